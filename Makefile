@@ -1,0 +1,57 @@
+# Everything runs from a bare clone: the first target that needs it creates .venv and installs into it.
+#
+#   make demo     compress a real model, compare it with the original, write a report with pictures
+#   make test     the whole suite, doctests and documentation examples included
+#   make lint     ruff and mypy
+#   make bench    every benchmark, one table each
+#
+# On Linux PyPI's torch brings CUDA libraries of several GB. To get the small CPU build instead:
+#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+TORCH_INDEX ?=
+DEMO_OUT ?= demo-out
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
+       $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: demo test lint format bench clean
+.DELETE_ON_ERROR:
+
+demo: .venv/.demo
+	$(BIN)/kflats demo --out $(DEMO_OUT) --force
+
+test: .venv/.dev
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: .venv/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: .venv/.dev
+	@for script in benchmarks/[a-z]*.py; do \
+	    case $$script in */_*) continue;; esac; \
+	    echo "== $$script"; $(BIN)/python $$script || exit 1; \
+	done
+
+$(BIN)/python:
+	$(PYTHON) -m venv .venv
+
+# The stamps are newer than pyproject.toml and constraints.txt exactly when nothing needs installing.
+.venv/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[demo]"
+	@touch $@
+
+.venv/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	$(PIP) -e ".[dev]"
+	@touch $@ .venv/.demo
+
+clean:
+	rm -rf .venv build dist $(DEMO_OUT) .pytest_cache .mypy_cache .ruff_cache .hypothesis
