@@ -1,0 +1,110 @@
+"""How kflats prints: plain-text tables, sizes, shares, and names from untrusted files.
+
+One look for reports, plans, comparisons and the command line. Only ASCII lines, so a table printed
+into a file or a narrow code page never fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from io import StringIO
+from typing import Any
+
+from rich.box import Box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_LINES = Box("    \n    \n -- \n    \n -- \n    \n    \n    \n", ascii=True)
+_WIDTH = 240  # wide enough that no table of ours is folded: folding is the reader's terminal's work
+
+
+def visible(text: str) -> str:
+    r"""``text`` with everything that does not print (control characters, direction marks) written out.
+
+    Token names come out of files; printed raw they could move a terminal's cursor or turn a page's
+    reading direction.
+
+    >>> visible("a\x1b[31m")
+    'a\\u001b[31m'
+    """
+    return "".join(c if c.isprintable() else f"\\u{ord(c):04x}" for c in text)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people; 1 MB is 1e6 bytes, as in budgets.
+
+    >>> size(46_881_792), size(999), size(20_000)
+    ('46.9 MB', '999 B', '20.0 kB')
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= 0.9995 * scale:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def share(part: float, whole: float = 1.0) -> str:
+    """``part / whole`` as a percentage; a dash when there is nothing to divide by.
+
+    >>> share(3, 4), share(1, 0)
+    ('75.0 %', '-')
+    """
+    return f"{100 * part / whole:.1f} %" if whole else "-"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """A measured value to ``digits`` significant digits; a dash when it was not measured.
+
+    >>> number(0.012345), number(None), number(0.0)
+    ('0.0123', '-', '0')
+    """
+    return "-" if value is None else f"{value:.{digits}g}"
+
+
+def call(value: Mapping[str, Any]) -> str:
+    """The JSON form of a method, importance or codec, written as the call that makes it.
+
+    >>> call({"type": "Flats", "k": 5, "ranks": "filled"})
+    "Flats(k=5, ranks='filled')"
+    """
+    fields = ", ".join(f"{visible(str(k))}={v!r}" for k, v in value.items() if k != "type" and v is not None)
+    return f"{visible(str(value.get('type', '?')))}({fields})"
+
+
+def table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    left: int = 1,
+    totals: Sequence[Sequence[str]] = (),
+) -> Table:
+    """A rich table: the first ``left`` columns flush left, the others right; ``totals`` under a line."""
+    made = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    for place, name in enumerate(columns):
+        made.add_column(Text(visible(name)), justify="left" if place < left else "right", no_wrap=place >= left)
+    for row in rows:
+        made.add_row(*_cells(row))
+    if rows and totals:
+        made.add_section()
+    for row in totals:
+        made.add_row(*_cells(row))
+    return made
+
+
+def plain(made: Table) -> str:
+    """``made`` as plain text, no colours, no trailing blanks.
+
+    >>> print(plain(table(["name", "bytes"], [["a", "12"], ["[b]", "3"]])))
+    name  bytes
+    -----------
+    a        12
+    [b]       3
+    """
+    out = StringIO()
+    Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, highlight=False).print(made)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _cells(row: Sequence[str]) -> list[Text]:
+    # Text, not str: rich reads "[...]" in a str as markup, and "[unused1]" is a token.
+    return [Text(visible(cell)) for cell in row]
