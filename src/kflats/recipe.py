@@ -1,0 +1,141 @@
+"""Recipes: method x importance x codec as one value, and their JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from kflats import codec, importance, methods
+from kflats.codec import Float
+from kflats.errors import KflatsError
+from kflats.importance import Uniform
+
+AXES: dict[str, tuple[type, ...]] = {
+    "method": methods.VALUES,
+    "importance": importance.VALUES,
+    "codec": codec.VALUES,
+}
+"""The independent choices of a recipe, and the values that a plan file may name for each."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Three independent choices: the geometry, whose error counts, and how numbers are stored.
+
+    Args:
+        method: ``SVD()``, ``Flats(k=5)``, ...
+        importance: ``Uniform()``, ``TokenCounts(power=0.5)``, ``ZipfPrior()``, ...
+        codec: ``Float()``.
+
+    Raises:
+        KflatsError: a class instead of a value, or a value of another axis.
+
+    >>> Recipe(methods.Flats(k=5)).codec
+    Float(dtype='same')
+    """
+
+    method: Any
+    importance: Any = Uniform()
+    codec: Any = Float()
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            value = getattr(self, axis)
+            if not dataclasses.is_dataclass(value) or isinstance(value, type):
+                made = f"{value.__name__}()" if isinstance(value, type) else " or ".join(_names(axis))
+                raise KflatsError(f"{value!r} is no {axis}", cause="a recipe is made of values", hint=f"{made}")
+            other = [name for name, kinds in AXES.items() if name != axis and isinstance(value, kinds)]
+            if other or isinstance(value, Recipe):
+                raise KflatsError(
+                    f"{value!r} is no {axis}",
+                    cause=f"it says {other[0] if other else 'whole recipe'}",
+                    hint="Recipe(method, importance, codec), each of them optional but the first",
+                )
+
+
+def as_recipe(value: Any) -> Recipe:
+    """A bare method means ``Recipe(method)``; a recipe is handed back as it is."""
+    return value if isinstance(value, Recipe) else Recipe(value)
+
+
+def to_json(value: Any) -> dict[str, Any]:
+    """A recipe, or one of its parts, as ``{"type": ..., field: ...}``.
+
+    >>> to_json(Float("float16"))
+    {'type': 'Float', 'dtype': 'float16'}
+    """
+    found: dict[str, Any] = {"type": type(value).__name__}
+    for field in dataclasses.fields(value):
+        inner = getattr(value, field.name)
+        found[field.name] = to_json(inner) if dataclasses.is_dataclass(inner) else inner
+    return found
+
+
+def from_json(data: object) -> Any:
+    """The value that ``to_json`` wrote; absent fields take their defaults.
+
+    Raises:
+        KflatsError: an unknown type or field (the message names the known ones), a wrong type, or
+            whatever the value itself refuses.
+
+    >>> from_json({"type": "Float"})
+    Float(dtype='same')
+    """
+    known = {kind.__name__: kind for kinds in AXES.values() for kind in kinds} | {"Recipe": Recipe}
+    if not isinstance(data, Mapping) or not isinstance(data.get("type"), str):
+        raise KflatsError(
+            f'expected an object with a "type", found {data!r:.80}', cause="a damaged or hand-edited plan"
+        )
+    kind = known.get(data["type"])
+    if kind is None:
+        raise KflatsError(
+            f"nothing is called {data['type']!r:.80}",
+            cause="a plan of a newer kflats, or a misspelt name",
+            hint=f"one of {', '.join(sorted(known))}",
+        )
+    hints = get_type_hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    arguments = {}
+    for name, inner in data.items():
+        if name == "type":
+            continue
+        if name not in fields:
+            raise KflatsError(
+                f"{kind.__name__} has no field {name!r:.80}",
+                cause="a plan of a newer kflats, or a misspelt name",
+                hint=f"one of {', '.join(fields) or 'none'}",
+            )
+        made = from_json(inner) if isinstance(inner, Mapping) else inner
+        if not _fits(made, hints[name]):
+            raise KflatsError(f"{kind.__name__}.{name} cannot be {inner!r:.80}", cause="a damaged or hand-edited plan")
+        arguments[name] = made
+    missing = [
+        name
+        for name, field in fields.items()
+        if name not in arguments and field.default is field.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise KflatsError(f"{kind.__name__} needs {', '.join(missing)}", cause="a damaged or hand-edited plan")
+    return kind(**arguments)
+
+
+def _names(axis: str) -> list[str]:
+    return [f"{kind.__name__}()" for kind in AXES[axis]]
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a JSON value may be a field of the declared type."""
+    if hint is Any:
+        return True
+    if get_origin(hint) in (Union, UnionType):
+        return any(_fits(value, inner) for inner in get_args(hint))
+    if get_origin(hint) is Literal:
+        return any(value is option or (value == option and type(value) is type(option)) for option in get_args(hint))
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0  # finite
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return value is None if hint in (None, NoneType) else isinstance(value, hint)
