@@ -1,0 +1,143 @@
+"""The HTML report: one file that needs nothing else, and nothing in it that a file's names could do."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from kflats.errors import KflatsError
+from kflats.report import BandReport, FrequencyBin, Report, WeightReport, WorstRow
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("jinja2")
+
+from kflats.figures import mean_rank, overview, pictures
+from kflats.report_html import REPORT_PAGE, render
+
+NASTY = "$x^2$<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b‮$x^2$"
+
+
+def weight(name: str = "table", k: int = 3, nested: bool = True) -> WeightReport:
+    ranks = (20, 8, 2) if nested else (8,)
+    bands = [BandReport(None, 16, 10, 0.4, 0.0)]
+    bands += [BandReport(flat, rank, 30, 0.02, 1 / rank) for flat in range(k) for rank in ranks]
+    return WeightReport(
+        name, (name, NASTY), (10 + 30 * k * len(ranks), 24), "float32",
+        {"type": "Flats", "k": k, "loss": NASTY}, {"type": "Uniform"}, {"type": "Float", "dtype": "same"},
+        30_000, 18_000, 4_400, 0.02, 0.3, 0.05, tuple(1 / 24 for _ in range(24)), tuple(bands),
+        (FrequencyBin(NASTY, 10, 16.0, 0.0), FrequencyBin("11-100", 90, 9.0, 0.2)),
+        (WorstRow(3, NASTY, 0.1, 0.99),), (2.0, 1.5), 0.5, NASTY,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    report = Report(NASTY, "60%", (weight(NASTY),), 100_000, 88_000, 0, "0.1.0")
+    return render(report, tmp_path_factory.mktemp("report") / "a" / "b")
+
+
+class Seen(HTMLParser):
+    """Every tag with its attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+
+def test_the_page_needs_nothing_else(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    tags = Seen(text).tags
+    assert page.name == REPORT_PAGE
+    assert not {"script", "link", "iframe", "object", "base", "form"} & {tag for tag, _ in tags}
+    addresses = [v for _, a in tags for k, v in a.items() if k in ("src", "srcset", "href", "action", "data")]
+    assert addresses
+    assert all(v and v.startswith("data:image/png;base64,") for v in addresses)
+    assert not re.search(r"url\(|@import|https?://", re.sub(r"data:image/png;base64,[\w+/=]+", "", text))
+
+
+def test_every_picture_has_a_text_and_a_dark_version(page: Path) -> None:
+    tags = Seen(page.read_text(encoding="utf-8")).tags
+    images = [a for tag, a in tags if tag == "img"]
+    assert len(images) == 1 + 6
+    assert all(len(a["alt"] or "") > 40 for a in images)
+    assert len({a["alt"] for a in images}) == len(images)
+    sources = [a for tag, a in tags if tag == "source"]
+    assert len(sources) == len(images)
+    assert all(a["media"] == "(prefers-color-scheme: dark)" for a in sources)
+    assert all(s["srcset"] != i["src"] for s, i in zip(sources, images, strict=True))
+
+
+def test_names_are_text_and_no_more(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    tags = Seen(text).tags
+    assert not any(name.startswith("on") for _, a in tags for name in a)
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "‮" not in text
+    assert "\x1b" not in text
+
+
+def test_png_files_lie_beside_the_page_under_plain_names(page: Path) -> None:
+    names = sorted(p.name for p in page.parent.glob("*.png"))
+    assert "size.png" in names
+    assert len(names) == 7
+    assert all(re.fullmatch(r"[\w.-]+", n) for n in names)
+    assert all(p.read_bytes().startswith(b"\x89PNG\r\n") for p in page.parent.glob("*.png"))
+
+
+def test_the_page_says_what_the_records_say(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for part in ("60.0 %", "88.0 %", "0.02", "0.05", "30.0 kB", "18.0 kB", "4,400 values", "All bands (10)"):
+        assert part in text
+
+
+def test_many_weights_are_listed_but_only_the_largest_are_drawn(tmp_path: Path) -> None:
+    bare = replace(weight(), bands=(), frequency=(), objective=(), spectrum=())
+    many = tuple(replace(bare, name=f"layer{i}", bytes_before=30_001 + i) for i in range(8))
+    text = render(Report("m", "60%", (weight("small", nested=False), *many), 9, 9, 0, "1"), tmp_path).read_text()
+    assert text.count('<td class="name">') == 9
+    assert "1 smaller ones are in the table only" in text
+    assert len(list(tmp_path.glob("*.png"))) == 1  # "small" is not drawn, the others have no figures
+
+
+@pytest.mark.parametrize("k", [1, 5, 40])
+def test_pictures_for_one_flat_and_for_many(k: int) -> None:
+    uniform = weight(k=k, nested=False)
+    made = {p.stem: p for p in pictures(uniform)}
+    assert set(made) == {"spectrum", "ranks", "error-by-flat", "kept", "error-by-frequency", "objective"}
+    assert made["error-by-flat"].title == "Error by flat"
+    assert "exact: 10 rows at rank 16" in made["ranks"].alt
+
+
+def test_pictures_need_figures_and_say_them() -> None:
+    bare = replace(weight(), bands=(), frequency=(), objective=(1.0,), spectrum=(0.0, -1e-9))
+    assert pictures(bare) == []
+    assert mean_rank(weight(k=1)) == pytest.approx((10 * 16 + 30 * 30) / 100)
+    (size,) = overview(Report("m", "1%", (weight(),), 100_000, 88_000, 0, "1"))
+    assert "named weights: 30.0 kB before, 18.0 kB after (60.0 %)" in size.alt
+    assert overview(Report("m", "1%", (), 0, 0, 0, "1"))
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    report = Report("m", "60%", (), 10, 10, 0, "1")
+    for module in ("jinja2", "matplotlib"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            patch.delitem(sys.modules, "matplotlib.figure", raising=False)
+            with pytest.raises(KflatsError, match=r"pip install 'kflats\[report\]'"):
+                render(report, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_folder_must_not_be_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(KflatsError, match="not a folder"):
+        render(Report("m", "60%", (), 10, 10, 0, "1"), tmp_path / "file")
