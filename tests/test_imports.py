@@ -20,10 +20,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "tables"),
     ("numerics",),
     ("nn",),
-    ("importance", "codec", "methods"),
+    ("importance", "codec", "methods", "texts"),
     ("recipe", "plan", "places", "ties", "surgery", "budget"),
     ("statistics",),
-    ("canvas", "figures", "report", "report_html", "files", "evaluate", "compress"),
+    ("canvas", "figures", "report", "report_html", "files", "encoding", "evaluate", "compress"),
     ("demo",),
     ("cli",),
 )

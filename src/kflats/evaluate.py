@@ -1,0 +1,293 @@
+"""A compressed model beside its original: sizes, fidelity of the outputs, latency.
+
+Matrix error misleads (a table can be near in squared error and far in what the model says), so the
+model itself is measured. Fidelity is the cosine between the two models' sentence vectors, and
+whether each sentence keeps its nearest neighbours; always with the 5th percentile and with rare
+words beside the mean, because a mean over common sentences hides a starved tail.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kflats.encoding import encode, evaluating, last_hidden_state, pad, rare_words, tokenize
+from kflats.errors import KflatsError
+from kflats.tables import number, plain, share, size, table, visible
+from kflats.texts import packaged_texts
+
+_BLOCK = 1024  # sentences compared with all others at once
+_RESAMPLES = 2000
+
+
+@dataclass(frozen=True)
+class Fidelity:
+    """How near the compressed model's vectors are to the original's; 1.0 everywhere is the same model.
+
+    Args:
+        mean_cosine: mean over sentences of the cosine between both models' vectors.
+        p5_cosine: its 5th percentile: one sentence in twenty is worse.
+        neighbour_overlap: share of each sentence's 10 nearest others that stay; None with fewer than 3 sentences.
+        sentences: how many.
+        rare_mean_cosine: mean cosine over rare words, each encoded alone; None if the vocabulary has none.
+        rare_words: how many.
+    """
+
+    mean_cosine: float
+    p5_cosine: float
+    neighbour_overlap: float | None
+    sentences: int
+    rare_mean_cosine: float | None
+    rare_words: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time of one batch through both models, in pairs run turn by turn.
+
+    ``ratio`` is the median over pairs of compressed / original, ``low`` and ``high`` its 95 % bootstrap
+    interval. An interval that holds 1 shows no difference.
+    """
+
+    original_ms: float
+    compressed_ms: float
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    batch: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two model folders side by side; printing it gives a table. Sizes are in bytes.
+
+    ``disk`` counts weight files, ``memory`` parameters and buffers once loaded (shared ones once).
+    """
+
+    original: str
+    compressed: str
+    disk: tuple[int, int]
+    memory: tuple[int, int]
+    fidelity: Fidelity
+    latency: Latency
+
+    def __str__(self) -> str:
+        f, t = self.fidelity, self.latency
+        sizes = [
+            ["weight files", size(self.disk[0]), size(self.disk[1]), share(self.disk[1], self.disk[0])],
+            ["weights in memory", size(self.memory[0]), size(self.memory[1]), share(self.memory[1], self.memory[0])],
+            ["one batch, median", f"{t.original_ms:.1f} ms", f"{t.compressed_ms:.1f} ms", share(t.ratio)],
+        ]
+        values = [
+            ["mean cosine", _cosine(f.mean_cosine), f"{f.sentences} sentences"],
+            ["5th percentile", _cosine(f.p5_cosine), "one sentence in twenty is worse"],
+            ["neighbours kept", _cosine(f.neighbour_overlap), "of the 10 nearest sentences"],
+            ["rare words, mean", _cosine(f.rare_mean_cosine), f"{f.rare_words} words, each alone"],
+        ]
+        parts = [
+            f"original:   {visible(self.original)}",
+            f"compressed: {visible(self.compressed)}",
+            "",
+            plain(table(["whole model", "original", "compressed", "ratio"], sizes)),
+            "",
+            plain(table(["fidelity", "", "over"], values)),
+            "",
+            f"latency: {t.batch} texts of up to {t.tokens} tokens, {t.pairs} interleaved pairs; "
+            f"median ratio {number(t.ratio)}, 95 % interval {number(t.low)} to {number(t.high)}",
+        ]
+        return "\n".join(parts)
+
+
+def fidelity(
+    original: nn.Module,
+    compressed: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    counted: Sequence[str] = (),
+    batch: int = 32,
+    neighbours: int = 10,
+    words: int = 500,
+) -> Fidelity:
+    """Compare what two models say about ``texts``, and about up to ``words`` rare words.
+
+    Args:
+        counted: texts the importance was counted on; rare words are words that neither these nor
+            ``texts`` show, from the tail of the vocabulary.
+        neighbours: how many nearest sentences should stay.
+
+    Raises:
+        KflatsError: no texts, or models whose vectors cannot be compared.
+    """
+    a, b = (encode(m, tokenizer, texts, batch) for m in (original, compressed))
+    if a.shape != b.shape:
+        raise KflatsError(
+            f"vectors of {a.shape[1]} and of {b.shape[1]} numbers cannot be compared",
+            cause="the second model is not a compressed version of the first",
+        )
+    cosine = (a * b).sum(1)
+    rare = rare_words(tokenizer, [*texts, *counted], words)
+    rare_cosine = None
+    if rare:
+        rare_cosine = float(
+            (encode(original, tokenizer, rare, batch) * encode(compressed, tokenizer, rare, batch)).sum(1).mean()
+        )
+    return Fidelity(
+        mean_cosine=float(cosine.mean()),
+        p5_cosine=float(cosine.quantile(0.05)),
+        neighbour_overlap=neighbour_overlap(a, b, neighbours),
+        sentences=len(texts),
+        rare_mean_cosine=rare_cosine,
+        rare_words=len(rare),
+    )
+
+
+def neighbour_overlap(a: Tensor, b: Tensor, neighbours: int = 10, block: int = _BLOCK) -> float | None:
+    """Mean share of each row's nearest other rows in ``a`` that are nearest in ``b`` too.
+
+    ``a`` and ``b`` are (n, d) unit vectors of the same n texts. Fewer than ``neighbours`` others: all
+    but one of them are asked for, since all would always agree. None for n < 3. Work n^2 d, memory
+    block x n.
+    """
+    n = a.shape[0]
+    k = min(neighbours, n - 2)
+    if k < 1:
+        return None
+    kept = 0
+    for start in range(0, n, block):
+        rows = torch.arange(start, min(start + block, n))
+        nearest = []
+        for vectors in (a, b):
+            similar = vectors[rows] @ vectors.T
+            similar[torch.arange(len(rows)), rows] = -torch.inf
+            nearest.append(
+                torch.zeros(similar.shape, dtype=torch.bool).scatter_(1, similar.topk(k, dim=1).indices, True)
+            )
+        kept += int((nearest[0] & nearest[1]).sum())
+    return kept / (n * k)
+
+
+def latency(
+    original: nn.Module,
+    compressed: nn.Module,
+    tokenizer: Any,
+    texts: Sequence[str],
+    *,
+    batch: int = 32,
+    pairs: int = 20,
+) -> Latency:
+    """Time both models on the first ``batch`` texts, in ``pairs`` pairs; which goes first alternates.
+
+    Pairs and alternation, so that a machine that warms up or is shared slows both alike.
+    """
+    if not texts or pairs < 1:
+        raise KflatsError("latency needs at least one text and one pair", hint="give texts and pairs >= 1")
+    models = (original, compressed)
+    rows = tokenize(original, tokenizer, list(texts)[:batch])
+    inputs = [pad(rows, tokenizer, next(m.parameters()).device) for m in models]
+    times: list[list[float]] = [[], []]
+    with evaluating(*models), torch.inference_mode():
+        for turn in range(-2, pairs):  # two turns to warm up
+            for which in (0, 1) if turn % 2 else (1, 0):
+                elapsed = _timed(models[which], inputs[which])
+                if turn >= 0:
+                    times[which].append(elapsed)
+    before, after = (torch.tensor(t, dtype=torch.float64) for t in times)
+    ratios = after / before
+    draws = torch.randint(pairs, (_RESAMPLES, pairs), generator=torch.Generator().manual_seed(0))
+    low, high = ratios[draws].quantile(0.5, dim=1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    return Latency(
+        original_ms=1000 * float(before.quantile(0.5)),
+        compressed_ms=1000 * float(after.quantile(0.5)),
+        ratio=float(ratios.quantile(0.5)),
+        low=low,
+        high=high,
+        pairs=pairs,
+        batch=len(rows),
+        tokens=max(map(len, rows)),
+    )
+
+
+def compare(
+    original_folder: str | os.PathLike[str],
+    compressed_folder: str | os.PathLike[str],
+    texts: Sequence[str] | None = None,
+    *,
+    pairs: int = 20,
+) -> Comparison:
+    """Load two models and compare sizes, fidelity and latency.
+
+    Args:
+        original_folder: a local folder or a hub name; its tokenizer is used for both.
+        compressed_folder: what ``kflats compress`` or ``save_pretrained`` wrote.
+        texts: sentences to judge on; None: those that come with kflats.
+        pairs: runs of each model in the latency test.
+
+    Raises:
+        KflatsError: a folder that holds no model or no tokenizer, or models that do not belong together.
+    """
+    from kflats.files import load_model, resolve_model
+
+    folders = [resolve_model(os.fspath(f)) for f in (original_folder, compressed_folder)]
+    models = [load_model(folder) for folder in folders]
+    tokenizer = load_tokenizer(folders[0])
+    judged = packaged_texts("judge") if texts is None else tuple(texts)
+    return Comparison(
+        original=os.fspath(original_folder),
+        compressed=os.fspath(compressed_folder),
+        disk=(weight_file_bytes(folders[0]), weight_file_bytes(folders[1])),
+        memory=(memory_bytes(models[0]), memory_bytes(models[1])),
+        fidelity=fidelity(models[0], models[1], tokenizer, judged, counted=packaged_texts("count")),
+        latency=latency(models[0], models[1], tokenizer, judged, pairs=pairs),
+    )
+
+
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model's folder; a clear error when it has none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KflatsError(
+            f"no tokenizer could be loaded from {folder} ({type(error).__name__})",
+            cause="its tokenizer files are missing or damaged",
+            hint="save one there: tokenizer.save_pretrained(folder)",
+        ) from error
+
+
+def weight_file_bytes(folder: Path) -> int:
+    """Bytes of the weight files in a model's folder (safetensors; other formats only if there are none)."""
+    found = list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin"))
+    return sum(f.stat().st_size for f in found)
+
+
+def memory_bytes(model: nn.Module) -> int:
+    """Bytes of a model's parameters and buffers, shared ones counted once."""
+    held = {id(t): t for t in [*model.parameters(), *model.buffers()]}
+    return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def _timed(model: nn.Module, inputs: dict[str, Tensor]) -> float:
+    """Seconds of one forward pass."""
+    cuda = inputs["input_ids"].is_cuda
+    if cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    last_hidden_state(model, inputs)
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _cosine(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
