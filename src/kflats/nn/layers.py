@@ -8,13 +8,15 @@ cannot come apart in saving, loading or training.
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.nn.matrix import LowRankMatrix, Matrix
+from kflats.nn.abstract import Matrix
+from kflats.nn.flats import refresh_after_load
+from kflats.nn.low_rank import LowRankMatrix
 
 
 class _HasMatrix:
@@ -25,38 +27,52 @@ class _HasMatrix:
         """The Matrix behind this layer."""
         return cast(Matrix, self.__dict__["_matrix"])
 
+    @property
+    def owns_matrix(self) -> bool:
+        """False at a tied place, which borrows another layer's matrix."""
+        return cast(bool, self.__dict__["_owns_matrix"])
+
     def _take(self, matrix: Matrix, *, own: bool) -> None:
         # Not a registered child: its tensors would appear under two names.
         self.__dict__["_matrix"] = matrix
-        self.__dict__["owns_matrix"] = own
+        self.__dict__["_owns_matrix"] = own
         if own:
-            self.__dict__["_parameters"] = matrix._parameters
-            self.__dict__["_buffers"] = matrix._buffers
-            self.__dict__["_non_persistent_buffers_set"] = matrix._non_persistent_buffers_set
-            cast(nn.Module, self).register_load_state_dict_post_hook(_refresh)
+            for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                self.__dict__[table] = getattr(matrix, table)
+            cast(nn.Module, self).register_load_state_dict_post_hook(refresh_after_load)  # type: ignore[no-untyped-call]
 
     @property
     def weight(self) -> Tensor:
         """The first factor (coordinates), for code that reads a layer's dtype or device."""
         return self.matrix.weight
 
+    def refresh(self) -> None:
+        """Recompute what the matrix derives from its stored tensors (call after loading into them)."""
+        self.matrix.refresh()
 
-def _refresh(module: nn.Module, _: object) -> None:
-    cast(_HasMatrix, module).matrix.refresh()
+    def _replicate_for_data_parallel(self) -> Any:
+        raise KflatsError(
+            "factored layers cannot be copied by nn.DataParallel",
+            cause="its copies hold views instead of parameters, which a shared matrix would not see",
+            hint="use DistributedDataParallel (torchrun), or let one GPU be visible",
+        )
 
 
-class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[misc]
+class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
     """An ``nn.Embedding`` whose table is a Matrix: ``rows(ids)``, times ``scale`` where the model has one.
+
+    ``(*b,)`` ids -> ``(*b, d)``, in the table's dtype also under autocast, as ``nn.Embedding`` does.
 
     Args:
         matrix: the (n, d) table.
         padding_idx: ids there receive no gradient, in coordinates or bases.
         scale: factor on the output, rounded to the table's dtype (Gemma, BART).
-        sparse: sparse gradients for the coordinates; only a LowRankMatrix can give them.
+        sparse: sparse gradients for the coordinates (the basis keeps a dense one); only a
+            LowRankMatrix can give them.
         own: False when another layer owns the matrix (a tied table).
 
     Raises:
-        KflatsError: sparse gradients asked of flats.
+        KflatsError: sparse gradients asked of flats, or a padding_idx outside the table.
 
     >>> layer = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
     >>> layer(torch.tensor([[0, 4]])).shape
@@ -80,9 +96,9 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[misc]
                 hint="build the original layer with sparse=False, or compress with SVD",
             )
         self.num_embeddings, self.embedding_dim = matrix.shape
-        if padding_idx is not None and padding_idx < 0:
-            padding_idx += matrix.shape[0]
-        self.padding_idx = cast(int, padding_idx)
+        if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:
+            raise KflatsError(f"padding_idx {padding_idx} lies outside the table of {self.num_embeddings} rows")
+        self.padding_idx = cast(int, None if padding_idx is None else padding_idx % self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
         self.sparse, self.scale = sparse, scale
         self._take(matrix, own=own)
@@ -91,28 +107,43 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[misc]
         """Nothing: a factored table has no random start."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            with torch.autocast(input.device.type, enabled=False):
+                return self._look_up(input)
+        return self._look_up(input)
+
+    def _look_up(self, input: Tensor) -> Tensor:
         matrix = self.matrix
-        if self.sparse and isinstance(matrix, LowRankMatrix):
-            out = nn.functional.embedding(input, matrix.weight, sparse=True) @ matrix.basis
-        else:
-            out = matrix.rows(input)
+        sparse = self.sparse and isinstance(matrix, LowRankMatrix)
+        out = cast(LowRankMatrix, matrix).rows(input, sparse=True) if sparse else matrix.rows(input)
         if self.padding_idx is not None and out.requires_grad:
             out = torch.where((input == self.padding_idx).unsqueeze(-1), out.detach(), out)
         if self.scale is not None:
-            out = out * torch.full((), self.scale, dtype=out.dtype, device=out.device)
+            # Models keep the scale as a float32 tensor and round it to the table's dtype before they multiply.
+            out = out * torch.full((), self.scale, dtype=torch.float32, device=out.device).to(out.dtype)
         return out
 
     def extra_repr(self) -> str:
         n, d = self.matrix.shape
-        return f"{n}, {d}, {self.matrix.kind}, values={self.matrix.num_values}, own={self.__dict__['owns_matrix']}"
+        return f"{n}, {d}, {self.matrix.kind}, values={self.matrix.num_values}, own={self.owns_matrix}"
 
 
 class FactoredLinear(_HasMatrix, nn.Module):
     """A linear layer whose (in, out) matrix is a Matrix: x @ M + bias.
 
     ``rows="outputs"`` says that M's rows are output neurons (M is torch's own (out, in) weight), and
-    the layer computes x @ M.T instead.
+    the layer computes x @ M.T instead. The state dict holds ``weight``, ``basis``, ``labels`` of the
+    matrix and ``bias``.
+
+    Raises:
+        KflatsError: ``rows`` is neither of the two, or the bias has the wrong length.
+
+    >>> layer = FactoredLinear(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)), torch.zeros(3))
+    >>> layer(torch.ones(2, 5)).tolist()
+    [[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]
     """
+
+    bias: nn.Parameter | None
 
     def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, rows: str = "inputs") -> None:
         nn.Module.__init__(self)
@@ -120,6 +151,7 @@ class FactoredLinear(_HasMatrix, nn.Module):
             raise KflatsError(f"rows={rows!r} is neither 'inputs' nor 'outputs'")
         self.row_side = rows
         self.in_features, self.out_features = matrix.shape if rows == "inputs" else matrix.shape[::-1]
+        _check_bias(bias, self.out_features)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
@@ -132,11 +164,25 @@ class FactoredLinear(_HasMatrix, nn.Module):
 
 
 class FactoredHead(_HasMatrix, nn.Module):
-    """An output head tied to a factored embedding: logits = h @ M.T + bias, M borrowed from the embedding."""
+    """An output head tied to a factored embedding: logits = h @ M.T + bias, M borrowed from the embedding.
+
+    ``(*b, d)`` -> ``(*b, n)``. The bias is the head's own; a Parameter is taken as it is, so that a
+    model which lists it twice (BERT's decoder) keeps one.
+
+    Raises:
+        KflatsError: the bias has the wrong length.
+
+    >>> table = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
+    >>> FactoredHead(table.matrix)(torch.ones(2, 3)).shape
+    torch.Size([2, 5])
+    """
+
+    bias: nn.Parameter | None
 
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
+        _check_bias(bias, self.out_features)
         self._take(matrix, own=False)
         self.register_parameter("bias", bias)
 
@@ -146,3 +192,8 @@ class FactoredHead(_HasMatrix, nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, tied {self.matrix.kind}"
+
+
+def _check_bias(bias: Tensor | None, size: int) -> None:
+    if bias is not None and tuple(bias.shape) != (size,):
+        raise KflatsError(f"a bias of shape {tuple(bias.shape)} does not fit {size} outputs")
