@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -243,15 +242,23 @@ def test_the_real_model(real: tuple[Any, Any]) -> None:
     assert all(len(tokenizer(w, add_special_tokens=False)["input_ids"]) == 1 for w in words)
 
 
-def test_comparing_folders(minilm: Path, tmp_path: Path) -> None:
-    pytest.importorskip("kflats.files")
+def test_comparing_folders(minilm: Path) -> None:
     found = compare(minilm, minilm, ["A dog runs.", "Two birds sing.", "It rains."], pairs=2)
     assert found.fidelity.mean_cosine == pytest.approx(1, abs=1e-5)
     assert found.disk[0] == found.disk[1] == (minilm / "model.safetensors").stat().st_size == weight_file_bytes(minilm)
     assert found.memory[0] > 80e6
-    shutil.copy(minilm / "config.json", tmp_path)
-    with pytest.raises(KflatsError, match="tokenizer"):
+
+
+def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    tiny("bert").save_pretrained(tmp_path)
+    with pytest.raises(KflatsError, match="no tokenizer"):
         load_tokenizer(tmp_path)
+    for broken in ("{", "{}", "[]"):
+        (tmp_path / "tokenizer.json").write_text(broken)
+        with pytest.raises(KflatsError, match="no tokenizer"):
+            load_tokenizer(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path)("wordaa")["input_ids"] == [2]
 
 
 def test_texts_files(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,11 +19,13 @@ from torch import Tensor, nn
 
 from kflats.encoding import encode, evaluating, last_hidden_state, pad, rare_words, tokenize
 from kflats.errors import KflatsError
+from kflats.files import load_model, resolve_model, weights_folder
 from kflats.tables import number, plain, share, size, table, visible
 from kflats.texts import packaged_texts
 
 _BLOCK = 1024  # sentences compared with all others at once
 _RESAMPLES = 2000
+_VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
 @dataclass(frozen=True)
@@ -235,8 +236,6 @@ def compare(
     Raises:
         KflatsError: a folder that holds no model or no tokenizer, or models that do not belong together.
     """
-    from kflats.files import load_model, resolve_model
-
     folders = [resolve_model(os.fspath(f)) for f in (original_folder, compressed_folder)]
     models = [load_model(folder) for folder in folders]
     tokenizer = load_tokenizer(folders[0])
@@ -251,24 +250,30 @@ def compare(
     )
 
 
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model's folder; a clear error when it has none."""
-    from transformers import AutoTokenizer
-
+def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+    """The tokenizer of a model's local folder; a clear error when it has none."""
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KflatsError(
-            f"no tokenizer could be loaded from {folder} ({type(error).__name__})",
-            cause="its tokenizer files are missing or damaged",
-            hint="save one there: tokenizer.save_pretrained(folder)",
-        ) from error
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise KflatsError("transformers is not installed", hint="pip install 'kflats[hf]'") from error
+    where = weights_folder(folder)
+    lost = KflatsError(
+        f"{where} has no tokenizer that can be loaded",
+        cause="its tokenizer files are missing or damaged",
+        hint="save one there: tokenizer.save_pretrained(folder)",
+    )
+    # Without any vocabulary transformers makes a tokenizer that knows no words, and says nothing.
+    if not any(any(where.glob(pattern)) for pattern in _VOCABULARIES):
+        raise lost
+    try:
+        return AutoTokenizer.from_pretrained(where, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
+        raise lost from error
 
 
-def weight_file_bytes(folder: Path) -> int:
-    """Bytes of the weight files in a model's folder (safetensors; other formats only if there are none)."""
-    found = list(folder.glob("*.safetensors")) or list(folder.glob("pytorch_model*.bin"))
-    return sum(f.stat().st_size for f in found)
+def weight_file_bytes(folder: str | os.PathLike[str]) -> int:
+    """Bytes of the weight files (safetensors) in a model's folder."""
+    return sum(file.stat().st_size for file in weights_folder(folder).glob("*.safetensors"))
 
 
 def memory_bytes(model: nn.Module) -> int:
