@@ -1,0 +1,261 @@
+"""Where a model keeps its matrices: embeddings, linear layers, and the ties between them.
+
+A *weight* is one matrix M of shape (n, d), rows being what enters (a token, an input neuron). A *place*
+is a module that uses it. A tied output head is a second place of the embedding's weight, not a weight
+of its own: what replaces one must replace all.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from kflats.errors import KflatsError
+from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+
+FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear
+
+# torch's fused kernels read these layers' tensors directly and never call the linear modules inside.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A module that uses a weight: its path in the model, and its role there.
+
+    ``role`` is "embedding" (rows of M), "head" (x @ M.T, tied to an embedding), "linear" (torch keeps
+    M.T) or "conv1d" (GPT-2's layer, which keeps M).
+    """
+
+    name: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One matrix M and all its places; ``name`` is the first, which owns the factors after a swap.
+
+    ``shape`` is M's (rows = what enters), ``nbytes`` what it takes now, counted once however many ties.
+    """
+
+    name: str
+    places: tuple[Place, ...]
+    shape: tuple[int, int]
+    dtype: str
+    nbytes: int
+
+
+def find_weights(model: nn.Module) -> tuple[Weight, ...]:
+    """Every matrix of ``model`` that can be factored, in the model's own order; factored ones are skipped.
+
+    Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers and
+    GPT-2's ``Conv1D``. Left alone: torch's own transformer layers, subclasses that compute something
+    else, parameters shared with a module of another kind, and ``max_norm`` embeddings.
+
+    >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
+    >>> model["out"].weight = model["words"].weight      # a tie
+    >>> [(w.name, w.shape, [p.role for p in w.places]) for w in find_weights(model)]
+    [('words', (9, 4), ['embedding', 'head'])]
+    """
+    uses: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    same = _ties_to_come(model)
+    for name, module, fused in _slots(model):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                role, _ = _role(module) if key == "weight" and not fused else ("", "")
+                uses.setdefault(same.get(id(parameter), id(parameter)), []).append((name, module, role))
+    sources = _tie_sources(model)
+    weights = [w for found in uses.values() if (w := _as_weight(found, sources)) is not None]
+    return tuple(w for w in weights if _is_saved(model, w))
+
+
+def find_weight(model: nn.Module, name: str) -> Weight:
+    """The weight that has a place called ``name``: any tied place, with or without the base model's prefix.
+
+    Raises:
+        KflatsError: no such place (near names are listed), factored already, or a layer that cannot be
+            factored, with the reason.
+
+    >>> find_weight(nn.ModuleDict({"words": nn.Embedding(9, 4)}), "words").shape
+    (9, 4)
+    """
+    weights = find_weights(model)
+    by_place = {place.name: weight for weight in weights for place in weight.places}
+    asked = name.removesuffix(".weight")
+    for candidate in spellings(model, asked):
+        if candidate in by_place:
+            return by_place[candidate]
+    ends = {by_place[place] for place in by_place if asked and place.endswith("." + asked)}
+    if len(ends) == 1:
+        return ends.pop()
+    for candidate in spellings(model, asked):
+        if (module := submodule(model, candidate)) is not None and candidate:
+            raise KflatsError(f"{name!r} cannot be factored: {_reason(model, candidate, module)}")
+    near = difflib.get_close_matches(asked, by_place, n=5, cutoff=0.4) or list(by_place)[:5]
+    raise KflatsError(
+        f"the model has no weight called {name!r}",
+        cause="a misspelled name, or the name of another architecture",
+        hint=f"one of: {', '.join(near)}" if near else "a model with embeddings or linear layers",
+    )
+
+
+def dense_weight(model: nn.Module, weight: Weight) -> Tensor:
+    """M itself, (n, d), detached: a view of the model's parameter wherever its orientation allows.
+
+    >>> model = nn.ModuleDict({"out": nn.Linear(4, 9)})
+    >>> dense_weight(model, find_weight(model, "out")).shape      # rows are input neurons
+    torch.Size([4, 9])
+    """
+    module = submodule(model, weight.name)
+    table = None if module is None else module._parameters.get("weight")
+    if table is None or isinstance(module, FactoredLayer):
+        raise KflatsError(f"{weight.name!r} has no dense table", cause="it is factored already, or of another model")
+    return table.detach().T if weight.places[0].role == "linear" else table.detach()
+
+
+def factored_layers(model: nn.Module) -> Iterator[tuple[str, FactoredLayer]]:
+    """Path and layer of every factored place; an owner comes before the places that borrow from it."""
+    found = [(name, module) for name, module, _ in _slots(model) if isinstance(module, FactoredLayer)]
+    yield from sorted(found, key=lambda item: not item[1].owns_matrix)
+
+
+def submodule(model: nn.Module, name: str) -> nn.Module | None:
+    """``model.get_submodule(name)``, or None where there is none."""
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        return None
+
+
+def spellings(model: nn.Module, name: str) -> tuple[str, ...]:
+    """``name`` as it is, with the base model's prefix, and without: a base model and its task heads
+    (``BertModel``, ``BertForX``) call one layer by two names."""
+    prefix = getattr(model, "base_model_prefix", "")
+    if not isinstance(prefix, str) or not prefix:
+        return (name,)
+    return (name, f"{prefix}.{name}", name.removeprefix(prefix + "."))
+
+
+def pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Every transformers ``PreTrainedModel`` inside ``model``, itself included, with its path, outermost first."""
+    # Without that import there can be no such model: transformers stays optional, and unloaded.
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is not None:
+        for name, module in model.named_modules():
+            if isinstance(module, library.PreTrainedModel):
+                yield name, module
+
+
+def embedding_scale(module: nn.Module) -> float | None:
+    """What a scaled word embedding multiplies its output by; NaN where it is not in memory (meta device)."""
+    scale = getattr(module, "embed_scale", None)
+    if isinstance(scale, Tensor):
+        return float("nan") if scale.is_meta else float(scale)
+    return None if scale is None else float(scale)
+
+
+def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(path, module, inside a fused layer?) once per attribute that holds a module, shared modules included."""
+    seen: set[tuple[int, str]] = set()
+    fused: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = name.rpartition(".")
+        slot = (id(model.get_submodule(parent)) if name else 0, leaf)
+        if slot in seen:
+            continue
+        seen.add(slot)
+        if isinstance(module, _FUSED):
+            fused.update(id(inner) for inner in module.modules())
+        yield name, module, id(module) in fused
+
+
+def _role(module: nn.Module) -> tuple[str, str]:
+    """The role of a layer, or "" and why it has none."""
+    kind = type(module)
+    if isinstance(module, FactoredLayer):
+        return "", "it is factored already"
+    weight = module._parameters.get("weight")
+    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
+        return "", f"a {kind.__name__} without a plain floating-point weight matrix"
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return "", "max_norm rescales rows of the table while it is read, which factors cannot do"
+        if kind is not nn.Embedding and not _is_scaled(kind):
+            return "", f"{kind.__name__} is a subclass of nn.Embedding that kflats does not know"
+        return "embedding", ""
+    if kind is nn.Linear:
+        return "linear", ""
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return "conv1d", ""
+    return "", f"a {kind.__name__} is neither an embedding nor an exact nn.Linear"
+
+
+def _is_scaled(kind: type) -> bool:
+    """Gemma's, BART's, ...: transformers' word embeddings whose output is multiplied by ``embed_scale``."""
+    return kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.")
+
+
+def _is_saved(model: nn.Module, weight: Weight) -> bool:
+    """False for what sentence-transformers stores itself (its Dense modules): it knows nothing of factors."""
+    if not type(model).__module__.startswith("sentence_transformers."):
+        return True
+    homes = tuple(f"{name}." for name, _ in pretrained_models(model))
+    return all(place.name.startswith(homes) for place in weight.places)
+
+
+def _reason(model: nn.Module, name: str, module: nn.Module) -> str:
+    role, reason = _role(module)
+    if not role:
+        return reason
+    if any(slot == name and fused for slot, _, fused in _slots(model)):
+        return "it is part of torch's own transformer layer, which reads the dense tensor directly"
+    if role == "linear" and type(model).__module__.startswith("sentence_transformers."):
+        return "sentence-transformers stores this layer itself, as a dense table"
+    return "its parameter is shared with a layer of another kind"
+
+
+def _tie_sources(model: nn.Module) -> set[str]:
+    """Modules that transformers calls the source of a tie: they own it, whatever comes first in the model."""
+    ties = getattr(model, "all_tied_weights_keys", None)
+    return {source.removesuffix(".weight") for source in ties.values()} if isinstance(ties, dict) else set()
+
+
+def _ties_to_come(model: nn.Module) -> dict[int, int]:
+    """Parameters by what they will be tied to: ``from_pretrained`` builds models on the meta device, untied."""
+    found = {}
+    ties = getattr(model, "all_tied_weights_keys", None)
+    for target, source in ties.items() if isinstance(ties, dict) else ():
+        pair = [_parameter(model, name) for name in (target, source)]
+        if pair[0] is not None and pair[1] is not None and pair[0].is_meta and pair[1].is_meta:
+            found[id(pair[0])] = id(pair[1])
+    return found
+
+
+def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
+    path, _, key = name.rpartition(".")
+    module = submodule(model, path)
+    return None if module is None else module._parameters.get(key)
+
+
+def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Weight | None:
+    """The weight made of all uses of one parameter, or None where one of them cannot follow."""
+    roles = {role for _, _, role in uses}
+    modules = {id(module) for _, module, _ in uses}
+    if "" in roles or ("embedding" in roles and "conv1d" in roles) or ("embedding" not in roles and len(modules) > 1):
+        return None
+    tied = "embedding" in roles
+    order = sorted(uses, key=lambda use: (use[2] != "embedding", use[0] not in sources))
+    table = cast(Tensor, order[0][1]._parameters["weight"])
+    n, d = table.shape if order[0][2] != "linear" else table.shape[::-1]
+    return Weight(
+        name=order[0][0],
+        places=tuple(Place(name, "head" if tied and role == "linear" else role) for name, _, role in order),
+        shape=(n, d),
+        dtype=str(table.dtype).removeprefix("torch."),
+        nbytes=table.numel() * table.element_size(),
+    )

@@ -1,0 +1,142 @@
+"""The transformers plug-in: ``AutoModel.from_pretrained`` of a kflats folder, once ``import kflats`` has run.
+
+transformers calls any weight format a "quantizer". Ours swaps layers while the model is still on the meta
+device, lets transformers load the factors as it loads anything, checks that none was missing, and then
+takes the "quantized" marks off again: a factored model is an ordinary float model for ``.half()``, the
+Trainer, PEFT and ``save_pretrained``.
+
+This module imports transformers; ``kflats.files.register_plugin`` imports this one, when transformers is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kflats.description import QUANT_METHOD, Description, describe, match, read_description, scales, stored_dtype
+from kflats.errors import KflatsError
+from kflats.nn.matrix import matrix_from_spec
+from kflats.places import factored_layers, pretrained_models
+from kflats.surgery import swap_
+
+
+class KflatsConfig(QuantizationConfigMixin):
+    """``quantization_config`` of a kflats folder, as transformers wants it while it loads."""
+
+    def __init__(self, **data: Any) -> None:
+        self.quant_method = cast(Any, QUANT_METHOD)  # transformers lists its own methods in an enum
+        self.data = {"quant_method": QUANT_METHOD, **data}
+        self.description: Description = read_description(self.data)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        found = cls(**config_dict)
+        return (found, kwargs) if return_unused_kwargs else found
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.data)
+
+    def __repr__(self) -> str:
+        return f"KflatsConfig({', '.join(module.name for module in self.description.modules)})"
+
+
+class KflatsQuantizer(HfQuantizer):
+    """Swaps before the weights are loaded, checks after, and leaves no trace of itself."""
+
+    quantization_config: KflatsConfig
+
+    def __init__(self, quantization_config: KflatsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise KflatsError(
+                "a kflats description was passed for a model that has no factors in its folder",
+                cause="quantization_config=... given to from_pretrained",
+                hint="kflats.compress_(model, ...) makes factors",
+            )
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        return self._with_compute_dtype(config)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        return self._with_compute_dtype(config)
+
+    def _with_compute_dtype(self, config: Any) -> Any:
+        # save_pretrained writes the type of the first parameter as the type of the model. Where that
+        # parameter is a factor stored in a type of its own, dtype="auto" would cast the whole model to it.
+        # Transformers shows the config to these two hooks (to which one depends on its version) before it
+        # reads the type; one that the caller names is left alone.
+        description = self.quantization_config.description
+        if any(module.dtype != description.dtype for module in description.modules):
+            config.dtype = description.dtype
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        description = self.quantization_config.description
+        same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+        dtype = kwargs.get("dtype")
+        for weight, module in match(model, description, strict=same_class):
+            own = model.get_submodule(weight.name).weight.dtype
+            target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
+            matrix = matrix_from_spec(module.empty.spec(), dtype=target)
+            swap_(model, weight, matrix, rows=module.rows, scales=scales(model, module))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, layer in factored_layers(model):
+            if layer.owns_matrix:
+                for key, tensor in layer.matrix.tensors().items():
+                    # transformers only warns of a missing tensor, and fills it with random numbers.
+                    if tensor.is_meta or not getattr(tensor, "_is_hf_initialized", False):
+                        raise KflatsError(
+                            f"the checkpoint has no {name}.{key} of shape {tuple(tensor.shape)}",
+                            cause="a damaged folder: config.json and model.safetensors do not belong together",
+                            hint="restore the folder, or compress again",
+                        )
+                layer.matrix.refresh()
+        _take_marks_off(model)
+        return model
+
+    def is_serializable(self, **_: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _take_marks_off(model: Any) -> None:
+    model.is_quantized = False
+    for name in ("hf_quantizer", "quantization_method"):
+        model.__dict__.pop(name, None)
+    for _, part in pretrained_models(model):
+        part.config.__dict__.pop("_is_quantized", None)
+    # In the words of this class: a base model that is saved again has no head, and no prefix in its names.
+    if (description := describe(model)) is None:
+        del model.config.quantization_config
+    else:
+        model.config.quantization_config = description
+
+
+def register() -> None:
+    """Enter both classes in transformers' tables; a second call does nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(QUANT_METHOD)(KflatsConfig)
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(QUANT_METHOD)(KflatsQuantizer)
