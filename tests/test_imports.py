@@ -21,9 +21,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("numerics",),
     ("nn",),
     ("importance", "codec", "methods", "texts"),
-    ("recipe", "plan", "places", "ties", "surgery", "budget"),
+    ("recipe", "plan", "places", "ties", "description", "resizing", "surgery", "budget"),
     ("statistics",),
-    ("canvas", "figures", "report", "report_html", "files", "encoding", "evaluate", "compress"),
+    ("folders", "sources", "plain_files", "transformers_plugin", "files"),
+    ("canvas", "figures", "report", "report_html", "encoding", "evaluate", "compress"),
     ("demo",),
     ("cli",),
 )
