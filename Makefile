@@ -14,7 +14,8 @@ DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
 
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt \
+# --no-compile: Python compiles what it imports, which is a small part of torch and transformers.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
 .PHONY: demo test lint format bench clean

@@ -98,7 +98,7 @@ def demo(
     quiet: bool = False,
     show: Callable[[str], None] = lambda _: None,
 ) -> Demo:
-    """Compress the packaged model into ``out``, compare, and write ``report.html`` with its pictures beside the model.
+    """Compress the packaged model into ``out``, compare, and write ``report/report.html`` with its pictures.
 
     Args:
         out: a new folder.
@@ -116,7 +116,9 @@ def demo(
     show(f"{report}\n")
     comparison = compare(source, folder, judged)
     show(f"{comparison}\n")
-    found = Demo(report, comparison, _rivals(source, report, counted, judged), folder, render(report, folder))
+    found = Demo(
+        report, comparison, _rivals(source, report, counted, judged), folder, render(report, folder / "report")
+    )
     show(f"{found}\n")
     show(f"model:  {found.model}\nreport: {found.page.resolve()}")
     return found
