@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("folders", "sources", "plain_files", "transformers_plugin", "files"),
     ("canvas", "figures", "report", "report_html", "encoding", "evaluate", "compress"),
     ("demo",),
-    ("cli",),
+    ("options", "cli"),
 )
 NUMERICS_MAY_IMPORT = {"torch", "kflats.errors", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "typer", "click", "rich", "kflats"}

@@ -83,16 +83,17 @@ class Comparison:
 
     def __str__(self) -> str:
         f, t = self.fidelity, self.latency
+        overlap = f.neighbour_overlap
         sizes = [
             ["weight files", size(self.disk[0]), size(self.disk[1]), share(self.disk[1], self.disk[0])],
             ["weights in memory", size(self.memory[0]), size(self.memory[1]), share(self.memory[1], self.memory[0])],
             ["one batch, median", f"{t.original_ms:.1f} ms", f"{t.compressed_ms:.1f} ms", share(t.ratio)],
         ]
         values = [
-            ["mean cosine", _cosine(f.mean_cosine), f"{f.sentences} sentences"],
-            ["5th percentile", _cosine(f.p5_cosine), "one sentence in twenty is worse"],
-            ["neighbours kept", _cosine(f.neighbour_overlap), "of the 10 nearest sentences"],
-            ["rare words, mean", _cosine(f.rare_mean_cosine), f"{f.rare_words} words, each alone"],
+            ["mean cosine", f"{f.sentences} sentences", _cosine(f.mean_cosine)],
+            ["5th percentile of cosine", "one sentence in twenty is worse", _cosine(f.p5_cosine)],
+            ["mean cosine, rare words", f"{f.rare_words} words, each alone", _cosine(f.rare_mean_cosine)],
+            ["neighbours kept", "of the 10 nearest sentences", "-" if overlap is None else share(overlap)],
         ]
         parts = [
             f"original:   {visible(self.original)}",
@@ -100,7 +101,7 @@ class Comparison:
             "",
             plain(table(["whole model", "original", "compressed", "ratio"], sizes)),
             "",
-            plain(table(["fidelity", "", "over"], values)),
+            plain(table(["fidelity to the original", "", ""], values, left=2)),
             "",
             f"latency: {t.batch} texts of up to {t.tokens} tokens, {t.pairs} interleaved pairs; "
             f"median ratio {number(t.ratio)}, 95 % interval {number(t.low)} to {number(t.high)}",
@@ -183,7 +184,7 @@ def latency(
     tokenizer: Any,
     texts: Sequence[str],
     *,
-    batch: int = 32,
+    batch: int = 8,
     pairs: int = 20,
 ) -> Latency:
     """Time both models on the first ``batch`` texts, in ``pairs`` pairs; which goes first alternates.
