@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -155,5 +156,6 @@ def test_report_draws_a_page(tmp_path: Path) -> None:
 
 def test_starts_without_loading_what_it_does_not_need() -> None:
     program = "import sys, kflats.cli; print([n for n in ('transformers', 'matplotlib', 'jinja2') if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout.strip() == "[]", done.stderr
