@@ -40,6 +40,7 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
     """
     try:
         from jinja2 import Environment, StrictUndefined
+        from markupsafe import Markup
     except ImportError as error:
         raise missing_extra(error) from error
     folder = Path(out_folder)
@@ -53,6 +54,8 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
     ]
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters |= {"size": size, "number": number, "visible": visible, "inline": _inline}
+    # Module paths are long and have no blanks: they may break after a dot. Markup.join escapes the parts.
+    environment.filters["path"] = lambda name: Markup(".<wbr>").join(visible(name).split("."))
     template = environment.from_string((files("kflats") / "templates" / "report.html").read_text(encoding="utf-8"))
     page = template.render(
         report=report,
