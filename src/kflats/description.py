@@ -2,9 +2,10 @@
 
     {"quant_method": "kflats", "format_version": 1, "dtype": "float32", "modules": {
         "embeddings.word_embeddings": {
-            "matrix": {"kind": "flats", ...}, "dtype": "float32", "rows": "inputs",
+            "matrix": {"kind": "flats", ...}, "dtype": "float32", "rows": "inputs", "untied": [],
             "places": [{"name": "embeddings.word_embeddings", "role": "embedding", "padding_idx": 0, "scale": null}]}}}
 
+``untied`` names places that the model's class would tie, but that have a table of their own.
 ``dtype`` is the type the model computes in, a module's ``dtype`` the type its factors are stored in. The first
 place of a module owns the factors and gives it its name. A transformers folder keeps this in ``config.json``
 as ``quantization_config``; a plain torch folder in the header of ``model.safetensors``.
@@ -24,6 +25,7 @@ from kflats.errors import KflatsError
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.places import FactoredLayer, Weight, factored_layers, find_weights, spellings, submodule
+from kflats.ties import untied_places
 
 QUANT_METHOD = "kflats"
 FORMAT_VERSION = 1
@@ -49,6 +51,7 @@ class Module:
 
     name: str
     places: tuple[DescribedPlace, ...]
+    untied: tuple[str, ...]
     empty: Matrix
     dtype: torch.dtype
     rows: str
@@ -87,6 +90,8 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         modules[owners[id(matrix)]]["places"].append(_described(name, layer))
     if not modules:
         return None
+    for entry in modules.values():
+        entry["untied"] = list(untied_places(model, [place["name"] for place in entry["places"]]))
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
@@ -238,7 +243,7 @@ def _fields(data: object, expected: set[str], where: str) -> dict[str, Any]:
 def _read_module(name: object, data: object) -> Module:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=_DAMAGED)
-    fields = _fields(data, {"matrix", "dtype", "rows", "places"}, f"module {name!r}")
+    fields = _fields(data, {"matrix", "dtype", "rows", "places", "untied"}, f"module {name!r}")
     if fields["rows"] not in ("inputs", "outputs"):
         raise KflatsError(f"module {name!r} has rows={fields['rows']!r}", cause=_DAMAGED)
     if not isinstance(fields["places"], list) or not fields["places"]:
@@ -253,7 +258,10 @@ def _read_module(name: object, data: object) -> Module:
     places = tuple(_read_place(place, n) for place in fields["places"])
     if places[0].name != name or len({place.name for place in places}) != len(places):
         raise KflatsError(f"module {name!r} does not own its own places", cause=_DAMAGED)
-    return Module(name, places, empty, dtype, fields["rows"])
+    untied = fields["untied"]
+    if not isinstance(untied, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in untied):
+        raise KflatsError(f"module {name!r} has an unreadable list of untied places", cause=_DAMAGED)
+    return Module(name, places, tuple(untied), empty, dtype, fields["rows"])
 
 
 def _read_place(data: object, n: int) -> DescribedPlace:

@@ -65,10 +65,10 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     uses: dict[int, list[tuple[str, nn.Module, str]]] = {}
     same = _ties_to_come(model)
     for name, module, fused in _slots(model):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
+        for key, held in module._parameters.items():
+            if held is not None:
                 role, _ = _role(module) if key == "weight" and not fused else ("", "")
-                uses.setdefault(same.get(id(parameter), id(parameter)), []).append((name, module, role))
+                uses.setdefault(same.get(id(held), id(held)), []).append((name, module, role))
     sources = _tie_sources(model)
     weights = [w for found in uses.values() if (w := _as_weight(found, sources)) is not None]
     return tuple(w for w in weights if _is_saved(model, w))
@@ -130,6 +130,13 @@ def submodule(model: nn.Module, name: str) -> nn.Module | None:
         return model.get_submodule(name)
     except AttributeError:
         return None
+
+
+def parameter(model: nn.Module, name: str) -> nn.Parameter | None:
+    """``model.get_parameter(name)``, or None where there is none."""
+    path, _, key = name.rpartition(".")
+    module = submodule(model, path)
+    return None if module is None else module._parameters.get(key)
 
 
 def spellings(model: nn.Module, name: str) -> tuple[str, ...]:
@@ -230,16 +237,10 @@ def _ties_to_come(model: nn.Module) -> dict[int, int]:
     found = {}
     ties = getattr(model, "all_tied_weights_keys", None)
     for target, source in ties.items() if isinstance(ties, dict) else ():
-        pair = [_parameter(model, name) for name in (target, source)]
+        pair = [parameter(model, name) for name in (target, source)]
         if pair[0] is not None and pair[1] is not None and pair[0].is_meta and pair[1].is_meta:
             found[id(pair[0])] = id(pair[1])
     return found
-
-
-def _parameter(model: nn.Module, name: str) -> nn.Parameter | None:
-    path, _, key = name.rpartition(".")
-    module = submodule(model, path)
-    return None if module is None else module._parameters.get(key)
 
 
 def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Weight | None:

@@ -24,7 +24,7 @@ from kflats.places import (
     submodule,
 )
 from kflats.resizing import guard_resizing_, unguard_resizing_
-from kflats.ties import check_ties, forget_ties_, recall_ties_
+from kflats.ties import forget_ties_, recall_ties_
 
 __all__ = ["Place", "Weight", "dense_weight", "find_weight", "find_weights", "restore_", "swap_"]
 
@@ -61,8 +61,8 @@ def swap_(
         scales: embedding scales by place, for a model on the meta device, where they cannot be read.
 
     Raises:
-        KflatsError: another shape, a model that has changed since ``find_weight``, ties that the model's
-            config promises but the model does not have, sparse gradients with flats. The model is then as it was.
+        KflatsError: another shape, a model that has changed since ``find_weight``, sparse gradients with
+            flats, a layer that accelerate moves about. The model is then as it was.
 
     >>> from kflats.nn.matrix import LowRankMatrix
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
@@ -79,7 +79,6 @@ def swap_(
             cause="the matrix was made for another weight, or in the other orientation",
         )
     group = [place.name for place in weight.places]
-    check_ties(model, group)
     old = [model.get_submodule(name) for name in group]
     if moved := [name for name, module in zip(group, old, strict=True) if hasattr(module, "_hf_hook")]:
         raise KflatsError(

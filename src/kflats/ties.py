@@ -14,33 +14,16 @@ from typing import Any
 from torch import nn
 
 from kflats.errors import KflatsError
-from kflats.places import pretrained_models
+from kflats.places import parameter, pretrained_models
 
 _REMOVED = "_kflats_removed_ties"
-
-
-def check_ties(model: nn.Module, places: Iterable[str]) -> None:
-    """Refuse a group of places that transformers would tie to a place outside the group.
-
-    The config would then promise a tie that the file does not hold, and the next load would make it.
-    """
-    group = set(places)
-    for path, part in pretrained_models(model):
-        for target, source in _expanded(part).items():
-            names = {target.removesuffix(".weight"), source.removesuffix(".weight")}
-            if not _without({target: source}, path, group) and len({_absolute(path, n) for n in names} & group) == 1:
-                raise KflatsError(
-                    f"{type(part).__name__} ties {target!r} to {source!r}, but they hold different tables",
-                    cause="the tie was cut after the model was built",
-                    hint="model.tie_weights(), or set config.tie_word_embeddings = False and save the model first",
-                )
 
 
 def forget_ties_(model: nn.Module, places: Iterable[str]) -> None:
     """Take the tables of ``places`` out of every list of ties; ties of biases stay."""
     group = set(places)
     for path, part in pretrained_models(model):
-        named = _expanded(part)
+        named = _declared(part)
         kept = _without(named, path, group)
         if len(kept) < len(named):
             removed = {target: source for target, source in named.items() if target not in kept}
@@ -51,20 +34,35 @@ def forget_ties_(model: nn.Module, places: Iterable[str]) -> None:
 
 
 def recall_ties_(model: nn.Module) -> None:
-    """Undo every ``forget_ties_``: the class's own list is valid again, and what was removed returns."""
+    """Undo every ``forget_ties_``: the class's own list is valid again, and ties that hold are listed again."""
     for path, part in pretrained_models(model):
         removed = part.__dict__.pop(_REMOVED, None)
         if removed is None:
             continue
         part.__dict__.pop("_tied_weights_keys", None)
+        holds = {t: s for t, s in removed.items() if parameter(part, t) is parameter(part, s)}
         for outer_path, outer in pretrained_models(model):
-            if path == outer_path or path.startswith(outer_path + ".") or not outer_path:
+            if path == outer_path or not outer_path or path.startswith(outer_path + "."):
                 inner = path[len(outer_path) :].removeprefix(".")
-                for target, source in removed.items():
-                    outer.all_tied_weights_keys[_absolute(inner, target)] = _absolute(inner, source)
+                outer.all_tied_weights_keys.update({_absolute(inner, t): _absolute(inner, s) for t, s in holds.items()})
 
 
-def _expanded(part: Any) -> dict[str, str]:
+def untied_places(model: nn.Module, places: Iterable[str]) -> tuple[str, ...]:
+    """Targets of ties that the model's class declares with one of ``places`` (all factored), but that do not hold.
+
+    T5's head is such a place wherever its checkpoint brings a table for it, whatever the config says.
+    """
+    group = set(places)
+    found: set[str] = set()
+    for path, part in pretrained_models(model):
+        for pair in part.__dict__.get(_REMOVED, {}).items():
+            target, source = (_absolute(path, key).removesuffix(".weight") for key in pair)
+            if (target in group) != (source in group):
+                found.add(target)
+    return tuple(sorted(found))
+
+
+def _declared(part: Any) -> dict[str, str]:
     """The ties that ``part`` declares for itself, by parameter name; none where its config says so."""
     if not hasattr(part, "all_tied_weights_keys"):
         raise KflatsError(

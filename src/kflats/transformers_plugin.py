@@ -25,8 +25,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from kflats.description import QUANT_METHOD, Description, describe, match, read_description, scales, stored_dtype
 from kflats.errors import KflatsError
 from kflats.nn.matrix import matrix_from_spec
-from kflats.places import factored_layers, pretrained_models
+from kflats.places import factored_layers, pretrained_models, spellings
 from kflats.surgery import swap_
+from kflats.ties import forget_ties_
 
 
 class KflatsConfig(QuantizationConfigMixin):
@@ -83,6 +84,7 @@ class KflatsQuantizer(HfQuantizer):
         description = self.quantization_config.description
         same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         dtype = kwargs.get("dtype")
+        forget_ties_(model, {s for module in description.modules for n in module.untied for s in spellings(model, n)})
         for weight, module in match(model, description, strict=same_class):
             own = model.get_submodule(weight.name).weight.dtype
             target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)

@@ -179,6 +179,12 @@ class FactoredHead(_HasMatrix, nn.Module):
 
     bias: nn.Parameter | None
 
+    @property
+    def weight(self) -> Tensor:
+        """As for other layers, but with one line per output always: transformers pads a bias to that length."""
+        table = self.matrix.weight
+        return table if table.ndim == 2 else table.new_empty(self.out_features, 0)
+
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
