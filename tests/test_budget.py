@@ -69,6 +69,7 @@ def test_forms(text: str, kind: str, amount: float) -> None:
         ("12 elephants", "unknown unit"),
         ("12 MB params", "unknown unit"),
         ("60% params", "unknown unit"),
+        ("5 params of all files", "count of parameters"),
     ],
 )
 def test_nonsense_is_refused(text: str, says: str) -> None:
@@ -108,6 +109,8 @@ def test_values_check_themselves(arguments: tuple[object, ...]) -> None:
     st.builds(lambda n: Budget("bytes", n), st.integers(1, 2**50)),
     st.builds(lambda n: Budget("params", n), st.integers(1, 2**50)),
     st.builds(lambda n: Budget("fraction", float(f"{n}e-5")), st.integers(1, 10**5)),
+    st.builds(lambda n: Budget("bytes", n, "file"), st.integers(1, 2**50)),
+    st.builds(lambda n: Budget("fraction", n / 16, "file"), st.integers(1, 16)),
 ))  # fmt: skip
 def test_text_round_trip(budget: Budget) -> None:
     assert parse_budget(str(budget)) == budget

@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("recipe", "plan", "places", "ties", "description", "resizing", "surgery", "budget"),
     ("statistics",),
     ("folders", "sources", "plain_files", "transformers_plugin", "files"),
-    ("canvas", "figures", "report", "report_html", "encoding", "evaluate", "compress"),
+    ("canvas", "figures", "report", "report_html", "encoding", "evaluate", "analysis", "compress"),
     ("demo",),
     ("options", "cli"),
 )

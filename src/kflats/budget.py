@@ -21,6 +21,7 @@ _SYNTAX = re.compile(
     r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?|[+-]?nan|[+-]?inf)\s*([a-z%]*)(?:\s+([a-z]+))?", re.I
 )
 _FORMS = 'a budget as "60%" (of the named weights, kept), "12MB" (12e6 bytes) or "5.2M params"'
+_FILES = " of all files"
 _HEADER_ENTRY = 160
 """Bytes that one more tensor may add to a safetensors header, its name not counted."""
 
@@ -36,6 +37,8 @@ class Budget:
 
     >>> str(Budget("fraction", 0.6)), str(Budget("bytes", 12_000_000)), str(Budget("params", 5_200_000))
     ('60%', '12MB', '5.2M params')
+    >>> str(Budget("bytes", 40_000_000, "file"))
+    '40MB of all files'
     """
 
     kind: str
@@ -64,15 +67,16 @@ class Budget:
         return self.kind != "params"
 
     def __str__(self) -> str:
-        if self.kind == "fraction" or self.amount != self.amount // 1:
-            return f"{100 * self.amount:.15g}%" if self.kind == "fraction" else f"{self.amount} {self.kind}"
+        files = " of all files" if self.scope == "file" else ""
+        if self.kind == "fraction":
+            return f"{100 * self.amount:.15g}%{files}"
         amount, prefix = Decimal(int(self.amount)), ""
         for name, scale in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
             # Only where three decimals say it exactly, so that the text parses back to this budget.
             if amount >= scale and amount % (scale // 1000) == 0:
                 amount, prefix = amount / scale, name
                 break
-        return f"{amount:f}{prefix}B" if self.kind == "bytes" else f"{amount:f}{prefix} params"
+        return f"{amount:f}{prefix}B{files}" if self.kind == "bytes" else f"{amount:f}{prefix} params"
 
     def stored_bytes(self, weights: Sequence[Weight], model_file_bytes: int, itemsize: int) -> int:
         """Bytes that the factored ``weights`` may take in all, labels included (see ``counts_labels``).
@@ -139,7 +143,8 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
 
     Args:
         text: "60%"; "12MB" (kB, MB, GB: powers of 1000; KiB, MiB, GiB: powers of 1024; B);
-            "5.2M params" (k, M, G, or none). A ``Budget`` is handed back as it is.
+            "5.2M params" (k, M, G, or none). "... of all files" means scope "file". A ``Budget`` is handed
+            back as it is.
         scope: "weights" or "file".
 
     Raises:
@@ -153,7 +158,10 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
         return text
     if not isinstance(text, str):
         raise KflatsError(f"{text!r} is not a budget", cause="a number without a unit is ambiguous", hint=_FORMS)
-    match = _SYNTAX.fullmatch(text.strip())
+    size = text.strip()
+    if size.endswith(_FILES):
+        size, scope = size.removesuffix(_FILES), "file"
+    match = _SYNTAX.fullmatch(size)
     if match is None:
         raise KflatsError(f"{text!r} is not a budget", hint=_FORMS)
     number, unit, noun = match[1], match[2].lower(), (match[3] or "").lower()

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kflats.errors import KflatsError
-from kflats.recipe import AXES, Recipe, as_recipe, from_json, to_json
+from kflats.recipe import Recipe, as_recipe, brief, from_json, to_json
 from kflats.records import decode
 from kflats.surgery import Weight
-from kflats.tables import call, plain, share, size, table
+from kflats.tables import plain, share, size, table
 
 __all__ = ["Decision", "Plan", "Recipe", "as_recipe", "from_json", "to_json"]
 
@@ -128,7 +128,7 @@ class Plan:
                 size(d.weight.nbytes),
                 size(d.budget_bytes),
                 share(d.budget_bytes, d.weight.nbytes),
-                ", ".join(call(to_json(getattr(d.recipe, axis))) for axis in AXES),
+                brief(d.recipe),
                 *([d.note] if any(other.note for other in self.decisions) else []),
             ]
             for d in self.decisions

@@ -74,6 +74,22 @@ def to_json(value: Any) -> dict[str, Any]:
     return found
 
 
+def brief(value: Any) -> str:
+    """A value as the call that makes it, with its first field and those that are not at their default.
+
+    >>> brief(Recipe(methods.Flats(k=5), importance.TokenCounts(power=0.5)))
+    "Flats(k=5), TokenCounts(power=0.5), Float(dtype='same')"
+    """
+    if isinstance(value, Recipe):
+        return ", ".join(brief(getattr(value, axis)) for axis in AXES)
+    shown = [
+        f"{field.name}={getattr(value, field.name)!r}"
+        for place, field in enumerate(dataclasses.fields(value))
+        if place == 0 or getattr(value, field.name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(shown)})"
+
+
 def from_json(data: object) -> Any:
     """The value that ``to_json`` wrote; absent fields take their defaults.
 
