@@ -1,0 +1,50 @@
+"""kflats: cover weight matrices with flats; a smaller, ordinary PyTorch / Hugging Face model comes back.
+
+>>> import kflats
+>>> kflats.Recipe(kflats.Flats(k=5), kflats.TokenCounts(power=0.5)).method.k
+5
+"""
+
+from kflats.budget import Budget, parse_budget
+from kflats.codec import Float
+from kflats.compress import compress_, compress_folder
+from kflats.errors import KflatsError
+from kflats.evaluate import compare, fidelity
+from kflats.files import annotate_, load_, register_plugin, save
+from kflats.importance import TokenCounts, Uniform, ZipfPrior
+from kflats.methods import MESSI, SVD, Flats, KMeansSVD
+from kflats.plan import Plan
+from kflats.planning import plan
+from kflats.recipe import Recipe
+from kflats.report import Report
+from kflats.surgery import find_weights, restore_
+
+__all__ = [
+    "MESSI",
+    "SVD",
+    "Budget",
+    "Flats",
+    "Float",
+    "KMeansSVD",
+    "KflatsError",
+    "Plan",
+    "Recipe",
+    "Report",
+    "TokenCounts",
+    "Uniform",
+    "ZipfPrior",
+    "annotate_",
+    "compare",
+    "compress_",
+    "compress_folder",
+    "fidelity",
+    "find_weights",
+    "load_",
+    "parse_budget",
+    "plan",
+    "register_plugin",
+    "restore_",
+    "save",
+]
+
+register_plugin()

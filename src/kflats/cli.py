@@ -33,6 +33,7 @@ from kflats.options import (
     budget_of,
     plan_of,
     recipe_of,
+    tokenizer_of,
 )
 from kflats.tables import plain, share, size, table, visible
 
@@ -142,9 +143,9 @@ def plan_(
     force: Force = False,
 ) -> None:
     """Decide which weight is treated how, in how many bytes; write it as JSON to review, edit and run later."""
-    from kflats.compress import plan
-    from kflats.evaluate import load_tokenizer
+    from kflats.evaluate import weight_file_bytes
     from kflats.files import load_model, resolve_model
+    from kflats.planning import plan
     from kflats.texts import read_texts
 
     if out.exists() and not force:
@@ -155,10 +156,10 @@ def plan_(
     _quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
-    tokenizer = load_tokenizer(folder) if data else None
-    made = plan(
-        loaded, dict.fromkeys(weights, recipe) if weights else recipe, budget=allowed, data=data, tokenizer=tokenizer
-    )
+    recipes = dict.fromkeys(weights, recipe) if weights else recipe
+    importance_needs = getattr(getattr(recipe, "importance", None), "needs_tokenizer", False)
+    tokenizer = tokenizer_of(folder, needed=data is not None or importance_needs)
+    made = plan(loaded, recipes, budget=allowed, data=data, tokenizer=tokenizer, file_bytes=weight_file_bytes(folder))
     made.save(out)
     typer.echo(str(made))
     typer.echo(f"\nplan: {out}")
@@ -191,16 +192,8 @@ def compress(
         chosen["method"] = recipe_of(method, flats, importance, power, texts is not None)
         chosen["weights"] = tuple(weights or ())
     else:
-        given = {
-            "--method": method,
-            "--flats": flats,
-            "--weights": weights,
-            "--importance": importance,
-            "--power": power,
-        }
-        if extra := [name for name, value in given.items() if value is not None]:
-            raise KflatsError(f"--plan already decides what {', '.join(extra)} would", hint="leave one of them out")
-        chosen["plan"] = plan_of(plan, budget, file_budget)
+        decided = {"method": method, "flats": flats, "weights": weights, "importance": importance, "power": power}
+        chosen["plan"] = plan_of(plan, budget, file_budget, texts is not None, **decided)
     data = None if texts is None else read_texts(texts)
     _quiet_transformers()
     report = compress_folder(model, out, **chosen, texts=data, seed=seed, force=force, quiet=quiet)

@@ -1,0 +1,154 @@
+"""Whose error counts: frozen values, free of data, and what each needs measured.
+
+An importance turns what was measured of a weight (``Measured``) into row weights w_i of the objective
+sum_i w_i dist(a_i, S)^2. It is the largest lever on an embedding table: frequent tokens have small
+norms, so methods that count every row the same starve just the rows that texts are made of.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the data said about one (n, d) weight.
+
+    ``counts`` (n,): how often each row was read in the texts, None without texts. ``prior`` (n,): a guess
+    of the same from the vocabulary alone (``statistics.zipf_prior``), summing to 1, None without a
+    tokenizer. ``head``: whether the matrix is an output head too, where every row is read at every token.
+    """
+
+    rows: int
+    counts: Tensor | None = None
+    prior: Tensor | None = None
+    head: bool = False
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Every row counts the same: plain SVD, MESSI as published.
+
+    >>> Uniform().weigh(Measured(3)).tolist()
+    [1.0, 1.0, 1.0]
+    """
+
+    needs_texts = False
+    needs_tokenizer = False
+
+    def weigh(self, measured: Measured) -> Tensor:
+        """(n,) ones."""
+        return torch.ones(measured.rows, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """w_i = (count_i + smoothing * n * prior_i + floor)^power: how often texts read the row.
+
+    Args:
+        power: 1 minimises the expected error of a token of such texts; 0.5 cares more for rare tokens and
+            carries better to other domains and smaller sizes; 0 is ``Uniform``.
+        smoothing: pseudo-counts a row, spread by the Zipf prior of the vocabulary (evenly where there is
+            no prior): what a short text has not shown yet.
+        floor: pseudo-count of every row, so that no row starves. Above zero.
+
+    Needs texts and the model's tokenizer.
+
+    >>> TokenCounts(power=1, smoothing=0, floor=1).weigh(Measured(2, torch.tensor([3, 0]))).tolist()
+    [4.0, 1.0]
+    """
+
+    power: float = 0.5
+    smoothing: float = 1.0
+    floor: float = 0.1
+
+    needs_texts = True
+    needs_tokenizer = True
+
+    def __post_init__(self) -> None:
+        _check(self.power, self.floor, "TokenCounts")
+        if not 0 <= self.smoothing < float("inf"):
+            raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing}", hint="a number >= 0")
+
+    def weigh(self, measured: Measured) -> Tensor:
+        """(n,) float64; raises KflatsError without counts."""
+        if measured.counts is None:
+            raise KflatsError(
+                "TokenCounts has nothing to count",
+                cause="no texts were given",
+                hint="data=texts and tokenizer=..., or ZipfPrior(), which needs no texts",
+            )
+        counts = measured.counts.to(torch.float64)
+        if float(counts.sum()) <= 0:
+            raise KflatsError("the texts hold no token of this model", hint="other texts, or ZipfPrior()")
+        prior = measured.prior
+        spread = torch.full_like(counts, 1.0) if prior is None else prior.to(torch.float64) * len(counts)
+        return _for_head((counts + self.smoothing * spread + self.floor) ** self.power, measured)
+
+
+@dataclass(frozen=True)
+class ZipfPrior:
+    """w_i = (prior_i * n + floor)^power with prior_i ~ 1 / (rank_i + 2.7) (Zipf-Mandelbrot): no texts needed.
+
+    rank_i is the place of token i in the frequency-ordered run of the vocabulary, not its id; see
+    ``statistics.zipf_prior``. Choose it when there is no text at all: texts, even few, are better.
+
+    >>> ZipfPrior(power=1, floor=0.5).weigh(Measured(2, prior=torch.tensor([0.75, 0.25]))).tolist()
+    [2.0, 1.0]
+    """
+
+    power: float = 0.5
+    floor: float = 0.1
+
+    needs_texts = False
+    needs_tokenizer = True
+
+    def __post_init__(self) -> None:
+        _check(self.power, self.floor, "ZipfPrior")
+
+    def weigh(self, measured: Measured) -> Tensor:
+        """(n,) float64; raises KflatsError without a prior."""
+        if measured.prior is None:
+            raise KflatsError(
+                "ZipfPrior needs the model's tokenizer",
+                cause="a row's number alone does not say how common its token is",
+                hint="pass tokenizer=..., or Uniform()",
+            )
+        prior = measured.prior.to(torch.float64)
+        return _for_head((prior * len(prior) + self.floor) ** self.power, measured)
+
+
+VALUES: tuple[type, ...] = (Uniform, TokenCounts, ZipfPrior)
+_NAMES = {"uniform": Uniform, "counts": TokenCounts, "zipf": ZipfPrior}
+
+
+def from_name(name: str, **options: Any) -> Any:
+    """The importance that a command line calls ``name``: uniform, counts or zipf.
+
+    >>> from_name("counts", power=1.0)
+    TokenCounts(power=1.0, smoothing=1.0, floor=0.1)
+    """
+    kind = _NAMES.get(name.strip().lower())
+    if kind is None:
+        raise KflatsError(f"no importance is called {name!r}", hint="one of " + ", ".join(_NAMES))
+    if kind is Uniform and options:
+        raise KflatsError(f"uniform importance has no {', '.join(options)}", hint="counts or zipf have a power")
+    return kind(**options)
+
+
+def _for_head(weights: Tensor, measured: Measured) -> Tensor:
+    # A tied head compares every row with every hidden state: its share is even over all rows.
+    return weights / weights.mean() + 1.0 if measured.head else weights
+
+
+def _check(power: float, floor: float, name: str) -> None:
+    if not 0 <= power <= 4:
+        raise KflatsError(f"{name} cannot use power {power}", hint="0 (uniform) to 1 (as counted)")
+    if not 0 < floor < float("inf"):
+        raise KflatsError(f"{name} needs a floor above zero, not {floor}", hint="without one, unseen rows starve")

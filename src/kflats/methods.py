@@ -1,0 +1,277 @@
+"""Methods: frozen values that say which geometry covers the rows. Each makes a Matrix from rows, weights and bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype
+from kflats.numerics.assign import squared_norms
+from kflats.numerics.fit import fit_flats
+from kflats.numerics.flats import Cloud, FlatsFit, Progress
+from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite, check_weights
+from kflats.numerics.seeding import kmeans
+from kflats.numerics.svd import truncated_svd
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a method is given: ``rows`` (n, d), ``weights`` (n,) or None, and what it may store:
+    ``nbytes`` with ``itemsize`` bytes a number, row labels included unless ``free_labels``."""
+
+    rows: Rows
+    nbytes: int
+    itemsize: int
+    weights: Tensor | None = None
+    free_labels: bool = False
+    seed: int = 0
+    progress: Progress | None = None
+
+    def values(self, bands: int) -> int:
+        """Numbers that fit beside the labels of ``bands`` bands."""
+        n = self.rows.shape[0]
+        labels = n * label_dtype(bands).itemsize if bands > 1 and not self.free_labels else 0
+        return (self.nbytes - labels) // self.itemsize
+
+
+@dataclass(frozen=True)
+class Factored:
+    """A method's result: the matrix, the objective per iteration (falling), and seconds taken."""
+
+    matrix: Matrix
+    objective: tuple[float, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class SVD:
+    """One flat: min sum_i w_i ||a_i - u_i V||^2, rank r = numbers / (n + d). The closed-form baseline.
+
+    Choose it when a plain low-rank pair is all a target can run; ``Flats`` is better at equal bytes.
+    """
+
+    accepts = frozenset({"rows"})
+
+    def fit(self, problem: Problem) -> Factored:
+        """A LowRankMatrix of the largest rank that fits.
+
+        Raises:
+            KflatsError: not even rank 1 fits.
+        """
+        start = time.perf_counter()
+        n, d = problem.rows.shape
+        rank = min(problem.values(1) // (n + d), n, d)
+        _enough(rank, n, d, problem, 1)
+        found = truncated_svd(problem.rows, rank, weights=problem.weights)
+        matrix = LowRankMatrix(found.coordinates, found.basis)
+        return Factored(matrix, (found.error,), time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class Flats:
+    """k flats through the rows (MESSI, section 2), by default with ranks that follow importance.
+
+        minimise  sum_i w_i dist(a_i, S_c(i))^2   with   sum_c j_c (n_c + d) + d n_exact + labels <= bytes
+
+    Args:
+        k: number of flats; None searches (appendix D) by the objective.
+        ranks: "filled": ranks flat by flat, by water-filling inside EM. "uniform": all flats of rank
+            j = (numbers) / (n + k d), as published.
+        exact: with filled ranks, let rows whose weight pays for it be kept as they are.
+        start: how EM starts: "auto", or continuation, greedy, plus_plus, kmeans, random, norms.
+        restarts: best of so many.
+        tolerance: EM stops when an iteration lowers the objective by less than this share.
+        max_iterations: EM stops there in any case.
+
+    Choose it for tables with many more rows than columns. Limit: each flat costs a basis, so very short
+    tables prefer fewer flats, down to ``SVD``.
+
+    >>> Flats(k=5)
+    Flats(k=5, ranks='filled', exact=True, start='auto', restarts=1, tolerance=0.001, max_iterations=60)
+    """
+
+    k: int | None = 5
+    ranks: Literal["filled", "uniform"] = "filled"
+    exact: bool = True
+    start: str = "auto"
+    restarts: int = 1
+    tolerance: float = 1e-3
+    max_iterations: int = 60
+
+    accepts = frozenset({"rows", "right metric"})
+
+    def __post_init__(self) -> None:
+        if self.k is not None and (self.k < 1 or self.k > 4096):
+            raise KflatsError(f"{self.k} flats are not possible", hint="k from 1 to 4096, or None to search")
+        if self.ranks not in ("filled", "uniform"):
+            raise KflatsError(f"ranks={self.ranks!r} is unknown", hint='"filled" or "uniform"')
+        if self.restarts < 1 or self.max_iterations < 1 or not 0 <= self.tolerance < 1:
+            raise KflatsError("restarts and max_iterations start at 1, tolerance lies in [0, 1)")
+
+    def fit(self, problem: Problem) -> Factored:
+        """A FlatsMatrix within the bytes.
+
+        Raises:
+            KflatsError: the bytes do not hold k flats of rank 1, or the rows cannot be fitted.
+        """
+        start = time.perf_counter()
+        if self.k is None:
+            found = min((self._fit(problem, k) for k in _CHOICES if self._fits(problem, k)), key=_error, default=None)
+            if found is None:
+                _enough(0, *problem.rows.shape, problem, 1)
+                raise AssertionError("unreachable")
+        else:
+            found = self._fit(problem, self.k)
+        return Factored(_matrix(problem.rows, found), found.objective, time.perf_counter() - start)
+
+    def _bands(self, k: int) -> int:
+        return k + (self.exact and self.ranks == "filled")
+
+    def _fits(self, problem: Problem, k: int) -> bool:
+        n, d = problem.rows.shape
+        return k <= n and problem.values(self._bands(k)) >= n + k * d
+
+    def _fit(self, problem: Problem, k: int) -> FlatsFit:
+        n, d = problem.rows.shape
+        values = problem.values(self._bands(k))
+        rank = min(values // (n + k * d), d)
+        _enough(rank, n, d, problem, k)
+        filled = self.ranks == "filled"
+        return fit_flats(
+            problem.rows,
+            k,
+            rank=None if filled else rank,
+            budget=values if filled else None,
+            exact=self.exact and filled,
+            weights=problem.weights,
+            start=self.start,
+            restarts=self.restarts,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+            seed=problem.seed,
+            progress=problem.progress,
+        )
+
+
+@dataclass(frozen=True)
+class KMeansSVD:
+    """k-means clusters of rows, an SVD in each: MESSI's appendix E, the alternative it compares with."""
+
+    k: int = 5
+
+    accepts = frozenset({"rows"})
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.k <= 4096:
+            raise KflatsError(f"{self.k} clusters are not possible", hint="k from 1 to 4096")
+
+    def fit(self, problem: Problem) -> Factored:
+        """A FlatsMatrix of uniform rank.
+
+        Raises:
+            KflatsError: the bytes do not hold k flats of rank 1.
+        """
+        start = time.perf_counter()
+        rows, weights, k = problem.rows, problem.weights, self.k
+        n, d = rows.shape
+        rank = min(problem.values(k) // (n + k * d), d)
+        _enough(rank, n, d, problem, k)
+        check_finite(rows)
+        check_weights(weights, n)
+        labels = kmeans(Cloud(rows, squared_norms(rows), weights), k, rank, torch.Generator().manual_seed(problem.seed))
+        solved = [top_eigenvectors(gram, rank) for gram in cluster_grams(rows, labels, k, weights)]
+        spectra = torch.stack([values for values, _ in solved])
+        error = float(spectra[:, rank:].sum())
+        fit = FlatsFit(labels, tuple(v.to(rows.dtype) for _, v in solved), spectra, (error,), True)
+        return Factored(_matrix(rows, fit), fit.objective, time.perf_counter() - start)
+
+
+def MESSI(k: int = 5) -> Flats:
+    """MESSI exactly as published: equal ranks, a random partition to start from. Use it with Uniform()."""
+    return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100)
+
+
+VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD)
+_CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
+_NAMES: dict[str, Callable[..., Any]] = {"svd": SVD, "flats": Flats, "kmeans-svd": KMeansSVD, "messi": MESSI}
+
+
+def from_name(name: str, **options: Any) -> Any:
+    """The method that a command line calls ``name``: svd, flats, kmeans-svd or messi.
+
+    >>> from_name("svd")
+    SVD()
+    """
+    make = _NAMES.get(name.strip().lower())
+    if make is None:
+        raise KflatsError(f"no method is called {name!r}", hint="one of " + ", ".join(_NAMES))
+    if make is SVD and options:
+        raise KflatsError(f"svd has no {', '.join(options)}", cause="it is one flat", hint="flats")
+    return make(**options)
+
+
+def _error(fit: FlatsFit) -> float:
+    return fit.error
+
+
+def _enough(rank: int, n: int, d: int, problem: Problem, k: int) -> None:
+    if rank < 1:
+        raise KflatsError(
+            f"a budget of {problem.nbytes:,} bytes cannot hold {k} flat{'s' * (k > 1)} of rank 1 "
+            f"for a {n} x {d} matrix",
+            cause=f"that takes {(n + k * d) * problem.itemsize + n * (k > 1):,} bytes",
+            hint="a larger budget" + (", or fewer flats" if k > 1 else ""),
+        )
+
+
+def _matrix(rows: Rows, fit: FlatsFit) -> Matrix:
+    """Coordinates by projection, stored band by band; one flat that holds all rows becomes a low-rank pair."""
+    d = rows.shape[1]
+    k = len(fit.bases)
+    labels = fit.labels.to(torch.int64)
+    counts = torch.bincount(labels, minlength=k + 1).tolist()
+    # A flat that no row uses is not stored.
+    used = [c for c in range(k) if counts[c]]
+    bands = [Band(counts[c], len(fit.bases[c]), i) for i, c in enumerate(used)]
+    if counts[k]:
+        bands.append(Band(counts[k], d, None))
+    renamed = torch.zeros(k + 1, dtype=torch.int64, device=labels.device)
+    for i, c in enumerate([*used, k] if counts[k] else used):
+        renamed[c] = i
+    labels = renamed[labels]
+    parts: list[Tensor] = []
+    for i, band in enumerate(bands):
+        index = (labels == i).nonzero().squeeze(1)
+        basis = None if band.flat is None else fit.bases[used[band.flat]]
+        part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
+        for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
+            block = rows.take(index[piece])
+            part[piece] = block if basis is None else block @ basis.T
+        parts.append(part)
+    stored = [fit.bases[c] for c in used]
+    basis = torch.cat(stored) if stored else torch.empty(0, d, dtype=rows.dtype, device=rows.device)
+    if len(bands) == 1 and bands[0].flat is not None:
+        return LowRankMatrix(parts[0], basis)
+    uniform = len({band.rank for band in bands}) == 1
+    weight = torch.cat(parts) if uniform else torch.cat([part.reshape(-1) for part in parts])
+    kept = tuple(len(b) for b in stored)
+    return FlatsMatrix(weight, basis, labels.to(label_dtype(len(bands))), tuple(bands), kept)
+
+
+def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
+    """(n,) squared distance of each row to its stored form, ||a_i - m_i||^2, by blocks."""
+    source = as_rows(rows)
+    out = torch.empty(source.shape[0], dtype=torch.float64)
+    with torch.no_grad():
+        for start, block in source.blocks(GRAM_BLOCK):
+            index = torch.arange(start, start + len(block), device=block.device)
+            stored = matrix.rows(index).to(block.dtype)
+            out[start : start + len(block)] = (block - stored).square().sum(1, dtype=torch.float64).cpu()
+    return out

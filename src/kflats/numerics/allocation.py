@@ -1,0 +1,69 @@
+"""Coordinates under a budget: which flats get how many.
+
+Given clusters, coordinate r of flat c saves the w-weighted eigenvalue lambda_cr of its Gram and costs
+n_c numbers for its rows plus d for its basis vector. The saving per cost falls with r inside a flat and
+costs inside a flat are equal, so taking the best ratios first (water-filling) is optimal up to the last
+coordinate; what is left after that is filled greedily by whatever still fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+
+
+@dataclass(frozen=True)
+class Filling:
+    """``ranks`` of each flat, numbers ``used`` of the budget, and the water level ``price``:
+    the saving per number at which the budget ran out (the Lagrange multiplier mu)."""
+
+    ranks: tuple[int, ...]
+    used: int
+    price: float
+
+
+def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Filling:
+    """Ranks that maximise sum of kept eigenvalues with sum_c rank_c cost_c <= budget.
+
+    Args:
+        spectra: (k, d), descending, not negative.
+        costs: (k,) whole numbers: what one coordinate of flat c costs.
+        budget: numbers to spend; never exceeded, short by less than the cheapest step that still has
+            something to give.
+        floor: rank every flat gets first.
+
+    Raises:
+        KflatsError: the floor alone exceeds the budget.
+
+    >>> fill(torch.tensor([[9., 4., 1.], [8., 2., 0.]]), torch.tensor([2, 3]), 9).ranks
+    (3, 1)
+    """
+    k, d = spectra.shape
+    floor = min(floor, d)
+    used = int(costs.sum()) * floor
+    if used > budget:
+        raise KflatsError(
+            f"a budget of {budget:,} numbers cannot hold {k} flats of rank {floor} ({used:,} numbers)",
+            cause="too many flats for the size asked",
+            hint="raise the budget or lower k",
+        )
+    ratio = (spectra.to(torch.float64) / costs.to(torch.float64).unsqueeze(1))[:, floor:]
+    flat = torch.arange(k, device=spectra.device).unsqueeze(1).expand(k, d - floor).reshape(-1)
+    # Stable, so that equal ratios keep the order of flats and of coordinates: reproducible ties.
+    values, order = torch.sort(ratio.reshape(-1), descending=True, stable=True)
+    flat = flat[order]
+    spend = torch.cumsum(costs.to(torch.int64)[flat], 0) + used
+    whole = int((spend <= budget).sum())
+    ranks = torch.full((k,), floor, dtype=torch.int64)
+    ranks += torch.bincount(flat[:whole].cpu(), minlength=k)
+    used = int(spend[whole - 1]) if whole else used
+    price = float(values[whole]) if whole < len(values) else 0.0
+    for c in sorted(range(k), key=lambda c: int(costs[c]), reverse=True):
+        extra = min(d - int(ranks[c]), (budget - used) // int(costs[c]))
+        ranks[c] += extra
+        used += extra * int(costs[c])
+    return Filling(tuple(ranks.tolist()), used, price)

@@ -1,0 +1,115 @@
+"""The E-step: which flat is nearest to each row.
+
+    dist^2(a, S_c) = ||a||^2 - ||V_c a||^2        (V_c orthonormal, j_c x d)
+
+One GEMM for all flats in blocks of rows; a flat of rank above d/2 is measured through its complement,
+dist^2 = ||N_c a||^2, which is cheaper and does not cancel. With a price mu per coordinate a row pays
+w_i dist^2 + mu j_c, so that cheap flats attract rows that have little to lose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kflats.numerics.gram import complement
+from kflats.numerics.rows import BLOCK, Rows
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``labels`` (n,) uint8 or int16 (equal costs go to the lower flat), squared distances ``dist2`` (n,)
+    to the chosen flat, and ``objective`` = sum_i m_i (w_i dist2_i + price * rank of its flat)."""
+
+    labels: Tensor
+    dist2: Tensor
+    objective: float
+
+
+def squared_norms(rows: Rows) -> Tensor:
+    """(n,) squared row norms."""
+    out = torch.empty(rows.shape[0], dtype=rows.dtype, device=rows.device)
+    for start, block in rows.blocks(BLOCK):
+        out[start : start + len(block)] = torch.linalg.vector_norm(block, dim=1).square_()
+    return out
+
+
+def assign(
+    rows: Rows,
+    bases: tuple[Tensor, ...],
+    norms2: Tensor,
+    *,
+    weights: Tensor | None = None,
+    multiplicity: Tensor | None = None,
+    price: float = 0.0,
+    exact: bool = False,
+) -> Assignment:
+    """Cheapest flat of every row, streamed.
+
+    Args:
+        bases: orthonormal (j_c, d), one a flat.
+        norms2: ``squared_norms(rows)``.
+        weights: (n,) w_i. multiplicity: (n,) rows that row i of a sample stands for.
+        price: cost of storing one number, in units of the weighted squared error.
+        exact: offer one more choice, label k: keep the row as it is, for price * d.
+    """
+    n, d = rows.shape
+    measure = _Measure(bases, d, rows.dtype)
+    k = len(bases)
+    ranks = torch.tensor([len(b) for b in bases] + [d] * exact, dtype=rows.dtype, device=rows.device)
+    labels = torch.empty(n, dtype=torch.uint8 if k + exact <= 256 else torch.int16, device=rows.device)
+    dist2 = torch.empty(n, dtype=rows.dtype, device=rows.device)
+    objective = torch.zeros((), dtype=torch.float64, device=rows.device)
+    for start, block in rows.blocks(BLOCK):
+        part = slice(start, start + len(block))
+        distances = measure(block, norms2[part], exact)
+        cost = distances if weights is None else distances * weights[part].to(rows.dtype).unsqueeze(1)
+        if price:
+            cost = cost + price * ranks
+        best, chosen = cost.min(dim=1)
+        labels[part] = chosen
+        dist2[part] = distances.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        if multiplicity is not None:
+            best = best * multiplicity[part].to(best.dtype)
+        objective += best.sum(dtype=torch.float64)
+    return Assignment(labels, dist2, float(objective))
+
+
+def distances(rows: Rows, bases: tuple[Tensor, ...], norms2: Tensor) -> Tensor:
+    """(n, k) squared distances of all rows to all flats; for samples, it is not streamed out."""
+    measure = _Measure(bases, rows.shape[1], rows.dtype)
+    parts = [measure(block, norms2[s : s + len(block)], False).clone() for s, block in rows.blocks(BLOCK)]
+    return torch.cat(parts)
+
+
+class _Measure:
+    """Squared distances of a block to all flats by one GEMM, direct or through complements."""
+
+    def __init__(self, bases: tuple[Tensor, ...], d: int, dtype: torch.dtype) -> None:
+        self.through = [2 * len(b) > d for b in bases]
+        parts = [complement(b) if flip else b for b, flip in zip(bases, self.through, strict=True)]
+        self.sizes = [len(p) for p in parts]
+        self.stacked = torch.cat(parts).to(dtype)
+        self.uniform = len(set(self.sizes)) == 1 and self.sizes[0] > 0
+        self.flip = torch.tensor(self.through, device=self.stacked.device)
+        self.buffer = torch.empty(BLOCK, len(self.stacked), dtype=dtype, device=self.stacked.device)
+
+    def __call__(self, block: Tensor, norms2: Tensor, exact: bool) -> Tensor:
+        k = len(self.sizes)
+        y = torch.mm(block, self.stacked.T, out=self.buffer[: len(block)])
+        out = y.new_zeros(len(block), k + exact)
+        if self.uniform:
+            torch.linalg.vector_norm(y.view(len(block), k, -1), dim=2, out=out[:, :k])
+        else:
+            for c, part in enumerate(y.split(self.sizes, dim=1)):
+                if part.shape[1]:
+                    out[:, c] = torch.linalg.vector_norm(part, dim=1)
+        found = out[:, :k].square_()
+        inside = (norms2.unsqueeze(1) - found).clamp_min_(0.0)
+        if not any(self.through):
+            out[:, :k] = inside
+        elif not all(self.through):
+            out[:, :k] = torch.where(self.flip, found, inside)
+        return out

@@ -1,0 +1,217 @@
+"""k-flats EM (projective clustering; MESSI, Maalouf et al., ICLR 2021, sections 2 and 2.1).
+
+    minimise over flats S_1..S_k (dim j_c) and labels c(i):   sum_i  w_i dist(a_i, S_c(i))^2
+
+E-step: nearest flat (``assign``). M-step: leading eigenvectors of each cluster's weighted Gram
+(``gram``), updated only by the rows that moved. With ranks left free, a budget of numbers
+
+    sum_c j_c (n_c + d)  +  d * (rows kept exactly)  <=  budget
+
+is filled in every M-step (``allocation.fill``), and its water level mu prices coordinates in the next
+E-step: w_i dist^2 + mu j_c. Reallocating only after EM is much weaker, since it is the price that moves
+unimportant rows into small flats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kflats.numerics.allocation import fill
+from kflats.numerics.assign import assign
+from kflats.numerics.gram import cluster_grams, improve_basis, leading_basis, move_rows, top_eigenvectors
+from kflats.numerics.rows import Rows
+
+Progress = Callable[[str, int, float], None]
+"""Called with (phase, iteration, objective)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is fitted: ``rank`` for all k flats, or a ``budget`` of numbers that fills ranks (and buys
+    rows kept exactly, if ``exact``)."""
+
+    k: int
+    rank: int | None = None
+    budget: int | None = None
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class Cloud:
+    """The rows with all that weighs on them: weights w, squared norms, and, for a sample, how many rows
+    each stands for (``multiplicity``)."""
+
+    rows: Rows
+    norms2: Tensor
+    weights: Tensor | None = None
+    multiplicity: Tensor | None = None
+
+    @property
+    def mass(self) -> Tensor | None:
+        """w_i m_i: what row i counts in Grams."""
+        if self.multiplicity is None:
+            return self.weights
+        return self.multiplicity if self.weights is None else self.weights * self.multiplicity
+
+    def counts(self, labels: Tensor, k: int) -> Tensor:
+        """Rows (with multiplicity) of each of k clusters, rounded up."""
+        if self.multiplicity is None:
+            return torch.bincount(labels.to(torch.int64), minlength=k)
+        return torch.bincount(labels.to(torch.int64), weights=self.multiplicity, minlength=k).ceil().to(torch.int64)
+
+
+@dataclass(frozen=True)
+class FlatsFit:
+    """``labels`` (n,): flat of each row, k = kept exactly. ``bases``: orthonormal (j_c, d), leading
+    directions first. ``objective``: the weighted squared error after each accepted iteration, falling.
+    ``spectra`` (k, d): eigenvalues of the clusters' Grams. ``converged``: False if the iteration limit cut it off."""
+
+    labels: Tensor
+    bases: tuple[Tensor, ...]
+    spectra: Tensor
+    objective: tuple[float, ...]
+    converged: bool
+    price: float = 0.0
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Dimension of each flat."""
+        return tuple(len(basis) for basis in self.bases)
+
+    @property
+    def error(self) -> float:
+        """The objective reached."""
+        return self.objective[-1]
+
+
+def em(
+    cloud: Cloud,
+    shape: Shape,
+    labels: Tensor,
+    *,
+    tolerance: float = 1e-4,
+    max_iterations: int = 100,
+    progress: Progress | None = None,
+    refit: bool = True,
+) -> FlatsFit:
+    """EM from ``labels`` until the objective falls by less than ``tolerance`` of itself.
+
+    ``refit=False`` leaves out the exact final M-step of uniform ranks (and the spectra): for seeds, which
+    are only compared.
+    """
+    if shape.rank is not None:
+        return _em_uniform(cloud, shape.k, shape.rank, labels, tolerance, max_iterations, progress, refit)
+    return _em_filled(cloud, shape, labels, tolerance, max_iterations, progress)
+
+
+def _em_uniform(
+    cloud: Cloud,
+    k: int,
+    rank: int,
+    labels: Tensor,
+    tolerance: float,
+    limit: int,
+    progress: Progress | None,
+    refit: bool,
+) -> FlatsFit:
+    rows, mass = cloud.rows, cloud.mass
+    grams = cluster_grams(rows, labels, k, mass)
+    bases = tuple(leading_basis(gram, rank, rows.dtype) for gram in grams)
+    history: list[float] = []
+    converged = False
+    for iteration in range(limit):
+        step = assign(rows, bases, cloud.norms2, weights=cloud.weights, multiplicity=cloud.multiplicity)
+        if history and step.objective >= history[-1]:
+            converged = True
+            break
+        history.append(step.objective)
+        if progress:
+            progress("em", iteration, step.objective)
+        moved = (step.labels != labels).nonzero().squeeze(1)
+        grams = _update(grams, rows, moved, labels, step.labels, mass)
+        touched = set(torch.cat([labels[moved], step.labels[moved]]).unique().tolist())
+        labels = step.labels
+        if len(history) > 1 and history[-2] - history[-1] <= tolerance * history[-2]:
+            converged = True
+            break
+        bases = tuple(improve_basis(grams[c], b) if c in touched else b for c, b in enumerate(bases))
+    if not refit:
+        return FlatsFit(labels, bases, torch.empty(0), tuple(history), converged)
+    solved = [top_eigenvectors(gram, rank) for gram in grams]
+    spectra = torch.stack([values for values, _ in solved])
+    final = float(spectra[:, rank:].sum())
+    if not history or final < history[-1]:
+        history.append(final)
+    return FlatsFit(labels, tuple(v.to(rows.dtype) for _, v in solved), spectra, tuple(history), converged)
+
+
+def _em_filled(
+    cloud: Cloud, shape: Shape, labels: Tensor, tolerance: float, limit: int, progress: Progress | None
+) -> FlatsFit:
+    rows, mass, k = cloud.rows, cloud.mass, shape.k
+    grams = cluster_grams(rows, labels, k, mass)
+    best = fit = _fill_fit(cloud, shape, labels, grams)
+    history = [fit.error]
+    stale = 0
+    for iteration in range(limit):
+        step = assign(
+            rows,
+            fit.bases,
+            cloud.norms2,
+            weights=cloud.weights,
+            multiplicity=cloud.multiplicity,
+            price=fit.price,
+            exact=shape.exact,
+        )
+        if shape.exact:
+            step = replace(step, labels=_affordable(cloud, shape, step.labels, labels))
+        moved = (step.labels != labels).nonzero().squeeze(1)
+        grams = _update(grams, rows, moved, labels, step.labels, mass)
+        labels = step.labels
+        fit = _fill_fit(cloud, shape, labels, grams)
+        if progress:
+            progress("em", iteration, fit.error)
+        fell = history[-1] - fit.error
+        if fell > 0:
+            best = fit
+            history.append(fit.error)
+        # The price moves with the budget's filling, so one small step is no proof of convergence.
+        stale = stale + 1 if fell <= tolerance * history[-1] else 0
+        if stale >= 2 or not len(moved):
+            return replace(best, objective=tuple(history), converged=True)
+    return replace(best, objective=tuple(history), converged=False)
+
+
+def _fill_fit(cloud: Cloud, shape: Shape, labels: Tensor, grams: Tensor) -> FlatsFit:
+    """Exact M-step: eigenvectors, and ranks that fill the budget."""
+    k, d = shape.k, cloud.rows.shape[1]
+    counts = cloud.counts(labels, k + 1)
+    left = (shape.budget or 0) - int(counts[k]) * d
+    solved = [top_eigenvectors(gram, d) for gram in grams]
+    spectra = torch.stack([values for values, _ in solved])
+    filling = fill(spectra, counts[:k] + d, left)
+    bases = tuple(v[:r].to(cloud.rows.dtype) for (_, v), r in zip(solved, filling.ranks, strict=True))
+    error = float(sum(spectra[c, r:].sum() for c, r in enumerate(filling.ranks)))
+    return FlatsFit(labels, bases, spectra, (error,), False, filling.price)
+
+
+def _affordable(cloud: Cloud, shape: Shape, labels: Tensor, before: Tensor) -> Tensor:
+    """If exact rows leave too little for the flats, keep to the exact rows chosen before."""
+    k, d = shape.k, cloud.rows.shape[1]
+    counts = cloud.counts(labels, k + 1)
+    floor = int(counts[:k].sum()) + k * d
+    if int(counts[k]) * d + floor <= (shape.budget or 0):
+        return labels
+    return torch.where((labels == k) | (before == k), before, labels)
+
+
+def _update(grams: Tensor, rows: Rows, moved: Tensor, old: Tensor, new: Tensor, mass: Tensor | None) -> Tensor:
+    # Below a third moved, taking them out and in again (two products a row) beats one pass over all rows.
+    if 3 * len(moved) > rows.shape[0]:
+        return cluster_grams(rows, new, grams.shape[0], mass)
+    move_rows(grams, rows, moved, old[moved], new[moved], mass)
+    return grams

@@ -1,0 +1,99 @@
+"""Weighted Gram matrices of clusters, whole or by what moved.
+
+G_c = sum over rows i of cluster c of w_i a_i a_i'  (d x d). The Grams, and not the rows, are what an
+M-step needs, what can be exchanged between machines, and all that is kept: k d^2 numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kflats.numerics.rows import GRAM_BLOCK, Rows
+
+
+def cluster_grams(rows: Rows, labels: Tensor, k: int, weights: Tensor | None = None) -> Tensor:
+    """(k, d, d) float64 Grams of all clusters in one pass; rows labelled >= k are left out.
+
+    Products are float32 (float64 if the rows are) in blocks, their sums float64.
+    """
+    d = rows.shape[1]
+    grams = torch.zeros(k, d, d, dtype=torch.float64, device=rows.device)
+    for start, block in rows.blocks(GRAM_BLOCK):
+        here = labels[start : start + len(block)]
+        _add(grams, block, here, None if weights is None else weights[start : start + len(block)], 1.0)
+    return grams
+
+
+def move_rows(
+    grams: Tensor, rows: Rows, moved: Tensor, old: Tensor, new: Tensor, weights: Tensor | None = None
+) -> None:
+    """Update ``grams`` in place for the rows ``moved`` that went from clusters ``old`` to ``new``."""
+    for part in torch.arange(len(moved), device=moved.device).split(GRAM_BLOCK):
+        index = moved[part]
+        block = rows.take(index)
+        w = None if weights is None else weights[index]
+        _add(grams, block, old[part], w, -1.0)
+        _add(grams, block, new[part], w, 1.0)
+
+
+def _add(grams: Tensor, block: Tensor, labels: Tensor, weights: Tensor | None, sign: float) -> None:
+    if weights is not None:
+        block = block * weights.to(block.dtype).sqrt().unsqueeze(1)
+    k = grams.shape[0]
+    if k == 1 and not bool(labels.any()):
+        grams[0].add_(block.T @ block, alpha=sign)
+        return
+    order = torch.argsort(labels.to(torch.int64))
+    counts = torch.bincount(labels.to(torch.int64), minlength=k).tolist()
+    block = block[order]
+    start = 0
+    for c, count in enumerate(counts[:k]):
+        if count:
+            part = block[start : start + count]
+            grams[c].add_(part.T @ part, alpha=sign)
+        start += count
+
+
+def top_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """All eigenvalues, descending and clipped at 0, and the ``rank`` leading eigenvectors as rows (rank, d).
+
+    eigh in float64: never a Cholesky, which dies on the rank-deficient Gram of a small cluster.
+    """
+    values, vectors = torch.linalg.eigh(gram.to(torch.float64))
+    return values.flip(0).clamp_min(0.0), vectors.flip(1)[:, :rank].T.contiguous()
+
+
+def leading_basis(gram: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
+    """An orthonormal (rank, d) basis close to the leading eigenvectors, for a start that EM will improve.
+
+    For ranks well below d: subspace iteration from the Gram's own longest rows, a fraction of eigh's cost;
+    else eigh.
+    """
+    d = gram.shape[0]
+    if 4 * rank > d:
+        return top_eigenvectors(gram, rank)[1].to(dtype)
+    width = min(d, rank + 8)
+    longest = gram.diagonal().topk(width).indices
+    basis = improve_basis(gram, torch.linalg.qr(gram[longest].to(dtype).T).Q.T, steps=4)
+    small = basis @ gram.to(dtype) @ basis.T
+    turn: Tensor = torch.linalg.eigh(small).eigenvectors.flip(1)[:, :rank]
+    return (turn.T @ basis).contiguous()
+
+
+def improve_basis(gram: Tensor, basis: Tensor, steps: int = 1) -> Tensor:
+    """Warm-started subspace iteration: V <- orth(G V), in the basis' own type.
+
+    trace(V G V') never falls, since it is convex and G V is its gradient; a fraction of eigh's cost.
+    """
+    g = gram.to(basis.dtype)
+    for _ in range(steps):
+        basis = torch.linalg.qr(g @ basis.T).Q.T
+    return basis.contiguous()
+
+
+def complement(basis: Tensor) -> Tensor:
+    """An orthonormal basis (d - j, d) of what the rows of ``basis`` (j, d) do not span."""
+    j = basis.shape[0]
+    full: Tensor = torch.linalg.qr(basis.T.to(torch.float64), mode="complete").Q
+    return full[:, j:].T.to(basis.dtype).contiguous()

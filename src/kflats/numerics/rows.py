@@ -1,0 +1,134 @@
+"""Where rows come from: a tensor, a memory-mapped file, or anything that hands out blocks.
+
+Every algorithm here reads its (n, d) matrix through ``Rows``, block by block, so n is limited by disk
+and not by memory. Computation is in float32 (float64 if the source is), whatever the stored type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+
+BLOCK = 1024
+"""Rows per E-step block: the block and its coordinates stay in cache (measured best of 256..16384)."""
+
+GRAM_BLOCK = 8192
+"""Rows per Gram block: long enough that adding the float64 sum costs little beside the product."""
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """A readable (n, d) matrix."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type blocks come in: float32 or float64."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks lie."""
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """(first row, block) for consecutive blocks of at most ``size`` rows."""
+
+    def take(self, index: Tensor) -> Tensor:
+        """The rows at ``index``, in that order."""
+
+
+class TensorRows:
+    """Rows of a tensor, which may be memory-mapped (``torch.from_file``) and of any float type.
+
+    >>> [block.shape[0] for _, block in TensorRows(torch.zeros(5, 2)).blocks(2)]
+    [2, 2, 1]
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        if matrix.ndim != 2 or 0 in matrix.shape:
+            raise KflatsError(f"expected a non-empty matrix, found shape {tuple(matrix.shape)}")
+        if not matrix.is_floating_point():
+            raise KflatsError(
+                f"expected floating-point numbers, found {matrix.dtype}",
+                cause="a quantized or packed weight",
+                hint="load the model in float32 or bfloat16",
+            )
+        self.matrix = matrix.detach()
+        self.dtype = torch.float64 if matrix.dtype == torch.float64 else torch.float32
+        self.shape = (matrix.shape[0], matrix.shape[1])
+        self.device = matrix.device
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, self.shape[0], size):
+            yield start, self.matrix[start : start + size].to(self.dtype)
+
+    def take(self, index: Tensor) -> Tensor:
+        return self.matrix.index_select(0, index.to(torch.int64)).to(self.dtype)
+
+
+class MetricRows:
+    """Rows of A R for a right metric R (d, m), formed block by block."""
+
+    def __init__(self, rows: Rows, metric: Tensor) -> None:
+        if metric.ndim != 2 or metric.shape[0] != rows.shape[1]:
+            raise KflatsError(f"a right metric for {rows.shape[1]} columns cannot have shape {tuple(metric.shape)}")
+        self.source, self.metric = rows, metric.to(rows.dtype)
+        self.dtype, self.device = rows.dtype, rows.device
+        self.shape = (rows.shape[0], metric.shape[1])
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for start, block in self.source.blocks(size):
+            yield start, block @ self.metric
+
+    def take(self, index: Tensor) -> Tensor:
+        return self.source.take(index) @ self.metric
+
+
+def as_rows(matrix: Tensor | Rows) -> Rows:
+    """A tensor as ``Rows``; a source as it is."""
+    return TensorRows(matrix) if isinstance(matrix, Tensor) else matrix
+
+
+def check_finite(rows: Rows, what: str = "matrix") -> None:
+    """Refuse NaN and infinity: one bad row would silently poison a whole flat.
+
+    Raises:
+        KflatsError: with the first bad row's number.
+    """
+    for start, block in rows.blocks(GRAM_BLOCK):
+        # A sum is finite only if every term is (overflow of finite float32 terms is caught by the second test).
+        if not torch.isfinite(block.sum()):
+            bad = (~torch.isfinite(block).all(dim=1)).nonzero()
+            if len(bad):
+                raise KflatsError(
+                    f"the {what} has NaN or infinite values, first in row {start + int(bad[0])}",
+                    cause="diverged training or a damaged checkpoint",
+                    hint="load another checkpoint, or replace the values",
+                )
+
+
+def check_weights(weights: Tensor | None, n: int) -> None:
+    """Row weights: (n,), finite, none negative, not all zero.
+
+    Raises:
+        KflatsError: otherwise.
+    """
+    if weights is None:
+        return
+    if tuple(weights.shape) != (n,):
+        raise KflatsError(f"expected {n} row weights, found shape {tuple(weights.shape)}")
+    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+        raise KflatsError("row weights must be finite and not negative", cause="an importance measure went wrong")
+    if float(weights.sum()) <= 0:
+        raise KflatsError(
+            "all row weights are zero",
+            cause="the data never touched this matrix",
+            hint="use more data, or Uniform() importance",
+        )

@@ -1,0 +1,168 @@
+"""How EM starts. Every seeding maps a cloud (usually a sample) to labels; which one wins is measured.
+
+``continuation``: fit rank 4, then 8, 16, ... up to j, each from the last: few local minima at low rank.
+``greedy``: one flat after another through the neighbourhood of a badly fitted row; finds planted flats.
+``plus_plus``: k-means++ (Arthur & Vassilvitskii 2007) with distances to flats instead of centres.
+``kmeans``: Lloyd's clusters (MESSI appendix E's alternative). ``random``: the paper's random partition.
+``norms``: quantiles of weighted norm, the start for ranks that differ: rows with little to lose together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.numerics.assign import assign, distances
+from kflats.numerics.flats import Cloud, Shape, em
+from kflats.numerics.gram import leading_basis
+from kflats.numerics.rows import GRAM_BLOCK
+
+Seeding = Callable[[Cloud, int, int, torch.Generator], Tensor]
+"""(cloud, k, rank, generator) -> labels (n,) uint8 or int16."""
+
+
+def random_partition(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Equal parts of a random permutation (MESSI's start)."""
+    n = cloud.rows.shape[0]
+    return _labels(torch.randperm(n, generator=generator) % k, k).to(cloud.rows.device)
+
+
+def norms(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Quantiles of w_i ||a_i||^2, smallest first."""
+    n = cloud.rows.shape[0]
+    size = cloud.norms2 if cloud.weights is None else cloud.norms2 * cloud.weights
+    labels = torch.empty(n, dtype=torch.int64, device=size.device)
+    labels[torch.argsort(size, stable=True)] = torch.arange(n, device=size.device) * k // n
+    return _labels(labels, k)
+
+
+def kmeans(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, iterations: int = 25) -> Tensor:
+    """Lloyd's algorithm from k rows drawn at random; an emptied cluster takes the row farthest from its centre."""
+    rows = cloud.rows
+    n = rows.shape[0]
+    centres = rows.take(torch.randperm(n, generator=generator)[:k].to(rows.device))
+    labels = torch.zeros(n, dtype=torch.int64, device=rows.device)
+    for _ in range(iterations):
+        sums = torch.zeros_like(centres, dtype=torch.float64)
+        counts = torch.zeros(k, dtype=torch.float64, device=rows.device)
+        farthest, worst = 0, -1.0
+        before = labels.clone()
+        for start, block in rows.blocks(GRAM_BLOCK):
+            part = slice(start, start + len(block))
+            far = centres.square().sum(1) - 2 * (block @ centres.T)
+            near = far.min(dim=1)
+            labels[part] = near.indices
+            w = torch.ones(len(block), dtype=torch.float64, device=rows.device)
+            if cloud.mass is not None:
+                w = cloud.mass[part].to(torch.float64)
+            sums.index_add_(0, near.indices, block.to(torch.float64) * w.unsqueeze(1))
+            counts.index_add_(0, near.indices, w)
+            gap = near.values + cloud.norms2[part]
+            if float(gap.max()) > worst:
+                worst, farthest = float(gap.max()), start + int(gap.argmax())
+        centres = (sums / counts.clamp_min(1e-300).unsqueeze(1)).to(centres.dtype)
+        for c in (counts <= 0).nonzero().flatten().tolist():
+            centres[c] = rows.take(torch.tensor([farthest], device=rows.device))[0]
+        if torch.equal(before, labels):
+            break
+    return _labels(labels, k)
+
+
+def continuation(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+    """EM at rank 4, 8, 16, ... below j, from the better of two short random starts at the lowest rank."""
+    start = min(4, rank)
+    fits = [
+        em(
+            cloud,
+            Shape(k, rank=start),
+            random_partition(cloud, k, rank, generator),
+            tolerance=1e-3,
+            max_iterations=12,
+            refit=False,
+        )
+        for _ in range(2)
+    ]
+    labels = min(fits, key=lambda fit: fit.error).labels
+    while start * 2 < rank:
+        start *= 2
+        labels = em(cloud, Shape(k, rank=start), labels, tolerance=3e-3, max_iterations=6, refit=False).labels
+    return labels
+
+
+def greedy(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+    """Flats one after another, each the best of a few through the neighbours of a badly fitted row."""
+    return _grow(cloud, k, rank, generator, candidates=8)
+
+
+def plus_plus(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+    """As ``greedy``, one random candidate a flat, drawn by squared distance to the flats so far."""
+    return _grow(cloud, k, rank, generator, candidates=1)
+
+
+def _grow(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, candidates: int) -> Tensor:
+    rows, mass = cloud.rows, cloud.mass
+    a = rows.take(torch.arange(rows.shape[0], device=rows.device))
+    unit = a / cloud.norms2.sqrt().clamp_min(torch.finfo(a.dtype).tiny).unsqueeze(1)
+    residual = cloud.norms2.clone()
+    bases: list[Tensor] = []
+    for _ in range(k):
+        chance = (residual if mass is None else residual * mass).to(torch.float64)
+        if float(chance.sum()) <= 0:  # every row already lies on a flat: any row will do
+            chance = torch.ones_like(chance)
+        picked = torch.multinomial(chance.cpu(), candidates, replacement=True, generator=generator).to(a.device)
+        best: tuple[float, Tensor, Tensor] | None = None
+        for row in picked:
+            basis = _local_flat(a, unit, residual, int(row), rank)
+            left = torch.minimum(residual, distances(rows, (basis,), cloud.norms2)[:, 0])
+            score = float((left if mass is None else left * mass).sum(dtype=torch.float64))
+            if best is None or score < best[0]:
+                best = (score, basis, left)
+        assert best is not None
+        bases.append(best[1])
+        residual = best[2]
+    return assign(rows, tuple(bases), cloud.norms2, weights=cloud.weights).labels
+
+
+def _local_flat(a: Tensor, unit: Tensor, residual: Tensor, row: int, rank: int) -> Tensor:
+    """A flat through ``row``: its nearest lines first, then thrice the rows nearest to the flat of those."""
+    n = len(a)
+    # A seed need not have full rank: EM widens it, and short neighbourhoods are purer.
+    rank = min(rank, 20)
+    near = (unit @ unit[row]).abs() * (residual > 0)
+    size = min(n, rank + 1)
+    chosen = near.topk(size).indices
+    basis = unit[:0]
+    for growth in (1, 2, 3):
+        part = unit[chosen]
+        basis = leading_basis(part.T @ part, rank, a.dtype)
+        fit = (unit @ basis.T).square_().sum(dim=1)
+        chosen = fit.topk(min(n, growth * 2 * rank + 2)).indices
+    return basis
+
+
+def _labels(labels: Tensor, k: int) -> Tensor:
+    return labels.to(torch.uint8 if k < 256 else torch.int16)
+
+
+SEEDINGS: dict[str, Seeding] = {
+    "continuation": continuation,
+    "greedy": greedy,
+    "plus_plus": plus_plus,
+    "kmeans": kmeans,
+    "random": random_partition,
+    "norms": norms,
+}
+
+
+def seeding(name: str) -> Seeding:
+    """The seeding called ``name``.
+
+    Raises:
+        KflatsError: unknown name.
+    """
+    if name not in SEEDINGS:
+        raise KflatsError(f"unknown seeding {name!r}", hint="one of " + ", ".join(SEEDINGS))
+    return SEEDINGS[name]
