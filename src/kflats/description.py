@@ -212,6 +212,9 @@ def _check_collision(name: str, layer: FactoredLayer) -> None:
 
 
 def _compute_dtype(model: nn.Module) -> torch.dtype:
+    for _, layer in factored_layers(model):
+        if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
+            return layer.out_dtype
     factored = {id(p) for _, layer in factored_layers(model) for p in layer.matrix.parameters()}
     own: torch.dtype | None = None
     for parameter in model.parameters():

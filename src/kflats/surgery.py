@@ -123,7 +123,9 @@ def restore_(model: nn.Module) -> None:
         matrix = layer.matrix
         if id(matrix) not in tables:
             with torch.no_grad():
-                tables[id(matrix)] = nn.Parameter(matrix.dense(), requires_grad=matrix.weight.requires_grad)
+                out = layer.out_dtype if isinstance(layer, FactoredEmbedding) else None
+                table = matrix.dense().to(out or matrix.weight.dtype)
+                tables[id(matrix)] = nn.Parameter(table, requires_grad=matrix.weight.requires_grad)
         if id(layer) not in shells:
             shells[id(layer)] = _dense_layer(name, layer, tables[id(matrix)])
         _put(model, name, shells[id(layer)])
@@ -165,7 +167,15 @@ def _new_layer(
                     f"the scale of the embedding {place.name!r} is unknown", cause="the model is on the meta device"
                 )
             found = scale
-        return FactoredEmbedding(matrix, padding_idx=module.padding_idx, scale=found, sparse=module.sparse, own=own)
+        out = module.weight.dtype
+        return FactoredEmbedding(
+            matrix,
+            padding_idx=module.padding_idx,
+            scale=found,
+            sparse=module.sparse,
+            own=own,
+            dtype=None if out == matrix.weight.dtype else out,
+        )
     if place.role == "head":
         return FactoredHead(matrix)
     return FactoredLinear(matrix, rows=rows)

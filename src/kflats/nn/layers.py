@@ -8,6 +8,7 @@ cannot come apart in saving, loading or training.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -39,7 +40,7 @@ class _HasMatrix:
         if own:
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 self.__dict__[table] = getattr(matrix, table)
-            cast(nn.Module, self).register_load_state_dict_post_hook(refresh_after_load)  # type: ignore[no-untyped-call]
+            cast(nn.Module, self).register_load_state_dict_post_hook(refresh_after_load)
 
     @property
     def weight(self) -> Tensor:
@@ -70,6 +71,8 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
         sparse: sparse gradients for the coordinates (the basis keeps a dense one); only a
             LowRankMatrix can give them.
         own: False when another layer owns the matrix (a tied table).
+        dtype: of the output, where the factors are stored in another (float16 factors in a float32 model).
+            It follows ``.half()``, ``.to(dtype)`` and the like.
 
     Raises:
         KflatsError: sparse gradients asked of flats, or a padding_idx outside the table.
@@ -87,6 +90,7 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
         scale: float | None = None,
         sparse: bool = False,
         own: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
         if sparse and not isinstance(matrix, LowRankMatrix):
@@ -100,11 +104,16 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
             raise KflatsError(f"padding_idx {padding_idx} lies outside the table of {self.num_embeddings} rows")
         self.padding_idx = cast(int, None if padding_idx is None else padding_idx % self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
-        self.sparse, self.scale = sparse, scale
+        self.sparse, self.scale, self.out_dtype = sparse, scale, dtype
         self._take(matrix, own=own)
 
     def reset_parameters(self) -> None:
         """Nothing: a factored table has no random start."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self.out_dtype is not None:
+            self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.is_autocast_enabled(input.device.type):
@@ -118,6 +127,8 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
         out = cast(LowRankMatrix, matrix).rows(input, sparse=True) if sparse else matrix.rows(input)
         if self.padding_idx is not None and out.requires_grad:
             out = torch.where((input == self.padding_idx).unsqueeze(-1), out.detach(), out)
+        if self.out_dtype is not None:
+            out = out.to(self.out_dtype)
         if self.scale is not None:
             # Models keep the scale as a float32 tensor and round it to the table's dtype before they multiply.
             out = out * torch.full((), self.scale, dtype=torch.float32, device=out.device).to(out.dtype)
@@ -156,7 +167,8 @@ class FactoredLinear(_HasMatrix, nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.matrix.vecmat(x) if self.row_side == "inputs" else self.matrix.matvec(x)
+        product = self.matrix.vecmat if self.row_side == "inputs" else self.matrix.matvec
+        out = _in_stored_type(product, x, self.matrix.weight.dtype)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
@@ -193,11 +205,18 @@ class FactoredHead(_HasMatrix, nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.matrix.matvec(x)
+        out = _in_stored_type(self.matrix.matvec, x, self.matrix.weight.dtype)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, tied {self.matrix.kind}"
+
+
+def _in_stored_type(product: Callable[[Tensor], Tensor], x: Tensor, stored: torch.dtype) -> Tensor:
+    """``product(x)`` in x's dtype, also where the factors are stored in another one; autocast has its own rules."""
+    if x.dtype == stored or torch.is_autocast_enabled(x.device.type):
+        return product(x)
+    return product(x.to(stored)).to(x.dtype)
 
 
 def _check_bias(bias: Tensor | None, size: int) -> None:
