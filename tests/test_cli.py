@@ -10,8 +10,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kflats import files
+from kflats import compress, files
 from kflats.cli import app
+from kflats.errors import KflatsError
+from kflats.importance import TokenCounts, Uniform, ZipfPrior
+from kflats.methods import MESSI, SVD, Flats, KMeansSVD
+from kflats.options import recipe_of
+from kflats.plan import Plan
+from kflats.recipe import Recipe
 from kflats.report import REPORT_FILE, Report
 
 transformers = pytest.importorskip("transformers")
@@ -119,7 +125,6 @@ def test_interrupted(command: str, note: bool, tiny: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(files, "resolve_model", interrupt)
     if command == "compress":
-        compress = pytest.importorskip("kflats.compress")
         monkeypatch.setattr(compress, "compress_folder", interrupt)
     extra = ("--budget", "60%", "--out", tmp_path / "out") if command == "compress" else ()
     result = run(command, tiny, *extra)
@@ -159,3 +164,109 @@ def test_starts_without_loading_what_it_does_not_need() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_compress_makes_a_folder_within_the_budget(tiny: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    result = run("compress", tiny, "--budget", "60%", "--flats", 2, "--texts", texts, "--out", out)
+    assert result.exit_code == 0, result.output
+    assert "named weights" in result.stdout
+    report = Report.load(out)
+    assert str(report) in result.stdout
+    (weight,) = report.weights
+    assert (weight.name, weight.method["k"], weight.importance["type"]) == (
+        "embeddings.word_embeddings",
+        2,
+        "TokenCounts",
+    )
+    assert weight.bytes_after <= 0.6 * weight.bytes_before
+    assert "compressed already: embeddings.word_embeddings" in run("inspect", out).output
+    assert run("compare", tiny, out, "--texts", texts).exit_code == 0
+
+
+def test_compress_is_quiet_when_asked_and_reproducible(tiny: Path, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        result = run("compress", tiny, "--budget", "20kB", "--seed", 3, "--quiet", "--out", tmp_path / name)
+        assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
+    a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
+    assert a == b
+
+
+def test_an_existing_folder_is_kept_unless_forced(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert run("compress", tiny, "--budget", "60%", "--method", "svd", "--out", out).exit_code == 0
+    before = state(out)
+    assert "exists" in refused("compress", tiny, "--budget", "40%", "--method", "svd", "--out", out)
+    assert state(out) == before
+    assert run("compress", tiny, "--budget", "40%", "--method", "svd", "--force", "--out", out).exit_code == 0
+    assert Report.load(out).budget == "40%"
+
+
+def test_a_plan_is_made_reviewed_and_run(tiny: Path, texts: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "plan.json", tmp_path / "out"
+    arguments = ("plan", tiny, "--budget", "60%", "--flats", 3, "--texts", texts, "--out", file)
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    plan = Plan.load(file)
+    assert str(plan) in result.stdout
+    assert plan.decisions[0].recipe == Recipe(Flats(k=3), TokenCounts())
+    assert "exists already" in refused(*arguments)
+    assert run(*arguments, "--force").exit_code == 0
+    assert "--flats" in refused("compress", tiny, "--plan", file, "--flats", 4, "--out", out)
+    assert "60%" in refused("compress", tiny, "--plan", file, "--budget", "50%", "--out", out)
+    assert "--file-budget" in refused("compress", tiny, "--plan", file, "--file-budget", "1MB", "--out", out)
+    assert not out.exists()
+    done = run("compress", tiny, "--plan", file, "--budget", "60%", "--texts", texts, "--quiet", "--out", out)
+    assert done.exit_code == 0, done.output
+    assert Report.load(out).weights[0].method["k"] == 3
+
+
+def test_several_weights_and_a_file_budget(tiny: Path, tmp_path: Path) -> None:
+    whole = (tiny / "model.safetensors").stat().st_size
+    names = [x for n in ("embeddings.word_embeddings", "encoder.layer.0.output.dense") for x in ("--weights", n)]
+    common = ("--method", "svd", "--quiet", *names)
+    assert run("compress", tiny, "--budget", "50%", *common, "--out", tmp_path / "a").exit_code == 0
+    assert len(Report.load(tmp_path / "a").weights) == 2
+    limit = whole - 10_000
+    done = run("compress", tiny, "--file-budget", f"{limit}B", *common, "--out", tmp_path / "b")
+    assert done.exit_code == 0, done.output
+    assert (tmp_path / "b" / "model.safetensors").stat().st_size <= limit
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "give one of --budget and --file-budget"),
+        (("--budget", "60%", "--file-budget", "1MB"), "give one of --budget and --file-budget"),
+        (("--budget", "0.6"), "0.6"),
+        (("--budget", "300%"), "more than the original"),
+        (("--budget", "60%", "--method", "magic"), "no method is called 'magic'"),
+        (("--budget", "60%", "--importance", "magic"), "no importance is called 'magic'"),
+        (("--budget", "60%", "--method", "svd", "--flats", "3"), "svd has no k"),
+        (("--budget", "60%", "--importance", "counts"), "needs --texts"),
+        (("--budget", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
+        (("--plan", "none.json"), "cannot be read"),
+    ],
+)
+def test_compress_and_plan_refuse_alike(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert message in refused("compress", tiny, *options, "--out", out)
+    if "--plan" not in options:
+        assert message in refused("plan", tiny, *options, "--out", out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_options_become_recipes() -> None:
+    assert recipe_of(None, None, None, None, counted=True) is None
+    assert recipe_of(None, 7, None, None, counted=True) == Recipe(Flats(k=7), TokenCounts())
+    assert recipe_of(None, 7, None, None, counted=False) == Recipe(Flats(k=7), ZipfPrior())
+    assert recipe_of("svd", None, None, None, counted=False) == Recipe(SVD(), Uniform())
+    assert recipe_of("kmeans-svd", 4, None, None, counted=True) == Recipe(KMeansSVD(k=4), TokenCounts())
+    assert recipe_of("messi", 6, "uniform", None, counted=False) == Recipe(MESSI(k=6), Uniform())
+    assert recipe_of("flats", None, None, 0.75, counted=False) == Recipe(Flats(), ZipfPrior(power=0.75))
+    with pytest.raises(KflatsError, match="counts no texts"):
+        recipe_of("flats", None, "zipf", None, counted=True)

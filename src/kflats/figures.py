@@ -138,19 +138,20 @@ def _error_by_band(weight: WeightReport) -> Picture:
         axes = figure.subplots()
         if nested:
             for flat, bands in weight.flats.items():
-                ordered = sorted(bands, key=lambda b: b.rank)
-                ranks, errors = [b.rank for b in ordered], [b.error for b in ordered]
+                nesting = sorted(bands, key=lambda b: b.rank)
+                ranks, errors = [b.rank for b in nesting], [b.error for b in nesting]
                 colour = _colour(weight, flat, theme)
-                dots = [10 + 120 * b.rows / weight.shape[0] for b in ordered]
+                dots = [10 + 120 * b.rows / weight.shape[0] for b in nesting]
                 axes.plot(ranks, errors, color=colour, linewidth=1.2)
                 axes.scatter(ranks, errors, dots, color=colour, label=_label(flat), clip_on=False, zorder=3)
             axes.set_xlabel("rank; larger dots hold more rows")
             _legend(axes, weight)
         else:
-            colours = [_colour(weight, b.flat, theme) for b in weight.bands]
-            axes.bar(range(len(weight.bands)), [b.error for b in weight.bands], 0.75, color=colours)
-            step = math.ceil(len(weight.bands) / 12)
-            names = ["exact" if b.flat is None else str(b.flat) for b in weight.bands]
+            ordered = [bands[0] for bands in weight.flats.values()]
+            colours = [_colour(weight, b.flat, theme) for b in ordered]
+            axes.bar(range(len(ordered)), [b.error for b in ordered], 0.75, color=colours)
+            step = math.ceil(len(ordered) / 12)
+            names = ["exact" if b.flat is None else str(b.flat) for b in ordered]
             axes.set_xticks(range(0, len(names), step), names[::step])
             axes.set_xlabel("flat")
             axes.grid(visible=False, axis="x")

@@ -47,33 +47,63 @@ def budget_of(budget: str | None, file_budget: str | None) -> Any:
     return parse_budget(budget) if budget is not None else parse_budget(file_budget or "", scope="file")
 
 
-def plan_of(path: Path, budget: str | None, file_budget: str | None) -> Any:
-    """The plan; a budget beside it must be the one that it was made for."""
+def plan_of(path: Path, budget: str | None, file_budget: str | None, counted: bool, **decided: object) -> Any:
+    """The plan; what is given beside it must not contradict it.
+
+    Raises:
+        KflatsError: another budget, an option that the plan decides, or texts that it does not count.
+    """
+    from kflats.budget import parse_budget
     from kflats.plan import Plan
 
+    given = decided | {"file_budget": file_budget}
+    if extra := ["--" + name.replace("_", "-") for name, value in given.items() if value is not None]:
+        raise KflatsError(f"--plan already decides what {', '.join(extra)} would", hint="leave one of them out")
     found = Plan.load(path)
-    if budget is not None or file_budget is not None:
-        asked = str(budget_of(budget, file_budget))
-        if asked != found.budget:
-            raise KflatsError(
-                f"the plan was made for a budget of {found.budget}, not {asked}",
-                hint="leave --budget out, or make the plan again: kflats plan",
-            )
+    if budget is not None and str(parse_budget(budget)) != found.budget:
+        raise KflatsError(
+            f"the plan was made for a budget of {found.budget}, not {budget}",
+            hint="leave --budget out, or make the plan again: kflats plan",
+        )
+    if counted and not any(getattr(d.recipe.importance, "needs_texts", False) for d in found.decisions):
+        raise KflatsError("this plan counts no texts", hint="leave --texts out, or make the plan with --texts")
     return found
 
 
 def recipe_of(method: str | None, flats: int | None, importance: str | None, power: float | None, counted: bool) -> Any:
-    """The recipe that the options ask for; None where they leave it all to kflats."""
+    """The recipe that the options ask for; None where they leave it all to kflats.
+
+    Texts are there to be counted. Without them flats use the Zipf prior, and a baseline is what was
+    published: every row counts the same.
+    """
     from kflats import importance as importances
     from kflats import methods
     from kflats.recipe import Recipe
 
-    if importance == "counts" and not counted:
-        raise KflatsError("--importance counts needs --texts FILE", hint="zipf, which needs no texts")
     if all(option is None for option in (method, flats, importance, power)):
         return None
     geometry = methods.from_name(method or "flats", **({} if flats is None else {"k": flats}))
-    if importance is None and power is None and method not in (None, "flats"):
-        return Recipe(geometry)  # the baselines are what was published: every row counts the same
-    name = importance or ("counts" if counted else "zipf")
-    return Recipe(geometry, importances.from_name(name, **({} if power is None else {"power": power})))
+    if importance is None:
+        baseline = power is None and method not in (None, "flats")
+        importance = "counts" if counted else "uniform" if baseline else "zipf"
+    value = importances.from_name(importance, **({} if power is None else {"power": power}))
+    needs = getattr(value, "needs_texts", False)
+    if needs and not counted:
+        raise KflatsError(f"--importance {importance} needs --texts FILE", hint="--importance zipf needs no texts")
+    if counted and not needs:
+        raise KflatsError(
+            f"--importance {importance} counts no texts", hint="leave --texts out, or --importance counts"
+        )
+    return Recipe(geometry, value)
+
+
+def tokenizer_of(folder: Path, *, needed: bool) -> Any:
+    """The folder's tokenizer; None where it has none and nothing needs one."""
+    from kflats.evaluate import load_tokenizer
+
+    try:
+        return load_tokenizer(folder)
+    except KflatsError:
+        if needed:
+            raise
+        return None
