@@ -49,32 +49,34 @@ class Uniform:
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """w_i = (count_i + smoothing * n * prior_i + floor)^power: how often texts read the row.
+    """w_i = n^p ((1 - s) counted_i + s prior_i + floor / n)^p: how often texts read the row.
+
+    ``counted`` are the texts' token shares, ``prior`` the Zipf prior's (even where there is none); both
+    sum to 1.
 
     Args:
-        power: 1 minimises the expected error of a token of such texts; 0.5 cares more for rare tokens and
-            carries better to other domains and smaller sizes; 0 is ``Uniform``.
-        smoothing: pseudo-counts a row, spread by the Zipf prior of the vocabulary (evenly where there is
-            no prior): what a short text has not shown yet.
-        floor: pseudo-count of every row, so that no row starves. Above zero.
+        power: p. At 1 the objective is the expected squared error of a token of such texts; 0.5 cares
+            more for rare tokens and carries better to other domains and smaller sizes; 0 is ``Uniform``.
+        smoothing: s in [0, 1], how much of the share comes from the prior: what the texts have not shown yet.
+        floor: least share of a row in units of the even share 1 / n, so that no row starves. Above zero.
 
     Needs texts and the model's tokenizer.
 
     >>> TokenCounts(power=1, smoothing=0, floor=1).weigh(Measured(2, torch.tensor([3, 0]))).tolist()
-    [4.0, 1.0]
+    [2.5, 1.0]
     """
 
     power: float = 0.5
-    smoothing: float = 1.0
-    floor: float = 0.1
+    smoothing: float = 0.5
+    floor: float = 0.3
 
     needs_texts = True
     needs_tokenizer = True
 
     def __post_init__(self) -> None:
         _check(self.power, self.floor, "TokenCounts")
-        if not 0 <= self.smoothing < float("inf"):
-            raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing}", hint="a number >= 0")
+        if not 0 <= self.smoothing <= 1:
+            raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing}", hint="a share from 0 to 1")
 
     def weigh(self, measured: Measured) -> Tensor:
         """(n,) float64; raises KflatsError without counts."""
@@ -85,11 +87,13 @@ class TokenCounts:
                 hint="data=texts and tokenizer=..., or ZipfPrior(), which needs no texts",
             )
         counts = measured.counts.to(torch.float64)
-        if float(counts.sum()) <= 0:
+        total = float(counts.sum())
+        if total <= 0:
             raise KflatsError("the texts hold no token of this model", hint="other texts, or ZipfPrior()")
-        prior = measured.prior
-        spread = torch.full_like(counts, 1.0) if prior is None else prior.to(torch.float64) * len(counts)
-        return _for_head((counts + self.smoothing * spread + self.floor) ** self.power, measured)
+        n = len(counts)
+        prior = torch.full_like(counts, 1.0) if measured.prior is None else measured.prior.to(torch.float64) * n
+        share = (1 - self.smoothing) * counts * (n / total) + self.smoothing * prior
+        return _for_head((share + self.floor) ** self.power, measured)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class ZipfPrior:
     """
 
     power: float = 0.5
-    floor: float = 0.1
+    floor: float = 0.3
 
     needs_texts = False
     needs_tokenizer = True
@@ -132,7 +136,7 @@ def from_name(name: str, **options: Any) -> Any:
     """The importance that a command line calls ``name``: uniform, counts or zipf.
 
     >>> from_name("counts", power=1.0)
-    TokenCounts(power=1.0, smoothing=1.0, floor=0.1)
+    TokenCounts(power=1.0, smoothing=0.5, floor=0.3)
     """
     kind = _NAMES.get(name.strip().lower())
     if kind is None:

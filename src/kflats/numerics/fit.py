@@ -161,10 +161,11 @@ def _sample(cloud: Cloud, size: int, generator: torch.Generator) -> Cloud:
     n = cloud.rows.shape[0]
     if n <= size:
         return cloud
-    energy = (cloud.norms2 if cloud.weights is None else cloud.norms2 * cloud.weights).to(torch.float64)
-    chance = 0.5 / n + 0.5 * energy / energy.sum().clamp_min(1e-300)
-    chance = (size * chance).clamp_max(1.0)
-    taken = (torch.rand(n, generator=generator, dtype=torch.float64).to(chance.device) < chance).nonzero().squeeze(1)
+    # float32 and in place: with ten million rows these vectors are the peak of the memory.
+    chance = (cloud.norms2 if cloud.weights is None else cloud.norms2 * cloud.weights).to(torch.float32, copy=True)
+    total = float(chance.sum(dtype=torch.float64))
+    chance.mul_(0.5 * size / total if total > 0 else 0.0).add_((0.5 if total > 0 else 1.0) * size / n).clamp_(max=1.0)
+    taken = (torch.rand(n, generator=generator).to(chance.device) < chance).nonzero().squeeze(1)
     rows = TensorRows(cloud.rows.take(taken))
     weights = None if cloud.weights is None else cloud.weights[taken]
     return Cloud(rows, cloud.norms2[taken], weights, (1.0 / chance[taken]).to(rows.dtype))
