@@ -35,7 +35,7 @@ def batches(matrix: Matrix) -> list[Tensor]:
     n = matrix.shape[0]
     gen = torch.Generator().manual_seed(4)
     found = [torch.randint(0, n, shape, generator=gen) for shape in ((4, 7), (2, 9), (3, 5))]
-    return [*found, torch.full((2, 6), n - 1), torch.full((2, 2), n // 2)]
+    return [*found, torch.full((2, 6), n - 1), torch.full((2, 2), n // 2), found[0].repeat(5, 4)]
 
 
 def gradients(net: nn.Module, out: Tensor) -> list[Tensor]:
@@ -94,9 +94,9 @@ def test_compiled_operator_obeys_its_contract(table):
     matrix = table["nested_with_exact"]()
     codes = [v for band in matrix.bands for v in (band.rows, band.rank, -1 if band.flat is None else band.flat)]
     place = matrix.position[torch.tensor([0, 5, 5, 39, 7])]
-    torch.library.opcheck(
-        lookup._rows_op._opoverload, (place, matrix.weight, matrix.basis, codes, list(matrix.flat_ranks))
-    )
+    inputs = (place, matrix.weight, matrix.basis, codes, list(matrix.flat_ranks))
+    torch.library.opcheck(lookup._rows_op._opoverload, (*inputs, torch.float64))
+    torch.library.opcheck(lookup._rows_op._opoverload, (*inputs, torch.float32))
 
 
 def test_autocast_around_a_compiled_lookup_changes_nothing(table):
@@ -140,6 +140,18 @@ def test_exported_linear(table, name, rows):
     for shape in ((1, 2), (7, 4)):
         x = torch.randn(*shape, layer.in_features)
         torch.testing.assert_close(program.module()(x), layer(x))
+
+
+@pytest.mark.parametrize("name", ["low_rank", "nested_with_exact"])
+def test_graphs_widen_factors_of_a_smaller_type(table, name):
+    layer = FactoredEmbedding(table[name](dtype=torch.float16), dtype=torch.float32)
+    ids = batches(layer.matrix)[0]
+    for graph in (export(layer, ids).module(), torch.compile(layer, fullgraph=True, backend="aot_eager")):
+        out = graph(ids)
+        assert out.dtype == torch.float32
+        torch.testing.assert_close(out, layer(ids))
+        for ours, theirs in zip(gradients(graph, out), gradients(layer, layer(ids)), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.01, atol=0.01)
 
 
 def test_an_exported_program_trains(table):

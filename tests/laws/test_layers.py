@@ -215,6 +215,41 @@ def test_autocast_leaves_a_lookup_alone(make):
     assert torch.equal(inside, layer(ids))
 
 
+@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+def test_autocast_treats_a_linear_layer_as_it_treats_torch_s(make, rows):
+    size = 40 if rows == "outputs" else 6
+    layer = FactoredLinear(make(dtype=torch.float32), rows=rows)
+    layer.bias = nn.Parameter(torch.zeros(layer.out_features))
+    x = torch.randn(2, layer.in_features)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == nn.Linear(layer.in_features, size)(x).dtype == torch.bfloat16
+        head = FactoredHead(layer.matrix, nn.Parameter(torch.zeros(layer.matrix.shape[0])))
+        assert head(torch.randn(2, layer.matrix.shape[1])).dtype == torch.bfloat16
+    torch.testing.assert_close(layer(x).bfloat16(), layer.bfloat16()(x.bfloat16()), rtol=0.1, atol=0.3)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
+def test_factors_of_a_smaller_type_are_widened_before_they_are_multiplied(make, stored):
+    matrix = make(dtype=stored)
+    wide = copy.deepcopy(matrix).float()
+    layer = FactoredEmbedding(matrix, dtype=torch.float32)
+    ids = torch.randint(0, matrix.shape[0], (20, 20), generator=torch.Generator().manual_seed(1))
+    for given in (ids, ids[:1]):
+        assert torch.equal(layer(given), wide.rows(given))
+        layer(given).sum().backward()
+        assert matrix.weight.grad.dtype == stored
+    x, h = torch.randn(3, matrix.shape[0]), torch.randn(3, matrix.shape[1])
+    torch.testing.assert_close(FactoredLinear(matrix)(x), wide.vecmat(x))
+    torch.testing.assert_close(FactoredHead(matrix)(h), wide.matvec(h))
+
+
+def test_the_output_type_follows_the_model(table):
+    layer = FactoredEmbedding(table["ragged"](dtype=torch.float16), dtype=torch.float32)
+    ids = torch.tensor([3, 1])
+    for change, expected in (("bfloat16", torch.bfloat16), ("double", F64), ("half", torch.float16)):
+        assert getattr(layer, change)()(ids).dtype == layer.weight.dtype == expected
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", ["inputs", "outputs"])
 def test_linear_in_both_orientations(make, rows, bias):

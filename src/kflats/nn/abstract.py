@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -21,6 +22,8 @@ class Matrix(nn.Module):
 
     ``rows``, ``vecmat`` and ``matvec`` are differentiable with respect to the stored factors, in
     eager mode, under ``torch.compile(fullgraph=True)`` and in ``torch.export`` with dynamic shapes.
+    Factors stored in a smaller type than the model's are widened before they are multiplied: half
+    precision products are slow on most CPUs, and would round twice.
     """
 
     kind: str
@@ -32,8 +35,10 @@ class Matrix(nn.Module):
         """(n, d), the shape of the dense matrix."""
 
     @abstractmethod
-    def rows(self, index: Tensor) -> Tensor:
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """``(*b,)`` integers -> ``(*b, d)``: the rows of M at ``index``, all that an embedding does.
+
+        ``dtype`` is the type to multiply in and to return, by default the stored one.
 
         Raises:
             IndexError: an index outside 0..n-1 (negative ones included), as ``nn.Embedding`` does.
@@ -41,11 +46,11 @@ class Matrix(nn.Module):
 
     @abstractmethod
     def vecmat(self, x: Tensor) -> Tensor:
-        """``(*b, n)`` -> ``(*b, d)``: x @ M, what a linear layer computes."""
+        """``(*b, n)`` -> ``(*b, d)``: x @ M, what a linear layer computes, in x's type."""
 
     @abstractmethod
     def matvec(self, x: Tensor) -> Tensor:
-        """``(*b, d)`` -> ``(*b, n)``: x @ M.T, what a tied output head computes."""
+        """``(*b, d)`` -> ``(*b, n)``: x @ M.T, what a tied output head computes, in x's type."""
 
     @abstractmethod
     def dense(self) -> Tensor:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
 from kflats.nn.geometry import Band, bases_of, check_geometry, tables_of, weight_shape
-from kflats.nn.lookup import compiled_rows, eager_rows, exported_rows, is_exporting
+from kflats.nn.lookup import compiled_rows, eager_rows, exported_rows, inverse_of, is_exporting
 from kflats.nn.low_rank import check_rows, copy_trainable, with_rows
 
 
@@ -84,37 +84,40 @@ class FlatsMatrix(Matrix):
                 cause="a damaged or mixed-up file",
                 hint="restore the file or compress again",
             )
-        self.position = _inverse(torch.argsort(labels, stable=True)).to(torch.int32)
+        self.position = inverse_of(torch.argsort(labels, stable=True)).to(torch.int32)
         self.ready = True
 
-    def rows(self, index: Tensor) -> Tensor:
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         self._check_filled()
         place = self.position.index_select(0, index.reshape(-1))
         look_up = exported_rows if is_exporting() else compiled_rows if torch.compiler.is_compiling() else eager_rows
-        out = look_up(place, self.weight, self.basis, self.bands, self.flat_ranks)
+        out = look_up(place, self.weight, self.basis, self.bands, self.flat_ranks, dtype or self.weight.dtype)
         return out.reshape(*index.shape, self.shape[1])
 
     def vecmat(self, x: Tensor) -> Tensor:
         self._check_filled()
-        ordered = x.index_select(-1, _inverse(self.position))
+        ordered = x.index_select(-1, inverse_of(self.position))
         parts = torch.split(ordered, [band.rows for band in self.bands], dim=-1)
         inner: list[list[Tensor]] = [[] for _ in self.flat_ranks]
-        total = x.new_zeros(*x.shape[:-1], self.shape[1])
+        found: list[Tensor] = []
         for part, band, table in zip(parts, self.bands, tables_of(self.weight, self.bands), strict=True):
+            product = part @ table.to(x.dtype)
             if band.flat is None:
-                total = total + part @ table
+                found.append(product)
             else:
-                inner[band.flat].append(F.pad(part @ table, (0, self.flat_ranks[band.flat] - band.rank)))
+                inner[band.flat].append(F.pad(product, (0, self.flat_ranks[band.flat] - band.rank)))
         # Bands that share a flat add up in its coordinates; then one product brings all flats back.
         empty = [x.new_zeros(*x.shape[:-1], rank) for rank in self.flat_ranks]
-        flats = [sum(found[1:], found[0]) if found else zero for found, zero in zip(inner, empty, strict=True)]
-        return total + torch.cat(flats, dim=-1) @ self.basis if flats else total
+        flats = [sum(shares[1:], shares[0]) if shares else zero for shares, zero in zip(inner, empty, strict=True)]
+        if flats:
+            found.append(torch.cat(flats, dim=-1) @ self.basis.to(x.dtype))
+        return sum(found[1:], found[0])
 
     def matvec(self, x: Tensor) -> Tensor:
         self._check_filled()
-        inner = torch.split(x @ self.basis.T, list(self.flat_ranks), dim=-1) if self.flat_ranks else ()
+        inner = torch.split(x @ self.basis.T.to(x.dtype), list(self.flat_ranks), dim=-1) if self.flat_ranks else ()
         parts = [
-            (x if band.flat is None else inner[band.flat][..., : band.rank]) @ table.T
+            (x if band.flat is None else inner[band.flat][..., : band.rank]) @ table.T.to(x.dtype)
             for band, table in zip(self.bands, tables_of(self.weight, self.bands), strict=True)
         ]
         return torch.cat(parts, dim=-1).index_select(-1, self.position)
@@ -175,8 +178,3 @@ class FlatsMatrix(Matrix):
 def refresh_after_load(module: nn.Module, _: object) -> None:
     """After ``load_state_dict``: derived buffers follow the new labels (a named function, so modules pickle)."""
     module.refresh()  # type: ignore[operator]
-
-
-def _inverse(permutation: Tensor) -> Tensor:
-    places = torch.arange(permutation.shape[0], device=permutation.device)
-    return torch.empty_like(places).index_copy(0, permutation.to(torch.int64), places)

@@ -123,12 +123,12 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
 
     def _look_up(self, input: Tensor) -> Tensor:
         matrix = self.matrix
-        sparse = self.sparse and isinstance(matrix, LowRankMatrix)
-        out = cast(LowRankMatrix, matrix).rows(input, sparse=True) if sparse else matrix.rows(input)
+        if self.sparse and isinstance(matrix, LowRankMatrix):
+            out = matrix.rows(input, dtype=self.out_dtype, sparse=True)
+        else:
+            out = matrix.rows(input, dtype=self.out_dtype)
         if self.padding_idx is not None and out.requires_grad:
             out = torch.where((input == self.padding_idx).unsqueeze(-1), out.detach(), out)
-        if self.out_dtype is not None:
-            out = out.to(self.out_dtype)
         if self.scale is not None:
             # Models keep the scale as a float32 tensor and round it to the table's dtype before they multiply.
             out = out * torch.full((), self.scale, dtype=torch.float32, device=out.device).to(out.dtype)
@@ -167,9 +167,8 @@ class FactoredLinear(_HasMatrix, nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.matrix.vecmat if self.row_side == "inputs" else self.matrix.matvec
-        out = _in_stored_type(product, x, self.matrix.weight.dtype)
-        return out if self.bias is None else out + self.bias
+        out = self.matrix.vecmat(x) if self.row_side == "inputs" else self.matrix.matvec(x)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.matrix.kind}, rows={self.row_side}"
@@ -193,9 +192,15 @@ class FactoredHead(_HasMatrix, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As for other layers, but with one line per output always: transformers pads a bias to that length."""
+        """As for other layers, but with one line per output always: transformers pads a bias to that length.
+
+        Coordinates without such lines are shown as a view of their first number, n times: PEFT takes layers
+        for untied whose weights do not begin at one place in memory.
+        """
         table = self.matrix.weight
-        return table if table.ndim == 2 else table.new_empty(self.out_features, 0)
+        if table.ndim == 2 or table.numel() == 0:
+            return table if table.ndim == 2 else table.new_empty(self.out_features, 0)
+        return table[:1].expand(self.out_features)
 
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)
@@ -205,18 +210,11 @@ class FactoredHead(_HasMatrix, nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = _in_stored_type(self.matrix.matvec, x, self.matrix.weight.dtype)
-        return out if self.bias is None else out + self.bias
+        out = self.matrix.matvec(x)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, tied {self.matrix.kind}"
-
-
-def _in_stored_type(product: Callable[[Tensor], Tensor], x: Tensor, stored: torch.dtype) -> Tensor:
-    """``product(x)`` in x's dtype, also where the factors are stored in another one; autocast has its own rules."""
-    if x.dtype == stored or torch.is_autocast_enabled(x.device.type):
-        return product(x)
-    return product(x.to(stored)).to(x.dtype)
 
 
 def _check_bias(bias: Tensor | None, size: int) -> None:

@@ -23,6 +23,9 @@ from kflats.nn.geometry import Band, bases_of, starts_of, tables_of
 Group = tuple[int, int, int]  # band, and the slice of the distinct places that lies in it
 
 
+FEW = 256  # below so many, sorting out repeated ids takes longer than computing their rows again
+
+
 def distinct(index: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted distinct values (u,) of ``index``, and for each of its entries the place among them.
 
@@ -31,6 +34,12 @@ def distinct(index: Tensor) -> tuple[Tensor, Tensor]:
     """
     values, inverse = torch.unique(index, return_inverse=True)
     return values, inverse
+
+
+def inverse_of(permutation: Tensor) -> Tensor:
+    """``(n,)`` permutation -> the permutation that undoes it, int64."""
+    places = torch.arange(permutation.shape[0], device=permutation.device)
+    return torch.empty_like(places).index_copy(0, permutation.to(torch.int64), places)
 
 
 def is_exporting() -> bool:
@@ -47,12 +56,14 @@ def is_jit_tracing() -> bool:
 _compiler_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 
-def eager_rows(place: Tensor, weight: Tensor, basis: Tensor, bands: Sequence[Band], ranks: Sequence[int]) -> Tensor:
+def eager_rows(
+    place: Tensor, weight: Tensor, basis: Tensor, bands: Sequence[Band], ranks: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """(t,) places -> (t, d) rows."""
     values, inverse, groups = _grouped(place, bands)
     bases = bases_of(basis, bands, ranks)
     coordinates = _coordinates(values, groups, weight, bands)
-    parts = [_product(x, bases[c]) for x, (c, _, _) in zip(coordinates, groups, strict=True)]
+    parts = [_product(x, bases[c], dtype) for x, (c, _, _) in zip(coordinates, groups, strict=True)]
     if all(bases[c] is None for c, _, _ in groups):
         parts.append(
             basis[:0]
@@ -60,27 +71,35 @@ def eager_rows(place: Tensor, weight: Tensor, basis: Tensor, bands: Sequence[Ban
     return F.embedding(inverse, torch.cat(parts))
 
 
-def exported_rows(place: Tensor, weight: Tensor, basis: Tensor, bands: Sequence[Band], ranks: Sequence[int]) -> Tensor:
+def exported_rows(
+    place: Tensor, weight: Tensor, basis: Tensor, bands: Sequence[Band], ranks: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """(t,) places -> (t, d) rows, for a recorded graph."""
     starts, found, parts = starts_of(bands), [], []
     for c, (table, columns) in enumerate(zip(tables_of(weight, bands), bases_of(basis, bands, ranks), strict=True)):
         if bands[c].rows:
             here = ((place >= starts[c]) & (place < starts[c + 1])).nonzero().squeeze(1)
             found.append(here)
-            parts.append(_product(table.index_select(0, place.index_select(0, here) - starts[c]), columns))
-    out = torch.zeros(place.shape[0], basis.shape[1], dtype=weight.dtype, device=place.device)
+            parts.append(_product(table.index_select(0, place.index_select(0, here) - starts[c]), columns, dtype))
+    out = torch.zeros(place.shape[0], basis.shape[1], dtype=dtype, device=place.device)
     return out.index_copy(0, torch.cat(found), torch.cat(parts))
 
 
-def compiled_rows(place: Tensor, weight: Tensor, basis: Tensor, bands: Sequence[Band], ranks: Sequence[int]) -> Tensor:
+def compiled_rows(
+    place: Tensor, weight: Tensor, basis: Tensor, bands: Sequence[Band], ranks: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     """(t,) places -> (t, d) rows, as one operator."""
     codes = [number for band in bands for number in (band.rows, band.rank, -1 if band.flat is None else band.flat)]
-    found: Tensor = _rows_op(place, weight, basis, codes, list(ranks))
+    found: Tensor = _rows_op(place, weight, basis, codes, list(ranks), dtype)
     return found
 
 
 def _grouped(place: Tensor, bands: Sequence[Band]) -> tuple[Tensor, Tensor, list[Group]]:
-    values, inverse = distinct(place)
+    if place.shape[0] < FEW:
+        values, order = place.sort()
+        inverse = inverse_of(order)
+    else:
+        values, inverse = distinct(place)
     starts = torch.tensor(starts_of(bands), device=values.device, dtype=values.dtype)
     cuts = torch.searchsorted(values, starts).tolist()
     groups = [(c, cuts[c], cuts[c + 1]) for c in range(len(bands)) if cuts[c] < cuts[c + 1]]
@@ -95,8 +114,9 @@ def _coordinates(values: Tensor, groups: list[Group], weight: Tensor, bands: Seq
     return [tables[c].index_select(0, values[a:b] - starts[c]) for c, a, b in groups]
 
 
-def _product(coordinates: Tensor, basis: Tensor | None) -> Tensor:
-    return coordinates if basis is None else coordinates @ basis
+def _product(coordinates: Tensor, basis: Tensor | None, dtype: torch.dtype) -> Tensor:
+    wide = coordinates.to(dtype)
+    return wide if basis is None else wide @ basis.to(dtype)
 
 
 def _decode(codes: Sequence[int]) -> list[Band]:
@@ -113,15 +133,21 @@ _TAGS: dict[str, Any] = {"tags": (torch.Tag.cudagraph_unsafe,)} if hasattr(torch
 _INPUTS = "Tensor place, Tensor weight, Tensor basis, int[] codes, int[] ranks"
 
 
-@torch.library.custom_op("kflats::flats_rows", mutates_args=(), schema=f"({_INPUTS}) -> Tensor", **_TAGS)
-def _rows_op(place: Tensor, weight: Tensor, basis: Tensor, codes: Sequence[int], ranks: Sequence[int]) -> Tensor:
+@torch.library.custom_op(
+    "kflats::flats_rows", mutates_args=(), schema=f"({_INPUTS}, ScalarType dtype) -> Tensor", **_TAGS
+)
+def _rows_op(
+    place: Tensor, weight: Tensor, basis: Tensor, codes: Sequence[int], ranks: Sequence[int], dtype: torch.dtype
+) -> Tensor:
     with _without_autocast(place):
-        return eager_rows(place, weight, basis, _decode(codes), ranks)
+        return eager_rows(place, weight, basis, _decode(codes), ranks, dtype)
 
 
 @_rows_op.register_fake
-def _(place: Tensor, weight: Tensor, basis: Tensor, codes: Sequence[int], ranks: Sequence[int]) -> Tensor:
-    return basis.new_empty(place.shape[0], basis.shape[1])
+def _(
+    place: Tensor, weight: Tensor, basis: Tensor, codes: Sequence[int], ranks: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    return basis.new_empty(place.shape[0], basis.shape[1], dtype=dtype)
 
 
 @torch.library.custom_op(
@@ -130,7 +156,7 @@ def _(place: Tensor, weight: Tensor, basis: Tensor, codes: Sequence[int], ranks:
 def _rows_backward_op(
     grad: Tensor, place: Tensor, weight: Tensor, basis: Tensor, codes: Sequence[int], ranks: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    bands = _decode(codes)
+    bands, dtype = _decode(codes), grad.dtype
     with _without_autocast(place):
         values, inverse, groups = _grouped(place, bands)
         summed = torch.ops.aten.embedding_dense_backward(grad, inverse, values.shape[0], -1, False)
@@ -140,9 +166,9 @@ def _rows_backward_op(
         for (c, a, b), x in zip(groups, _coordinates(values, groups, weight, bands), strict=True):
             reached, columns, grad_columns = summed[a:b], bases[c], grad_bases[c]
             if columns is not None and grad_columns is not None:
-                grad_columns += x.T @ reached
-                reached = reached @ columns.T
-            tables[c].index_copy_(0, (values[a:b] - starts[c]).to(torch.int64), reached)
+                grad_columns += x.to(dtype).T @ reached
+                reached = reached @ columns.to(dtype).T
+            tables[c].index_add_(0, values[a:b] - starts[c], reached.to(weight.dtype))
     return grad_weight, grad_basis
 
 
@@ -154,7 +180,7 @@ def _(
 
 
 def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], output: Tensor) -> None:
-    place, weight, basis, codes, ranks = inputs
+    place, weight, basis, codes, ranks, _ = inputs
     ctx.save_for_backward(place, weight, basis)  # type: ignore[arg-type]
     ctx.codes, ctx.ranks = codes, ranks  # type: ignore[attr-defined]
 
@@ -162,7 +188,7 @@ def _save(ctx: torch.autograd.function.FunctionCtx, inputs: tuple[object, ...], 
 def _backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
     place, weight, basis = ctx.saved_tensors  # type: ignore[attr-defined]
     found = _rows_backward_op(grad, place, weight, basis, ctx.codes, ctx.ranks)  # type: ignore[attr-defined]
-    return None, *found, None, None
+    return None, *found, None, None, None
 
 
 _rows_op.register_autograd(_backward, setup_context=_save)

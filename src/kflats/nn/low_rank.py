@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
-from kflats.nn.lookup import distinct, is_jit_tracing
+from kflats.nn.lookup import FEW, distinct, is_jit_tracing
 
 M = TypeVar("M", bound=Matrix)
 
@@ -46,19 +46,21 @@ class LowRankMatrix(Matrix):
     def shape(self) -> tuple[int, int]:
         return self.weight.shape[0], self.basis.shape[1]
 
-    def rows(self, index: Tensor, *, sparse: bool = False) -> Tensor:
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
         """As ``Matrix.rows``; ``sparse`` asks for a sparse gradient of ``weight``."""
+        dtype = dtype or self.weight.dtype
+        recorded = torch.compiler.is_compiling() or is_jit_tracing()
         # On CUDA finding the distinct rows would make the host wait; one large product is quicker there.
-        if torch.compiler.is_compiling() or is_jit_tracing() or index.device.type != "cpu":
-            return F.embedding(index, self.weight, sparse=sparse) @ self.basis
+        if recorded or index.device.type != "cpu" or index.numel() < FEW:
+            return F.embedding(index, self.weight, sparse=sparse).to(dtype) @ self.basis.to(dtype)
         values, inverse = distinct(index)
-        return F.embedding(inverse, F.embedding(values, self.weight, sparse=sparse) @ self.basis)
+        return F.embedding(inverse, F.embedding(values, self.weight, sparse=sparse).to(dtype) @ self.basis.to(dtype))
 
     def vecmat(self, x: Tensor) -> Tensor:
-        return (x @ self.weight) @ self.basis
+        return (x @ self.weight.to(x.dtype)) @ self.basis.to(x.dtype)
 
     def matvec(self, x: Tensor) -> Tensor:
-        return (x @ self.basis.T) @ self.weight.T
+        return (x @ self.basis.T.to(x.dtype)) @ self.weight.T.to(x.dtype)
 
     def dense(self) -> Tensor:
         return self.weight @ self.basis
