@@ -218,7 +218,7 @@ def test_a_plan_is_made_reviewed_and_run(tiny: Path, texts: Path, tmp_path: Path
     assert run(*arguments, "--force").exit_code == 0
     assert "--flats" in refused("compress", tiny, "--plan", file, "--flats", 4, "--out", out)
     assert "60%" in refused("compress", tiny, "--plan", file, "--budget", "50%", "--out", out)
-    assert "--file-budget" in refused("compress", tiny, "--plan", file, "--file-budget", "1MB", "--out", out)
+    assert "1MB of all files" in refused("compress", tiny, "--plan", file, "--file-budget", "1MB", "--out", out)
     assert not out.exists()
     done = run("compress", tiny, "--plan", file, "--budget", "60%", "--texts", texts, "--quiet", "--out", out)
     assert done.exit_code == 0, done.output
@@ -235,6 +235,17 @@ def test_several_weights_and_a_file_budget(tiny: Path, tmp_path: Path) -> None:
     done = run("compress", tiny, "--file-budget", f"{limit}B", *common, "--out", tmp_path / "b")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "b" / "model.safetensors").stat().st_size <= limit
+
+
+def test_rows_that_are_no_tokens_count_alike_by_default(tiny: Path, tmp_path: Path) -> None:
+    names = ("--weights", "embeddings.word_embeddings", "--weights", "encoder.layer.0.output.dense")
+    done = run("plan", tiny, "--budget", "90%", *names, "--out", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.output
+    found = [d.recipe.importance for d in Plan.load(tmp_path / "plan.json").decisions]
+    assert found == [ZipfPrior(), Uniform()]
+    assert "--importance uniform" in refused(
+        "plan", tiny, "--budget", "90%", "--flats", 2, *names, "--out", tmp_path / "other.json"
+    )
 
 
 @pytest.mark.parametrize(

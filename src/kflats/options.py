@@ -53,18 +53,18 @@ def plan_of(path: Path, budget: str | None, file_budget: str | None, counted: bo
     Raises:
         KflatsError: another budget, an option that the plan decides, or texts that it does not count.
     """
-    from kflats.budget import parse_budget
     from kflats.plan import Plan
 
-    given = decided | {"file_budget": file_budget}
-    if extra := ["--" + name.replace("_", "-") for name, value in given.items() if value is not None]:
+    if extra := ["--" + name for name, value in decided.items() if value is not None]:
         raise KflatsError(f"--plan already decides what {', '.join(extra)} would", hint="leave one of them out")
     found = Plan.load(path)
-    if budget is not None and str(parse_budget(budget)) != found.budget:
-        raise KflatsError(
-            f"the plan was made for a budget of {found.budget}, not {budget}",
-            hint="leave --budget out, or make the plan again: kflats plan",
-        )
+    if budget is not None or file_budget is not None:
+        asked = str(budget_of(budget, file_budget))
+        if asked != found.budget:
+            raise KflatsError(
+                f"the plan was made for a budget of {found.budget}, not {asked}",
+                hint="leave the budget out, or make the plan again: kflats plan",
+            )
     if counted and not any(getattr(d.recipe.importance, "needs_texts", False) for d in found.decisions):
         raise KflatsError("this plan counts no texts", hint="leave --texts out, or make the plan with --texts")
     return found

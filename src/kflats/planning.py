@@ -31,7 +31,8 @@ def plan(
         model: any torch module; transformers models know their token embedding.
         recipes: {weight name: recipe or method}; one recipe or method for the token embedding; None for
             the default recipe on it: ``Flats(k=5)`` with ``TokenCounts`` if there are texts, ``ZipfPrior``
-            if there is only a tokenizer, ``Uniform`` without both.
+            if there is only a tokenizer, ``Uniform`` without both. A value of None in a mapping means the
+            same for the token embedding, and ``Flats(k=5)`` with ``Uniform`` for any other weight.
         budget: "60%", "12MB", "5.2M params" of the *named weights*, kept; several weights share it in
             proportion to their bytes.
         data: texts that importance may count. tokenizer: the model's own.
@@ -57,7 +58,6 @@ def plan(
 
 def _named(model: nn.Module, recipes: Any, texts: bool, tokenizer: bool) -> list[tuple[Weight, Recipe]]:
     importance = TokenCounts() if texts and tokenizer else ZipfPrior() if tokenizer else Uniform()
-    default = Recipe(Flats(), importance)
     if not isinstance(recipes, Mapping):
         recipes = {token_embedding(model).name: recipes}
     if not recipes:
@@ -65,14 +65,17 @@ def _named(model: nn.Module, recipes: Any, texts: bool, tokenizer: bool) -> list
     found: list[tuple[Weight, Recipe]] = []
     for name, recipe in recipes.items():
         weight = find_weight(model, name)
-        made = default if recipe is None else as_recipe(recipe)
+        if recipe is None:  # what weighs tokens means nothing to rows that are no tokens
+            of_tokens = weight.places[0].role == "embedding" and weight.name == token_embedding(model).name
+            recipe = Recipe(Flats(), importance if of_tokens else Uniform())
+        made = as_recipe(recipe)
         if any(weight.name == other.name for other, _ in found):
             raise KflatsError(f"{name!r} is named twice", cause="two of the names are places of one tied weight")
         role = weight.places[0].role
         if role != "embedding" and not isinstance(made.importance, Uniform):
             raise KflatsError(
                 f"{type(made.importance).__name__} weighs tokens, but {weight.name!r} is a {role} layer",
-                hint="Uniform() for linear layers",
+                hint="Uniform() for linear layers (--importance uniform)",
             )
         if getattr(made.importance, "needs_tokenizer", False) and not tokenizer:
             raise KflatsError(
