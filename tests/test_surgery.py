@@ -1,0 +1,238 @@
+"""Surgery on plain torch modules: what is found, what a swap keeps, what it refuses, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from kflats.errors import KflatsError
+from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix
+from kflats.surgery import dense_weight, find_weight, find_weights, restore_, swap_
+
+
+def matrix(n: int, d: int, rank: int = 2) -> LowRankMatrix:
+    return LowRankMatrix(torch.randn(n, rank), torch.randn(rank, d))
+
+
+def flats(n: int, d: int) -> FlatsMatrix:
+    labels = (torch.arange(n) % 2).to(torch.uint8)
+    return FlatsMatrix(
+        torch.randn(n, 2), torch.randn(4, d), labels, (Band(-(-n // 2), 2, 0), Band(n // 2, 2, 1)), (2, 2)
+    )
+
+
+class Tied(nn.Module):
+    """A language model in miniature: an embedding, a layer, and a head that shares the embedding's table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 9)  # registered first, yet the embedding must own
+        self.words = nn.Embedding(9, 4, padding_idx=0)
+        self.body = nn.ModuleDict({"layer": nn.Linear(4, 4)})
+        self.out.weight = self.words.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(self.body["layer"](self.words(ids)))
+
+
+def test_what_is_found() -> None:
+    class Twice(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(input)
+
+    class Shifted(nn.Embedding):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input + 1)
+
+    shared = nn.Linear(3, 3)
+    model = nn.ModuleDict(
+        {
+            "words": nn.Embedding(9, 4),
+            "tamed": nn.Embedding(9, 4, max_norm=1.0),
+            "shifted": Shifted(9, 4),
+            "linear": nn.Linear(4, 5),
+            "twice": Twice(4, 5),
+            "fused": nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8), 1, enable_nested_tensor=False),
+            "attention": nn.MultiheadAttention(4, 2),
+            "first": shared,
+            "second": shared,
+            "norm": nn.LayerNorm(4),
+        }
+    )
+    assert [(w.name, w.shape, w.nbytes) for w in find_weights(model)] == [
+        ("words", (9, 4), 144),
+        ("linear", (4, 5), 80),
+        ("first", (3, 3), 36),
+    ]
+    assert [place.name for place in find_weight(model, "second").places] == ["first", "second"]
+    for name, reason in [
+        ("tamed", "max_norm"),
+        ("shifted", "Shifted is a subclass"),
+        ("twice", "Twice"),
+        ("fused.layers.0.linear1", "reads the dense tensor directly"),
+        ("norm", "LayerNorm"),
+    ]:
+        with pytest.raises(KflatsError, match=reason):
+            find_weight(model, name)
+
+
+def test_a_tie_is_one_weight_owned_by_the_embedding() -> None:
+    weight = find_weight(Tied(), "out")
+    assert [(p.name, p.role) for p in weight.places] == [("words", "embedding"), ("out", "head")]
+    assert weight.name == "words"
+    assert weight.nbytes == 9 * 4 * 4
+
+
+def test_a_table_shared_with_something_else_is_left_alone() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4), "bilinear": nn.Bilinear(2, 2, 1)})
+    model["bilinear"].weight = model["words"].weight
+    assert find_weights(model) == ()
+    with pytest.raises(KflatsError, match="shared with a layer of another kind"):
+        find_weight(model, "words")
+
+
+def test_names() -> None:
+    model = Tied()
+    assert find_weight(model, "words.weight") == find_weight(model, "words")
+    assert find_weight(model, "layer").name == "body.layer"
+    with pytest.raises(KflatsError, match=r"no weight called 'wrods'.*words"):
+        find_weight(model, "wrods")
+    with pytest.raises(KflatsError, match="no weight called"):
+        find_weight(nn.ReLU(), "")
+
+
+def test_orientation_and_no_copy() -> None:
+    model = Tied()
+    layer = model.body["layer"]
+    assert dense_weight(model, find_weight(model, "words")).data_ptr() == model.words.weight.data_ptr()
+    found = dense_weight(model, find_weight(model, "body.layer"))
+    assert found.data_ptr() == layer.weight.data_ptr()
+    torch.testing.assert_close(torch.ones(4) @ found + layer.bias, layer(torch.ones(4)))
+
+
+@pytest.mark.parametrize("make", [matrix, flats])
+def test_a_swap_replaces_every_place(make) -> None:
+    model = Tied()
+    reference, table = copy.deepcopy(model), model.words.weight
+    bias, new = model.out.bias, make(9, 4)
+    with torch.no_grad():
+        reference.words.weight.copy_(new.dense())
+    swap_(model, find_weight(model, "words"), new)
+
+    assert isinstance(model.get_submodule("words"), FactoredEmbedding)
+    assert isinstance(model.get_submodule("out"), FactoredHead)
+    assert dict(model.named_children()).keys() == {"words", "out", "body"}  # no ghost child
+    assert model.out.matrix is model.words.matrix is new
+    assert model.out.bias is bias
+    assert all(parameter is not table for parameter in model.parameters())
+    assert not any(key == "out.weight" for key in model.state_dict())
+    ids = torch.tensor([[0, 3, 8]])
+    torch.testing.assert_close(model(ids), reference(ids))
+    model(ids).sum().backward()
+    assert all(torch.isfinite(p.grad).all() and p.grad.abs().sum() > 0 for p in new.parameters())
+    with pytest.raises(KflatsError, match="factored already"):
+        find_weight(model, "words")
+    assert [w.name for w in find_weights(model)] == ["body.layer"]
+
+
+def test_one_module_in_two_places_stays_one() -> None:
+    shared = nn.Linear(3, 5)
+    model = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared))
+    swap_(model, find_weight(model, "0.0"), matrix(3, 5))
+    assert model[0][0] is model[1][0]
+    assert isinstance(model[0][0], FactoredLinear)
+
+
+def test_what_carries_over() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4, padding_idx=-1, sparse=True), "out": nn.Linear(4, 2)}).eval()
+    model["words"].weight.requires_grad_(False)
+    seen = []
+    handle = model["words"].register_forward_hook(lambda *args: seen.append(1))
+    new = matrix(9, 4)
+    swap_(model, find_weight(model, "words"), new)
+    layer = model["words"]
+    assert (layer.padding_idx, layer.sparse, layer.training) == (8, True, False)
+    assert not any(parameter.requires_grad for parameter in new.parameters())
+    layer(torch.tensor([1]))
+    handle.remove()
+    layer(torch.tensor([1]))
+    assert seen == [1]
+
+
+def test_rows_may_be_outputs() -> None:
+    model = nn.Sequential(nn.Linear(4, 6))
+    bias, new = model[0].bias, matrix(6, 4)
+    swap_(model, find_weight(model, "0"), new, rows="outputs")
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(model(x), x @ new.dense().T + bias)
+    restore_(model)
+    assert type(model[0]) is nn.Linear
+    torch.testing.assert_close(model(x), x @ new.dense().T + bias)
+
+
+def test_refusals_leave_the_model_as_it_was() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(9, 4, sparse=True), "out": nn.Linear(4, 5)})
+    before = repr(model)
+    weight = find_weight(model, "words")
+    with pytest.raises(KflatsError, match=r"shape \(4, 9\) cannot replace 'words'"):
+        swap_(model, weight, matrix(4, 9))
+    with pytest.raises(KflatsError, match="sparse"):
+        swap_(model, weight, flats(9, 4))
+    other = find_weight(model, "out")
+    model["out"].weight = nn.Parameter(model["out"].weight.detach())
+    model["more"] = nn.Sequential(model["out"])
+    with pytest.raises(KflatsError, match="places of 'out' have changed"):
+        swap_(model, other, matrix(4, 5))
+    del model["more"]
+    assert repr(model) == before
+
+
+def test_there_and_back() -> None:
+    model = Tied().double()
+    words, out = model.words, model.out
+    new = flats(9, 4).double()
+    swap_(model, find_weight(model, "words"), new)
+    inner = matrix(4, 4).double()
+    swap_(model, find_weight(model, "body.layer"), inner)
+    ids = torch.tensor([[0, 3, 8]])
+    expected = model(ids)
+    restore_(model)
+    assert model.words is words
+    assert model.out is out
+    assert model.out.weight is model.words.weight
+    assert type(model.body["layer"]) is nn.Linear
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    torch.testing.assert_close(model(ids), expected)
+    assert len(find_weights(model)) == 2
+    restore_(model)  # nothing left to do
+
+
+def test_copies_are_independent() -> None:
+    model = Tied()
+    swap_(model, find_weight(model, "words"), flats(9, 4))
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        assert twin.out.matrix is twin.words.matrix
+        assert twin.words.matrix is not model.words.matrix
+        with torch.no_grad():
+            twin.words.matrix.weight.zero_()
+        assert twin(torch.tensor([3])).shape == (1, 9)
+    assert model.words.weight.abs().sum() > 0
+
+
+def test_factors_may_be_stored_in_their_own_type() -> None:
+    model = Tied()
+    new = matrix(9, 4)
+    rounded = (new.weight.half() @ new.basis.half()).float()
+    swap_(model, find_weight(model, "words"), new.half())
+    ids = torch.tensor([[1, 3, 8]])
+    assert model.words(ids).dtype == torch.float32
+    torch.testing.assert_close(model.words(ids), rounded[ids], rtol=1e-2, atol=1e-2)
+    assert model(ids).dtype == torch.float32
+    assert model.bfloat16()(ids).dtype == torch.bfloat16
+    restore_(model)
+    assert model.words.weight.dtype == torch.bfloat16
