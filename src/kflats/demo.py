@@ -70,7 +70,10 @@ class Demo:
             "rare words",
             "neighbours kept",
         ]
-        return plain(table(columns, rows))
+        return (
+            plain(table(columns, rows))
+            + "\n\n8-bit rows round every number, kflats and SVD drop numbers: rounding is a codec's work."
+        )
 
 
 def packaged_model() -> Path:

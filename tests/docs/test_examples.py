@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from kflats.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -56,17 +57,10 @@ def lines_of_shell() -> list[tuple[str, str]]:
 
 
 @cache
-def help_of(*command: str) -> str:
-    program = "from kflats.cli import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *command, "--help"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env=os.environ | {"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb", "PYTHONPATH": str(ROOT / "src")},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def help_of(command: str) -> str:
+    done = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"})
+    assert done.exit_code == 0, done.output
+    return done.output
 
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=str)
@@ -107,15 +101,10 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
-def test_examples_run(script: Path, tmp_path: Path, minilm: Path) -> None:
-    """Every example runs by itself, in an empty folder, warnings being errors."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", str(script)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
+def test_examples_run(
+    script: Path, tmp_path: Path, minilm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every example runs by itself in an empty folder, and says something; warnings are errors here too."""
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(script), run_name="__main__")
+    assert capsys.readouterr().out.strip()
