@@ -39,3 +39,9 @@ def flats(n: int, d: int) -> Matrix:
 def make_matrix(request):
     """Both kinds of matrix, by shape."""
     return request.param
+
+
+@pytest.fixture
+def matrix_kinds():
+    """Both at once, for tests that start a process of their own."""
+    return low_rank, flats
