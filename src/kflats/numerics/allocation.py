@@ -62,8 +62,13 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
     ranks += torch.bincount(flat[:whole].cpu(), minlength=k)
     used = int(spend[whole - 1]) if whole else used
     price = float(values[whole]) if whole < len(values) else 0.0
-    for c in sorted(range(k), key=lambda c: int(costs[c]), reverse=True):
-        extra = min(d - int(ranks[c]), (budget - used) // int(costs[c]))
-        ranks[c] += extra
-        used += extra * int(costs[c])
+    # The first coordinate that did not fit ends the water-filling, but cheaper ones may still fit: best ratio first.
+    next_ratio = torch.cat([ratio, ratio.new_full((k, 1), -1.0)], 1).cpu()  # -1: the flat is full
+    while True:
+        open_flats = [c for c in range(k) if int(ranks[c]) < d and int(costs[c]) <= budget - used]
+        if not open_flats:
+            break
+        best = max(open_flats, key=lambda c: (float(next_ratio[c, int(ranks[c]) - floor]), int(costs[c])))
+        ranks[best] += 1
+        used += int(costs[best])
     return Filling(tuple(ranks.tolist()), used, price)
