@@ -154,8 +154,8 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
         if shape != weight.shape:
             raise KflatsError(
                 f"{module.name!r} is {shape[0]} x {shape[1]} in the file, but {weight.shape[0]} x {weight.shape[1]} "
-                "by the model's config",
-                cause="config.json was edited, or belongs to another model",
+                "in the model",
+                cause="the config was edited, or is another model's",
             )
         _check_places(model, module, weight, strict=strict)
         found.append((weight, module))

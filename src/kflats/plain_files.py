@@ -37,11 +37,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if any(part is model for _, part in pretrained_models(model)):
         raise KflatsError(f"{type(model).__name__} is a transformers model", hint="model.save_pretrained(folder)")
     tensors, shared = _distinct(model)
-    header = {
-        "format": "pt",
-        "kflats": json.dumps(describe(model)),
-        "shared": json.dumps(shared),
-    }
+    header = {"kflats": json.dumps({"layers": describe(model), "shared": shared})}
     path = Path(folder) / "model.safetensors"
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -71,18 +67,20 @@ def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
             if "kflats" not in header:
                 raise KflatsError(f"{path} was not written by kflats.save")
-            text, names = json.loads(header["kflats"]), json.loads(header.get("shared", "{}"))
-            _load_checked(model, text, names, shapes, file)
+            note = json.loads(header["kflats"])
+            if not isinstance(note, dict) or note.keys() != {"layers", "shared"}:
+                raise KflatsError(f"{path} has an unreadable description", cause="a damaged or hand-edited file")
+            _load_checked(model, note["layers"], note["shared"], shapes, file)
     except FileNotFoundError as error:
         raise KflatsError(f"there is no {path}") from error
     except (SafetensorError, json.JSONDecodeError) as error:
         raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
 
 
-def _load_checked(model: nn.Module, text: Any, shared: Any, shapes: dict[str, tuple[int, ...]], file: Any) -> None:
+def _load_checked(model: nn.Module, layers: Any, shared: Any, shapes: dict[str, tuple[int, ...]], file: Any) -> None:
     chosen: list[tuple[Weight, Module, torch.dtype]] = []
-    if text is not None:
-        description = read_description(text)
+    if layers is not None:
+        description = read_description(layers)
         for weight, module in match(model, description, strict=True):
             dtype = stored_dtype(description, module, getattr(torch, weight.dtype))
             chosen.append((weight, module, dtype))
