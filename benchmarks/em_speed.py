@@ -94,10 +94,34 @@ def main() -> None:
     body = markdown(
         ["30522 x 384, k=5, j=180", "kflats", "baseline", "ratio", "target"],
         [
-            [f"warm EM iteration ({moved} rows move) / bare E-step GEMM", f"{ours:.4f} s", f"{bare:.4f} s", f"**{ratio:.2f}**", "<= 1.3"],
-            ["numpy iteration / warm EM iteration", f"{ours:.4f} s", f"{naive:.3f} s", f"**{naive / ours:.1f}**", ">= 8"],
-            [f"numpy whole fit, one random start / our whole fit (median of {options.seeds})", f"{statistics.median(mine):.2f} s", f"{statistics.median(theirs):.1f} s", f"**{speed:.1f}**", ">= 40"],
-            ["mean relative squared error, ours lower by", f"{statistics.mean(errors):.4f}", f"{statistics.mean(naive_errors):.4f}", f"**{100 * lower:.1f} %**", ">= 4 %"],
+            [
+                f"warm EM iteration ({moved} rows move) / bare E-step GEMM",
+                f"{ours:.4f} s",
+                f"{bare:.4f} s",
+                f"**{ratio:.2f}**",
+                "<= 1.3",
+            ],
+            [
+                "numpy iteration / warm EM iteration",
+                f"{ours:.4f} s",
+                f"{naive:.3f} s",
+                f"**{naive / ours:.1f}**",
+                ">= 8",
+            ],
+            [
+                f"numpy whole fit, one random start / our whole fit (median of {options.seeds})",
+                f"{statistics.median(mine):.2f} s",
+                f"{statistics.median(theirs):.1f} s",
+                f"**{speed:.1f}**",
+                ">= 40",
+            ],
+            [
+                "mean relative squared error, ours lower by",
+                f"{statistics.mean(errors):.4f}",
+                f"{statistics.mean(naive_errors):.4f}",
+                f"**{100 * lower:.1f} %**",
+                ">= 4 %",
+            ],
         ],
     )
     publish("EM speed", "python benchmarks/em_speed.py --write benchmarks/results/em_speed.md", body, options.write)

@@ -57,7 +57,16 @@ def main() -> None:
             ]
         )
         print(lines[-1], flush=True)
-    head = ["compression", "k-means + SVD, k=5", "MESSI as published, k=5", "kflats default", "kflats best k", "target", "held", "a fit"]
+    head = [
+        "compression",
+        "k-means + SVD, k=5",
+        "MESSI as published, k=5",
+        "kflats default",
+        "kflats best k",
+        "target",
+        "held",
+        "a fit",
+    ]
     publish(
         "Squared error relative to SVD at equal parameters, unweighted",
         "python benchmarks/error_by_size.py --write benchmarks/results/error_by_size.md",

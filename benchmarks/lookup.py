@@ -140,6 +140,9 @@ def lookups(rounds: int) -> Iterator[Row]:
             label = f"{name}; {ids_name} ({share:.0%} distinct)"
             yield compare(f"{label}; forward", forward(ours), forward(baseline), ids, rounds, 2.0)
             yield compare(f"{label}; forward + backward", training(ours), training(baseline), ids, rounds, None)
+        half = FactoredEmbedding(matrix.half(), dtype=torch.float32)
+        label = f"{name}; distinct ids; stored in float16; forward"
+        yield compare(label, forward(half), forward(baseline), inputs["distinct ids"], rounds, 2.0)
 
 
 def heads(rounds: int) -> Iterator[Row]:

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.numerics.assign import assign, squared_norms
-from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, em
+from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
 from kflats.numerics.moves import split_and_merge
 from kflats.numerics.rows import Rows, TensorRows, as_rows, check_finite, check_weights
-from kflats.numerics.seeding import norms, random_partition, seeding
+from kflats.numerics.seeding import climb, greedy, norms, random_partition, seeding
 
 SAMPLE = 8192
 """Rows that seeds are found on (uniform ranks)."""
+
+_LOW = 20  # rank at which the default decides between seeds
 
 FILL_SAMPLE = 65536
 """Rows that filled ranks are found on: they need every row's share of the budget, so a longer sample."""
@@ -50,8 +52,8 @@ def fit_flats(
         budget: numbers to store instead, which fills ranks flat by flat (never exceeded).
         exact: with a budget: let rows be kept as they are, where that pays.
         weights: (n,) w_i >= 0; rows of weight 0 are assigned but judge nothing.
-        start: a name in ``seeding.SEEDINGS``; "auto": continuation and greedy, the better on the sample
-            (uniform), or weighted norms with a growing budget (filled).
+        start: a name in ``seeding.SEEDINGS``; "auto": the best of greedy and random seeds at low rank, then
+            continuation (uniform), or weighted norms with a growing budget (filled).
         restarts: best of so many.
         tolerance: stop when an iteration lowers the objective by less than this share of it.
         seed: every random step follows it; equal seed, order and threads give an equal fit.
@@ -109,17 +111,27 @@ def _fit_uniform(
         labels = random_partition(cloud, k, rank, generator)
         return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
     part = _sample(cloud, sample, generator)
-    found: list[FlatsFit] = []
-    for name in ("continuation", "greedy") if start == "auto" else (start,):
-        if progress:
-            progress(f"seeding: {name}", 0, 0.0)
-        labels = seeding(name)(part, k, rank, generator)
-        found.append(em(part, shape, labels, tolerance=1e-3, max_iterations=20, refit=False))
-    seed_fit = min(found, key=lambda fit: fit.error)
-    if start == "auto":
-        seed_fit = split_and_merge(part, shape, seed_fit, generator, tolerance=1e-3)
+    if progress:
+        progress(f"seeding: {start}", 0, 0.0)
+    labels = _seeds(part, k, rank, generator) if start == "auto" else seeding(start)(part, k, rank, generator)
+    seed_fit = em(part, shape, labels, tolerance=1e-3, max_iterations=10, refit=False)
     labels = assign(cloud.rows, seed_fit.bases, cloud.norms2, weights=cloud.weights).labels
     return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
+
+
+def _seeds(part: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+    """The default: decide at a low rank, where fits are cheap and local minima few, and climb from there.
+
+    Greedy seeds find flats that are really there; random ones are as good on clouds without any.
+    """
+    low = Shape(k, rank=min(rank, _LOW))
+    starts = (greedy, random_partition, random_partition)
+    fits = [
+        em(part, low, start(part, k, rank, generator), tolerance=1e-3, max_iterations=12, refit=False)
+        for start in starts
+    ]
+    best = min(fits, key=lambda fit: fit.error)
+    return climb(part, k, _LOW, rank, split_and_merge(part, low, best, generator, tolerance=1e-3).labels)
 
 
 def _fit_filled(
@@ -152,6 +164,8 @@ def _fit_filled(
         labels = assign(
             cloud.rows, fit.bases, cloud.norms2, weights=cloud.weights, price=fit.price, exact=shape.exact
         ).labels
+        if not affordable(cloud, shape, labels):  # the sample guessed too few rows worth keeping exactly
+            labels = assign(cloud.rows, fit.bases, cloud.norms2, weights=cloud.weights, price=fit.price).labels
     return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
 
 
@@ -168,4 +182,7 @@ def _sample(cloud: Cloud, size: int, generator: torch.Generator) -> Cloud:
     taken = (torch.rand(n, generator=generator).to(chance.device) < chance).nonzero().squeeze(1)
     rows = TensorRows(cloud.rows.take(taken))
     weights = None if cloud.weights is None else cloud.weights[taken]
-    return Cloud(rows, cloud.norms2[taken], weights, (1.0 / chance[taken]).to(rows.dtype))
+    stands_for = 1.0 / chance[taken].to(torch.float64)
+    # Together they stand for all rows, and not for one more: what a budget must hold is counted by them.
+    stands_for *= (1 - 1e-6) * n / stands_for.sum()
+    return Cloud(rows, cloud.norms2[taken], weights, stands_for.to(rows.dtype))

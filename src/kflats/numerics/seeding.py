@@ -86,15 +86,20 @@ def continuation(cloud: Cloud, k: int, rank: int, generator: torch.Generator) ->
         for _ in range(2)
     ]
     labels = min(fits, key=lambda fit: fit.error).labels
-    while start * 2 < rank:
-        start *= 2
-        labels = em(cloud, Shape(k, rank=start), labels, tolerance=3e-3, max_iterations=6, refit=False).labels
+    return climb(cloud, k, start, rank, labels)
+
+
+def climb(cloud: Cloud, k: int, low: int, rank: int, labels: Tensor) -> Tensor:
+    """Dimension continuation: short EMs at ranks 2 low, 4 low, ... below ``rank``, each from the last."""
+    while 2 * low < rank:
+        low *= 2
+        labels = em(cloud, Shape(k, rank=low), labels, tolerance=3e-3, max_iterations=6, refit=False).labels
     return labels
 
 
 def greedy(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """Flats one after another, each the best of a few through the neighbours of a badly fitted row."""
-    return _grow(cloud, k, rank, generator, candidates=8)
+    return _grow(cloud, k, rank, generator, candidates=4)
 
 
 def plus_plus(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
