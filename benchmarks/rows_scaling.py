@@ -77,7 +77,8 @@ def child(path: str, n: int, d: int) -> None:
 
 def main() -> None:
     if len(sys.argv) == 5 and sys.argv[1] == "child":
-        return child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        child(sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+        return
     options = arguments(__doc__, largest=10_000_000, dims="128,384", folder=tempfile.gettempdir())
     lines = []
     for d in map(int, options.dims.split(",")):

@@ -143,14 +143,14 @@ def _rivals(source: Path, report: Report, counted: tuple[str, ...], judged: tupl
     return (judge("plain SVD", flat, plain_report.bytes_after), judge("8-bit rows", rounded, nbytes))
 
 
-def round_rows_(model: nn.Module, name: str) -> int:
-    """Round the named weight in place to 8 bits a number and a float32 scale a row; the bytes a file of them takes."""
+def round_rows_(model: nn.Module, name: str, bits: int = 8) -> int:
+    """Round the named weight in place to ``bits`` a number and a float32 scale a row; the bytes a file of them takes."""
     weight = find_weight(model, name)
     with torch.no_grad():
         rows = dense_weight(model, weight)
-        scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny) / 127
+        scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny) / (2 ** (bits - 1) - 1)
         rows.copy_((rows / scale).round() * scale)
-    return weight.shape[0] * (weight.shape[1] + 4)
+    return weight.shape[0] * (weight.shape[1] * bits // 8 + 4)
 
 
 def _cosine(value: float | None) -> str:
