@@ -180,6 +180,12 @@ def test_resolving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         resolve_model(folder)
 
 
+def test_an_interrupted_replacement_is_explained(tmp_path: Path) -> None:
+    (tmp_path / ".small.kflats-old-host-7").mkdir()
+    with pytest.raises(KflatsError, match=r"interrupted.*rename .*kflats-old-host-7 to small"):
+        resolve_model(tmp_path / "small")
+
+
 @pytest.mark.parametrize(
     ("error", "message"),
     [

@@ -37,6 +37,12 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
         return path.resolve()
     if path.exists():
         raise KflatsError(f"{text} is a file", hint="the folder that holds config.json")
+    if left := sorted(path.absolute().parent.glob(f".{path.name}.kflats-old-*")):
+        raise KflatsError(
+            f"there is no folder {text}",
+            cause="its replacement was interrupted in the very moment of renaming",
+            hint=f"rename {left[0]} to {path.name}, or run the interrupted command again",
+        )
     if path.is_absolute() or text.startswith((".", "~")) or not _HUB_NAME.fullmatch(text):
         raise KflatsError(f"there is no folder {text}", hint="a model folder, or a hub name such as owner/model")
     try:

@@ -1,0 +1,298 @@
+"""Folders are there completely or not at all: refusals, failures, full disks, ``kill -9``, and runs that resume."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from kflats.errors import KflatsError
+from kflats.folders import Partial, new_folder
+
+
+def contents(folder: Path) -> dict[str, str]:
+    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def old_model(out: Path) -> dict[str, str]:
+    out.mkdir()
+    (out / "config.json").write_text("old")
+    return contents(out)
+
+
+def test_a_new_folder_appears_at_the_end(tmp_path: Path) -> None:
+    out = tmp_path / "deep" / "small"
+    with new_folder(out) as aside:
+        assert not out.exists()
+        assert aside.parent == out.parent
+        (aside / "sub").mkdir()
+        (aside / "sub" / "a.txt").write_text("a")
+    assert contents(out) == {"sub/a.txt": "a"}
+    assert [p.name for p in out.parent.iterdir()] == ["small"]
+
+
+def test_an_existing_folder_is_refused_and_untouched(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    before = old_model(out)
+    with pytest.raises(KflatsError, match=r"exists already.*--force"), new_folder(out):
+        pytest.fail("must be refused before any work")
+    assert contents(out) == before
+    file = tmp_path / "file"
+    file.write_text("")
+    for force in (False, True):
+        with pytest.raises(KflatsError, match="not a folder"), new_folder(file, force=force):
+            pytest.fail("must be refused")
+    with pytest.raises(KflatsError, match=r"in the way|cannot be written"), new_folder(file / "inside"):
+        pytest.fail("must be refused")
+
+
+def test_force_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    before = old_model(out)
+    with new_folder(out, force=True) as aside:
+        assert contents(out) == before
+        (aside / "config.json").write_text("new")
+    assert contents(out) == {"config.json": "new"}
+
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.txt").write_text("years of work")
+    with pytest.raises(KflatsError, match="not a model"), new_folder(home, force=True):
+        pytest.fail("must be refused")
+    assert contents(home) == {"thesis.txt": "years of work"}
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with new_folder(empty, force=True) as aside:
+        (aside / "a").write_text("a")
+    assert contents(empty) == {"a": "a"}
+
+
+def test_a_link_is_followed_not_replaced(tmp_path: Path) -> None:
+    old_model(tmp_path / "real")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with new_folder(tmp_path / "link", force=True) as aside:
+        (aside / "config.json").write_text("new")
+    assert (tmp_path / "link").is_symlink()
+    assert contents(tmp_path / "real") == {"config.json": "new"}
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (RuntimeError("a defect"), RuntimeError),
+        (KeyboardInterrupt(), KeyboardInterrupt),
+        (OSError(errno.ENOSPC, "No space left on device"), KflatsError),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), KflatsError),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), KflatsError),
+        (PermissionError(errno.EACCES, "Permission denied"), KflatsError),
+        (OSError(errno.EIO, "Input/output error"), OSError),
+    ],
+)
+@pytest.mark.parametrize("there", [False, True])
+def test_after_an_error_nothing_is_left(there: bool, error: BaseException, shown: type, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    before = old_model(out) if there else {}
+
+    def fail() -> None:
+        with new_folder(out, force=there) as aside:
+            (aside / "half.txt").write_text("half")
+            raise error
+
+    with pytest.raises(shown):
+        fail()
+    assert out.exists() == there
+    assert contents(tmp_path) == {f"small/{name}": text for name, text in before.items()}
+    assert [p.name for p in tmp_path.iterdir()] == (["small"] if there else [])
+
+
+def test_a_failed_last_step_leaves_the_old_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "small"
+    before = old_model(out)
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if ".kflats-new-" in self.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    with pytest.raises(KflatsError, match="disk ran full"), new_folder(out, force=True) as aside:
+        (aside / "config.json").write_text("new")
+    assert contents(tmp_path) == {f"small/{name}": text for name, text in before.items()}
+
+
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+
+    def slow() -> None:
+        with new_folder(out) as aside:
+            (aside / "config.json").write_text("new")
+            old_model(out)
+
+    with pytest.raises(KflatsError, match="exists already"):
+        slow()
+    assert contents(tmp_path) == {"small/config.json": "old"}
+
+
+@contextmanager
+def process(program: str, *arguments: object, source: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that says "ready" and waits to be killed."""
+    environment = os.environ | {"PYTHONPATH": str(source)}
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as running:
+        try:
+            assert running.stdout is not None
+            assert running.stdout.readline().strip() == "ready"
+            yield running
+        finally:
+            running.kill()
+
+
+WRITING = """
+import sys, time
+from pathlib import Path
+from kflats.folders import new_folder
+with new_folder(sys.argv[1], force=True) as aside:
+    (aside / "config.json").write_text("half")
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+REPLACING = """
+import sys, time
+from pathlib import Path
+import kflats.folders
+rename = Path.rename
+def stop(self, target):
+    if ".kflats-new-" in self.name:      # the old folder is aside, the new one is not yet in place
+        print("ready", flush=True)
+        time.sleep(60)
+    return rename(self, target)
+Path.rename = stop
+with kflats.folders.new_folder(sys.argv[1], force=True) as aside:
+    (aside / "config.json").write_text("new")
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.parametrize("program", [WRITING, REPLACING], ids=["while writing", "while replacing"])
+def test_kill_9(program: str, repository: Path, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    before = old_model(out)
+    with process(program, out, source=repository / "src") as running:
+        if program is WRITING:  # another run meanwhile must not take the live one's folder away
+            with new_folder(tmp_path / "other"):
+                pass
+            assert any(".kflats-new-" in p.name for p in tmp_path.iterdir())
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    if program is WRITING:
+        assert contents(out) == before
+    with pytest.raises(KflatsError, match="exists already"), new_folder(out):
+        pytest.fail("the old folder is back, so it is refused")
+    assert contents(tmp_path) == {f"small/{name}": text for name, text in before.items()}
+    with new_folder(out, force=True) as aside:
+        (aside / "config.json").write_text("new")
+    assert contents(tmp_path) == {"small/config.json": "new"}
+
+
+TENSORS = {"weight": torch.arange(6.0).reshape(2, 3).half(), "labels": torch.tensor([0, 200], dtype=torch.uint8)}
+
+
+def test_finished_weights_return(tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "small", "this run")
+    assert partial.get("words") is None
+    partial.put("words", TENSORS, {"objective": [2.0, 1.0]})
+    partial.put("a/b..c", {"view": torch.arange(9.0).reshape(3, 3).T[1:]}, {})
+    tensors, meta = Partial(tmp_path / "small", "this run").get("words") or ({}, {})
+    assert tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(tensors[key], TENSORS[key]) and tensors[key].dtype == TENSORS[key].dtype for key in TENSORS)
+    assert meta == {"objective": [2.0, 1.0]}
+    found = partial.get("a/b..c")
+    assert found is not None
+    assert torch.equal(found[0]["view"], torch.arange(9.0).reshape(3, 3).T[1:])
+    assert partial.get("other") is None
+    assert Partial(tmp_path / "small", "another run").get("words") is None
+    assert [p.name for p in tmp_path.iterdir()] == [".small.kflats-partial"]
+    partial.discard()
+    partial.discard()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "one bit", "empty", "swapped", "folder", "link"])
+def test_damaged_weights_are_made_again(damage: str, tmp_path: Path) -> None:
+    partial = Partial(tmp_path / "small", "this run")
+    partial.put("words", TENSORS, {})
+    (path,) = partial.folder.iterdir()
+    data = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(data[:-2])
+    elif damage == "one bit":
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "swapped":
+        other = partial._path("others")
+        path.rename(other)
+        path = other
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        path.rename(tmp_path / "elsewhere")
+        path.symlink_to(tmp_path / "elsewhere")
+    name = "others" if damage == "swapped" else "words"
+    assert partial.get(name) is None
+    if damage != "folder":
+        partial.put(name, TENSORS, {})
+        assert partial.get(name) is not None
+
+
+def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = Partial(tmp_path / "small", "this run")
+    partial.put("words", TENSORS, {})
+
+    def full(tensors: object, filename: Path, metadata: object) -> None:
+        filename.write_bytes(b"half of it")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("kflats.folders.save_file", full)
+    for name in ("words", "linear"):
+        with pytest.raises(KflatsError, match=r"disk ran full.*run the same command again"):
+            partial.put(name, TENSORS, {})
+    assert partial.get("words") is not None
+    assert partial.get("linear") is None
+    assert len(list(partial.folder.iterdir())) == 1
+
+
+KEEPS_PUTTING = """
+import sys, torch
+from kflats.folders import Partial
+partial = Partial(sys.argv[1], "run")
+tensors = {"weight": torch.ones(1_000_000)}
+partial.put("words", tensors, {})
+print("ready", flush=True)
+while True:
+    partial.put("words", tensors, {})
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_kill_9_while_a_weight_is_written(repository: Path, tmp_path: Path) -> None:
+    with process(KEEPS_PUTTING, tmp_path / "small", source=repository / "src") as running:
+        time.sleep(0.3)
+        running.send_signal(signal.SIGKILL)
+        running.wait()
+    found = Partial(tmp_path / "small", "run").get("words")
+    assert found is not None
+    assert torch.equal(found[0]["weight"], torch.ones(1_000_000))
