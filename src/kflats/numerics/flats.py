@@ -58,10 +58,11 @@ class Cloud:
         return self.multiplicity if self.weights is None else self.weights * self.multiplicity
 
     def counts(self, labels: Tensor, k: int) -> Tensor:
-        """Rows (with multiplicity) of each of k clusters, rounded up."""
+        """Rows (with multiplicity) of each of k clusters, rounded down: their sum never exceeds all rows."""
         if self.multiplicity is None:
             return torch.bincount(labels.to(torch.int64), minlength=k)
-        return torch.bincount(labels.to(torch.int64), weights=self.multiplicity, minlength=k).ceil().to(torch.int64)
+        mass = self.multiplicity.to(torch.float64)
+        return torch.bincount(labels.to(torch.int64), weights=mass, minlength=k).to(torch.int64)
 
 
 @dataclass(frozen=True)
@@ -167,8 +168,9 @@ def _em_filled(
             price=fit.price,
             exact=shape.exact,
         )
-        if shape.exact:
-            step = replace(step, labels=_affordable(cloud, shape, step.labels, labels))
+        if not affordable(cloud, shape, step.labels):  # keep to the exact rows chosen before
+            kept = torch.where((step.labels == k) | (labels == k), labels, step.labels)
+            step = replace(step, labels=kept)
         moved = (step.labels != labels).nonzero().squeeze(1)
         grams = _update(grams, rows, moved, labels, step.labels, mass)
         labels = step.labels
@@ -199,14 +201,11 @@ def _fill_fit(cloud: Cloud, shape: Shape, labels: Tensor, grams: Tensor) -> Flat
     return FlatsFit(labels, bases, spectra, (error,), False, filling.price)
 
 
-def _affordable(cloud: Cloud, shape: Shape, labels: Tensor, before: Tensor) -> Tensor:
-    """If exact rows leave too little for the flats, keep to the exact rows chosen before."""
+def affordable(cloud: Cloud, shape: Shape, labels: Tensor) -> bool:
+    """Whether the rows kept exactly leave enough of the budget for every flat to have rank 1."""
     k, d = shape.k, cloud.rows.shape[1]
     counts = cloud.counts(labels, k + 1)
-    floor = int(counts[:k].sum()) + k * d
-    if int(counts[k]) * d + floor <= (shape.budget or 0):
-        return labels
-    return torch.where((labels == k) | (before == k), before, labels)
+    return int(counts[k]) * d + int(counts[:k].sum()) + k * d <= (shape.budget or 0)
 
 
 def _update(grams: Tensor, rows: Rows, moved: Tensor, old: Tensor, new: Tensor, mass: Tensor | None) -> Tensor:
