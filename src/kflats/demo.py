@@ -144,7 +144,11 @@ def _rivals(source: Path, report: Report, counted: tuple[str, ...], judged: tupl
 
 
 def round_rows_(model: nn.Module, name: str, bits: int = 8) -> int:
-    """Round the named weight in place to ``bits`` a number and a float32 scale a row; the bytes a file of them takes."""
+    """Round the named weight in place to ``bits`` a number and a float32 scale a row.
+
+    Returns:
+        The bytes that a file of them takes.
+    """
     weight = find_weight(model, name)
     with torch.no_grad():
         rows = dense_weight(model, weight)

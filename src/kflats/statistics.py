@@ -76,9 +76,17 @@ def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
     [0, 3]
     """
     names: list[str | None] = [None] * rows
-    for token, row in tokenizer.get_vocab().items():
+    vocabulary = tokenizer.get_vocab()
+    for token, row in vocabulary.items():
         if 0 <= row < rows:
             names[row] = token
+    # A few added tokens beyond the table are seen in the wild; a table of positions or types is another thing.
+    if sum(row >= rows for row in vocabulary.values()) > 0.01 * len(vocabulary):
+        raise KflatsError(
+            f"a table of {rows} rows is not what {len(vocabulary)} tokens enter",
+            cause="an embedding of positions or types, or a tokenizer of another model",
+            hint="Uniform() for this weight",
+        )
     special = {int(i) for i in tokenizer.all_special_ids}
     always = special & set(tokenizer(["a"], verbose=False)["input_ids"][0])
     prior = torch.zeros(rows, dtype=torch.float64)
