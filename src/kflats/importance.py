@@ -63,7 +63,7 @@ class TokenCounts:
     Needs texts and the model's tokenizer.
 
     >>> TokenCounts(power=1, smoothing=0, floor=1).weigh(Measured(2, torch.tensor([3, 0]))).tolist()
-    [2.5, 1.0]
+    [3.0, 1.0]
     """
 
     power: float = 0.5
