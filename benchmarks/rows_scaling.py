@@ -26,7 +26,7 @@ from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, Shape, em
 from kflats.numerics.rows import TensorRows, check_finite
 
-K, RANK, ITERATIONS = 10, 16, 3
+K, RANK, ITERATIONS = 10, 16, 6
 
 
 def anonymous_bytes() -> int:

@@ -173,6 +173,7 @@ def _fit(
     table = dense_weight(model, weight)
     rows = TensorRows(table)
     w = _weigh(weight, recipe, texts, tokenizer)
+    w = None if w is None else w.to(table.device)
     dtype = recipe.codec.torch_dtype(weight.dtype)
     problem = Problem(rows, decision.budget_bytes, dtype.itemsize, w, free_labels, seed, progress)
     try:
