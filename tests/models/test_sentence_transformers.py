@@ -1,0 +1,97 @@
+"""sentence-transformers models: the real MiniLM and one built by hand, compressed, saved, loaded by name of folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("sentence_transformers")
+
+from sentence_transformers import SentenceTransformer
+from transformers import AutoModel
+
+from kflats.errors import KflatsError
+from kflats.files import annotate_, copy_companions, load_model, weights_folder
+from kflats.nn.layers import FactoredEmbedding
+from kflats.nn.matrix import LowRankMatrix
+from kflats.surgery import dense_weight, find_weight, find_weights, swap_
+
+TEXTS = ["A small table is still a table.", "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich."]
+
+
+def truncate(model: Any, rank: int) -> None:
+    """Swap the vocabulary by its own best low-rank approximation."""
+    weight = find_weight(model, "embeddings.word_embeddings")
+    table = dense_weight(model, weight)
+    _, basis = torch.linalg.eigh(table.T @ table)
+    basis = basis[:, -rank:].T
+    swap_(model, weight, LowRankMatrix(table @ basis.T, basis.contiguous()))
+    annotate_(model)
+
+
+@pytest.fixture(scope="module")
+def small(minilm: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
+    """The compressed folder, the vectors of the original, and those of the compressed model in memory."""
+    folder = tmp_path_factory.mktemp("st") / "small"
+    model = SentenceTransformer(str(minilm), device="cpu")
+    original = model.encode(TEXTS)
+    truncate(model, 320)
+    vectors = model.encode(TEXTS)
+    model.save(str(folder))
+    return folder, original, vectors
+
+
+def test_loads_and_saves_again(small: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder, original, vectors = small
+    assert abs((original * vectors).sum(1) - 1).max() < 0.1
+    assert abs(original - vectors).max() > 1e-4
+    model = SentenceTransformer(str(folder), device="cpu")
+    assert abs(model.encode(TEXTS) - vectors).max() < 1e-5
+    assert any(isinstance(module, FactoredEmbedding) for module in model.modules())
+    model.save(str(tmp_path / "again"))
+    again = SentenceTransformer(str(tmp_path / "again"), device="cpu")
+    assert abs(again.encode(TEXTS) - vectors).max() < 1e-5
+
+
+def test_is_smaller_and_loads_as_a_transformer(small: tuple[Path, Any, Any], minilm: Path) -> None:
+    folder, _, _ = small
+    size = {where: sum(p.stat().st_size for p in Path(where).rglob("*.safetensors")) for where in (folder, minilm)}
+    assert size[folder] < 0.93 * size[minilm]
+    model = AutoModel.from_pretrained(weights_folder(folder))
+    assert isinstance(model.get_input_embeddings(), FactoredEmbedding)
+
+
+def test_folders_made_without_sentence_transformers(small: tuple[Path, Any, Any], minilm: Path, tmp_path: Path) -> None:
+    """What the command line does: the transformer saves itself, the rest is copied."""
+    _, _, vectors = small
+    model = load_model(minilm)
+    truncate(model, 320)
+    model.save_pretrained(tmp_path / weights_folder(minilm).relative_to(minilm))
+    copy_companions(minilm, tmp_path)
+    assert abs(SentenceTransformer(str(tmp_path), device="cpu").encode(TEXTS) - vectors).max() < 1e-5
+
+
+def test_without_the_plugin_it_fails(small: tuple[Path, Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+    monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "kflats")
+    with pytest.raises(RuntimeError, match="mismatch"):
+        SentenceTransformer(str(small[0]), device="cpu")
+
+
+def test_its_own_layers_are_left_alone(minilm: Path) -> None:
+    from sentence_transformers.models import Dense
+
+    model = SentenceTransformer(str(minilm), device="cpu")
+    model.append(Dense(384, 16))
+    dense = next(name for name, module in model.named_modules() if getattr(module, "out_features", 0) == 16)
+    names = [weight.name for weight in find_weights(model)]
+    assert names
+    assert all(".embeddings." in name or ".encoder." in name or ".pooler." in name for name in names)
+    with pytest.raises(KflatsError, match="sentence-transformers stores this layer itself"):
+        find_weight(
+            model, next(n for n, m in model[-1].named_modules(prefix=str(len(model) - 1)) if n.endswith("linear"))
+        )
