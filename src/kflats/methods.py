@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype
+from kflats.numerics.allocation import fill
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, FlatsFit, Progress
@@ -129,6 +130,7 @@ class Flats:
                 raise AssertionError("unreachable")
         else:
             found = self._fit(problem, self.k)
+        found = _spent(problem, found, uniform=self.ranks == "uniform")
         return Factored(_matrix(problem.rows, found), found.objective, time.perf_counter() - start)
 
     def _bands(self, k: int) -> int:
@@ -141,7 +143,7 @@ class Flats:
     def _fit(self, problem: Problem, k: int) -> FlatsFit:
         n, d = problem.rows.shape
         values = problem.values(self._bands(k))
-        rank = min(values // (n + k * d), d)
+        rank = min(values // (n + k * d), n, d)
         _enough(rank, n, d, problem, k)
         filled = self.ranks == "filled"
         return fit_flats(
@@ -181,7 +183,7 @@ class KMeansSVD:
         start = time.perf_counter()
         rows, weights, k = problem.rows, problem.weights, self.k
         n, d = rows.shape
-        rank = min(problem.values(k) // (n + k * d), d)
+        rank = min(problem.values(k) // (n + k * d), n, d)
         _enough(rank, n, d, problem, k)
         check_finite(rows)
         check_weights(weights, n)
@@ -190,6 +192,7 @@ class KMeansSVD:
         spectra = torch.stack([values for values, _ in solved])
         error = float(spectra[:, rank:].sum())
         fit = FlatsFit(labels, tuple(v.to(rows.dtype) for _, v in solved), spectra, (error,), True)
+        fit = _spent(problem, fit, uniform=True)
         return Factored(_matrix(rows, fit), fit.objective, time.perf_counter() - start)
 
 
@@ -229,6 +232,34 @@ def _enough(rank: int, n: int, d: int, problem: Problem, k: int) -> None:
             cause=f"that takes {(n + k * d) * problem.itemsize + n * (k > 1):,} bytes",
             hint="a larger budget" + (", or fewer flats" if k > 1 else ""),
         )
+
+
+def _spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
+    """Flats that no row uses, and labels that one band does not need, give their numbers to the others."""
+    rows, k = problem.rows, len(fit.bases)
+    n, d = rows.shape
+    counts = torch.bincount(fit.labels.to(torch.int64), minlength=k + 1).cpu()
+    used = counts[:k].nonzero().squeeze(1).tolist()
+    exact = int(counts[k])
+    if not used or (len(used) == k and k + bool(exact) > 1):
+        return fit
+    # One flat that holds all rows becomes a low-rank pair, without labels.
+    numbers = problem.values(1 if len(used) == 1 and not exact else max(len(used) + bool(exact), 2)) - exact * d
+    costs = counts[used] + d
+    spectra = fit.spectra[used]
+    if uniform:
+        ranks = [min(numbers // int(costs.sum()), n, d)] * len(used)
+    else:
+        ranks = list(fill(spectra, costs, numbers).ranks)
+    if all(rank <= len(fit.bases[c]) for rank, c in zip(ranks, used, strict=True)):
+        return fit
+    grams = cluster_grams(rows, fit.labels, k, problem.weights)
+    bases = list(fit.bases)
+    for rank, c in zip(ranks, used, strict=True):
+        bases[c] = top_eigenvectors(grams[c], rank)[1].to(rows.dtype)
+    error = float(sum(spectrum[rank:].sum() for rank, spectrum in zip(ranks, spectra, strict=True)))
+    history = fit.objective + ((error,) if error < fit.error else ())
+    return replace(fit, bases=tuple(bases), objective=history)
 
 
 def _matrix(rows: Rows, fit: FlatsFit) -> Matrix:

@@ -78,9 +78,11 @@ def fit_flats(
         raise KflatsError(f"rank {rank} is outside 1..{d}")
     check_finite(rows)
     check_weights(weights, n)
+    scale = 1.0
     if weights is not None:
         # The scale of w must not matter: rows and prices are compared in float32.
-        weights = (weights.to(torch.float64) * (n / weights.sum(dtype=torch.float64))).to(rows.dtype).to(rows.device)
+        scale = float(weights.sum(dtype=torch.float64)) / n
+        weights = (weights.to(torch.float64) / scale).to(rows.dtype).to(rows.device)
     cloud = Cloud(rows, squared_norms(rows), weights)
     shape = Shape(k, rank, budget, exact)
     best: FlatsFit | None = None
@@ -93,7 +95,8 @@ def fit_flats(
         if best is None or fit.error < best.error:
             best = fit
     assert best is not None
-    return best
+    objective = tuple(scale * value for value in best.objective)
+    return replace(best, objective=objective, spectra=scale * best.spectra, price=scale * best.price)
 
 
 def _fit_uniform(
