@@ -154,7 +154,7 @@ def explain(error: Exception, path: Path) -> None:
     if number in _FULL or (isinstance(error, SafetensorError) and "os error 28" in str(error)):
         raise KflatsError(
             f"the disk ran full while {path} was written; what was there before is untouched",
-            hint="free some space and run the same command again: finished weights are kept",
+            hint="free some space and run the same command again; kflats compress keeps finished weights",
         ) from error
     if isinstance(error, PermissionError):
         raise KflatsError(f"{error.filename or path} cannot be written", cause="missing permission") from error

@@ -20,8 +20,10 @@ from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 
 FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear
 
-# torch's fused kernels read these layers' tensors directly and never call the linear modules inside.
+# These read the tensors of the layers inside them directly and never call them: torch's fused kernels, and
+# some of transformers' modules.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_READERS = ("MobileBertLMPredictionHead", "PerceiverTextPreprocessor", "VectorQuantizer")
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,9 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     """Every matrix of ``model`` that can be factored, in the model's own order; factored ones are skipped.
 
     Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers and
-    GPT-2's ``Conv1D``. Left alone: torch's own transformer layers, subclasses that compute something
-    else, parameters shared with a module of another kind, and ``max_norm`` embeddings.
+    GPT-2's ``Conv1D``. Left alone: layers whose tensors others read directly (inside torch's own transformer
+    layers), subclasses that compute something else, parameters shared with a module of another kind, and
+    ``max_norm`` embeddings.
 
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
     >>> model["out"].weight = model["words"].weight      # a tie
@@ -176,7 +179,7 @@ def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
         if slot in seen:
             continue
         seen.add(slot)
-        if isinstance(module, _FUSED):
+        if isinstance(module, _FUSED) or type(module).__name__.endswith(_READERS):
             fused.update(id(inner) for inner in module.modules())
         yield name, module, id(module) in fused
 
@@ -189,6 +192,8 @@ def _role(module: nn.Module) -> tuple[str, str]:
     weight = module._parameters.get("weight")
     if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
         return "", f"a {kind.__name__} without a plain floating-point weight matrix"
+    if weight.numel() == 0:
+        return "", f"an empty {kind.__name__}"
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None:
             return "", "max_norm rescales rows of the table while it is read, which factors cannot do"
@@ -220,10 +225,10 @@ def _reason(model: nn.Module, name: str, module: nn.Module) -> str:
     if not role:
         return reason
     if any(slot == name and fused for slot, _, fused in _slots(model)):
-        return "it is part of torch's own transformer layer, which reads the dense tensor directly"
+        return "it is part of a layer that reads the dense tensor directly, as torch's own transformer layers do"
     if role == "linear" and type(model).__module__.startswith("sentence_transformers."):
         return "sentence-transformers stores this layer itself, as a dense table"
-    return "its parameter is shared with a layer of another kind"
+    return "its parameter is shared with a layer that cannot be factored"
 
 
 def _tie_sources(model: nn.Module) -> set[str]:

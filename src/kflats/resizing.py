@@ -1,13 +1,14 @@
 """``resize_token_embeddings`` for factored vocabularies.
 
 transformers resizes an embedding by reading and replacing its ``weight``, which here is coordinates only.
-So ``swap_`` gives the instance its own method: it resizes the Matrix, every place that shares it, the head's
-bias, and the config, or refuses before anything has changed.
+So ``swap_`` gives the instance its own method. It resizes the Matrix, every place that shares it, and the
+head's bias, or refuses before anything has changed; what a model class resizes besides (BART's logits bias)
+is left to the class.
 """
 
 from __future__ import annotations
 
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -19,7 +20,6 @@ from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import Matrix
 from kflats.places import FactoredLayer, factored_layers, pretrained_models
 
-_METHOD = "resize_token_embeddings"
 _PLACES = "_places"
 
 
@@ -31,18 +31,18 @@ def guard_resizing_(model: nn.Module, matrix: Matrix, *, places: int) -> None:
         ends = (_end(part, "get_input_embeddings"), _end(part, "get_output_embeddings"))
         if any(id(end) in shared for end in ends):
             # A bound method follows its model through copy.deepcopy.
-            part.__dict__[_METHOD] = MethodType(resize_token_embeddings, part)
+            for method in _METHODS:
+                part.__dict__[method.__name__] = MethodType(method, part)
 
 
 def unguard_resizing_(model: nn.Module) -> None:
     """Undo ``guard_resizing_``."""
     for _, part in pretrained_models(model):
-        part.__dict__.pop(_METHOD, None)
+        for method in _METHODS:
+            part.__dict__.pop(method.__name__, None)
 
 
-def resize_token_embeddings(
-    self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
-) -> nn.Module:
+def resize_token_embeddings(self: Any, *args: Any, **settings: Any) -> nn.Module:
     """As transformers' method of that name, for a model whose vocabulary is factored.
 
     Rows that stay are unchanged; new rows start at the mean of the rows they join, in coordinates
@@ -51,6 +51,15 @@ def resize_token_embeddings(
     Raises:
         KflatsError: factors that cannot follow; nothing has changed then.
     """
+    type(self).resize_token_embeddings(self, *args, **settings)
+    found: nn.Module = self.get_input_embeddings()
+    return found
+
+
+def _resize_token_embeddings(
+    self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+) -> Any:
+    """The step of transformers' own ``resize_token_embeddings`` that works on tables."""
     source, head = _end(self, "get_input_embeddings"), _end(self, "get_output_embeddings")
     if source is None:
         raise KflatsError(f"{type(self).__name__} does not say which of its layers are the token embeddings")
@@ -72,10 +81,11 @@ def resize_token_embeddings(
         if (matrix := resized.get(id(layer.matrix))) is not None:
             _take(self, layer, matrix)
             redescribe_(self, name, layer)
-    self.config.get_text_config().vocab_size = self.vocab_size = size
-    self.tie_weights()
-    found: nn.Module = self.get_input_embeddings()
-    return found
+    # The caller reads the new size off the table's first dimension; ragged coordinates have no such dimension.
+    return SimpleNamespace(weight=torch.empty(size, 0, device="meta"))
+
+
+_METHODS = (resize_token_embeddings, _resize_token_embeddings)
 
 
 def _padded(size: int, multiple: int | None) -> int:

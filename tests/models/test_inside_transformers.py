@@ -23,6 +23,9 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    MobileBertConfig,
+    MobileBertForMaskedLM,
+    MobileBertModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -173,6 +176,23 @@ def test_resizing_every_place_of_t5(make_matrix: Any) -> None:
     compress(model, make_matrix)
     model.resize_token_embeddings(230)
     assert model(input_ids=IDS, decoder_input_ids=IDS + 70).logits.shape[-1] == 230
+
+
+def test_what_a_class_resizes_besides(make_matrix: Any) -> None:
+    """BART has a bias on its logits, which its class resizes itself."""
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=199, d_model=32, **layers)).eval()
+    compress(model, make_matrix)
+    model.resize_token_embeddings(230)
+    assert model.config.vocab_size == model.final_logits_bias.shape[-1] == 230
+    assert run(model).shape[-1] == 230
+
+
+def test_tables_that_others_read_are_refused() -> None:
+    config = MobileBertConfig(vocab_size=199, embedding_size=16, intra_bottleneck_size=16, **SIZES)
+    with pytest.raises(KflatsError, match="shared with a layer that cannot be factored"):
+        find_weight(MobileBertForMaskedLM(config), "embeddings.word_embeddings")
+    find_weight(MobileBertModel(config), "embeddings.word_embeddings")  # without that head it can
 
 
 @pytest.mark.parametrize("kind", ["bart", "gemma3"])
