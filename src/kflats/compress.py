@@ -34,7 +34,7 @@ from kflats.plan import Decision, Plan, Recipe, as_recipe, to_json
 from kflats.planning import decide, required
 from kflats.planning import plan as make_plan
 from kflats.report import REPORT_FILE, Report, WeightReport
-from kflats.sources import copy_companions, resolve_model
+from kflats.sources import copy_companions, resolve_model, weights_folder
 from kflats.statistics import count_tokens, zipf_prior
 from kflats.surgery import Weight, dense_weight, swap_
 
@@ -121,7 +121,7 @@ def compress_folder(
         partial = Partial(out, _fingerprint(folder, decided, counted, seed))
         done = _factorize(model, decided, counted, tokenizer, seed, quiet, partial)
         report = _finish(model, decided, done, seed, name=str(source))
-        model.save_pretrained(aside)
+        model.save_pretrained(aside / weights_folder(folder).relative_to(folder))
         copy_companions(folder, aside)
         _check_file(aside, decided, before)
         report.save(aside / REPORT_FILE)
@@ -183,6 +183,12 @@ def _fit(
     matrix = factored.matrix.to(dtype)
     if not free_labels and matrix.nbytes > decision.budget_bytes:
         raise AssertionError(f"{weight.name}: {matrix.nbytes} bytes exceed the budget of {decision.budget_bytes}")
+    if matrix.num_values >= weight.shape[0] * weight.shape[1]:
+        raise KflatsError(
+            f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
+            cause="nothing is left to factorize",
+            hint="a smaller budget, or cast the model to that type",
+        )
     report = analyse(
         decision, rows, Factored(matrix, factored.objective, factored.seconds), w, _tokens(weight, tokenizer)
     )
