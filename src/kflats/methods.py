@@ -133,16 +133,16 @@ class Flats:
         found = _spent(problem, found, uniform=self.ranks == "uniform")
         return Factored(_matrix(problem.rows, found), found.objective, time.perf_counter() - start)
 
-    def _bands(self, k: int) -> int:
-        return k + (self.exact and self.ranks == "filled")
-
     def _fits(self, problem: Problem, k: int) -> bool:
         n, d = problem.rows.shape
-        return k <= n and problem.values(self._bands(k)) >= n + k * d
+        return k <= n and problem.values(k) >= n + k * d
 
     def _fit(self, problem: Problem, k: int) -> FlatsFit:
         n, d = problem.rows.shape
-        values = problem.values(self._bands(k))
+        exact = self.exact and self.ranks == "filled"
+        values = problem.values(k + exact)
+        if exact and values < n + k * d:  # one more band may need labels, or wider ones
+            exact, values = False, problem.values(k)
         rank = min(values // (n + k * d), n, d)
         _enough(rank, n, d, problem, k)
         filled = self.ranks == "filled"
@@ -151,7 +151,7 @@ class Flats:
             k,
             rank=None if filled else rank,
             budget=values if filled else None,
-            exact=self.exact and filled,
+            exact=exact,
             weights=problem.weights,
             start=self.start,
             restarts=self.restarts,
@@ -183,6 +183,8 @@ class KMeansSVD:
         start = time.perf_counter()
         rows, weights, k = problem.rows, problem.weights, self.k
         n, d = rows.shape
+        if k > n:
+            raise KflatsError(f"{k} clusters do not fit {n} rows", hint=f"choose k in 1..{n}")
         rank = min(problem.values(k) // (n + k * d), n, d)
         _enough(rank, n, d, problem, k)
         check_finite(rows)

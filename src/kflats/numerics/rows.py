@@ -97,21 +97,26 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
 
 
 def check_finite(rows: Rows, what: str = "matrix") -> None:
-    """Refuse NaN and infinity: one bad row would silently poison a whole flat.
+    """Refuse NaN, infinity and numbers whose squares overflow: one bad row would silently poison a whole flat.
 
     Raises:
         KflatsError: with the first bad row's number.
     """
     for start, block in rows.blocks(GRAM_BLOCK):
-        # A sum is finite only if every term is (overflow of finite float32 terms is caught by the second test).
-        if not torch.isfinite(block.sum()):
+        # A norm is finite only if every entry is, and their squares.
+        if not torch.isfinite(torch.linalg.vector_norm(block)):
             bad = (~torch.isfinite(block).all(dim=1)).nonzero()
-            if len(bad):
+            if not len(bad):
                 raise KflatsError(
-                    f"the {what} has NaN or infinite values, first in row {start + int(bad[0])}",
+                    f"the {what} has values as large as {float(block.abs().max()):.1e}, too large to be squared",
                     cause="diverged training or a damaged checkpoint",
-                    hint="load another checkpoint, or replace the values",
+                    hint="load another checkpoint, or scale the matrix down",
                 )
+            raise KflatsError(
+                f"the {what} has NaN or infinite values, first in row {start + int(bad[0])}",
+                cause="diverged training or a damaged checkpoint",
+                hint="load another checkpoint, or replace the values",
+            )
 
 
 def check_weights(weights: Tensor | None, n: int) -> None:
