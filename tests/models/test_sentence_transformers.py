@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ pytest.importorskip("sentence_transformers")
 from sentence_transformers import SentenceTransformer
 from transformers import AutoModel
 
+import kflats
 from kflats.errors import KflatsError
 from kflats.files import annotate_, copy_companions, load_model, weights_folder
 from kflats.nn.layers import FactoredEmbedding
@@ -83,14 +85,30 @@ def test_without_the_plugin_it_fails(small: tuple[Path, Any, Any], monkeypatch: 
 
 
 def test_its_own_layers_are_left_alone(minilm: Path) -> None:
-    from sentence_transformers.models import Dense
-
     model = SentenceTransformer(str(minilm), device="cpu")
-    model.append(Dense(384, 16))
-    linear = [(name, module) for name, module in model.named_modules() if type(module) is torch.nn.Linear]
-    dense = next(name for name, module in linear if module.out_features == 16)
+    model.append(torch.nn.Sequential(torch.nn.Linear(384, 16)))  # as its Dense modules have inside
+    dense = f"{len(model) - 1}.0"
     names = [weight.name for weight in find_weights(model)]
     assert names
     assert all(".embeddings." in name or ".encoder." in name or ".pooler." in name for name in names)
     with pytest.raises(KflatsError, match="sentence-transformers stores this layer itself"):
         find_weight(model, dense)
+
+
+def test_the_transformer_in_a_folder_of_its_own(minilm: Path, tmp_path: Path) -> None:
+    """Older sentence-transformers models keep it in ``0_Transformer``, and so does what is made of them."""
+    old, inner = tmp_path / "old", tmp_path / "old" / "0_Transformer"
+    inner.mkdir(parents=True)
+    for path in minilm.rglob("*"):
+        outside = path.name == "modules.json" or path.parent != minilm
+        goal = (old if outside else inner) / path.relative_to(minilm)
+        if path.is_file():
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            goal.symlink_to(path) if path.suffix == ".safetensors" else goal.write_bytes(path.read_bytes())
+    modules = json.loads((old / "modules.json").read_text())
+    modules[0]["path"] = "0_Transformer"
+    (old / "modules.json").write_text(json.dumps(modules))
+    kflats.compress_folder(old, tmp_path / "small", budget="50%", method=kflats.SVD(), quiet=True)
+    model = SentenceTransformer(str(tmp_path / "small"), device="cpu")
+    assert any(isinstance(module, FactoredEmbedding) for module in model.modules())
+    assert model.encode(TEXTS).shape == (2, 384)
