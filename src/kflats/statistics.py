@@ -68,6 +68,9 @@ def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
     common and get the share of rank 32; tokens that the tokenizer adds to every text that of rank 1;
     everything else (unused, other scripts' characters) nothing here, and an importance's floor later.
 
+    Raises:
+        KflatsError: a vocabulary without words, or of another model: over a twentieth of it beyond the table.
+
     >>> class Tokenizer:
     ...     all_special_ids = [0]
     ...     def get_vocab(self): return {"[CLS]": 0, "[unused1]": 1, "a": 2, "the": 3, "of": 4}

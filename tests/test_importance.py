@@ -1,0 +1,134 @@
+"""Importance: the weights are what the formulas say, no row starves, and what is missing is asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kflats.errors import KflatsError
+from kflats.importance import VALUES, Measured, TokenCounts, Uniform, ZipfPrior, from_name
+from kflats.recipe import from_json, to_json
+
+F64 = torch.float64
+IMPORTANCES = {
+    "uniform": Uniform(),
+    "counts": TokenCounts(),
+    "counts as they are": TokenCounts(power=1, smoothing=0, floor=1e-9),
+    "zipf": ZipfPrior(),
+    "zipf, full": ZipfPrior(power=1),
+}
+"""A new importance is a new row."""
+
+EVERY = pytest.mark.parametrize("importance", IMPORTANCES.values(), ids=IMPORTANCES.keys())
+
+
+def measured(n=50, seed=0, head=False):
+    gen = torch.Generator().manual_seed(seed)
+    counts = torch.randint(0, 30, (n,), generator=gen)
+    prior = torch.rand(n, generator=gen, dtype=F64)
+    return Measured(n, counts, prior / prior.sum(), head)
+
+
+@EVERY
+@pytest.mark.parametrize("head", [False, True])
+def test_every_row_gets_a_finite_weight_above_zero(importance, head):
+    w = importance.weigh(measured(head=head))
+    assert w.shape == (50,)
+    assert w.dtype == F64
+    assert bool((w > 0).all())
+    assert bool(torch.isfinite(w).all())
+
+
+@EVERY
+def test_a_value_is_frozen_and_survives_json(importance):
+    assert isinstance(importance, VALUES)
+    assert from_json(json.loads(json.dumps(to_json(importance)))) == importance
+    assert hash(importance) == hash(dataclasses.replace(importance))
+
+
+@given(power=st.floats(0, 4), smoothing=st.floats(0, 1), floor=st.floats(1e-6, 10), seed=st.integers(0, 100))
+def test_token_counts_are_the_formula(power, smoothing, floor, seed):
+    m = measured(seed=seed)
+    found = TokenCounts(power, smoothing, floor).weigh(m)
+    counted = m.counts.to(F64) / m.counts.sum()
+    expected = (50 * ((1 - smoothing) * counted + smoothing * m.prior + floor / 50)) ** power
+    torch.testing.assert_close(found, expected)
+    assert float(found.min()) >= floor**power * (1 - 1e-9)
+
+
+@given(power=st.floats(0, 4), floor=st.floats(1e-6, 10), seed=st.integers(0, 100))
+def test_a_zipf_prior_is_the_formula(power, floor, seed):
+    m = measured(seed=seed)
+    torch.testing.assert_close(ZipfPrior(power, floor).weigh(m), (50 * m.prior + floor) ** power)
+
+
+def test_the_length_of_the_texts_does_not_matter_only_their_shares():
+    short = measured()
+    long = dataclasses.replace(short, counts=short.counts * 1000)
+    torch.testing.assert_close(TokenCounts().weigh(short), TokenCounts().weigh(long))
+
+
+def test_power_zero_is_uniform_and_power_one_keeps_proportions():
+    assert TokenCounts(power=0).weigh(measured()).tolist() == Uniform().weigh(measured()).tolist()
+    w = TokenCounts(power=1, smoothing=0, floor=1e-12).weigh(Measured(3, torch.tensor([8, 2, 0])))
+    assert float(w[0] / w[1]) == pytest.approx(4)
+
+
+def test_without_a_prior_counts_are_smoothed_evenly():
+    w = TokenCounts(power=1, smoothing=0.5, floor=0.1).weigh(Measured(2, torch.tensor([4, 0])))
+    assert w.tolist() == pytest.approx([0.5 * 2 + 0.5 + 0.1, 0.5 + 0.1])
+
+
+def test_frequent_rows_weigh_more_and_a_smaller_power_levels():
+    w, flat = TokenCounts(power=1).weigh(measured()), TokenCounts(power=0.25).weigh(measured())
+    assert float(w.max() / w.min()) > float(flat.max() / flat.min()) > 1
+
+
+@pytest.mark.parametrize("importance", [TokenCounts(), ZipfPrior()])
+def test_a_tied_head_adds_an_even_share_of_every_row(importance):
+    alone, tied = importance.weigh(measured()), importance.weigh(measured(head=True))
+    torch.testing.assert_close(tied, alone / alone.mean() + 1)
+    assert float(tied.mean()) == pytest.approx(2)  # half of the weight is the head's, row by row the same
+    assert float(tied.min()) > 1
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TokenCounts(power=-1), "power -1"),
+        (lambda: TokenCounts(power=5), "power 5"),
+        (lambda: TokenCounts(power=float("nan")), "power nan"),
+        (lambda: TokenCounts(floor=0), "floor above zero"),
+        (lambda: TokenCounts(floor=float("inf")), "floor above zero"),
+        (lambda: TokenCounts(floor=float("nan")), "floor above zero"),
+        (lambda: TokenCounts(smoothing=1.5), "smooth by 1.5"),
+        (lambda: TokenCounts(smoothing=float("nan")), "smooth by nan"),
+        (lambda: ZipfPrior(power=-0.5), "power -0.5"),
+        (lambda: ZipfPrior(floor=0), "floor above zero"),
+        (lambda: TokenCounts().weigh(Measured(3)), "no texts"),
+        (lambda: TokenCounts().weigh(Measured(3, torch.zeros(3))), "hold no token"),
+        (lambda: ZipfPrior().weigh(Measured(3)), "needs the model's tokenizer"),
+        (lambda: from_name("fisher"), "uniform, counts, zipf"),
+        (lambda: from_name("uniform", power=1), "has no power"),
+    ],
+)
+def test_nonsense_is_refused(make, message):
+    with pytest.raises(KflatsError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "value"),
+    [
+        ("uniform", {}, Uniform()),
+        (" Counts", {"power": 1.0}, TokenCounts(power=1.0)),
+        ("zipf", {"power": 0.75}, ZipfPrior(power=0.75)),
+    ],
+)
+def test_names_of_the_command_line(name, options, value):
+    assert from_name(name, **options) == value
