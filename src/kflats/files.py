@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -135,6 +136,6 @@ class _ThenRegister(importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        from kflats import transformers_plugin
-
-        transformers_plugin.register()
+        # It registers itself. Nothing is called here: if the plug-in is what imported transformers, it is
+        # only half imported at this moment.
+        importlib.import_module("kflats.transformers_plugin")

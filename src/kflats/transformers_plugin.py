@@ -142,3 +142,6 @@ def register() -> None:
         register_quantization_config(QUANT_METHOD)(KflatsConfig)
     if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
         register_quantizer(QUANT_METHOD)(KflatsQuantizer)
+
+
+register()

@@ -73,12 +73,14 @@ assert not any(name.startswith("kflats") for name in sys.modules)
     assert run(program, *folders).split() == ["True"] * 6
 
 
-@pytest.mark.parametrize("first", ["kflats", "transformers"])
+@pytest.mark.parametrize("first", ["kflats", "transformers", "the plug-in"])
 def test_the_plugin_registers_in_either_order(first: str, folder: Path, repository: Path) -> None:
     register = "from kflats.files import register_plugin; register_plugin(); register_plugin()"
     check = "print('transformers' in sys.modules)"
     use = "from transformers import AutoModel"
-    lines = [register, check, use] if first == "kflats" else [use, check, register]
+    lines = [use, check, register] if first == "transformers" else [register, check, use]
+    if first == "the plug-in":  # as a tool that imports every module does
+        lines.insert(2, "import kflats.transformers_plugin")
     program = "\n".join(["import sys", *lines, "print(AutoModel.from_pretrained(sys.argv[1]).get_input_embeddings())"])
     imported, layer = run(program, folder, kflats=repository / "src").splitlines()
     assert imported == str(first == "transformers")  # registering alone does not import it
