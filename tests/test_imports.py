@@ -199,13 +199,3 @@ def test_the_package_is_light() -> None:
     program = "import sys, kflats; print([n for n in ('matplotlib', 'jinja2', 'sklearn', 'scipy') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stderr
-
-
-def test_the_plugin_may_be_imported_first() -> None:
-    """It imports transformers, whose import in turn asks for the plug-in."""
-    program = (
-        "import kflats.transformers_plugin as plugin; from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING; "
-        "print(AUTO_QUANTIZER_MAPPING['kflats'] is plugin.KflatsQuantizer)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
-    assert done.stdout.strip() == "True", done.stderr
