@@ -76,7 +76,11 @@ def tables_of(weight: Tensor, bands: Sequence[Band]) -> list[Tensor]:
 def bases_of(basis: Tensor, bands: Sequence[Band], flat_ranks: Sequence[int]) -> list[Tensor | None]:
     """Basis of each band, (rank, d): a prefix of its flat's, a view of ``basis``; None for exact rows."""
     flats = torch.split(basis, list(flat_ranks)) if flat_ranks else ()
-    return [None if band.flat is None else flats[band.flat][: band.rank] for band in bands]
+    found: list[Tensor | None] = []
+    for band in bands:
+        whole = None if band.flat is None else flats[band.flat]
+        found.append(whole if whole is None or whole.shape[0] == band.rank else whole[: band.rank])
+    return found
 
 
 def check_shape(n: int, d: int) -> None:

@@ -61,10 +61,10 @@ def eager_rows(
 ) -> Tensor:
     """(t,) places -> (t, d) rows."""
     values, inverse, groups = _grouped(place, bands)
-    bases = bases_of(basis, bands, ranks)
+    bases = bases_of(basis, [bands[c] for c, _, _ in groups], ranks)
     coordinates = _coordinates(values, groups, weight, bands)
-    parts = [_product(x, bases[c], dtype) for x, (c, _, _) in zip(coordinates, groups, strict=True)]
-    if all(bases[c] is None for c, _, _ in groups):
+    parts = [_product(x, columns, dtype) for x, columns in zip(coordinates, bases, strict=True)]
+    if all(columns is None for columns in bases):
         parts.append(
             basis[:0]
         )  # only exact rows: the bases still get a gradient, of zeros, as data-parallel training wants
@@ -162,9 +162,10 @@ def _rows_backward_op(
         summed = torch.ops.aten.embedding_dense_backward(grad, inverse, values.shape[0], -1, False)
         grad_weight, grad_basis = torch.zeros_like(weight), torch.zeros_like(basis)
         tables, starts = tables_of(grad_weight, bands), starts_of(bands)
-        bases, grad_bases = bases_of(basis, bands, ranks), bases_of(grad_basis, bands, ranks)
-        for (c, a, b), x in zip(groups, _coordinates(values, groups, weight, bands), strict=True):
-            reached, columns, grad_columns = summed[a:b], bases[c], grad_bases[c]
+        coordinates, used = _coordinates(values, groups, weight, bands), [bands[c] for c, _, _ in groups]
+        bases, grad_bases = bases_of(basis, used, ranks), bases_of(grad_basis, used, ranks)
+        for (c, a, b), x, columns, grad_columns in zip(groups, coordinates, bases, grad_bases, strict=True):
+            reached = summed[a:b]
             if columns is not None and grad_columns is not None:
                 grad_columns += x.to(dtype).T @ reached
                 reached = reached @ columns.to(dtype).T
