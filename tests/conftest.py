@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 # Before anything imports transformers: the suite must pass with the network unplugged.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -54,4 +55,54 @@ def data_folder() -> Path:
     folder = Path(os.environ.get("KFLATS_DATA", ROOT.parent / "shared" / "data"))
     if not folder.is_dir():
         pytest.skip(f"no data sets in {folder} (set KFLATS_DATA)")
+    return folder
+
+
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *"abcdefghij", "the", "of", *(f"word{i}" for i in range(283))]
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer() -> Any:
+    """A word-level tokenizer of 300 words in BERT's order: "[CLS] text [SEP]"."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    tokenizers = pytest.importorskip("tokenizers")
+    ids = {word: i for i, word in enumerate(WORDS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token="[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {"unk_token": "[UNK]", "pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, mask_token="[MASK]", **names)
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[[str], Any]:
+    """Builds a tiny random transformers model, always the same: "bert" (untied), "bert-lm" and "gpt2" (tied heads)."""
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    bert = {"vocab_size": 300, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    bert |= {"intermediate_size": 32, "max_position_embeddings": 32}
+    gpt2 = {"vocab_size": 300, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+
+    def build(name: str) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            if name == "gpt2":
+                return transformers.GPT2LMHeadModel(
+                    transformers.GPT2Config(**gpt2, bos_token_id=2, eos_token_id=3)
+                ).eval()
+            kind = transformers.BertForMaskedLM if name == "bert-lm" else transformers.BertModel
+            return kind(transformers.BertConfig(**bert)).eval()
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Callable[[str], Any], tiny_tokenizer: Any
+) -> Path:
+    """The tiny BERT as a model folder with its tokenizer; not to be changed."""
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    tiny_model("bert").save_pretrained(folder)
+    tiny_tokenizer.save_pretrained(folder)
     return folder

@@ -36,7 +36,7 @@ from kflats.planning import plan as make_plan
 from kflats.report import REPORT_FILE, Report, WeightReport
 from kflats.sources import copy_companions, resolve_model, weights_folder
 from kflats.statistics import count_tokens, zipf_prior
-from kflats.surgery import Weight, dense_weight, swap_
+from kflats.surgery import Weight, dense_weight, swap_, unchanged_on_error
 
 
 def compress_(
@@ -181,6 +181,12 @@ def _fit(
     except KflatsError as error:
         raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
     matrix = factored.matrix.to(dtype)
+    if not all(bool(torch.isfinite(t).all()) for t in matrix.tensors().values()):
+        raise KflatsError(
+            f"{weight.name}: its coordinates overflow {str(dtype).removeprefix('torch.')}",
+            cause="rows with very large values",
+            hint="a type of more range: Float('bfloat16') or Float('float32')",
+        )
     if not free_labels and matrix.nbytes > decision.budget_bytes:
         raise AssertionError(f"{weight.name}: {matrix.nbytes} bytes exceed the budget of {decision.budget_bytes}")
     if matrix.num_values >= weight.shape[0] * weight.shape[1]:
@@ -212,9 +218,10 @@ def _weigh(weight: Weight, recipe: Recipe, texts: tuple[str, ...] | None, tokeni
 
 def _finish(model: nn.Module, decided: Plan, done: list[_Done], seed: int, name: str = "") -> Report:
     before = stored_bytes(model)
-    for one in done:
-        swap_(model, one.decision.weight, one.matrix)
-    annotate_(model)
+    with unchanged_on_error(model):
+        for one in done:
+            swap_(model, one.decision.weight, one.matrix)
+        annotate_(model)
     return Report(
         model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
         budget=decided.budget,
@@ -256,7 +263,9 @@ def _tokens(weight: Weight, tokenizer: Any) -> list[str] | None:
 
 def _fingerprint(folder: Path, decided: Plan, texts: tuple[str, ...] | None, seed: int) -> str:
     """Everything the factors depend on."""
-    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*.safetensors"))
+    # The weights, and the tokenizer's files: counts and priors come from those.
+    kinds = (".safetensors", ".json", ".txt", ".model")
+    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.suffix in kinds)
     recipes = [
         [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in decided.decisions
     ]
@@ -290,6 +299,16 @@ def _check_file(folder: Path, decided: Plan, before: int) -> None:
             f"the new weight files take {after:,} bytes, more than the original's {before:,}",
             cause="the model was stored in a narrower type than it was loaded in",
             hint="a smaller budget, or a codec such as Float('float16')",
+        )
+    budget = parse_budget(decided.budget) if decided.budget else None
+    if budget is None or budget.scope != "file":
+        return
+    limit = budget.amount * before if budget.kind == "fraction" else budget.amount
+    if after > limit:
+        raise KflatsError(
+            f"the new weight files take {after:,} bytes, more than the {int(limit):,} asked for",
+            cause="more tensors are stored than the original's files had",
+            hint="a slightly smaller file budget",
         )
 
 

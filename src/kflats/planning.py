@@ -67,6 +67,11 @@ def _named(model: nn.Module, recipes: Any, texts: bool, tokenizer: bool) -> list
         weight = find_weight(model, name)
         if recipe is None:  # what weighs tokens means nothing to rows that are no tokens
             of_tokens = weight.places[0].role == "embedding" and weight.name == token_embedding(model).name
+            if of_tokens and texts and not tokenizer:
+                raise KflatsError(
+                    "texts are given, but no tokenizer that could count them",
+                    hint="tokenizer=..., or Recipe(method, Uniform())",
+                )
             recipe = Recipe(Flats(), importance if of_tokens else Uniform())
         made = as_recipe(recipe)
         if any(weight.name == other.name for other, _ in found):
@@ -98,7 +103,10 @@ def token_embedding(model: nn.Module) -> Weight:
     weights = [w for w in find_weights(model) if w.places[0].role == "embedding"]
     get = getattr(model, "get_input_embeddings", None)
     if callable(get):
-        module = get()
+        try:
+            module = get()
+        except NotImplementedError:  # models that read no tokens
+            module = None
         names = {name for name, part in model.named_modules(remove_duplicate=False) if part is module}
         for weight in weights:
             if names & {place.name for place in weight.places}:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from kflats.places import (
 from kflats.resizing import guard_resizing_, unguard_resizing_
 from kflats.ties import forget_ties_, recall_ties_
 
-__all__ = ["Place", "Weight", "dense_weight", "find_weight", "find_weights", "restore_", "swap_"]
+__all__ = ["Place", "Weight", "dense_weight", "find_weight", "find_weights", "restore_", "swap_", "unchanged_on_error"]
 
 _HOOKS = (
     "_forward_hooks",
@@ -131,6 +132,40 @@ def restore_(model: nn.Module) -> None:
         _put(model, name, shells[id(layer)])
     recall_ties_(model)
     unguard_resizing_(model)
+
+
+@contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """After an exception inside, every module and config of ``model`` holds the same objects as before.
+
+    For several swaps that belong together: the first must not stay when the second is refused.
+
+    >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
+    >>> try:
+    ...     with unchanged_on_error(model):
+    ...         _put(model, "words", nn.Identity())
+    ...         raise RuntimeError
+    ... except RuntimeError:
+    ...     print(model["words"])
+    Embedding(9, 4)
+    """
+    modules = dict.fromkeys(model.modules())
+    owners: dict[int, Any] = {id(module): module for module in modules}
+    owners |= {id(c): c for m in modules if hasattr(c := m.__dict__.get("config"), "__dict__")}
+    before = [
+        (owner, dict(vars(owner)), {k: dict(v) for k, v in vars(owner).items() if isinstance(v, dict)})
+        for owner in owners.values()
+    ]
+    try:
+        yield
+    except BaseException:
+        for owner, attributes, tables in before:
+            vars(owner).clear()
+            vars(owner).update(attributes)
+            for name, table in tables.items():
+                attributes[name].clear()
+                attributes[name].update(table)
+        raise
 
 
 def _new_layers(
