@@ -1,0 +1,410 @@
+"""The whole path: in memory and by folder; whole or not at all, and resumable."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kflats
+from kflats import MESSI, SVD, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
+from kflats import compress as compress_module
+from kflats.codec import Float
+from kflats.compress import compress_, compress_folder
+from kflats.errors import KflatsError
+from kflats.evaluate import weight_file_bytes
+from kflats.nn.layers import FactoredEmbedding
+from kflats.plan import Plan
+from kflats.planning import plan
+from kflats.report import REPORT_FILE, Report
+
+TEXTS = ("the word1 of word2", "word3 the the", "a b of")
+TWO = ("embeddings.word_embeddings", "encoder.layer.0.output.dense")
+METHODS = {"svd": SVD(), "flats": Flats(k=2), "k-means": KMeansSVD(k=2), "messi": MESSI(k=2)}
+
+
+def toy() -> nn.ModuleDict:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.ModuleDict({"words": nn.Embedding(200, 8), "types": nn.Embedding(40, 8), "out": nn.Linear(30, 50)})
+
+
+def state(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(value, b[key]) for key, value in a.items())
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def beside(out: Path) -> list[str]:
+    """What a run left next to its output, hidden or not."""
+    return sorted(p.name for p in out.parent.iterdir() if p != out)
+
+
+# In memory
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+@pytest.mark.parametrize("budget", ["30%", "3kB", "700 params"])
+def test_weights_are_replaced_within_the_budget(method, budget):
+    model = toy()
+    before = model["words"].weight.detach().clone()
+    report = compress_(model, {"words": method}, budget=budget, quiet=True)
+    allowed = {"30%": 0.3 * 6400, "3kB": 3000, "700 params": 700 * 4}[budget]
+    matrix = model["words"].matrix
+    assert isinstance(model["words"], FactoredEmbedding)
+    assert (matrix.num_values * 4 if "params" in budget else matrix.nbytes) <= allowed
+    (told,) = report.weights
+    assert (told.bytes_before, told.bytes_after, told.values_after) == (6400, matrix.nbytes, matrix.num_values)
+    assert report.model_bytes_before - report.model_bytes_after == 6400 - matrix.nbytes
+    error = float((matrix.dense().detach() - before).square().sum() / before.square().sum())
+    assert told.error == told.error_unweighted == pytest.approx(error, rel=1e-4)
+    assert 0 < error < 1
+
+
+@pytest.mark.parametrize("name", ["bert", "bert-lm", "gpt2"])
+def test_tied_tables_stay_tied_and_models_still_run(tiny_model, tiny_tokenizer, name, tmp_path):
+    model = tiny_model(name)
+    report = compress_(model, budget="60%", data=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
+    told = report.weights[0]
+    assert told.importance["type"] == "TokenCounts"
+    assert len(told.places) == (1 if name == "bert" else 2)
+    assert told.bytes_after <= 0.6 * 300 * 16 * 4
+    ids = torch.tensor([[2, 15, 16, 3]])
+    with torch.no_grad():
+        out = model(ids)[0]
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids)[0], out)
+
+
+def test_equal_seeds_give_equal_factors_and_the_global_generator_is_left_alone():
+    before = torch.get_rng_state()
+    made = []
+    for _ in range(2):
+        model = toy()
+        compress_(model, {"words": Flats(k=2), "out": MESSI(k=2)}, budget="60%", seed=3, quiet=True)
+        made.append(state(model))
+    assert same(*made)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_counted_tokens_lose_less_than_others(tiny_model, tiny_tokenizer):
+    rows = {}
+    for importance in (Uniform(), TokenCounts(power=1, smoothing=0, floor=0.01)):
+        model = tiny_model("bert")
+        table = model.embeddings.word_embeddings.weight.detach().clone()
+        recipe = Recipe(Flats(k=2), importance)
+        compress_(model, recipe, budget="40%", data=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
+        read = torch.tensor(sorted({i for ids in tiny_tokenizer(list(TEXTS))["input_ids"] for i in ids}))
+        left = model.embeddings.word_embeddings.matrix.dense().detach() - table
+        rows[type(importance)] = float(left[read].square().sum())
+    assert rows[TokenCounts] < 0.2 * rows[Uniform]
+
+
+def test_texts_may_come_from_a_generator(tiny_model, tiny_tokenizer):
+    told = []
+    for data in (TEXTS, (text for text in TEXTS)):
+        report = compress_(tiny_model("bert"), budget="50%", data=data, tokenizer=tiny_tokenizer, quiet=True)
+        told.append(report.weights[0].error)
+    assert told[0] == told[1]
+
+
+def test_a_codec_buys_more_coordinates_for_the_same_bytes():
+    errors = {}
+    for dtype in ("same", "bfloat16", "float16"):
+        model = toy()
+        report = compress_(model, {"words": Recipe(SVD(), Uniform(), Float(dtype))}, budget="40%", quiet=True)
+        assert report.weights[0].bytes_after <= 0.4 * 6400
+        assert model["words"](torch.tensor([1])).dtype == torch.float32
+        errors[dtype] = report.weights[0].error
+    assert errors["float16"] < errors["same"]
+    assert errors["bfloat16"] < errors["same"]
+
+
+@pytest.mark.parametrize(
+    ("recipes", "spoil", "message"),
+    [
+        ({"words": SVD(), "out": Flats(k=2)}, lambda m: m["out"].weight.data[0].fill_(torch.nan), "out: .*row 0"),
+        ({"words": SVD(), "out": Flats(k=40)}, lambda m: None, "out: 40 flats|out: a budget"),
+        ({"types": SVD(), "words": MESSI(k=100)}, lambda m: None, "words: a budget of .* cannot hold 100 flats"),
+        ({"words": Recipe(SVD(), Uniform(), Float("float16"))}, lambda m: m["words"].weight.data.mul_(1e6), "overflow"),
+    ],
+    ids=["nan", "too many flats", "budget too small", "overflow"],
+)
+def test_a_failed_fit_leaves_the_model_as_it_was(recipes, spoil, message):
+    model = toy()
+    spoil(model)
+    before, modules = state(model), dict(model.named_modules())
+    with pytest.raises(KflatsError, match=message):
+        compress_(model, recipes, budget="60%", quiet=True)
+    after = {k: v.nan_to_num() for k, v in state(model).items()}
+    assert same({k: v.nan_to_num() for k, v in before.items()}, after)
+    assert dict(model.named_modules()) == modules
+
+
+@pytest.mark.parametrize("name", ["bert-lm", "gpt2"])
+@pytest.mark.parametrize("where", ["second swap", "annotation"])
+def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name, where):
+    model = tiny_model(name)
+    linear = next(n for n, m in model.named_modules() if n.endswith(("output.dense", "mlp.c_fc")))
+    table = kflats.planning.token_embedding(model).name
+    before, modules, config = state(model), dict(model.named_modules()), model.config.to_dict()
+    ties = dict(model.all_tied_weights_keys)
+    tied = model.get_input_embeddings().weight
+    real, calls = compress_module.swap_, []
+
+    def swap(*args):
+        calls.append(args)
+        if len(calls) == 2 and where == "second swap":
+            raise KflatsError("refused")
+        real(*args)
+
+    def refuse(model):
+        raise KflatsError("refused")
+
+    monkeypatch.setattr(compress_module, "swap_", swap)
+    if where == "annotation":
+        monkeypatch.setattr(compress_module, "annotate_", refuse)
+    with pytest.raises(KflatsError, match="refused"):
+        compress_(model, {table: SVD(), linear: SVD()}, budget="50%", quiet=True)
+    assert len(calls) == 2
+    assert same(before, state(model))
+    assert dict(model.named_modules()) == modules
+    assert model.config.to_dict() == config
+    assert model.all_tied_weights_keys == ties
+    assert model.get_output_embeddings().weight is tied is model.get_input_embeddings().weight
+    monkeypatch.undo()
+    model.resize_token_embeddings(310)  # the model's own again
+    assert compress_(model, {table: SVD(), linear: SVD()}, budget="50%", quiet=True).weights  # and once more, unspoilt
+
+
+def test_a_plain_torch_model_is_saved_and_loaded(tmp_path):
+    model = toy()
+    compress_(model, {"words": Flats(k=2), "out": SVD()}, budget="60%", quiet=True)
+    kflats.save(model, tmp_path / "small")
+    again = toy()
+    kflats.load_(again, tmp_path / "small")
+    assert same(state(model), state(again))
+    ids, x = torch.tensor([0, 199]), torch.randn(3, 30)
+    assert torch.equal(model["words"](ids), again["words"](ids))
+    assert torch.equal(model["out"](x), again["out"](x))
+
+
+# By folder
+
+
+def test_a_folder_loads_where_the_original_did(tiny_folder, tmp_path):
+    out = tmp_path / "small"
+    report = compress_folder(tiny_folder, out, budget="60%", texts=TEXTS, quiet=True)
+    from transformers import AutoModel, AutoTokenizer
+
+    model = AutoModel.from_pretrained(out)
+    assert isinstance(model.embeddings.word_embeddings, FactoredEmbedding)
+    assert AutoTokenizer.from_pretrained(out)("the of")["input_ids"] == [2, 15, 16, 3]
+    assert Report.load(out / REPORT_FILE) == report
+    assert report.model_bytes_before - report.model_bytes_after >= 0.4 * 300 * 16 * 4
+    assert weight_file_bytes(out) < weight_file_bytes(tiny_folder)
+    assert report.weights[0].worst[0].name
+    assert beside(out) == []
+
+
+@pytest.mark.parametrize("share", [0.62, 0.8, 0.97])
+def test_a_file_budget_bounds_the_weight_files(tiny_folder, tmp_path, share):
+    before = weight_file_bytes(tiny_folder)
+    limit = int(share * before)
+    budget = kflats.parse_budget(f"{limit}B", scope="file")
+    compress_folder(tiny_folder, tmp_path / "small", budget=budget, method=SVD(), weights=TWO, quiet=True)
+    after = weight_file_bytes(tmp_path / "small")
+    # Short by less than a rank of each weight and what the header is allowed.
+    assert limit - (300 + 16) * 4 - (32 + 16) * 4 - 2 * 2 * 250 < after <= limit
+
+
+def test_equal_input_gives_equal_files(tiny_folder, tmp_path):
+    for name in ("a", "b"):
+        compress_folder(tiny_folder, tmp_path / name, budget="50%", texts=TEXTS, seed=1, quiet=True)
+    a, b = files(tmp_path / "a"), files(tmp_path / "b")
+    a.pop(REPORT_FILE), b.pop(REPORT_FILE)  # seconds differ
+    assert a == b
+
+
+def test_an_existing_folder_is_refused_and_force_keeps_it_until_the_new_one_is_complete(
+    tiny_folder, tmp_path, monkeypatch
+):
+    out = tmp_path / "small"
+    compress_folder(tiny_folder, out, budget="50%", method=SVD(), quiet=True)
+    old = files(out)
+    with pytest.raises(KflatsError, match="exists already"):
+        compress_folder(tiny_folder, out, budget="30%", method=SVD(), quiet=True)
+    assert files(out) == old
+
+    def watch(*args):
+        assert files(out) == old  # still there while the new one is being written
+        raise KflatsError("stopped")
+
+    monkeypatch.setattr(compress_module, "copy_companions", watch)
+    with pytest.raises(KflatsError, match="stopped"):
+        compress_folder(tiny_folder, out, budget="30%", method=SVD(), force=True, quiet=True)
+    assert files(out) == old
+    monkeypatch.undo()
+    compress_folder(tiny_folder, out, budget="30%", method=SVD(), force=True, quiet=True)
+    assert files(out) != old
+    assert beside(out) == []
+
+
+@pytest.mark.parametrize("where", ["new", "file", "foreign"])
+def test_what_is_not_a_model_is_never_replaced(tiny_folder, tmp_path, where):
+    out = tmp_path / "out"
+    if where == "file":
+        out.write_text("mine")
+    elif where == "foreign":
+        out.mkdir()
+        (out / "thesis.tex").write_text("mine")
+    if where == "new":
+        compress_folder(tiny_folder, out, budget="50%", force=True, quiet=True)
+        return
+    with pytest.raises(KflatsError):
+        compress_folder(tiny_folder, out, budget="50%", force=True, quiet=True)
+    assert (out if where == "file" else out / "thesis.tex").read_text() == "mine"
+
+
+def test_an_original_cannot_be_compressed_onto_itself_by_accident(tiny_folder, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    before = files(folder)
+    with pytest.raises(KflatsError, match="exists already"):
+        compress_folder(folder, folder, budget="50%", quiet=True)
+    assert files(folder) == before
+
+
+KILLED = """
+import os, signal, sys
+import kflats
+from kflats.folders import Partial
+from kflats import SVD
+from kflats.compress import compress_folder
+
+put = Partial.put
+def put_and_die(self, *args):
+    put(self, *args)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+Partial.put = put_and_die
+source, out, *names = sys.argv[1:]
+compress_folder(source, out, budget="50%", method=SVD(), weights=tuple(names), force=True, quiet=True)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no kill -9")
+@pytest.mark.slow
+def test_after_kill_9_finished_weights_are_not_fitted_again(tiny_folder, tmp_path, monkeypatch):
+    out = tmp_path / "small"
+    options = {"budget": "50%", "method": SVD(), "weights": TWO, "quiet": True}
+    compress_folder(tiny_folder, out, budget="20%", method=SVD(), quiet=True)
+    old = files(out)
+    run = subprocess.run([sys.executable, "-c", KILLED, str(tiny_folder), str(out), *TWO], check=False, timeout=120)
+    assert run.returncode == -signal.SIGKILL
+    assert files(out) == old
+    assert any("partial" in name for name in beside(out))
+
+    fitted = []
+    fit = SVD.fit
+    monkeypatch.setattr(SVD, "fit", lambda self, problem: fitted.append(problem.rows.shape) or fit(self, problem))
+    report = compress_folder(tiny_folder, out, force=True, **options)
+    assert fitted == [(32, 16)]  # the first weight, 300 x 16, was finished
+    assert [w.name for w in report.weights] == list(TWO)
+    assert beside(out) == []
+    monkeypatch.undo()
+    compress_folder(tiny_folder, tmp_path / "whole", **options)
+    kept, whole = files(out), files(tmp_path / "whole")
+    assert kept["model.safetensors"] == whole["model.safetensors"]
+    from transformers import AutoModel
+
+    AutoModel.from_pretrained(out)
+
+
+@pytest.mark.parametrize("change", ["budget", "seed", "texts", "method", "damage"])
+def test_leftovers_of_other_input_are_not_used(tiny_folder, tmp_path, monkeypatch, change):
+    out = tmp_path / "small"
+    first = {"budget": "50%", "method": Recipe(Flats(k=2), ZipfPrior()), "seed": 0, "texts": TEXTS, "quiet": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_module, "copy_companions", lambda *args: (_ for _ in ()).throw(KflatsError("stopped")))
+        with pytest.raises(KflatsError, match="stopped"):
+            compress_folder(tiny_folder, out, **first)
+    (partial,) = [p for p in tmp_path.iterdir() if "partial" in p.name]
+    second = dict(first)
+    if change == "damage":
+        (file,) = partial.glob("*.safetensors")
+        data = bytearray(file.read_bytes())
+        data[-3] ^= 0xFF
+        file.write_bytes(bytes(data))
+    else:
+        second[change] = {"budget": "40%", "seed": 1, "texts": TEXTS[:1], "method": Recipe(Flats(k=3), ZipfPrior())}[
+            change
+        ]
+    fitted = []
+    fit = Flats.fit
+    monkeypatch.setattr(Flats, "fit", lambda self, problem: fitted.append(1) or fit(self, problem))
+    compress_folder(tiny_folder, out, **second)
+    assert fitted == [1]
+    assert beside(out) == []
+
+
+@pytest.mark.parametrize("what", ["partial", "model", "companions", "durable", "rename"])
+@pytest.mark.parametrize("replacing", [False, True], ids=["new", "force"])
+def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_path, monkeypatch, what, replacing):
+    out = tmp_path / "small"
+    options = {"budget": "50%", "method": SVD(), "force": replacing, "quiet": True}
+    if replacing:
+        compress_folder(tiny_folder, out, budget="20%", method=SVD(), quiet=True)
+    old = files(out) if replacing else None
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    from transformers import PreTrainedModel
+
+    target = {
+        "partial": (kflats.folders, "save_file"),
+        "model": (PreTrainedModel, "save_pretrained"),
+        "companions": (shutil, "copyfile"),
+        "durable": (kflats.folders, "_make_durable"),
+        "rename": (kflats.folders, "_put_in_place"),
+    }[what]
+    with monkeypatch.context() as patch:
+        patch.setattr(*target, full)
+        with pytest.raises(KflatsError, match="disk ran full"):
+            compress_folder(tiny_folder, out, **options)
+    assert (files(out) == old) if replacing else not out.exists()
+    assert not [name for name in beside(out) if "partial" not in name]
+    fitted = []
+    fit = SVD.fit
+    monkeypatch.setattr(SVD, "fit", lambda self, problem: fitted.append(1) or fit(self, problem))
+    compress_folder(tiny_folder, out, **options)
+    assert len(fitted) == (1 if what == "partial" else 0)
+    assert beside(out) == []
+
+
+def test_a_plan_made_before_is_carried_out(tiny_folder, tmp_path):
+    from kflats.files import load_model
+
+    made = plan(load_model(tiny_folder), {TWO[0]: Flats(k=2), TWO[1]: SVD()}, budget="55%")
+    made.save(tmp_path / "plan.json")
+    report = compress_folder(tiny_folder, tmp_path / "small", plan=Plan.load(tmp_path / "plan.json"), quiet=True)
+    assert [w.name for w in report.weights] == list(TWO)
+    for decision, weight in zip(made.decisions, report.weights, strict=True):
+        assert weight.bytes_after <= decision.budget_bytes
