@@ -90,6 +90,7 @@ class KflatsQuantizer(HfQuantizer):
             target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
             matrix = matrix_from_spec(module.empty.spec(), dtype=target)
             swap_(model, weight, matrix, rows=module.rows, scales=scales(model, module))
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
@@ -103,7 +104,16 @@ class KflatsQuantizer(HfQuantizer):
                             cause="a damaged folder: config.json and model.safetensors do not belong together",
                             hint="restore the folder, or compress again",
                         )
-                layer.matrix.refresh()
+        # The first transformers 5 check no shapes where there is a quantizer; later ones never get here.
+        for name, tensor in model.state_dict().items():
+            there, here = tuple(tensor.shape), self._shapes.get(name)
+            if here is not None and there != here:
+                raise KflatsError(
+                    f"size mismatch: {name} is {there} in the checkpoint, {here} in the model",
+                    cause="config.json was edited, or belongs to another model",
+                )
+        for _, layer in factored_layers(model):
+            layer.matrix.refresh()
         _take_marks_off(model)
         return model
 
