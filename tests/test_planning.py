@@ -67,7 +67,7 @@ def test_a_model_that_has_no_token_table_uses_its_largest_embedding():
 
     model.get_input_embeddings = refuse
     assert token_embedding(model).name == "words"
-    with pytest.raises(KflatsError, match="no embedding"):
+    with pytest.raises(KflatsError, match="no token embedding"):
         plan(nn.ModuleDict({"a": nn.Linear(4, 4)}), budget="50%")
 
 

@@ -236,7 +236,11 @@ def _finish(model: nn.Module, decided: Plan, done: list[_Done], seed: int, name:
 def _kept(data: Iterable[str]) -> tuple[str, ...]:
     if isinstance(data, str | bytes):
         raise KflatsError("texts must be a sequence of strings, not one string", hint="data=[text]")
-    return tuple(data)
+    texts = tuple(data)
+    for text in texts:
+        if not isinstance(text, str):
+            raise KflatsError(f"expected texts, found {type(text).__name__}", hint="a list of strings")
+    return texts
 
 
 def _tokenizer(folder: Path, texts: tuple[str, ...] | None, method: Any, plan: Plan | None) -> Any:

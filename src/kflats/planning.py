@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,8 @@ from kflats.budget import Budget, parse_budget, split
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.methods import Flats
+from kflats.nn.layers import FactoredEmbedding
+from kflats.places import factored_layers
 from kflats.plan import Decision, Plan, Recipe, as_recipe
 from kflats.surgery import Weight, find_weight, find_weights
 
@@ -101,20 +104,21 @@ def token_embedding(model: nn.Module) -> Weight:
         KflatsError: the model has none that can be compressed.
     """
     weights = [w for w in find_weights(model) if w.places[0].role == "embedding"]
+    module = None
     get = getattr(model, "get_input_embeddings", None)
     if callable(get):
-        try:
+        with suppress(NotImplementedError):  # models that read no tokens
             module = get()
-        except NotImplementedError:  # models that read no tokens
-            module = None
         names = {name for name, part in model.named_modules(remove_duplicate=False) if part is module}
         for weight in weights:
             if names & {place.name for place in weight.places}:
                 return weight
-    if not weights:
+    # The largest of what is left is no token embedding where that one is factored already, or cannot be.
+    factored = any(isinstance(layer, FactoredEmbedding) for _, layer in factored_layers(model))
+    if not weights or factored or isinstance(module, nn.Module):
         raise KflatsError(
-            "the model has no embedding that can be compressed",
-            cause="none at all, or they are compressed already",
+            "the model has no token embedding that can be compressed",
+            cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",
             hint="name the weights: compress_(model, {name: recipe}, ...)",
         )
     return max(weights, key=lambda weight: weight.nbytes)

@@ -69,7 +69,7 @@ def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
     everything else (unused, other scripts' characters) nothing here, and an importance's floor later.
 
     Raises:
-        KflatsError: a vocabulary without words, or of another model: over a twentieth of it beyond the table.
+        KflatsError: a vocabulary without words, or of another model: over a hundredth of it beyond the table.
 
     >>> class Tokenizer:
     ...     all_special_ids = [0]
