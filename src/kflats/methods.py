@@ -10,13 +10,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from kflats.coordinates import from_flats, from_nested
 from kflats.errors import KflatsError
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype
+from kflats.nn.matrix import LowRankMatrix, Matrix, label_dtype
 from kflats.numerics.allocation import fill
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, FlatsFit, Progress
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.nested import NestedFit
+from kflats.numerics.nested_fit import fit_nested
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite, check_weights
 from kflats.numerics.seeding import kmeans
 from kflats.numerics.svd import truncated_svd
@@ -86,6 +89,9 @@ class Flats:
         ranks: "filled": ranks flat by flat, by water-filling inside EM. "uniform": all flats of rank
             j = (numbers) / (n + k d), as published.
         exact: with filled ranks, let rows whose weight pays for it be kept as they are.
+        levels: with filled ranks, how many ranks the rows of one flat may choose from, each a prefix of the
+            flat's ordered basis; 1: all rows of a flat have its rank. ``Flats(k=1, levels=8)`` is one basis
+            with a rank per row.
         start: how EM starts: "auto", or continuation, greedy, plus_plus, kmeans, random, norms.
         restarts: best of so many.
         tolerance: EM stops when an iteration lowers the objective by less than this share.
@@ -95,12 +101,13 @@ class Flats:
     tables prefer fewer flats, down to ``SVD``.
 
     >>> Flats(k=5)
-    Flats(k=5, ranks='filled', exact=True, start='auto', restarts=1, tolerance=0.001, max_iterations=60)
+    Flats(k=5, ranks='filled', exact=True, levels=1, start='auto', restarts=1, tolerance=0.001, max_iterations=60)
     """
 
     k: int | None = 5
     ranks: Literal["filled", "uniform"] = "filled"
     exact: bool = True
+    levels: int = 1
     start: str = "auto"
     restarts: int = 1
     tolerance: float = 1e-3
@@ -113,6 +120,10 @@ class Flats:
             raise KflatsError(f"{self.k} flats are not possible", hint="k from 1 to 4096, or None to search")
         if self.ranks not in ("filled", "uniform"):
             raise KflatsError(f"ranks={self.ranks!r} is unknown", hint='"filled" or "uniform"')
+        if not 1 <= self.levels <= 256 or (self.levels > 1 and self.ranks == "uniform"):
+            raise KflatsError(
+                f"levels={self.levels} with {self.ranks} ranks is not possible", hint='1 to 256, above 1 with "filled"'
+            )
         if self.restarts < 1 or self.max_iterations < 1 or not 0 <= self.tolerance < 1:
             raise KflatsError("restarts and max_iterations start at 1, tolerance lies in [0, 1)")
 
@@ -130,16 +141,37 @@ class Flats:
                 raise AssertionError("unreachable")
         else:
             found = self._fit(problem, self.k)
+        if isinstance(found, NestedFit):
+            return Factored(from_nested(problem.rows, found), found.objective, time.perf_counter() - start)
         found = _spent(problem, found, uniform=self.ranks == "uniform")
-        return Factored(_matrix(problem.rows, found), found.objective, time.perf_counter() - start)
+        return Factored(from_flats(problem.rows, found), found.objective, time.perf_counter() - start)
 
     def _fits(self, problem: Problem, k: int) -> bool:
         n, d = problem.rows.shape
         return k <= n and problem.values(k) >= n + k * d
 
-    def _fit(self, problem: Problem, k: int) -> FlatsFit:
+    def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit:
         n, d = problem.rows.shape
         exact = self.exact and self.ranks == "filled"
+        if self.levels > 1 and k <= n and problem.values(k * self.levels + exact) >= n + k * d:
+            found = fit_nested(
+                problem.rows,
+                k,
+                self.levels,
+                budget=problem.values(k * self.levels + exact),
+                exact=exact,
+                weights=problem.weights,
+                start=self.start,
+                restarts=self.restarts,
+                tolerance=self.tolerance,
+                max_iterations=self.max_iterations,
+                seed=problem.seed,
+                progress=problem.progress,
+            )
+            if (
+                found.bands_in_use > 1
+            ):  # one band of all rows has no labels to pay for: below, its rank uses their bytes
+                return found
         values = problem.values(k + exact)
         if exact and values < n + k * d:  # one more band may need labels, or wider ones
             exact, values = False, problem.values(k)
@@ -195,7 +227,7 @@ class KMeansSVD:
         error = float(spectra[:, rank:].sum())
         fit = FlatsFit(labels, tuple(v.to(rows.dtype) for _, v in solved), spectra, (error,), True)
         fit = _spent(problem, fit, uniform=True)
-        return Factored(_matrix(rows, fit), fit.objective, time.perf_counter() - start)
+        return Factored(from_flats(rows, fit), fit.objective, time.perf_counter() - start)
 
 
 def MESSI(k: int = 5) -> Flats:
@@ -222,7 +254,7 @@ def from_name(name: str, **options: Any) -> Any:
     return make(**options)
 
 
-def _error(fit: FlatsFit) -> float:
+def _error(fit: FlatsFit | NestedFit) -> float:
     return fit.error
 
 
@@ -262,40 +294,6 @@ def _spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
     error = float(sum(spectrum[rank:].sum() for rank, spectrum in zip(ranks, spectra, strict=True)))
     history = fit.objective + ((error,) if error < fit.error else ())
     return replace(fit, bases=tuple(bases), objective=history)
-
-
-def _matrix(rows: Rows, fit: FlatsFit) -> Matrix:
-    """Coordinates by projection, stored band by band; one flat that holds all rows becomes a low-rank pair."""
-    d = rows.shape[1]
-    k = len(fit.bases)
-    labels = fit.labels.to(torch.int64)
-    counts = torch.bincount(labels, minlength=k + 1).tolist()
-    # A flat that no row uses is not stored.
-    used = [c for c in range(k) if counts[c]]
-    bands = [Band(counts[c], len(fit.bases[c]), i) for i, c in enumerate(used)]
-    if counts[k]:
-        bands.append(Band(counts[k], d, None))
-    renamed = torch.zeros(k + 1, dtype=torch.int64, device=labels.device)
-    for i, c in enumerate([*used, k] if counts[k] else used):
-        renamed[c] = i
-    labels = renamed[labels]
-    parts: list[Tensor] = []
-    for i, band in enumerate(bands):
-        index = (labels == i).nonzero().squeeze(1)
-        basis = None if band.flat is None else fit.bases[used[band.flat]]
-        part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
-        for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
-            block = rows.take(index[piece])
-            part[piece] = block if basis is None else block @ basis.T
-        parts.append(part)
-    stored = [fit.bases[c] for c in used]
-    basis = torch.cat(stored) if stored else torch.empty(0, d, dtype=rows.dtype, device=rows.device)
-    if len(bands) == 1 and bands[0].flat is not None:
-        return LowRankMatrix(parts[0], basis)
-    uniform = len({band.rank for band in bands}) == 1
-    weight = torch.cat(parts) if uniform else torch.cat([part.reshape(-1) for part in parts])
-    kept = tuple(len(b) for b in stored)
-    return FlatsMatrix(weight, basis, labels.to(label_dtype(len(bands))), tuple(bands), kept)
 
 
 def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:

@@ -21,6 +21,8 @@ METHODS = {
     "svd": SVD(),
     "flats": Flats(k=3),
     "flats, no exact rows": Flats(k=3, exact=False),
+    "flats, nested": Flats(k=2, levels=3),
+    "flats, one basis, nested": Flats(k=1, levels=4, exact=False),
     "flats, uniform": Flats(k=3, ranks="uniform"),
     "flats, one": Flats(k=1),
     "flats, searched": Flats(k=None),

@@ -113,7 +113,7 @@ def _fit_uniform(
     if start == "random" or k == 1:
         labels = random_partition(cloud, k, rank, generator)
         return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
-    part = _sample(cloud, sample, generator)
+    part = draw_sample(cloud, sample, generator)
     if progress:
         progress(f"seeding: {start}", 0, 0.0)
     labels = _seeds(part, k, rank, generator) if start == "auto" else seeding(start)(part, k, rank, generator)
@@ -150,7 +150,7 @@ def _fit_filled(
     """Grow the budget, from seeds by weighted norm: low budgets decide which rows are cheap."""
     n, d = cloud.rows.shape
     k, budget = shape.k, shape.budget or 0
-    part = _sample(cloud, FILL_SAMPLE, generator)
+    part = draw_sample(cloud, FILL_SAMPLE, generator)
     if start != "auto":
         labels = seeding(start)(part, k, max(1, min(d, budget // (n + k * d))), generator)
     else:
@@ -172,7 +172,7 @@ def _fit_filled(
     return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
 
 
-def _sample(cloud: Cloud, size: int, generator: torch.Generator) -> Cloud:
+def draw_sample(cloud: Cloud, size: int, generator: torch.Generator) -> Cloud:
     """At most ``size`` rows, drawn half by their share of the weighted energy and half evenly, each with
     the number of rows it stands for (Horvitz-Thompson); the whole cloud if it is no larger."""
     n = cloud.rows.shape[0]

@@ -133,7 +133,7 @@ def _em_uniform(
         if progress:
             progress("em", iteration, step.objective)
         moved = (step.labels != labels).nonzero().squeeze(1)
-        grams = _update(grams, rows, moved, labels, step.labels, mass)
+        grams = update_grams(grams, rows, moved, labels, step.labels, mass)
         touched = set(torch.cat([labels[moved], step.labels[moved]]).unique().tolist())
         labels = step.labels
         if len(history) > 1 and history[-2] - history[-1] <= tolerance * history[-2]:
@@ -172,7 +172,7 @@ def _em_filled(
             kept = torch.where((step.labels == k) | (labels == k), labels, step.labels)
             step = replace(step, labels=kept)
         moved = (step.labels != labels).nonzero().squeeze(1)
-        grams = _update(grams, rows, moved, labels, step.labels, mass)
+        grams = update_grams(grams, rows, moved, labels, step.labels, mass)
         labels = step.labels
         fit = _fill_fit(cloud, shape, labels, grams)
         if progress:
@@ -208,7 +208,8 @@ def affordable(cloud: Cloud, shape: Shape, labels: Tensor) -> bool:
     return int(counts[k]) * d + int(counts[:k].sum()) + k * d <= (shape.budget or 0)
 
 
-def _update(grams: Tensor, rows: Rows, moved: Tensor, old: Tensor, new: Tensor, mass: Tensor | None) -> Tensor:
+def update_grams(grams: Tensor, rows: Rows, moved: Tensor, old: Tensor, new: Tensor, mass: Tensor | None) -> Tensor:
+    """Grams after the rows ``moved`` went from clusters ``old`` (n,) to ``new`` (n,); may change ``grams``."""
     # Below a third moved, taking them out and in again (two products a row) beats one pass over all rows.
     if 3 * len(moved) > rows.shape[0]:
         return cluster_grams(rows, new, grams.shape[0], mass)

@@ -1,0 +1,64 @@
+"""From a fit to what is stored: the coordinates of every row, band by band."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype
+from kflats.numerics.flats import FlatsFit
+from kflats.numerics.nested import NestedFit
+from kflats.numerics.rows import GRAM_BLOCK, Rows
+
+_Kind = tuple[int | None, int]
+"""What a label means: (flat or None, rank)."""
+
+
+def from_flats(rows: Rows, fit: FlatsFit) -> Matrix:
+    """A band for each flat, at its rank, and one for the rows kept exactly."""
+    kinds: list[_Kind] = [(c, len(basis)) for c, basis in enumerate(fit.bases)]
+    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])])
+
+
+def from_nested(rows: Rows, fit: NestedFit) -> Matrix:
+    """A band for each level of each flat, and one for the rows kept exactly."""
+    kinds: list[_Kind] = [(c, rank) for c, ranks in enumerate(fit.levels) for rank in ranks]
+    bases = [flat.basis[: flat.ranks[-1]].to(rows.dtype) for flat in fit.flats]
+    return _stored(rows, fit.labels, bases, [*kinds, (None, rows.shape[1])])
+
+
+def _stored(rows: Rows, labels: Tensor, bases: Sequence[Tensor], kinds: Sequence[_Kind]) -> Matrix:
+    """Coordinates by projection, stored band by band; one flat that holds all rows becomes a low-rank pair."""
+    d = rows.shape[1]
+    labels = labels.to(torch.int64)
+    counts = torch.bincount(labels, minlength=len(kinds)).tolist()
+    # A label that no row has is not stored, nor a basis that no label needs; equal bands become one.
+    met = [kind for kind, count in zip(kinds, counts, strict=True) if count]
+    flats = sorted({c for c, _ in met if c is not None})
+    made = sorted(set(met), key=lambda kind: (len(bases) if kind[0] is None else kind[0], kind[1]))
+    renamed = torch.tensor([made.index(kind) if kind in made else 0 for kind in kinds], device=labels.device)
+    labels = renamed[labels]
+    sizes = torch.bincount(labels, minlength=len(made)).tolist()
+    stored = [bases[c][: max(rank for flat, rank in made if flat == c)] for c in flats]
+    bands = [
+        Band(rows_in, rank, None if c is None else flats.index(c))
+        for rows_in, (c, rank) in zip(sizes, made, strict=True)
+    ]
+    parts: list[Tensor] = []
+    for i, band in enumerate(bands):
+        index = (labels == i).nonzero().squeeze(1)
+        columns = None if band.flat is None else stored[band.flat][: band.rank].T
+        part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
+        for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
+            block = rows.take(index[piece])
+            part[piece] = block if columns is None else block @ columns
+        parts.append(part)
+    basis = torch.cat(stored) if stored else torch.empty(0, d, dtype=rows.dtype, device=rows.device)
+    if len(bands) == 1 and bands[0].flat is not None:
+        return LowRankMatrix(parts[0], basis)
+    uniform = len({band.rank for band in bands}) == 1
+    weight = torch.cat(parts) if uniform else torch.cat([part.reshape(-1) for part in parts])
+    kept = tuple(len(b) for b in stored)
+    return FlatsMatrix(weight, basis, labels.to(label_dtype(len(bands))), tuple(bands), kept)

@@ -1,0 +1,128 @@
+"""The M-step of one ordered basis: coordinates in an order that serves rows of several prefix ranks.
+
+Rows at level l keep the first r_l coordinates, r_1 <= ... <= r_L. With T_l the Gram of the rows at level l
+the basis V (orthonormal, all d directions) and the ranks minimise, at a price mu per stored number,
+
+    sum_l  tr T_l - tr(V_{:r_l} T_l V_{:r_l}')  +  mu n_l r_l        +  mu d r_L
+
+Boundary r_l divides U, the coordinates between r_{l-1} and r_{l+1} (d for the last). Rows of other levels
+use either none or all of U, so only T_l sees how it is divided, and the best division is closed form: the
+eigenvectors of U T_l U' whose eigenvalue exceeds the price mu n_l (mu (n_L + d) for the last) come first.
+One boundary after another never raises the objective, and finds order and ranks together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """``basis`` (d, d) orthonormal, its first ``ranks[-1]`` rows are stored; ``ranks`` of the levels, rising."""
+
+    basis: Tensor
+    ranks: tuple[int, ...]
+
+
+def sweep(ordered: Ordered, grams: Tensor, counts: list[int], price: float) -> Ordered:
+    """Divide every boundary anew, the last first: the objective above never rises.
+
+    Args:
+        grams: (L, d, d), the Gram T_l of each level. counts: rows n_l of each level.
+        price: mu. Levels keep at least the first coordinate.
+    """
+    basis, ranks = ordered.basis.clone(), list(ordered.ranks)
+    d, top = basis.shape[0], len(ranks) - 1
+    for level in range(top, -1, -1):
+        low = ranks[level - 1] if level else 0
+        high = d if level == top else ranks[level + 1]
+        # A level without rows has no wish of its own: it stays as a spare place between its neighbours.
+        if high - low < 1 or not counts[level]:
+            continue
+        part = basis[low:high]
+        values, vectors = torch.linalg.eigh(part @ grams[level].to(basis.dtype) @ part.T)
+        basis[low:high] = vectors.flip(1).T @ part
+        cost = price * (counts[level] + (d if level == top else 0))
+        ranks[level] = max(low + int((values > cost).sum()), 1)
+    return Ordered(basis, tuple(ranks))
+
+
+def captured(ordered: Ordered, grams: Tensor) -> Tensor:
+    """(L, d): weighted energy of the rows of each level along each coordinate, diag(V T_l V')."""
+    basis = ordered.basis
+    return torch.stack([((basis @ gram.to(basis.dtype)) * basis).sum(1) for gram in grams]).clamp_min_(0.0)
+
+
+@dataclass(frozen=True)
+class Priced:
+    """Ranks of all levels, flat by flat, the numbers ``used``, and the ``price`` that led to them."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    used: int
+    price: float
+
+
+def spend(energy: Tensor, counts: Tensor, budget: int) -> Priced | None:
+    """Ranks that keep the most energy with sum_cl n_cl r_cl + d sum_c r_cL <= budget.
+
+    The price at which the levels' best prefixes just fit is found by bisection; what is left over is
+    spent one coordinate at a time on whatever saves most per number and still fits.
+
+    Args:
+        energy: (k, L, d), ``captured`` of each flat. counts: (k, L) rows.
+
+    Returns None if rank 1 everywhere exceeds the budget.
+    """
+    k, levels, d = energy.shape
+    counts = counts.cpu()
+    # Levels without rows go first, where they ask for nothing; the basis is paid by the highest level in use,
+    # and that of a flat without rows by nobody, since it is not stored.
+    order = torch.argsort((counts > 0).to(torch.int8), dim=1, stable=True)
+    cost = counts.gather(1, order).to(torch.float64)
+    cost[:, -1] += d * (cost[:, -1] > 0)
+    kept = torch.nn.functional.pad(energy.to(torch.float64).cpu().cumsum(2), (1, 0))
+    kept = kept.gather(1, order.unsqueeze(2).expand(-1, -1, d + 1))
+    steps = torch.arange(d + 1, dtype=torch.float64)
+
+    def at(price: float) -> tuple[Tensor, int]:
+        ranks = (kept - price * cost.unsqueeze(2) * steps).argmax(2).clamp_min(1)
+        ranks[cost == 0] = 1
+        ranks = ranks.cummax(1).values  # a prefix of the next level's
+        return ranks, int((ranks * cost).sum())
+
+    low, high = 0.0, float((kept[:, :, 1:] / cost.clamp_min(1).unsqueeze(2)).max()) + 1e-300
+    if at(high)[1] > budget:
+        ranks = torch.ones(k, levels, dtype=torch.int64)
+        if int((ranks * cost).sum()) > budget:
+            return None
+    elif at(low)[1] <= budget:
+        high = low
+        ranks = at(low)[0]
+    else:
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if at(middle)[1] > budget else (low, middle)
+        ranks = at(high)[0]
+    used = _grow(ranks, kept, cost, budget)
+    ranks = torch.zeros_like(ranks).scatter(1, order, ranks).cummax(1).values
+    return Priced(tuple(map(tuple, ranks.tolist())), used, high)
+
+
+def _grow(ranks: Tensor, kept: Tensor, cost: Tensor, budget: int) -> int:
+    """Raise ranks in place while something fits; numbers used."""
+    k, levels, width = kept.shape
+    used = int((ranks * cost).sum())
+    for _ in range(k * levels * width):
+        ceiling = torch.cat([ranks[:, 1:], torch.full((k, 1), width - 1)], dim=1)
+        open_ = (ranks < ceiling) & (cost <= budget - used) & (cost > 0)
+        if not bool(open_.any()):
+            break
+        gain = kept.gather(2, (ranks + 1).clamp_max(width - 1).unsqueeze(2)) - kept.gather(2, ranks.unsqueeze(2))
+        score = torch.where(open_, gain.squeeze(2) / cost.clamp_min(1), -torch.inf)
+        best = int(score.argmax())
+        ranks.view(-1)[best] += 1
+        used += int(cost.view(-1)[best])
+    return used
