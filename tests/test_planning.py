@@ -48,7 +48,9 @@ def test_the_default_importance_takes_what_there_is(data, tokenizer, expected):
 def test_texts_without_a_tokenizer_are_not_ignored_in_silence():
     with pytest.raises(KflatsError, match="no tokenizer that could count them"):
         plan(toy(), budget="50%", data=["text"])
-    assert plan(toy(), Recipe(Flats(), Uniform()), budget="50%", data=["text"])  # asked for
+    for chosen in (Flats(), Recipe(SVD(), Uniform())):  # a bare method means Uniform: asked for, but said
+        made = plan(toy(), {"words": chosen, "project": SVD()}, budget="50%", data=["text"])
+        assert [d.note for d in made.decisions] == ["the texts are not counted: every row counts the same", ""]
 
 
 @pytest.mark.parametrize("name", ["bert", "bert-lm", "gpt2"])

@@ -53,7 +53,7 @@ def plan(
     total = stored_bytes(model)
     shares = split(allowed.stored_bytes(weights, file_bytes or total, sizes.pop()), weights)
     decisions = tuple(
-        Decision(weight, recipe, share, _note(recipe, data is not None, tokenizer is not None))
+        Decision(weight, recipe, share, _note(weight, recipe, data is not None, tokenizer is not None))
         for (weight, recipe), share in zip(named, shares, strict=True)
     )
     return Plan(decisions, str(allowed), total)
@@ -124,8 +124,12 @@ def token_embedding(model: nn.Module) -> Weight:
     return max(weights, key=lambda weight: weight.nbytes)
 
 
-def _note(recipe: Recipe, texts: bool, tokenizer: bool) -> str:
-    if isinstance(recipe.importance, Uniform) and isinstance(recipe.method, Flats) and not (texts or tokenizer):
+def _note(weight: Weight, recipe: Recipe, texts: bool, tokenizer: bool) -> str:
+    if not isinstance(recipe.importance, Uniform) or weight.places[0].role != "embedding":
+        return ""
+    if texts:
+        return "the texts are not counted: every row counts the same"
+    if isinstance(recipe.method, Flats) and not tokenizer:
         return "no texts and no tokenizer: every row counts the same"
     return ""
 

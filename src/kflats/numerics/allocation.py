@@ -43,6 +43,7 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
     (3, 1)
     """
     k, d = spectra.shape
+    costs = costs.to(spectra.device)
     floor = min(floor, d)
     used = int(costs.sum()) * floor
     if used > budget:
