@@ -65,7 +65,8 @@ def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
     single characters, and "the" has id 1996. So rank counts only *words and pieces* of two characters or
     more, in id order, up to where the frequency order ends (a vocabulary's tail of bytes and characters has none), and
     p ~ 1 / (rank + 2.7). Outside the run: single ASCII characters (punctuation, "a", "i", digits) are
-    common and get the share of rank 32; tokens that the tokenizer adds to every text that of rank 1;
+    common and get the share of rank 32; tokens that the tokenizer adds to every text that of rank 1, its
+    other special tokens ([MASK], [UNK], which texts never show and tasks live on) that of rank 32;
     everything else (unused, other scripts' characters) nothing here, and an importance's floor later.
 
     Raises:
@@ -97,7 +98,10 @@ def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
     for row, name in enumerate(names):
         if row in always:
             prior[row] = _share(1)
-        elif name is None or row in special or (name.startswith(("[", "<")) and name.endswith(("]", ">"))):
+        elif row in special:
+            # Attention masks padding out, so its row says nothing.
+            prior[row] = 0.0 if row == getattr(tokenizer, "pad_token_id", None) else _share(32)
+        elif name is None or (name.startswith(("[", "<")) and name.endswith(("]", ">"))):
             continue
         else:
             bare = name
@@ -108,7 +112,7 @@ def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
                 prior[row] = _share(rank)
             elif len(bare) == 1 and bare.isascii() and not name.startswith("##"):
                 prior[row] = _share(32)
-    if float(prior.sum()) <= 0:
+    if not any(prior[row] > 0 for row in range(rows) if row not in special):
         raise KflatsError(
             "the tokenizer's vocabulary has no words", cause="a tokenizer of another model", hint="Uniform()"
         )
