@@ -22,11 +22,18 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.flats import Cloud, Progress, update_grams
 from kflats.numerics.gram import cluster_grams
-from kflats.numerics.ordered import Ordered, captured, spend, sweep
+from kflats.numerics.ordered import Ordered, captured, spend, sweep, turn
 from kflats.numerics.rows import BLOCK, Rows
 
 SWEEPS = 2
 """Sweeps over all boundaries in an M-step: the first gains most, EM's next iteration goes on."""
+
+
+PATIENCE = 3
+"""Iterations in a row that may bring next to nothing before EM stops: ranks and price must settle together."""
+
+SPREAD = 1.5
+"""An E-step looks for its price within this factor of the M-step's, unless told otherwise."""
 
 
 @dataclass(frozen=True)
@@ -139,12 +146,14 @@ def em_nested(
     exact: bool = False,
     tolerance: float = 1e-3,
     max_iterations: int = 60,
+    spread: float = SPREAD,
     progress: Progress | None = None,
 ) -> NestedFit:
     """EM from ordered bases until the error at the budget falls by less than ``tolerance`` of itself twice.
 
-    Memory: k L Grams of d x d float64 numbers. ``price`` need only be of the right order: it is corrected
-    in every step by the prices tried around it.
+    ``spread``: an E-step takes the price that fits the budget if it lies within this factor of the M-step's.
+    Memory: k L Grams of d x d float64 numbers. ``price`` need only be of the right order: every step corrects
+    it by what fits the budget.
 
     Raises:
         KflatsError: the budget does not hold k flats of rank 1.
@@ -153,27 +162,13 @@ def em_nested(
     state: _State | None = None
     best: _State | None = None
     history: list[float] = []
-    here, spread, stale, converged = tuple(flats), 4.0, 0, False
+    here, reach, stale, converged = tuple(flats), spread, 0, False
     for iteration in range(max(max_iterations, 1)):
         if state is not None:
             state = _revive(state)
             here, price = state.flats, state.price
-        # Prices around the last one: the cheapest whose rows still fit, so that labels and budget agree.
-        prices = [price * spread ** (g / 4) for g in range(-4, 5)]
-        choices, used = assign_nested(
-            rows,
-            [flat.basis[: flat.ranks[-1]] for flat in here],
-            [flat.ranks for flat in here],
-            cloud.norms2,
-            prices,
-            weights=cloud.weights,
-            multiplicity=cloud.multiplicity,
-            exact=exact,
-        )
-        left = budget - rows.shape[1] * sum(flat.ranks[-1] for flat in here)
-        pick = min(int((used > left).sum()), len(prices) - 1)
-        spread = max(spread**0.5, 1.02) if 0 < pick < len(prices) - 1 else min(spread**2, 16.0)
-        labels = choices[pick]
+        labels, price, inside = _within(cloud, here, budget, price, reach, exact)
+        reach = max(reach**0.5, 1.02) if inside else min(reach**2, spread)
         if exact:
             labels = _affordable(cloud, labels, None if state is None else state.labels, bands, len(here), budget)
         if state is None:
@@ -182,7 +177,7 @@ def em_nested(
             moved = (labels != state.labels).nonzero().squeeze(1)
             still = not len(moved)
             grams = update_grams(state.grams, rows, moved, state.labels, labels, cloud.mass)
-        state = _maximise(cloud, labels, grams, here, prices[pick], budget)
+        state = _maximise(cloud, labels, grams, here, price, budget)
         if progress:
             progress("em", iteration, state.error)
         fell = history[-1] - state.error if history else 0.0
@@ -191,15 +186,55 @@ def em_nested(
             history.append(state.error)
         # The price moves with the budget's filling, so one small step is no proof of convergence.
         stale = stale + 1 if iteration and fell <= tolerance * history[-1] else 0
-        if stale >= 2 or still:
+        if stale >= PATIENCE or still:
             converged = True
             break
     assert best is not None
     return NestedFit(best.labels, best.flats, tuple(history), best.used, best.price, converged)
 
 
+def settle(cloud: Cloud, fit: NestedFit, budget: int, *, sweeps: int = 12) -> NestedFit:
+    """A longer last M-step for the labels found: EM's own are short. Kept if the error falls."""
+    bands = len(fit.flats) * len(fit.flats[0].ranks)
+    grams = cluster_grams(cloud.rows, fit.labels, bands, cloud.mass)
+    done = _maximise(cloud, fit.labels, grams, fit.flats, fit.price, budget, sweeps)
+    if done.error >= fit.error:
+        return fit
+    history = (*fit.objective, done.error)
+    return replace(fit, flats=done.flats, objective=history, used=done.used, price=done.price)
+
+
+def _within(
+    cloud: Cloud, flats: Sequence[Ordered], budget: int, price: float, spread: float, exact: bool
+) -> tuple[Tensor, float, bool]:
+    """E-step at the lowest of some prices near ``price`` whose rows fit the budget, so that labels and budget
+    agree: labels, that price, and whether it lies between those tried. Near, because the ranks move too: ranks
+    that are too low for now must not be answered by a price so low that all rows take the highest."""
+    prices = [price * spread ** (g / 4) for g in range(-4, 5)]
+    choices, used = assign_nested(
+        cloud.rows,
+        [flat.basis[: flat.ranks[-1]] for flat in flats],
+        [flat.ranks for flat in flats],
+        cloud.norms2,
+        prices,
+        weights=cloud.weights,
+        multiplicity=cloud.multiplicity,
+        exact=exact,
+    )
+    left = budget - cloud.rows.shape[1] * sum(flat.ranks[-1] for flat in flats)
+    over = int((used > left).sum())
+    pick = min(over, len(prices) - 1)
+    return choices[pick], prices[pick], 0 < over < len(prices)
+
+
 def _maximise(
-    cloud: Cloud, labels: Tensor, grams: Tensor, flats: Sequence[Ordered], price: float, budget: int
+    cloud: Cloud,
+    labels: Tensor,
+    grams: Tensor,
+    flats: Sequence[Ordered],
+    price: float,
+    budget: int,
+    sweeps: int = SWEEPS,
 ) -> _State:
     """M-step: order and ranks at the price, then the ranks that just fit the budget."""
     k, levels, d = len(flats), len(flats[0].ranks), cloud.rows.shape[1]
@@ -208,8 +243,8 @@ def _maximise(
     parts = grams.view(k, levels, d, d)
     ordered = list(flats)
     for c in range(k):
-        for _ in range(SWEEPS):
-            ordered[c] = sweep(ordered[c], parts[c], table[c].tolist(), price)
+        for _ in range(sweeps):
+            ordered[c] = sweep(turn(ordered[c], parts[c]), parts[c], table[c].tolist(), price)
     energy = torch.stack([captured(flat, part) for flat, part in zip(ordered, parts, strict=True)])
     found = spend(energy, table, budget - kept_exactly)
     if found is None:

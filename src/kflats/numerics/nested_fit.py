@@ -17,9 +17,12 @@ from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import FILL_SAMPLE, draw_sample, fit_flats
 from kflats.numerics.flats import Cloud, Progress
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
-from kflats.numerics.nested import NestedFit, em_nested
+from kflats.numerics.nested import SPREAD, NestedFit, em_nested, settle
 from kflats.numerics.ordered import Ordered
 from kflats.numerics.rows import BLOCK, Rows, as_rows, check_finite, check_weights
+
+WIDE = 4.0
+"""How far ladders look for prices: few levels are far from the ranks that the budget would let them have."""
 
 
 def fit_nested(
@@ -76,7 +79,8 @@ def fit_nested(
     grams = cluster_grams(part.rows, labels, k, part.mass)
     flats = tuple(Ordered(top_eigenvectors(gram, d)[1], (1,)) for gram in grams)
     tried = [
-        _climb(part, flats, labels, ladder, budget, first.price, exact, progress) for ladder in _ladders(min(levels, d))
+        _climb(part, flats, labels, ladder, budget, first.price, exact, spread, progress)
+        for ladder, spread in zip(_ladders(min(levels, d)), (SPREAD, WIDE), strict=False)
     ]
     best = min(tried, key=lambda fit: fit.error)
     fit = em_nested(
@@ -91,6 +95,7 @@ def fit_nested(
     )
     if part is cloud and best.error < fit.error:
         fit = replace(best, converged=fit.converged)
+    fit = settle(cloud, fit, budget)
     return replace(fit, objective=tuple(scale * value for value in fit.objective), price=scale * fit.price)
 
 
@@ -114,6 +119,7 @@ def _climb(
     budget: int,
     price: float,
     exact: bool,
+    spread: float,
     progress: Progress | None,
 ) -> NestedFit:
     """EM at each number of levels of the ladder, from ranks that the rows themselves would choose."""
@@ -121,7 +127,17 @@ def _climb(
     for levels in ladder:
         wanted = wanted_ranks(cloud, flats, labels, price)
         flats = tuple(replace(f, ranks=quantiles(h, levels)) for f, h in zip(flats, wanted, strict=True))
-        fit = em_nested(cloud, flats, budget, price, exact=exact, tolerance=1e-2, max_iterations=15, progress=progress)
+        fit = em_nested(
+            cloud,
+            flats,
+            budget,
+            price,
+            exact=exact,
+            tolerance=1e-2,
+            max_iterations=15,
+            spread=spread,
+            progress=progress,
+        )
         flats, price, labels = fit.flats, fit.price, fit.labels.to(torch.int64) // levels
     assert fit is not None
     return fit

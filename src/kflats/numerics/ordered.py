@@ -8,7 +8,8 @@ the basis V (orthonormal, all d directions) and the ranks minimise, at a price m
 Boundary r_l divides U, the coordinates between r_{l-1} and r_{l+1} (d for the last). Rows of other levels
 use either none or all of U, so only T_l sees how it is divided, and the best division is closed form: the
 eigenvectors of U T_l U' whose eigenvalue exceeds the price mu n_l (mu (n_L + d) for the last) come first.
-One boundary after another never raises the objective, and finds order and ranks together.
+One boundary after another never raises the objective, and finds order and ranks together (``sweep``). It
+can be stuck where only three blocks together could gain; ``turn`` moves all of them, at fixed ranks.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kflats.numerics.gram import complement
 
 
 @dataclass(frozen=True)
@@ -126,3 +129,19 @@ def _grow(ranks: Tensor, kept: Tensor, cost: Tensor, budget: int) -> int:
         ranks.view(-1)[best] += 1
         used += int(cost.view(-1)[best])
     return used
+
+
+def turn(ordered: Ordered, grams: Tensor) -> Ordered:
+    """Turn all blocks at once at fixed ranks, where ``sweep``, two blocks at a time, may be stuck.
+
+    With S_l the Gram of the rows at level l or above, the energy kept, sum_l tr V_l S_l V_l' over the blocks
+    V_l between ranks, is convex, so the orthonormal matrix nearest to its gradient [S_1 V_1', S_2 V_2', ...]'
+    never lowers it (generalized power method; Journee et al., JMLR 2010).
+    """
+    basis, top = ordered.basis, ordered.ranks[-1]
+    above = grams.to(basis.dtype).flip(0).cumsum(0).flip(0)
+    starts = (0, *ordered.ranks[:-1])
+    parts = [basis[low:high] @ gram for low, high, gram in zip(starts, ordered.ranks, above, strict=True)]
+    u, _, vh = torch.linalg.svd(torch.cat(parts), full_matrices=False)
+    turned = u @ vh
+    return Ordered(torch.cat([turned, complement(turned)]) if top < len(basis) else turned, ordered.ranks)
