@@ -56,8 +56,9 @@ def fit_nested(
         KflatsError: as ``fit_flats``; k * levels above 32766.
 
     >>> a = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.5, 3.0]])
-    >>> fit_nested(a, 1, 2, budget=9).levels       # 5 coordinates for the rows, 4 numbers for the basis
-    ((1, 2),)
+    >>> fit = fit_nested(a, 1, 2, budget=12)      # 8 coordinates for the rows, 4 numbers for the basis
+    >>> fit.used, fit.error < 1e-6
+    (12, True)
     """
     rows = as_rows(matrix)
     n, d = rows.shape
