@@ -24,8 +24,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c 
 demo: .venv/.demo
 	$(BIN)/kflats demo --out $(DEMO_OUT) --force
 
+# One process a core: small tensors gain nothing from threads, and threads of several processes disturb each other.
 test: .venv/.dev
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
