@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("records", "tables"),
     ("numerics",),
     ("nn",),
-    ("importance", "codec", "coordinates", "methods", "texts"),
+    ("measured", "weighting", "sensitivity", "importance", "codec", "coordinates", "methods", "texts"),
     ("recipe", "plan", "places", "ties", "description", "resizing", "surgery", "budget"),
     ("statistics",),
     ("folders", "sources", "plain_files", "transformers_plugin", "files"),

@@ -19,7 +19,8 @@ from kflats.analysis import analyse
 from kflats.budget import parse_budget
 from kflats.errors import KflatsError
 from kflats.folders import Partial
-from kflats.importance import Measured, Uniform
+from kflats.importance import Uniform
+from kflats.measured import Measured
 from kflats.methods import Factored, Problem
 from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.numerics.flats import Progress

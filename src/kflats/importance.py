@@ -14,21 +14,9 @@ import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What the data said about one (n, d) weight.
-
-    ``counts`` (n,): how often each row was read in the texts, None without texts. ``prior`` (n,): a guess
-    of the same from the vocabulary alone (``statistics.zipf_prior``), summing to 1, None without a
-    tokenizer. ``head``: whether the matrix is an output head too, where every row is read at every token.
-    """
-
-    rows: int
-    counts: Tensor | None = None
-    prior: Tensor | None = None
-    head: bool = False
+from kflats.measured import Measured
+from kflats.sensitivity import VALUES as SENSITIVITIES
+from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
 
 
 @dataclass(frozen=True)
@@ -128,8 +116,17 @@ class ZipfPrior:
         return _for_head((prior * len(prior) + self.floor) ** self.power, measured)
 
 
-VALUES: tuple[type, ...] = (Uniform, TokenCounts, ZipfPrior)
-_NAMES = {"uniform": Uniform, "counts": TokenCounts, "zipf": ZipfPrior}
+VALUES: tuple[type, ...] = (Uniform, TokenCounts, ZipfPrior, *SENSITIVITIES)
+_NAMES: dict[str, Any] = {
+    "uniform": Uniform,
+    "counts": TokenCounts,
+    "zipf": ZipfPrior,
+    "row-fisher": RowFisher,
+    "two-sided": TwoSided,
+    "element-fisher": ElementFisher,
+    "input-gram": InputGram,
+    "kronecker": KroneckerFisher,
+}
 
 
 def from_name(name: str, **options: Any) -> Any:
