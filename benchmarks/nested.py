@@ -8,14 +8,16 @@ Error is relative to a weighted SVD in the same bytes; labels (one byte a row) a
 
 from __future__ import annotations
 
+import torch
 from _common import arguments, embedding_table, markdown, publish
 
 from kflats.demo import packaged_model
 from kflats.evaluate import load_tokenizer
-from kflats.importance import Measured, Uniform, ZipfPrior
+from kflats.importance import Measured, ZipfPrior
 from kflats.methods import SVD, Flats, Problem, row_errors
 from kflats.numerics.rows import TensorRows
 from kflats.statistics import zipf_prior
+from kflats.weighting import Weighting
 
 METHODS = {
     "k=5, uniform ranks": Flats(k=5, ranks="uniform", exact=False),
@@ -36,13 +38,14 @@ def main() -> None:
     settings = {
         "Zipf, 50 %": (zipf, 0.5),
         "Zipf, 80 %": (zipf, 0.8),
-        "unweighted, 50 %": (Uniform().weigh(measured), 0.5),
-        "unweighted, 80 %": (Uniform().weigh(measured), 0.8),
+        "unweighted, 50 %": (Weighting(left=torch.ones(n)), 0.5),
+        "unweighted, 80 %": (Weighting(left=torch.ones(n)), 0.8),
     }
     settings = {name: value for name, value in settings.items() if options.only in name}
     lines = {name: [name] for name in METHODS}
-    for setting, (weights, compression) in settings.items():
-        problem = Problem(rows, int((1 - compression) * n * d) * 4, 4, weights=weights)
+    for setting, (weighting, compression) in settings.items():
+        problem = Problem(rows, int((1 - compression) * n * d) * 4, 4, weighting=weighting)
+        weights = weighting.rows
         svd = float((weights * row_errors(rows, SVD().fit(problem).matrix)).sum())
         for name, method in METHODS.items():
             made = method.fit(problem)

@@ -11,7 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
-from kflats.importance import VALUES, Measured, TokenCounts, Uniform, ZipfPrior, from_name
+from kflats.importance import (
+    VALUES,
+    ElementFisher,
+    InputGram,
+    KroneckerFisher,
+    Measured,
+    RowFisher,
+    TokenCounts,
+    TwoSided,
+    Uniform,
+    ZipfPrior,
+    from_name,
+)
 from kflats.recipe import from_json, to_json
 
 F64 = torch.float64
@@ -37,7 +49,9 @@ def measured(n=50, seed=0, head=False):
 @EVERY
 @pytest.mark.parametrize("head", [False, True])
 def test_every_row_gets_a_finite_weight_above_zero(importance, head):
-    w = importance.weigh(measured(head=head))
+    found = importance.weigh(measured(head=head))
+    assert found.kinds <= {"rows"}
+    w = torch.ones(50, dtype=F64) if found.rows is None else found.rows
     assert w.shape == (50,)
     assert w.dtype == F64
     assert bool((w > 0).all())
@@ -54,7 +68,7 @@ def test_a_value_is_frozen_and_survives_json(importance):
 @given(power=st.floats(0, 4), smoothing=st.floats(0, 1), floor=st.floats(1e-6, 10), seed=st.integers(0, 100))
 def test_token_counts_are_the_formula(power, smoothing, floor, seed):
     m = measured(seed=seed)
-    found = TokenCounts(power, smoothing, floor).weigh(m)
+    found = TokenCounts(power, smoothing, floor).weigh(m).rows
     counted = m.counts.to(F64) / m.counts.sum()
     expected = (50 * ((1 - smoothing) * counted + smoothing * m.prior + floor / 50)) ** power
     torch.testing.assert_close(found, expected)
@@ -64,34 +78,35 @@ def test_token_counts_are_the_formula(power, smoothing, floor, seed):
 @given(power=st.floats(0, 4), floor=st.floats(1e-6, 10), seed=st.integers(0, 100))
 def test_a_zipf_prior_is_the_formula(power, floor, seed):
     m = measured(seed=seed)
-    torch.testing.assert_close(ZipfPrior(power, floor).weigh(m), (50 * m.prior + floor) ** power)
+    torch.testing.assert_close(ZipfPrior(power, floor).weigh(m).rows, (50 * m.prior + floor) ** power)
 
 
 def test_the_length_of_the_texts_does_not_matter_only_their_shares():
     short = measured()
     long = dataclasses.replace(short, counts=short.counts * 1000)
-    torch.testing.assert_close(TokenCounts().weigh(short), TokenCounts().weigh(long))
+    torch.testing.assert_close(TokenCounts().weigh(short).rows, TokenCounts().weigh(long).rows)
 
 
 def test_power_zero_is_uniform_and_power_one_keeps_proportions():
-    assert TokenCounts(power=0).weigh(measured()).tolist() == Uniform().weigh(measured()).tolist()
-    w = TokenCounts(power=1, smoothing=0, floor=1e-12).weigh(Measured(3, torch.tensor([8, 2, 0])))
+    assert TokenCounts(power=0).weigh(measured()).rows.tolist() == [1.0] * 50
+    assert Uniform().weigh(measured()).kinds == frozenset()
+    w = TokenCounts(power=1, smoothing=0, floor=1e-12).weigh(Measured(3, torch.tensor([8, 2, 0]))).rows
     assert float(w[0] / w[1]) == pytest.approx(4)
 
 
 def test_without_a_prior_counts_are_smoothed_evenly():
-    w = TokenCounts(power=1, smoothing=0.5, floor=0.1).weigh(Measured(2, torch.tensor([4, 0])))
+    w = TokenCounts(power=1, smoothing=0.5, floor=0.1).weigh(Measured(2, torch.tensor([4, 0]))).rows
     assert w.tolist() == pytest.approx([0.5 * 2 + 0.5 + 0.1, 0.5 + 0.1])
 
 
 def test_frequent_rows_weigh_more_and_a_smaller_power_levels():
-    w, flat = TokenCounts(power=1).weigh(measured()), TokenCounts(power=0.25).weigh(measured())
+    w, flat = TokenCounts(power=1).weigh(measured()).rows, TokenCounts(power=0.25).weigh(measured()).rows
     assert float(w.max() / w.min()) > float(flat.max() / flat.min()) > 1
 
 
 @pytest.mark.parametrize("importance", [TokenCounts(), ZipfPrior()])
 def test_a_tied_head_adds_an_even_share_of_every_row(importance):
-    alone, tied = importance.weigh(measured()), importance.weigh(measured(head=True))
+    alone, tied = importance.weigh(measured()).rows, importance.weigh(measured(head=True)).rows
     torch.testing.assert_close(tied, alone / alone.mean() + 1)
     assert float(tied.mean()) == pytest.approx(2)  # half of the weight is the head's, row by row the same
     assert float(tied.min()) > 1
@@ -115,6 +130,7 @@ def test_a_tied_head_adds_an_even_share_of_every_row(importance):
         (lambda: ZipfPrior().weigh(Measured(3)), "needs the model's tokenizer"),
         (lambda: from_name("fisher"), "uniform, counts, zipf"),
         (lambda: from_name("uniform", power=1), "has no power"),
+        (lambda: from_name("kronecker", power=1), "has no power"),
     ],
 )
 def test_nonsense_is_refused(make, message):
@@ -128,7 +144,21 @@ def test_nonsense_is_refused(make, message):
         ("uniform", {}, Uniform()),
         (" Counts", {"power": 1.0}, TokenCounts(power=1.0)),
         ("zipf", {"power": 0.75}, ZipfPrior(power=0.75)),
+        ("row-fisher", {}, RowFisher()),
+        ("two-sided", {}, TwoSided()),
+        ("element-fisher", {}, ElementFisher()),
+        ("input-gram", {"centred": False}, InputGram(centred=False)),
+        ("kronecker", {}, KroneckerFisher()),
     ],
 )
 def test_names_of_the_command_line(name, options, value):
     assert from_name(name, **options) == value
+
+
+@pytest.mark.parametrize("kind", VALUES)
+def test_every_importance_says_what_must_be_measured(kind):
+    fields = {field.name for field in dataclasses.fields(Measured)}
+    assert kind().needs <= fields - {"rows", "columns", "head", "counts", "prior"}
+    if kind().needs:
+        with pytest.raises(KflatsError, match="needs"):
+            kind().weigh(Measured(4, columns=3))

@@ -117,8 +117,7 @@ def _weigh(weight: Weight, recipe: Recipe, texts: tuple[str, ...] | None, tokeni
         if texts is not None:
             counts = count_tokens(texts, tokenizer, n)
     head = any(place.role == "head" for place in weight.places)
-    found = importance.weigh(Measured(n, counts, prior, head))
-    return found if isinstance(found, Tensor) else None
+    return importance.weigh(Measured(n, counts, prior, head)).rows
 
 
 def _tokens(weight: Weight, tokenizer: Any) -> list[str] | None:

@@ -1,14 +1,19 @@
 """Whose error counts: frozen values, free of data, and what each needs measured.
 
-An importance turns what was measured of a weight (``Measured``) into row weights w_i of the objective
-sum_i w_i dist(a_i, S)^2. It is the largest lever on an embedding table: frequent tokens have small
-norms, so methods that count every row the same starve just the rows that texts are made of.
+An importance turns what was measured of a weight (``Measured``) into a ``Weighting`` of the objective, here
+row weights w_i of sum_i w_i dist(a_i, S)^2. It is the largest lever on an embedding table: frequent tokens
+have small norms, so methods that count every row the same starve just the rows that texts are made of. What
+linear layers need, activations and Fisher information, is in ``sensitivity``.
+
+Every importance has ``needs``, the fields of ``Measured`` that a pass over calibration data must fill;
+``needs_texts`` and ``needs_tokenizer`` say what those that weigh tokens read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,22 +22,24 @@ from kflats.errors import KflatsError
 from kflats.measured import Measured
 from kflats.sensitivity import VALUES as SENSITIVITIES
 from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.weighting import Weighting
 
 
 @dataclass(frozen=True)
 class Uniform:
     """Every row counts the same: plain SVD, MESSI as published.
 
-    >>> Uniform().weigh(Measured(3)).tolist()
-    [1.0, 1.0, 1.0]
+    >>> Uniform().weigh(Measured(3)).kinds
+    frozenset()
     """
 
-    needs_texts = False
-    needs_tokenizer = False
+    needs: ClassVar[frozenset[str]] = frozenset()
+    needs_texts: ClassVar[bool] = False
+    needs_tokenizer: ClassVar[bool] = False
 
-    def weigh(self, measured: Measured) -> Tensor:
-        """(n,) ones."""
-        return torch.ones(measured.rows, dtype=torch.float64)
+    def weigh(self, measured: Measured) -> Weighting:
+        """Nothing is weighed: errors count as they are."""
+        return Weighting()
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class TokenCounts:
 
     Needs texts and the model's tokenizer.
 
-    >>> TokenCounts(power=1, smoothing=0, floor=1).weigh(Measured(2, torch.tensor([3, 0]))).tolist()
+    >>> TokenCounts(power=1, smoothing=0, floor=1).weigh(Measured(2, torch.tensor([3, 0]))).left.tolist()
     [3.0, 1.0]
     """
 
@@ -58,16 +65,17 @@ class TokenCounts:
     smoothing: float = 0.5
     floor: float = 0.3
 
-    needs_texts = True
-    needs_tokenizer = True
+    needs: ClassVar[frozenset[str]] = frozenset()
+    needs_texts: ClassVar[bool] = True
+    needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check(self.power, self.floor, "TokenCounts")
         if not 0 <= self.smoothing <= 1:
             raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing}", hint="a share from 0 to 1")
 
-    def weigh(self, measured: Measured) -> Tensor:
-        """(n,) float64; raises KflatsError without counts."""
+    def weigh(self, measured: Measured) -> Weighting:
+        """(n,) float64 row weights; raises KflatsError without counts."""
         if measured.counts is None:
             raise KflatsError(
                 "TokenCounts has nothing to count",
@@ -91,21 +99,22 @@ class ZipfPrior:
     rank_i is the place of token i in the frequency-ordered run of the vocabulary, not its id; see
     ``statistics.zipf_prior``. Choose it when there is no text at all: texts, even few, are better.
 
-    >>> ZipfPrior(power=1, floor=0.5).weigh(Measured(2, prior=torch.tensor([0.75, 0.25]))).tolist()
+    >>> ZipfPrior(power=1, floor=0.5).weigh(Measured(2, prior=torch.tensor([0.75, 0.25]))).left.tolist()
     [2.0, 1.0]
     """
 
     power: float = 0.5
     floor: float = 0.3
 
-    needs_texts = False
-    needs_tokenizer = True
+    needs: ClassVar[frozenset[str]] = frozenset()
+    needs_texts: ClassVar[bool] = False
+    needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check(self.power, self.floor, "ZipfPrior")
 
-    def weigh(self, measured: Measured) -> Tensor:
-        """(n,) float64; raises KflatsError without a prior."""
+    def weigh(self, measured: Measured) -> Weighting:
+        """(n,) float64 row weights; raises KflatsError without a prior."""
         if measured.prior is None:
             raise KflatsError(
                 "ZipfPrior needs the model's tokenizer",
@@ -130,7 +139,8 @@ _NAMES: dict[str, Any] = {
 
 
 def from_name(name: str, **options: Any) -> Any:
-    """The importance that a command line calls ``name``: uniform, counts or zipf.
+    """The importance that a command line calls ``name``: uniform, counts, zipf, row-fisher, two-sided,
+    element-fisher, input-gram or kronecker.
 
     >>> from_name("counts", power=1.0)
     TokenCounts(power=1.0, smoothing=0.5, floor=0.3)
@@ -138,14 +148,16 @@ def from_name(name: str, **options: Any) -> Any:
     kind = _NAMES.get(name.strip().lower())
     if kind is None:
         raise KflatsError(f"no importance is called {name!r}", hint="one of " + ", ".join(_NAMES))
-    if kind is Uniform and options:
-        raise KflatsError(f"uniform importance has no {', '.join(options)}", hint="counts or zipf have a power")
+    if unknown := sorted(set(options) - {field.name for field in dataclasses.fields(kind)}):
+        raise KflatsError(
+            f"{name.strip().lower()} importance has no {', '.join(unknown)}", hint="counts or zipf have a power"
+        )
     return kind(**options)
 
 
-def _for_head(weights: Tensor, measured: Measured) -> Tensor:
+def _for_head(weights: Tensor, measured: Measured) -> Weighting:
     # A tied head compares every row with every hidden state: its share is even over all rows.
-    return weights / weights.mean() + 1.0 if measured.head else weights
+    return Weighting(left=weights / weights.mean() + 1.0 if measured.head else weights)
 
 
 def _check(power: float, floor: float, name: str) -> None:
