@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("numerics",),
     ("nn",),
     ("measured", "weighting", "sensitivity", "importance", "codec", "coordinates", "methods", "texts"),
-    ("recipe", "plan", "places", "ties", "description", "resizing", "surgery", "budget"),
+    ("recipe", "plan", "roles", "places", "ties", "description", "resizing", "surgery", "budget"),
     ("statistics",),
     ("folders", "sources", "plain_files", "transformers_plugin", "files"),
     (
@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "report_html",
         "encoding",
         "evaluate",
+        "allocate",
         "analysis",
         "planning",
         "fitting",
