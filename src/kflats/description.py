@@ -16,33 +16,38 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from kflats.errors import KflatsError
+from kflats.nn.conv import CONVOLVED, FactoredConv2d
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import Matrix, matrix_from_spec
-from kflats.places import FactoredLayer, Weight, factored_layers, find_weights, spellings, submodule
+from kflats.places import factored_layers, spellings
+from kflats.roles import FactoredLayer
 from kflats.ties import untied_places
 
 QUANT_METHOD = "kflats"
 FORMAT_VERSION = 1
 
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # a module path; never a file path
-_ROLES = ("embedding", "head", "linear", "conv1d")
-_DAMAGED = "a damaged or hand-edited file"
+_ROLES = ("embedding", "head", "linear", "conv1d", "conv2d")
+DAMAGED = "a damaged or hand-edited file"
 
 
 @dataclass(frozen=True)
 class DescribedPlace:
-    """A place as written: its padding row and output scale where it is an embedding."""
+    """A place as written: its padding row and output scale where it is an embedding, ``kernel`` (inputs,
+    height, width) where it is a convolution, and whether the layer had no bias before."""
 
     name: str
     role: str
     padding_idx: int | None
     scale: float | None
+    kernel: tuple[int, ...] | None = None
+    gained_bias: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,11 @@ class Module:
     empty: Matrix
     dtype: torch.dtype
     rows: str
+
+    @property
+    def gained_bias(self) -> bool:
+        """Whether the layer has a bias that the model's class does not give it."""
+        return any(place.gained_bias for place in self.places)
 
 
 @dataclass(frozen=True)
@@ -78,7 +88,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         matrix = layer.matrix
         if layer.owns_matrix and id(matrix) not in owners:
             owners[id(matrix)] = name
-            rows = layer.row_side if isinstance(layer, FactoredLinear) else "inputs"
+            rows = layer.row_side if isinstance(layer, FactoredLinear | FactoredConv2d) else "inputs"
             _check_collision(name, layer)
             modules[name] = {"matrix": matrix.spec(), "dtype": _name(matrix.weight.dtype), "rows": rows, "places": []}
         if id(matrix) not in owners:
@@ -108,7 +118,7 @@ def read_description(data: object) -> Description:
             impossible sizes.
     """
     if not isinstance(data, dict) or data.get("quant_method") != QUANT_METHOD:
-        raise KflatsError("this is not a description of kflats layers", cause=_DAMAGED)
+        raise KflatsError("this is not a description of kflats layers", cause=DAMAGED)
     version = data.get("format_version")
     if version != FORMAT_VERSION or isinstance(version, bool):
         raise KflatsError(
@@ -118,61 +128,12 @@ def read_description(data: object) -> Description:
         )
     top = _fields(data, {"quant_method", "format_version", "dtype", "modules"}, "the description")
     if not isinstance(top["modules"], dict):
-        raise KflatsError("the list of factored modules is not an object", cause=_DAMAGED)
+        raise KflatsError("the list of factored modules is not an object", cause=DAMAGED)
     modules = tuple(_read_module(name, value) for name, value in top["modules"].items())
     names = [place.name for module in modules for place in module.places]
     if len(set(names)) != len(names):
-        raise KflatsError("two factored modules claim the same place", cause=_DAMAGED)
+        raise KflatsError("two factored modules claim the same place", cause=DAMAGED)
     return Description(_dtype(top["dtype"]), modules)
-
-
-def match(model: nn.Module, description: Description, *, strict: bool) -> list[tuple[Weight, Module]]:
-    """Each described module with the weight of ``model`` it replaces; a base model's names match its heads' and back.
-
-    Args:
-        model: still dense.
-        description: what the file says.
-        strict: every described place must be there, and no other place may share the weight. Otherwise
-            places that ``model`` lacks (a head) are passed over, and heads it ties in addition join.
-
-    Raises:
-        KflatsError: another shape, a tie that one side has and the other lacks, a layer of another kind.
-    """
-    weights = {place.name: weight for weight in find_weights(model) for place in weight.places}
-    found = []
-    for module in description.modules:
-        name = _resolve(model, module.name, weights)
-        if name is None:
-            if strict or any(submodule(model, s) is not None for s in spellings(model, module.name)):
-                raise KflatsError(
-                    f"the file has a factored layer {module.name!r} that {type(model).__name__} cannot take",
-                    cause="the model class or its config is not the one that was saved",
-                )
-            continue
-        weight = weights[name]
-        shape = module.empty.shape if module.rows == "inputs" else module.empty.shape[::-1]
-        if shape != weight.shape:
-            raise KflatsError(
-                f"{module.name!r} is {shape[0]} x {shape[1]} in the file, but {weight.shape[0]} x {weight.shape[1]} "
-                "in the model",
-                cause="the config was edited, or is another model's",
-            )
-        _check_places(model, module, weight, strict=strict)
-        found.append((weight, module))
-    if len({weight.name for weight, _ in found}) != len(found):
-        raise KflatsError("two factored modules of the file are one weight of the model", cause=_DAMAGED)
-    return found
-
-
-def scales(model: nn.Module, module: Module) -> dict[str, float | None]:
-    """Embedding scales by place, under both spellings of its name."""
-    return {name: place.scale for place in module.places for name in spellings(model, place.name)}
-
-
-def stored_dtype(description: Description, module: Module, dtype: torch.dtype) -> torch.dtype:
-    """The type for a module's factors in a model of type ``dtype``: they follow the model unless they were
-    stored in a type of their own."""
-    return dtype if module.dtype == description.dtype else module.dtype
 
 
 def redescribe_(model: Any, name: str, layer: FactoredLayer) -> None:
@@ -186,7 +147,12 @@ def redescribe_(model: Any, name: str, layer: FactoredLayer) -> None:
 
 def _described(name: str, layer: FactoredLayer) -> dict[str, Any]:
     padding, scale = (layer.padding_idx, layer.scale) if isinstance(layer, FactoredEmbedding) else (None, None)
-    return {"name": name, "role": _layer_role(layer), "padding_idx": padding, "scale": scale}
+    found: dict[str, Any] = {"name": name, "role": _layer_role(layer), "padding_idx": padding, "scale": scale}
+    if isinstance(layer, FactoredConv2d):
+        found["kernel"] = [layer.in_channels, *layer.kernel_size]
+    if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias:
+        found["gained_bias"] = True
+    return found
 
 
 def _layer_role(layer: FactoredLayer) -> str:
@@ -194,11 +160,15 @@ def _layer_role(layer: FactoredLayer) -> str:
         return "embedding"
     if isinstance(layer, FactoredHead):
         return "head"
+    if isinstance(layer, FactoredConv2d):
+        return "conv2d"
     shell = layer.__dict__.get("_shell")
     return "linear" if shell is None or type(shell) is nn.Linear else "conv1d"
 
 
 def _check_collision(name: str, layer: FactoredLayer) -> None:
+    if isinstance(layer, FactoredConv2d):
+        return  # a dense kernel has four dimensions
     n, d = layer.matrix.shape
     # Conv1D keeps M, torch's linear layers M.T; with output neurons as rows M is M.T already.
     turned = isinstance(layer, FactoredLinear) and (_layer_role(layer) == "linear") == (layer.row_side == "inputs")
@@ -215,7 +185,7 @@ def _compute_dtype(model: nn.Module) -> torch.dtype:
     for _, layer in factored_layers(model):
         if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
             return layer.out_dtype
-    factored = {id(p) for _, layer in factored_layers(model) for p in layer.matrix.parameters()}
+    factored = {id(t) for _, layer in factored_layers(model) for t in layer.matrix.tensors().values()}
     own: torch.dtype | None = None
     for parameter in model.parameters():
         if parameter.is_floating_point():
@@ -232,74 +202,68 @@ def _name(dtype: torch.dtype) -> str:
 def _dtype(name: object) -> torch.dtype:
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise KflatsError(f"{name!r} is not a floating-point type", cause=_DAMAGED)
+        raise KflatsError(f"{name!r} is not a floating-point type", cause=DAMAGED)
     return found
 
 
-def _fields(data: object, expected: set[str], where: str) -> dict[str, Any]:
-    if not isinstance(data, dict) or set(data) != expected:
+def _fields(data: object, expected: set[str], where: str, optional: frozenset[str] = frozenset()) -> dict[str, Any]:
+    if not isinstance(data, dict) or set(data) - optional != expected:
         there = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise KflatsError(f"{where} must have the fields {sorted(expected)}, not {there}", cause=_DAMAGED)
+        raise KflatsError(f"{where} must have the fields {sorted(expected)}, not {there}", cause=DAMAGED)
     return data
 
 
 def _read_module(name: object, data: object) -> Module:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=_DAMAGED)
+        raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=DAMAGED)
     fields = _fields(data, {"matrix", "dtype", "rows", "places", "untied"}, f"module {name!r}")
     if fields["rows"] not in ("inputs", "outputs"):
-        raise KflatsError(f"module {name!r} has rows={fields['rows']!r}", cause=_DAMAGED)
+        raise KflatsError(f"module {name!r} has rows={fields['rows']!r}", cause=DAMAGED)
     if not isinstance(fields["places"], list) or not fields["places"]:
-        raise KflatsError(f"module {name!r} names no places", cause=_DAMAGED)
+        raise KflatsError(f"module {name!r} names no places", cause=DAMAGED)
     if not isinstance(fields["matrix"], dict):
-        raise KflatsError(f"module {name!r} has no matrix", cause=_DAMAGED)
+        raise KflatsError(f"module {name!r} has no matrix", cause=DAMAGED)
     dtype = _dtype(fields["dtype"])
     empty = matrix_from_spec(fields["matrix"], dtype=dtype)
     n, d = empty.shape
     if empty.num_values > 4 * n * d + 2**20:
-        raise KflatsError(f"module {name!r} claims {empty.num_values} numbers for a {n} x {d} table", cause=_DAMAGED)
+        raise KflatsError(f"module {name!r} claims {empty.num_values} numbers for a {n} x {d} table", cause=DAMAGED)
     places = tuple(_read_place(place, n) for place in fields["places"])
     if places[0].name != name or len({place.name for place in places}) != len(places):
-        raise KflatsError(f"module {name!r} does not own its own places", cause=_DAMAGED)
+        raise KflatsError(f"module {name!r} does not own its own places", cause=DAMAGED)
+    if fields["rows"] == "outputs" and any(place.role in ("embedding", "head") for place in places):
+        raise KflatsError(f"module {name!r} is an embedding with outputs as rows", cause=DAMAGED)
+    if any(p.kernel is not None for p in places) and empty.kind not in CONVOLVED:
+        raise KflatsError(f"module {name!r} is a convolution with a matrix of kind {empty.kind!r}", cause=DAMAGED)
     untied = fields["untied"]
     if not isinstance(untied, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in untied):
-        raise KflatsError(f"module {name!r} has an unreadable list of untied places", cause=_DAMAGED)
+        raise KflatsError(f"module {name!r} has an unreadable list of untied places", cause=DAMAGED)
     return Module(name, places, tuple(untied), empty, dtype, fields["rows"])
 
 
 def _read_place(data: object, n: int) -> DescribedPlace:
-    fields = _fields(data, {"name", "role", "padding_idx", "scale"}, "a place")
+    fields = _fields(data, {"name", "role", "padding_idx", "scale"}, "a place", frozenset({"kernel", "gained_bias"}))
     name, role, padding, scale = (fields[key] for key in ("name", "role", "padding_idx", "scale"))
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=_DAMAGED)
+        raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=DAMAGED)
     if role not in _ROLES:
         raise KflatsError(f"place {name!r} has the unknown role {role!r}", cause="a file of a newer kflats")
     if padding is not None and (isinstance(padding, bool) or not isinstance(padding, int) or not 0 <= padding < n):
-        raise KflatsError(f"place {name!r} has padding row {padding!r} of {n}", cause=_DAMAGED)
+        raise KflatsError(f"place {name!r} has padding row {padding!r} of {n}", cause=DAMAGED)
     number = isinstance(scale, int | float) and not isinstance(scale, bool)
     if scale is not None and not (number and math.isfinite(scale)):
-        raise KflatsError(f"place {name!r} has scale {scale!r}", cause=_DAMAGED)
-    return DescribedPlace(name, role, padding, None if scale is None else float(scale))
+        raise KflatsError(f"place {name!r} has scale {scale!r}", cause=DAMAGED)
+    kernel = fields.get("kernel")
+    if (kernel is None) == (role == "conv2d") or (kernel is not None and not _is_kernel(kernel)):
+        raise KflatsError(f"place {name!r} has kernel {str(kernel)[:40]} and role {role!r}", cause=DAMAGED)
+    gained = fields.get("gained_bias", False)
+    if not isinstance(gained, bool) or (gained and role not in ("linear", "conv1d", "conv2d")):
+        raise KflatsError(f"place {name!r} of role {role!r} has gained_bias={str(gained)[:40]}", cause=DAMAGED)
+    return DescribedPlace(
+        name, role, padding, None if scale is None else float(scale), None if kernel is None else tuple(kernel), gained
+    )
 
 
-def _resolve(model: nn.Module, name: str, weights: dict[str, Weight]) -> str | None:
-    return next((spelling for spelling in spellings(model, name) if spelling in weights), None)
-
-
-def _check_places(model: nn.Module, module: Module, weight: Weight, *, strict: bool) -> None:
-    here = {place.name for place in weight.places}
-    for place in module.places:
-        names = spellings(model, place.name)
-        if not here & set(names) and (strict or any(submodule(model, name) is not None for name in names)):
-            raise KflatsError(
-                f"the file ties {place.name!r} to {module.name!r}, but this {type(model).__name__} does not",
-                cause="the model was built with tie_word_embeddings=False",
-                hint="load it with the config it was saved with",
-            )
-    known = {name for place in module.places for name in spellings(model, place.name)}
-    if strict and (more := here - known):
-        raise KflatsError(
-            f"this {type(model).__name__} ties {sorted(more)[0]!r} to {module.name!r}, but the file does not",
-            cause="the model was built with tie_word_embeddings=True",
-            hint="load it with the config it was saved with",
-        )
+def _is_kernel(value: object) -> bool:
+    sizes = isinstance(value, list) and len(value) == 3
+    return sizes and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in cast(list[Any], value))

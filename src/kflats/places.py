@@ -1,4 +1,4 @@
-"""Where a model keeps its matrices: embeddings, linear layers, and the ties between them.
+"""Where a model keeps its matrices: embeddings, linear layers, convolutions, and the ties between them.
 
 A *weight* is one matrix M of shape (n, d), rows being what enters (a token, an input neuron). A *place*
 is a module that uses it. A tied output head is a second place of the embedding's weight, not a weight
@@ -16,14 +16,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-
-FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear
-
-# These read the tensors of the layers inside them directly and never call them: torch's fused kernels, and
-# some of transformers' modules.
-_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_READERS = ("MobileBertLMPredictionHead", "PerceiverTextPreprocessor", "VectorQuantizer")
+from kflats.roles import READ_DIRECTLY, FactoredLayer, role_of, slots
 
 
 @dataclass(frozen=True)
@@ -31,7 +24,8 @@ class Place:
     """A module that uses a weight: its path in the model, and its role there.
 
     ``role`` is "embedding" (rows of M), "head" (x @ M.T, tied to an embedding), "linear" (torch keeps
-    M.T) or "conv1d" (GPT-2's layer, which keeps M).
+    M.T), "conv1d" (GPT-2's layer, which keeps M) or "conv2d" (M is ``kernel.flatten(1).T``: a row for
+    every number of a patch, channel by channel, as ``torch.nn.functional.unfold`` orders them).
     """
 
     name: str
@@ -43,6 +37,7 @@ class Weight:
     """One matrix M and all its places; ``name`` is the first, which owns the factors after a swap.
 
     ``shape`` is M's (rows = what enters), ``nbytes`` what it takes now, counted once however many ties.
+    ``bias`` says whether the layer has one; a layer without it pays for one that it is given (d numbers).
     """
 
     name: str
@@ -50,15 +45,16 @@ class Weight:
     shape: tuple[int, int]
     dtype: str
     nbytes: int
+    bias: bool = False
 
 
 def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     """Every matrix of ``model`` that can be factored, in the model's own order; factored ones are skipped.
 
-    Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers and
-    GPT-2's ``Conv1D``. Left alone: layers whose tensors others read directly (inside torch's own transformer
-    layers), subclasses that compute something else, parameters shared with a module of another kind, and
-    ``max_norm`` embeddings.
+    Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers,
+    GPT-2's ``Conv1D`` and exact ``nn.Conv2d`` layers of one group. Left alone: layers whose tensors others
+    read directly (inside torch's own transformer layers), subclasses that compute something else, parameters
+    shared with a module of another kind, and ``max_norm`` embeddings.
 
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
     >>> model["out"].weight = model["words"].weight      # a tie
@@ -67,10 +63,10 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     """
     uses: dict[int, list[tuple[str, nn.Module, str]]] = {}
     same = _ties_to_come(model)
-    for name, module, fused in _slots(model):
+    for name, module, fused in slots(model):
         for key, held in module._parameters.items():
             if held is not None:
-                role, _ = _role(module) if key == "weight" and not fused else ("", "")
+                role = role_of(module).name if key == "weight" and not fused else ""
                 uses.setdefault(same.get(id(held), id(held)), []).append((name, module, role))
     sources = _tie_sources(model)
     weights = [w for found in uses.values() if (w := _as_weight(found, sources)) is not None]
@@ -103,7 +99,7 @@ def find_weight(model: nn.Module, name: str) -> Weight:
     raise KflatsError(
         f"the model has no weight called {name!r}",
         cause="a misspelled name, or the name of another architecture",
-        hint=f"one of: {', '.join(near)}" if near else "a model with embeddings or linear layers",
+        hint=f"one of: {', '.join(near)}" if near else "a model with embeddings, linear layers or convolutions",
     )
 
 
@@ -118,12 +114,15 @@ def dense_weight(model: nn.Module, weight: Weight) -> Tensor:
     table = None if module is None else module._parameters.get("weight")
     if table is None or isinstance(module, FactoredLayer):
         raise KflatsError(f"{weight.name!r} has no dense table", cause="it is factored already, or of another model")
-    return table.detach().T if weight.places[0].role == "linear" else table.detach()
+    role = weight.places[0].role
+    if role == "conv2d":
+        return table.detach().flatten(1).T
+    return table.detach().T if role == "linear" else table.detach()
 
 
 def factored_layers(model: nn.Module) -> Iterator[tuple[str, FactoredLayer]]:
     """Path and layer of every factored place; an owner comes before the places that borrow from it."""
-    found = [(name, module) for name, module, _ in _slots(model) if isinstance(module, FactoredLayer)]
+    found = [(name, module) for name, module, _ in slots(model) if isinstance(module, FactoredLayer)]
     yield from sorted(found, key=lambda item: not item[1].owns_matrix)
 
 
@@ -161,57 +160,6 @@ def pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, module
 
 
-def embedding_scale(module: nn.Module) -> float | None:
-    """What a scaled word embedding multiplies its output by; NaN where it is not in memory (meta device)."""
-    scale = getattr(module, "embed_scale", None)
-    if isinstance(scale, Tensor):
-        return float("nan") if scale.is_meta else float(scale)
-    return None if scale is None else float(scale)
-
-
-def _slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(path, module, inside a fused layer?) once per attribute that holds a module, shared modules included."""
-    seen: set[tuple[int, str]] = set()
-    fused: set[int] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        parent, _, leaf = name.rpartition(".")
-        slot = (id(model.get_submodule(parent)) if name else 0, leaf)
-        if slot in seen:
-            continue
-        seen.add(slot)
-        if isinstance(module, _FUSED) or type(module).__name__.endswith(_READERS):
-            fused.update(id(inner) for inner in module.modules())
-        yield name, module, id(module) in fused
-
-
-def _role(module: nn.Module) -> tuple[str, str]:
-    """The role of a layer, or "" and why it has none."""
-    kind = type(module)
-    if isinstance(module, FactoredLayer):
-        return "", "it is factored already"
-    weight = module._parameters.get("weight")
-    if not isinstance(weight, nn.Parameter) or weight.ndim != 2 or not weight.is_floating_point():
-        return "", f"a {kind.__name__} without a plain floating-point weight matrix"
-    if weight.numel() == 0:
-        return "", f"an empty {kind.__name__}"
-    if isinstance(module, nn.Embedding):
-        if module.max_norm is not None:
-            return "", "max_norm rescales rows of the table while it is read, which factors cannot do"
-        if kind is not nn.Embedding and not _is_scaled(kind):
-            return "", f"{kind.__name__} is a subclass of nn.Embedding that kflats does not know"
-        return "embedding", ""
-    if kind is nn.Linear:
-        return "linear", ""
-    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
-        return "conv1d", ""
-    return "", f"a {kind.__name__} is neither an embedding nor an exact nn.Linear"
-
-
-def _is_scaled(kind: type) -> bool:
-    """Gemma's, BART's, ...: transformers' word embeddings whose output is multiplied by ``embed_scale``."""
-    return kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.")
-
-
 def _is_saved(model: nn.Module, weight: Weight) -> bool:
     """False for what sentence-transformers stores itself (its Dense modules): it knows nothing of factors."""
     if not type(model).__module__.startswith("sentence_transformers."):
@@ -221,12 +169,12 @@ def _is_saved(model: nn.Module, weight: Weight) -> bool:
 
 
 def _reason(model: nn.Module, name: str, module: nn.Module) -> str:
-    role, reason = _role(module)
-    if not role:
-        return reason
-    if any(slot == name and fused for slot, _, fused in _slots(model)):
-        return "it is part of a layer that reads the dense tensor directly, as torch's own transformer layers do"
-    if role == "linear" and type(model).__module__.startswith("sentence_transformers."):
+    role = role_of(module)
+    if not role.name:
+        return role.reason
+    if any(slot == name and fused for slot, _, fused in slots(model)):
+        return READ_DIRECTLY
+    if role.name == "linear" and type(model).__module__.startswith("sentence_transformers."):
         return "sentence-transformers stores this layer itself, as a dense table"
     return "its parameter is shared with a layer that cannot be factored"
 
@@ -257,11 +205,13 @@ def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Wei
     tied = "embedding" in roles
     order = sorted(uses, key=lambda use: (use[2] != "embedding", use[0] not in sources))
     table = cast(Tensor, order[0][1]._parameters["weight"])
-    n, d = table.shape if order[0][2] != "linear" else table.shape[::-1]
+    role = order[0][2]
+    n, d = table.shape if role in ("embedding", "conv1d") else (table.shape[1:].numel(), table.shape[0])
     return Weight(
         name=order[0][0],
         places=tuple(Place(name, "head" if tied and role == "linear" else role) for name, _, role in order),
         shape=(n, d),
         dtype=str(table.dtype).removeprefix("torch."),
         nbytes=table.numel() * table.element_size(),
+        bias=not tied and order[0][1]._parameters.get("bias") is not None,
     )

@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kflats.description import Module, describe, match, read_description, scales, stored_dtype
+from kflats.description import Module, describe, read_description
 from kflats.errors import KflatsError
 from kflats.folders import explain, fsync
+from kflats.matching import match, put_, stored_dtype
 from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.places import Weight, pretrained_models
-from kflats.surgery import swap_
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
@@ -107,7 +107,7 @@ def _load_checked(model: nn.Module, layers: Any, shared: Any, shapes: dict[str, 
             matrix.refresh()
             matrices.append(matrix)
         for (weight, module, _), matrix in zip(chosen, matrices, strict=True):
-            swap_(model, weight, matrix, rows=module.rows, scales=scales(model, module))
+            put_(model, weight, module, matrix)
         for name, tensor in model.state_dict(keep_vars=True).items():
             tensor.copy_(file.get_tensor(shared.get(name, name)))
 
@@ -119,6 +119,8 @@ def _expected(model: nn.Module, chosen: Sequence[tuple[Weight, Module, torch.dty
         for place in weight.places:
             del found[f"{place.name}.weight"]
         found |= {f"{weight.name}.{key}": tuple(value.shape) for key, value in module.empty.tensors().items()}
+        if module.gained_bias:
+            found[f"{weight.name}.bias"] = weight.shape[1:]
     return found
 
 

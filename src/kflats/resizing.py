@@ -18,7 +18,8 @@ from kflats.description import redescribe_
 from kflats.errors import KflatsError
 from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import Matrix
-from kflats.places import FactoredLayer, factored_layers, pretrained_models
+from kflats.places import factored_layers, pretrained_models
+from kflats.roles import FactoredLayer
 
 _PLACES = "_places"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.exchange import dense_layer_for, factored_layers_for, holders_of_bias, shift_bias_
+from kflats.nn.conv import FactoredConv2d
+from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import Matrix
 from kflats.places import (
-    FactoredLayer,
     Place,
     Weight,
     dense_weight,
-    embedding_scale,
     factored_layers,
     find_weight,
     find_weights,
@@ -29,17 +28,6 @@ from kflats.ties import forget_ties_, recall_ties_
 
 __all__ = ["Place", "Weight", "dense_weight", "find_weight", "find_weights", "restore_", "swap_", "unchanged_on_error"]
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_is_full_backward_hook",
-)
-
 
 def swap_(
     model: nn.Module,
@@ -47,6 +35,7 @@ def swap_(
     matrix: Matrix,
     *,
     rows: str = "inputs",
+    bias_shift: Tensor | None = None,
     scales: dict[str, float | None] | None = None,
 ) -> None:
     """Replace every place of ``weight`` by a layer on ``matrix``, in place; the first place owns the factors.
@@ -58,12 +47,15 @@ def swap_(
         model: any module; transformers models keep working with everything transformers does.
         weight: what ``find_weight`` gave for this model.
         matrix: of ``weight.shape``; it is adopted, not copied.
-        rows: "outputs" for a linear layer whose matrix has output neurons as rows (shape reversed).
+        rows: "outputs" for a linear layer or convolution whose matrix has output neurons as rows (shape reversed).
+        bias_shift: (d,), added to the layer's bias: what the factors lack on the mean input. A layer without
+            a bias gets one, which is saved and loaded with it.
         scales: embedding scales by place, for a model on the meta device, where they cannot be read.
 
     Raises:
         KflatsError: another shape, a model that has changed since ``find_weight``, sparse gradients with
-            flats, a layer that accelerate moves about. The model is then as it was.
+            flats, flats in a convolution, a bias for an embedding or for a bias that two layers share, a
+            layer that accelerate moves about. The model is then as it was.
 
     >>> from kflats.nn.matrix import LowRankMatrix
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
@@ -73,8 +65,8 @@ def swap_(
     """
     if find_weight(model, weight.name).places != weight.places:
         raise KflatsError(f"the places of {weight.name!r} have changed", hint="call find_weight again")
-    reverse = rows == "outputs" and weight.places[0].role in ("linear", "conv1d")
-    if matrix.shape != (weight.shape[::-1] if reverse else weight.shape):
+    _check_options(weight, rows, bias_shift)
+    if matrix.shape != (weight.shape if rows == "inputs" else weight.shape[::-1]):
         raise KflatsError(
             f"a matrix of shape {matrix.shape} cannot replace {weight.name!r} of shape {weight.shape}",
             cause="the matrix was made for another weight, or in the other orientation",
@@ -90,9 +82,13 @@ def swap_(
     table = cast(nn.Parameter, old[0]._parameters["weight"])
     if matrix.weight.device != table.device:
         matrix.to(table.device)
-    layers = _new_layers(weight, old, matrix, "outputs" if reverse else "inputs", scales or {})
-    for parameter in matrix.parameters():
-        parameter.requires_grad_(table.requires_grad)
+    shared = [] if bias_shift is None else holders_of_bias(model, weight.name, old[0])
+    layers = factored_layers_for(weight, old, matrix, rows, scales or {})
+    for factor in matrix.tensors().values():
+        if factor.is_floating_point():
+            factor.requires_grad_(table.requires_grad)
+    if bias_shift is not None:
+        shift_bias_(cast(FactoredLinear | FactoredConv2d, layers[0]), bias_shift, table, shared)
 
     forget_ties_(model, group)  # while the dense parameters are there: transformers looks their names up
     for name, layer in zip(group, layers, strict=True):
@@ -107,7 +103,9 @@ def swap_(
 def restore_(model: nn.Module) -> None:
     """Put dense layers back, in place: every factored layer becomes what it was, with ``matrix.dense()`` as its table.
 
-    Ties are tied again. Values do not return to what they were before compression.
+    Ties are tied again. Values do not return to what they were before compression: the model computes what
+    it did with factors, biases included. Only a bias that a layer gained goes, because the architecture
+    (and who loads its checkpoint) has no place for it; the outputs move by that constant.
 
     >>> from kflats.nn.matrix import LowRankMatrix
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
@@ -128,7 +126,7 @@ def restore_(model: nn.Module) -> None:
                 table = matrix.dense().to(out or matrix.weight.dtype)
                 tables[id(matrix)] = nn.Parameter(table, requires_grad=matrix.weight.requires_grad)
         if id(layer) not in shells:
-            shells[id(layer)] = _dense_layer(name, layer, tables[id(matrix)])
+            shells[id(layer)] = dense_layer_for(name, layer, tables[id(matrix)])
         _put(model, name, shells[id(layer)])
     recall_ties_(model)
     unguard_resizing_(model)
@@ -168,52 +166,25 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _new_layers(
-    weight: Weight, old: Sequence[nn.Module], matrix: Matrix, rows: str, scales: dict[str, float | None]
-) -> list[FactoredLayer]:
-    """A layer for every place, none of them in the model yet; one object where one module has two places."""
-    made: dict[int, FactoredLayer] = {}
-    layers = []
-    for place, module in zip(weight.places, old, strict=True):
-        if id(module) not in made:
-            layer = _new_layer(place, module, matrix, rows, scales.get(place.name), own=not made)
-            bias = getattr(module, "bias", None)
-            if not isinstance(layer, FactoredEmbedding) and bias is not None:
-                layer.bias = bias  # the parameter itself: it may be tied
-            for name in _HOOKS:
-                layer.__dict__[name] = module.__dict__[name]
-            layer.train(module.training)
-            layer.__dict__["_shell"] = module
-            if not matrix.weight.is_meta:
-                _mark_initialized(layer)
-            made[id(module)] = layer
-        layers.append(made[id(module)])
-    return layers
-
-
-def _new_layer(
-    place: Place, module: nn.Module, matrix: Matrix, rows: str, scale: float | None, *, own: bool
-) -> FactoredLayer:
-    if isinstance(module, nn.Embedding):
-        found = embedding_scale(module)
-        if found is not None and math.isnan(found):
-            if scale is None:
-                raise KflatsError(
-                    f"the scale of the embedding {place.name!r} is unknown", cause="the model is on the meta device"
-                )
-            found = scale
-        out = module.weight.dtype
-        return FactoredEmbedding(
-            matrix,
-            padding_idx=module.padding_idx,
-            scale=found,
-            sparse=module.sparse,
-            own=own,
-            dtype=None if out == matrix.weight.dtype else out,
+def _check_options(weight: Weight, rows: str, bias_shift: Tensor | None) -> None:
+    if rows not in ("inputs", "outputs"):
+        raise KflatsError(f"rows={rows!r} is neither 'inputs' nor 'outputs'")
+    embedding = weight.places[0].role == "embedding"
+    if embedding and rows == "outputs":
+        raise KflatsError(
+            f"{weight.name!r} is an embedding: its rows are tokens", hint="rows='outputs' is for layers with inputs"
         )
-    if place.role == "head":
-        return FactoredHead(matrix)
-    return FactoredLinear(matrix, rows=rows)
+    if bias_shift is None:
+        return
+    if embedding:
+        raise KflatsError(f"{weight.name!r} is an embedding, which has no bias to shift")
+    if tuple(bias_shift.shape) != weight.shape[1:]:
+        raise KflatsError(
+            f"a bias shift of shape {tuple(bias_shift.shape)} does not fit the {weight.shape[1]} outputs "
+            f"of {weight.name!r}"
+        )
+    if not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
+        raise KflatsError(f"the bias shift of {weight.name!r} has values that are not finite")
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
@@ -229,32 +200,3 @@ def _check_swapped(model: nn.Module, group: Sequence[str], layers: Sequence[nn.M
     left = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     if left:
         raise KflatsError(f"the dense table of {group[0]!r} is still in use as {left[0]!r}")
-
-
-def _mark_initialized(layer: nn.Module) -> None:
-    """So that transformers' ``init_weights`` leaves fitted factors alone, as it does loaded ones."""
-    layer.__dict__["_is_hf_initialized"] = True
-    for parameter in layer.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-
-
-def _dense_layer(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn.Module:
-    """The module that ``layer`` replaced, with a table again."""
-    shell = layer.__dict__.get("_shell")
-    if not isinstance(shell, nn.Module):
-        raise KflatsError(f"{name!r} cannot be made dense", cause="it was not put there by kflats.surgery.swap_")
-    # Conv1D keeps M, torch's linear layers M.T; a matrix whose rows are outputs is M.T already.
-    if isinstance(layer, FactoredLinear) and (type(shell) is nn.Linear) == (layer.row_side == "inputs"):
-        table = nn.Parameter(table.detach().T.contiguous(), requires_grad=table.requires_grad)
-    if isinstance(layer, FactoredEmbedding) and isinstance(shell, nn.Embedding):
-        shell.num_embeddings, shell.padding_idx = layer.num_embeddings, layer.padding_idx
-        if isinstance(scale := getattr(shell, "embed_scale", None), Tensor):
-            # The shell did not travel with the model: its scale may be on another device, or not in memory.
-            shell.embed_scale = torch.full_like(scale, cast(float, layer.scale), device=table.device)
-    elif not isinstance(layer, FactoredEmbedding):
-        shell._parameters["bias"] = layer.bias
-        if isinstance(shell, nn.Linear):
-            shell.out_features = layer.out_features
-    shell._parameters["weight"] = table
-    shell.train(layer.training)
-    return shell

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -22,11 +23,14 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kflats.description import QUANT_METHOD, Description, describe, match, read_description, scales, stored_dtype
+from kflats.description import QUANT_METHOD, Description, describe, read_description
 from kflats.errors import KflatsError
+from kflats.matching import match, put_, stored_dtype
+from kflats.nn.conv import FactoredConv2d
+from kflats.nn.layers import FactoredLinear
 from kflats.nn.matrix import matrix_from_spec
 from kflats.places import factored_layers, pretrained_models, spellings
-from kflats.surgery import swap_
+from kflats.roles import FactoredLayer
 from kflats.ties import forget_ties_
 
 
@@ -89,14 +93,14 @@ class KflatsQuantizer(HfQuantizer):
             own = model.get_submodule(weight.name).weight.dtype
             target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
             matrix = matrix_from_spec(module.empty.spec(), dtype=target)
-            swap_(model, weight, matrix, rows=module.rows, scales=scales(model, module))
+            put_(model, weight, module, matrix)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, layer in factored_layers(model):
             if layer.owns_matrix:
-                for key, tensor in layer.matrix.tensors().items():
+                for key, tensor in _stored(layer).items():
                     # transformers only warns of a missing tensor, and fills it with random numbers.
                     if tensor.is_meta or not getattr(tensor, "_is_hf_initialized", False):
                         raise KflatsError(
@@ -131,6 +135,14 @@ class KflatsQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _stored(layer: FactoredLayer) -> dict[str, Tensor]:
+    """What the checkpoint must bring for an owning layer, besides what its dense form would have too."""
+    found = layer.matrix.tensors()
+    if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias and layer.bias is not None:
+        found["bias"] = layer.bias
+    return found
 
 
 def _take_marks_off(model: Any) -> None:

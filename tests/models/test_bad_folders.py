@@ -178,7 +178,7 @@ BAD = {
     "padding outside": (edited(**{"modules/TABLE/places/0/padding_idx": 199}), "padding row 199"),
     "scale no number": (edited(**{"modules/TABLE/places/0/scale": "2"}), "has scale"),
     "rows": (edited(**{"modules/TABLE/rows": "diagonals"}), "rows='diagonals'"),
-    "outputs of an embedding": (edited(**{"modules/TABLE/rows": "outputs"}), "199"),
+    "outputs of an embedding": (edited(**{"modules/TABLE/rows": "outputs"}), "is an embedding with outputs as rows"),
     "untied": (edited(**{"modules/TABLE/untied": ["../x"]}), "untied places"),
     "a path": (renamed("../../etc/passwd"), "not the path of a module"),
     "an absolute path": (renamed("/etc/passwd"), "not the path of a module"),

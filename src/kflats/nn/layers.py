@@ -20,8 +20,8 @@ from kflats.nn.flats import refresh_after_load
 from kflats.nn.low_rank import LowRankMatrix
 
 
-class _HasMatrix:
-    """What adopting and borrowing layers share."""
+class HoldsMatrix:
+    """What all factored layers share: a matrix, adopted or borrowed."""
 
     @property
     def matrix(self) -> Matrix:
@@ -59,7 +59,7 @@ class _HasMatrix:
         )
 
 
-class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
+class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
     """An ``nn.Embedding`` whose table is a Matrix: ``rows(ids)``, times ``scale`` where the model has one.
 
     ``(*b,)`` ids -> ``(*b, d)``, in the table's dtype also under autocast, as ``nn.Embedding`` does.
@@ -75,7 +75,7 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
             It follows ``.half()``, ``.to(dtype)`` and the like.
 
     Raises:
-        KflatsError: sparse gradients asked of flats, or a padding_idx outside the table.
+        KflatsError: sparse gradients asked of another matrix than a LowRankMatrix, or a padding_idx outside the table.
 
     >>> layer = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
     >>> layer(torch.tensor([[0, 4]])).shape
@@ -95,8 +95,8 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
         nn.Module.__init__(self)
         if sparse and not isinstance(matrix, LowRankMatrix):
             raise KflatsError(
-                "flats give no sparse gradients",
-                cause="the coordinates of a FlatsMatrix are slices of one tensor",
+                f"a matrix of kind {matrix.kind!r} gives no sparse gradients",
+                cause="only the coordinates of a low-rank matrix are read row by row",
                 hint="build the original layer with sparse=False, or compress with SVD",
             )
         self.num_embeddings, self.embedding_dim = matrix.shape
@@ -139,7 +139,7 @@ class FactoredEmbedding(_HasMatrix, nn.Embedding):  # type: ignore[override]
         return f"{n}, {d}, {self.matrix.kind}, values={self.matrix.num_values}, own={self.owns_matrix}"
 
 
-class FactoredLinear(_HasMatrix, nn.Module):
+class FactoredLinear(HoldsMatrix, nn.Module):
     """A linear layer whose (in, out) matrix is a Matrix: x @ M + bias.
 
     ``rows="outputs"`` says that M's rows are output neurons (M is torch's own (out, in) weight), and
@@ -155,6 +155,7 @@ class FactoredLinear(_HasMatrix, nn.Module):
     """
 
     bias: nn.Parameter | None
+    gained_bias = False  # True where the layer it stands for has no bias
 
     def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, rows: str = "inputs") -> None:
         nn.Module.__init__(self)
@@ -162,7 +163,7 @@ class FactoredLinear(_HasMatrix, nn.Module):
             raise KflatsError(f"rows={rows!r} is neither 'inputs' nor 'outputs'")
         self.row_side = rows
         self.in_features, self.out_features = matrix.shape if rows == "inputs" else matrix.shape[::-1]
-        _check_bias(bias, self.out_features)
+        check_bias(bias, self.out_features)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
@@ -174,7 +175,7 @@ class FactoredLinear(_HasMatrix, nn.Module):
         return f"{self.in_features}, {self.out_features}, {self.matrix.kind}, rows={self.row_side}"
 
 
-class FactoredHead(_HasMatrix, nn.Module):
+class FactoredHead(HoldsMatrix, nn.Module):
     """An output head tied to a factored embedding: logits = h @ M.T + bias, M borrowed from the embedding.
 
     ``(*b, d)`` -> ``(*b, n)``. The bias is the head's own; a Parameter is taken as it is, so that a
@@ -205,7 +206,7 @@ class FactoredHead(_HasMatrix, nn.Module):
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)
         self.out_features, self.in_features = matrix.shape
-        _check_bias(bias, self.out_features)
+        check_bias(bias, self.out_features)
         self._take(matrix, own=False)
         self.register_parameter("bias", bias)
 
@@ -217,6 +218,7 @@ class FactoredHead(_HasMatrix, nn.Module):
         return f"{self.in_features}, {self.out_features}, tied {self.matrix.kind}"
 
 
-def _check_bias(bias: Tensor | None, size: int) -> None:
+def check_bias(bias: Tensor | None, size: int) -> None:
+    """Refuse a bias of another length than ``size``."""
     if bias is not None and tuple(bias.shape) != (size,):
         raise KflatsError(f"a bias of shape {tuple(bias.shape)} does not fit {size} outputs")
