@@ -1,0 +1,246 @@
+"""Factored convolutions: the same numbers as the dense layer, in every geometry; and a whole CNN's life on disk."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import kflats
+from kflats.errors import KflatsError
+from kflats.nn.conv import FactoredConv2d
+from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix
+from kflats.surgery import dense_weight, find_weight, find_weights, restore_, swap_
+
+GEOMETRIES: dict[str, dict[str, Any]] = {
+    "plain": {"kernel_size": 3},
+    "one by one": {"kernel_size": 1, "stride": 2},
+    "strides": {"kernel_size": (2, 5), "stride": (1, 3), "padding": (2, 1)},
+    "dilated": {"kernel_size": 3, "dilation": (2, 1), "padding": 2},
+    "same": {"kernel_size": (3, 4), "dilation": 2, "padding": "same"},
+    "valid": {"kernel_size": 3, "padding": "valid"},
+    "reflected": {"kernel_size": 3, "padding": (2, 1), "padding_mode": "reflect", "stride": 2},
+    "circular and same": {"kernel_size": 4, "padding": "same", "padding_mode": "circular"},
+    "replicated": {"kernel_size": 3, "padding": 3, "padding_mode": "replicate", "bias": False},
+}
+
+
+def low_rank(table: Tensor, rank: int) -> Matrix:
+    u, s, v = torch.linalg.svd(table, full_matrices=False)
+    return LowRankMatrix(u[:, :rank] * s[:rank], v[:rank])
+
+
+def factored(conv: nn.Conv2d, rank: int, rows: str) -> FactoredConv2d:
+    model = nn.Sequential(copy.deepcopy(conv))
+    table = dense_weight(model, find_weight(model, "0"))
+    swap_(model, find_weight(model, "0"), low_rank(table if rows == "inputs" else table.T, rank), rows=rows)
+    layer = model[0]
+    assert isinstance(layer, FactoredConv2d)
+    return layer
+
+
+class Block(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=2, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(outputs)
+        self.shortcut = nn.Conv2d(inputs, outputs, 1, stride=2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm1(self.conv1(x)).relu()
+        return (self.norm2(self.conv2(y)) + self.shortcut(x)).relu()
+
+
+class ResNet(nn.Module):
+    """A residual network in miniature, with one grouped convolution in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, padding=1, padding_mode="reflect")
+        self.blocks = nn.Sequential(Block(16, 24), Block(24, 32))
+        self.depthwise = nn.Conv2d(32, 32, 3, padding=1, groups=32)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.depthwise(self.blocks(self.stem(x))).mean((2, 3)))
+
+
+@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
+def test_full_rank_is_the_dense_convolution(geometry: dict[str, Any], rows: str) -> None:
+    conv = nn.Conv2d(3, 5, **geometry).double()
+    full = min(3 * conv.kernel_size[0] * conv.kernel_size[1], 5)
+    layer = factored(conv, full, rows)
+    for x in (torch.randn(2, 3, 11, 9, dtype=torch.float64), torch.randn(3, 11, 9, dtype=torch.float64)):
+        torch.testing.assert_close(layer(x), conv(x), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+def test_a_lower_rank_is_the_convolution_of_its_matrix(rows: str) -> None:
+    conv = nn.Conv2d(3, 5, 3, stride=2, padding=1)
+    layer = factored(conv, 2, rows)
+    with torch.no_grad():
+        table = layer.matrix.dense() if rows == "inputs" else layer.matrix.dense().T
+        conv.weight.copy_(table.T.reshape_as(conv.weight))
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(layer(x), conv(x))
+    patches = nn.functional.unfold(x, 3, padding=1, stride=2)  # rows of M are the numbers of a patch, in this order
+    torch.testing.assert_close(patches.mT @ table + conv.bias, conv(x).flatten(2).mT)
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in layer.parameters())
+
+
+def test_types_layouts_and_recording() -> None:
+    layer = factored(nn.Conv2d(3, 8, 3, padding=1), 4, "inputs")
+    x = torch.randn(2, 3, 8, 8)
+    expected = layer(x)
+    torch.testing.assert_close(layer(x.to(memory_format=torch.channels_last)), expected)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert layer(x).dtype == torch.bfloat16
+    recorded = torch.export.export(nn.Sequential(layer), (x,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    torch.testing.assert_close(recorded.module()(x[:1].repeat(3, 1, 1, 1)), expected[:1].repeat(3, 1, 1, 1))
+    layer.matrix.half()  # stored small, computed in the type of what enters
+    assert layer(x).dtype == torch.float32
+    torch.testing.assert_close(layer(x), expected, rtol=1e-2, atol=1e-2)
+    assert "kernel_size=(3, 3)" in repr(layer)
+
+
+def test_what_cannot_be_factored_says_why() -> None:
+    class Standardized(nn.Conv2d):
+        pass
+
+    model = nn.ModuleDict(
+        {
+            "good": nn.Conv2d(4, 4, 3),
+            "grouped": nn.Conv2d(4, 4, 3, groups=2),
+            "depthwise": nn.Conv2d(4, 4, 3, groups=4),
+            "standardized": Standardized(4, 4, 3),
+            "line": nn.Conv1d(4, 4, 3),
+            "upwards": nn.ConvTranspose2d(4, 4, 3),
+            "normed": nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)),
+        }
+    )
+    assert [w.name for w in find_weights(model)] == ["good"]
+    for name, reason in [
+        ("grouped", r"a grouped convolution \(groups=2\)"),
+        ("depthwise", r"a grouped convolution \(groups=4\)"),
+        ("standardized", "Standardized"),
+        ("line", "Conv1d"),
+        ("upwards", "ConvTranspose2d"),
+        ("normed", "plain floating-point weight"),
+    ]:
+        with pytest.raises(KflatsError, match=reason):
+            find_weight(model, name)
+    flats = FlatsMatrix(
+        torch.randn(36, 2), torch.randn(2, 4), torch.zeros(36, dtype=torch.uint8), (Band(36, 2, 0),), (2,)
+    )
+    weight = find_weight(model, "good")
+    with pytest.raises(KflatsError, match=r"'flats' cannot be a convolution's kernel"):
+        swap_(model, weight, flats)
+    with pytest.raises(KflatsError, match=r"shape \(4, 36\) cannot replace"):
+        swap_(model, weight, LowRankMatrix(torch.ones(4, 1), torch.ones(1, 36)))
+    assert type(model["good"]) is nn.Conv2d
+    with pytest.raises(KflatsError, match="groups"):
+        FactoredConv2d(LowRankMatrix(torch.ones(18, 1), torch.ones(1, 4)), model["grouped"])
+
+
+@pytest.fixture(scope="module")
+def trained() -> ResNet:
+    """The network with statistics and biases that are not what they start as; not to be changed."""
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = ResNet()
+        with torch.no_grad():
+            model(torch.randn(16, 3, 16, 16))
+    return model.eval()
+
+
+def compressed(trained: ResNet) -> tuple[ResNet, Any]:
+    model = copy.deepcopy(trained)
+    names = [w.name for w in find_weights(model) if w.name.startswith("blocks")]
+    return model, kflats.compress_(model, dict.fromkeys(names, kflats.SVD()), budget="60%", quiet=True)
+
+
+def test_a_network_is_compressed_saved_and_loaded(trained: ResNet, tmp_path: Path) -> None:
+    assert find_weights(trained)[0].name == "stem"
+    assert all("depthwise" not in w.name for w in find_weights(trained))
+    model, report = compressed(trained)
+    assert len(report.weights) == 6
+    assert sum(isinstance(m, FactoredConv2d) for m in model.modules()) == 6
+    kflats.save(model, tmp_path)
+    dense = sum(p.numel() * p.element_size() for p in trained.parameters())
+    assert (tmp_path / "model.safetensors").stat().st_size < 0.75 * dense
+    loaded = ResNet().eval()
+    kflats.load_(loaded, tmp_path)
+    x = torch.randn(4, 3, 16, 16)
+    with torch.no_grad():
+        assert torch.equal(loaded(x), model(x))
+        assert 0 < (model(x) - trained(x)).norm() < trained(x).norm()
+    loaded.train()(x).square().sum().backward()
+    assert all(p.grad is not None for p in loaded.parameters())
+    expected = model(x)
+    restore_(model)
+    assert type(model.blocks[0].conv1) is nn.Conv2d
+    torch.testing.assert_close(model(x), expected)
+    model.load_state_dict(trained.state_dict())
+
+
+def test_a_file_of_another_convolution_is_refused(trained: ResNet, tmp_path: Path) -> None:
+    model, _ = compressed(trained)
+    kflats.save(model, tmp_path)
+    other = ResNet()
+    other.blocks[0].conv1 = nn.Conv2d(16, 24, (1, 9), bias=False)  # as many numbers
+    with pytest.raises(
+        KflatsError, match=r"kernels \(16, 3, 3\) in the file, but a convolution of kernels \(16, 1, 9\)"
+    ):
+        kflats.load_(other, tmp_path)
+    other.blocks[0].conv1 = nn.Linear(144, 24, bias=False)
+    with pytest.raises(KflatsError, match="in the file, but no convolution"):
+        kflats.load_(other, tmp_path)
+    assert not any(isinstance(m, FactoredConv2d) for m in other.modules())
+
+
+def test_a_program_without_kflats_cannot_load_it_by_mistake(trained: ResNet, tmp_path: Path) -> None:
+    model, _ = compressed(trained)
+    kflats.save(model, tmp_path)
+    with pytest.raises(RuntimeError, match=r"size mismatch for blocks\.0\.conv1\.weight"):
+        ResNet().load_state_dict(load_file(tmp_path / "model.safetensors"), strict=False)
+
+
+@pytest.mark.parametrize(
+    ("place", "matrix", "message"),
+    [
+        ({"kernel": None}, {}, "kernel"),
+        ({"kernel": [16, 3]}, {}, "kernel"),
+        ({"kernel": [16, 3, True]}, {}, "kernel"),
+        ({"kernel": [16, 0, 3]}, {}, "kernel"),
+        ({"role": "linear"}, {}, "kernel"),
+        ({"gained_bias": 1}, {}, "gained_bias"),
+        ({"groups": 2}, {}, "fields"),
+        ({}, {"kind": "flats", "bands": [[144, 2, 0]], "flat_ranks": [2]}, "a convolution with a matrix of kind"),
+    ],
+)
+def test_a_damaged_description_is_refused(
+    trained: ResNet, tmp_path: Path, place: dict[str, Any], matrix: dict[str, Any], message: str
+) -> None:
+    model, _ = compressed(trained)
+    kflats.save(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    with safe_open(path, "pt") as file:
+        note = json.loads(file.metadata()["kflats"])
+    module = note["layers"]["modules"]["blocks.0.conv1"]
+    module["places"][0] |= place
+    if matrix:
+        module["matrix"] = {"shape": module["matrix"]["shape"], **matrix}
+    save_file(load_file(path), path, metadata={"kflats": json.dumps(note)})
+    with pytest.raises(KflatsError, match=message):
+        kflats.load_(ResNet(), tmp_path)
