@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype
 from kflats.numerics.flats import FlatsFit
+from kflats.numerics.metric import Metric
 from kflats.numerics.nested import NestedFit
 from kflats.numerics.rows import GRAM_BLOCK, Rows
 
@@ -16,20 +18,49 @@ _Kind = tuple[int | None, int]
 """What a label means: (flat or None, rank)."""
 
 
-def from_flats(rows: Rows, fit: FlatsFit) -> Matrix:
-    """A band for each flat, at its rank, and one for the rows kept exactly."""
+def from_flats(rows: Rows, fit: FlatsFit, metric: Metric | None = None) -> Matrix:
+    """A band for each flat, at its rank, and one for the rows kept exactly; ``metric``: where the flats were found."""
     kinds: list[_Kind] = [(c, len(basis)) for c, basis in enumerate(fit.bases)]
-    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])])
+    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])], metric)
 
 
-def from_nested(rows: Rows, fit: NestedFit) -> Matrix:
+def from_nested(rows: Rows, fit: NestedFit, metric: Metric | None = None) -> Matrix:
     """A band for each level of each flat, and one for the rows kept exactly."""
     kinds: list[_Kind] = [(c, rank) for c, ranks in enumerate(fit.levels) for rank in ranks]
     bases = [flat.basis[: flat.ranks[-1]].to(rows.dtype) for flat in fit.flats]
-    return _stored(rows, fit.labels, bases, [*kinds, (None, rows.shape[1])])
+    return _stored(rows, fit.labels, bases, [*kinds, (None, rows.shape[1])], metric)
 
 
-def _stored(rows: Rows, labels: Tensor, bases: Sequence[Tensor], kinds: Sequence[_Kind]) -> Matrix:
+@dataclass(frozen=True)
+class Frame:
+    """An orthonormal ``basis`` (r, d) of a flat, and how rows get their coordinates in it."""
+
+    basis: Tensor
+    directions: Tensor
+    turn: Tensor | None = None
+
+    def encoder(self, rank: int) -> Tensor:
+        """(d, rank): rows times it are coordinates in the first ``rank`` lines of ``basis``."""
+        columns = self.directions[:, :rank]
+        return columns if self.turn is None else columns @ self.turn[:rank, :rank]
+
+
+def frame(basis: Tensor, metric: Metric | None, dtype: torch.dtype) -> Frame:
+    """A basis P (r, d) that is orthonormal in A R as one that is orthonormal in A.
+
+    P R^-1 = T Q with T lower triangular: coordinates A R P' T in Q give the same rows, for every prefix, and
+    rounding them costs no more than it does without a metric.
+    """
+    if metric is None:
+        return Frame(basis.to(dtype), basis.T.to(dtype))
+    wide = basis.to(torch.float64)
+    q, t = torch.linalg.qr(metric.decoder(wide).T)
+    return Frame(q.T.contiguous().to(dtype), metric.encoder(wide), t.T)
+
+
+def _stored(
+    rows: Rows, labels: Tensor, bases: Sequence[Tensor], kinds: Sequence[_Kind], metric: Metric | None
+) -> Matrix:
     """Coordinates by projection, stored band by band; one flat that holds all rows becomes a low-rank pair."""
     d = rows.shape[1]
     labels = labels.to(torch.int64)
@@ -41,7 +72,8 @@ def _stored(rows: Rows, labels: Tensor, bases: Sequence[Tensor], kinds: Sequence
     renamed = torch.tensor([made.index(kind) if kind in made else 0 for kind in kinds], device=labels.device)
     labels = renamed[labels]
     sizes = torch.bincount(labels, minlength=len(made)).tolist()
-    stored = [bases[c][: max(rank for flat, rank in made if flat == c)] for c in flats]
+    frames = [frame(bases[c][: max(rank for flat, rank in made if flat == c)], metric, rows.dtype) for c in flats]
+    stored = [found.basis for found in frames]
     bands = [
         Band(rows_in, rank, None if c is None else flats.index(c))
         for rows_in, (c, rank) in zip(sizes, made, strict=True)
@@ -49,7 +81,7 @@ def _stored(rows: Rows, labels: Tensor, bases: Sequence[Tensor], kinds: Sequence
     parts: list[Tensor] = []
     for i, band in enumerate(bands):
         index = (labels == i).nonzero().squeeze(1)
-        columns = None if band.flat is None else stored[band.flat][: band.rank].T
+        columns = None if band.flat is None else frames[band.flat].encoder(band.rank).to(rows.dtype)
         part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
         for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
             block = rows.take(index[piece])

@@ -1,4 +1,4 @@
-"""Methods: frozen values that say which geometry covers the rows. Each makes a Matrix from rows, weights and bytes."""
+"""Methods: frozen values that say which geometry covers the rows. Each makes a Matrix of rows, weighting and bytes."""
 
 from __future__ import annotations
 
@@ -12,70 +12,35 @@ from torch import Tensor
 
 from kflats.coordinates import from_flats, from_nested
 from kflats.errors import KflatsError
-from kflats.nn.matrix import LowRankMatrix, Matrix, label_dtype
+from kflats.judging import row_errors
+from kflats.nn.matrix import label_dtype
 from kflats.numerics.allocation import fill
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud, FlatsFit, Progress
+from kflats.numerics.flats import Cloud, FlatsFit
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.metric import Metric, right_metric
 from kflats.numerics.nested import NestedFit
 from kflats.numerics.nested_fit import fit_nested
-from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite, check_weights
+from kflats.numerics.rows import MetricRows, Rows, TensorRows, check_finite, check_weights
 from kflats.numerics.seeding import kmeans
-from kflats.numerics.svd import truncated_svd
+from kflats.numerics.svd import weighted_spectrum
+from kflats.one_flat import SVD, Dense, tails
+from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
+from kflats.weighting import Weighting
 
-
-@dataclass(frozen=True)
-class Problem:
-    """What a method is given: ``rows`` (n, d), ``weights`` (n,) or None, and what it may store:
-    ``nbytes`` with ``itemsize`` bytes a number, row labels included unless ``free_labels``."""
-
-    rows: Rows
-    nbytes: int
-    itemsize: int
-    weights: Tensor | None = None
-    free_labels: bool = False
-    seed: int = 0
-    progress: Progress | None = None
-
-    def values(self, bands: int) -> int:
-        """Numbers that fit beside the labels of ``bands`` bands."""
-        n = self.rows.shape[0]
-        labels = n * label_dtype(bands).itemsize if bands > 1 and not self.free_labels else 0
-        return (self.nbytes - labels) // self.itemsize
-
-
-@dataclass(frozen=True)
-class Factored:
-    """A method's result: the matrix, the objective per iteration (falling), and seconds taken."""
-
-    matrix: Matrix
-    objective: tuple[float, ...]
-    seconds: float
-
-
-@dataclass(frozen=True)
-class SVD:
-    """One flat: min sum_i w_i ||a_i - u_i V||^2, rank r = numbers / (n + d). The closed-form baseline.
-
-    Choose it when a plain low-rank pair is all a target can run; ``Flats`` is better at equal bytes.
-    """
-
-    accepts = frozenset({"rows"})
-
-    def fit(self, problem: Problem) -> Factored:
-        """A LowRankMatrix of the largest rank that fits.
-
-        Raises:
-            KflatsError: not even rank 1 fits.
-        """
-        start = time.perf_counter()
-        n, d = problem.rows.shape
-        rank = min(problem.values(1) // (n + d), n, d)
-        _enough(rank, n, d, problem, 1)
-        found = truncated_svd(problem.rows, rank, weights=problem.weights)
-        matrix = LowRankMatrix(found.coordinates, found.basis)
-        return Factored(matrix, (found.error,), time.perf_counter() - start)
+__all__ = [
+    "MESSI",
+    "SVD",
+    "VALUES",
+    "Dense",
+    "Factored",
+    "Flats",
+    "KMeansSVD",
+    "Problem",
+    "from_name",
+    "row_errors",
+]
 
 
 @dataclass(frozen=True)
@@ -83,6 +48,9 @@ class Flats:
     """k flats through the rows (MESSI, section 2), by default with ranks that follow importance.
 
         minimise  sum_i w_i dist(a_i, S_c(i))^2   with   sum_c j_c (n_c + d) + d n_exact + labels <= bytes
+
+    Under a right metric R distances are those of the rows of A R, dist(a_i R, S R)^2: flats are found there
+    and mapped back.
 
     Args:
         k: number of flats; None searches (appendix D) by the objective.
@@ -113,7 +81,7 @@ class Flats:
     tolerance: float = 1e-3
     max_iterations: int = 60
 
-    accepts = frozenset({"rows", "right metric"})
+    accepts = frozenset({"rows", "right"})
 
     def __post_init__(self) -> None:
         if self.k is not None and (self.k < 1 or self.k > 4096):
@@ -134,17 +102,29 @@ class Flats:
             KflatsError: the bytes do not hold k flats of rank 1, or the rows cannot be fitted.
         """
         start = time.perf_counter()
+        check_accepts("Flats", self.accepts, problem.weighting)
+        inside, metric = _in_metric(problem)
         if self.k is None:
-            found = min((self._fit(problem, k) for k in _CHOICES if self._fits(problem, k)), key=_error, default=None)
+            found = min((self._fit(inside, k) for k in _CHOICES if self._fits(inside, k)), key=_error, default=None)
             if found is None:
-                _enough(0, *problem.rows.shape, problem, 1)
-                raise AssertionError("unreachable")
+                raise _too_few(problem, 1)
         else:
-            found = self._fit(problem, self.k)
-        if isinstance(found, NestedFit):
-            return Factored(from_nested(problem.rows, found), found.objective, time.perf_counter() - start)
-        found = _spent(problem, found, uniform=self.ranks == "uniform")
-        return Factored(from_flats(problem.rows, found), found.objective, time.perf_counter() - start)
+            found = self._fit(inside, self.k)
+        if not isinstance(found, NestedFit):
+            found = _spent(inside, found, uniform=self.ranks == "uniform")
+            matrix = from_flats(problem.rows, found, metric)
+        else:
+            matrix = from_nested(problem.rows, found, metric)
+        return Factored(matrix, _scaled(found.objective, metric), time.perf_counter() - start)
+
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """Stored bytes where all flats have ``rank``, labels included (one flat if k is None)."""
+        return _flats_cost(shape, rank, itemsize, self.k or 1)
+
+    def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
+        """(min(n, d) + 1,) float64: the objective of *one* flat of rank 0, 1, ...: k of those ranks lose less."""
+        check_accepts("Flats", self.accepts, weighting)
+        return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
 
     def _fits(self, problem: Problem, k: int) -> bool:
         n, d = problem.rows.shape
@@ -176,7 +156,8 @@ class Flats:
         if exact and values < n + k * d:  # one more band may need labels, or wider ones
             exact, values = False, problem.values(k)
         rank = min(values // (n + k * d), n, d)
-        _enough(rank, n, d, problem, k)
+        if rank < 1:
+            raise _too_few(problem, k)
         filled = self.ranks == "filled"
         return fit_flats(
             problem.rows,
@@ -213,12 +194,14 @@ class KMeansSVD:
             KflatsError: the bytes do not hold k flats of rank 1.
         """
         start = time.perf_counter()
+        check_accepts("KMeansSVD", self.accepts, problem.weighting)
         rows, weights, k = problem.rows, problem.weights, self.k
         n, d = rows.shape
         if k > n:
             raise KflatsError(f"{k} clusters do not fit {n} rows", hint=f"choose k in 1..{n}")
         rank = min(problem.values(k) // (n + k * d), n, d)
-        _enough(rank, n, d, problem, k)
+        if rank < 1:
+            raise _too_few(problem, k)
         check_finite(rows)
         check_weights(weights, n)
         labels = kmeans(Cloud(rows, squared_norms(rows), weights), k, rank, torch.Generator().manual_seed(problem.seed))
@@ -229,28 +212,45 @@ class KMeansSVD:
         fit = _spent(problem, fit, uniform=True)
         return Factored(from_flats(rows, fit), fit.objective, time.perf_counter() - start)
 
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """Stored bytes where all clusters have ``rank``, labels included."""
+        return _flats_cost(shape, rank, itemsize, self.k)
+
+    def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
+        """(min(n, d) + 1,) float64: the objective of *one* flat of rank 0, 1, ...: k of those ranks lose less."""
+        check_accepts("KMeansSVD", self.accepts, weighting)
+        return tails(weighted_spectrum(rows, left=weighting.left))
+
 
 def MESSI(k: int = 5) -> Flats:
     """MESSI exactly as published: equal ranks, a random partition to start from. Use it with Uniform()."""
     return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100)
 
 
-VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD)
+VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense)
+_HELD = 2**28  # numbers of a table that is kept in memory in another metric
 _CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
-_NAMES: dict[str, Callable[..., Any]] = {"svd": SVD, "flats": Flats, "kmeans-svd": KMeansSVD, "messi": MESSI}
+_NAMES: dict[str, Callable[..., Any]] = {
+    "svd": SVD,
+    "flats": Flats,
+    "kmeans-svd": KMeansSVD,
+    "messi": MESSI,
+    "dense": Dense,
+}
 
 
 def from_name(name: str, **options: Any) -> Any:
-    """The method that a command line calls ``name``: svd, flats, kmeans-svd or messi.
+    """The method that a command line calls ``name``: svd, flats, kmeans-svd, messi or dense.
 
     >>> from_name("svd")
-    SVD()
+    SVD(form='factors')
     """
     make = _NAMES.get(name.strip().lower())
     if make is None:
         raise KflatsError(f"no method is called {name!r}", hint="one of " + ", ".join(_NAMES))
-    if make is SVD and options:
-        raise KflatsError(f"svd has no {', '.join(options)}", cause="it is one flat", hint="flats")
+    known = {"svd": {"form"}, "dense": set()}.get(name.strip().lower())
+    if known is not None and (wrong := sorted(options.keys() - known)):
+        raise KflatsError(f"{name} has no {', '.join(wrong)}", cause="it is one flat", hint="flats")
     return make(**options)
 
 
@@ -258,14 +258,33 @@ def _error(fit: FlatsFit | NestedFit) -> float:
     return fit.error
 
 
-def _enough(rank: int, n: int, d: int, problem: Problem, k: int) -> None:
-    if rank < 1:
-        raise KflatsError(
-            f"a budget of {problem.nbytes:,} bytes cannot hold {k} flat{'s' * (k > 1)} of rank 1 "
-            f"for a {n} x {d} matrix",
-            cause=f"that takes {(n + k * d) * problem.itemsize + n * (k > 1):,} bytes",
-            hint="a larger budget" + (", or fewer flats" if k > 1 else ""),
-        )
+def _too_few(problem: Problem, k: int) -> KflatsError:
+    n, d = problem.rows.shape
+    least = (n + k * d) * problem.itemsize + n * (k > 1)
+    return refuse_bytes(problem, least, f"{k} flat{'s' * (k > 1)} of rank 1")
+
+
+def _flats_cost(shape: tuple[int, int], rank: int, itemsize: int, k: int) -> int:
+    n, d = shape
+    labels = n * label_dtype(k).itemsize if k > 1 else 0
+    return rank * (n + k * d) * itemsize + labels
+
+
+def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:
+    """The problem of the rows of A R, without R."""
+    rows, right = problem.rows, problem.weighting.right
+    if right is None:
+        return problem, None
+    check_finite(rows)
+    metric = right_metric(right.to(rows.device), rows.shape[1])
+    inside: Rows = MetricRows(rows, metric.factor)
+    if rows.shape[0] * rows.shape[1] <= _HELD:  # EM reads its rows many times: multiply once where memory allows
+        inside = TensorRows(torch.cat([block for _, block in inside.blocks(rows.shape[0])]))
+    return replace(problem, rows=inside, weighting=replace(problem.weighting, right=None)), metric
+
+
+def _scaled(objective: tuple[float, ...], metric: Metric | None) -> tuple[float, ...]:
+    return objective if metric is None else tuple(metric.scale * value for value in objective)
 
 
 def _spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
@@ -294,15 +313,3 @@ def _spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
     error = float(sum(spectrum[rank:].sum() for rank, spectrum in zip(ranks, spectra, strict=True)))
     history = fit.objective + ((error,) if error < fit.error else ())
     return replace(fit, bases=tuple(bases), objective=history)
-
-
-def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
-    """(n,) squared distance of each row to its stored form, ||a_i - m_i||^2, by blocks."""
-    source = as_rows(rows)
-    out = torch.empty(source.shape[0], dtype=torch.float64)
-    with torch.no_grad():
-        for start, block in source.blocks(GRAM_BLOCK):
-            index = torch.arange(start, start + len(block), device=block.device)
-            stored = matrix.rows(index).to(block.dtype)
-            out[start : start + len(block)] = (block - stored).square().sum(1, dtype=torch.float64).cpu()
-    return out

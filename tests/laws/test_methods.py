@@ -15,6 +15,7 @@ from kflats.methods import MESSI, SVD, VALUES, Flats, KMeansSVD, Problem, from_n
 from kflats.nn.matrix import FlatsMatrix, LowRankMatrix
 from kflats.numerics.rows import TensorRows
 from kflats.recipe import from_json, to_json
+from kflats.weighting import Weighting
 
 F64 = torch.float64
 METHODS = {
@@ -53,7 +54,7 @@ def table(kind, n, d, seed):
 
 
 def solve(method, a, nbytes, *, weights=None, seed=0, itemsize=4, **options):
-    return method.fit(Problem(TensorRows(a), nbytes, itemsize, weights, seed=seed, **options))
+    return method.fit(Problem(TensorRows(a), nbytes, itemsize, Weighting(left=weights), seed=seed, **options))
 
 
 def least_bytes(method, n, d, itemsize=4):

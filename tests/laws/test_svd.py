@@ -1,4 +1,4 @@
-"""Truncated SVD is optimal under row weights and a right metric, whatever the shape, the rank and the stored type."""
+"""Truncated SVD is optimal under metrics on both sides, whatever the shape, the rank and the stored type."""
 
 from __future__ import annotations
 
@@ -10,31 +10,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
+from kflats.numerics.metric import right_metric
 from kflats.numerics.rows import TensorRows
-from kflats.numerics.svd import inverse_metric, project, range_finder_svd, truncated_svd
+from kflats.numerics.svd import project, range_finder_svd, truncated_svd, weighted_spectrum
 
 F64 = torch.float64
 SHAPES = {"tall": (60, 9), "square": (12, 12), "wide": (7, 30), "one row": (1, 5), "one column": (20, 1)}
 
 
-def numpy_error(a, rank, weights=None, metric=None):
+def root(gram):
+    """Any R with R R' = gram, by scipy: nothing here is shared with the code under test."""
+    gram = np.asarray(gram, dtype=np.float64)
+    if gram.ndim == 1:
+        return np.diag(np.sqrt(gram))
+    values, vectors = scipy.linalg.eigh(gram)
+    return vectors * np.sqrt(values.clip(0))
+
+
+def numpy_error(a, rank, left=None, right=None):
     """The least weighted error of any matrix of that rank: the tail of scipy's singular values (Eckart-Young)."""
     a = np.asarray(a, dtype=np.float64)
-    if weights is not None:
-        a = a * np.sqrt(np.asarray(weights, dtype=np.float64))[:, None]
-    if metric is not None:
-        a = a @ np.asarray(metric, dtype=np.float64)
+    if left is not None:
+        a = root(left).T @ a
+    if right is not None:
+        a = a @ root(right)
     values = scipy.linalg.svdvals(a)
     return float((values[rank:] ** 2).sum()), float((values**2).sum())
 
 
-def reached(a, found, weights=None, metric=None):
+def reached(a, found, left=None, right=None):
     """The weighted error of the factors themselves, in float64."""
     rest = a.to(F64) - found.coordinates.to(F64) @ found.basis.to(F64)
-    if metric is not None:
-        rest = rest @ metric.to(F64)
+    if right is not None:
+        rest = rest @ torch.from_numpy(root(right))
+    if left is not None and left.ndim == 2:
+        rest = torch.from_numpy(root(left)).T @ rest
     per_row = rest.square().sum(1)
-    return float(per_row.sum() if weights is None else (weights.to(F64) * per_row).sum())
+    return float(per_row.sum() if left is None or left.ndim == 2 else (left.to(F64) * per_row).sum())
 
 
 def draw(n, d, seed, zero_weights=True):
@@ -44,21 +56,113 @@ def draw(n, d, seed, zero_weights=True):
     if zero_weights and n > 2:
         w[:: max(2, n // 4)] = 0
     r = torch.randn(d, d, generator=gen, dtype=F64)
-    return a, w, r
+    return a, w, r @ r.T
+
+
+def grams(size, seed):
+    """Every kind of one side's metric: none, its diagonal with and without zeros, a Gram of full and of low rank."""
+    gen = torch.Generator().manual_seed(seed)
+    x = torch.randn(3 * size, size, generator=gen, dtype=F64) * torch.logspace(0, -2, size, dtype=F64)
+    low = x[: max(1, size // 3)]
+    diagonal = torch.rand(size, generator=gen, dtype=F64) + 0.1
+    holed = diagonal.clone()
+    holed[1::3] = 0
+    return {"none": None, "diagonal": diagonal, "holed": holed, "full": x.T @ x, "low rank": low.T @ low}
+
+
+SIDES = ("none", "diagonal", "holed", "full", "low rank")
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("measured", [False, True], ids=["euclid", "metric"])
-def test_no_matrix_of_that_rank_is_better(shape, weighted, measured):
-    a, w, r = draw(*shape, seed=1)
-    weights, metric = (w if weighted else None), (r if measured else None)
+@pytest.mark.parametrize("left", SIDES)
+@pytest.mark.parametrize("right", SIDES)
+def test_no_matrix_of_that_rank_is_better(shape, left, right):
+    a, _, _ = draw(*shape, seed=1)
+    left, right = grams(shape[0], 2)[left], grams(shape[1], 3)[right]
+    spectrum = weighted_spectrum(a, left=left, right=right)
+    assert spectrum.shape == (min(shape),)
     for rank in {1, min(shape) // 2 or 1, min(shape)}:
-        found = truncated_svd(a, rank, weights=weights, metric=metric)
-        least, total = numpy_error(a, rank, weights, metric)
-        assert found.total == pytest.approx(total, rel=1e-10)
-        assert found.error == pytest.approx(least, rel=1e-9, abs=1e-12 * total)
-        assert reached(a, found, weights, metric) == pytest.approx(least, rel=1e-9, abs=1e-11 * total)
+        found = truncated_svd(a, rank, left=left, right=right)
+        least, total = numpy_error(a, rank, left, right)
+        assert found.total == pytest.approx(total, rel=1e-9)
+        assert found.error == pytest.approx(least, rel=1e-7, abs=1e-10 * total)
+        assert reached(a, found, left, right) == pytest.approx(least, rel=1e-7, abs=1e-10 * total)
+        assert float(spectrum[rank:].sum()) == pytest.approx(least, rel=1e-7, abs=1e-10 * total)
+        torch.testing.assert_close(torch.linalg.vector_norm(found.basis, dim=1), torch.ones(rank, dtype=F64))
+
+
+def test_at_full_rank_all_is_kept_whatever_was_judged():
+    for shape in ((30, 7), (7, 30)):
+        a = draw(*shape, seed=1)[0]
+        for name in SIDES:
+            found = truncated_svd(a, 7, left=grams(shape[0], 2)[name])
+            torch.testing.assert_close(found.coordinates @ found.basis, a)
+    found = truncated_svd(a := draw(30, 7, seed=1)[0], 7, right=grams(7, 3)["low rank"])
+    torch.testing.assert_close(found.coordinates @ found.basis, a, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(40, 9), (9, 40)], ids=["tall", "wide"])
+def test_prefixes_are_the_best_of_their_rank(shape):
+    a = draw(*shape, seed=1)[0]
+    left, right = grams(shape[0], 2)["full"], grams(shape[1], 3)["full"]
+    whole = truncated_svd(a, 6, left=left, right=right)
+    for rank in range(1, 6):
+        part = truncated_svd(a, rank, left=left, right=right)
+        torch.testing.assert_close(whole.coordinates[:, :rank] @ whole.basis[:rank], part.coordinates @ part.basis)
+
+
+@pytest.mark.parametrize("shape", [(40, 9), (9, 40)], ids=["tall", "wide"])
+def test_a_diagonal_gram_is_its_diagonal(shape):
+    a = draw(*shape, seed=1)[0]
+    left, right = grams(shape[0], 2)["holed"], grams(shape[1], 3)["holed"]
+    one = truncated_svd(a, 4, left=left, right=right)
+    other = truncated_svd(a, 4, left=torch.diag(left), right=torch.diag(right))
+    torch.testing.assert_close(one.coordinates @ one.basis, other.coordinates @ other.basis)
+    assert one.error == pytest.approx(other.error, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(80, 12), (12, 80)], ids=["tall", "wide"])
+def test_metrics_on_both_sides_of_smaller_types(dtype, shape):
+    a = draw(*shape, 3)[0].to(dtype)
+    left, right = grams(shape[0], 2)["full"].float(), grams(shape[1], 3)["full"].float()
+    found = truncated_svd(a, 5, left=left, right=right)
+    least, total = numpy_error(a.to(F64), 5, left, right)
+    assert found.coordinates.dtype == found.basis.dtype == torch.float32
+    assert reached(a, found, left, right) == pytest.approx(least, rel=1e-3, abs=1e-6 * total)
+
+
+@pytest.mark.parametrize("exponent", [-40, 40])
+def test_the_scale_of_a_metric_only_scales_the_error(exponent):
+    a, left, right = draw(40, 9, 1)[0].float(), grams(40, 2), grams(9, 3)
+    for kind in ("diagonal", "full"):
+        usual = truncated_svd(a, 4, left=left[kind], right=right[kind])
+        scaled = truncated_svd(a, 4, left=left[kind] * 10.0**exponent, right=right[kind] * 10.0**exponent)
+        assert scaled.error == pytest.approx(usual.error * 10.0 ** (2 * exponent), rel=1e-6)
+        torch.testing.assert_close(scaled.coordinates @ scaled.basis, usual.coordinates @ usual.basis)
+
+
+@pytest.mark.parametrize(
+    ("side", "change", "message"),
+    [
+        ("left", lambda g: -g, "negative"),
+        ("left", lambda g: g[:-1], "cannot have shape"),
+        ("left", lambda g: g.index_fill(0, torch.tensor([2]), torch.nan), "NaN"),
+        ("left", lambda g: g * 0, "judges nothing"),
+        ("left", lambda g: g + torch.triu(torch.ones_like(g)), "not symmetric"),
+        ("right", lambda g: -g, "negative"),
+        ("right", lambda g: g[:, :-1], "cannot have shape"),
+        ("right", lambda g: g.diagonal()[:-1], "cannot have shape"),
+        ("right", lambda g: g * torch.inf, "NaN"),
+        ("right", lambda g: g * 0, "judges nothing"),
+        ("right", lambda g: g.diagonal() * 0, "judges nothing"),
+        ("right", lambda g: g - torch.diag(g.diagonal()) + torch.eye(len(g)) * 1e-3, "positive semidefinite"),
+    ],
+)
+def test_what_is_no_metric_is_refused(side, change, message):
+    a = torch.randn(10, 10)
+    with pytest.raises(KflatsError, match=message):
+        truncated_svd(a, 2, **{side: change(grams(10, 1)["full"])})
 
 
 @settings(max_examples=40)
@@ -67,7 +171,7 @@ def test_float32_factors_reach_the_optimum(n, d, seed, data):
     a, w, _ = draw(n, d, seed, zero_weights=False)
     a = a.float()
     rank = data.draw(st.integers(1, min(n, d)))
-    found = truncated_svd(a, rank, weights=w)
+    found = truncated_svd(a, rank, left=w)
     least, total = numpy_error(a, rank, w)
     assert found.coordinates.shape == (n, rank)
     assert found.basis.shape == (rank, d)
@@ -105,36 +209,43 @@ def test_an_all_zero_matrix_gives_finite_factors(shape):
 @pytest.mark.parametrize("shape", [(60, 8), (8, 60)], ids=["tall", "wide"])
 def test_rows_of_weight_zero_get_their_projection_and_judge_nothing(shape):
     a, w, _ = draw(*shape, seed=5)
-    found = truncated_svd(a, 3, weights=w)
+    found = truncated_svd(a, 3, left=w)
     torch.testing.assert_close(found.coordinates, a @ found.basis.T)
     silent = a.clone()
     silent[w == 0] = torch.randn_like(silent[w == 0]) * 100
     torch.testing.assert_close(
-        truncated_svd(silent, 3, weights=w).basis.T @ truncated_svd(silent, 3, weights=w).basis,
+        truncated_svd(silent, 3, left=w).basis.T @ truncated_svd(silent, 3, left=w).basis,
         found.basis.T @ found.basis,
     )
 
 
 def test_the_spectrum_is_that_of_the_weighted_gram():
     a, w, r = draw(40, 9, 2)
-    expected = torch.linalg.eigvalsh((w.sqrt()[:, None] * a @ r).T @ (w.sqrt()[:, None] * a @ r)).flip(0)
-    torch.testing.assert_close(truncated_svd(a, 2, weights=w, metric=r).spectrum, expected)
+    half = torch.from_numpy(root(r))
+    expected = torch.linalg.eigvalsh((w.sqrt()[:, None] * a @ half).T @ (w.sqrt()[:, None] * a @ half)).flip(0)
+    torch.testing.assert_close(truncated_svd(a, 2, left=w, right=r).spectrum, expected)
 
 
 def test_a_singular_metric_is_answered_with_finite_factors_that_are_optimal():
     a, w, r = draw(40, 9, 2)
-    r[:, 4:] = 0  # only four directions are judged
-    found = truncated_svd(a, 3, weights=w, metric=r)
+    r[:, 4:] = r[4:] = 0  # only four directions are judged
+    found = truncated_svd(a, 3, left=w, right=r)
     least, total = numpy_error(a, 3, w, r)
     assert torch.isfinite(found.basis).all()
     assert reached(a, found, w, r) == pytest.approx(least, rel=1e-6, abs=1e-8 * total)
 
 
-def test_an_inverse_metric_is_the_inverse_where_the_metric_is_regular():
+def test_a_right_metric_is_split_and_inverted_where_it_is_regular():
     _, _, r = draw(5, 6, 0)
-    torch.testing.assert_close(r @ inverse_metric(r), torch.eye(6, dtype=F64), atol=1e-9, rtol=0)
-    with pytest.raises(KflatsError, match="judges nothing"):
-        inverse_metric(torch.zeros(3, 3))
+    for gram in (r, r.diagonal()):
+        found = right_metric(gram, 6)
+        eye = torch.eye(6, dtype=F64)
+        torch.testing.assert_close(
+            found.scale * found.measured(eye) @ found.measured(eye).T, eye * gram if gram.ndim == 1 else gram
+        )
+        torch.testing.assert_close(
+            found.decoder(found.encoder(eye).T), eye, atol=1e-9, rtol=0
+        ) if gram.ndim == 1 else torch.testing.assert_close(found.factor @ found.inverse, eye, atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -143,7 +254,7 @@ def test_the_range_finder_comes_close_to_the_optimum(shape, weighted):
     gen = torch.Generator().manual_seed(2)
     a = torch.randn(*shape, generator=gen) * torch.logspace(0, -2, shape[1])  # a decaying spectrum
     w = torch.rand(shape[0], generator=gen) + 0.1 if weighted else None
-    found = range_finder_svd(a, 20, weights=w)
+    found = range_finder_svd(a, 20, left=w)
     least, _ = numpy_error(a, 20, w)
     assert least * (1 - 1e-4) <= reached(a, found, w) <= 1.01 * least
     assert found.error == pytest.approx(reached(a, found, w), rel=1e-3)
@@ -206,4 +317,4 @@ def test_projection_by_blocks_is_the_projection():
 def test_bad_input_is_refused(solve, change, message):
     a, rank, w = change(torch.randn(10, 6), torch.ones(10))
     with pytest.raises(KflatsError, match=message):
-        solve(a, rank, weights=w)
+        solve(a, rank, left=w)

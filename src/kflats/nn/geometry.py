@@ -45,6 +45,15 @@ def label_dtype(bands: int) -> torch.dtype:
     raise KflatsError(f"{bands} bands are more than {MAX_BANDS}", hint="use fewer flats")
 
 
+def order_dtype(columns: int) -> torch.dtype:
+    """The smallest signed type that numbers ``columns`` columns (torch indexes by signed integers only).
+
+    >>> order_dtype(32768), order_dtype(32769)
+    (torch.int16, torch.int32)
+    """
+    return torch.int16 if columns <= 2**15 else torch.int32
+
+
 def weight_shape(bands: Sequence[Band]) -> tuple[int, ...]:
     """Shape of the compact coordinates: (n, j) when every band has rank j, else one-dimensional.
 

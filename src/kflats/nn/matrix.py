@@ -15,6 +15,7 @@ from kflats.nn.geometry import (
     check_geometry,
     check_shape,
     label_dtype,
+    order_dtype,
     read_count,
     weight_shape,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "check_geometry",
     "label_dtype",
     "matrix_from_spec",
+    "order_dtype",
     "weight_shape",
 ]
 

@@ -74,21 +74,28 @@ class TensorRows:
 
 
 class MetricRows:
-    """Rows of A R for a right metric R (d, m), formed block by block."""
+    """Rows of A R for a right factor R, (d, m) or a diagonal (d,), formed block by block.
 
-    def __init__(self, rows: Rows, metric: Tensor) -> None:
-        if metric.ndim != 2 or metric.shape[0] != rows.shape[1]:
-            raise KflatsError(f"a right metric for {rows.shape[1]} columns cannot have shape {tuple(metric.shape)}")
-        self.source, self.metric = rows, metric.to(rows.dtype)
-        self.dtype, self.device = rows.dtype, rows.device
-        self.shape = (rows.shape[0], metric.shape[1])
+    ``dtype`` is the type to multiply in, by default the rows' own.
+    """
+
+    def __init__(self, rows: Rows, factor: Tensor, dtype: torch.dtype | None = None) -> None:
+        if factor.ndim not in (1, 2) or factor.shape[0] != rows.shape[1]:
+            raise KflatsError(f"a right metric for {rows.shape[1]} columns cannot have shape {tuple(factor.shape)}")
+        self.source, self.dtype, self.device = rows, dtype or rows.dtype, rows.device
+        self.factor = factor.to(rows.device, self.dtype)
+        self.shape = (rows.shape[0], factor.shape[-1])
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         for start, block in self.source.blocks(size):
-            yield start, block @ self.metric
+            yield start, self._measured(block)
 
     def take(self, index: Tensor) -> Tensor:
-        return self.source.take(index) @ self.metric
+        return self._measured(self.source.take(index))
+
+    def _measured(self, block: Tensor) -> Tensor:
+        block = block.to(self.dtype)
+        return block * self.factor if self.factor.ndim == 1 else block @ self.factor
 
 
 def as_rows(matrix: Tensor | Rows) -> Rows:

@@ -1,10 +1,11 @@
-"""Truncated SVD under row weights and a right metric: closed forms, never full matrices.
+"""Truncated SVD under metrics on both sides: closed forms, never full matrices.
 
-    minimise over U (n, r), V (r, d):   || W^{1/2} (A - U V) R ||_F^2
+    minimise over U (n, r), V (r, d):   || L (A - U V) R ||_F^2
 
-With P the r leading eigenvectors of the smaller Gram of W^{1/2} A R, the minimiser is U = A R P',
-V = P R^{-1}: the row weights are never undone, so rows of weight zero get their projection instead of
-0 / 0. Only R is inverted; it is floored (see ``inverse_metric``).
+With P the r leading eigenvectors of (L A R)' (L A R), the minimiser is U = A R P', V = P R^{-1} (FWSVD,
+Hsu et al., ICLR 2022, eq. 6, is L = diag(sqrt I), R = 1). L enters by its Gram L'L alone and is never
+undone or split, so rows of weight zero get their projection instead of 0 / 0. Only R is inverted; it is
+floored (see ``metric``).
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.metric import Metric, left_gram, right_metric
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, as_rows, check_finite, check_weights
 
 
 @dataclass(frozen=True)
 class LowRank:
-    """``coordinates`` (n, r) and ``basis`` (r, d) with A ~ coordinates @ basis; ``spectrum`` holds all
-    eigenvalues of the weighted Gram, descending; ``error`` = the minimised sum, ``total`` = its value at rank 0."""
+    """``coordinates`` (n, r) and ``basis`` (r, d) with A ~ coordinates @ basis; ``spectrum`` (d,) holds all
+    eigenvalues of (LAR)'(LAR), descending; ``error`` = the minimised sum, ``total`` = its value at rank 0.
+
+    Basis rows have length 1, leading directions first: the first q columns and rows are the best of rank q.
+    Without a right metric the basis is orthonormal."""
 
     coordinates: Tensor
     basis: Tensor
@@ -32,42 +37,67 @@ class LowRank:
 
 
 def truncated_svd(
-    matrix: Tensor | Rows, rank: int, *, weights: Tensor | None = None, metric: Tensor | None = None
+    matrix: Tensor | Rows, rank: int, *, left: Tensor | None = None, right: Tensor | None = None
 ) -> LowRank:
-    """Best rank-``rank`` approximation under row weights (n,) and a right metric (d, d).
+    """Best rank-``rank`` approximation under a left Gram L'L and a right Gram R R'.
 
-    Goes through the smaller Gram (d x d, or n x n when n < d), in float64, and reads the matrix by
-    blocks. Choose it when d is at most a few thousand; ``range_finder_svd`` is for wider matrices.
+    Args:
+        matrix: (n, d), a tensor or any ``Rows``.
+        left: (n, n), or (n,) where it is diagonal (row weights).
+        right: (d, d), or (d,) where it is diagonal.
+
+    Goes through an eigenproblem of the smaller side, in float64. Full metrics are multiplied in float64;
+    else the matrix is read by blocks in its own type. Choose it when the smaller side is at most a few
+    thousand; ``range_finder_svd`` is for larger ones.
 
     Accuracy: singular values below about 1e-7 of the largest (float32 sources) are noise; they carry
     1e-14 of the energy.
 
     Raises:
-        KflatsError: rank outside 1..min(n, d), NaN or infinite values, unusable weights.
+        KflatsError: rank outside 1..min(n, d), NaN or infinite values, unusable weights or metrics.
 
     >>> a = torch.tensor([[3.0, 0.0], [0.0, 1.0]])
     >>> truncated_svd(a, 1).error
     1.0
+    >>> truncated_svd(a, 1, left=torch.tensor([1.0, 16.0])).error      # now the second row counts most
+    9.0
     """
     rows = as_rows(matrix)
-    n, d = rows.shape
-    _check_rank(rank, n, d)
+    _check_rank(rank, *rows.shape)
     check_finite(rows)
-    check_weights(weights, n)
-    work: Rows = rows if metric is None else MetricRows(rows, metric)
-    if n < d:
-        spectrum, basis = _through_row_gram(work, rank, weights)
-    else:
-        gram = cluster_grams(work, torch.zeros(n, dtype=torch.uint8, device=rows.device), 1, weights)[0]
-        spectrum, basis = top_eigenvectors(gram, rank)
-    return _finish(work, spectrum, basis.to(work.dtype), metric)
+    metric = None if right is None else right_metric(right.to(rows.device), rows.shape[1])
+    small = _small_gram(rows, left, metric)
+    spectrum, basis = top_eigenvectors(small.gram, rank)
+    if small.lift is not None:
+        basis = basis @ small.lift
+    full = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
+    full[: len(spectrum)] = small.scale * spectrum
+    encoder, decoder = (basis.T, basis) if metric is None else (metric.encoder(basis), metric.decoder(basis))
+    lengths = torch.linalg.vector_norm(decoder, dim=1)
+    coordinates = project(rows, (encoder * lengths).T.to(rows.dtype))
+    out = (decoder / lengths.unsqueeze(1)).to(rows.dtype)
+    return LowRank(coordinates, out, full, float(full[rank:].sum()), float(full.sum()))
+
+
+def weighted_spectrum(matrix: Tensor | Rows, *, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
+    """(min(n, d),) squared singular values of L A R, descending: what each rank of ``truncated_svd`` takes away.
+
+    >>> weighted_spectrum(torch.tensor([[3.0, 0.0], [0.0, 1.0]]), right=torch.tensor([1.0, 4.0])).tolist()
+    [9.0, 4.0]
+    """
+    rows = as_rows(matrix)
+    check_finite(rows)
+    metric = None if right is None else right_metric(right.to(rows.device), rows.shape[1])
+    small = _small_gram(rows, left, metric)
+    values: Tensor = torch.linalg.eigvalsh(small.gram).flip(0).clamp_min(0.0)
+    return small.scale * values
 
 
 def range_finder_svd(
     matrix: Tensor | Rows,
     rank: int,
     *,
-    weights: Tensor | None = None,
+    left: Tensor | None = None,
     oversample: int = 16,
     passes: int = 4,
     seed: int = 0,
@@ -76,7 +106,7 @@ def range_finder_svd(
     O(n d (r + oversample)) a pass and never forms a d x d Gram. Choose it for rank much below d;
     the error exceeds the best by a factor that ``passes`` power iterations bring close to 1.
 
-    ``spectrum`` holds the rank + oversample values found, not all d.
+    ``left`` are row weights (n,). ``spectrum`` holds the rank + oversample values found, not all d.
 
     >>> range_finder_svd(torch.eye(6)[:, :3], 3).error < 1e-5
     True
@@ -85,7 +115,7 @@ def range_finder_svd(
     n, d = rows.shape
     _check_rank(rank, n, d)
     check_finite(rows)
-    check_weights(weights, n)
+    check_weights(left, n)
     generator = torch.Generator().manual_seed(seed)
     width = min(rank + oversample, n, d)
     basis = torch.randn(width, d, generator=generator).to(rows.device, rows.dtype)
@@ -96,8 +126,8 @@ def range_finder_svd(
         small = torch.zeros(width, width, dtype=torch.float64, device=rows.device)
         total = 0.0
         for start, block in rows.blocks(GRAM_BLOCK):
-            if weights is not None:
-                block = block * weights[start : start + len(block)].to(block.dtype).sqrt().unsqueeze(1)
+            if left is not None:
+                block = block * left[start : start + len(block)].to(block.dtype).sqrt().unsqueeze(1)
             coordinates = block @ basis.T
             total += float(block.square().sum(dtype=torch.float64))
             small += coordinates.T @ coordinates
@@ -106,50 +136,49 @@ def range_finder_svd(
         if step < passes:
             basis = torch.linalg.qr(product.to(rows.dtype)).Q.T
     values, turn = torch.linalg.eigh(small)
-    leading = (turn.flip(1).T @ basis.to(torch.float64))[:rank]
-    return _finish(rows, values.flip(0).clamp_min(0), leading.to(rows.dtype), None, total=total)
-
-
-def inverse_metric(metric: Tensor, floor: float = 1e-6) -> Tensor:
-    """R^{-1} of a right metric, singular values below ``floor`` of the largest raised to it.
-
-    A metric is measured on data and often singular (an input that never fires); without a floor its
-    inverse would send noise to infinity in directions that the data never judged.
-    """
-    u, s, vh = torch.linalg.svd(metric.to(torch.float64), full_matrices=False)
-    if float(s[0]) <= 0:
-        raise KflatsError("a right metric of zeros judges nothing", cause="calibration data never reached the layer")
-    inverse: Tensor = (vh.T / s.clamp_min(floor * float(s[0]))) @ u.T
-    return inverse.to(metric.dtype)
+    values = values.flip(0).clamp_min(0)
+    leading = (turn.flip(1).T @ basis.to(torch.float64))[:rank].to(rows.dtype)
+    error = max(total - float(values[:rank].sum()), 0.0)
+    return LowRank(project(rows, leading), leading, values, error, total)
 
 
 def project(rows: Rows, basis: Tensor) -> Tensor:
-    """Coordinates (n, r) of all rows in an orthonormal ``basis`` (r, d), by blocks."""
+    """Coordinates (n, r) of all rows by ``basis`` (r, d): rows times its transpose, by blocks."""
     out = torch.empty(rows.shape[0], basis.shape[0], dtype=rows.dtype, device=rows.device)
     for start, block in rows.blocks(GRAM_BLOCK):
         torch.matmul(block, basis.T, out=out[start : start + len(block)])
     return out
 
 
-def _finish(work: Rows, spectrum: Tensor, basis: Tensor, metric: Tensor | None, total: float | None = None) -> LowRank:
-    total = float(spectrum.sum()) if total is None else total
-    error = max(total - float(spectrum[: len(basis)].sum()), 0.0)
-    coordinates = project(work, basis)
-    out = basis if metric is None else basis @ inverse_metric(metric.to(basis.dtype))
-    return LowRank(coordinates, out, spectrum, error, total)
+@dataclass(frozen=True)
+class _Small:
+    """``scale`` * ``gram`` has the eigenvalues of (LAR)'(LAR); its eigenvectors times ``lift`` are that one's."""
+
+    gram: Tensor
+    lift: Tensor | None
+    scale: float
 
 
-def _through_row_gram(rows: Rows, rank: int, weights: Tensor | None) -> tuple[Tensor, Tensor]:
+def _small_gram(rows: Rows, left: Tensor | None, metric: Metric | None) -> _Small:
     n, d = rows.shape
-    a = rows.take(torch.arange(n, device=rows.device)).to(torch.float64)
-    if weights is not None:
-        a = a * weights.to(torch.float64).sqrt().unsqueeze(1)
-    values, vectors = top_eigenvectors(a @ a.T, rank)
-    # Right vectors u'A / sigma; QR repairs those of a null singular value into an orthonormal completion.
-    basis = torch.linalg.qr((vectors @ a).T).Q.T
-    spectrum = torch.zeros(d, dtype=torch.float64, device=rows.device)
-    spectrum[:n] = values
-    return spectrum, basis
+    weights, scale = left_gram(None if left is None else left.to(rows.device), n)
+    full = metric is not None and metric.factor.ndim == 2
+    work = rows if metric is None else MetricRows(rows, metric.factor, torch.float64 if full else None)
+    scale *= 1.0 if metric is None else metric.scale
+    if n >= d and (weights is None or weights.ndim == 1):
+        nowhere = torch.zeros(n, dtype=torch.uint8, device=rows.device)
+        return _Small(cluster_grams(work, nowhere, 1, weights)[0], None, scale)
+    b = work.take(torch.arange(n, device=rows.device)).to(torch.float64)
+    if n >= d and weights is not None:
+        return _Small(_symmetric(b.T @ (weights @ b)), None, scale)
+    # B' = Q T: (LB)'(LB) = Q (T G T') Q', so an n x n problem with G = L'L as it is.
+    q, t = torch.linalg.qr(b.T)
+    turned = t if weights is None else t * weights if weights.ndim == 1 else t @ weights
+    return _Small(_symmetric(turned @ t.T), q.T, scale)
+
+
+def _symmetric(gram: Tensor) -> Tensor:
+    return (gram + gram.T) / 2
 
 
 def _check_rank(rank: int, n: int, d: int) -> None:
