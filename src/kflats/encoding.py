@@ -73,7 +73,7 @@ def tokenize(model: nn.Module, tokenizer: Any, texts: Sequence[str], max_tokens:
     limits = [max_tokens, getattr(tokenizer, "model_max_length", None), positions - 2 if positions else None]
     limit = max(1, min(n for n in limits if isinstance(n, int) and n > 0))
     rows = tokenizer(list(texts), truncation=True, max_length=limit, return_attention_mask=False)["input_ids"]
-    filler = _pad_id(tokenizer)
+    filler = pad_id(tokenizer)
     rows = [list(row) or [filler] for row in rows]
     table = getattr(config, "vocab_size", None)
     largest = max(max(row) for row in rows)
@@ -87,7 +87,7 @@ def tokenize(model: nn.Module, tokenizer: Any, texts: Sequence[str], max_tokens:
 
 def pad(rows: Sequence[Sequence[int]], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
     """Ids and attention mask of one batch, padded at the right."""
-    ids = torch.full((len(rows), max(map(len, rows))), _pad_id(tokenizer), dtype=torch.long)
+    ids = torch.full((len(rows), max(map(len, rows))), pad_id(tokenizer), dtype=torch.long)
     mask = torch.zeros_like(ids)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row)
@@ -139,7 +139,8 @@ def _ids(tokenizer: Any, words: list[str]) -> list[list[int]]:
     return list(tokenizer(words)["input_ids"]) if words else []
 
 
-def _pad_id(tokenizer: Any) -> int:
+def pad_id(tokenizer: Any) -> int:
+    """The id to fill rows with: the tokenizer's padding token, or another special one, or 0."""
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id"):
         if isinstance(found := getattr(tokenizer, name, None), int):
             return found

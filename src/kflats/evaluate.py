@@ -9,9 +9,9 @@ words beside the mean, because a mean over common sentences hides a starved tail
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from kflats.encoding import encode, evaluating, last_hidden_state, pad, rare_words, tokenize
 from kflats.errors import KflatsError
 from kflats.files import load_model, resolve_model, weights_folder
+from kflats.latency import Latency, paired, take_turns
 from kflats.tables import number, plain, share, size, table, visible
 from kflats.texts import packaged_texts
 
 _BLOCK = 1024  # sentences compared with all others at once
-_RESAMPLES = 2000
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
@@ -47,24 +47,6 @@ class Fidelity:
     sentences: int
     rare_mean_cosine: float | None
     rare_words: int
-
-
-@dataclass(frozen=True)
-class Latency:
-    """Time of one batch through both models, in pairs run turn by turn.
-
-    ``ratio`` is the median over pairs of compressed / original, ``low`` and ``high`` its 95 % bootstrap
-    interval. An interval that holds 1 shows no difference.
-    """
-
-    original_ms: float
-    compressed_ms: float
-    ratio: float
-    low: float
-    high: float
-    pairs: int
-    batch: int
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -196,27 +178,10 @@ def latency(
     models = (original, compressed)
     rows = tokenize(original, tokenizer, list(texts)[:batch])
     inputs = [pad(rows, tokenizer, next(m.parameters()).device) for m in models]
-    times: list[list[float]] = [[], []]
+    runs = [partial(last_hidden_state, model, batch) for model, batch in zip(models, inputs, strict=True)]
     with evaluating(*models), torch.inference_mode():
-        for turn in range(-2, pairs):  # two turns to warm up
-            for which in (0, 1) if turn % 2 else (1, 0):
-                elapsed = _timed(models[which], inputs[which])
-                if turn >= 0:
-                    times[which].append(elapsed)
-    before, after = (torch.tensor(t, dtype=torch.float64) for t in times)
-    ratios = after / before
-    draws = torch.randint(pairs, (_RESAMPLES, pairs), generator=torch.Generator().manual_seed(0))
-    low, high = ratios[draws].quantile(0.5, dim=1).quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return Latency(
-        original_ms=1000 * float(before.quantile(0.5)),
-        compressed_ms=1000 * float(after.quantile(0.5)),
-        ratio=float(ratios.quantile(0.5)),
-        low=low,
-        high=high,
-        pairs=pairs,
-        batch=len(rows),
-        tokens=max(map(len, rows)),
-    )
+        before, after = take_turns(runs, pairs, inputs[0]["input_ids"].device)
+    return paired(before, after, batch=len(rows), tokens=max(map(len, rows)))
 
 
 def compare(
@@ -281,18 +246,6 @@ def memory_bytes(model: nn.Module) -> int:
     """Bytes of a model's parameters and buffers, shared ones counted once."""
     held = {id(t): t for t in [*model.parameters(), *model.buffers()]}
     return sum(t.numel() * t.element_size() for t in held.values())
-
-
-def _timed(model: nn.Module, inputs: dict[str, Tensor]) -> float:
-    """Seconds of one forward pass."""
-    cuda = inputs["input_ids"].is_cuda
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    last_hidden_state(model, inputs)
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def _cosine(value: float | None) -> str:
