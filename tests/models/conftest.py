@@ -1,38 +1,16 @@
-"""Small matrices for small models, and the plug-in."""
+"""Both kinds of vocabulary tables, and the plug-in."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("transformers", minversion="5.0")
 
+from matrices import flats, low_rank
+
 from kflats.files import register_plugin
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype, weight_shape
 
 register_plugin()
-
-
-def low_rank(n: int, d: int) -> Matrix:
-    """A random matrix of one flat."""
-    rank = max(1, min(n, d) // 4)
-    return LowRankMatrix(torch.randn(n, rank) * 0.1, torch.randn(rank, d))
-
-
-def flats(n: int, d: int) -> Matrix:
-    """A random ragged matrix: nested bands on one flat, a second flat, and rows kept exactly."""
-    rows, rank = [n // 8, n // 4, n // 8, 2], min(n, d) // 4
-    bands = [Band(rows[0], rank, 0), Band(rows[1], 2, 0), Band(rows[2], 3, 1), Band(rows[3], d, None)]
-    bands.append(Band(n - sum(rows), 1, 1))
-    flat_ranks = (rank, 3)
-    labels = torch.cat([torch.full((band.rows,), i) for i, band in enumerate(bands)])[torch.randperm(n)]
-    return FlatsMatrix(
-        torch.randn(weight_shape(bands)) * 0.1,
-        torch.randn(sum(flat_ranks), d),
-        labels.to(label_dtype(len(bands))),
-        bands,
-        flat_ranks,
-    )
 
 
 @pytest.fixture(params=[low_rank, flats], ids=["low_rank", "flats"])

@@ -1,0 +1,186 @@
+"""All layers of a model factored at once, each in another form: saved, loaded into other classes, trained, saved again.
+
+Matrices are made by hand, low-rank and flats, with inputs or outputs as rows; every third layer has its bias
+shifted, or gets one.
+"""
+
+from __future__ import annotations
+
+import copy
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, Architecture, assert_same, hidden, is_t5, load_exactly, logits, stored, tokens
+from matrices import flats, low_rank
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForImageClassification
+
+from kflats.errors import KflatsError
+from kflats.files import annotate_
+from kflats.nn.conv import FactoredConv2d
+from kflats.places import Weight, factored_layers, find_weight, find_weights
+from kflats.surgery import restore_, swap_
+
+FORMS = [(low_rank, "inputs"), (flats, "outputs"), (low_rank, "outputs"), (flats, "inputs")]
+CONVOLVED = [form for form in FORMS if form[0] is not flats]
+
+IMAGES: dict[str, tuple[Any, str, str]] = {
+    "resnet": (
+        transformers.ResNetConfig(
+            num_channels=3, embedding_size=16, hidden_sizes=[16, 24], depths=[1, 2], layer_type="basic"
+        ),
+        "",
+        "",
+    ),
+    "convnext": (
+        transformers.ConvNextConfig(num_channels=3, hidden_sizes=[16, 24], depths=[1, 1], num_stages=2, patch_size=2),
+        "dwconv",
+        "a grouped convolution",
+    ),
+    "vit": (
+        transformers.ViTConfig(
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=24,
+            image_size=16,
+            patch_size=4,
+        ),
+        "",
+        "",
+    ),
+}
+every_architecture = pytest.mark.parametrize("case", ARCHITECTURES.values(), ids=ARCHITECTURES)
+
+
+def factor(model: Any) -> Any:
+    """Swap everything that ``find_weights`` offers; the dense model that must compute the same."""
+    dense = copy.deepcopy(model)
+    forms, convolved = cycle(FORMS), cycle(CONVOLVED)
+    for i, weight in enumerate(find_weights(model)):
+        role = weight.places[0].role
+        if role == "embedding":
+            make, rows = (low_rank, flats)[i % 2], "inputs"
+        else:
+            make, rows = next(convolved if role == "conv2d" else forms)
+        if make is flats and min(weight.shape) < 16:  # too few rows for five bands
+            make = low_rank
+        matrix = make(*(weight.shape if rows == "inputs" else weight.shape[::-1]))
+        shift = torch.randn(weight.shape[1]) if role != "embedding" and i % 3 == 0 else None
+        table = matrix.dense() if rows == "inputs" else matrix.dense().T
+        write(dense.get_submodule(weight.name), weight, table.detach(), shift)
+        swap_(model, find_weight(model, weight.name), matrix, rows=rows, bias_shift=shift)
+    annotate_(model)
+    return dense
+
+
+def write(layer: nn.Module, weight: Weight, table: Tensor, shift: Tensor | None) -> None:
+    with torch.no_grad():
+        turned = table.T if weight.places[0].role in ("linear", "conv2d") else table
+        layer.weight.copy_(turned.reshape(layer.weight.shape))
+        if shift is not None and layer.bias is not None:
+            layer.bias += shift
+        elif shift is not None:
+            layer.bias = nn.Parameter(shift.clone())
+
+
+def matrices(model: nn.Module) -> list[Tensor]:
+    return [layer.matrix.dense() for _, layer in sorted(factored_layers(model)) if layer.owns_matrix]
+
+
+def train_one_step(model: Any, **inputs: Tensor) -> None:
+    """One step of SGD on the model's own loss: every factor and every gained bias has a gradient."""
+    model.train()
+    model(**inputs).loss.backward()
+    for name, layer in factored_layers(model):
+        for key, parameter in layer.named_parameters():
+            assert parameter.grad is not None, f"{name}.{key}"
+            assert torch.isfinite(parameter.grad).all()
+            assert name.endswith(("key", "k", "k_lin", "k_proj")) or bool(parameter.grad.any()), f"{name}.{key}"
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model.eval()
+
+
+@every_architecture
+def test_every_layer_at_once(case: Architecture, tmp_path: Path) -> None:
+    model = case.make(tied=True)
+    layers = {n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Embedding | nn.Conv2d)}
+    layers |= {n for n, m in model.named_modules() if type(m).__name__ == "Conv1D"}
+    assert {place.name for weight in find_weights(model) for place in weight.places} >= layers  # none is refused
+    lacking = [weight.name for weight in find_weights(model) if not weight.bias]
+    dense = factor(model)
+    assert find_weights(model) == ()
+    torch.testing.assert_close(logits(model), logits(dense), rtol=1e-3, atol=1e-3)
+
+    model.save_pretrained(tmp_path / "small")
+    loaded = load_exactly(case.language_model, tmp_path / "small")
+    assert_same(loaded, model)
+    gained = {name for name, layer in factored_layers(loaded) if getattr(layer, "gained_bias", False)}
+    assert gained <= set(lacking)
+
+    base = AutoModel.from_pretrained(tmp_path / "small").eval()
+    torch.testing.assert_close(hidden(base), hidden(dense if is_t5(dense) else dense.base_model), rtol=1e-3, atol=1e-3)
+    base.save_pretrained(tmp_path / "base")
+    task = getattr(transformers, case.task).from_pretrained(tmp_path / "base").eval()
+    task.save_pretrained(tmp_path / "task")
+    again = load_exactly(getattr(transformers, case.task), tmp_path / "task")
+    assert len(matrices(again)) == len(matrices(task)) > 2
+    if not is_t5(base):  # an encoder alone has no decoder to give back
+        torch.testing.assert_close(hidden(AutoModel.from_pretrained(tmp_path / "task").eval()), hidden(base))
+
+    train_one_step(loaded, input_ids=tokens(), labels=tokens())
+    loaded.save_pretrained(tmp_path / "tuned")
+    assert stored(tmp_path / "tuned") == stored(tmp_path / "small")
+    assert_same(load_exactly(case.language_model, tmp_path / "tuned"), loaded)
+
+    with torch.no_grad():  # what a layer gained goes when it is dense again, and nothing else
+        for name in gained:
+            loaded.get_submodule(name).bias.zero_()
+    expected = logits(loaded)
+    restore_(loaded)
+    torch.testing.assert_close(logits(loaded), expected, rtol=1e-3, atol=1e-3)
+    annotate_(loaded)
+    loaded.save_pretrained(tmp_path / "restored")
+    case.make(tied=True).save_pretrained(tmp_path / "dense")
+    assert stored(tmp_path / "restored") == stored(tmp_path / "dense")
+
+
+@pytest.mark.parametrize(("config", "refused", "reason"), IMAGES.values(), ids=IMAGES)
+def test_networks_that_see(config: Any, refused: str, reason: str, tmp_path: Path) -> None:
+    model = AutoModelForImageClassification.from_config(config)
+    x = torch.randn(4, 3, 16, 16)
+    with torch.no_grad():
+        model(x)  # in training mode: the statistics of a batch norm move from where they start
+    model.eval()
+    for name, module in model.named_modules():
+        if refused and name.endswith(refused):
+            assert isinstance(module, nn.Conv2d)
+            with pytest.raises(KflatsError, match=reason):
+                find_weight(model, name)
+    dense = factor(model)
+    assert any(isinstance(layer, FactoredConv2d) for _, layer in factored_layers(model))
+    left = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    assert all(refused and name.endswith(refused) for name in left)
+
+    def see(net: Any) -> Tensor:
+        with torch.no_grad():
+            return net(pixel_values=x)[0]
+
+    torch.testing.assert_close(see(model), see(dense), rtol=1e-3, atol=1e-3)
+    model.save_pretrained(tmp_path / "small")
+    loaded = load_exactly(AutoModelForImageClassification, tmp_path / "small")
+    assert_same(loaded, model, see)
+    base = AutoModel.from_pretrained(tmp_path / "small").eval()
+    torch.testing.assert_close(see(base), see(dense.base_model), rtol=1e-3, atol=1e-3)
+    base.save_pretrained(tmp_path / "base")
+    assert_same(load_exactly(AutoModel, tmp_path / "base"), base, see)
+    task = AutoModelForImageClassification.from_pretrained(tmp_path / "base").eval()
+    assert len(matrices(task)) == len(matrices(base))
+
+    train_one_step(loaded, pixel_values=x, labels=torch.tensor([0, 1, 0, 1]))
+    loaded.save_pretrained(tmp_path / "tuned")
+    assert_same(load_exactly(AutoModelForImageClassification, tmp_path / "tuned"), loaded, see)
