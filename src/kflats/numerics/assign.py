@@ -21,11 +21,13 @@ from kflats.numerics.rows import BLOCK, Rows
 @dataclass(frozen=True)
 class Assignment:
     """``labels`` (n,) uint8 or int16 (equal costs go to the lower flat), squared distances ``dist2`` (n,)
-    to the chosen flat, and ``objective`` = sum_i m_i (w_i dist2_i + price * rank of its flat)."""
+    to the chosen flat, ``objective`` = sum_i m_i (w_i dist2_i + price * rank of its flat), and, if asked for,
+    ``margin`` (n,): by how much the second cheapest choice is dearer."""
 
     labels: Tensor
     dist2: Tensor
     objective: float
+    margin: Tensor | None = None
 
 
 def squared_norms(rows: Rows) -> Tensor:
@@ -45,6 +47,7 @@ def assign(
     multiplicity: Tensor | None = None,
     price: float = 0.0,
     exact: bool = False,
+    margins: bool = False,
 ) -> Assignment:
     """Cheapest flat of every row, streamed.
 
@@ -54,6 +57,7 @@ def assign(
         weights: (n,) w_i. multiplicity: (n,) rows that row i of a sample stands for.
         price: cost of storing one number, in units of the weighted squared error.
         exact: offer one more choice, label k: keep the row as it is, for price * d.
+        margins: whether to find margins.
     """
     n, d = rows.shape
     measure = _Measure(bases, d, rows.dtype)
@@ -61,6 +65,7 @@ def assign(
     ranks = torch.tensor([len(b) for b in bases] + [d] * exact, dtype=rows.dtype, device=rows.device)
     labels = torch.empty(n, dtype=torch.uint8 if k + exact <= 256 else torch.int16, device=rows.device)
     dist2 = torch.empty(n, dtype=rows.dtype, device=rows.device)
+    margin = torch.empty(n, dtype=rows.dtype, device=rows.device) if margins else None
     objective = torch.zeros((), dtype=torch.float64, device=rows.device)
     for start, block in rows.blocks(BLOCK):
         part = slice(start, start + len(block))
@@ -71,10 +76,12 @@ def assign(
         best, chosen = cost.min(dim=1)
         labels[part] = chosen
         dist2[part] = distances.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        if margin is not None:
+            margin[part] = cost.scatter_(1, chosen.unsqueeze(1), torch.inf).min(dim=1).values.sub_(best)
         if multiplicity is not None:
             best = best * multiplicity[part].to(best.dtype)
         objective += best.sum(dtype=torch.float64)
-    return Assignment(labels, dist2, float(objective))
+    return Assignment(labels, dist2, float(objective), margin)
 
 
 def distances(rows: Rows, bases: tuple[Tensor, ...], norms2: Tensor) -> Tensor:

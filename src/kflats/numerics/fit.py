@@ -16,7 +16,7 @@ from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
 from kflats.numerics.moves import split_and_merge
 from kflats.numerics.rows import Rows, TensorRows, as_rows, check_finite, check_weights
-from kflats.numerics.seeding import climb, greedy, norms, random_partition, seeding
+from kflats.numerics.seeding import climb, greedy, kmeans, norms, random_partition, seeding
 
 SAMPLE = 8192
 """Rows that seeds are found on (uniform ranks)."""
@@ -52,7 +52,7 @@ def fit_flats(
         budget: numbers to store instead, which fills ranks flat by flat (never exceeded).
         exact: with a budget: let rows be kept as they are, where that pays.
         weights: (n,) w_i >= 0; rows of weight 0 are assigned but judge nothing.
-        start: a name in ``seeding.SEEDINGS``; "auto": the best of greedy and random seeds at low rank, then
+        start: a name in ``seeding.SEEDINGS``; "auto": the better of greedy and k-means seeds at low rank, then
             continuation (uniform), or weighted norms with a growing budget (filled).
         restarts: best of so many.
         tolerance: stop when an iteration lowers the objective by less than this share of it.
@@ -116,25 +116,33 @@ def _fit_uniform(
     part = draw_sample(cloud, sample, generator)
     if progress:
         progress(f"seeding: {start}", 0, 0.0)
-    labels = _seeds(part, k, rank, generator) if start == "auto" else seeding(start)(part, k, rank, generator)
-    seed_fit = em(part, shape, labels, tolerance=1e-3, max_iterations=10, refit=False)
-    labels = assign(cloud.rows, seed_fit.bases, cloud.norms2, weights=cloud.weights).labels
-    return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
+    if start == "auto":
+        seed_fit = _seeds(part, k, rank, generator)
+        # At full rank a short sample is overfitted: the climb needs more rows than the seeds.
+        middle = draw_sample(cloud, FILL_SAMPLE, generator)
+        labels = assign(middle.rows, seed_fit.bases, middle.norms2, weights=middle.weights).labels
+        labels = climb(middle, k, _LOW, rank, labels, steps=2)
+        if middle is cloud:
+            return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
+        seed_fit = em(middle, shape, labels, tolerance=1e-3, max_iterations=10, refit=False)
+    else:
+        labels = seeding(start)(part, k, rank, generator)
+        seed_fit = em(part, shape, labels, tolerance=1e-3, max_iterations=10, refit=False)
+    return em(cloud, shape, None, bases=seed_fit.bases, tolerance=tolerance, max_iterations=limit, progress=progress)
 
 
-def _seeds(part: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+def _seeds(part: Cloud, k: int, rank: int, generator: torch.Generator) -> FlatsFit:
     """The default: decide at a low rank, where fits are cheap and local minima few, and climb from there.
 
-    Greedy seeds find flats that are really there; random ones are as good on clouds without any.
+    Greedy seeds find flats that are really there; k-means is as good on clouds without any.
     """
     low = Shape(k, rank=min(rank, _LOW))
-    starts = (greedy, random_partition, random_partition)
     fits = [
         em(part, low, start(part, k, rank, generator), tolerance=1e-3, max_iterations=12, refit=False)
-        for start in starts
+        for start in (greedy, kmeans)
     ]
     best = min(fits, key=lambda fit: fit.error)
-    return climb(part, k, _LOW, rank, split_and_merge(part, low, best, generator, tolerance=1e-3).labels)
+    return split_and_merge(part, low, best, generator, tolerance=1e-3)
 
 
 def _fit_filled(

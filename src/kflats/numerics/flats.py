@@ -22,11 +22,27 @@ from torch import Tensor
 
 from kflats.numerics.allocation import fill
 from kflats.numerics.assign import assign
-from kflats.numerics.gram import cluster_grams, improve_basis, leading_basis, move_rows, top_eigenvectors
-from kflats.numerics.rows import Rows
+from kflats.numerics.gram import (
+    cluster_grams,
+    energy_outside,
+    improve_basis,
+    leading_basis,
+    move_rows,
+    refined_eigenvectors,
+    top_eigenvectors,
+)
+from kflats.numerics.rows import PartOfRows, Rows
 
 Progress = Callable[[str, int, float], None]
 """Called with (phase, iteration, objective)."""
+
+
+DOUBTFUL = 0.1
+"""Share of the rows, those with the least to lose by another flat, that partial E-steps look at."""
+
+PARTIAL = 6
+"""Partial E-steps after a whole one. Nearly all rows that move are doubtful ones: several cheap iterations
+come first, and convergence is judged by a whole one."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,8 @@ class Cloud:
 class FlatsFit:
     """``labels`` (n,): flat of each row, k = kept exactly. ``bases``: orthonormal (j_c, d), leading
     directions first. ``objective``: the weighted squared error after each accepted iteration, falling.
-    ``spectra`` (k, d): eigenvalues of the clusters' Grams. ``converged``: False if the iteration limit cut it off."""
+    ``spectra`` (k, d): eigenvalues of the clusters' Grams, or (equal ranks far
+    below d) the leading ones and the mean of the others. ``converged``: False if the iteration limit cut it off."""
 
     labels: Tensor
     bases: tuple[Tensor, ...]
@@ -92,8 +109,9 @@ class FlatsFit:
 def em(
     cloud: Cloud,
     shape: Shape,
-    labels: Tensor,
+    labels: Tensor | None,
     *,
+    bases: tuple[Tensor, ...] | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 100,
     progress: Progress | None = None,
@@ -101,11 +119,12 @@ def em(
 ) -> FlatsFit:
     """EM from ``labels`` until the objective falls by less than ``tolerance`` of itself.
 
-    ``refit=False`` leaves out the exact final M-step of uniform ranks (and the spectra): for seeds, which
-    are only compared.
+    Uniform ranks may start from ``bases`` instead; ``refit=False`` leaves out their exact final M-step (and
+    the spectra): for seeds, which are only compared.
     """
     if shape.rank is not None:
-        return _em_uniform(cloud, shape.k, shape.rank, labels, tolerance, max_iterations, progress, refit)
+        return _em_uniform(cloud, shape.k, shape.rank, labels, bases, tolerance, max_iterations, progress, refit)
+    assert labels is not None
     return _em_filled(cloud, shape, labels, tolerance, max_iterations, progress)
 
 
@@ -113,41 +132,73 @@ def _em_uniform(
     cloud: Cloud,
     k: int,
     rank: int,
-    labels: Tensor,
+    labels: Tensor | None,
+    bases: tuple[Tensor, ...] | None,
     tolerance: float,
     limit: int,
     progress: Progress | None,
     refit: bool,
 ) -> FlatsFit:
     rows, mass = cloud.rows, cloud.mass
+    if labels is None:
+        assert bases is not None
+        labels = assign(rows, bases, cloud.norms2, weights=cloud.weights).labels
     grams = cluster_grams(rows, labels, k, mass)
     bases = tuple(leading_basis(gram, rank, rows.dtype) for gram in grams)
     history: list[float] = []
     converged = False
+    doubtful: Tensor | None = None  # rows that partial E-steps look at
+    partial = 0
     for iteration in range(limit):
-        step = assign(rows, bases, cloud.norms2, weights=cloud.weights, multiplicity=cloud.multiplicity)
-        if history and step.objective >= history[-1]:
-            converged = True
-            break
-        history.append(step.objective)
+        if doubtful is None:
+            step = assign(
+                rows, bases, cloud.norms2, weights=cloud.weights, multiplicity=cloud.multiplicity, margins=k > 1
+            )
+            found, objective, known = step.labels, step.objective, True
+            if history and objective >= history[-1]:
+                converged = True
+                break
+        else:
+            found = labels.clone()
+            found[doubtful] = assign(PartOfRows(rows, doubtful), bases, cloud.norms2[doubtful]).labels
+        moved = (found != labels).nonzero().squeeze(1)
+        grams = update_grams(grams, rows, moved, labels, found, mass)
+        touched = set(torch.cat([labels[moved], found[moved]]).unique().tolist())
+        labels = found
+        if doubtful is not None:
+            objective = sum(energy_outside(gram, basis) for gram, basis in zip(grams, bases, strict=True))
+            # A difference of large numbers: next to nothing left outside would be rounding.
+            known = objective > 1e-5 * float(grams.diagonal(dim1=1, dim2=2).sum())
+        small = bool(history) and history[-1] - objective <= tolerance * history[-1]
+        if not history or (known and objective < history[-1]):
+            history.append(objective)
         if progress:
-            progress("em", iteration, step.objective)
-        moved = (step.labels != labels).nonzero().squeeze(1)
-        grams = update_grams(grams, rows, moved, labels, step.labels, mass)
-        touched = set(torch.cat([labels[moved], step.labels[moved]]).unique().tolist())
-        labels = step.labels
-        if len(history) > 1 and history[-2] - history[-1] <= tolerance * history[-2]:
+            progress("em", iteration, objective)
+        if doubtful is not None:
+            partial += 1
+            if small or partial == PARTIAL or not known:
+                doubtful = None
+        elif small:
             converged = True
             break
+        elif step.margin is not None:
+            doubtful, partial = _doubtful(step.margin, cloud.norms2), 0
         bases = tuple(improve_basis(grams[c], b) if c in touched else b for c, b in enumerate(bases))
     if not refit:
         return FlatsFit(labels, bases, torch.empty(0), tuple(history), converged)
-    solved = [top_eigenvectors(gram, rank) for gram in grams]
+    solved = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
     spectra = torch.stack([values for values, _ in solved])
     final = float(spectra[:, rank:].sum())
     if not history or final < history[-1]:
         history.append(final)
     return FlatsFit(labels, tuple(v.to(rows.dtype) for _, v in solved), spectra, tuple(history), converged)
+
+
+def _doubtful(margin: Tensor, norms2: Tensor) -> Tensor:
+    """The rows nearest to changing their flat."""
+    share = margin / norms2.clamp_min(torch.finfo(norms2.dtype).tiny)
+    cut = share.kthvalue(max(1, int(DOUBTFUL * len(share)))).values
+    return (share <= cut).nonzero().squeeze(1)
 
 
 def _em_filled(

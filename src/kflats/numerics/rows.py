@@ -98,6 +98,22 @@ class MetricRows:
         return block * self.factor if self.factor.ndim == 1 else block @ self.factor
 
 
+class PartOfRows:
+    """The rows at ``index``, gathered block by block."""
+
+    def __init__(self, rows: Rows, index: Tensor) -> None:
+        self.source, self.index = rows, index
+        self.dtype, self.device = rows.dtype, rows.device
+        self.shape = (len(index), rows.shape[1])
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for start in range(0, len(self.index), size):
+            yield start, self.source.take(self.index[start : start + size])
+
+    def take(self, index: Tensor) -> Tensor:
+        return self.source.take(self.index[index])
+
+
 def as_rows(matrix: Tensor | Rows) -> Rows:
     """A tensor as ``Rows``; a source as it is."""
     return TensorRows(matrix) if isinstance(matrix, Tensor) else matrix

@@ -17,7 +17,6 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.assign import assign, distances
 from kflats.numerics.flats import Cloud, Shape, em
-from kflats.numerics.gram import leading_basis
 from kflats.numerics.rows import GRAM_BLOCK
 
 Seeding = Callable[[Cloud, int, int, torch.Generator], Tensor]
@@ -55,11 +54,11 @@ def kmeans(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, itera
             far = centres.square().sum(1) - 2 * (block @ centres.T)
             near = far.min(dim=1)
             labels[part] = near.indices
-            w = torch.ones(len(block), dtype=torch.float64, device=rows.device)
+            members = torch.nn.functional.one_hot(near.indices, k).to(block.dtype)
             if cloud.mass is not None:
-                w = cloud.mass[part].to(torch.float64)
-            sums.index_add_(0, near.indices, block.to(torch.float64) * w.unsqueeze(1))
-            counts.index_add_(0, near.indices, w)
+                members *= cloud.mass[part].to(block.dtype).unsqueeze(1)
+            sums += members.T @ block
+            counts += members.sum(0, dtype=torch.float64)
             gap = near.values + cloud.norms2[part]
             if float(gap.max()) > worst:
                 worst, farthest = float(gap.max()), start + int(gap.argmax())
@@ -89,11 +88,11 @@ def continuation(cloud: Cloud, k: int, rank: int, generator: torch.Generator) ->
     return climb(cloud, k, start, rank, labels)
 
 
-def climb(cloud: Cloud, k: int, low: int, rank: int, labels: Tensor) -> Tensor:
+def climb(cloud: Cloud, k: int, low: int, rank: int, labels: Tensor, *, steps: int = 6) -> Tensor:
     """Dimension continuation: short EMs at ranks 2 low, 4 low, ... below ``rank``, each from the last."""
     while 2 * low < rank:
         low *= 2
-        labels = em(cloud, Shape(k, rank=low), labels, tolerance=3e-3, max_iterations=6, refit=False).labels
+        labels = em(cloud, Shape(k, rank=low), labels, tolerance=3e-3, max_iterations=steps, refit=False).labels
     return labels
 
 
@@ -141,11 +140,18 @@ def _local_flat(a: Tensor, unit: Tensor, residual: Tensor, row: int, rank: int) 
     chosen = near.topk(size).indices
     basis = unit[:0]
     for growth in (1, 2, 3):
-        part = unit[chosen]
-        basis = leading_basis(part.T @ part, rank, a.dtype)
-        fit = (unit @ basis.T).square_().sum(dim=1)
-        chosen = fit.topk(min(n, growth * 2 * rank + 2)).indices
+        basis = _leading_directions(unit[chosen], rank)
+        if growth < 3:
+            fit = (unit @ basis.T).square_().sum(dim=1)
+            chosen = fit.topk(min(n, growth * 2 * rank + 2)).indices
     return basis
+
+
+def _leading_directions(part: Tensor, rank: int) -> Tensor:
+    """Right singular vectors of a few rows: QR first, so that directions they lack are orthonormal as well."""
+    q, r = torch.linalg.qr(part.T)
+    turn: Tensor = torch.linalg.eigh(r @ r.T).eigenvectors.flip(1)[:, :rank]
+    return torch.mm(q, turn).T.contiguous()
 
 
 def _labels(labels: Tensor, k: int) -> Tensor:
