@@ -115,6 +115,8 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path: Path) -> None:
     check(r"'words.weight' is \(7,\) in the file")
     rewrite(tmp_path, tensors=good | {"words.labels": torch.full((40,), 2, dtype=torch.uint8)})
     check("labels do not match")
+    rewrite(tmp_path, tensors=good | {"words.labels": good["words.labels"].float() + 0.5})
+    check(r"words.labels is of type torch.float32")
     rewrite(tmp_path, tensors=good, note=note | {"format_version": 9})
     check("format version 9")
     rewrite(tmp_path, tensors=good, note=note | {"modules": {"../words": note["modules"]["words"]}})

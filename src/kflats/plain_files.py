@@ -103,7 +103,12 @@ def _load_checked(model: nn.Module, layers: Any, shared: Any, shapes: dict[str, 
             device = model.get_parameter(f"{weight.name}.weight").device
             matrix = matrix_from_spec(module.empty.spec(), dtype=dtype, device=device)
             for key, tensor in matrix.tensors().items():
-                tensor.copy_(file.get_tensor(f"{weight.name}.{key}"))
+                stored = file.get_tensor(f"{weight.name}.{key}")
+                if stored.is_floating_point() != tensor.is_floating_point():
+                    raise KflatsError(
+                        f"{weight.name}.{key} is of type {stored.dtype} in the file", cause="a damaged file"
+                    )
+                tensor.copy_(stored)
             matrix.refresh()
             matrices.append(matrix)
         for (weight, module, _), matrix in zip(chosen, matrices, strict=True):

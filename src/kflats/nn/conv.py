@@ -79,7 +79,9 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         matrix = self.matrix
         bias = None if self.bias is None else self.bias.to(x.dtype)
         weight, basis = matrix.weight.to(x.dtype), cast(Tensor, matrix.basis).to(x.dtype)
-        if matrix.kind == "interpolative":
+        if weight.shape[1] == 0:  # torch has no convolution of no outputs: one that is zero stands for it
+            weight, basis = F.pad(weight, (0, 1)), F.pad(basis, (0, 0, 0, 1))
+        elif matrix.kind == "interpolative":
             place = inverse_of(cast(Tensor, matrix.order))
             if self.row_side == "inputs":
                 # The pivot outputs are the thin convolution's own; the others are mixtures of them.
