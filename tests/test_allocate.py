@@ -60,7 +60,7 @@ def test_budgets_are_kept_and_used_up_to_the_cheapest_step(curves: list[Curve], 
         if choice.rank is None:
             assert (choice.cost, choice.error) == (c.dense_bytes, 0.0)
         else:
-            assert 1 <= choice.rank
+            assert choice.rank >= 1
             assert (choice.cost, choice.error) == (int(c.costs[choice.rank]), float(c.errors[choice.rank]))
             assert choice.cost < c.dense_bytes
     assert found.bound <= found.error * (1 + 1e-9)
@@ -159,5 +159,5 @@ def test_what_cannot_be_is_refused() -> None:
     for errors in ([1.0, float("nan")], [1.0, -1.0], [float("inf"), 0.0]):
         with pytest.raises(KflatsError, match="a: its errors"):
             Curve("a", torch.tensor(errors), torch.tensor([0, 1]), 5)
-    with pytest.raises(KflatsError, match="3 *,"):
+    with pytest.raises(KflatsError, match="errors for"):
         Curve("a", torch.ones(3), torch.ones(2), 5)

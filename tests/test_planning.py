@@ -10,6 +10,7 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
+from kflats.calibration import Data
 from kflats.codec import Float
 from kflats.errors import KflatsError
 from kflats.plan import Plan
@@ -120,8 +121,8 @@ def test_a_plan_can_be_kept_and_used_later(tmp_path):
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == made
-    assert decide(toy(), loaded, None, None, None) == made
-    assert decide(toy(), loaded, "70%", None, None) == made
+    assert decide(toy(), loaded, None, Data()).plan == made
+    assert decide(toy(), loaded, "70%", Data()).plan == made
     report = kflats.compress_(toy(), loaded, quiet=True)
     assert [w.name for w in report.weights] == ["words", "project"]
     for decision, weight in zip(made.decisions, report.weights, strict=True):
@@ -141,7 +142,7 @@ def test_a_plan_can_be_kept_and_used_later(tmp_path):
 def test_a_plan_for_something_else_is_refused(change, message):
     model, made, budget = change(toy(), plan(toy(), {"words": Flats(k=2)}, budget="70%"))
     with pytest.raises(KflatsError, match=message):
-        decide(model, made, budget, None, None)
+        decide(model, made, budget, Data())
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from kflats.report import BandReport, FrequencyBin, Report, WeightReport, WorstR
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from kflats.figures import mean_rank, overview, pictures
+from kflats.figures import overview, pictures
 from kflats.report_html import REPORT_PAGE, render
 
 NASTY = "$x^2$<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b‮$x^2$"
@@ -120,7 +120,7 @@ def test_pictures_for_one_flat_and_for_many(k: int) -> None:
 def test_pictures_need_figures_and_say_them() -> None:
     bare = replace(weight(), bands=(), frequency=(), objective=(1.0,), spectrum=(0.0, -1e-9))
     assert pictures(bare) == []
-    assert mean_rank(weight(k=1)) == pytest.approx((10 * 16 + 30 * 30) / 100)
+    assert weight(k=1).mean_rank == pytest.approx((10 * 16 + 30 * 30) / 100)
     (size,) = overview(Report("m", "1%", (weight(),), 100_000, 88_000, 0, "1"))
     assert "named weights: 30.0 kB before, 18.0 kB after (60.0 %)" in size.alt
     assert overview(Report("m", "1%", (), 0, 0, 0, "1"))

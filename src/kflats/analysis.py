@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kflats.methods import Factored, row_errors
+from kflats.judging import row_errors, weighted_error
+from kflats.methods import SVD
 from kflats.nn.matrix import FlatsMatrix, LowRankMatrix, Matrix
 from kflats.numerics.assign import squared_norms
-from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.rows import Rows
+from kflats.numerics.svd import truncated_svd
 from kflats.plan import Decision, to_json
+from kflats.problem import Factored
 from kflats.report import BandReport, FrequencyBin, WeightReport, WorstRow
+from kflats.weighting import Weighting
 
 _BINS = (100, 1000, 10000)
 _WORST = 12
@@ -25,19 +27,21 @@ def analyse(
     decision: Decision,
     rows: Rows,
     factored: Factored,
-    weights: Tensor | None,
+    weighting: Weighting,
     names: Sequence[str] | None = None,
 ) -> WeightReport:
-    """Measure ``factored`` against its ``rows`` under ``weights``; ``names`` are tokens by row."""
+    """Measure ``factored`` against its ``rows`` under ``weighting``; ``names`` are tokens by row."""
     matrix, weight = factored.matrix, decision.weight
     n, d = rows.shape
-    w = torch.ones(n, dtype=torch.float64) if weights is None else weights.detach().cpu().to(torch.float64)
+    w = _row_weights(weighting, n)
     dist2 = row_errors(rows, matrix)
     norm2 = squared_norms(rows).cpu().to(torch.float64)
-    gram = cluster_grams(rows, torch.zeros(n, dtype=torch.uint8, device=rows.device), 1, w.to(rows.device))[0]
-    spectrum = top_eigenvectors(gram, 1)[0].cpu()
-    total = float(spectrum.sum())
-    rank = min(matrix.nbytes // matrix.weight.element_size() // (n + d), d)
+    by_rows = weighting.kinds <= {"rows"}
+    error = _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting).relative
+    tails = SVD().spectrum(rows, weighting).cpu()
+    eigenvalues = (tails[:-1] - tails[1:]).clamp_min(0)
+    total = float(eigenvalues.sum())
+    rank = min(matrix.nbytes // matrix.weight.element_size() // (n + d), len(eigenvalues))
     labels, bands = _bands(matrix)
     ranks = torch.tensor([float(rank) for _, rank in bands])[labels]
     return WeightReport(
@@ -45,16 +49,16 @@ def analyse(
         places=tuple(place.name for place in weight.places),
         shape=weight.shape,
         dtype=weight.dtype,
-        method=_json(decision.recipe.method),
-        importance=_json(decision.recipe.importance),
-        codec=_json(decision.recipe.codec),
+        method=to_json(decision.recipe.method),
+        importance=to_json(decision.recipe.importance),
+        codec=to_json(decision.recipe.codec),
         bytes_before=weight.nbytes,
         bytes_after=matrix.nbytes,
         values_after=matrix.num_values,
-        error=_ratio(w @ dist2, w @ norm2),
+        error=error,
         error_unweighted=_ratio(dist2.sum(), norm2.sum()),
-        svd_error=_ratio(spectrum[rank:].sum(), spectrum.sum()),
-        spectrum=tuple(float(v) / total if total else 0.0 for v in spectrum),
+        svd_error=_svd_error(rows, weighting, rank, tails),
+        spectrum=tuple(float(v) / total if total else 0.0 for v in eigenvalues),
         bands=tuple(
             BandReport(
                 flat,
@@ -70,6 +74,35 @@ def analyse(
         objective=tuple(float(v) for v in factored.objective),
         seconds=factored.seconds,
         note=decision.note,
+        rows=decision.recipe.rows,
+        condition=_condition(matrix),
+    )
+
+
+def left_dense(decision: Decision) -> WeightReport:
+    """The report of a weight that stays as it is, with the reason why."""
+    weight = decision.weight
+    return WeightReport(
+        name=weight.name,
+        places=tuple(place.name for place in weight.places),
+        shape=weight.shape,
+        dtype=weight.dtype,
+        method=to_json(decision.recipe.method),
+        importance=to_json(decision.recipe.importance),
+        codec=to_json(decision.recipe.codec),
+        bytes_before=weight.nbytes,
+        bytes_after=weight.nbytes,
+        values_after=weight.shape[0] * weight.shape[1],
+        error=0.0,
+        error_unweighted=0.0,
+        svd_error=0.0,
+        spectrum=(),
+        bands=(),
+        frequency=(),
+        worst=(),
+        objective=(),
+        seconds=0.0,
+        note=decision.note,
     )
 
 
@@ -82,8 +115,31 @@ def stored_bytes(model: nn.Module) -> int:
 def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
     if isinstance(matrix, FlatsMatrix):
         return matrix.labels.cpu().to(torch.int64), [(band.flat, band.rank) for band in matrix.bands]
-    assert isinstance(matrix, LowRankMatrix)
-    return torch.zeros(matrix.shape[0], dtype=torch.int64), [(0, matrix.basis.shape[0])]
+    return torch.zeros(matrix.shape[0], dtype=torch.int64), [(0, matrix.weight.shape[1])]
+
+
+def _row_weights(weighting: Weighting, n: int) -> Tensor:
+    """(n,) how much each row counts by itself."""
+    if weighting.elements is not None:
+        found = weighting.elements.sum(1)
+    elif weighting.left is None:
+        return torch.ones(n, dtype=torch.float64)
+    else:
+        found = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
+    return found.detach().cpu().to(torch.float64)
+
+
+def _svd_error(rows: Rows, weighting: Weighting, rank: int, tails: Tensor) -> float:
+    if weighting.elements is None or rank < 1:
+        return _ratio(tails[rank], tails[0])
+    # No closed form: what its best approximation by both sides' weights leaves.
+    found = truncated_svd(rows, rank, left=weighting.left, right=weighting.right)
+    return weighted_error(rows, LowRankMatrix(found.coordinates, found.basis), weighting).relative
+
+
+def _condition(matrix: Matrix) -> float | None:
+    found = getattr(matrix, "condition", None)
+    return None if found is None else float(found)
 
 
 def _bins(w: Tensor, dist2: Tensor, norm2: Tensor, ranks: Tensor) -> tuple[FrequencyBin, ...]:
@@ -113,7 +169,3 @@ def _worst(w: Tensor, dist2: Tensor, norm2: Tensor, names: Sequence[str] | None)
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
     return float(part) / float(whole) if float(whole) > 0 else 0.0
-
-
-def _json(value: Any) -> dict[str, Any]:
-    return to_json(value)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,19 @@ from torch import nn
 
 from kflats.analysis import stored_bytes
 from kflats.budget import Budget, parse_budget
+from kflats.calibration import Data, gather, needed, statistics_digest
 from kflats.errors import KflatsError
 from kflats.evaluate import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model
 from kflats.fitting import Done, factorize, version
 from kflats.folders import Partial, new_folder
-from kflats.plan import Plan, as_recipe, to_json
-from kflats.planning import decide, required
-from kflats.planning import plan as make_plan
+from kflats.measurements import Statistics
+from kflats.plan import Plan, Recipe, as_recipe, to_json
+from kflats.planning import Decided, decide, required
 from kflats.report import REPORT_FILE, Report
+from kflats.shares import Allocation
 from kflats.sources import copy_companions, resolve_model, weights_folder
-from kflats.surgery import swap_, unchanged_on_error
+from kflats.surgery import Weight, swap_, unchanged_on_error
 
 
 def compress_(
@@ -33,6 +37,10 @@ def compress_(
     budget: str | Budget | None = None,
     data: Iterable[str] | None = None,
     tokenizer: Any = None,
+    calibration: Iterable[Any] | None = None,
+    objective: Any = None,
+    statistics: Statistics | None = None,
+    allocation: Allocation = "auto",
     seed: int = 0,
     quiet: bool = False,
 ) -> Report:
@@ -43,9 +51,12 @@ def compress_(
     All weights are fitted before the first is swapped: after an error the model is as it was.
 
     Args:
-        model, recipes, budget, data, tokenizer: as ``plan``; or ``recipes`` is a ``Plan``, without a budget.
+        model, recipes, budget, data, tokenizer, calibration, objective, statistics, allocation: as ``plan``; or
+            ``recipes`` is a ``Plan``, without a budget.
         seed: of every random step. Equal seed, data and threads give equal factors.
         quiet: no progress bar.
+
+    Inputs of linear layers are centred where importance asks for it: the mean's error goes into the bias.
 
     Returns:
         What was done, for ``print``, ``report.save`` and ``kflats report``. The model then saves itself
@@ -60,10 +71,10 @@ def compress_(
     >>> report.weights[0].bytes_after <= 0.5 * 200 * 16 * 4
     True
     """
-    texts = None if data is None else _kept(data)
-    decided = decide(model, recipes, budget, texts, tokenizer)
-    done = factorize(model, decided, texts, tokenizer, seed, quiet, None)
-    return _finish(model, decided, done, seed)
+    given = gather(data, tokenizer, calibration, objective, statistics)
+    decided = decide(model, recipes, budget, given, allocation=allocation, quiet=quiet)
+    done = factorize(model, decided.plan, decided.data, seed, quiet, None)
+    return _finish(model, decided.plan, done, seed)
 
 
 def compress_folder(
@@ -75,6 +86,10 @@ def compress_folder(
     weights: tuple[str, ...] = (),
     plan: Plan | None = None,
     texts: Iterable[str] | None = None,
+    calibration: Iterable[Any] | None = None,
+    objective: Any = None,
+    statistics: Statistics | None = None,
+    allocation: Allocation = "auto",
     seed: int = 0,
     force: bool = False,
     quiet: bool = False,
@@ -86,41 +101,69 @@ def compress_folder(
 
     Args:
         source: a local folder or a hub name. out: the folder to be.
-        budget, method, weights: as ``compress_``: ``method`` may be a recipe. Or a ``plan``.
-        texts: what importance counts, with the folder's own tokenizer.
+        budget, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
+            words. Or a ``plan``.
+        texts: what importance counts, with the folder's own tokenizer; default: calibration texts.
+        calibration, objective, statistics, allocation: as ``plan``. What was measured is kept beside ``out``
+            until the end as well.
         force: replace an existing model folder.
 
     Raises:
         KflatsError: as ``compress_``; ``out`` exists, a full disk, a folder without a model.
     """
     folder = resolve_model(source)
-    counted = None if texts is None else _kept(texts)
+    data = gather(texts, None, calibration, objective, statistics)
+    if data.texts is None and data.calibration and all(isinstance(item, str) for item in data.calibration):
+        data = replace(data, texts=data.calibration)
     with new_folder(out, force) as aside:
         model = load_model(folder)
-        tokenizer = _tokenizer(folder, counted, method, plan)
+        data = replace(data, tokenizer=_tokenizer(folder, data, method, plan))
         before = weight_file_bytes(folder)
-        if plan is None:
-            recipes = dict.fromkeys(weights, method) if weights else method
-            allowed = required(budget)
-            decided = make_plan(model, recipes, budget=allowed, data=counted, tokenizer=tokenizer, file_bytes=before)
-        else:
-            decided = decide(model, plan, budget, counted, tokenizer)
-        partial = Partial(out, _fingerprint(folder, decided, counted, seed))
-        done = factorize(model, decided, counted, tokenizer, seed, quiet, partial)
-        report = _finish(model, decided, done, seed, name=str(source))
+        about = _fingerprint(folder, data)
+
+        def measured(recipes: Sequence[tuple[Weight, Recipe]]) -> Data:
+            return _measured(model, recipes, data, Partial(out, about), quiet)
+
+        recipes = plan or (dict.fromkeys(weights, method) if weights else method)
+        allowed = budget if plan else required(budget)
+        decided = decide(model, recipes, allowed, data, allocation=allocation, file_bytes=before, measured=measured)
+        partial = Partial(out, _work_fingerprint(about, decided, seed))
+        done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
+        report = _finish(model, decided.plan, done, seed, name=str(source))
         model.save_pretrained(aside / weights_folder(folder).relative_to(folder))
         copy_companions(folder, aside)
-        _check_file(aside, decided, before)
+        _check_file(aside, decided.plan, before)
         report.save(aside / REPORT_FILE)
     partial.discard()
     return report
+
+
+def _measured(
+    model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], data: Data, partial: Partial, quiet: bool
+) -> Data:
+    """The data with its statistics: measured, or what an interrupted run measured of the same."""
+    needs = needed(recipes)
+    if not needs or data.statistics is not None:
+        return data
+    asked = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
+    name = hashlib.sha256(f"{partial.fingerprint} {asked}".encode()).hexdigest()[:24]
+    path = partial.folder / f"statistics-{name}.safetensors"
+    if path.is_file() and not path.is_symlink():
+        with suppress(KflatsError):  # damaged: measured again
+            return replace(data, statistics=Statistics.load(path))
+    found = data.measured(model, recipes, quiet)
+    assert found.statistics is not None
+    found.statistics.save(path)
+    return found
 
 
 def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: str = "") -> Report:
     before = stored_bytes(model)
     with unchanged_on_error(model):
         for one in done:
-            swap_(model, one.decision.weight, one.matrix)
+            if one.matrix is not None:
+                rows = one.decision.recipe.rows
+                swap_(model, one.decision.weight, one.matrix, rows=rows, bias_shift=one.bias_shift)
         annotate_(model)
     return Report(
         model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
@@ -133,39 +176,36 @@ def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: 
     )
 
 
-def _kept(data: Iterable[str]) -> tuple[str, ...]:
-    if isinstance(data, str | bytes):
-        raise KflatsError("texts must be a sequence of strings, not one string", hint="data=[text]")
-    texts = tuple(data)
-    for text in texts:
-        if not isinstance(text, str):
-            raise KflatsError(f"expected texts, found {type(text).__name__}", hint="a list of strings")
-    return texts
-
-
-def _tokenizer(folder: Path, texts: tuple[str, ...] | None, method: Any, plan: Plan | None) -> Any:
+def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
     """The folder's tokenizer; missing is an error only where something needs it."""
     recipes = [d.recipe for d in plan.decisions] if plan else [as_recipe(method)] if method is not None else []
-    needed = texts is not None or any(getattr(r.importance, "needs_tokenizer", False) for r in recipes)
+    wanted = data.texts is not None or any(getattr(r.importance, "needs_tokenizer", False) for r in recipes)
     try:
         return load_tokenizer(folder)
     except KflatsError:
-        if needed:
+        if wanted:
             raise
         return None
 
 
-def _fingerprint(folder: Path, decided: Plan, texts: tuple[str, ...] | None, seed: int) -> str:
-    """Everything the factors depend on."""
+def _fingerprint(folder: Path, data: Data) -> str:
+    """The model, and all data: what measurements depend on."""
     # The weights, and the tokenizer's files: counts and priors come from those.
     kinds = (".safetensors", ".json", ".txt", ".model")
     files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.suffix in kinds)
-    recipes = [
-        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in decided.decisions
-    ]
-    counted = hashlib.sha256("\0".join(texts or ()).encode()).hexdigest()
-    about = [str(folder), files, recipes, decided.budget, counted, texts is None, seed, version()]
+    about = [str(folder), files, data.digest(), version()]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def _work_fingerprint(about: str, decided: Decided, seed: int) -> str:
+    """Everything the factors depend on."""
+    made = decided.plan
+    recipes = [
+        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in made.decisions
+    ]
+    names = needed((d.weight, d.recipe) for d in made.decisions)
+    found = [about, recipes, made.budget, statistics_digest(decided.data.statistics, names), seed]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def _check_file(folder: Path, decided: Plan, before: int) -> None:

@@ -21,3 +21,7 @@ class KflatsError(ValueError):
             parts.append(f"Try: {hint.rstrip('.')}.")
         super().__init__(" ".join(parts))
         self.symptom, self.cause, self.hint = symptom, cause, hint
+
+
+class UnreachedError(KflatsError):
+    """The data says nothing about a weight: all that was measured of it is zero."""

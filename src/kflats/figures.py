@@ -62,12 +62,6 @@ def pictures(weight: WeightReport) -> list[Picture]:
     return made
 
 
-def mean_rank(weight: WeightReport) -> float:
-    """Coordinates a row keeps, on average over all rows."""
-    rows = sum(b.rows for b in weight.bands)
-    return sum(b.rows * b.rank for b in weight.bands) / rows if rows else math.nan
-
-
 def _spectrum(weight: WeightReport) -> Picture:
     values = [max(v, 0.0) for v in weight.spectrum]
     half, total = 0, 0.0
@@ -82,11 +76,11 @@ def _spectrum(weight: WeightReport) -> Picture:
         floor = max(max(values) * 1e-9, 1e-300)
         axes.semilogy(range(1, len(values) + 1), [max(v, floor) for v in values], color=theme.accent, linewidth=1.8)
         if weight.bands:
-            axes.axvline(mean_rank(weight), color=theme.ink, linewidth=1, linestyle=(0, (4, 3)))
+            axes.axvline(weight.mean_rank, color=theme.ink, linewidth=1, linestyle=(0, (4, 3)))
             axes.text(
-                mean_rank(weight),
+                weight.mean_rank,
                 0.97,
-                f" mean rank {mean_rank(weight):.0f}",
+                f" mean rank {weight.mean_rank:.0f}",
                 transform=axes.get_xaxis_transform(),
                 va="top",
             )

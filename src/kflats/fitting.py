@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as installed_version
 from typing import Any
@@ -15,72 +15,74 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from kflats.analysis import analyse
+from kflats.analysis import analyse, left_dense
 from kflats.budget import parse_budget
+from kflats.calibration import Data
 from kflats.errors import KflatsError
 from kflats.folders import Partial
-from kflats.importance import Uniform
-from kflats.measured import Measured
-from kflats.methods import Factored, Problem
+from kflats.methods import Dense
 from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
-from kflats.plan import Decision, Plan, Recipe
+from kflats.plan import Decision, Plan
+from kflats.problem import Factored, Problem
 from kflats.report import Report, WeightReport
-from kflats.statistics import count_tokens, zipf_prior
+from kflats.shares import bias_bytes
 from kflats.surgery import Weight, dense_weight
+from kflats.weighting import Weighting
+
+_SHIFT = "bias shift"
 
 
 @dataclass(frozen=True)
 class Done:
-    """One weight, fitted: what was decided, the matrix to swap in, and what to report of it."""
+    """One weight, fitted: what was decided, the matrix to swap in, and what to report of it.
+
+    ``matrix`` is None for a weight that stays dense. ``bias_shift`` (d,) is what the layer's bias takes over of
+    the matrix' error: its mean, mean' (M - M^).
+    """
 
     decision: Decision
-    matrix: Matrix
+    matrix: Matrix | None
     report: WeightReport
+    bias_shift: Tensor | None = None
 
 
 def factorize(
-    model: nn.Module,
-    decided: Plan,
-    texts: tuple[str, ...] | None,
-    tokenizer: Any,
-    seed: int,
-    quiet: bool,
-    partial: Partial | None,
+    model: nn.Module, decided: Plan, data: Data, seed: int, quiet: bool, partial: Partial | None
 ) -> list[Done]:
     """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed."""
     found = []
     free = not parse_budget(decided.budget).counts_labels if decided.budget else False
     with _progress(quiet) as told:
         for decision in decided.decisions:
+            if isinstance(decision.recipe.method, Dense):
+                found.append(Done(decision, None, left_dense(decision)))
+                continue
             stored = partial.get(decision.weight.name) if partial else None
             done = None if stored is None else _restored(decision, *stored)
             if done is None:
-                done = _fit(model, decision, texts, tokenizer, seed, free, told(decision.weight.name))
-                if partial:
+                done = _fit(model, decision, data, seed, free, told(decision.weight.name))
+                if partial and done.matrix is not None:
                     meta = {"spec": done.matrix.spec(), "report": _alone(done.report).to_json()}
-                    partial.put(decision.weight.name, done.matrix.tensors(), meta)
+                    shift = {} if done.bias_shift is None else {_SHIFT: done.bias_shift}
+                    partial.put(decision.weight.name, done.matrix.tensors() | shift, meta)
             found.append(done)
     return found
 
 
 def _fit(
-    model: nn.Module,
-    decision: Decision,
-    texts: tuple[str, ...] | None,
-    tokenizer: Any,
-    seed: int,
-    free_labels: bool,
-    progress: Progress | None,
+    model: nn.Module, decision: Decision, data: Data, seed: int, free_labels: bool, progress: Progress | None
 ) -> Done:
     weight, recipe = decision.weight, decision.recipe
+    turned = recipe.rows == "outputs"
     table = dense_weight(model, weight)
-    rows = TensorRows(table)
-    w = _weigh(weight, recipe, texts, tokenizer)
-    w = None if w is None else w.to(table.device)
+    rows = TensorRows(table.T if turned else table)
+    weighting = data.weigh(weight, recipe)
+    nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
+    weighting = (weighting.transposed() if turned else weighting).to(table.device)
     dtype = recipe.codec.torch_dtype(weight.dtype)
-    problem = Problem(rows, decision.budget_bytes, dtype.itemsize, w, free_labels, seed, progress)
+    problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
     try:
         factored = recipe.method.fit(problem)
     except KflatsError as error:
@@ -92,32 +94,31 @@ def _fit(
             cause="rows with very large values",
             hint="a type of more range: Float('bfloat16') or Float('float32')",
         )
-    if not free_labels and matrix.nbytes > decision.budget_bytes:
-        raise AssertionError(f"{weight.name}: {matrix.nbytes} bytes exceed the budget of {decision.budget_bytes}")
+    if not free_labels and matrix.nbytes > nbytes:
+        raise AssertionError(f"{weight.name}: {matrix.nbytes} bytes exceed the budget of {nbytes}")
     if matrix.num_values >= weight.shape[0] * weight.shape[1]:
         raise KflatsError(
             f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
             cause="nothing is left to factorize",
             hint="a smaller budget, or cast the model to that type",
         )
-    report = analyse(
-        decision, rows, Factored(matrix, factored.objective, factored.seconds), w, _tokens(weight, tokenizer)
-    )
-    return Done(decision, matrix, report)
+    fitted = Factored(matrix, factored.objective, factored.seconds)
+    report = analyse(decision, rows, fitted, weighting, _tokens(weight, data.tokenizer))
+    shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
+    gained = 0 if shift is None or weight.bias else len(shift)
+    itemsize = weight.nbytes // (weight.shape[0] * weight.shape[1])
+    grown = {"bytes_after": matrix.nbytes + gained * itemsize, "values_after": matrix.num_values + gained}
+    return Done(decision, matrix, replace(report, **grown), shift)
 
 
-def _weigh(weight: Weight, recipe: Recipe, texts: tuple[str, ...] | None, tokenizer: Any) -> Tensor | None:
-    importance = recipe.importance
-    if isinstance(importance, Uniform):
+def _bias_shift(table: Tensor, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
+    """mean' (M - M^): what the bias must add so that the mean input keeps its output."""
+    if weighting.mean is None:
         return None
-    n = weight.shape[0]
-    counts = prior = None
-    if tokenizer is not None:
-        prior = zipf_prior(tokenizer, n)
-        if texts is not None:
-            counts = count_tokens(texts, tokenizer, n)
-    head = any(place.role == "head" for place in weight.places)
-    return importance.weigh(Measured(n, counts, prior, head)).rows
+    with torch.no_grad():
+        stored = (matrix.dense().T if turned else matrix.dense()).to(torch.float64)
+        shift = weighting.mean.to(torch.float64) @ (table.to(torch.float64) - stored)
+    return shift.to(torch.float32)
 
 
 def _tokens(weight: Weight, tokenizer: Any) -> list[str] | None:
@@ -134,6 +135,7 @@ def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, An
     """A finished weight from an interrupted run; None if it does not fit, and it is fitted again."""
     try:
         report = Report.from_json(meta["report"]).weights[0]
+        shift = tensors.get(_SHIFT)
         matrix = matrix_from_spec(meta["spec"], dtype=tensors["weight"].dtype, device="cpu")
         with torch.no_grad():
             for name, tensor in matrix.tensors().items():
@@ -141,7 +143,9 @@ def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, An
         matrix.refresh()
     except (KflatsError, KeyError, IndexError, RuntimeError):
         return None
-    return Done(decision, matrix, report) if matrix.shape == decision.weight.shape else None
+    shape = decision.weight.shape
+    fits = matrix.shape == (shape[::-1] if decision.recipe.rows == "outputs" else shape)
+    return Done(decision, matrix, report, shift) if fits else None
 
 
 def _alone(report: WeightReport) -> Report:

@@ -43,6 +43,7 @@ class Plan:
         decisions: one for each named weight.
         budget: what the user asked for, as text.
         model_bytes: bytes of the whole model before.
+        allocation: how weights share the budget: "uniform" or "loss".
 
     Raises:
         KflatsError: a weight named twice, or bytes that do not fit it.
@@ -51,8 +52,11 @@ class Plan:
     decisions: tuple[Decision, ...]
     budget: str
     model_bytes: int
+    allocation: str = "uniform"
 
     def __post_init__(self) -> None:
+        if self.allocation not in ("uniform", "loss"):
+            raise KflatsError(f"allocation {self.allocation!r:.40} is unknown", cause="a damaged or hand-edited plan")
         names = [decision.weight.name for decision in self.decisions]
         for decision in self.decisions:
             weight = decision.weight
@@ -73,7 +77,8 @@ class Plan:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; an existing file is replaced in one step."""
         target = Path(path)
-        data = {"format": FORMAT, "version": VERSION, "budget": self.budget, "model_bytes": self.model_bytes}
+        head = {"budget": self.budget, "model_bytes": self.model_bytes, "allocation": self.allocation}
+        data = {"format": FORMAT, "version": VERSION, **head}
         text = json.dumps({**data, "decisions": [_decision_json(d) for d in self.decisions]}, indent=2)
         aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
@@ -96,7 +101,7 @@ class Plan:
             if not isinstance(decisions, list):
                 raise KflatsError("the plan has no list of decisions", cause="a damaged or hand-edited plan")
             found = tuple(_decision(entry, f"decisions[{i}]") for i, entry in enumerate(decisions))
-            return cls(found, head.budget, head.model_bytes)
+            return cls(found, head.budget, head.model_bytes, head.allocation)
         except KflatsError as error:
             raise KflatsError(f"{path}: {error.symptom}", cause=error.cause, hint=error.hint) from error
 
@@ -143,7 +148,8 @@ class Plan:
             ["whole model", "", size(self.model_bytes), size(model_after), share(model_after, self.model_bytes)],
         ]
         blank = [""] * (len(columns) - 5)
-        return f"budget {self.budget}\n\n" + plain(table(columns, rows, totals=[t + blank for t in totals]))
+        how = ", shared by what each byte saves of the loss" if self.allocation == "loss" else ""
+        return f"budget {self.budget}{how}\n\n" + plain(table(columns, rows, totals=[t + blank for t in totals]))
 
 
 @dataclass(frozen=True)
@@ -152,6 +158,7 @@ class _Head:
 
     budget: str
     model_bytes: int
+    allocation: str = "uniform"
 
 
 def _decision_json(decision: Decision) -> dict[str, Any]:

@@ -1,22 +1,36 @@
-"""Select and allocate: which weight is treated how, in how many bytes. Nothing is fitted, nothing is changed."""
+"""Select, measure, allocate: which weight is treated how, in how many bytes. Nothing is fitted, nothing is changed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from kflats.analysis import stored_bytes
-from kflats.budget import Budget, parse_budget, split
+from kflats.budget import Budget, parse_budget
+from kflats.calibration import Data, gather
 from kflats.errors import KflatsError
-from kflats.importance import TokenCounts, Uniform, ZipfPrior
-from kflats.methods import Flats
-from kflats.nn.layers import FactoredEmbedding
-from kflats.places import factored_layers
-from kflats.plan import Decision, Plan, Recipe, as_recipe
-from kflats.surgery import Weight, find_weight, find_weights
+from kflats.importance import Uniform
+from kflats.measurements import Statistics
+from kflats.methods import Dense, Flats
+from kflats.plan import Plan, Recipe
+from kflats.selection import Selected, check, select, token_embedding
+from kflats.shares import Allocation, share_out
+from kflats.surgery import Weight, find_weight
+
+__all__ = ["Decided", "decide", "plan", "required", "token_embedding"]
+
+Measure = Callable[[Sequence[tuple[Weight, Recipe]]], Data]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan, and the data it was made from, with all that was measured."""
+
+    plan: Plan
+    data: Data
 
 
 def plan(
@@ -26,125 +40,72 @@ def plan(
     budget: str | Budget,
     data: Iterable[str] | None = None,
     tokenizer: Any = None,
+    calibration: Iterable[Any] | None = None,
+    objective: Any = None,
+    statistics: Statistics | None = None,
+    allocation: Allocation = "auto",
     file_bytes: int | None = None,
+    quiet: bool = True,
 ) -> Plan:
     """Decide which weight is treated how, in how many bytes; nothing is changed and nothing is fitted.
 
     Args:
         model: any torch module; transformers models know their token embedding.
-        recipes: {weight name: recipe or method}; one recipe or method for the token embedding; None for
-            the default recipe on it: ``Flats(k=5)`` with ``TokenCounts`` if there are texts, ``ZipfPrior``
-            if there is only a tokenizer, ``Uniform`` without both. A value of None in a mapping means the
-            same for the token embedding, and ``Flats(k=5)`` with ``Uniform`` for any other weight.
-        budget: "60%", "12MB", "5.2M params" of the *named weights*, kept; several weights share it in
-            proportion to their bytes.
+        recipes: {name: recipe or method}; one recipe or method for the token embedding; None for the default
+            recipe on it: ``Flats(k=5)`` with ``TokenCounts`` if there are texts, ``ZipfPrior`` if there is only a
+            tokenizer, ``Uniform`` without both. A name may be a pattern ("encoder.layer.*.attention.*") or one of
+            the words "linear", "conv", "embeddings" and "all". A value of None in a mapping means the default for
+            the token embedding; for other layers ``SVD`` with ``KroneckerFisher`` if there is calibration data,
+            else ``Flats(k=5)`` (convolutions: ``SVD``) with ``Uniform``. ``Dense()`` keeps a weight as it is.
+        budget: "60%", "12MB", "5.2M params" of the *named weights*, kept; or "33% ranks": that share of each
+            weight's full rank (FWSVD's rank ratio).
         data: texts that importance may count. tokenizer: the model's own.
+        calibration: texts or batches (mappings for ``model(**batch)``) to measure Fisher information and
+            activations with; default: ``data``.
+        objective: what gradients are taken of; default: the task's loss where batches have labels, else random
+            projections of the output.
+        statistics: what ``kflats.measure`` found; then nothing is measured.
+        allocation: "uniform": weights share the budget in proportion to their bytes. "loss": ranks go where they
+            save most loss, and weights stay dense where that pays; every importance must be in units of a loss.
+            "auto": "loss" where that holds for all of several weights.
         file_bytes: all weight files of the original, for budgets of ``scope="file"``.
+        quiet: no progress bar while measuring.
 
     Raises:
-        KflatsError: unknown names, a budget that cannot be met, an importance without its data.
+        KflatsError: unknown names, a budget that cannot be met, an importance without its data, or one that its
+            method cannot take.
     """
-    named = _named(model, recipes, data is not None, tokenizer is not None)
-    allowed = parse_budget(budget)
-    weights = [weight for weight, _ in named]
-    sizes = {recipe.codec.itemsize(weight.dtype) for weight, recipe in named}
-    if allowed.kind == "params" and len(sizes) > 1:
-        raise KflatsError("a budget of parameters needs weights of one stored type", hint="a budget in bytes")
-    total = stored_bytes(model)
-    shares = split(allowed.stored_bytes(weights, file_bytes or total, sizes.pop()), weights)
-    decisions = tuple(
-        Decision(weight, recipe, share, _note(weight, recipe, data is not None, tokenizer is not None))
-        for (weight, recipe), share in zip(named, shares, strict=True)
-    )
-    return Plan(decisions, str(allowed), total)
-
-
-def _named(model: nn.Module, recipes: Any, texts: bool, tokenizer: bool) -> list[tuple[Weight, Recipe]]:
-    importance = TokenCounts() if texts and tokenizer else ZipfPrior() if tokenizer else Uniform()
-    if not isinstance(recipes, Mapping):
-        recipes = {token_embedding(model).name: recipes}
-    if not recipes:
-        raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
-    found: list[tuple[Weight, Recipe]] = []
-    for name, recipe in recipes.items():
-        weight = find_weight(model, name)
-        if recipe is None:  # what weighs tokens means nothing to rows that are no tokens
-            of_tokens = weight.places[0].role == "embedding" and weight.name == token_embedding(model).name
-            if of_tokens and texts and not tokenizer:
-                raise KflatsError(
-                    "texts are given, but no tokenizer that could count them",
-                    hint="tokenizer=..., or Recipe(method, Uniform())",
-                )
-            recipe = Recipe(Flats(), importance if of_tokens else Uniform())
-        made = as_recipe(recipe)
-        if any(weight.name == other.name for other, _ in found):
-            raise KflatsError(f"{name!r} is named twice", cause="two of the names are places of one tied weight")
-        role = weight.places[0].role
-        if role != "embedding" and not isinstance(made.importance, Uniform):
-            raise KflatsError(
-                f"{type(made.importance).__name__} weighs tokens, but {weight.name!r} is a {role} layer",
-                hint="Uniform() for linear layers (--importance uniform)",
-            )
-        if getattr(made.importance, "needs_tokenizer", False) and not tokenizer:
-            raise KflatsError(
-                f"{type(made.importance).__name__} needs the model's tokenizer", hint="tokenizer=..., or Uniform()"
-            )
-        if getattr(made.importance, "needs_texts", False) and not texts:
-            raise KflatsError(
-                f"{type(made.importance).__name__} needs texts to count", hint="data=texts, or ZipfPrior()"
-            )
-        found.append((weight, made))
-    return found
-
-
-def token_embedding(model: nn.Module) -> Weight:
-    """The weight that token ids enter: what the model calls its input embedding, else its largest embedding.
-
-    Raises:
-        KflatsError: the model has none that can be compressed.
-    """
-    weights = [w for w in find_weights(model) if w.places[0].role == "embedding"]
-    module = None
-    get = getattr(model, "get_input_embeddings", None)
-    if callable(get):
-        with suppress(NotImplementedError):  # models that read no tokens
-            module = get()
-        names = {name for name, part in model.named_modules(remove_duplicate=False) if part is module}
-        for weight in weights:
-            if names & {place.name for place in weight.places}:
-                return weight
-    # The largest of what is left is no token embedding where that one is factored already, or cannot be.
-    factored = any(isinstance(layer, FactoredEmbedding) for _, layer in factored_layers(model))
-    if not weights or factored or isinstance(module, nn.Module):
-        raise KflatsError(
-            "the model has no token embedding that can be compressed",
-            cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",
-            hint="name the weights: compress_(model, {name: recipe}, ...)",
-        )
-    return max(weights, key=lambda weight: weight.nbytes)
-
-
-def _note(weight: Weight, recipe: Recipe, texts: bool, tokenizer: bool) -> str:
-    if not isinstance(recipe.importance, Uniform) or weight.places[0].role != "embedding":
-        return ""
-    if texts:
-        return "the texts are not counted: every row counts the same"
-    if isinstance(recipe.method, Flats) and not tokenizer:
-        return "no texts and no tokenizer: every row counts the same"
-    return ""
+    given = gather(data, tokenizer, calibration, objective, statistics)
+    return decide(model, recipes, budget, given, allocation=allocation, file_bytes=file_bytes, quiet=quiet).plan
 
 
 def decide(
-    model: nn.Module, recipes: Any, budget: str | Budget | None, texts: tuple[str, ...] | None, tokenizer: Any
-) -> Plan:
-    """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights."""
-    if not isinstance(recipes, Plan):
-        return plan(model, recipes, budget=required(budget), data=texts, tokenizer=tokenizer)
-    if budget is not None and str(parse_budget(budget)) != recipes.budget:
-        raise KflatsError(f"the plan was made for {recipes.budget}, not {budget}", hint="leave the budget out")
-    resolved = recipes.resolve(lambda name: find_weight(model, name))
-    _named(model, {d.weight.name: d.recipe for d in resolved.decisions}, texts is not None, tokenizer is not None)
-    return resolved
+    model: nn.Module,
+    recipes: Any,
+    budget: str | Budget | None,
+    data: Data,
+    *,
+    allocation: Allocation = "auto",
+    file_bytes: int | None = None,
+    quiet: bool = True,
+    measured: Measure | None = None,
+) -> Decided:
+    """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights.
+
+    Args:
+        measured: how the data gets its statistics; default: by measuring.
+    """
+    measured = measured or (lambda pairs: data.measured(model, pairs, quiet))
+    if isinstance(recipes, Plan):
+        resolved = _checked(model, recipes, budget, data)
+        return Decided(resolved, measured([(d.weight, d.recipe) for d in resolved.decisions]))
+    allowed = parse_budget(required(budget))
+    selected = select(model, recipes, data.given)
+    data = measured([(chosen.weight, chosen.recipe) for chosen in selected])
+    total = stored_bytes(model)
+    notes = [_note(chosen, data) for chosen in selected]
+    shares = share_out(model, selected, notes, allowed, data, allocation, file_bytes or total)
+    return Decided(Plan(shares.decisions, str(allowed), total, shares.allocation), data)
 
 
 def required(budget: str | Budget | None) -> str | Budget:
@@ -152,3 +113,26 @@ def required(budget: str | Budget | None) -> str | Budget:
     if budget is None:
         raise KflatsError("no budget is given", hint='budget="60%", "12MB" or "5.2M params"')
     return budget
+
+
+def _checked(model: nn.Module, made: Plan, budget: str | Budget | None, data: Data) -> Plan:
+    if budget is not None and str(parse_budget(budget)) != made.budget:
+        raise KflatsError(f"the plan was made for {made.budget}, not {budget}", hint="leave the budget out")
+    resolved = made.resolve(lambda name: find_weight(model, name))
+    if not resolved.decisions:
+        raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
+    for decision in resolved.decisions:
+        check(decision.weight, decision.recipe, data.given)
+    return resolved
+
+
+def _note(chosen: Selected, data: Data) -> str:
+    recipe = chosen.recipe
+    embedding = chosen.weight.places[0].role == "embedding"
+    if not embedding or not isinstance(recipe.importance, Uniform) or isinstance(recipe.method, Dense):
+        return ""
+    if data.texts is not None:
+        return "the texts are not counted: every row counts the same"
+    if isinstance(recipe.method, Flats) and data.tokenizer is None:
+        return "no texts and no tokenizer: every row counts the same"
+    return ""

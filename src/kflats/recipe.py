@@ -1,4 +1,4 @@
-"""Recipes: method x importance x codec as one value, and their JSON."""
+"""Recipes: method x importance x codec, and which side is covered, as one value; and their JSON."""
 
 from __future__ import annotations
 
@@ -29,9 +29,11 @@ class Recipe:
         method: ``SVD()``, ``Flats(k=5)``, ...
         importance: ``Uniform()``, ``TokenCounts(power=0.5)``, ``ZipfPrior()``, ...
         codec: ``Float()``.
+        rows: what the method takes as rows of a linear layer: "inputs" (input neurons, as FWSVD and MESSI do) or
+            "outputs": then the importance of inputs is its right side, and that of outputs its left.
 
     Raises:
-        KflatsError: a class instead of a value, or a value of another axis.
+        KflatsError: a class instead of a value, a value of another axis, or other rows.
 
     >>> Recipe(methods.Flats(k=5)).codec
     Float(dtype='same')
@@ -40,8 +42,11 @@ class Recipe:
     method: Any
     importance: Any = Uniform()
     codec: Any = Float()
+    rows: Literal["inputs", "outputs"] = "inputs"
 
     def __post_init__(self) -> None:
+        if self.rows not in ("inputs", "outputs"):
+            raise KflatsError(f"rows={self.rows!r} is unknown", hint='"inputs" or "outputs"')
         for axis in AXES:
             value = getattr(self, axis)
             if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -81,7 +86,8 @@ def brief(value: Any) -> str:
     "Flats(k=5), TokenCounts(power=0.5), Float(dtype='same')"
     """
     if isinstance(value, Recipe):
-        return ", ".join(brief(getattr(value, axis)) for axis in AXES)
+        side = [] if value.rows == "inputs" else [f"rows={value.rows!r}"]
+        return ", ".join([*(brief(getattr(value, axis)) for axis in AXES), *side])
     shown = [
         f"{field.name}={getattr(value, field.name)!r}"
         for place, field in enumerate(dataclasses.fields(value))

@@ -51,9 +51,10 @@ def decode(kind: Any, data: object, where: str, *, signed: frozenset[str] = froz
         if data >= 0 or where in signed:
             return data
         raise _wrong(where, "a whole number >= 0", data)
-    if kind is str and isinstance(data, str):
+    if kind in (str, bool) and isinstance(data, kind):
         return data
-    raise _wrong(where, {int: "a whole number", float: "a finite number", str: "a string"}[kind], data)
+    names = {int: "a whole number", float: "a finite number", str: "a string", bool: "true or false"}
+    raise _wrong(where, names[kind], data)
 
 
 def _record(kind: type, data: object, where: str, signed: frozenset[str]) -> Any:

@@ -7,6 +7,9 @@ rows b_i::
     error_unweighted = the same with every w_i = 1
     svd_error        = the same as error, for the weighted SVD that fits in the same bytes
 
+Where importance is more than row weights, ``error`` is in its own measure: |L (A - B) R|^2 / |L A R|^2 for metrics
+on both sides, sum_ij F_ij (a_ij - b_ij)^2 over sum_ij F_ij a_ij^2 for weights of single entries.
+
 *Ratio* always means bytes after / bytes before of the named weights, labels included, and is
 printed beside the whole model's.
 """
@@ -70,7 +73,8 @@ class WeightReport:
 
     ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum``
     holds the eigenvalues of the weighted Gram matrix, descending, summing to 1. ``objective`` is the
-    fit's objective per iteration.
+    fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
+    condition number of the basis of an interpolative form, None for other forms.
     """
 
     name: str
@@ -93,6 +97,26 @@ class WeightReport:
     objective: tuple[float, ...]
     seconds: float
     note: str = ""
+    rows: str = "inputs"
+    condition: float | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the weight was left as it is; ``note`` says why."""
+        return self.method.get("type") == "Dense"
+
+    @property
+    def full_rank(self) -> int:
+        """The largest rank that the weight can have."""
+        return min(self.shape)
+
+    @property
+    def mean_rank(self) -> float:
+        """Coordinates a row keeps, on average over all rows; the full rank where it stays dense."""
+        if self.dense:
+            return float(self.full_rank)
+        rows = sum(b.rows for b in self.bands)
+        return sum(b.rows * b.rank for b in self.bands) / rows if rows else math.nan
 
     @property
     def ratio(self) -> float:
