@@ -1,0 +1,321 @@
+"""Whose error: the loss of each single sample, whose gradient says how much a weight counts.
+
+    TaskLoss       the fine-tuned model's own loss, from ``batch["labels"]``
+    SampledLabels  the same with labels that the model draws itself: no labels needed
+    Projections    <u, output> with random u: no labels and no task head needed
+
+All give (B,) losses of single samples, so that their sum has each sample's own gradient at its own activations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kflats.errors import KflatsError
+from kflats.running import batch_size, decoder_mask, run, take, takes_labels, task_output, vectors
+
+Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
+_IGNORED = -100  # transformers' label for "not a target"
+
+
+class Objective(Protocol):
+    """Anything that gives the losses of single samples; ``first`` is the batch's place in the calibration stream."""
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+        """(B,) losses with gradients."""
+        ...
+
+
+@dataclass(frozen=True)
+class TaskLoss:
+    """L_s: the model's own loss of sample s alone, from ``batch["labels"]`` (FWSVD, Hsu et al., ICLR 2022, eq. 3).
+
+    Args:
+        kind: "classification" (cross-entropy), "multi-label", "regression" (squared error), "tokens" (mean
+            cross-entropy over the sample's labelled positions: tagging, masked and sequence-to-sequence
+            language models) or "causal" (the same for the next token). "auto": by the shapes of logits and
+            labels, and where the model computes a loss of its own, that which equals it.
+
+    A sample without any target (all of its labels are -100) has loss 0. Choose it where there are labels: it is
+    the paper's importance. Limit: losses of other forms (question answering) need an objective of your own.
+
+    >>> class Head(torch.nn.Module):
+    ...     def forward(self, x): return x
+    >>> batch = {"x": torch.zeros(2, 4), "labels": torch.tensor([0, 3])}
+    >>> TaskLoss().losses(Head(), batch).tolist()
+    [1.3862943649291992, 1.3862943649291992]
+    """
+
+    kind: Kind = "auto"
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+        """(B,) losses; raises KflatsError for labels that are missing, out of range, or of another task."""
+        if self.kind == "auto":
+            return self.resolved(model, batch).losses(model, batch, first)
+        labels = _labels(batch)
+        logits = _logits(task_output(run(model, batch)), model)
+        _check_labels(logits, labels, self.kind)
+        total, count = _reading(self.kind)(logits, labels)
+        return total / count.clamp_min(1)
+
+    def resolved(self, model: nn.Module, batch: Mapping[str, Any]) -> TaskLoss:
+        """The same with its kind decided, on two samples of ``batch``.
+
+        Raises:
+            KflatsError: as ``losses``; or the model's own loss is none that kflats knows.
+        """
+        if self.kind != "auto":
+            return self
+        labels = _labels(batch)
+        given = labels.flatten(1) if labels.ndim > 1 else labels.unsqueeze(1)
+        used = (given != _IGNORED).sum(1)
+        if not bool(used.any()):
+            raise KflatsError(
+                "no sample of the first batch has a target: all labels are -100", hint="batches with labels"
+            )
+        pair = take(batch, used.argsort(descending=True)[:2])
+        with torch.no_grad():
+            logits = _logits(task_output(run(model, pair)), model)
+            kinds = _possible(logits, pair["labels"], getattr(getattr(model, "config", None), "problem_type", None))
+            for kind in kinds:
+                _check_labels(logits, labels, kind, samples=False)
+            own = _own_loss(model, pair)
+            if own is None:
+                return replace(self, kind=kinds[0])
+            found = {}
+            for kind in kinds:
+                total, count = _reading(kind)(logits, pair["labels"])
+                found[kind] = float(total.sum() / count.sum())
+        tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 2e-2
+        for kind, value in found.items():
+            # Two that are not finite agree too: that is for whoever adds the losses up to refuse.
+            near = abs(value - float(own)) <= tolerance * max(abs(value), 1e-3)
+            if near or not (math.isfinite(value) or math.isfinite(float(own))):
+                return replace(self, kind=kind)
+        raise KflatsError(
+            f"{type(model).__name__}'s own loss is {float(own):.6g}; "
+            + ", ".join(f"{kind} would be {value:.6g}" for kind, value in found.items()),
+            cause="a loss with weights, smoothing, or of another form",
+            hint="TaskLoss(kind=...), or an object of your own with losses(model, batch, first) -> (B,)",
+        )
+
+
+@dataclass(frozen=True)
+class SampledLabels:
+    """E over y ~ p(y | x; model) of grad log p grad log p': the true Fisher information, without labels.
+
+    The model draws its own labels (a position's own for token heads, a normal error of variance 1/2 for
+    regression, where the loss is the squared error); position losses are averaged. ``seed`` and a sample's
+    place in the stream decide its draw, whatever the batches.
+
+    Choose it for a task model whose labels are gone, and for language models. Limit: one draw a sample is noisy.
+    """
+
+    seed: int = 0
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+        """(B,) losses; raises KflatsError for a model without a task head."""
+        logits = _logits(task_output(run(model, batch)), model).float()
+        problem = getattr(getattr(model, "config", None), "problem_type", None)
+        if logits.ndim == 3:
+            uniform = _draws(self.seed, first, logits.shape[:2], "uniform").to(logits.device)
+            labels = _sampled(logits, uniform)
+            mask = decoder_mask(model, batch, logits)
+            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
+            return (losses * mask).sum(1) / mask.sum(1).clamp_min(1)
+        if logits.shape[1] == 1 or problem == "regression":
+            normal = _draws(self.seed, first, logits.shape, "normal").to(logits.device)
+            return (logits - (logits.detach() + normal / 2**0.5)).square().mean(1)
+        if problem == "multi_label_classification":
+            uniform = _draws(self.seed, first, logits.shape, "uniform").to(logits.device)
+            drawn = (uniform < logits.detach().sigmoid()).to(logits.dtype)
+            return F.binary_cross_entropy_with_logits(logits, drawn, reduction="none").mean(1)
+        uniform = _draws(self.seed, first, (len(logits), 1), "uniform").to(logits.device)
+        return F.cross_entropy(logits, _sampled(logits.unsqueeze(1), uniform).squeeze(1), reduction="none")
+
+
+@dataclass(frozen=True)
+class Projections:
+    """<u, y(x)> with u standard normal: E grad grad' = J'J, the squared change of the output y itself.
+
+    Args:
+        of: "pooled", the mean of the last hidden states over the text's own tokens, as sentence-transformers
+            pool; "hidden", every last hidden state; "logits", a task head's output; "auto", the logits where there
+            are any, else pooled.
+        seed: u depends on it and on the sample's place in the stream only, whatever the batches.
+        normalized: vectors of length 1; logits as 2 sqrt(softmax), whose J'J is the Fisher information.
+            False: as they are.
+
+    hidden and token logits are divided by the root of the number of positions: the mean over positions of J'J.
+    No labels, no task head (the paper's limitation 1). Choose it for encoders. Limit: with a vocabulary's
+    logits, V random numbers a token; ``SampledLabels`` is cheaper there.
+    """
+
+    of: Literal["auto", "pooled", "hidden", "logits"] = "auto"
+    seed: int = 0
+    normalized: bool = True
+
+    def __post_init__(self) -> None:
+        if self.of not in ("auto", "pooled", "hidden", "logits"):
+            raise KflatsError(f"Projections of {self.of!r}", hint="auto, pooled, hidden or logits")
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+        """(B,) losses; raises KflatsError where the model has no such output."""
+        output = None if self.of in ("pooled", "hidden") else run(model, batch)
+        logits = None if output is None else task_output(output)
+        if logits is None and self.of == "logits":
+            _logits(None, model)
+        if logits is not None:
+            y = logits.float()
+            if self.normalized and y.shape[-1] > 1:
+                y = 2 * (y.log_softmax(-1) / 2).exp()
+            mask = decoder_mask(model, batch, logits)
+        else:
+            y, mask = vectors(model, batch, output, pooled=self.of != "hidden")
+            y = F.normalize(y.float(), dim=-1) if self.normalized else y.float()
+        u = _draws(self.seed, first, y.shape, "normal").to(y.device)
+        if y.ndim == 2:
+            return (u * y).sum(1)
+        return ((u * y).sum(-1) * mask).sum(1) / mask.sum(1).clamp_min(1).sqrt()
+
+
+def describe(objective: object) -> dict[str, Any]:
+    """What a file remembers of an objective: its type and its fields, JSON only."""
+    fields = {}
+    if dataclasses.is_dataclass(objective) and not isinstance(objective, type):
+        fields = {k: v for k, v in dataclasses.asdict(objective).items() if isinstance(v, str | int | float | bool)}
+    return {"type": type(objective).__name__, **fields}
+
+
+def _reading(kind: Kind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(logits, labels) -> (B,) sums of the loss over a sample's targets, and (B,) how many."""
+    return {
+        "classification": _entropy,
+        "tokens": _entropy,
+        "causal": lambda logits, labels: _entropy(logits[:, :-1], labels[:, 1:]),
+        "regression": _squared,
+        "multi-label": _binary,
+    }[kind]
+
+
+def _entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    labels = labels.reshape(logits.shape[:-1]).long()
+    losses = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none", ignore_index=_IGNORED)
+    return losses.view(len(logits), -1).sum(1), (labels != _IGNORED).view(len(logits), -1).sum(1)
+
+
+def _squared(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.float().reshape(len(logits), -1)
+    losses = (logits - labels.to(logits.dtype).reshape(logits.shape)).square()
+    return losses.sum(1), torch.full((len(logits),), logits.shape[1], device=logits.device)
+
+
+def _binary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+    return losses.sum(1), torch.full((len(logits),), logits.shape[1], device=logits.device)
+
+
+def _possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[Kind, ...]:
+    """Readings that the shapes allow, the likeliest first."""
+    if logits.ndim == 3:
+        return ("tokens", "causal")
+    if logits.shape[-1] == 1 or problem == "regression":
+        return ("regression",)
+    if labels.is_floating_point() and labels.ndim == 2:
+        return ("multi-label", "regression") if problem is None else ("multi-label",)
+    return ("classification",)
+
+
+def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+    """What the model says its loss is; None where it does not take labels."""
+    if not takes_labels(model):
+        return None
+    config = getattr(model, "config", None)
+    before = getattr(config, "problem_type", None)
+    try:
+        loss = getattr(model(**batch), "loss", None)
+    finally:
+        if config is not None and hasattr(config, "problem_type"):
+            config.problem_type = before  # transformers writes its guess there
+    return loss.float() if isinstance(loss, Tensor) and loss.ndim == 0 else None
+
+
+def _labels(batch: Mapping[str, Any]) -> Tensor:
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        raise KflatsError(
+            "the calibration batches have no labels",
+            cause="texts alone, or another name for them",
+            hint='batch["labels"] as a tensor; or Projections() or SampledLabels(), which need none',
+        )
+    if labels.ndim == 0 or len(labels) != batch_size(batch):
+        raise KflatsError(f"labels of shape {tuple(labels.shape)} for {batch_size(batch)} samples")
+    return labels
+
+
+def _logits(logits: Tensor | None, model: nn.Module) -> Tensor:
+    if logits is None:
+        raise KflatsError(
+            f"{type(model).__name__} gives no logits",
+            cause="a base model without a task head, or a head of another form (question answering)",
+            hint="Projections(), which needs no head",
+        )
+    if logits.ndim not in (2, 3):
+        raise KflatsError(f"logits of shape {tuple(logits.shape)} are of no task that kflats knows")
+    return logits
+
+
+def _check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool = True) -> None:
+    """Labels that this head cannot have; ``samples=False`` where logits are those of a part of the batch."""
+    classes = logits.shape[-1]
+    head = f"a head of {classes} outputs a {'token' if logits.ndim == 3 else 'sample'}"
+    mismatch = KflatsError(
+        f"labels of shape {tuple(labels.shape)}, {str(labels.dtype).removeprefix('torch.')}, do not fit {head}",
+        cause="the data of one task and the head of another",
+        hint="the model that was fine-tuned for this task, or Projections(), which needs no labels",
+    )
+    if samples and len(labels) != len(logits):
+        raise mismatch
+    if (kind in ("tokens", "causal")) != (logits.ndim == 3):
+        raise mismatch
+    per_sample = labels.shape[1:].numel()
+    if kind in ("regression", "multi-label"):
+        if per_sample != classes:
+            raise mismatch
+        return
+    if labels.is_floating_point() or per_sample != logits.shape[1:-1].numel():
+        raise mismatch
+    wrong = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= classes))]
+    if len(wrong):
+        raise KflatsError(
+            f"label {int(wrong[0])} is out of range for {head}",
+            cause="an unlabelled split, labels counted from 1, or the data of another task",
+            hint=f"labels 0 to {classes - 1}, or {_IGNORED} for positions without one",
+        )
+
+
+def _sampled(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Class indices (B, T) drawn from softmax(logits) by inverting its distribution at ``uniform``."""
+    with torch.no_grad():
+        cumulative = logits.softmax(-1).cumsum(-1)
+        # The last sum may round below 1, and the uniform number lie above it.
+        return (cumulative < uniform.unsqueeze(-1).to(cumulative.dtype)).sum(-1).clamp_max(logits.shape[-1] - 1)
+
+
+def _draws(seed: int, first: int, shape: Any, kind: Literal["normal", "uniform"]) -> Tensor:
+    """Random numbers (B, ...) float32; those of a sample depend on the seed and its place only, and a longer
+    sample's begin with a shorter one's."""
+    out = np.empty(tuple(shape), dtype=np.float32)
+    for s, row in enumerate(out):
+        generator = np.random.default_rng([seed, first + s])
+        row[...] = generator.standard_normal(row.shape) if kind == "normal" else generator.random(row.shape)
+    return torch.from_numpy(out)
