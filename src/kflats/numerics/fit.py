@@ -121,10 +121,11 @@ def _fit_uniform(
         # At full rank a short sample is overfitted: the climb needs more rows than the seeds.
         middle = draw_sample(cloud, FILL_SAMPLE, generator)
         labels = assign(middle.rows, seed_fit.bases, middle.norms2, weights=middle.weights).labels
-        labels = climb(middle, k, _LOW, rank, labels, steps=2)
+        climbed = climb(middle, k, _LOW, rank, labels, steps=2)
+        labels, grams = (labels, None) if climbed is None else (climbed.labels, climbed.grams)
         if middle is cloud:
-            return em(cloud, shape, labels, tolerance=tolerance, max_iterations=limit, progress=progress)
-        seed_fit = em(middle, shape, labels, tolerance=1e-3, max_iterations=10, refit=False)
+            return em(cloud, shape, labels, grams=grams, tolerance=tolerance, max_iterations=limit, progress=progress)
+        seed_fit = em(middle, shape, labels, grams=grams, tolerance=1e-3, max_iterations=10, refit=False)
     else:
         labels = seeding(start)(part, k, rank, generator)
         seed_fit = em(part, shape, labels, tolerance=1e-3, max_iterations=10, refit=False)

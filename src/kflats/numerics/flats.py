@@ -86,7 +86,8 @@ class FlatsFit:
     """``labels`` (n,): flat of each row, k = kept exactly. ``bases``: orthonormal (j_c, d), leading
     directions first. ``objective``: the weighted squared error after each accepted iteration, falling.
     ``spectra`` (k, d): eigenvalues of the clusters' Grams, or (equal ranks far
-    below d) the leading ones and the mean of the others. ``converged``: False if the iteration limit cut it off."""
+    below d) the leading ones and the mean of the others. ``converged``: False if the iteration limit cut it off.
+    ``grams`` (k, d, d): the clusters' own, where a further EM may go on with them (``refit=False``)."""
 
     labels: Tensor
     bases: tuple[Tensor, ...]
@@ -94,6 +95,7 @@ class FlatsFit:
     objective: tuple[float, ...]
     converged: bool
     price: float = 0.0
+    grams: Tensor | None = None
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -112,6 +114,7 @@ def em(
     labels: Tensor | None,
     *,
     bases: tuple[Tensor, ...] | None = None,
+    grams: Tensor | None = None,
     tolerance: float = 1e-4,
     max_iterations: int = 100,
     progress: Progress | None = None,
@@ -119,11 +122,12 @@ def em(
 ) -> FlatsFit:
     """EM from ``labels`` until the objective falls by less than ``tolerance`` of itself.
 
-    Uniform ranks may start from ``bases`` instead; ``refit=False`` leaves out their exact final M-step (and
+    Uniform ranks may start from ``bases`` instead, or spare a pass with the ``grams`` of ``labels``, which are
+    changed; ``refit=False`` leaves out their exact final M-step (and
     the spectra): for seeds, which are only compared.
     """
     if shape.rank is not None:
-        return _em_uniform(cloud, shape.k, shape.rank, labels, bases, tolerance, max_iterations, progress, refit)
+        return _em_uniform(cloud, shape.k, shape.rank, labels, bases, grams, tolerance, max_iterations, progress, refit)
     assert labels is not None
     return _em_filled(cloud, shape, labels, tolerance, max_iterations, progress)
 
@@ -134,6 +138,7 @@ def _em_uniform(
     rank: int,
     labels: Tensor | None,
     bases: tuple[Tensor, ...] | None,
+    grams: Tensor | None,
     tolerance: float,
     limit: int,
     progress: Progress | None,
@@ -143,7 +148,7 @@ def _em_uniform(
     if labels is None:
         assert bases is not None
         labels = assign(rows, bases, cloud.norms2, weights=cloud.weights).labels
-    grams = cluster_grams(rows, labels, k, mass)
+    grams = cluster_grams(rows, labels, k, mass) if grams is None else grams
     bases = tuple(leading_basis(gram, rank, rows.dtype) for gram in grams)
     history: list[float] = []
     converged = False
@@ -185,7 +190,7 @@ def _em_uniform(
             doubtful, partial = _doubtful(step.margin, cloud.norms2), 0
         bases = tuple(improve_basis(grams[c], b) if c in touched else b for c, b in enumerate(bases))
     if not refit:
-        return FlatsFit(labels, bases, torch.empty(0), tuple(history), converged)
+        return FlatsFit(labels, bases, torch.empty(0), tuple(history), converged, grams=grams)
     solved = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
     spectra = torch.stack([values for values, _ in solved])
     final = float(spectra[:, rank:].sum())

@@ -16,11 +16,14 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.numerics.assign import assign, distances
-from kflats.numerics.flats import Cloud, Shape, em
-from kflats.numerics.rows import GRAM_BLOCK
+from kflats.numerics.flats import Cloud, FlatsFit, Shape, em
+from kflats.numerics.rows import GRAM_BLOCK, TensorRows
 
 Seeding = Callable[[Cloud, int, int, torch.Generator], Tensor]
 """(cloud, k, rank, generator) -> labels (n,) uint8 or int16."""
+
+
+_ENOUGH = 4096  # rows that greedy seeds are looked for among
 
 
 def random_partition(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
@@ -85,15 +88,19 @@ def continuation(cloud: Cloud, k: int, rank: int, generator: torch.Generator) ->
         for _ in range(2)
     ]
     labels = min(fits, key=lambda fit: fit.error).labels
-    return climb(cloud, k, start, rank, labels)
+    climbed = climb(cloud, k, start, rank, labels)
+    return labels if climbed is None else climbed.labels
 
 
-def climb(cloud: Cloud, k: int, low: int, rank: int, labels: Tensor, *, steps: int = 6) -> Tensor:
+def climb(cloud: Cloud, k: int, low: int, rank: int, labels: Tensor, *, steps: int = 6) -> FlatsFit | None:
     """Dimension continuation: short EMs at ranks 2 low, 4 low, ... below ``rank``, each from the last."""
+    fit: FlatsFit | None = None
     while 2 * low < rank:
         low *= 2
-        labels = em(cloud, Shape(k, rank=low), labels, tolerance=3e-3, max_iterations=steps, refit=False).labels
-    return labels
+        grams = None if fit is None else fit.grams
+        fit = em(cloud, Shape(k, low), labels, grams=grams, tolerance=3e-3, max_iterations=steps, refit=False)
+        labels = fit.labels
+    return fit
 
 
 def greedy(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
@@ -107,10 +114,12 @@ def plus_plus(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Te
 
 
 def _grow(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, candidates: int) -> Tensor:
-    rows, mass = cloud.rows, cloud.mass
-    a = rows.take(torch.arange(rows.shape[0], device=rows.device))
-    unit = a / cloud.norms2.sqrt().clamp_min(torch.finfo(a.dtype).tiny).unsqueeze(1)
-    residual = cloud.norms2.clone()
+    # Every second row or so is enough to find a flat by; all are then assigned.
+    among = torch.arange(0, cloud.rows.shape[0], -(-cloud.rows.shape[0] // _ENOUGH), device=cloud.rows.device)
+    a, norms2 = cloud.rows.take(among), cloud.norms2[among]
+    mass = None if cloud.mass is None else cloud.mass[among]
+    unit = a / norms2.sqrt().clamp_min(torch.finfo(a.dtype).tiny).unsqueeze(1)
+    residual = norms2.clone()
     bases: list[Tensor] = []
     for _ in range(k):
         chance = (residual if mass is None else residual * mass).to(torch.float64)
@@ -120,14 +129,14 @@ def _grow(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, candid
         best: tuple[float, Tensor, Tensor] | None = None
         for row in picked:
             basis = _local_flat(a, unit, residual, int(row), rank)
-            left = torch.minimum(residual, distances(rows, (basis,), cloud.norms2)[:, 0])
+            left = torch.minimum(residual, distances(TensorRows(a), (basis,), norms2)[:, 0])
             score = float((left if mass is None else left * mass).sum(dtype=torch.float64))
             if best is None or score < best[0]:
                 best = (score, basis, left)
         assert best is not None
         bases.append(best[1])
         residual = best[2]
-    return assign(rows, tuple(bases), cloud.norms2, weights=cloud.weights).labels
+    return assign(cloud.rows, tuple(bases), cloud.norms2, weights=cloud.weights).labels
 
 
 def _local_flat(a: Tensor, unit: Tensor, residual: Tensor, row: int, rank: int) -> Tensor:
