@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "canvas",
         "figures",
         "report",
+        "weight_report",
         "report_html",
         "latency",
         "evaluate",
@@ -62,6 +63,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "metrics",
         "flops",
         "scoring",
+        "distill",
+        "lessons",
+        "checkpoints",
+        "trainable",
+        "schedule",
+        "training",
+        "recovery",
+        "recover",
         "allocate",
         "analysis",
         "calibration",
@@ -72,7 +81,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "compress",
     ),
     ("demo",),
-    ("options", "cli"),
+    ("options", "cli_tasks", "cli"),
 )
 NUMERICS_MAY_IMPORT = {"torch", "kflats.errors", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "typer", "click", "rich", "kflats"}
