@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.nn.matrix import LowRankMatrix, order_dtype
+from kflats.nn.matrix import InterpolativeMatrix, LowRankMatrix, Matrix, order_dtype
+from kflats.numerics.elementwise import prefix_errors, weighted_low_rank
+from kflats.numerics.interpolative import interpolate
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd, weighted_spectrum
 from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
@@ -56,10 +58,14 @@ class SVD:
         rank = self.rank((n, d), problem.nbytes, problem.itemsize, free_labels=problem.free_labels)
         if rank < 1:
             raise refuse_bytes(problem, self.cost((n, d), 1, problem.itemsize), "1 flat of rank 1")
-        weighting = problem.weighting
-        found = truncated_svd(problem.rows, rank, left=weighting.left, right=weighting.right)
-        matrix = LowRankMatrix(found.coordinates, found.basis)
-        return Factored(matrix, (found.error,), time.perf_counter() - start)
+        found = _factors(problem, rank)
+        return Factored(self._stored(found), found.objective, time.perf_counter() - start)
+
+    def _stored(self, found: _Pair) -> Matrix:
+        if self.form == "factors":
+            return LowRankMatrix(found.coordinates, found.basis)
+        made = interpolate(found.coordinates, found.basis)
+        return InterpolativeMatrix(made.skeleton, made.mixing, made.order.to(order_dtype(found.basis.shape[1])))
 
     def rank(self, shape: tuple[int, int], nbytes: int, itemsize: int, *, free_labels: bool = False) -> int:
         """The largest rank that ``nbytes`` hold, 0 if none."""
@@ -78,8 +84,15 @@ class SVD:
         return 0 if self.form == "factors" else shape[1] * order_dtype(shape[1]).itemsize
 
     def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
-        """(min(n, d) + 1,) float64: the objective at rank 0, 1, ... of all."""
+        """(min(n, d) + 1,) float64: the objective at rank 0, 1, ... of all.
+
+        With a weight for every element: of the closed-form start, which what is fitted will not exceed.
+        """
         check_accepts("SVD", self.accepts, weighting)
+        if weighting.elements is not None:
+            start = truncated_svd(rows, min(rows.shape), left=weighting.left, right=weighting.right)
+            errors = prefix_errors(rows, weighting.elements, start.coordinates, start.basis)
+            return errors.cummin(0).values
         return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
 
 
@@ -108,6 +121,27 @@ class Dense:
     def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
         """(min(n, d) + 1,) zeros: nothing is lost."""
         return torch.zeros(min(rows.shape) + 1, dtype=torch.float64, device=rows.device)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    coordinates: Tensor
+    basis: Tensor
+    objective: tuple[float, ...]
+
+
+def _factors(problem: Problem, rank: int) -> _Pair:
+    rows, weighting = problem.rows, problem.weighting
+    found = truncated_svd(rows, rank, left=weighting.left, right=weighting.right)
+    if weighting.elements is not None:
+        fit = weighted_low_rank(rows, weighting.elements, found.coordinates, found.basis)
+        return _Pair(fit.coordinates, fit.basis, fit.objective)
+    if weighting.right is None:
+        return _Pair(found.coordinates, found.basis, (found.error,))
+    # A right metric leaves the basis oblique. Orthonormal, it is the same matrix and rounds no worse than without one.
+    q, t = torch.linalg.qr(found.basis.to(torch.float64).T)
+    coordinates = found.coordinates.to(torch.float64) @ t.T
+    return _Pair(coordinates.to(rows.dtype), q.T.contiguous().to(rows.dtype), (found.error,))
 
 
 def tails(values: Tensor) -> Tensor:

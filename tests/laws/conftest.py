@@ -9,7 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype, weight_shape
+from kflats.nn.matrix import (
+    Band,
+    FlatsMatrix,
+    InterpolativeMatrix,
+    LowRankMatrix,
+    Matrix,
+    label_dtype,
+    order_dtype,
+    weight_shape,
+)
 
 ROWS, COLUMNS = 40, 6
 Case = Callable[..., Matrix]
@@ -49,9 +58,22 @@ def low_rank(rank: int, *, n: int = ROWS, seed: int = 0, dtype: torch.dtype = to
     return LowRankMatrix(weight, torch.randn(rank, COLUMNS, generator=gen, dtype=torch.float64).to(dtype))
 
 
+def interpolative(
+    rank: int, *, n: int = ROWS, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> InterpolativeMatrix:
+    gen = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n, rank, generator=gen, dtype=torch.float64).to(dtype)
+    basis = torch.randn(rank, COLUMNS - rank, generator=gen, dtype=torch.float64).to(dtype)
+    order = torch.randperm(COLUMNS, generator=gen).to(order_dtype(COLUMNS))
+    return InterpolativeMatrix(weight, basis, order)
+
+
 TABLE: dict[str, Case] = {
     "low_rank": partial(low_rank, 3),
     "low_rank_0": partial(low_rank, 0),
+    "interpolative": partial(interpolative, 2),
+    "interpolative_0": partial(interpolative, 0),
+    "interpolative_all": partial(interpolative, COLUMNS),
     "one_flat": partial(flats, [(3, 0)], [3]),
     "uniform": partial(flats, [(3, 0), (3, 1), (3, 2)], [3, 3, 3]),
     "uniform_rank_1": partial(flats, [(1, 0), (1, 1)], [1, 1]),
@@ -91,6 +113,10 @@ def definition(matrix: Matrix) -> Tensor:
     """The dense matrix, row by row from the stored tensors: what the class texts say, in plain loops."""
     if isinstance(matrix, LowRankMatrix):
         return torch.stack([(a[:, None] * matrix.basis).sum(0) for a in matrix.weight])
+    if isinstance(matrix, InterpolativeMatrix):
+        made = torch.stack([torch.cat([a, (a[:, None] * matrix.basis).sum(0)]) for a in matrix.weight])
+        place = {column: at for at, column in enumerate(matrix.order.tolist())}
+        return torch.stack([made[:, place[column]] for column in range(len(place))], dim=1)
     assert isinstance(matrix, FlatsMatrix)
     values, rows = matrix.weight.reshape(-1), {}
     taken, labels = 0, matrix.labels.to(torch.int64).tolist()

@@ -71,7 +71,7 @@ def test_compiled_by_inductor(table):
 
 
 @pytest.mark.parametrize("rows", ["inputs", "outputs"])
-@pytest.mark.parametrize("name", ["low_rank", "nested_with_exact", "empty_bands"])
+@pytest.mark.parametrize("name", ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"])
 def test_compiled_linear(table, name, rows):
     layer = FactoredLinear(table[name](dtype=torch.float32), rows=rows)
     inputs = [torch.randn(*shape, layer.in_features) for shape in ((2, 5), (3, 4))]
@@ -133,7 +133,7 @@ def test_exported_with_dynamic_batch_and_length(make):
 
 
 @pytest.mark.parametrize("rows", ["inputs", "outputs"])
-@pytest.mark.parametrize("name", ["low_rank", "nested_with_exact", "empty_bands"])
+@pytest.mark.parametrize("name", ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"])
 def test_exported_linear(table, name, rows):
     layer = FactoredLinear(table[name](dtype=torch.float32), rows=rows)
     program = export(layer, torch.randn(3, 5, layer.in_features))
@@ -142,7 +142,7 @@ def test_exported_linear(table, name, rows):
         torch.testing.assert_close(program.module()(x), layer(x))
 
 
-@pytest.mark.parametrize("name", ["low_rank", "nested_with_exact"])
+@pytest.mark.parametrize("name", ["low_rank", "interpolative", "nested_with_exact"])
 def test_graphs_widen_factors_of_a_smaller_type(table, name):
     layer = FactoredEmbedding(table[name](dtype=torch.float16), dtype=torch.float32)
     ids = batches(layer.matrix)[0]
@@ -164,7 +164,7 @@ def test_an_exported_program_trains(table):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit itself
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", ["low_rank", "uniform", "nested_with_exact", "empty_bands"])
+@pytest.mark.parametrize("name", ["low_rank", "interpolative", "uniform", "nested_with_exact", "empty_bands"])
 def test_traced_graph_does_not_freeze_the_ids_it_saw(table, name):
     net = TiedNet(table[name](dtype=torch.float32)).requires_grad_(False)
     inputs = batches(net.emb.matrix)

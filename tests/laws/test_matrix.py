@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype, matrix_from_spec, weight_shape
+from kflats.nn.matrix import (
+    Band,
+    FlatsMatrix,
+    InterpolativeMatrix,
+    LowRankMatrix,
+    Matrix,
+    label_dtype,
+    matrix_from_spec,
+    weight_shape,
+)
 
 F64 = torch.float64
 
@@ -84,7 +93,7 @@ def test_rows_take_indices_of_any_shape(make, define, shape, dtype):
 @pytest.mark.parametrize("bad", [-1, -40, 10**6])
 def test_an_index_outside_is_an_error(make, bad):
     matrix = make()
-    if isinstance(matrix, LowRankMatrix) and matrix.weight.shape[1] == 0:
+    if isinstance(matrix, LowRankMatrix | InterpolativeMatrix) and matrix.weight.shape[1] == 0:
         pytest.skip("torch checks no index into a table without columns")
     with pytest.raises(IndexError):
         matrix.rows(torch.tensor([0, bad]))
@@ -244,6 +253,37 @@ def test_tensors_that_do_not_fit_are_refused():
         LowRankMatrix(torch.ones(4, 9), torch.ones(9, 3))
     with pytest.raises(KflatsError, match="use fewer flats"):
         label_dtype(65537)
+
+
+def test_interpolative_tensors_that_do_not_fit_are_refused(table):
+    matrix = table["interpolative"]()
+    parts = (matrix.weight.detach(), matrix.basis.detach(), matrix.order)
+    for place, other, message in [
+        (0, torch.ones(40, 3, dtype=F64), "cannot be multiplied"),
+        (0, torch.ones(40, dtype=F64), "cannot be multiplied"),
+        (2, matrix.order.long(), "does not fit 6 columns"),
+        (2, matrix.order[1:], "does not fit 6 columns"),
+        (2, matrix.order * 0, "no permutation"),
+        (2, matrix.order + 1, "no permutation"),
+        (2, matrix.order - 1, "no permutation"),
+    ]:
+        with pytest.raises(KflatsError, match=message):
+            InterpolativeMatrix(*(other if i == place else part for i, part in enumerate(parts)))
+    state = {name: value.clone() for name, value in matrix.state_dict().items()}
+    state["order"][0] = state["order"][1]
+    with pytest.raises(KflatsError, match="no permutation"):
+        copy.deepcopy(matrix).load_state_dict(state)
+    for damage in ({"rank": 7}, {"rank": -1}, {"rank": True}, {"shape": [40, 1]}, {"order": []}, {"shape": [0, 6]}):
+        with pytest.raises(KflatsError):
+            matrix_from_spec({**matrix.spec(), **damage}, dtype=F64)
+
+
+def test_many_columns_are_numbered_in_wider_integers():
+    d = 2**15 + 1
+    matrix = InterpolativeMatrix(torch.ones(2, 1), torch.ones(1, d - 1), torch.arange(d, dtype=torch.int32))
+    assert matrix.nbytes == 4 * (2 + d - 1) + 4 * d
+    with pytest.raises(KflatsError, match=r"int16 .* does not fit 32769 columns"):
+        InterpolativeMatrix(torch.ones(2, 1), torch.ones(1, d - 1), torch.zeros(d, dtype=torch.int16))
 
 
 GOOD = {"kind": "flats", "shape": [6, 4], "bands": [[2, 4, None], [3, 2, 0], [1, 1, 0]], "flat_ranks": [2]}

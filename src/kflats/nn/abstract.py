@@ -72,9 +72,9 @@ class Matrix(nn.Module):
         """
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a file stores, by name: factors, and labels where there are any."""
+        """What a file stores, by name: factors, and labels or an order where there are any."""
         found: dict[str, Tensor] = {"weight": self.weight}
-        for name in ("basis", "labels"):
+        for name in ("basis", "labels", "order"):
             if isinstance(value := getattr(self, name, None), Tensor):
                 found[name] = value
         return found

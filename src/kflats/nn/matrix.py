@@ -19,11 +19,13 @@ from kflats.nn.geometry import (
     read_count,
     weight_shape,
 )
+from kflats.nn.interpolative import InterpolativeMatrix
 from kflats.nn.low_rank import LowRankMatrix
 
 __all__ = [
     "Band",
     "FlatsMatrix",
+    "InterpolativeMatrix",
     "LowRankMatrix",
     "Matrix",
     "check_geometry",
@@ -61,6 +63,8 @@ def matrix_from_spec(spec: dict[str, Any], *, dtype: torch.dtype, device: torch.
         check_shape(n, d)
         if kind == LowRankMatrix.kind:
             return _empty_low_rank(n, d, read_count(spec["rank"]), dtype, torch.device(device))
+        if kind == InterpolativeMatrix.kind:
+            return _empty_interpolative(n, d, read_count(spec["rank"]), dtype, torch.device(device))
         if len(spec["bands"]) > MAX_BANDS or len(spec["flat_ranks"]) > MAX_BANDS:
             raise KflatsError(f"more than {MAX_BANDS} bands", cause="a damaged or hand-edited file")
         flat_ranks = tuple(read_count(rank) for rank in spec["flat_ranks"])
@@ -79,6 +83,7 @@ def matrix_from_spec(spec: dict[str, Any], *, dtype: torch.dtype, device: torch.
 
 _FIELDS = {
     LowRankMatrix.kind: {"kind", "shape", "rank"},
+    InterpolativeMatrix.kind: {"kind", "shape", "rank"},
     FlatsMatrix.kind: {"kind", "shape", "bands", "flat_ranks"},
 }
 
@@ -89,6 +94,17 @@ def _empty_low_rank(n: int, d: int, rank: int, dtype: torch.dtype, device: torch
     return LowRankMatrix(
         torch.empty(n, rank, dtype=dtype, device=device), torch.empty(rank, d, dtype=dtype, device=device)
     )
+
+
+def _empty_interpolative(n: int, d: int, rank: int, dtype: torch.dtype, device: torch.device) -> InterpolativeMatrix:
+    if rank > d:
+        raise KflatsError(f"rank {rank} does not fit shape {(n, d)}", cause="a damaged or hand-edited file")
+    found = InterpolativeMatrix(
+        torch.empty(n, rank, dtype=dtype, device="meta"),
+        torch.empty(rank, d - rank, dtype=dtype, device="meta"),
+        torch.empty(d, dtype=order_dtype(d), device="meta"),
+    )
+    return found if device.type == "meta" else found.to_empty(device=device)
 
 
 def _empty_flats(
