@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import kflats
 from kflats.errors import KflatsError
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix
+from kflats.nn.matrix import Band, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
 from kflats.surgery import find_weight, find_weights, restore_, swap_, unchanged_on_error
 
 
@@ -25,7 +25,11 @@ def flats(n: int, d: int) -> Matrix:
     return FlatsMatrix(torch.randn(2 * bands[0].rows + bands[1].rows), torch.randn(3, d), labels, bands, (2, 1))
 
 
-KINDS = {"low_rank": low_rank, "flats": flats}
+def interpolative(n: int, d: int) -> Matrix:
+    return InterpolativeMatrix(torch.randn(n, 2), torch.randn(2, d - 2), torch.randperm(d).to(torch.int16))
+
+
+KINDS = {"low_rank": low_rank, "flats": flats, "interpolative": interpolative}
 
 
 class Model(nn.Module):
@@ -142,7 +146,7 @@ def test_bad_rows_are_refused() -> None:
 
 
 def all_swapped(model: Model) -> Model:
-    swapped(model, "conv", low_rank(18, 6), torch.randn(6))
+    swapped(model, "conv", interpolative(18, 6), torch.randn(6))
     swapped(model, "first", flats(8, 6), torch.randn(8), "outputs")
     swapped(model, "second", flats(8, 5), torch.randn(5))
     swapped(model, "head", low_rank(5, 9), torch.randn(9))

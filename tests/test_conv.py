@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import kflats
 from kflats.errors import KflatsError
 from kflats.nn.conv import FactoredConv2d
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix
+from kflats.nn.matrix import Band, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
 from kflats.surgery import dense_weight, find_weight, find_weights, restore_, swap_
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
@@ -37,10 +37,22 @@ def low_rank(table: Tensor, rank: int) -> Matrix:
     return LowRankMatrix(u[:, :rank] * s[:rank], v[:rank])
 
 
-def factored(conv: nn.Conv2d, rank: int, rows: str) -> FactoredConv2d:
+def interpolative(table: Tensor, rank: int) -> Matrix:
+    """Some columns of the best matrix of rank ``rank``, and what the others are made of."""
+    best = low_rank(table, rank).dense().detach()
+    order = torch.randperm(table.shape[1], generator=torch.Generator().manual_seed(1))
+    columns = best[:, order[:rank]]
+    basis = torch.linalg.pinv(columns.double()) @ best[:, order[rank:]].double()
+    return InterpolativeMatrix(columns, basis.to(table.dtype), order.to(torch.int16))
+
+
+both_kinds = pytest.mark.parametrize("make", [low_rank, interpolative])
+
+
+def factored(conv: nn.Conv2d, rank: int, rows: str, make: Any = low_rank) -> FactoredConv2d:
     model = nn.Sequential(copy.deepcopy(conv))
     table = dense_weight(model, find_weight(model, "0"))
-    swap_(model, find_weight(model, "0"), low_rank(table if rows == "inputs" else table.T, rank), rows=rows)
+    swap_(model, find_weight(model, "0"), make(table if rows == "inputs" else table.T, rank), rows=rows)
     layer = model[0]
     assert isinstance(layer, FactoredConv2d)
     return layer
@@ -74,20 +86,22 @@ class ResNet(nn.Module):
         return self.head(self.depthwise(self.blocks(self.stem(x))).mean((2, 3)))
 
 
+@both_kinds
 @pytest.mark.parametrize("rows", ["inputs", "outputs"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
-def test_full_rank_is_the_dense_convolution(geometry: dict[str, Any], rows: str) -> None:
+def test_full_rank_is_the_dense_convolution(geometry: dict[str, Any], rows: str, make: Any) -> None:
     conv = nn.Conv2d(3, 5, **geometry).double()
     full = min(3 * conv.kernel_size[0] * conv.kernel_size[1], 5)
-    layer = factored(conv, full, rows)
+    layer = factored(conv, full, rows, make)
     for x in (torch.randn(2, 3, 11, 9, dtype=torch.float64), torch.randn(3, 11, 9, dtype=torch.float64)):
         torch.testing.assert_close(layer(x), conv(x), rtol=1e-10, atol=1e-10)
 
 
+@both_kinds
 @pytest.mark.parametrize("rows", ["inputs", "outputs"])
-def test_a_lower_rank_is_the_convolution_of_its_matrix(rows: str) -> None:
+def test_a_lower_rank_is_the_convolution_of_its_matrix(rows: str, make: Any) -> None:
     conv = nn.Conv2d(3, 5, 3, stride=2, padding=1)
-    layer = factored(conv, 2, rows)
+    layer = factored(conv, 2, rows, make)
     with torch.no_grad():
         table = layer.matrix.dense() if rows == "inputs" else layer.matrix.dense().T
         conv.weight.copy_(table.T.reshape_as(conv.weight))
@@ -99,10 +113,11 @@ def test_a_lower_rank_is_the_convolution_of_its_matrix(rows: str) -> None:
     assert all(p.grad is not None and bool(p.grad.abs().sum() > 0) for p in layer.parameters())
 
 
+@both_kinds
 @pytest.mark.parametrize("rows", ["inputs", "outputs"])
-def test_rank_zero_is_the_bias_alone(rows: str) -> None:
+def test_rank_zero_is_the_bias_alone(rows: str, make: Any) -> None:
     conv = nn.Conv2d(3, 5, 3, stride=2)
-    layer = factored(conv, 0, rows)
+    layer = factored(conv, 0, rows, make)
     torch.testing.assert_close(layer(torch.randn(2, 3, 7, 7)), conv.bias[None, :, None, None].expand(2, 5, 3, 3))
 
 
@@ -178,7 +193,8 @@ def compressed(trained: ResNet, rank: int = 6) -> ResNet:
         if weight.name.startswith("blocks"):
             table = dense_weight(trained, weight)
             rows = "outputs" if i % 2 else "inputs"
-            swap_(model, weight, low_rank(table.T if i % 2 else table, rank), rows=rows)
+            make = interpolative if i % 3 else low_rank
+            swap_(model, weight, make(table.T if i % 2 else table, rank), rows=rows)
     return model
 
 

@@ -1,4 +1,4 @@
-"""Both kinds of vocabulary tables, and the plug-in."""
+"""Every kind of matrix, and the plug-in."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import pytest
 
 pytest.importorskip("transformers", minversion="5.0")
 
-from matrices import flats, low_rank
+from matrices import flats, interpolative, low_rank
 
 from kflats.files import register_plugin
 
 register_plugin()
 
 
-@pytest.fixture(params=[low_rank, flats], ids=["low_rank", "flats"])
+@pytest.fixture(params=[low_rank, interpolative, flats], ids=["low_rank", "interpolative", "flats"])
 def make_matrix(request):
-    """Both kinds of matrix, by shape."""
+    """Every kind of matrix, by shape."""
     return request.param
 
 
 @pytest.fixture
 def matrix_kinds():
-    """Both at once, for tests that start a process of their own."""
-    return low_rank, flats
+    """All at once, for tests that start a process of their own."""
+    return low_rank, interpolative, flats

@@ -4,13 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype, weight_shape
+from kflats.nn.matrix import (
+    Band,
+    FlatsMatrix,
+    InterpolativeMatrix,
+    LowRankMatrix,
+    Matrix,
+    label_dtype,
+    order_dtype,
+    weight_shape,
+)
 
 
 def low_rank(n: int, d: int) -> Matrix:
     """A random matrix of one flat."""
     rank = max(1, min(n, d) // 4)
     return LowRankMatrix(torch.randn(n, rank) * 0.1, torch.randn(rank, d))
+
+
+def interpolative(n: int, d: int) -> Matrix:
+    """A random matrix of one flat, with its columns in a random order."""
+    rank = max(1, min(n, d) // 4)
+    order = torch.randperm(d).to(order_dtype(d))
+    return InterpolativeMatrix(torch.randn(n, rank) * 0.1, torch.randn(rank, d - rank), order)
 
 
 def flats(n: int, d: int) -> Matrix:

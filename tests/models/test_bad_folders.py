@@ -70,7 +70,7 @@ for folder in sys.argv[1:]:
 assert not any(name.startswith("kflats") for name in sys.modules)
 """
     folders = [saved(make, tmp_path / make.__name__) for make in matrix_kinds]
-    assert run(program, *folders).split() == ["True"] * 6
+    assert run(program, *folders).split() == ["True"] * 9
 
 
 @pytest.mark.parametrize("first", ["kflats", "transformers", "the plug-in"])
@@ -87,13 +87,13 @@ def test_the_plugin_registers_in_either_order(first: str, folder: Path, reposito
     assert layer.startswith("FactoredEmbedding")
 
 
-@pytest.mark.parametrize("key", ["weight", "basis", "labels"])
+@pytest.mark.parametrize("key", ["weight", "basis", "labels", "order"])
 @pytest.mark.parametrize("table", [TABLE, "bert.encoder.layer.0.intermediate.dense"])
 def test_a_missing_factor_is_an_error(key: str, table: str, make_matrix: Any, tmp_path: Path) -> None:
     path = saved(make_matrix, tmp_path) / "model.safetensors"
     tensors = load_file(path)
     if f"{table}.{key}" not in tensors:
-        pytest.skip("this kind of matrix has no labels")
+        pytest.skip("this kind of matrix has no such tensor")
     del tensors[f"{table}.{key}"]
     save_file(tensors, path, metadata={"format": "pt"})
     for kind in (AutoModel, AutoModelForMaskedLM):
@@ -112,14 +112,17 @@ def test_a_factor_of_another_shape_is_an_error(make_matrix: Any, tmp_path: Path)
         AutoModel.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
-def test_labels_out_of_range_are_an_error(make_matrix: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "message"), [("labels", "labels do not match the bands"), ("order", "order is no permutation")]
+)
+def test_indices_out_of_range_are_an_error(key: str, message: str, make_matrix: Any, tmp_path: Path) -> None:
     path = saved(make_matrix, tmp_path) / "model.safetensors"
     tensors = load_file(path)
-    if f"{TABLE}.labels" not in tensors:
-        pytest.skip("this kind of matrix has no labels")
-    tensors[f"{TABLE}.labels"][7] = 200
+    if f"{TABLE}.{key}" not in tensors:
+        pytest.skip("this kind of matrix has no such tensor")
+    tensors[f"{TABLE}.{key}"][7] = 200
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(KflatsError, match="labels do not match the bands"):
+    with pytest.raises(KflatsError, match=message):
         AutoModel.from_pretrained(tmp_path)
 
 

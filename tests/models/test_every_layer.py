@@ -1,13 +1,11 @@
 """All layers of a model factored at once, each in another form: saved, loaded into other classes, trained, saved again.
 
-Matrices are made by hand, low-rank and flats, with inputs or outputs as rows; every third layer has its bias
+Matrices of every kind are made by hand, with inputs or outputs as rows; every third layer has its bias
 shifted, or gets one.
 """
 
 from __future__ import annotations
 
-import copy
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +13,17 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, Architecture, assert_same, hidden, is_t5, load_exactly, logits, stored, tokens
-from matrices import flats, low_rank
+from factoring import factor
+from matrices import low_rank
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForImageClassification
 
 from kflats.errors import KflatsError
 from kflats.files import annotate_
 from kflats.nn.conv import FactoredConv2d
-from kflats.places import Weight, factored_layers, find_weight, find_weights
+from kflats.places import factored_layers, find_weight, find_weights
 from kflats.surgery import restore_, swap_
-
-FORMS = [(low_rank, "inputs"), (flats, "outputs"), (low_rank, "outputs"), (flats, "inputs")]
-CONVOLVED = [form for form in FORMS if form[0] is not flats]
 
 IMAGES: dict[str, tuple[Any, str, str]] = {
     "resnet": (
@@ -55,37 +52,6 @@ IMAGES: dict[str, tuple[Any, str, str]] = {
     ),
 }
 every_architecture = pytest.mark.parametrize("case", ARCHITECTURES.values(), ids=ARCHITECTURES)
-
-
-def factor(model: Any) -> Any:
-    """Swap everything that ``find_weights`` offers; the dense model that must compute the same."""
-    dense = copy.deepcopy(model)
-    forms, convolved = cycle(FORMS), cycle(CONVOLVED)
-    for i, weight in enumerate(find_weights(model)):
-        role = weight.places[0].role
-        if role == "embedding":
-            make, rows = (low_rank, flats)[i % 2], "inputs"
-        else:
-            make, rows = next(convolved if role == "conv2d" else forms)
-        if make is flats and min(weight.shape) < 16:  # too few rows for five bands
-            make = low_rank
-        matrix = make(*(weight.shape if rows == "inputs" else weight.shape[::-1]))
-        shift = torch.randn(weight.shape[1]) if role != "embedding" and i % 3 == 0 else None
-        table = matrix.dense() if rows == "inputs" else matrix.dense().T
-        write(dense.get_submodule(weight.name), weight, table.detach(), shift)
-        swap_(model, find_weight(model, weight.name), matrix, rows=rows, bias_shift=shift)
-    annotate_(model)
-    return dense
-
-
-def write(layer: nn.Module, weight: Weight, table: Tensor, shift: Tensor | None) -> None:
-    with torch.no_grad():
-        turned = table.T if weight.places[0].role in ("linear", "conv2d") else table
-        layer.weight.copy_(turned.reshape(layer.weight.shape))
-        if shift is not None and layer.bias is not None:
-            layer.bias += shift
-        elif shift is not None:
-            layer.bias = nn.Parameter(shift.clone())
 
 
 def matrices(model: nn.Module) -> list[Tensor]:
@@ -184,3 +150,20 @@ def test_networks_that_see(config: Any, refused: str, reason: str, tmp_path: Pat
     train_one_step(loaded, pixel_values=x, labels=torch.tensor([0, 1, 0, 1]))
     loaded.save_pretrained(tmp_path / "tuned")
     assert_same(load_exactly(AutoModelForImageClassification, tmp_path / "tuned"), loaded, see)
+
+
+def test_a_checkpoint_without_a_gained_bias_is_an_error(tmp_path: Path) -> None:
+    case, name = ARCHITECTURES["llama"], "model.layers.0.mlp.up_proj"
+    model = case.make(tied=True)
+    swap_(model, find_weight(model, name), low_rank(32, 40), bias_shift=torch.ones(40))
+    annotate_(model)
+    model.save_pretrained(tmp_path)
+    note = model.config.quantization_config["modules"][name]["places"][0]
+    assert note["gained_bias"] is True
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors[f"{name}.bias"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    for kind in (AutoModel, case.language_model):
+        with pytest.raises(KflatsError, match=r"the checkpoint has no .*up_proj\.bias of shape \(40,\)"):
+            kind.from_pretrained(tmp_path)

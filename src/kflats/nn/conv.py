@@ -10,10 +10,12 @@ from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
+from kflats.nn.interpolative import InterpolativeMatrix
 from kflats.nn.layers import HoldsMatrix, check_bias
 from kflats.nn.lookup import inverse_of
+from kflats.nn.low_rank import LowRankMatrix
 
-CONVOLVED = ("low_rank", "interpolative")  # kinds of matrices that can be a kernel
+CONVOLVED = (LowRankMatrix.kind, InterpolativeMatrix.kind)  # kinds of matrices that can be a kernel
 
 
 class FactoredConv2d(HoldsMatrix, nn.Module):
@@ -34,7 +36,6 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     Raises:
         KflatsError: a grouped convolution, flats, another shape, or a bias of the wrong length.
 
-    >>> from kflats.nn.low_rank import LowRankMatrix
     >>> conv = nn.Conv2d(3, 8, 5, stride=2, padding=2)
     >>> layer = FactoredConv2d(LowRankMatrix(torch.ones(75, 2), torch.ones(2, 8)), conv)
     >>> layer(torch.ones(1, 3, 10, 10)).shape
@@ -81,12 +82,13 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         weight, basis = matrix.weight.to(x.dtype), cast(Tensor, matrix.basis).to(x.dtype)
         if weight.shape[1] == 0:  # torch has no convolution of no outputs: one that is zero stands for it
             weight, basis = F.pad(weight, (0, 1)), F.pad(basis, (0, 0, 0, 1))
-        elif matrix.kind == "interpolative":
-            place = inverse_of(cast(Tensor, matrix.order))
+        elif isinstance(matrix, InterpolativeMatrix):
+            place = inverse_of(matrix.order)
             if self.row_side == "inputs":
                 # The pivot outputs are the thin convolution's own; the others are mixtures of them.
                 pivots = self._thin(x, weight.T)
-                out = torch.cat([pivots, _mix(pivots, basis.T)], -3).index_select(-3, place)
+                made = [_mix(pivots, basis.T)] if basis.shape[1] else []
+                out = torch.cat([pivots, *made], -3).index_select(-3, place)
                 return out if bias is None else out + bias[:, None, None].to(out.dtype)
             identity = torch.eye(basis.shape[0], dtype=basis.dtype, device=basis.device)
             kernel = torch.cat([identity, basis], 1).index_select(1, place)

@@ -1,0 +1,50 @@
+"""Factor a whole model at once, each layer in another form, beside the dense model that must compute the same."""
+
+from __future__ import annotations
+
+import copy
+from itertools import cycle
+from typing import Any
+
+import torch
+from matrices import flats, interpolative, low_rank
+from torch import Tensor, nn
+
+from kflats.files import annotate_
+from kflats.places import Weight, find_weight, find_weights
+from kflats.surgery import swap_
+
+MAKERS = [low_rank, flats, interpolative]
+FORMS = [(make, rows) for rows in ("inputs", "outputs") for make in MAKERS]
+CONVOLVED = [form for form in FORMS if form[0] is not flats]
+
+
+def factor(model: Any) -> Any:
+    """Swap everything that ``find_weights`` offers; the dense model that must compute the same."""
+    dense = copy.deepcopy(model)
+    forms, convolved = cycle(FORMS), cycle(CONVOLVED)
+    for i, weight in enumerate(find_weights(model)):
+        role = weight.places[0].role
+        if role == "embedding":
+            make, rows = MAKERS[i % 3], "inputs"
+        else:
+            make, rows = next(convolved if role == "conv2d" else forms)
+        if make is flats and min(weight.shape) < 16:  # too few rows for five bands
+            make = low_rank
+        matrix = make(*(weight.shape if rows == "inputs" else weight.shape[::-1]))
+        shift = torch.randn(weight.shape[1]) if role != "embedding" and i % 3 == 0 else None
+        table = matrix.dense() if rows == "inputs" else matrix.dense().T
+        write(dense.get_submodule(weight.name), weight, table.detach(), shift)
+        swap_(model, find_weight(model, weight.name), matrix, rows=rows, bias_shift=shift)
+    annotate_(model)
+    return dense
+
+
+def write(layer: nn.Module, weight: Weight, table: Tensor, shift: Tensor | None) -> None:
+    with torch.no_grad():
+        turned = table.T if weight.places[0].role in ("linear", "conv2d") else table
+        layer.weight.copy_(turned.reshape(layer.weight.shape))
+        if shift is not None and layer.bias is not None:
+            layer.bias += shift
+        elif shift is not None:
+            layer.bias = nn.Parameter(shift.clone())
