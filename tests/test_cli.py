@@ -15,10 +15,11 @@ from kflats.cli import app
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.methods import MESSI, SVD, Flats, KMeansSVD
-from kflats.options import recipe_of
+from kflats.options import Asked, recipe_of
 from kflats.plan import Plan
 from kflats.recipe import Recipe
 from kflats.report import REPORT_FILE, Report
+from kflats.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
 
 transformers = pytest.importorskip("transformers")
 
@@ -248,6 +249,31 @@ def test_rows_that_are_no_tokens_count_alike_by_default(tiny: Path, tmp_path: Pa
     )
 
 
+def test_one_command_makes_every_linear_layer_smaller(tiny: Path, texts: Path, tmp_path: Path) -> None:
+    out, kept = tmp_path / "small", tmp_path / "statistics.safetensors"
+    arguments = ("--weights", "linear", "--importance", "kronecker", "--calibration", texts, "--budget", "60%")
+    done = run("compress", tiny, *arguments, "--statistics", kept, "--out", out)
+    assert done.exit_code == 0, done.output
+    report = Report.load(out)
+    assert report.bytes_after <= 0.6 * report.bytes_before
+    assert {w.importance["type"] for w in report.weights if not w.dense} == {"KroneckerFisher"}
+    pooler = next(w for w in report.weights if w.name == "pooler.dense")
+    assert pooler.dense
+    assert "pooler.dense: dense: the calibration data says nothing about it" in done.stdout
+    assert run("compare", tiny, out, "--texts", texts).exit_code == 0
+    # The same from what was measured; a plan says each decision.
+    again = run("plan", tiny, *arguments[:4], *arguments[6:], "--statistics", kept, "--out", tmp_path / "plan.json")
+    assert again.exit_code == 0, again.output
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.allocation == "loss"
+    assert [d.weight.name for d in plan.decisions] == [w.name for w in report.weights]
+    assert all(d.note for d in plan.decisions)
+    from_plan = ("--plan", tmp_path / "plan.json", "--statistics", kept, "--quiet", "--out", tmp_path / "other")
+    assert run("compress", tiny, *from_plan).exit_code == 0
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("small", "other"))
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -261,6 +287,11 @@ def test_rows_that_are_no_tokens_count_alike_by_default(tiny: Path, tmp_path: Pa
         (("--budget", "60%", "--importance", "counts"), "needs --texts"),
         (("--budget", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
         (("--plan", "none.json"), "cannot be read"),
+        (("--budget", "60%", "--importance", "kronecker"), "needs --calibration"),
+        (("--budget", "60%", "--weights", "conv"), "no weights of the kind 'conv'"),
+        (("--budget", "60%", "--weights", "encoder.layer.9.*"), "no weight of the model matches"),
+        (("--budget", "60%", "--weights", "linear", "--allocation", "loss"), "not in units of a loss"),
+        (("--budget", "60%", "--allocation", "best"), "--allocation best is unknown"),
     ],
 )
 def test_compress_and_plan_refuse_alike(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:
@@ -272,12 +303,33 @@ def test_compress_and_plan_refuse_alike(options: tuple[str, ...], message: str, 
 
 
 def test_options_become_recipes() -> None:
-    assert recipe_of(None, None, None, None, counted=True) is None
-    assert recipe_of(None, 7, None, None, counted=True) == Recipe(Flats(k=7), TokenCounts())
-    assert recipe_of(None, 7, None, None, counted=False) == Recipe(Flats(k=7), ZipfPrior())
-    assert recipe_of("svd", None, None, None, counted=False) == Recipe(SVD(), Uniform())
-    assert recipe_of("kmeans-svd", 4, None, None, counted=True) == Recipe(KMeansSVD(k=4), TokenCounts())
-    assert recipe_of("messi", 6, "uniform", None, counted=False) == Recipe(MESSI(k=6), Uniform())
-    assert recipe_of("flats", None, None, 0.75, counted=False) == Recipe(Flats(), ZipfPrior(power=0.75))
+    assert recipe_of(Asked(), counted=True) is None
+    assert recipe_of(Asked(flats=7), counted=True) == Recipe(Flats(k=7), TokenCounts())
+    assert recipe_of(Asked(flats=7), counted=False) == Recipe(Flats(k=7), ZipfPrior())
+    assert recipe_of(Asked("svd"), counted=False) == Recipe(SVD(), Uniform())
+    assert recipe_of(Asked("kmeans-svd", 4), counted=True) == Recipe(KMeansSVD(k=4), TokenCounts())
+    assert recipe_of(Asked("messi", 6, "uniform"), counted=False) == Recipe(MESSI(k=6), Uniform())
+    assert recipe_of(Asked("flats", power=0.75), counted=False) == Recipe(Flats(), ZipfPrior(power=0.75))
     with pytest.raises(KflatsError, match="counts no texts"):
-        recipe_of("flats", None, "zipf", None, counted=True)
+        recipe_of(Asked("flats", importance="zipf"), counted=True)
+
+
+def test_what_is_measured_goes_with_svd() -> None:
+    measured = {"counted": False, "measured": True}
+    assert recipe_of(Asked(), **measured) is None
+    assert recipe_of(Asked(importance="kronecker"), **measured) == Recipe(SVD(), KroneckerFisher())
+    assert recipe_of(Asked("svd"), **measured) == Recipe(SVD(), KroneckerFisher())
+    assert recipe_of(Asked(form="interpolative"), **measured) == Recipe(SVD(form="interpolative"), KroneckerFisher())
+    assert recipe_of(Asked(flats=3), **measured) == Recipe(Flats(k=3), RowFisher())
+    assert recipe_of(Asked("flats", importance="input-gram", rows="outputs"), **measured) == Recipe(
+        Flats(), InputGram(), rows="outputs"
+    )
+    assert recipe_of(Asked(importance="two-sided"), counted=True) == Recipe(SVD(), TwoSided())
+    for asked, message in (
+        (Asked(importance="two-sided"), "needs --calibration"),
+        (Asked(rows="columns"), "--rows columns"),
+        (Asked("flats", form="factors"), "--form is of svd"),
+        (Asked("svd", form="blocks"), "--form blocks"),
+    ):
+        with pytest.raises(KflatsError, match=message):
+            recipe_of(asked, counted=False)

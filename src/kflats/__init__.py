@@ -12,25 +12,39 @@ from kflats.errors import KflatsError
 from kflats.evaluate import compare, fidelity
 from kflats.files import annotate_, load_, register_plugin, save
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
-from kflats.methods import MESSI, SVD, Flats, KMeansSVD
+from kflats.measure import measure
+from kflats.measurements import Statistics
+from kflats.methods import MESSI, SVD, Dense, Flats, KMeansSVD
+from kflats.objectives import Projections, SampledLabels, TaskLoss
 from kflats.plan import Plan
 from kflats.planning import plan
 from kflats.recipe import Recipe
 from kflats.report import Report
+from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.surgery import find_weights, restore_
 
 __all__ = [
     "MESSI",
     "SVD",
     "Budget",
+    "Dense",
+    "ElementFisher",
     "Flats",
     "Float",
+    "InputGram",
     "KMeansSVD",
     "KflatsError",
+    "KroneckerFisher",
     "Plan",
+    "Projections",
     "Recipe",
     "Report",
+    "RowFisher",
+    "SampledLabels",
+    "Statistics",
+    "TaskLoss",
     "TokenCounts",
+    "TwoSided",
     "Uniform",
     "ZipfPrior",
     "annotate_",
@@ -40,6 +54,7 @@ __all__ = [
     "fidelity",
     "find_weights",
     "load_",
+    "measure",
     "parse_budget",
     "plan",
     "register_plugin",

@@ -1,8 +1,9 @@
-"""Budgets: "60%", "12MB", "5.2M params". One meaning everywhere: what is *kept* of the named weights.
+"""Budgets: "60%", "12MB", "5.2M params", "33% ranks". One meaning everywhere: what is *kept* of the named weights.
 
 A size counts stored bytes, row labels included; 1 MB is 1e6 bytes and 1 MiB is 2**20. A count of
-parameters counts stored numbers, so labels come on top. With ``scope="file"`` the size bounds all
-weight files of the model instead of the named weights.
+parameters counts stored numbers, so labels come on top. A share of ranks keeps that share of every weight's
+full rank (FWSVD's rank ratio): a square layer then takes twice that share of its bytes. With ``scope="file"``
+the size bounds all weight files of the model instead of the named weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
 _SYNTAX = re.compile(
     r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?|[+-]?nan|[+-]?inf)\s*([a-z%]*)(?:\s+([a-z]+))?", re.I
 )
-_FORMS = 'a budget as "60%" (of the named weights, kept), "12MB" (12e6 bytes) or "5.2M params"'
+_FORMS = 'a budget as "60%" (of the named weights, kept), "12MB" (12e6 bytes), "5.2M params" or "33% ranks"'
 _FILES = " of all files"
 _HEADER_ENTRY = 160
 """Bytes that one more tensor may add to a safetensors header, its name not counted."""
@@ -31,7 +32,7 @@ class Budget:
     """How much may be kept: see the module's text.
 
     Args:
-        kind: "fraction" (amount in 0..1), "bytes" or "params".
+        kind: "fraction" or "ranks" (amount in 0..1), "bytes" or "params".
         amount: how much of it; whole for bytes and params.
         scope: "weights" (the named ones) or "file" (all weight files).
 
@@ -46,20 +47,22 @@ class Budget:
     scope: str = "weights"
 
     def __post_init__(self) -> None:
-        if self.kind not in ("fraction", "bytes", "params") or self.scope not in ("weights", "file"):
+        if self.kind not in ("fraction", "bytes", "params", "ranks") or self.scope not in ("weights", "file"):
             raise KflatsError(f"no budget is of kind {self.kind!r} and scope {self.scope!r}", hint=_FORMS)
         if not 0 < self.amount < float("inf"):  # nan lands here as well
             raise KflatsError(f"a budget of {self.amount} {self.kind} keeps nothing", hint=_FORMS)
-        if self.kind == "fraction" and self.amount > 1:
+        if self.kind in ("fraction", "ranks") and self.amount > 1:
             raise KflatsError(
                 f"a budget of {self} is more than the original",
                 cause="a budget says what is kept, not a factor",
                 hint="at most 100%; '40% compression' in the papers is a budget of 60%",
             )
-        if self.kind != "fraction" and self.amount != int(self.amount):
+        if self.kind in ("bytes", "params") and self.amount != int(self.amount):
             raise KflatsError(f"a budget of {self.amount} {self.kind} is not a whole number", hint=_FORMS)
         if self.kind == "params" and self.scope == "file":
             raise KflatsError("a file cannot be bounded by a count of parameters", hint='a file budget such as "40MB"')
+        if self.kind == "ranks" and self.scope == "file":
+            raise KflatsError("a file cannot be bounded by a share of ranks", hint='a file budget such as "40MB"')
 
     @property
     def counts_labels(self) -> bool:
@@ -70,6 +73,8 @@ class Budget:
         files = " of all files" if self.scope == "file" else ""
         if self.kind == "fraction":
             return f"{100 * self.amount:.15g}%{files}"
+        if self.kind == "ranks":
+            return f"{100 * self.amount:.15g}% ranks"
         amount, prefix = Decimal(int(self.amount)), ""
         for name, scale in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
             # Only where three decimals say it exactly, so that the text parses back to this budget.
@@ -91,6 +96,8 @@ class Budget:
             KflatsError: no weights, more than the original, or nothing left; the message has the sizes.
         """
         original = sum(weight.nbytes for weight in weights)
+        if self.kind == "ranks":
+            raise KflatsError("a share of ranks is no number of bytes", cause="what it takes depends on the shapes")
         if not weights or original <= 0:
             raise KflatsError("no weights are named, so a budget means nothing", hint="kflats inspect MODEL lists them")
         if self.scope == "file":
@@ -143,7 +150,7 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
 
     Args:
         text: "60%"; "12MB" (kB, MB, GB: powers of 1000; KiB, MiB, GiB: powers of 1024; B);
-            "5.2M params" (k, M, G, or none). "... of all files" means scope "file". A ``Budget`` is handed
+            "5.2M params" (k, M, G, or none); "33% ranks". "... of all files" means scope "file". A ``Budget`` is handed
             back as it is.
         scope: "weights" or "file".
 
@@ -153,6 +160,8 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
 
     >>> parse_budget("12MB")
     Budget(kind='bytes', amount=12000000, scope='weights')
+    >>> parse_budget("33% ranks")
+    Budget(kind='ranks', amount=0.33, scope='weights')
     """
     if isinstance(text, Budget):
         return text
@@ -172,8 +181,8 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
         raise KflatsError(f"a budget of {text.strip()} keeps nothing", hint=_FORMS)
     if noun in ("params", "parameters") and unit in _COUNTS:
         return Budget("params", _whole(amount * _COUNTS[unit], text), scope)
-    if not noun and unit == "%":
-        return Budget("fraction", float(amount / 100), scope)
+    if noun in ("", "ranks") and unit == "%":
+        return Budget("ranks" if noun else "fraction", float(amount / 100), scope)
     if not noun and unit in _BYTES:
         return Budget("bytes", _whole(amount * _BYTES[unit], text), scope)
     if not noun and not unit:

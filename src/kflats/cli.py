@@ -16,23 +16,34 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from kflats.cli_tasks import app as task_commands
+from kflats.cli_tasks import quiet_transformers
 from kflats.errors import KflatsError
 from kflats.options import (
+    Asked,
     BudgetText,
+    Calibration,
     FileBudget,
     FlatCount,
     Force,
     Importance,
+    MeasuredFile,
     Method,
     Model,
     Names,
     Power,
     Quiet,
+    RowSide,
     Seed,
+    SharedBy,
+    StoredForm,
     Texts,
+    allocation_of,
     budget_of,
     plan_of,
     recipe_of,
+    statistics_of,
+    texts_of,
     tokenizer_of,
 )
 from kflats.tables import plain, share, size, table, visible
@@ -53,7 +64,7 @@ class _Group(TyperGroup):
             _complain(f"{error.strerror or 'cannot be used'}: {error.filename}")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            resumes = ctx.invoked_subcommand == "compress"
+            resumes = ctx.invoked_subcommand in ("compress", "recover")
             _complain("interrupted" + ("; the same command resumes where it stopped" if resumes else ""))
             raise typer.Exit(130) from None
 
@@ -63,7 +74,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Cover a weight matrix with flats: smaller embedding tables in an ordinary Hugging Face folder.",
+    help="Cover weight matrices with flats: smaller embeddings and layers in an ordinary Hugging Face folder.",
 )
 
 
@@ -92,7 +103,7 @@ def inspect(model: Model) -> None:
     from kflats.files import load_model, resolve_model
     from kflats.places import factored_layers, find_weights
 
-    _quiet_transformers()
+    quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
     total = weight_file_bytes(folder)
@@ -139,29 +150,42 @@ def plan_(
     weights: Names = None,
     importance: Importance = None,
     power: Power = None,
+    rows: RowSide = None,
+    form: StoredForm = None,
     texts: Texts = None,
+    calibration: Calibration = None,
+    statistics: MeasuredFile = None,
+    allocation: SharedBy = None,
     force: Force = False,
+    quiet: Quiet = False,
 ) -> None:
     """Decide which weight is treated how, in how many bytes; write it as JSON to review, edit and run later."""
+    from kflats.calibration import gather
     from kflats.evaluate import weight_file_bytes
     from kflats.files import load_model, resolve_model
-    from kflats.planning import plan
-    from kflats.texts import read_texts
+    from kflats.planning import decide
 
     if out.exists() and not force:
         raise KflatsError(f"{out} exists already", hint="another --out, or --force to replace it")
     allowed = budget_of(budget, file_budget)
-    recipe = recipe_of(method, flats, importance, power, texts is not None)
-    data = None if texts is None else read_texts(texts)
-    _quiet_transformers()
+    asked = Asked(method, flats, importance, power, rows, form)
+    known = statistics_of(statistics)
+    measured = calibration is not None or known is not None
+    recipe = recipe_of(asked, counted=texts is not None, measured=measured)
+    counted, judged = texts_of(texts), texts_of(calibration)
+    quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
     recipes = dict.fromkeys(weights, recipe) if weights else recipe
     importance_needs = getattr(getattr(recipe, "importance", None), "needs_tokenizer", False)
-    tokenizer = tokenizer_of(folder, needed=data is not None or importance_needs)
-    made = plan(loaded, recipes, budget=allowed, data=data, tokenizer=tokenizer, file_bytes=weight_file_bytes(folder))
-    made.save(out)
-    typer.echo(str(made))
+    tokenizer = tokenizer_of(folder, needed=counted is not None or judged is not None or importance_needs)
+    data = gather(judged if counted is None else counted, tokenizer, judged, None, known)
+    how, before = allocation_of(allocation), weight_file_bytes(folder)
+    made = decide(loaded, recipes, allowed, data, allocation=how, file_bytes=before, quiet=quiet)
+    made.plan.save(out)
+    if statistics is not None and known is None and made.data.statistics is not None:
+        made.data.statistics.save(statistics)
+    typer.echo(str(made.plan))
     typer.echo(f"\nplan: {out}")
 
 
@@ -177,26 +201,35 @@ def compress(
     weights: Names = None,
     importance: Importance = None,
     power: Power = None,
+    rows: RowSide = None,
+    form: StoredForm = None,
     texts: Texts = None,
+    calibration: Calibration = None,
+    statistics: MeasuredFile = None,
+    allocation: SharedBy = None,
     seed: Seed = 0,
     quiet: Quiet = False,
     force: Force = False,
 ) -> None:
     """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
     from kflats.compress import compress_folder
-    from kflats.texts import read_texts
 
+    asked = Asked(method, flats, importance, power, rows, form)
+    known = statistics_of(statistics)
     chosen: dict[str, Any] = {}
     if plan is None:
         chosen["budget"] = budget_of(budget, file_budget)
-        chosen["method"] = recipe_of(method, flats, importance, power, texts is not None)
+        measured = calibration is not None or known is not None
+        chosen["method"] = recipe_of(asked, counted=texts is not None, measured=measured)
         chosen["weights"] = tuple(weights or ())
+        chosen["allocation"] = allocation_of(allocation)
     else:
-        decided = {"method": method, "flats": flats, "weights": weights, "importance": importance, "power": power}
+        decided = {**asked.given, "weights": weights, "allocation": allocation}
         chosen["plan"] = plan_of(plan, budget, file_budget, texts is not None, **decided)
-    data = None if texts is None else read_texts(texts)
-    _quiet_transformers()
-    report = compress_folder(model, out, **chosen, texts=data, seed=seed, force=force, quiet=quiet)
+    chosen |= {"texts": texts_of(texts), "calibration": texts_of(calibration), "statistics": known}
+    keep = statistics if known is None else None
+    quiet_transformers()
+    report = compress_folder(model, out, **chosen, keep_statistics=keep, seed=seed, force=force, quiet=quiet)
     if not quiet:
         typer.echo(str(report))
         typer.echo(f"\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
@@ -210,12 +243,11 @@ def compare(
 ) -> None:
     """Sizes, fidelity of the outputs and latency of two models, side by side."""
     from kflats.evaluate import compare as run
-    from kflats.texts import read_texts
 
-    data = None if texts is None else read_texts(texts)
+    data = texts_of(texts)
     if not compressed.is_dir():
         raise KflatsError(f"there is no folder {compressed}", hint="the folder that kflats compress wrote")
-    _quiet_transformers()
+    quiet_transformers()
     typer.echo(str(run(original, compressed, data)))
 
 
@@ -242,24 +274,16 @@ def demo(
     """Compress the small real model of the extra 'demo', judge it, and draw the report. No network."""
     from kflats.demo import demo as run
 
-    _quiet_transformers()
+    quiet_transformers()
     run(out, force=force, quiet=quiet, show=typer.echo)
+
+
+app.add_typer(task_commands)
 
 
 def main() -> None:
     """Run the command line."""
     app()
-
-
-def _quiet_transformers() -> None:
-    """transformers' own progress bars and remarks would stand between ours."""
-    try:
-        from transformers.utils import logging as untyped
-    except ImportError:
-        return
-    logging: Any = untyped
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
 
 
 def _print(made: Table) -> None:

@@ -89,6 +89,7 @@ def compress_folder(
     calibration: Iterable[Any] | None = None,
     objective: Any = None,
     statistics: Statistics | None = None,
+    keep_statistics: str | os.PathLike[str] | None = None,
     allocation: Allocation = "auto",
     seed: int = 0,
     force: bool = False,
@@ -106,6 +107,7 @@ def compress_folder(
         texts: what importance counts, with the folder's own tokenizer; default: calibration texts.
         calibration, objective, statistics, allocation: as ``plan``. What was measured is kept beside ``out``
             until the end as well.
+        keep_statistics: a file to keep it in for later (``Statistics.load``).
         force: replace an existing model folder.
 
     Raises:
@@ -127,6 +129,8 @@ def compress_folder(
         recipes = plan or (dict.fromkeys(weights, method) if weights else method)
         allowed = budget if plan else required(budget)
         decided = decide(model, recipes, allowed, data, allocation=allocation, file_bytes=before, measured=measured)
+        if keep_statistics is not None and decided.data.statistics is not None:
+            decided.data.statistics.save(keep_statistics)
         partial = Partial(out, _work_fingerprint(about, decided, seed))
         done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
         report = _finish(model, decided.plan, done, seed, name=str(source))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +46,49 @@ def overview(report: Report) -> list[Picture]:
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
 
-    return [picture("size", "Size before and after", alt, draw)]
+    made = [picture("size", "Size before and after", alt, draw)]
+    return made + ([_rank_by_layer(report.weights)] if len(report.weights) > 1 else [])
+
+
+def _rank_by_layer(weights: Sequence[WeightReport]) -> Picture:
+    """The share of its full rank that every weight keeps: a line for each kind of layer, or a bar for each weight."""
+    kinds: dict[str, list[WeightReport]] = {}
+    for weight in weights:
+        kinds.setdefault(re.sub(r"\d+", "*", weight.name), []).append(weight)
+    parts = [f"{visible(w.name)}: {w.kept}" for w in weights[:_BARS]]
+    alt = "Per cent of the full rank. " + "; ".join(parts) + ("; ..." if len(weights) > _BARS else "")
+    lines = len(kinds) <= _LEGEND and max(map(len, kinds.values())) > 2
+
+    def draw(figure: Any, theme: Theme) -> None:
+        axes = figure.subplots()
+        if lines:
+            for colour, (name, members) in zip(_FLATS, kinds.items(), strict=False):
+                places, shares = range(len(members)), [_kept_share(w) for w in members]
+                axes.plot(places, shares, color=colour, linewidth=1.2, label=_short(name))
+                dots = [40 if w.dense else 14 for w in members]
+                axes.scatter(places, shares, dots, color=colour, zorder=3, clip_on=False)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.set_xlabel("layer, in the model's order; large dots stay dense")
+            axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 1.0), handlelength=1, columnspacing=1)
+        else:
+            colours = [theme.exact if w.dense else theme.accent for w in weights]
+            axes.bar(range(1, len(weights) + 1), [_kept_share(w) for w in weights], 0.75, color=colours)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.set_xlabel("weight, in the table's order; dark bars stay dense")
+            axes.grid(visible=False, axis="x")
+        axes.set_ylabel("rank, % of full")
+        axes.set_ylim(0, 104)
+
+    return picture("rank-by-layer", "Rank by layer", alt, draw)
+
+
+def _kept_share(weight: WeightReport) -> float:
+    return 100 * weight.mean_rank / weight.full_rank if weight.dense or weight.bands else 0.0
+
+
+def _short(name: str) -> str:
+    """The end of a path, fit for a legend: from a file, so "$" must not start a formula."""
+    return visible(".".join(name.split(".")[-3:]))[-30:].replace("$", r"\$")
 
 
 def pictures(weight: WeightReport) -> list[Picture]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,23 +14,59 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folde
 BudgetText = Annotated[
     str | None,
     typer.Option(
-        "--budget", help='Bytes kept of the named weights, row labels included: "60%", "12MB", "5.2M params".'
+        "--budget",
+        help='Bytes kept of the named weights, row labels included: "60%", "12MB", "5.2M params"; or "33% ranks".',
     ),
 ]
 FileBudget = Annotated[str | None, typer.Option("--file-budget", help='Bound all weight files instead: "40MB".')]
-Method = Annotated[str | None, typer.Option("--method", help="flats (default), svd, kmeans-svd or messi.")]
+Method = Annotated[
+    str | None,
+    typer.Option("--method", help="flats, svd, kmeans-svd or messi. Default: flats; svd for what is measured."),
+]
 FlatCount = Annotated[int | None, typer.Option("--flats", metavar="K", help="Number of flats.")]
 Names = Annotated[
     list[str] | None,
     typer.Option(
-        "--weights", metavar="NAME", help="A weight to compress; may be repeated. Default: the token embeddings."
+        "--weights",
+        metavar="NAME",
+        help='A weight to compress, a pattern ("encoder.layer.*.attention.*"), or one of linear, conv, embeddings and '
+        "all; may be repeated. Default: the token embeddings.",
     ),
 ]
 Importance = Annotated[
-    str | None, typer.Option("--importance", help="Whose error counts: counts (needs --texts), zipf or uniform.")
+    str | None,
+    typer.Option(
+        "--importance",
+        help="Whose error counts. Tokens: counts (needs --texts), zipf. Any weight: uniform; with --calibration: "
+        "kronecker, two-sided, row-fisher (FWSVD), element-fisher, input-gram.",
+    ),
 ]
 Power = Annotated[float | None, typer.Option("--power", help="Power of the counts or of the Zipf prior.")]
 Texts = Annotated[Path | None, typer.Option("--texts", metavar="FILE", help="UTF-8 text, one sentence a line.")]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(
+        "--calibration", metavar="FILE", help="Texts to measure with (UTF-8, one a line); a few hundred are enough."
+    ),
+]
+MeasuredFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--statistics", metavar="FILE", help="Where measurements are kept: read if it is there, else written."
+    ),
+]
+SharedBy = Annotated[
+    str | None,
+    typer.Option(
+        "--allocation", help="How weights share the budget: uniform, loss (where it saves most), or auto (default)."
+    ),
+]
+RowSide = Annotated[
+    str | None, typer.Option("--rows", help="What a linear layer's rows are: inputs (default) or outputs.")
+]
+StoredForm = Annotated[
+    str | None, typer.Option("--form", help="With svd: factors (default) or interpolative (16 % less, same matrix).")
+]
 Seed = Annotated[int, typer.Option("--seed", help="Where the random starts begin.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no table.")]
@@ -65,36 +102,99 @@ def plan_of(path: Path, budget: str | None, file_budget: str | None, counted: bo
                 f"the plan was made for a budget of {found.budget}, not {asked}",
                 hint="leave the budget out, or make the plan again: kflats plan",
             )
-    if counted and not any(getattr(d.recipe.importance, "needs_texts", False) for d in found.decisions):
+    importances = [decision.recipe.importance for decision in found.decisions]
+    if counted and not any(getattr(value, "needs_texts", False) or value.needs for value in importances):
         raise KflatsError("this plan counts no texts", hint="leave --texts out, or make the plan with --texts")
     return found
 
 
-def recipe_of(method: str | None, flats: int | None, importance: str | None, power: float | None, counted: bool) -> Any:
+@dataclass(frozen=True)
+class Asked:
+    """The options that make a recipe, as they were given; None: left to kflats."""
+
+    method: str | None = None
+    flats: int | None = None
+    importance: str | None = None
+    power: float | None = None
+    rows: str | None = None
+    form: str | None = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether all is left to kflats."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+    @property
+    def given(self) -> dict[str, object]:
+        """By the option's name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
     """The recipe that the options ask for; None where they leave it all to kflats.
 
     Texts are there to be counted. Without them flats use the Zipf prior, and a baseline is what was
-    published: every row counts the same.
+    published: every row counts the same. What is measured goes with SVD.
+
+    Args:
+        asked: the options.
+        counted: whether there are texts to count. measured: whether there is data to measure with.
     """
     from kflats import importance as importances
     from kflats import methods
     from kflats.recipe import Recipe
 
-    if all(option is None for option in (method, flats, importance, power)):
+    if asked.nothing:
         return None
-    geometry = methods.from_name(method or "flats", **({} if flats is None else {"k": flats}))
-    if importance is None:
-        baseline = power is None and method not in (None, "flats")
+    method, importance = asked.method, asked.importance
+    power = {} if asked.power is None else {"power": asked.power}
+    if importance is None and measured and asked.power is None:
+        importance = "kronecker" if method in (None, "svd") and asked.flats is None else "row-fisher"
+    elif importance is None:
+        baseline = asked.power is None and method not in (None, "flats")
         importance = "counts" if counted else "uniform" if baseline else "zipf"
-    value = importances.from_name(importance, **({} if power is None else {"power": power}))
+    value = importances.from_name(importance, **power)
+    plain = asked.flats is None and (value.needs or asked.form is not None)
+    if asked.form is not None and method not in (None, "svd"):
+        raise KflatsError(f"--form is of svd, not of {method}", hint="--method svd, or leave --form out")
+    if asked.form not in (None, "factors", "interpolative"):
+        raise KflatsError(f"--form {asked.form} is unknown", hint="factors or interpolative")
+    options: dict[str, Any] = {} if asked.flats is None else {"k": asked.flats}
+    options |= {} if asked.form is None else {"form": asked.form}
+    geometry = methods.from_name(method or ("svd" if plain else "flats"), **options)
     needs = getattr(value, "needs_texts", False)
     if needs and not counted:
         raise KflatsError(f"--importance {importance} needs --texts FILE", hint="--importance zipf needs no texts")
-    if counted and not needs:
+    if value.needs and not (measured or counted):
+        raise KflatsError(f"--importance {importance} needs --calibration FILE", hint="texts, one a line")
+    if counted and not (needs or value.needs):
         raise KflatsError(
             f"--importance {importance} counts no texts", hint="leave --texts out, or --importance counts"
         )
-    return Recipe(geometry, value)
+    if asked.rows not in (None, "inputs", "outputs"):
+        raise KflatsError(f"--rows {asked.rows} is unknown", hint="inputs or outputs")
+    return Recipe(geometry, value, rows="outputs" if asked.rows == "outputs" else "inputs")
+
+
+def statistics_of(path: Path | None) -> Any:
+    """What was measured before, if the file is there."""
+    from kflats.measurements import Statistics
+
+    return Statistics.load(path) if path is not None and path.exists() else None
+
+
+def allocation_of(text: str | None) -> Any:
+    """One of the three, by default "auto"."""
+    if text not in (None, "auto", "uniform", "loss"):
+        raise KflatsError(f"--allocation {text} is unknown", hint="auto, uniform or loss")
+    return text or "auto"
+
+
+def texts_of(path: Path | None) -> tuple[str, ...] | None:
+    """The lines of a file, if one was given."""
+    from kflats.texts import read_texts
+
+    return None if path is None else read_texts(path)
 
 
 def tokenizer_of(folder: Path, *, needed: bool) -> Any:

@@ -18,121 +18,22 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 from pathlib import Path
 from typing import Any
 
 from kflats.errors import KflatsError
 from kflats.records import decode
-from kflats.tables import call, number, plain, share, size, table, visible
+from kflats.tables import number, plain, share, size, table, visible
+from kflats.weight_report import BandReport, FrequencyBin, WeightReport, WorstRow
+
+__all__ = ["REPORT_FILE", "BandReport", "FrequencyBin", "Report", "WeightReport", "WorstRow", "span"]
 
 REPORT_FILE = "kflats_report.json"
 _FORMAT, _VERSION = "kflats-report", 1
 _LARGEST_FILE = 64_000_000  # bytes: a report is a few kB a weight, so more than this is not one
 _DETAILED = 4  # weights whose flats are listed in the text form
-
-
-@dataclasses.dataclass(frozen=True)
-class BandReport:
-    """One band: ``rows`` rows that keep ``rank`` coordinates in flat ``flat`` (None: kept exactly).
-
-    ``weight_share`` is these rows' share of the total importance, ``error`` their own relative error.
-    """
-
-    flat: int | None
-    rank: int
-    rows: int
-    weight_share: float
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class FrequencyBin:
-    """Rows of similar importance, commonest bin first: their mean rank and their relative error."""
-
-    label: str
-    rows: int
-    mean_rank: float
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class WorstRow:
-    """A row with a large relative error |a - b|^2 / |a|^2; ``name`` is its token where there is one."""
-
-    row: int
-    name: str
-    weight: float
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightReport:
-    """What became of one weight. The module's text defines the errors.
-
-    ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum``
-    holds the eigenvalues of the weighted Gram matrix, descending, summing to 1. ``objective`` is the
-    fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
-    condition number of the basis of an interpolative form, None for other forms.
-    """
-
-    name: str
-    places: tuple[str, ...]
-    shape: tuple[int, int]
-    dtype: str
-    method: dict[str, Any]
-    importance: dict[str, Any]
-    codec: dict[str, Any]
-    bytes_before: int
-    bytes_after: int
-    values_after: int
-    error: float
-    error_unweighted: float
-    svd_error: float
-    spectrum: tuple[float, ...]
-    bands: tuple[BandReport, ...]
-    frequency: tuple[FrequencyBin, ...]
-    worst: tuple[WorstRow, ...]
-    objective: tuple[float, ...]
-    seconds: float
-    note: str = ""
-    rows: str = "inputs"
-    condition: float | None = None
-
-    @property
-    def dense(self) -> bool:
-        """Whether the weight was left as it is; ``note`` says why."""
-        return self.method.get("type") == "Dense"
-
-    @property
-    def full_rank(self) -> int:
-        """The largest rank that the weight can have."""
-        return min(self.shape)
-
-    @property
-    def mean_rank(self) -> float:
-        """Coordinates a row keeps, on average over all rows; the full rank where it stays dense."""
-        if self.dense:
-            return float(self.full_rank)
-        rows = sum(b.rows for b in self.bands)
-        return sum(b.rows * b.rank for b in self.bands) / rows if rows else math.nan
-
-    @property
-    def ratio(self) -> float:
-        """Bytes after / bytes before."""
-        return self.bytes_after / self.bytes_before if self.bytes_before else math.nan
-
-    @property
-    def flats(self) -> dict[int | None, tuple[BandReport, ...]]:
-        """The bands of each flat; exact rows under None, first."""
-        keys = sorted({b.flat for b in self.bands}, key=lambda f: -1 if f is None else f)
-        return {key: tuple(b for b in self.bands if b.flat == key) for key in keys}
-
-    @property
-    def recipe(self) -> str:
-        """The recipe as the call that makes it."""
-        return f"Recipe({call(self.method)}, {call(self.importance)}, {call(self.codec)})"
+_REASONS = 12  # weights left dense whose reasons are
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,6 +127,7 @@ class Report:
                 str(w.method.get("type", "?")) + (f" k={w.method['k']}" if "k" in w.method else ""),
                 str(w.importance.get("type", "?")),
                 *_before_after(w.bytes_before, w.bytes_after),
+                w.kept,
                 number(w.error),
                 number(w.svd_error),
                 number(w.error_unweighted),
@@ -233,10 +135,11 @@ class Report:
             for w in self.weights
         ]
         totals = [
-            ["named weights", "", "", *_before_after(self.bytes_before, self.bytes_after), "", "", ""],
-            ["whole model", "", "", *_before_after(self.model_bytes_before, self.model_bytes_after), "", "", ""],
+            ["named weights", "", "", *_before_after(self.bytes_before, self.bytes_after), "", "", "", ""],
+            ["whole model", "", "", *_before_after(self.model_bytes_before, self.model_bytes_after), "", "", "", ""],
         ]
-        columns = ["weight", "method", "importance", "before", "after", "ratio", "error", "SVD error", "unweighted"]
+        columns = ["weight", "method", "importance", "before", "after", "ratio"]
+        columns += ["rank", "error", "SVD error", "unweighted"]
         parts = [
             f"{visible(self.model)}: budget {visible(self.budget)}, seed {self.seed}, kflats {visible(self.version)}",
             "",
@@ -245,10 +148,14 @@ class Report:
             "ratio: bytes after / bytes before, labels included. error: relative squared error, rows weighted by",
             "importance; SVD error: the same for a weighted SVD in the same bytes; unweighted: every row alike.",
         ]
-        for weight in self.weights[:_DETAILED]:
+        if dense := [weight for weight in self.weights if weight.dense]:
+            parts += ["", *(f"{visible(w.name)}: {visible(w.note) or 'dense'}" for w in dense[:_REASONS])]
+            parts += [f"({len(dense) - _REASONS} more left dense)"] if len(dense) > _REASONS else []
+        factored = [weight for weight in self.weights if not weight.dense]
+        for weight in factored[:_DETAILED]:
             parts += ["", *_details(weight)]
-        if len(self.weights) > _DETAILED:
-            parts += ["", f"({len(self.weights) - _DETAILED} more weights: see the report file)"]
+        if len(factored) > _DETAILED:
+            parts += ["", f"({len(factored) - _DETAILED} more weights: see the report file)"]
         return "\n".join(parts)
 
 
@@ -261,6 +168,8 @@ def _details(weight: WeightReport) -> list[str]:
     places = f"; tied: {', '.join(visible(p) for p in weight.places)}" if len(weight.places) > 1 else ""
     lines = [f"{visible(weight.name)}: {weight.shape[0]} x {weight.shape[1]} {visible(weight.dtype)}{places}"]
     lines += [f"  {weight.recipe}", f"  fitted in {weight.seconds:.1f} s"]
+    if weight.condition is not None:
+        lines.append(f"  condition of the basis: {number(weight.condition)}")
     if weight.note:
         lines.append(f"  note: {visible(weight.note)}")
     rows = [

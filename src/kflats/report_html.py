@@ -46,7 +46,8 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
     folder = Path(out_folder)
     if folder.exists() and not folder.is_dir():
         raise KflatsError(f"{folder} is a file, not a folder", hint="give another --out")
-    drawn = set(sorted(range(len(report.weights)), key=lambda i: -report.weights[i].bytes_before)[:_DRAWN])
+    drawable = [i for i, w in enumerate(report.weights) if not w.dense]
+    drawn = set(sorted(drawable, key=lambda i: -report.weights[i].bytes_before)[:_DRAWN])
     summary = overview(report)
     drawings = [pictures(w) if i in drawn else [] for i, w in enumerate(report.weights)]
     sections = [
@@ -63,7 +64,7 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
         sections=sections,
         share=share,
         span=span,
-        hidden=len(report.weights) - len(drawn),
+        hidden=len(drawable) - len(drawn),
     )
     folder.mkdir(parents=True, exist_ok=True)
     for picture in summary:

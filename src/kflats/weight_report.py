@@ -1,0 +1,120 @@
+"""What became of one weight, as a record: sizes, errors, what was kept of which rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from kflats.tables import call, number
+
+
+@dataclasses.dataclass(frozen=True)
+class BandReport:
+    """One band: ``rows`` rows that keep ``rank`` coordinates in flat ``flat`` (None: kept exactly).
+
+    ``weight_share`` is these rows' share of the total importance, ``error`` their own relative error.
+    """
+
+    flat: int | None
+    rank: int
+    rows: int
+    weight_share: float
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class FrequencyBin:
+    """Rows of similar importance, commonest bin first: their mean rank and their relative error."""
+
+    label: str
+    rows: int
+    mean_rank: float
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WorstRow:
+    """A row with a large relative error |a - b|^2 / |a|^2; ``name`` is its token where there is one."""
+
+    row: int
+    name: str
+    weight: float
+    error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightReport:
+    """What became of one weight; ``kflats.report`` defines the errors.
+
+    ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum``
+    holds the eigenvalues of the weighted Gram matrix, descending, summing to 1. ``objective`` is the
+    fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
+    condition number of the basis of an interpolative form, None for other forms.
+    """
+
+    name: str
+    places: tuple[str, ...]
+    shape: tuple[int, int]
+    dtype: str
+    method: dict[str, Any]
+    importance: dict[str, Any]
+    codec: dict[str, Any]
+    bytes_before: int
+    bytes_after: int
+    values_after: int
+    error: float
+    error_unweighted: float
+    svd_error: float
+    spectrum: tuple[float, ...]
+    bands: tuple[BandReport, ...]
+    frequency: tuple[FrequencyBin, ...]
+    worst: tuple[WorstRow, ...]
+    objective: tuple[float, ...]
+    seconds: float
+    note: str = ""
+    rows: str = "inputs"
+    condition: float | None = None
+
+    @property
+    def dense(self) -> bool:
+        """Whether the weight was left as it is; ``note`` says why."""
+        return self.method.get("type") == "Dense"
+
+    @property
+    def full_rank(self) -> int:
+        """The largest rank that the weight can have."""
+        return min(self.shape)
+
+    @property
+    def mean_rank(self) -> float:
+        """Coordinates a row keeps, on average over all rows; the full rank where it stays dense."""
+        if self.dense:
+            return float(self.full_rank)
+        rows = sum(b.rows for b in self.bands)
+        return sum(b.rows * b.rank for b in self.bands) / rows if rows else math.nan
+
+    @property
+    def kept(self) -> str:
+        """The (mean) rank beside the largest possible one, or "dense"."""
+        if self.dense:
+            return "dense"
+        if not self.bands:
+            return "-"
+        return f"{number(self.mean_rank)} of {self.full_rank}"
+
+    @property
+    def ratio(self) -> float:
+        """Bytes after / bytes before."""
+        return self.bytes_after / self.bytes_before if self.bytes_before else math.nan
+
+    @property
+    def flats(self) -> dict[int | None, tuple[BandReport, ...]]:
+        """The bands of each flat; exact rows under None, first."""
+        keys = sorted({b.flat for b in self.bands}, key=lambda f: -1 if f is None else f)
+        return {key: tuple(b for b in self.bands if b.flat == key) for key in keys}
+
+    @property
+    def recipe(self) -> str:
+        """The recipe as the call that makes it."""
+        return f"Recipe({call(self.method)}, {call(self.importance)}, {call(self.codec)})"
