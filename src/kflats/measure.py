@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from kflats.capture import ALONE, Layout, Tap, Use, find_layouts, frozen, places
 from kflats.errors import KflatsError
 from kflats.measured import Measured
-from kflats.measurements import FIELDS, Statistics, bytes_needed, fingerprint
+from kflats.measurements import FIELDS, Statistics, fingerprint
 from kflats.objectives import Objective, Projections, TaskLoss, describe
 from kflats.places import Weight
 from kflats.running import batch_size, run, take, to_device
-from kflats.sums import GRADIENTS, Shared, Sums
+from kflats.sums import GRADIENTS, Inputs, Sums
 from kflats.tables import size, visible
 
 __all__ = ["Statistics", "measure"]
@@ -123,12 +123,12 @@ class _Job:
 
     def run(self, weights: Sequence[Weight], alone: bool) -> tuple[dict[str, Sums], set[str]]:
         """Sums by weight, and the weights that have to be run sample by sample instead."""
-        sums = {w.name: Sums(w, self._wanted[w.name], self._device) for w in weights}
+        inputs = Inputs()
+        sums = {w.name: Sums(w, self._wanted[w.name], self._device, inputs) for w in weights}
         gradients = frozenset(name for name, one in sums.items() if one.wants_gradients)
-        shared = Shared()
 
         def entered(use: Use, given: Tensor) -> None:
-            sums[use.weight].enter(use, given, shared)
+            sums[use.weight].enter(use, given)
 
         def left(name: str, uses: list[Use]) -> None:
             sums[name].leave(uses)
@@ -144,7 +144,7 @@ class _Job:
                     tap.start(batch)
                     self._pass(batch, first, bool(gradients))
                     tap.finish()
-                    shared.forget()
+                    inputs.forget()
                     first += batch_size(batch)
                 step()
         for one in sums.values():
@@ -219,8 +219,7 @@ def _groups(
     group: list[Weight] = []
     used = 0
     for weight in weights:
-        lookup = any(place.role == "embedding" for place in weight.places)
-        cost = bytes_needed(wanted[weight.name], *weight.shape, lookup=lookup)
+        cost = Sums.nbytes(weight, wanted[weight.name])
         if cost > memory_bytes:
             raise KflatsError(
                 f"the statistics of {weight.name} take {size(cost)}, and {size(memory_bytes)} are allowed",
@@ -251,8 +250,11 @@ def _statistics(model: nn.Module, sums: Mapping[str, Sums], about: dict[str, Any
 
 
 def _is_unreached(one: Measured) -> bool:
-    found = [value for key in FIELDS if (value := getattr(one, key)) is not None and key != "input_mean"]
-    return any(not bool((value != 0).any()) for value in found)
+    if one.positions == 0:
+        return True
+    # Entries that are squares, and the diagonals of Grams: zero only where all is.
+    found = [one.row_fisher, one.column_fisher, one.element_fisher, one.output_gram]
+    return any(not bool((g.diagonal() if g is one.output_gram else g).any()) for g in found if g is not None)
 
 
 @contextmanager

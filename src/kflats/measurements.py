@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -193,9 +193,3 @@ def _finite(values: Tensor, what: str) -> Tensor:
     if values.is_floating_point() and not bool(torch.isfinite(values).all()):
         raise ValueError(f"{what} holds NaN or infinity")
     return values
-
-
-def bytes_needed(needs: Iterable[str], rows: int, columns: int, *, lookup: bool) -> int:
-    """Bytes of the float64 sums of ``needs`` for a weight (n, d); ``lookup``: of an embedding."""
-    shapes = [(rows,) if key == "input_gram" and lookup else shape_of(key, rows, columns) for key in needs]
-    return 8 * sum(math.prod(shape) for shape in shapes)

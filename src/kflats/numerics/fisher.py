@@ -11,14 +11,13 @@ Products are float32 (float64 if the layer is), sums over batches float64.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 _TEMPORARY = 1 << 24  # numbers in a temporary: 64 MB
 _SWEEP = 32  # reading and squaring one gradient takes as long as multiplying this many positions into it
-_BLOCK = 256  # columns of a Gram at once
 
 ROW, COLUMN, ELEMENT = "row_fisher", "column_fisher", "element_fisher"
 
@@ -110,23 +109,6 @@ def add_tied_squares(sums: Mapping[str, Tensor], index: Tensor, g: Tensor, hidde
         sums[ROW].clamp_min_(0)  # rounding of a sum that cancels
 
 
-def lower_gram(x: Tensor) -> Tensor:
-    """X'X (P, n) -> (n, n), its lower blocks only: half the work; ``mirrored`` completes a sum of them."""
-    x = wide(x)
-    n = x.shape[1]
-    found = x.new_zeros(n, n)
-    for start in range(0, n, _BLOCK):
-        end = min(start + _BLOCK, n)
-        found[start:, start:end] = x[:, start:].T @ x[:, start:end]
-    return found
-
-
-def mirrored(total: Tensor) -> Tensor:
-    """The whole symmetric matrix of a sum of ``lower_gram``."""
-    lower = total.tril()
-    return lower + lower.tril(-1).T
-
-
 def _quadratic(x: Tensor, g: Tensor) -> Tensor:
     """sum_s diag(X_s' G_s G_s' X_s), (n,)."""
     inner = torch.bmm(torch.bmm(g, g.mT), x)
@@ -148,26 +130,3 @@ def _by_row(index: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _together(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(x.dtype, g.dtype)
     return x.to(dtype), g.to(dtype)
-
-
-def nearest_product(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """(l, R) with l (x) R nearest to sum_k l_k (x) R_k in Frobenius norm (Van Loan and Pitsianis 1993), sum l = 1.
-
-    Args:
-        pairs: (n,) >= 0 and (d, d) positive semidefinite, float64; so are the answers.
-
-    >>> l, r = nearest_product([(torch.tensor([1.0, 3.0]), torch.eye(2)), (torch.tensor([1.0, 3.0]), torch.eye(2))])
-    >>> l.tolist(), r.diagonal().tolist()
-    ([0.25, 0.75], [8.0, 8.0])
-    """
-    left = torch.stack([one for one, _ in pairs], 1)
-    right = torch.stack([other.flatten() for _, other in pairs], 1)
-    # The leading singular vectors are left @ x and right @ (a @ x), x from Grams as small as pairs are many.
-    a, b = left.T @ left, right.T @ right
-    values, vectors = torch.linalg.eig(b @ a)
-    top = vectors[:, values.real.argmax()].real.abs()  # Perron: all of one sign
-    r = right @ (a @ top)
-    # l that goes with this R: the least squares answer.
-    el = left @ (right.T @ r) / (r @ r).clamp_min(torch.finfo(r.dtype).tiny)
-    total = el.sum().clamp_min(torch.finfo(r.dtype).tiny)
-    return el / total, (r * total).view_as(pairs[0][1])
