@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
-from kflats.methods import MESSI, SVD, VALUES, Flats, KMeansSVD, Problem, from_name, row_errors
-from kflats.nn.matrix import FlatsMatrix, LowRankMatrix
+from kflats.methods import MESSI, SVD, VALUES, Dense, Flats, KMeansSVD, Problem, from_name, row_errors
+from kflats.nn.matrix import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.numerics.rows import TensorRows
 from kflats.recipe import from_json, to_json
 from kflats.weighting import Weighting
@@ -20,6 +20,7 @@ from kflats.weighting import Weighting
 F64 = torch.float64
 METHODS = {
     "svd": SVD(),
+    "svd, interpolative": SVD(form="interpolative"),
     "flats": Flats(k=3),
     "flats, no exact rows": Flats(k=3, exact=False),
     "flats, nested": Flats(k=2, levels=3),
@@ -58,7 +59,9 @@ def solve(method, a, nbytes, *, weights=None, seed=0, itemsize=4, **options):
 
 
 def least_bytes(method, n, d, itemsize=4):
-    """Bytes of rank 1 everywhere, labels included."""
+    """Bytes of rank 1 everywhere, labels or the order of columns included."""
+    if isinstance(method, SVD) and method.form == "interpolative":
+        return (n + d - 1) * itemsize + 2 * d
     k = getattr(method, "k", 1) or 1
     labels = 0 if isinstance(method, SVD) or (k == 1 and not getattr(method, "exact", False)) else n
     if isinstance(method, Flats) and method.ranks == "uniform" and k == 1:
@@ -69,6 +72,9 @@ def least_bytes(method, n, d, itemsize=4):
 def cheapest_step(matrix, method, itemsize):
     """Bytes of the cheapest coordinate that could still be added, None where nothing is left to add."""
     n, d = matrix.shape
+    if isinstance(matrix, InterpolativeMatrix):
+        rank = matrix.weight.shape[1]
+        return None if rank >= min(n, d) else (n + d - 2 * rank - 1) * itemsize
     if isinstance(matrix, LowRankMatrix):
         return None if matrix.basis.shape[0] >= min(n, d) else (n + d) * itemsize
     costs = [
@@ -346,6 +352,8 @@ def test_rows_that_weigh_enough_are_kept_as_they_are():
         (lambda: Flats(tolerance=-1), "tolerance"),
         (lambda: Flats(tolerance=float("nan")), "tolerance"),
         (lambda: KMeansSVD(k=0), "0 clusters"),
+        (lambda: SVD(form="some"), "form='some'"),
+        (lambda: from_name("dense", k=3), "dense has no k"),
         (lambda: from_name("robust"), "svd, flats"),
         (lambda: from_name("svd", k=3), "svd has no k"),
     ],
@@ -356,7 +364,8 @@ def test_nonsense_is_refused_when_the_value_is_made(make, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("SVD", SVD()), ("flats", Flats()), (" kmeans-svd ", KMeansSVD()), ("messi", MESSI())]
+    ("name", "value"),
+    [("SVD", SVD()), ("flats", Flats()), (" kmeans-svd ", KMeansSVD()), ("messi", MESSI()), ("dense", Dense())],
 )
 def test_names_of_the_command_line(name, value):
     assert from_name(name) == value
