@@ -77,6 +77,12 @@ class _Item:
         index = 0 if self.counts_labels else self.low_rank.index_bytes(self.shape)
         return self.low_rank.cost(self.shape, rank, self.itemsize) - index
 
+    def is_choice(self, rank: int) -> bool:
+        """Whether the method can live on the bytes of ``rank``, and stores fewer numbers than the weight has."""
+        n, d = self.shape
+        numbers = self.low_rank.cost(self.shape, rank, 1) - self.low_rank.index_bytes(self.shape)
+        return self.cost(rank) >= self.least and numbers < n * d
+
     @property
     def least(self) -> int:
         """The least bytes that the method can live on."""
@@ -254,7 +260,7 @@ def _loss(model: nn.Module, items: Sequence[_Item], allowed: int, data: Data) ->
             )
         bias = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
         errors = _errors(model, item, weighting)
-        ranks = [r for r in range(item.full + 1) if r == 0 or item.cost(r) >= item.least]
+        ranks = [r for r in range(item.full + 1) if r == 0 or item.is_choice(r)]
         costs = [item.cost(r) + bias for r in ranks]
         curves.append(_curve(item, ranks, errors, costs))
         extras.append(ranks)

@@ -1,0 +1,167 @@
+"""Selection: names, patterns and words mean what they say, and what does not fit is refused before any work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from kflats import MESSI, SVD, Dense, Flats, KMeansSVD, Recipe, TokenCounts, Uniform
+from kflats.errors import KflatsError
+from kflats.places import find_weight
+from kflats.selection import Given, select, weighting_of
+from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+
+MEASURED = Given(calibration=True)
+LAYER = "encoder.layer.0.attention.self.query"
+
+
+def named(model: nn.Module, *names: str, recipe: object = None) -> list[str]:
+    found = select(model, dict.fromkeys(names, recipe or SVD()), MEASURED)
+    return [chosen.weight.name for chosen in found]
+
+
+def test_words_mean_roles(tiny_model) -> None:
+    model = tiny_model("bert")
+    layers = named(model, "linear")
+    assert len(layers) == 7  # four of attention, two of the feed-forward part, and the pooler
+    assert all(isinstance(model.get_submodule(name), nn.Linear) for name in layers)
+    tables = named(model, "embeddings")
+    assert tables == [f"embeddings.{kind}_embeddings" for kind in ("word", "position", "token_type")]
+    assert set(named(model, "all")) == {*layers, *tables}
+    with pytest.raises(KflatsError, match="no weights of the kind 'conv'"):
+        named(model, "conv")
+
+
+def test_a_tied_head_is_no_linear_layer(tiny_model) -> None:
+    names = named(tiny_model("bert-lm"), "linear")
+    assert "cls.predictions.transform.dense" in names
+    assert not any("decoder" in name for name in names)
+    assert "transformer.h.0.mlp.c_fc" in named(tiny_model("gpt2"), "linear")  # GPT-2's Conv1D
+    assert named(tiny_model("gpt2"), "lm_head") == ["transformer.wte"]
+
+
+def test_patterns_are_shell_patterns_over_paths_with_or_without_the_prefix(tiny_model) -> None:
+    expected = [f"encoder.layer.0.attention.self.{name}" for name in ("query", "key", "value")]
+    assert named(tiny_model("bert"), "encoder.layer.*.attention.self.*") == expected
+    assert named(tiny_model("bert-lm"), "encoder.layer.?.attention.self.*") == [f"bert.{name}" for name in expected]
+    assert named(tiny_model("bert"), "*.[kv]*.weight") == expected[1:]
+    with pytest.raises(KflatsError, match=r"(?s)no weight of the model matches 'layers.\*'.*word_embeddings"):
+        named(tiny_model("bert"), "layers.*")
+
+
+def test_a_name_goes_before_a_pattern_and_a_pattern_before_a_word(tiny_model) -> None:
+    given = {LAYER: SVD(), "linear": Flats(k=2), "*.attention.*": KMeansSVD(k=2), "*.output.dense": Dense()}
+    for recipes in (given, dict(reversed(given.items()))):
+        found = {c.weight.name: c for c in select(tiny_model("bert"), recipes, MEASURED)}
+        assert found[LAYER].recipe.method == SVD()
+        assert found[LAYER].named
+        assert found["encoder.layer.0.attention.self.key"].recipe.method == KMeansSVD(k=2)
+        assert found["pooler.dense"].recipe.method == Flats(k=2)
+        assert not found["pooler.dense"].named
+    # Of two patterns the later one decides.
+    found = {c.weight.name: c.recipe.method for c in select(tiny_model("bert"), given, MEASURED)}
+    assert found["encoder.layer.0.attention.output.dense"] == Dense()
+
+
+def test_a_layer_that_is_called_like_a_word_is_itself() -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "other": nn.Linear(4, 4)})
+    assert named(model, "linear") == ["linear"]
+    assert named(model, "*") == ["linear", "other"]
+
+
+def test_two_places_of_one_weight_are_one_weight(tiny_model) -> None:
+    assert len(named(tiny_model("gpt2"), "*wte*", "lm_h*")) == 1
+    with pytest.raises(KflatsError, match="named twice"):
+        named(tiny_model("gpt2"), "transformer.wte", "lm_head")
+
+
+def test_with_calibration_data_the_default_for_layers_is_what_it_says(tiny_model) -> None:
+    recipes = {LAYER: None, "embeddings.word_embeddings": None}
+    with_data = [c.recipe for c in select(tiny_model("bert"), recipes, Given(True, True, True))]
+    assert with_data == [Recipe(SVD(), KroneckerFisher()), Recipe(Flats(), TokenCounts())]
+    without = [c.recipe for c in select(tiny_model("bert"), recipes, Given())]
+    assert without == [Recipe(Flats()), Recipe(Flats())]
+    conv = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3)})
+    assert select(conv, {"conv": None}, Given())[0].recipe == Recipe(SVD())
+
+
+@pytest.mark.parametrize(
+    ("method", "importance", "rows", "fits"),
+    [
+        (SVD(), RowFisher(), "inputs", True),
+        (SVD(), KroneckerFisher(), "outputs", True),
+        (SVD(), ElementFisher(), "inputs", True),
+        (Flats(), RowFisher(), "inputs", True),
+        (Flats(), TwoSided(), "inputs", True),
+        (Flats(), InputGram(), "outputs", True),
+        (Flats(), InputGram(), "inputs", False),
+        (Flats(), KroneckerFisher(), "outputs", False),
+        (Flats(), ElementFisher(), "inputs", False),
+        (MESSI(), RowFisher(), "inputs", True),
+        (KMeansSVD(), RowFisher(), "inputs", True),
+        (KMeansSVD(), TwoSided(), "inputs", False),
+        (KMeansSVD(), RowFisher(), "outputs", False),
+        (Dense(), ElementFisher(), "inputs", True),
+    ],
+    ids=str,
+)
+def test_what_a_method_cannot_take_is_refused_when_planning(tiny_model, method, importance, rows, fits) -> None:
+    recipe = Recipe(method, importance, rows=rows)
+    if fits:
+        assert select(tiny_model("bert"), {LAYER: recipe}, MEASURED)[0].recipe == recipe
+        return
+    with pytest.raises(
+        KflatsError, match=f"{type(method).__name__} cannot take .*{type(importance).__name__}.*{LAYER}"
+    ):
+        select(tiny_model("bert"), {LAYER: recipe}, MEASURED)
+
+
+def test_the_way_out_is_named(tiny_model) -> None:
+    with pytest.raises(KflatsError, match='rows="outputs"'):
+        select(tiny_model("bert"), {LAYER: Recipe(Flats(), InputGram())}, MEASURED)
+
+
+def test_one_hot_inputs_make_row_weights_of_an_input_gram(tiny_model) -> None:
+    model = tiny_model("bert")
+    table = find_weight(model, "embeddings.word_embeddings")
+    assert weighting_of(Recipe(Flats(), KroneckerFisher()), table).kinds == {"rows", "right"}
+    assert select(model, {"embeddings": Recipe(Flats(k=2), KroneckerFisher())}, MEASURED)
+
+
+@pytest.mark.parametrize(
+    ("recipes", "given", "message"),
+    [
+        ({LAYER: Recipe(SVD(), KroneckerFisher())}, Given(), "needs calibration data"),
+        ({LAYER: Recipe(SVD(), KroneckerFisher())}, Given(texts=True), "needs calibration data"),
+        ({LAYER: Recipe(SVD(), TokenCounts())}, Given(True, True, True), "weighs tokens, but .* linear layer"),
+        ({"embeddings": Recipe(SVD(), Uniform(), rows="outputs")}, Given(), "read row by row"),
+        ({}, Given(), "no weight is named"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(tiny_model, recipes, given, message) -> None:
+    with pytest.raises(KflatsError, match=message):
+        select(tiny_model("bert"), recipes, given)
+
+
+def test_texts_with_a_tokenizer_are_data_to_measure_with(tiny_model) -> None:
+    assert select(tiny_model("bert"), {LAYER: Recipe(SVD(), RowFisher())}, Given(True, True))
+
+
+def test_convolutions_take_pairs_only() -> None:
+    model = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3, groups=8)})
+    assert [c.weight.name for c in select(model, {"conv": SVD()}, Given())] == ["a"]  # "b" is eight small matrices
+    with pytest.raises(KflatsError, match="Flats cannot be used for 'a'"):
+        select(model, {"a": Flats()}, Given())
+    with pytest.raises(KflatsError, match="grouped convolution"):
+        select(model, {"b": SVD()}, Given())
+
+
+def test_a_recipe_of_other_rows_is_refused() -> None:
+    with pytest.raises(KflatsError, match="rows='columns'"):
+        Recipe(SVD(), rows="columns")  # type: ignore[arg-type]
+    assert torch.equal(weighting_of(Recipe(SVD(), RowFisher(), rows="outputs"), _weight()).right, torch.ones(2) / 2)
+
+
+def _weight():
+    return find_weight(nn.ModuleDict({"a": nn.Linear(3, 4)}), "a")
