@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from kflats.judging import row_errors, weighted_error
-from kflats.methods import SVD
-from kflats.nn.matrix import FlatsMatrix, LowRankMatrix, Matrix
+from kflats.nn.matrix import FlatsMatrix, Matrix
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.rows import Rows
-from kflats.numerics.svd import truncated_svd
 from kflats.plan import Decision, to_json
 from kflats.problem import Factored
 from kflats.report import BandReport, FrequencyBin, WeightReport, WorstRow
@@ -28,9 +26,14 @@ def analyse(
     rows: Rows,
     factored: Factored,
     weighting: Weighting,
+    tails: Tensor,
     names: Sequence[str] | None = None,
 ) -> WeightReport:
-    """Measure ``factored`` against its ``rows`` under ``weighting``; ``names`` are tokens by row."""
+    """Measure ``factored`` against its ``rows`` under ``weighting``.
+
+    Args:
+        tails: what an SVD of every rank loses. names: tokens by row.
+    """
     matrix, weight = factored.matrix, decision.weight
     n, d = rows.shape
     w = _row_weights(weighting, n)
@@ -38,7 +41,6 @@ def analyse(
     norm2 = squared_norms(rows).cpu().to(torch.float64)
     by_rows = weighting.kinds <= {"rows"}
     error = _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting).relative
-    tails = SVD().spectrum(rows, weighting).cpu()
     eigenvalues = (tails[:-1] - tails[1:]).clamp_min(0)
     total = float(eigenvalues.sum())
     rank = min(matrix.nbytes // matrix.weight.element_size() // (n + d), len(eigenvalues))
@@ -57,7 +59,7 @@ def analyse(
         values_after=matrix.num_values,
         error=error,
         error_unweighted=_ratio(dist2.sum(), norm2.sum()),
-        svd_error=_svd_error(rows, weighting, rank, tails),
+        svd_error=_ratio(tails[rank], tails[0]),
         spectrum=tuple(float(v) / total if total else 0.0 for v in eigenvalues),
         bands=tuple(
             BandReport(
@@ -127,14 +129,6 @@ def _row_weights(weighting: Weighting, n: int) -> Tensor:
     else:
         found = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
     return found.detach().cpu().to(torch.float64)
-
-
-def _svd_error(rows: Rows, weighting: Weighting, rank: int, tails: Tensor) -> float:
-    if weighting.elements is None or rank < 1:
-        return _ratio(tails[rank], tails[0])
-    # No closed form: what its best approximation by both sides' weights leaves.
-    found = truncated_svd(rows, rank, left=weighting.left, right=weighting.right)
-    return weighted_error(rows, LowRankMatrix(found.coordinates, found.basis), weighting).relative
 
 
 def _condition(matrix: Matrix) -> float | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from kflats.importance import Uniform
 from kflats.measure import measure
 from kflats.measured import Measured
 from kflats.measurements import Statistics
-from kflats.methods import Dense
+from kflats.methods import SVD, Dense
+from kflats.numerics.rows import TensorRows
 from kflats.places import Weight
-from kflats.recipe import Recipe
+from kflats.recipe import Recipe, to_json
 from kflats.selection import Given
 from kflats.statistics import count_tokens, zipf_prior
 from kflats.weighting import Weighting
@@ -39,6 +40,7 @@ class Data:
         objective: what gradients are taken of; None: the task's loss where every batch has labels, else random
             projections of the output, which need no labels.
         statistics: what was measured before.
+        curves: objectives by rank, once they are known (``curve``).
     """
 
     texts: tuple[str, ...] | None = None
@@ -46,6 +48,7 @@ class Data:
     calibration: tuple[Any, ...] | None = None
     objective: Any = None
     statistics: Statistics | None = None
+    curves: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def given(self) -> Given:
@@ -109,6 +112,22 @@ class Data:
             raise type(error)(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
         return weighting
 
+    def curve(self, table: Tensor, weight: Weight, recipe: Recipe, weighting: Weighting) -> Tensor:
+        """(R + 1,) float64: the objective of a low-rank pair by rank. Sharing a budget and reporting both need it.
+
+        Args:
+            table: ``weight``'s own matrix (n, d). weighting: of it.
+        """
+        key = f"{weight.name} {to_json(recipe.importance)} {recipe.rows}"
+        if key not in self.curves:
+            turned = recipe.rows == "outputs"
+            oriented = (weighting.transposed() if turned else weighting).to(table.device)
+            try:
+                self.curves[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
+            except KflatsError as error:
+                raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        return self.curves[key]
+
     def _of_tokens(self, found: Measured, recipe: Recipe) -> Measured:
         if self.tokenizer is None or not getattr(recipe.importance, "needs_tokenizer", False):
             return found
@@ -167,10 +186,9 @@ def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> st
     for name in names if statistics is not None else ():
         assert statistics is not None
         found = statistics.of(name)
-        for field in fields(found):
-            value = getattr(found, field.name)
-            total.update(f"\0{name}\0{field.name}\0".encode())
-            _add(total, value)
+        for one in fields(found):
+            total.update(f"\0{name}\0{one.name}\0".encode())
+            _add(total, getattr(found, one.name))
     return total.hexdigest()
 
 

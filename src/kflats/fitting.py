@@ -80,6 +80,7 @@ def _fit(
     rows = TensorRows(table.T if turned else table)
     weighting = data.weigh(weight, recipe)
     nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
+    tails = data.curve(table, weight, recipe, weighting)
     weighting = (weighting.transposed() if turned else weighting).to(table.device)
     dtype = recipe.codec.torch_dtype(weight.dtype)
     problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
@@ -103,7 +104,7 @@ def _fit(
             hint="a smaller budget, or cast the model to that type",
         )
     fitted = Factored(matrix, factored.objective, factored.seconds)
-    report = analyse(decision, rows, fitted, weighting, _tokens(weight, data.tokenizer))
+    report = analyse(decision, rows, fitted, weighting, tails, _tokens(weight, data.tokenizer))
     shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
     gained = 0 if shift is None or weight.bias else len(shift)
     itemsize = weight.nbytes // (weight.shape[0] * weight.shape[1])

@@ -15,7 +15,6 @@ from kflats.calibration import Data
 from kflats.errors import KflatsError, UnreachedError
 from kflats.methods import SVD, Dense
 from kflats.nn.matrix import label_dtype
-from kflats.numerics.rows import TensorRows
 from kflats.places import Weight, dense_weight
 from kflats.plan import Decision
 from kflats.recipe import Recipe, brief
@@ -168,17 +167,6 @@ def _by_loss(items: Sequence[_Item], allocation: str) -> bool:
     return allocation == "loss" or (allocation == "auto" and not strange and len(items) > 1)
 
 
-def _errors(model: nn.Module, item: _Item, weighting: Weighting) -> Tensor:
-    """(R + 1,) the objective by rank."""
-    table = dense_weight(model, item.weight)
-    turned = item.recipe.rows == "outputs"
-    oriented = (weighting.transposed() if turned else weighting).to(table.device)
-    try:
-        return item.low_rank.spectrum(TensorRows(table.T if turned else table), oriented).cpu()
-    except KflatsError as error:
-        raise KflatsError(f"{item.weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
-
-
 def _settle_bias(model: nn.Module, item: _Item, share: int, data: Data) -> _Item:
     """A layer without a bias gets one where that loses less in ``share`` bytes than doing without."""
     if not item.recipe.importance.needs:
@@ -190,8 +178,9 @@ def _settle_bias(model: nn.Module, item: _Item, share: int, data: Data) -> _Item
     bare = replace(item, recipe=replace(item.recipe, importance=replace(item.recipe.importance, centred=False)))
     with_bias, without = _rank(item, share - price), _rank(item, share)
     if with_bias:
-        gained = float(_errors(model, item, weighting)[with_bias])
-        if gained < float(_errors(model, bare, data.weigh(item.weight, bare.recipe))[without]):
+        table, other = dense_weight(model, item.weight), data.weigh(item.weight, bare.recipe)
+        gained = data.curve(table, item.weight, item.recipe, weighting)[with_bias]
+        if gained < data.curve(table, item.weight, bare.recipe, other)[without]:
             return item
     return bare
 
@@ -259,7 +248,7 @@ def _loss(model: nn.Module, items: Sequence[_Item], allowed: int, data: Data) ->
                 hint='allocation="uniform", other data, or leave the weight out',
             )
         bias = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
-        errors = _errors(model, item, weighting)
+        errors = data.curve(dense_weight(model, item.weight), item.weight, item.recipe, weighting)
         ranks = [r for r in range(item.full + 1) if r == 0 or item.is_choice(r)]
         costs = [item.cost(r) + bias for r in ranks]
         curves.append(_curve(item, ranks, errors, costs))
