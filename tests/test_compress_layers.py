@@ -1,0 +1,280 @@
+"""Linear and convolutional layers end to end: measured, shared out, factored, saved, loaded, resumed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import kflats
+from kflats import SVD, Flats, InputGram, KroneckerFisher, Projections, Recipe, RowFisher, Statistics, TaskLoss
+from kflats import calibration as calibration_module
+from kflats import compress as compress_module
+from kflats.calibration import Data, gather
+from kflats.compress import compress_, compress_folder
+from kflats.errors import KflatsError
+from kflats.nn.conv import FactoredConv2d
+from kflats.nn.layers import FactoredLinear
+from kflats.plan import Plan
+from kflats.planning import plan
+from kflats.report import REPORT_FILE, Report
+
+TEXTS = [f"the word{i} of word{2 * i} a b word{i % 7}" for i in range(40)]
+LAYERS = "encoder.layer.*"
+KRONECKER = Recipe(SVD(), KroneckerFisher())
+
+
+def classifier(transformers, labels: int = 3):
+    config = transformers.BertConfig(
+        vocab_size=300,
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=labels,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return transformers.BertForSequenceClassification(config).eval()
+
+
+def batches(labels: bool = True, seed: int = 0) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(6):
+        batch = {"input_ids": torch.randint(5, 300, (8, 7), generator=generator)}
+        if labels:
+            batch["labels"] = torch.randint(0, 3, (8,), generator=generator)
+        made.append(batch)
+    return made
+
+
+def test_a_task_model_gets_smaller_by_its_own_loss(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = classifier(transformers)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    logits = model(**batches()[0]).logits
+    report = compress_(model, {"linear": KRONECKER}, budget="70%", calibration=batches(), quiet=True)
+    assert report.bytes_after <= 0.7 * report.bytes_before
+    assert report.bytes_before - report.bytes_after == report.model_bytes_before - report.model_bytes_after
+    found = {w.name: w for w in report.weights}
+    assert found["classifier"].dense  # 48 of 10288 numbers, and every one of them matters
+    assert isinstance(model.bert.encoder.layer[0].output.dense, FactoredLinear)
+    assert torch.equal(model.bert.embeddings.word_embeddings.weight, before["bert.embeddings.word_embeddings.weight"])
+    assert torch.nn.functional.cosine_similarity(model(**batches()[0]).logits, logits).min() > 0.9
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path)
+    torch.testing.assert_close(again(**batches()[0]).logits, model(**batches()[0]).logits)
+
+
+def test_the_loss_is_the_tasks_where_there_are_labels_and_projections_elsewhere() -> None:
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    with_labels = [{"input": torch.randn(8, 4), "labels": torch.randint(0, 3, (8,))} for _ in range(4)]
+    without = [{"input": batch["input"]} for batch in with_labels]
+    pairs = [(w, Recipe(SVD(), RowFisher())) for w in kflats.find_weights(model)]
+
+    def objective(batches, asked=None):
+        found = Data(calibration=tuple(batches), objective=asked).measured(model, pairs).statistics
+        assert found is not None
+        return found.objective["type"]
+
+    assert objective(with_labels) == "TaskLoss"
+    assert objective(without) == "Projections"
+    assert objective(with_labels, Projections()) == "Projections"
+    with pytest.raises(KflatsError, match="label"):
+        objective(without, TaskLoss())
+
+
+def test_convolutions_become_pairs(tmp_path: Path) -> None:
+    def build() -> nn.Sequential:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(
+                nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, bias=False), nn.ReLU(),
+                nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5),
+            )  # fmt: skip
+
+    model, images = build(), [{"input": torch.randn(6, 3, 10, 10)} for _ in range(5)]
+    report = compress_(model, {"conv": KRONECKER}, budget="55%", calibration=images, quiet=True)
+    assert [w.name for w in report.weights] == ["0", "2"]
+    assert report.bytes_after <= 0.55 * report.bytes_before
+    assert any(isinstance(layer, FactoredConv2d) for layer in model)
+    kflats.save(model, tmp_path / "small")
+    again = build()
+    kflats.load_(again, tmp_path / "small")
+    torch.testing.assert_close(again(images[0]["input"]), model(images[0]["input"]))
+
+
+def test_what_matters_to_the_output_stays_better_with_what_was_measured() -> None:
+    def build() -> nn.Sequential:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            return nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4))
+
+    mix = torch.randn(6, 32)  # inputs lie in a space of few dimensions, off the origin
+    data = [{"input": torch.randn(16, 6) @ mix + 1} for _ in range(12)]
+    lost = {}
+    for name, recipe in (("plain", SVD()), ("gram", Recipe(SVD(), InputGram())), ("kronecker", KRONECKER)):
+        model = build()
+        compress_(model, {"linear": recipe}, budget="40%", calibration=data[:10], quiet=True)
+        with torch.no_grad():
+            lost[name] = max(float((model(b["input"]) - build()(b["input"])).square().mean()) for b in data[10:])
+    assert lost["kronecker"] < 0.2 * lost["plain"]
+    assert lost["gram"] < 0.5 * lost["plain"]
+
+
+def test_statistics_are_measured_once_and_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = classifier(transformers)
+    found = kflats.measure(
+        model, kflats.find_weights(model), batches(), needs=KroneckerFisher.needs | RowFisher.needs, quiet=True
+    )
+    found.save(tmp_path / "statistics.safetensors")
+    again = Statistics.load(tmp_path / "statistics.safetensors")
+    monkeypatch.setattr(calibration_module, "measure", lambda *a, **k: pytest.fail("measured again"))
+    made = plan(model, {"linear": KRONECKER}, budget="50%", statistics=again)
+    assert made.allocation == "loss"
+    compress_(model, {"linear": Recipe(Flats(k=2), RowFisher())}, budget="50%", statistics=again, quiet=True)
+    with pytest.raises(KflatsError, match="another model"):
+        plan(classifier(transformers, labels=5), {"linear": KRONECKER}, budget="50%", statistics=again)
+
+
+def test_nothing_is_measured_that_nothing_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calibration_module, "measure", lambda *a, **k: pytest.fail("measured"))
+    model = nn.ModuleDict({"a": nn.Linear(20, 20)})
+    compress_(model, {"a": SVD()}, budget="50%", calibration=[{"x": torch.ones(2, 20)}], quiet=True)
+
+
+# By folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {p.name: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != REPORT_FILE}
+
+
+def test_a_folder_with_calibration_texts(tiny_folder: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "statistics.safetensors"
+    report = compress_folder(
+        tiny_folder, tmp_path / "small", budget="60%", method=KRONECKER, weights=("linear",), calibration=TEXTS,
+        keep_statistics=kept, quiet=True,
+    )  # fmt: skip
+    assert Report.load(tmp_path / "small") == report
+    transformers = pytest.importorskip("transformers")
+    ids = torch.tensor([[2, 15, 16, 3]])
+    with torch.no_grad():
+        cosine = torch.nn.functional.cosine_similarity(
+            transformers.AutoModel.from_pretrained(tmp_path / "small")(ids)[0].flatten(),
+            transformers.AutoModel.from_pretrained(tiny_folder)(ids)[0].flatten(), 0,
+        )  # fmt: skip
+    assert cosine > 0.99
+    assert Statistics.load(kept).samples == len(TEXTS)
+    # The same from a plan and from what was measured.
+    made = plan(
+        kflats.files.load_model(tiny_folder), {"linear": KRONECKER}, budget="60%", statistics=Statistics.load(kept)
+    )
+    made.save(tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["allocation"] == "loss"
+    again = {"plan": Plan.load(tmp_path / "plan.json"), "statistics": Statistics.load(kept)}
+    compress_folder(tiny_folder, tmp_path / "other", **again, quiet=True)
+    assert files(tmp_path / "other") == files(tmp_path / "small")
+
+
+def test_calibration_texts_are_counted_too(tiny_folder: Path, tmp_path: Path) -> None:
+    report = compress_folder(
+        tiny_folder, tmp_path / "small", budget="60%", weights=("embeddings.word_embeddings", LAYERS),
+        calibration=TEXTS, quiet=True,
+    )  # fmt: skip
+    assert report.weights[0].importance["type"] == "TokenCounts"
+    assert {w.importance["type"] for w in report.weights[1:]} == {"KroneckerFisher"}
+
+
+def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, options: dict) -> None:
+    def stop(*args: object) -> None:
+        raise KflatsError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_module, "copy_companions", stop)
+        with pytest.raises(KflatsError, match="stopped"):
+            compress_folder(folder, out, **options)
+
+
+@pytest.mark.parametrize("change", ["nothing", "calibration", "objective", "statistics", "budget", "allocation"])
+def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    options = {
+        "budget": "60%", "method": KRONECKER, "weights": (LAYERS,), "calibration": TEXTS, "quiet": True,
+        "objective": Projections(seed=1),
+    }  # fmt: skip
+    interrupted(monkeypatch, tiny_folder, tmp_path / "small", options)
+    measured, fitted = [], []
+    measure, fit = calibration_module.measure, SVD.fit
+    monkeypatch.setattr(calibration_module, "measure", lambda *a, **k: measured.append(1) or measure(*a, **k))
+    monkeypatch.setattr(SVD, "fit", lambda self, problem: fitted.append(1) or fit(self, problem))
+    second = dict(options)
+    if change == "statistics":
+        (file,) = tmp_path.glob(".small*/statistics-*")
+        data = bytearray(file.read_bytes())
+        data[:8] = b"\xff" * 8
+        file.write_bytes(bytes(data))
+    elif change != "nothing":
+        second[change] = {
+            "calibration": TEXTS[:-1], "objective": Projections(seed=2), "budget": "50%", "allocation": "uniform"
+        }[change]  # fmt: skip
+    compress_folder(tiny_folder, tmp_path / "small", **second)
+    assert bool(measured) == (change in ("calibration", "objective", "statistics"))
+    assert bool(fitted) == (change not in ("nothing", "statistics"))
+    assert [p.name for p in tmp_path.iterdir()] == ["small"]
+    monkeypatch.undo()
+    compress_folder(tiny_folder, tmp_path / "whole", **second)
+    assert files(tmp_path / "small") == files(tmp_path / "whole")
+
+
+# Data
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"calibration": []}, "no calibration data"),
+        ({"calibration": "one text"}, "not one string"),
+        ({"calibration": {"input": torch.ones(1)}}, "not one batch"),
+        ({"calibration": [3]}, "expected texts or batches .* found int"),
+        ({"calibration": ["text", {"input": torch.ones(1)}]}, "calibration data holds a dict"),
+        ({"calibration": ["text"]}, "need the model's tokenizer"),
+        ({"data": ["text", 3], "tokenizer": object()}, "expected texts, found int"),
+    ],
+)
+def test_data_that_is_none_is_refused(given: dict, message: str) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4)})
+    with pytest.raises(KflatsError, match=message):
+        plan(model, {"a": KRONECKER}, budget="90%", **given)
+
+
+def test_long_lists_of_texts_are_sampled_evenly(tiny_tokenizer) -> None:
+    texts = [f"word{i % 280}" for i in range(5000)]
+    found = Data(texts=tuple(texts), tokenizer=tiny_tokenizer).batches()
+    assert sum(len(batch["input_ids"]) for batch in found) == calibration_module.SAMPLES
+    few = Data(calibration=tuple(texts[:20]), tokenizer=tiny_tokenizer).batches()
+    assert sum(len(batch["input_ids"]) for batch in few) == 20
+
+
+def test_the_digest_sees_every_value() -> None:
+    same = [gather(None, None, batches(), None, None).digest() for _ in range(2)]
+    assert same[0] == same[1]
+    other = batches()
+    other[3]["labels"][2] = (other[3]["labels"][2] + 1) % 3
+    digests = {
+        *same,
+        gather(None, None, other, None, None).digest(),
+        gather(None, None, batches()[:-1], None, None).digest(),
+        gather(None, None, batches(labels=False), None, None).digest(),
+        gather(None, None, batches(), Projections(), None).digest(),
+        gather(TEXTS, None, None, None, None).digest(),
+        gather(None, None, TEXTS, None, None).digest(),
+        gather(None, None, None, None, None).digest(),
+    }
+    assert len(digests) == 8
