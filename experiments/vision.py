@@ -1,0 +1,213 @@
+"""Claim: on real convolutions (CIFAR-10 ResNet-20) and linear layers (MNIST LeNet-300-100), without fine-tuning,
+importance with correlations keeps accuracy at budgets where FWSVD's row sums and plain SVD have lost it.
+
+    python experiments/vision.py --write experiments/results
+
+Networks from KFLATS_WEIGHTS (../shared/weights), images from KFLATS_DATA (../shared/data). Calibrated on training
+images with the task's loss, judged on test images.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gzip
+from typing import Any
+
+import numpy as np
+import torch
+from _results import Variant, data_folder, markdown, needs, publish, variants, weights_folder, write_option
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kflats import compress_, find_weights, measure
+
+METHODS = ("SVD", "RowFisher", "InputGram", "KroneckerFisher", "RowFisher+loss", "KroneckerFisher+loss")
+BUDGETS = {"resnet20": "85%,70%,50%,35%", "lenet": "30%,15%,8%,4%"}
+
+
+class LeNet(nn.Module):
+    """LeNet-300-100 on pixels / 256."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        super().__init__()
+        for i in range(3):
+            layer = nn.Linear(*reversed(state[f"w{i}"].shape))
+            layer.weight.data, layer.bias.data = state[f"w{i}"], state[f"b{i}"]
+            setattr(self, f"fc{i}", layer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.relu(self.fc1(F.relu(self.fc0(x)))))
+
+
+class Block(nn.Module):
+    """Two 3 x 3 convolutions; the shortcut drops every second pixel and pads channels with zeros."""
+
+    def __init__(self, channels: int, out: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.stride, self.extra = stride, (out - channels) // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
+        if self.stride > 1 or self.extra:
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.extra, self.extra))
+        return F.relu(y + x)
+
+
+class ResNet20(nn.Module):
+    """ResNet-20 in its CIFAR form (He et al. 2016), option-A shortcuts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
+        self.layer1 = nn.Sequential(*(Block(16, 16, 1) for _ in range(3)))
+        self.layer2 = nn.Sequential(Block(16, 32, 2), Block(32, 32, 1), Block(32, 32, 1))
+        self.layer3 = nn.Sequential(Block(32, 64, 2), Block(64, 64, 1), Block(64, 64, 1))
+        self.linear = nn.Linear(64, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer3(self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x))))))
+        return self.linear(y.mean((2, 3)))
+
+
+def cifar(name: str) -> tuple[Tensor, Tensor]:
+    """Normalised images (N, 3, 32, 32) and classes of one file of data/cifar10."""
+    kept = np.load(data_folder() / "cifar10" / f"{name}.npz")
+    x = kept["residual"].transpose(1, 2, 3, 0).copy()
+    x[:, :, 0] = np.cumsum(x[:, :, 0], axis=1, dtype=np.uint8)
+    x = np.cumsum(x, axis=2, dtype=np.uint8)
+    x[..., 0] += x[..., 1]
+    x[..., 2] += x[..., 1]
+    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    images = (torch.from_numpy(x).float() / 255 - mean) / deviation
+    return images.permute(0, 3, 1, 2).contiguous(), torch.from_numpy(kept["label"].astype(np.int64))
+
+
+def mnist(part: str) -> tuple[Tensor, Tensor]:
+    """Pixels / 256 (N, 784) and classes; ``part`` is "train" or "t10k"."""
+    folder = data_folder() / "mnist"
+
+    def read(kind: str, header: int) -> np.ndarray:
+        path = next(p for p in sorted(folder.iterdir()) if p.name.startswith(part) and kind in p.name)
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return np.frombuffer(raw, dtype=np.uint8, offset=header)
+
+    images = torch.from_numpy(read("images", 16).reshape(-1, 784).copy()).float() / 256
+    return images, torch.from_numpy(read("labels", 8).astype(np.int64))
+
+
+def network(name: str) -> nn.Module:
+    """The trained network."""
+    if name == "lenet":
+        return LeNet(load_file(weights_folder() / "lenet300100.safetensors")).eval()
+    model = ResNet20()
+    state = load_file(weights_folder() / "cifar10_resnet20.safetensors")
+    # Counters of batches, which nothing here reads, are not in the file.
+    model.load_state_dict({k: t for k, t in model.state_dict().items() if k.endswith("num_batches_tracked")} | state)
+    return model.eval()
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, images: Tensor, classes: Tensor) -> float:
+    right = sum(
+        int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(250), classes.split(250), strict=True)
+    )
+    return right / len(classes)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    write_option(parser)
+    parser.add_argument("--networks", default="lenet,resnet20")
+    parser.add_argument("--samples", type=int, default=512, help="training images to calibrate on")
+    parser.add_argument("--judged", type=int, default=2000, help="test images of CIFAR-10 to judge on (MNIST: all)")
+    asked = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    about = []
+    for name in asked.networks.split(","):
+        model = network(name)
+        (x, y), (test_x, test_y) = (
+            (mnist("train"), mnist("t10k")) if name == "lenet" else (cifar("train20k"), cifar("test10k"))
+        )
+        if name == "resnet20":
+            test_x, test_y = test_x[: asked.judged], test_y[: asked.judged]
+        chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: asked.samples]
+        batches = [{"x": x[part], "labels": y[part]} for part in chosen.split(64)]
+        word = "linear" if name == "lenet" else "conv"
+        weights = [w for w in find_weights(model) if name == "lenet" or w.places[0].role == "conv2d"]
+        fields = needs([v.importance for v in variants(METHODS)])
+        found = measure(model, weights, batches, needs=fields, quiet=True)
+        before = accuracy(model, test_x, test_y)
+        numbers = sum(w.shape[0] * w.shape[1] for w in weights)
+        about.append(
+            f"{name}: {len(weights)} {word} layers of {numbers:,} numbers, accuracy {before:.2%} before, judged on "
+            f"{len(test_y):,} test images{'' if len(test_y) == 10_000 else ' (the first of 10,000)'}, calibrated on "
+            f"{len(chosen)} training images with the task's loss."
+        )
+        print(about[-1], flush=True)
+        for budget in BUDGETS[name].split(","):
+            for variant in variants(METHODS):
+                rows.append({"network": name, "budget": budget, "before": before})
+                rows[-1] |= judged(model, word, variant, budget, found, test_x, test_y)
+                print(rows[-1], flush=True)
+    lines = [
+        [r["network"], r["budget"], r["method"], f"{r['kept']:.1%}", r["dense"], f"{r['accuracy']:.2%}"] for r in rows
+    ]
+    head = ["network", "budget", "method", "kept", "layers left dense", "accuracy"]
+    body = "\n\n".join([*about, "No fine-tuning. One calibration sample.", markdown(head, lines), remarks(rows)])
+
+    def draw(plot: Any) -> None:
+        names = list(dict.fromkeys(r["network"] for r in rows))
+        _, axes = plot.subplots(1, len(names), figsize=(5.5 * len(names), 4), squeeze=False)
+        for axis, network_name in zip(axes[0], names, strict=True):
+            for method in dict.fromkeys(r["method"] for r in rows):
+                line = [r for r in rows if (r["network"], r["method"]) == (network_name, method)]
+                kept, right = [100 * r["kept"] for r in line], [100 * r["accuracy"] for r in line]
+                axis.plot(kept, right, marker="o", label=method)
+            axis.set(title=network_name, xlabel="kept of the weights' bytes, %", ylabel="accuracy, %")
+            axis.legend(fontsize=7)
+
+    command = (
+        f"python experiments/vision.py --samples {asked.samples} --judged {asked.judged} --write experiments/results"
+    )
+    publish("vision", "Two small vision networks: accuracy by budget", command, body, {"rows": rows}, asked.write, draw)
+
+
+def judged(
+    model: nn.Module, word: str, variant: Variant, budget: str, found: Any, images: Tensor, classes: Tensor
+) -> dict[str, Any]:
+    """One row: the method, what was kept, the accuracy."""
+    other = copy.deepcopy(model)
+    report = compress_(
+        other, {word: variant.recipe}, budget=budget, statistics=found, allocation=variant.allocation, quiet=True
+    )
+    return {
+        "method": variant.name,
+        "kept": report.bytes_after / report.bytes_before,
+        "dense": sum(w.bytes_after == w.bytes_before for w in report.weights),
+        "accuracy": accuracy(other, images, classes),
+    }
+
+
+def remarks(rows: list[dict[str, Any]]) -> str:
+    """Whether the orderings hold, from the numbers."""
+    lines = []
+    for network_name, budget in dict.fromkeys((r["network"], r["budget"]) for r in rows):
+        at = {r["method"]: r["accuracy"] for r in rows if (r["network"], r["budget"]) == (network_name, budget)}
+        row, svd, ours = at["RowFisher"], at["SVD"], at["KroneckerFisher"]
+        shared = at["KroneckerFisher, allocated"]
+        lines.append(
+            f"- {network_name}, {budget}: RowFisher {'at or above' if row >= svd else 'BELOW'} SVD; KroneckerFisher "
+            f"{'at or above' if ours >= row else 'BELOW'} RowFisher; allocation of KroneckerFisher "
+            f"{'at or above' if shared >= ours else 'BELOW'} the uniform share; best: {max(at, key=lambda m: at[m])}."
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
