@@ -279,7 +279,8 @@ def captured(model: nn.Module, name: str, batches: Sequence[Mapping[str, Any]]) 
 def test_grams_leave_padding_out() -> None:
     model = bert()
     batches = [words(3, labels="class"), words(2, 9, labels="class")]
-    found = measure(model, find_weights(model), batches, needs=ALL, quiet=True)
+    needs = ALL | {"fisher_gram", "fisher_mean"}
+    found = measure(model, find_weights(model), batches, needs=needs, quiet=True)
     for name in ("bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.1.output.dense"):
         xs, gs = captured(model, name, batches)
         x, one = torch.cat(xs), found.of(name)
@@ -289,6 +290,12 @@ def test_grams_leave_padding_out() -> None:
         torch.testing.assert_close(one.input_mean, x.mean(0), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(one.output_gram, sum(g.T @ g for g in gs) / 5, rtol=1e-4, atol=1e-9)
         torch.testing.assert_close(one.input_gram, one.input_gram.T)
+        share = torch.cat(gs).square().sum(1, keepdim=True)
+        share = share / share.sum()
+        torch.testing.assert_close(one.fisher_gram, x.T @ (x * share), rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one.fisher_mean, (x * share).sum(0), rtol=1e-4, atol=1e-6)
+        whole = sum((x.square().sum(1) * g.square().sum(1)).sum() for x, g in zip(xs, gs, strict=True)) / 5
+        assert float(one.fisher_gram.trace() * one.output_gram.trace()) == pytest.approx(float(whole), rel=1e-4)
     table = found.of("bert.embeddings.word_embeddings")
     ids = torch.cat([b["input_ids"][b["attention_mask"] == 1] for b in batches])
     torch.testing.assert_close(table.input_gram * len(ids), torch.bincount(ids, minlength=40).double())
@@ -299,7 +306,7 @@ def test_wide_grams_are_whole() -> None:
     model = nn.Sequential(nn.Linear(600, 2))
     x = torch.randn(30, 600)
     batch = {"input": x, "labels": torch.randint(2, (30,))}
-    found = measure(model, find_weights(model), [batch], needs=ALL, quiet=True).of("0")
+    found = measure(model, find_weights(model), [batch], needs=ALL | {"fisher_gram", "fisher_mean"}, quiet=True).of("0")
     torch.testing.assert_close(found.input_gram, (x.double().T @ x.double()) / 30, rtol=1e-4, atol=1e-4)
     # Thirty samples in 600 dimensions: what is not shown is damped, not divided by.
     assert torch.linalg.matrix_rank(found.input_gram.float(), rtol=1e-4) == 30

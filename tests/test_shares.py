@@ -45,6 +45,8 @@ def statistics(of: nn.Module, scale: dict[str, float] | None = None, seed: int =
             element_fisher=fisher,
             input_gram=x.T @ x / 60,
             input_mean=x.mean(0),
+            fisher_gram=x.T @ x / 60,
+            fisher_mean=x.mean(0),
             output_gram=g.T @ g / 60,
             samples=60,
             positions=60,
@@ -160,7 +162,8 @@ def test_a_layer_without_a_bias_gets_one_where_that_pays() -> None:
     assert bare["c"].bias is not None
     assert 0.56 * 48 * 24 * 4 - 72 * 4 < report.bytes_after <= 0.56 * 48 * 24 * 4
     assert report.weights[0].values_after == sum(p.numel() for p in bare["c"].parameters())
-    still = replace(given, measured={n: replace(m, input_mean=0 * m.input_mean) for n, m in given.measured.items()})
+    at_zero = {n: replace(m, fisher_mean=0 * m.fisher_mean) for n, m in given.measured.items()}
+    still = replace(given, measured=at_zero)
     other = model(bias=False)
     made = plan(other, {"[abc]": KRONECKER}, budget="60%", statistics=still)
     assert not any(getattr(d.recipe.importance, "centred", False) for d in made.decisions)
@@ -172,7 +175,7 @@ def test_the_bias_takes_the_mean_error() -> None:
     made_for, original = model(), model()
     given = statistics(made_for)
     kflats.compress_(made_for, {"b": KRONECKER}, budget="40%", statistics=given, quiet=True)
-    mean = given.of("b").input_mean.float()
+    mean = given.of("b").fisher_mean.float()
     torch.testing.assert_close(made_for["b"](mean), original["b"](mean), rtol=1e-4, atol=1e-4)
 
 

@@ -30,8 +30,10 @@ FIELDS: dict[str, str] = {
     "input_gram": "nn",
     "input_mean": "n",
     "output_gram": "dd",
+    "fisher_gram": "nn",
+    "fisher_mean": "n",
 }
-"""What can be measured, by its shape; an embedding's input Gram is its diagonal, (n,)."""
+"""What can be measured, by its shape; an embedding's input and Fisher Grams are diagonals, (n,)."""
 _VERSION = 1
 
 

@@ -234,6 +234,8 @@ def _tiny(recipe: Recipe, *, one_hot: bool) -> Weighting:
         element_fisher=torch.outer(ones, ones),
         input_gram=ones if one_hot else eye,
         input_mean=0 * ones,
+        fisher_gram=ones if one_hot else eye,
+        fisher_mean=0 * ones,
         output_gram=eye,
         samples=2,
         positions=2,

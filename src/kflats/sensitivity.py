@@ -114,7 +114,7 @@ class InputGram:
         gram = _measured(measured.input_gram, "InputGram", "input_gram")
         if not _reached(gram, self.unreached):
             return Weighting()
-        left, mean = _input_side(measured, gram, self.centred, self.damping)
+        left, mean = _input_side(gram, measured.input_mean if self.centred else None, self.damping)
         return Weighting(left=left, mean=mean)
 
 
@@ -122,8 +122,11 @@ class InputGram:
 class KroneckerFisher:
     """trace(S^{1/2} E' G E S^{1/2}): Fisher information with its correlations, F ~ G (x) S (as in K-FAC).
 
+    G counts each position by the square of its output's gradient, G = sum ||g||^2 x x' / sum ||g||^2, so that
+    positions the loss does not mind do not shape it; trace(G) trace(S) is then the layer's whole Fisher information.
+
     Args:
-        centred: as ``InputGram``.
+        centred: measure x around its mean, and let the bias repair the mean's error.
         damping: share of each Gram's mean diagonal that is added to it.
 
     Choose it for linear layers: of all closed forms it loses least, and its values can be compared between layers.
@@ -133,15 +136,15 @@ class KroneckerFisher:
     damping: float = 1e-3
     unreached: Unreached = "refuse"
 
-    needs = frozenset({"input_gram", "output_gram"})
+    needs = frozenset({"fisher_gram", "fisher_mean", "output_gram"})
 
     def weigh(self, measured: Measured) -> Weighting:
         """Metrics on both sides."""
-        gram = _measured(measured.input_gram, "KroneckerFisher", "input_gram")
+        gram = _measured(measured.fisher_gram, "KroneckerFisher", "fisher_gram")
         outputs = _measured(measured.output_gram, "KroneckerFisher", "output_gram")
         if not (_reached(gram, self.unreached) and _reached(outputs, self.unreached)):
             return Weighting()
-        left, mean = _input_side(measured, gram, self.centred, self.damping)
+        left, mean = _input_side(gram, measured.fisher_mean if self.centred else None, self.damping)
         return Weighting(left=left, right=_damped(outputs, self.damping), mean=mean, loss_units=True)
 
 
@@ -180,11 +183,10 @@ def _floored(values: Tensor, floor: float) -> Tensor:
     return values.clamp_min(floor * float(values.mean()))
 
 
-def _input_side(measured: Measured, gram: Tensor, centred: bool, damping: float) -> tuple[Tensor, Tensor | None]:
+def _input_side(gram: Tensor, mean: Tensor | None, damping: float) -> tuple[Tensor, Tensor | None]:
     gram = gram.to(torch.float64)
     if gram.ndim == 1:  # one-hot inputs: an embedding has no bias that could take a mean
         return _floored(gram, damping), None
-    mean = measured.input_mean if centred else None
     if mean is not None:
         mean = mean.to(torch.float64)
         gram = gram - torch.outer(mean, mean)

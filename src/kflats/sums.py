@@ -15,7 +15,7 @@ from kflats.numerics.fisher import COLUMN, ELEMENT, ROW, add_lookup_squares, add
 from kflats.numerics.moments import Moments, Products, nearest_product
 from kflats.places import Weight
 
-GRADIENTS = frozenset({ROW, COLUMN, ELEMENT, "output_gram"})
+GRADIENTS = frozenset({ROW, COLUMN, ELEMENT, "output_gram", "fisher_gram", "fisher_mean"})
 _SQUARES = (ROW, COLUMN, ELEMENT)
 _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
@@ -52,11 +52,17 @@ class Sums:
         n, d = weight.shape
         self._squares = {key: self._new(*shape_of(key, n, d)) for key in _SQUARES if key in needs}
         grams = bool(needs & {"input_gram", "input_mean"})
+        fisher = bool(needs & {"fisher_gram", "fisher_mean"})
         tied = self._head and bool(needs & {"input_gram", "output_gram"})
         self._reads = self._new(n) if self._lookup else None
         self._inputs = Moments(n, inputs.products, device) if "input_gram" in needs and not self._lookup else None
         self._mean = self._new(n) if grams and self._inputs is None and not self._lookup else None
         self._outputs = Moments(d, Products(), device) if "output_gram" in needs else None
+        # Shares of positions by their gradients: a product of its own, even where the input is shared.
+        self._fisher = Moments(n, Products(), device) if fisher and not self._lookup else None
+        self._fisher_reads = self._new(n) if fisher and self._lookup else None
+        self._fisher_sum = self._new(n if self._fisher is not None else 0)
+        self._fisher_total = 0.0
         # A tied head: its inputs are (d,), its outputs (n,).
         self._hidden = Moments(d, inputs.products, device) if tied else None
         self._logits = self._new(n) if tied and "output_gram" in needs else None
@@ -71,6 +77,8 @@ class Sums:
             total += Moments.nbytes(n)
         if "output_gram" in needs:
             total += Moments.nbytes(d)
+        if needs & {"fisher_gram", "fisher_mean"}:
+            total += 8 * n if "embedding" in roles else Moments.nbytes(n)
         if "head" in roles and needs & {"input_gram", "output_gram"}:
             total += Moments.nbytes(d) + 8 * n
         return total
@@ -114,11 +122,26 @@ class Sums:
             end = min(start + step, samples)
             g = torch.cat([_gradient(use)[start:end] for use in uses], 1) if len(uses) > 1 else _gradient(uses[0])
             g = g if len(uses) > 1 else g[start:end]
-            if self._squares:
+            if self._squares or self._fisher is not None:
                 parts = [use.inputs(start, end) for use in uses]
-                add_squares(self._squares, torch.cat(parts, 1) if len(parts) > 1 else parts[0], g)
+                x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+                if self._squares:
+                    add_squares(self._squares, x, g)
+                if self._fisher is not None:
+                    self._add_shares(self._fisher, x.flatten(0, 1), g.flatten(0, 1))
             if self._outputs is not None:
                 self._outputs.add(_reached(g.flatten(0, 1)))
+
+    def _add_shares(self, moments: Moments, x: Tensor, g: Tensor) -> None:
+        """Rows x (P, n) scaled by the lengths of their gradients g (P, d)."""
+        size = torch.linalg.vector_norm(wide(g), dim=1)
+        kept = size != 0
+        if not bool(kept.all()):
+            x, size = x[kept], size[kept]
+        x = wide(x)
+        moments.add(x * size.unsqueeze(1))
+        self._fisher_sum += x.T @ size.square()
+        self._fisher_total += float(size.square().sum(dtype=torch.float64))
 
     def measured(self) -> Measured:
         """The means; raises KflatsError where a sum is not finite. The sums are used up."""
@@ -136,6 +159,11 @@ class Sums:
             found |= {"input_gram": gram.div_(positions), "input_mean": total.div_(positions)}
         elif self._mean is not None:
             found["input_mean"] = self._mean.div_(positions)
+        shares = self._fisher_total or 1.0
+        if self._fisher is not None:
+            found |= {"fisher_gram": self._fisher.finish()[0].div_(shares), "fisher_mean": self._fisher_sum / shares}
+        elif self._fisher_reads is not None:
+            found |= {"fisher_gram": self._fisher_reads / shares, "fisher_mean": self._fisher_reads / shares}
         if self._outputs is not None:
             found["output_gram"] = self._outputs.finish()[0].div_(samples)
         if self._hidden is not None:
@@ -180,6 +208,10 @@ class Sums:
             add_tied_squares(self._squares, index, g, hidden, torch.cat([_gradient(use) for use in heads], 1))
         if self._outputs is not None:
             self._outputs.add(_reached(g[index >= 0]))
+        if self._fisher_reads is not None:
+            size = g[index >= 0].square().sum(1, dtype=torch.float64)
+            self._fisher_reads.index_add_(0, index[index >= 0], size)
+            self._fisher_total += float(size.sum())
         if self._logits is not None:
             for use in heads:
                 self._logits += torch.linalg.vector_norm(wide(_gradient(use)), dim=(0, 1)).square()
@@ -189,12 +221,11 @@ class Sums:
         hidden = moments.finish()[0] / max(moments.rows, 1)
         if self._logits is not None:
             assert self._reads is not None
-            reads = self._reads / max(self._positions, 1)
+            reads = found.get("fisher_gram", self._reads / max(self._positions, 1))
             pairs = [(reads, found["output_gram"]), (self._logits / max(self.samples, 1), hidden)]
             left, found["output_gram"] = nearest_product(pairs)
-            if "input_gram" in self.needs:
-                found["input_gram"] = left
-        else:
+            found |= dict.fromkeys(found.keys() & {"input_gram", "fisher_gram"}, left)
+        elif "input_gram" in found:
             # ||e' h||^2 summed over hidden states, by its mean over directions: each is the head's output error.
             found["input_gram"] = found["input_gram"] + hidden.diagonal().mean()
 
