@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import platform
@@ -75,6 +76,22 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [list(map(str, row)) for row in (head, ["---"] * len(head), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def kept(folder: Path, name: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``make`` gives, or gave before for the same settings: an interrupted experiment goes on where it was.
+
+    The code is not among the settings: empty ``folder`` after changing it.
+    """
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    path = folder / f"{name}-{digest}.json"
+    if path.is_file():
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    found = make()
+    print(json.dumps({**settings, **found}), flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found), encoding="utf-8")
+    return found
 
 
 def write_option(parser: argparse.ArgumentParser) -> None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import cached_property, partial
 from typing import Any
 
-from _results import ENCODER, Variant, markdown, needs, parameters_kept, publish, variants, write_option
+from _results import ENCODER, Variant, kept, markdown, needs, parameters_kept, publish, variants, write_option
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 
 from kflats import TaskLoss, compress_, find_weights, measure
@@ -43,6 +44,38 @@ def measured(made: TaskModel, task: str, asked: argparse.Namespace, fields: froz
     )
     chosen = [w for w in find_weights(made.model) if w.name.startswith(ENCODER.rstrip("*"))]
     return measure(made.model, chosen, batches, needs=fields, objective=TaskLoss(), quiet=True)
+
+
+class Bench:
+    """One task's model, statistics and results, each made when it is first needed."""
+
+    def __init__(self, task: str, asked: argparse.Namespace, fields: frozenset[str]) -> None:
+        self.task, self.asked, self.fields = task, asked, fields
+
+    @cached_property
+    def made(self) -> TaskModel:
+        return task_model(self.task, self.asked)
+
+    @cached_property
+    def statistics(self) -> Any:
+        return measured(self.made, self.task, self.asked, self.fields)
+
+    def score(self, model: Any) -> float:
+        return judged(model, self.made, self.task, self.asked)[1]
+
+    def kept(self, name: str, settings: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """``_results.kept`` by everything that decides this bench."""
+        of = {"model": self.made.folder.name, "samples": self.asked.samples, "judged": self.asked.judged}
+        return kept(self.asked.cache / "results", f"{self.task}-{name}", {**of, **settings}, make)
+
+    def before(self) -> dict[str, Any]:
+        """The metric, the original's score, the number of examples, and how it was trained."""
+
+        def make() -> dict[str, Any]:
+            metric, value, n = judged(self.made.model, self.made, self.task, self.asked)
+            return {"metric": metric, "before": value, "n": n, "training": self.made.said}
+
+        return self.kept("original", {}, make)
 
 
 def judged(model: Any, made: TaskModel, task: str, asked: argparse.Namespace) -> tuple[str, float, int]:
@@ -75,6 +108,18 @@ def options(parser: argparse.ArgumentParser, samples: int = 256) -> None:
     parser.add_argument("--judged", type=int, default=0, help="judge on this many dev examples only (0: all)")
 
 
+def one(bench: Bench, variant: Variant, ratio: str = "") -> dict[str, Any]:
+    """Compress and judge."""
+    began = time.monotonic()
+    model, report = compressed(bench.made, variant, bench.statistics, f"{ratio or bench.asked.ratio} ranks")
+    return {
+        "fit_seconds": time.monotonic() - began,
+        "score": bench.score(model),
+        "parameters": parameters_kept(report),
+        "dense": sum(w.bytes_after == w.bytes_before for w in report.weights),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser)
@@ -86,22 +131,13 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for task in asked.tasks.split(","):
-        made = task_model(task, asked)
-        metric, before, n = judged(made.model, made, task, asked)
-        about[task] = {"metric": metric, "before": before, "n": n, "training": made.said}
-        print(task, about[task], flush=True)
-        began = time.monotonic()
-        found = measured(made, task, asked, needs([v.importance for v in chosen]))
-        print(f"measured in {time.monotonic() - began:.0f} s", flush=True)
+        bench = Bench(task, asked, needs([v.importance for v in chosen]))
+        about[task] = bench.before()
         for variant in chosen:
-            began = time.monotonic()
-            model, report = compressed(made, variant, found, f"{asked.ratio} ranks")
-            fitted = time.monotonic() - began
-            value = judged(model, made, task, asked)[1]
-            dense = sum(w.bytes_after == w.bytes_before for w in report.weights)
-            rows.append({"task": task, "method": variant.name, "score": value, "parameters": parameters_kept(report)})
-            rows[-1] |= {"dense": dense, "fit_seconds": fitted}
-            print(json.dumps(rows[-1]), flush=True)
+            made = bench.kept(
+                "compressed", {"variant": variant.name, "ratio": asked.ratio}, partial(one, bench, variant)
+            )
+            rows.append({"task": task, "method": variant.name, **made})
     publish_table(asked, rows, about)
 
 
