@@ -21,7 +21,8 @@ FLOOR = 1e-6
 """Least singular value of R in units of its largest: below, a measured metric holds noise."""
 
 _ASYMMETRY = 1e-5
-_NEGATIVE = 1e-5
+NEGATIVE = 1e-5
+"""How far below zero rounding may take an eigenvalue of a Gram, in units of its largest."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,13 @@ def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
     ([1.5, 1.5e-06], 4.0)
     """
     gram = check_gram(right, d, "right", "columns")
-    scale = _scale(gram)
+    scale = scale_of(gram)
     gram = gram / scale
     if gram.ndim == 1:
         root = gram.clamp_min(floor**2 * float(gram.max())).sqrt()
         return Metric(root, 1 / root, scale)
     values, vectors = torch.linalg.eigh(gram)
-    if float(values[0]) < -_NEGATIVE * float(values[-1]):
+    if float(values[0]) < -NEGATIVE * float(values[-1]):
         raise KflatsError("the right metric is not positive semidefinite", cause="it is no Gram matrix")
     root = values.clamp_min(floor**2 * float(values[-1])).sqrt()
     return Metric(vectors * root, (vectors / root).T, scale)
@@ -82,11 +83,11 @@ def left_gram(left: Tensor | None, n: int) -> tuple[Tensor | None, float]:
     if left.ndim < 2:
         check_weights(left, n)
     gram = check_gram(left, n, "left", "rows")
-    scale = _scale(gram)
+    scale = scale_of(gram)
     return gram / scale, scale
 
 
-def _scale(gram: Tensor) -> float:
+def scale_of(gram: Tensor) -> float:
     """A power of 4 near the mean of the diagonal: neither it nor its root is rounded, and squares do not underflow."""
     mean = float((gram if gram.ndim == 1 else gram.diagonal()).mean())
     return 4.0 ** math.floor(math.log(mean, 4))

@@ -5,11 +5,12 @@
 With P the r leading eigenvectors of (L A R)' (L A R), the minimiser is U = A R P', V = P R^{-1} (FWSVD,
 Hsu et al., ICLR 2022, eq. 6, is L = diag(sqrt I), R = 1). L enters by its Gram L'L alone and is never
 undone or split, so rows of weight zero get their projection instead of 0 / 0. Only R is inverted; it is
-floored (see ``metric``).
+floored (see ``metric``). Where n < d an n x n problem has the same solution.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
-from kflats.numerics.metric import Metric, left_gram, right_metric
+from kflats.numerics.metric import FLOOR, NEGATIVE, Metric, check_gram, left_gram, right_metric, scale_of
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, as_rows, check_finite, check_weights
 
 
@@ -26,8 +27,8 @@ class LowRank:
     """``coordinates`` (n, r) and ``basis`` (r, d) with A ~ coordinates @ basis; ``spectrum`` (d,) holds all
     eigenvalues of (LAR)'(LAR), descending; ``error`` = the minimised sum, ``total`` = its value at rank 0.
 
-    Basis rows have length 1, leading directions first: the first q columns and rows are the best of rank q.
-    Without a right metric the basis is orthonormal."""
+    Basis rows have length 1 (0 where the matrix has no such rank), leading directions first: the first q columns
+    and rows are the best of rank q. Without a right metric the basis is orthonormal."""
 
     coordinates: Tensor
     basis: Tensor
@@ -65,18 +66,15 @@ def truncated_svd(
     rows = as_rows(matrix)
     _check_rank(rank, *rows.shape)
     check_finite(rows)
-    metric = None if right is None else right_metric(right.to(rows.device), rows.shape[1])
-    small = _small_gram(rows, left, metric)
-    spectrum, basis = top_eigenvectors(small.gram, rank)
-    if small.lift is not None:
-        basis = basis @ small.lift
+    small = _small_problem(rows, left, right)
+    spectrum, vectors = top_eigenvectors(small.gram, rank)
     full = torch.zeros(rows.shape[1], dtype=torch.float64, device=rows.device)
     full[: len(spectrum)] = small.scale * spectrum
-    encoder, decoder = (basis.T, basis) if metric is None else (metric.encoder(basis), metric.decoder(basis))
-    lengths = torch.linalg.vector_norm(decoder, dim=1)
-    coordinates = project(rows, (encoder * lengths).T.to(rows.dtype))
-    out = (decoder / lengths.unsqueeze(1)).to(rows.dtype)
-    return LowRank(coordinates, out, full, float(full[rank:].sum()), float(full.sum()))
+    coordinates, basis = small.finish(vectors)
+    lengths = torch.linalg.vector_norm(basis, dim=1)
+    basis = basis / torch.where(lengths > 0, lengths, 1.0).unsqueeze(1)
+    coordinates = (coordinates * lengths).to(rows.dtype)
+    return LowRank(coordinates, basis.to(rows.dtype), full, float(full[rank:].sum()), float(full.sum()))
 
 
 def weighted_spectrum(matrix: Tensor | Rows, *, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
@@ -87,8 +85,7 @@ def weighted_spectrum(matrix: Tensor | Rows, *, left: Tensor | None = None, righ
     """
     rows = as_rows(matrix)
     check_finite(rows)
-    metric = None if right is None else right_metric(right.to(rows.device), rows.shape[1])
-    small = _small_gram(rows, left, metric)
+    small = _small_problem(rows, left, right)
     values: Tensor = torch.linalg.eigvalsh(small.gram).flip(0).clamp_min(0.0)
     return small.scale * values
 
@@ -152,29 +149,73 @@ def project(rows: Rows, basis: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Small:
-    """``scale`` * ``gram`` has the eigenvalues of (LAR)'(LAR); its eigenvectors times ``lift`` are that one's."""
+    """An eigenproblem of the smaller side: ``scale`` * ``gram`` has the eigenvalues of (LAR)'(LAR), and ``finish``
+    makes coordinates (n, r) and a basis (r, d) of its eigenvectors (r, m)."""
 
     gram: Tensor
-    lift: Tensor | None
     scale: float
+    finish: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-def _small_gram(rows: Rows, left: Tensor | None, metric: Metric | None) -> _Small:
+def _small_problem(rows: Rows, left: Tensor | None, right: Tensor | None) -> _Small:
     n, d = rows.shape
     weights, scale = left_gram(None if left is None else left.to(rows.device), n)
+    right = None if right is None else right.to(rows.device)
+    if right is not None and right.ndim == 2 and n < d:
+        return _through_rows(rows, weights, right, scale)
+    metric = None if right is None else right_metric(right, d)
+    scale *= 1.0 if metric is None else metric.scale
+    gram, lift = _through_columns(rows, weights, metric)
+
+    def finish(vectors: Tensor) -> tuple[Tensor, Tensor]:
+        basis = vectors if lift is None else vectors @ lift
+        encoder, decoder = (basis.T, basis) if metric is None else (metric.encoder(basis), metric.decoder(basis))
+        return project(rows, encoder.T.to(rows.dtype)), decoder
+
+    return _Small(gram, scale, finish)
+
+
+def _through_columns(rows: Rows, weights: Tensor | None, metric: Metric | None) -> tuple[Tensor, Tensor | None]:
+    """(LB)'(LB) for B = A R, or its n x n core T G T' with what lifts eigenvectors of it."""
+    n, d = rows.shape
     full = metric is not None and metric.factor.ndim == 2
     work = rows if metric is None else MetricRows(rows, metric.factor, torch.float64 if full else None)
-    scale *= 1.0 if metric is None else metric.scale
     if n >= d and (weights is None or weights.ndim == 1):
-        nowhere = torch.zeros(n, dtype=torch.uint8, device=rows.device)
-        return _Small(cluster_grams(work, nowhere, 1, weights)[0], None, scale)
-    b = work.take(torch.arange(n, device=rows.device)).to(torch.float64)
+        return cluster_grams(work, torch.zeros(n, dtype=torch.uint8, device=rows.device), 1, weights)[0], None
+    b = _whole(work)
     if n >= d and weights is not None:
-        return _Small(_symmetric(b.T @ (weights @ b)), None, scale)
-    # B' = Q T: (LB)'(LB) = Q (T G T') Q', so an n x n problem with G = L'L as it is.
-    q, t = torch.linalg.qr(b.T)
-    turned = t if weights is None else t * weights if weights.ndim == 1 else t @ weights
-    return _Small(_symmetric(turned @ t.T), q.T, scale)
+        return _symmetric(b.T @ (weights @ b)), None
+    q, t = torch.linalg.qr(b.T)  # B' = Q T: (LB)'(LB) = Q (T G T') Q', with G = L'L as it is
+    return _symmetric(_times(t, weights) @ t.T), q.T
+
+
+def _through_rows(rows: Rows, weights: Tensor | None, right: Tensor, scale: float) -> _Small:
+    """The same without splitting a right Gram S that is larger than the problem: only C = A S A' (n, n) is split.
+
+    C = Q c Q', K = c^1/2 Q' G Q c^1/2: with w its eigenvectors, U = Q c^1/2 w, V = w' c^-1/2 Q' A (c floored).
+    """
+    a = _whole(rows)
+    gram = check_gram(right, rows.shape[1], "right", "columns")
+    measure = scale_of(gram)
+    values, q = torch.linalg.eigh(_symmetric(a @ (gram / measure) @ a.T))
+    if float(values[0]) < -NEGATIVE * float(values[-1]):
+        raise KflatsError("the right metric is not positive semidefinite", cause="it is no Gram matrix")
+    largest = float(values[-1])
+    root = values.clamp_min(FLOOR**2 * largest if largest > 0 else 1.0).sqrt()
+    spread = q * root
+    return _Small(
+        _symmetric(_times(spread.T, weights) @ spread),
+        scale * measure,
+        lambda vectors: (spread @ vectors.T, (vectors / root) @ (q.T @ a)),
+    )
+
+
+def _times(matrix: Tensor, weights: Tensor | None) -> Tensor:
+    return matrix if weights is None else matrix * weights if weights.ndim == 1 else matrix @ weights
+
+
+def _whole(rows: Rows) -> Tensor:
+    return rows.take(torch.arange(rows.shape[0], device=rows.device)).to(torch.float64)
 
 
 def _symmetric(gram: Tensor) -> Tensor:
