@@ -30,9 +30,7 @@ def evaluate(
     split: Annotated[str, typer.Option("--split", help="The file's name without .tsv.gz.")] = "dev",
     batch: Annotated[int, typer.Option("--batch", help="Examples at once.")] = 32,
     max_length: MaxLength = 128,
-    limit: Annotated[
-        int | None, typer.Option("--limit", metavar="N", help="Judge N, drawn by --seed.")
-    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Judge N, drawn by --seed.")] = None,
     seed: Annotated[int, typer.Option("--seed", help="Of the examples drawn by --limit.")] = 0,
 ) -> None:
     """Score on a task, with sizes, memory, latency and operations; beside the original's when it is given."""

@@ -28,7 +28,8 @@ class Lesson:
     """What is learnt and how it is judged.
 
     Args:
-        name, split, judged: of the task, "batches" where somebody gave batches; ``judged`` is "" without a judge.
+        name, split, judged: of the task, "batches" and "other batches" where somebody gave those; ``judged`` is
+            "" without a judge.
         rows: the examples. filler: what their ids are padded with.
         metric: what ``value`` measures. higher_is_better: which way.
         value: model -> its value; None: every epoch is as good as another, and the last is kept.
@@ -124,4 +125,6 @@ def lesson_of_batches(
             return total / len(order)
 
     rows = tuple(uncollate(batches))
-    return Lesson("batches", "batches", "batches" if judged is not None else "", rows, filler, "loss", False, value)
+    return Lesson(
+        "batches", "batches", "other batches" if judged is not None else "", rows, filler, "loss", False, value
+    )
