@@ -48,7 +48,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("statistics",),
     ("folders", "sources", "plain_files", "transformers_plugin", "files"),
-    ("encoding", "batches", "running", "objectives", "capture", "measurements", "sums", "measure"),
+    ("encoding", "batches", "running", "readings", "objectives", "capture", "measurements", "sums", "measure"),
     (
         "canvas",
         "figures",

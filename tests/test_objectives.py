@@ -92,6 +92,14 @@ def test_task_loss_is_the_models_own_of_each_sample_alone(model: Any, labels: Te
         assert float(losses[s]) == pytest.approx(float(own), rel=1e-4)
 
 
+def test_an_untrained_head_does_not_hide_what_is_read() -> None:
+    """All labels have one loss there, whichever position they are compared with."""
+    for model, kind in ((gpt2(), "causal"), (bert("BertForMaskedLM"), "tokens"), (t5(), "tokens")):
+        with torch.no_grad():
+            model.get_output_embeddings().weight.zero_()
+        assert TaskLoss().resolved(model, {**TEXT, "labels": IDS}).kind == kind
+
+
 def test_a_sample_without_targets_has_loss_zero() -> None:
     model = bert("BertForTokenClassification", num_labels=3)
     batch = {**TEXT, "labels": TAGS.index_fill(0, torch.tensor([1]), -100)}
@@ -140,7 +148,7 @@ def test_a_loss_that_is_not_known_is_not_guessed() -> None:
             return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=x)
 
     batch = {"x": torch.randn(2, 3), "labels": torch.tensor([0, 2])}
-    with pytest.raises(KflatsError, match="own loss is"):
+    with pytest.raises(KflatsError, match=r"own loss, .* is none of: classification"):
         TaskLoss().losses(Smoothed(), batch)
     assert TaskLoss("classification").losses(Smoothed(), batch).shape == (2,)
 

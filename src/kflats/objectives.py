@@ -10,8 +10,7 @@ All give (B,) losses of single samples, so that their sum has each sample's own 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
@@ -21,10 +20,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.errors import KflatsError
-from kflats.running import batch_size, decoder_mask, run, take, takes_labels, task_output, vectors
-
-Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
-_IGNORED = -100  # transformers' label for "not a target"
+from kflats.readings import (
+    IGNORED,
+    Kind,
+    agree,
+    check_labels,
+    first_only,
+    labels_of,
+    logits_of,
+    own_loss,
+    possible,
+    reading,
+)
+from kflats.running import decoder_mask, run, take, task_output, vectors
 
 
 class Objective(Protocol):
@@ -61,10 +69,10 @@ class TaskLoss:
         """(B,) losses; raises KflatsError for labels that are missing, out of range, or of another task."""
         if self.kind == "auto":
             return self.resolved(model, batch).losses(model, batch, first)
-        labels = _labels(batch)
-        logits = _logits(task_output(run(model, batch)), model)
-        _check_labels(logits, labels, self.kind)
-        total, count = _reading(self.kind)(logits, labels)
+        labels = labels_of(batch)
+        logits = logits_of(task_output(run(model, batch)), model)
+        check_labels(logits, labels, self.kind)
+        total, count = reading(self.kind)(logits, labels)
         return total / count.clamp_min(1)
 
     def resolved(self, model: nn.Module, batch: Mapping[str, Any]) -> TaskLoss:
@@ -75,35 +83,32 @@ class TaskLoss:
         """
         if self.kind != "auto":
             return self
-        labels = _labels(batch)
+        labels = labels_of(batch)
         given = labels.flatten(1) if labels.ndim > 1 else labels.unsqueeze(1)
-        used = (given != _IGNORED).sum(1)
+        used = (given != IGNORED).sum(1)
         if not bool(used.any()):
             raise KflatsError(
                 "no sample of the first batch has a target: all labels are -100", hint="batches with labels"
             )
         pair = take(batch, used.argsort(descending=True)[:2])
         with torch.no_grad():
-            logits = _logits(task_output(run(model, pair)), model)
-            kinds = _possible(logits, pair["labels"], getattr(getattr(model, "config", None), "problem_type", None))
+            logits = logits_of(task_output(run(model, pair)), model)
+            kinds = possible(logits, pair["labels"], getattr(getattr(model, "config", None), "problem_type", None))
             for kind in kinds:
-                _check_labels(logits, labels, kind, samples=False)
-            own = _own_loss(model, pair)
+                check_labels(logits, labels, kind, samples=False)
+            own = own_loss(model, pair)
             if own is None:
                 return replace(self, kind=kinds[0])
-            found = {}
-            for kind in kinds:
-                total, count = _reading(kind)(logits, pair["labels"])
-                found[kind] = float(total.sum() / count.sum())
-        tolerance = 1e-3 if logits.dtype in (torch.float32, torch.float64) else 2e-2
-        for kind, value in found.items():
-            # Two that are not finite agree too: that is for whoever adds the losses up to refuse.
-            near = abs(value - float(own)) <= tolerance * max(abs(value), 1e-3)
-            if near or not (math.isfinite(value) or math.isfinite(float(own))):
-                return replace(self, kind=kind)
+            fitting = [kind for kind in kinds if agree(kind, logits, pair["labels"], own)]
+            if len(fitting) > 1 and logits.ndim == 3:
+                # An untrained head gives every label one loss: which position is read tells them apart.
+                begun = {**pair, "labels": first_only(pair["labels"])}
+                again, logits = own_loss(model, begun), logits_of(task_output(run(model, begun)), model)
+                fitting = [kind for kind in fitting if agree(kind, logits, begun["labels"], again)]
+        if fitting:
+            return replace(self, kind=fitting[0])
         raise KflatsError(
-            f"{type(model).__name__}'s own loss is {float(own):.6g}; "
-            + ", ".join(f"{kind} would be {value:.6g}" for kind, value in found.items()),
+            f"{type(model).__name__}'s own loss, {float(own):.6g}, is none of: {', '.join(kinds)}",
             cause="a loss with weights, smoothing, or of another form",
             hint="TaskLoss(kind=...), or an object of your own with losses(model, batch, first) -> (B,)",
         )
@@ -124,7 +129,7 @@ class SampledLabels:
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError for a model without a task head."""
-        logits = _logits(task_output(run(model, batch)), model).float()
+        logits = logits_of(task_output(run(model, batch)), model).float()
         problem = getattr(getattr(model, "config", None), "problem_type", None)
         if logits.ndim == 3:
             uniform = _draws(self.seed, first, logits.shape[:2], "uniform").to(logits.device)
@@ -173,7 +178,7 @@ class Projections:
         output = None if self.of in ("pooled", "hidden") else run(model, batch)
         logits = None if output is None else task_output(output)
         if logits is None and self.of == "logits":
-            _logits(None, model)
+            logits_of(None, model)
         if logits is not None:
             y = logits.float()
             if self.normalized and y.shape[-1] > 1:
@@ -194,113 +199,6 @@ def describe(objective: object) -> dict[str, Any]:
     if dataclasses.is_dataclass(objective) and not isinstance(objective, type):
         fields = {k: v for k, v in dataclasses.asdict(objective).items() if isinstance(v, str | int | float | bool)}
     return {"type": type(objective).__name__, **fields}
-
-
-def _reading(kind: Kind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(logits, labels) -> (B,) sums of the loss over a sample's targets, and (B,) how many."""
-    return {
-        "classification": _entropy,
-        "tokens": _entropy,
-        "causal": lambda logits, labels: _entropy(logits[:, :-1], labels[:, 1:]),
-        "regression": _squared,
-        "multi-label": _binary,
-    }[kind]
-
-
-def _entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    labels = labels.reshape(logits.shape[:-1]).long()
-    losses = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none", ignore_index=_IGNORED)
-    return losses.view(len(logits), -1).sum(1), (labels != _IGNORED).view(len(logits), -1).sum(1)
-
-
-def _squared(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    logits = logits.float().reshape(len(logits), -1)
-    losses = (logits - labels.to(logits.dtype).reshape(logits.shape)).square()
-    return losses.sum(1), torch.full((len(logits),), logits.shape[1], device=logits.device)
-
-
-def _binary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
-    return losses.sum(1), torch.full((len(logits),), logits.shape[1], device=logits.device)
-
-
-def _possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[Kind, ...]:
-    """Readings that the shapes allow, the likeliest first."""
-    if logits.ndim == 3:
-        return ("tokens", "causal")
-    if logits.shape[-1] == 1 or problem == "regression":
-        return ("regression",)
-    if labels.is_floating_point() and labels.ndim == 2:
-        return ("multi-label", "regression") if problem is None else ("multi-label",)
-    return ("classification",)
-
-
-def _own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
-    """What the model says its loss is; None where it does not take labels."""
-    if not takes_labels(model):
-        return None
-    config = getattr(model, "config", None)
-    before = getattr(config, "problem_type", None)
-    try:
-        loss = getattr(model(**batch), "loss", None)
-    finally:
-        if config is not None and hasattr(config, "problem_type"):
-            config.problem_type = before  # transformers writes its guess there
-    return loss.float() if isinstance(loss, Tensor) and loss.ndim == 0 else None
-
-
-def _labels(batch: Mapping[str, Any]) -> Tensor:
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor):
-        raise KflatsError(
-            "the calibration batches have no labels",
-            cause="texts alone, or another name for them",
-            hint='batch["labels"] as a tensor; or Projections() or SampledLabels(), which need none',
-        )
-    if labels.ndim == 0 or len(labels) != batch_size(batch):
-        raise KflatsError(f"labels of shape {tuple(labels.shape)} for {batch_size(batch)} samples")
-    return labels
-
-
-def _logits(logits: Tensor | None, model: nn.Module) -> Tensor:
-    if logits is None:
-        raise KflatsError(
-            f"{type(model).__name__} gives no logits",
-            cause="a base model without a task head, or a head of another form (question answering)",
-            hint="Projections(), which needs no head",
-        )
-    if logits.ndim not in (2, 3):
-        raise KflatsError(f"logits of shape {tuple(logits.shape)} are of no task that kflats knows")
-    return logits
-
-
-def _check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool = True) -> None:
-    """Labels that this head cannot have; ``samples=False`` where logits are those of a part of the batch."""
-    classes = logits.shape[-1]
-    head = f"a head of {classes} outputs a {'token' if logits.ndim == 3 else 'sample'}"
-    mismatch = KflatsError(
-        f"labels of shape {tuple(labels.shape)}, {str(labels.dtype).removeprefix('torch.')}, do not fit {head}",
-        cause="the data of one task and the head of another",
-        hint="the model that was fine-tuned for this task, or Projections(), which needs no labels",
-    )
-    if samples and len(labels) != len(logits):
-        raise mismatch
-    if (kind in ("tokens", "causal")) != (logits.ndim == 3):
-        raise mismatch
-    per_sample = labels.shape[1:].numel()
-    if kind in ("regression", "multi-label"):
-        if per_sample != classes:
-            raise mismatch
-        return
-    if labels.is_floating_point() or per_sample != logits.shape[1:-1].numel():
-        raise mismatch
-    wrong = labels[(labels != _IGNORED) & ((labels < 0) | (labels >= classes))]
-    if len(wrong):
-        raise KflatsError(
-            f"label {int(wrong[0])} is out of range for {head}",
-            cause="an unlabelled split, labels counted from 1, or the data of another task",
-            hint=f"labels 0 to {classes - 1}, or {_IGNORED} for positions without one",
-        )
 
 
 def _sampled(logits: Tensor, uniform: Tensor) -> Tensor:
