@@ -14,7 +14,19 @@ from typing import Any
 
 import torch
 
-from kflats import SVD, ElementFisher, InputGram, KroneckerFisher, Recipe, RowFisher, TwoSided, Uniform
+from kflats import (
+    SVD,
+    ElementFisher,
+    InputGram,
+    KroneckerFisher,
+    Projections,
+    Recipe,
+    RowFisher,
+    SampledLabels,
+    TaskLoss,
+    TwoSided,
+    Uniform,
+)
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ENCODER = "bert.encoder.layer.*"
@@ -31,16 +43,26 @@ IMPORTANCES: dict[str, Any] = {
 """Plain SVD, FWSVD (RowFisher), and what came after it."""
 
 
+OBJECTIVES: dict[str, Any] = {
+    "task": TaskLoss(),
+    "sampled": SampledLabels(seed=0),
+    "logits": Projections(of="logits", seed=0, normalized=False),
+}
+"""Whose gradients: the loss with the data's labels; with labels that the model draws; the logits themselves."""
+
+
 @dataclass(frozen=True)
 class Variant:
-    """One way to compress: an importance and how weights share the budget."""
+    """One way to compress: an importance, whose gradients it is made of, and how weights share the budget."""
 
     importance: str
+    objective: str = "task"
     allocation: str = "uniform"
 
     @property
     def name(self) -> str:
-        return self.importance + (", allocated" if self.allocation == "loss" else "")
+        by = "" if self.objective == "task" else f" ({self.objective})"
+        return self.importance + by + (", allocated" if self.allocation == "loss" else "")
 
     @property
     def recipe(self) -> Recipe:
@@ -48,8 +70,13 @@ class Variant:
 
 
 def variants(names: Sequence[str]) -> list[Variant]:
-    """From "RowFisher" and "RowFisher+loss"."""
-    return [Variant(*name.split("+")) for name in names]
+    """From "RowFisher", "RowFisher+loss", "KroneckerFisher@logits" and "KroneckerFisher@logits+loss"."""
+    found = []
+    for name in names:
+        rest, _, allocation = name.partition("+")
+        importance, _, objective = rest.partition("@")
+        found.append(Variant(importance, objective or "task", allocation or "uniform"))
+    return found
 
 
 def needs(importances: Sequence[str]) -> frozenset[str]:

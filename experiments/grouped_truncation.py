@@ -47,7 +47,7 @@ def by_group(bench: Bench, name: str) -> dict[str, Any]:
     chosen = [w for w in find_weights(model) if w.name.startswith(ENCODER.rstrip("*"))]
     removed = {}
     for weight in chosen:
-        left = None if name == "SVD" else IMPORTANCES[name].weigh(bench.statistics.of(weight.name)).left
+        left = None if name == "SVD" else IMPORTANCES[name].weigh(bench.statistics().of(weight.name)).left
         removed[weight.name] = groups(dense_weight(model, weight), left)
     total = sum(float(dense_weight(model, w).square().sum()) for w in chosen)
     rows = []

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from _results import IMPORTANCES, Variant, markdown, needs, publish, variants, weights_folder, write_option
+from _results import IMPORTANCES, OBJECTIVES, Variant, markdown, needs, publish, variants, weights_folder, write_option
 from torch import Tensor
 from torch.nn import functional as F
 
-from kflats import SampledLabels, TaskLoss, compress_, find_weights, measure
+from kflats import compress_, find_weights, measure
 from kflats.evaluate import evaluating
 
 METHODS = ("SVD", "RowFisher", "InputGram", "KroneckerFisher", "RowFisher+loss", "KroneckerFisher+loss")
@@ -130,7 +130,7 @@ def main() -> None:
     batches = [{"input_ids": part, "labels": part} for part in learnt.split(16)]
     weights = find_weights(original)
     fields = needs(list(IMPORTANCES)) - {"element_fisher"}
-    objectives = {"TaskLoss": TaskLoss(), "SampledLabels": SampledLabels(seed=0)}
+    objectives = {"TaskLoss": OBJECTIVES["task"], "SampledLabels": OBJECTIVES["sampled"]}
     found = {
         name: measure(original, weights, batches, needs=fields, objective=objective, quiet=True)
         for name, objective in objectives.items()

@@ -80,7 +80,7 @@ def further(bench: Bench, variant: Variant | None, path: str) -> dict[str, Any]:
     if variant is None:
         model = copy.deepcopy(bench.made.model)
     elif path == "task":
-        model = compressed(bench.made, variant, bench.statistics, f"{asked.ratio} ranks")[0]
+        model = compressed(bench.made, variant, bench.statistics(variant.objective), f"{asked.ratio} ranks")[0]
         first = bench.score(model)
     else:
         model = generic(bench.made, bench.task, variant, asked)

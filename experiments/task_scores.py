@@ -4,7 +4,8 @@ Fisher information with correlations recovers at least half of what FWSVD still 
     python experiments/task_scores.py --cache FOLDER --write experiments/results
 
 Models are fine-tuned first where the cache has none (``fine_tune.py``). Calibrated on a few hundred training
-examples with the task's own loss, judged on the dev split. "allocated" shares the same parameters out by loss.
+examples with the task's own loss, judged on the dev split. "allocated" shares the same parameters out by loss;
+"(logits)" takes gradients of random projections of the logits in place of the loss, without labels.
 """
 
 from __future__ import annotations
@@ -17,19 +18,33 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from _results import ENCODER, Variant, kept, markdown, needs, parameters_kept, publish, variants, write_option
+from _results import (
+    ENCODER,
+    OBJECTIVES,
+    Variant,
+    kept,
+    markdown,
+    needs,
+    parameters_kept,
+    publish,
+    variants,
+    write_option,
+)
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 
-from kflats import TaskLoss, compress_, find_weights, measure
+from kflats import compress_, find_weights, measure
 from kflats.scoring import score
 from kflats.task_batches import task_batches
 
 METHODS = (
-    "SVD,RowFisher,TwoSided,InputGram,KroneckerFisher,ElementFisher,RowFisher+loss,TwoSided+loss,KroneckerFisher+loss"
+    "SVD,RowFisher,TwoSided,InputGram,KroneckerFisher,KroneckerFisher@logits,ElementFisher,"
+    "RowFisher+loss,TwoSided+loss,KroneckerFisher+loss,KroneckerFisher@logits+loss"
 )
 
 
-def measured(made: TaskModel, task: str, asked: argparse.Namespace, fields: frozenset[str]) -> Any:
+def measured(
+    made: TaskModel, task: str, asked: argparse.Namespace, fields: frozenset[str], objective: str = "task"
+) -> Any:
     """Statistics of the encoder's linear layers, from training examples."""
     batches = task_batches(
         task,
@@ -43,7 +58,7 @@ def measured(made: TaskModel, task: str, asked: argparse.Namespace, fields: froz
         seed=asked.seed,
     )
     chosen = [w for w in find_weights(made.model) if w.name.startswith(ENCODER.rstrip("*"))]
-    return measure(made.model, chosen, batches, needs=fields, objective=TaskLoss(), quiet=True)
+    return measure(made.model, chosen, batches, needs=fields, objective=OBJECTIVES[objective], quiet=True)
 
 
 class Bench:
@@ -51,14 +66,16 @@ class Bench:
 
     def __init__(self, task: str, asked: argparse.Namespace, fields: frozenset[str]) -> None:
         self.task, self.asked, self.fields = task, asked, fields
+        self._statistics: dict[str, Any] = {}
 
     @cached_property
     def made(self) -> TaskModel:
         return task_model(self.task, self.asked)
 
-    @cached_property
-    def statistics(self) -> Any:
-        return measured(self.made, self.task, self.asked, self.fields)
+    def statistics(self, objective: str = "task") -> Any:
+        if objective not in self._statistics:
+            self._statistics[objective] = measured(self.made, self.task, self.asked, self.fields, objective)
+        return self._statistics[objective]
 
     def score(self, model: Any) -> float:
         return judged(model, self.made, self.task, self.asked)[1]
@@ -111,7 +128,9 @@ def options(parser: argparse.ArgumentParser, samples: int = 256) -> None:
 def one(bench: Bench, variant: Variant, ratio: str = "") -> dict[str, Any]:
     """Compress and judge."""
     began = time.monotonic()
-    model, report = compressed(bench.made, variant, bench.statistics, f"{ratio or bench.asked.ratio} ranks")
+    model, report = compressed(
+        bench.made, variant, bench.statistics(variant.objective), f"{ratio or bench.asked.ratio} ranks"
+    )
     return {
         "fit_seconds": time.monotonic() - began,
         "score": bench.score(model),

@@ -16,14 +16,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from _results import Variant, data_folder, markdown, needs, publish, variants, weights_folder, write_option
+from _results import OBJECTIVES, Variant, data_folder, markdown, needs, publish, variants, weights_folder, write_option
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats import compress_, find_weights, measure
 
-METHODS = ("SVD", "RowFisher", "InputGram", "KroneckerFisher", "RowFisher+loss", "KroneckerFisher+loss")
+METHODS = (
+    *("SVD", "InputGram", "RowFisher", "RowFisher@logits", "RowFisher+loss", "RowFisher@logits+loss"),
+    *("KroneckerFisher", "KroneckerFisher@sampled", "KroneckerFisher@logits"),
+    *("KroneckerFisher+loss", "KroneckerFisher@sampled+loss", "KroneckerFisher@logits+loss"),
+)
 BUDGETS = {"resnet20": "85%,70%,50%,35%", "lenet": "30%,15%,8%,4%"}
 
 
@@ -141,25 +145,36 @@ def main() -> None:
         word = "linear" if name == "lenet" else "conv"
         weights = [w for w in find_weights(model) if name == "lenet" or w.places[0].role == "conv2d"]
         fields = needs([v.importance for v in variants(METHODS)])
-        found = measure(model, weights, batches, needs=fields, quiet=True)
+        found = {
+            key: measure(model, weights, batches, needs=fields, objective=objective, quiet=True)
+            for key, objective in OBJECTIVES.items()
+        }
         before = accuracy(model, test_x, test_y)
         numbers = sum(w.shape[0] * w.shape[1] for w in weights)
         about.append(
             f"{name}: {len(weights)} {word} layers of {numbers:,} numbers, accuracy {before:.2%} before, judged on "
             f"{len(test_y):,} test images{'' if len(test_y) == 10_000 else ' (the first of 10,000)'}, calibrated on "
-            f"{len(chosen)} training images with the task's loss."
+            f"{len(chosen)} training images, on which its accuracy is {accuracy(model, x[chosen], y[chosen]):.2%}."
         )
         print(about[-1], flush=True)
         for budget in BUDGETS[name].split(","):
             for variant in variants(METHODS):
                 rows.append({"network": name, "budget": budget, "before": before})
-                rows[-1] |= judged(model, word, variant, budget, found, test_x, test_y)
+                rows[-1] |= judged(model, word, variant, budget, found[variant.objective], test_x, test_y)
                 print(rows[-1], flush=True)
     lines = [
         [r["network"], r["budget"], r["method"], f"{r['kept']:.1%}", r["dense"], f"{r['accuracy']:.2%}"] for r in rows
     ]
     head = ["network", "budget", "method", "kept", "layers left dense", "accuracy"]
-    body = "\n\n".join([*about, "No fine-tuning. One calibration sample.", markdown(head, lines), remarks(rows)])
+    body = "\n\n".join(
+        [
+            *about,
+            "No fine-tuning. One calibration sample. Gradients are of the task's loss, or, in brackets, of its loss "
+            "with labels that the network draws itself, or of random projections of its logits.",
+            markdown(head, lines),
+            remarks(rows),
+        ]
+    )
 
     def draw(plot: Any) -> None:
         names = list(dict.fromkeys(r["network"] for r in rows))
@@ -196,16 +211,28 @@ def judged(
 
 def remarks(rows: list[dict[str, Any]]) -> str:
     """Whether the orderings hold, from the numbers."""
+    orders = [
+        ("RowFisher", "SVD"),
+        ("KroneckerFisher", "RowFisher"),
+        ("KroneckerFisher", "InputGram"),
+        ("KroneckerFisher (logits)", "RowFisher (logits)"),
+        ("KroneckerFisher (logits)", "KroneckerFisher"),
+        ("KroneckerFisher (logits)", "InputGram"),
+        ("RowFisher, allocated", "RowFisher"),
+        ("KroneckerFisher, allocated", "KroneckerFisher"),
+        ("KroneckerFisher (logits), allocated", "KroneckerFisher (logits)"),
+    ]
     lines = []
-    for network_name, budget in dict.fromkeys((r["network"], r["budget"]) for r in rows):
-        at = {r["method"]: r["accuracy"] for r in rows if (r["network"], r["budget"]) == (network_name, budget)}
-        row, svd, ours = at["RowFisher"], at["SVD"], at["KroneckerFisher"]
-        shared = at["KroneckerFisher, allocated"]
-        lines.append(
-            f"- {network_name}, {budget}: RowFisher {'at or above' if row >= svd else 'BELOW'} SVD; KroneckerFisher "
-            f"{'at or above' if ours >= row else 'BELOW'} RowFisher; allocation of KroneckerFisher "
-            f"{'at or above' if shared >= ours else 'BELOW'} the uniform share; best: {max(at, key=lambda m: at[m])}."
-        )
+    for network_name in dict.fromkeys(r["network"] for r in rows):
+        at = {(r["budget"], r["method"]): r["accuracy"] for r in rows if r["network"] == network_name}
+        budgets = list(dict.fromkeys(budget for budget, _ in at))
+        for better, worse in orders:
+            fails = [budget for budget in budgets if at[budget, better] < at[budget, worse]]
+            verdict = f"NOT at {', '.join(fails)}" if fails else "at every budget"
+            lines.append(f"- {network_name}: {better} at or above {worse}: {verdict}.")
+        best = [max((m for b, m in at if b == budget), key=lambda m: at[budget, m]) for budget in budgets]
+        said = "; ".join(f"{budget} {name}" for budget, name in zip(budgets, best, strict=True))
+        lines.append(f"- {network_name}, best by budget: {said}.")
     return "\n".join(lines)
 
 
