@@ -568,61 +568,6 @@ def test_inputs_overwritten_in_place_are_refused() -> None:
         measure(model, find_weights(model), [batch], needs=FISHER, quiet=True)
 
 
-def test_statistics_are_saved_whole(tmp_path: Any) -> None:
-    model = bert()
-    weights = find_weights(model)
-    found = measure(model, weights, [words(3, labels="class")], needs=ALL | {"counts"}, quiet=True)
-    found.save(tmp_path / "new" / "statistics.safetensors")
-    back = Statistics.load(tmp_path / "new" / "statistics.safetensors")
-    assert (back.samples, back.objective, back.unreached) == (3, {"type": "TaskLoss", "kind": "classification"}, ())
-    for name, one in found.measured.items():
-        other = back.of(name)
-        assert (one.rows, one.columns, one.positions) == (other.rows, other.columns, other.positions)
-        for key in ALL | {"counts"}:
-            a, b = getattr(one, key), getattr(other, key)
-            assert (a is None and b is None) or torch.equal(a, b)
-    back.check(model)
-    with pytest.raises(KflatsError, match="another model"):
-        back.check(bert(num_labels=5))
-    with pytest.raises(KflatsError, match=r"nothing was measured of 'classifer'.*classifier"):
-        back.of("classifer")
-    assert str(back) == str(found)
-    assert "3 samples, TaskLoss" in str(found)
-
-
-def test_damaged_statistics_are_refused(tmp_path: Any) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    path = tmp_path / "statistics.safetensors"
-    model = nn.Sequential(nn.Linear(3, 2))
-    batch = {"input": torch.randn(4, 3), "labels": torch.tensor([0, 1, 0, 1])}
-    measure(model, find_weights(model), [batch], needs=ALL, quiet=True).save(path)
-    tensors = load_file(path)
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata()["kflats_statistics"]
-    damage: list[tuple[dict[str, Tensor], str]] = [
-        (tensors, header.replace('"version": 1', '"version": 9')),
-        (tensors, header.replace('"rows": 3', '"rows": 4')),
-        (tensors, header.replace('"samples": 4', '"samples": -4')),
-        (tensors, header[:-3]),
-        ({k: v for k, v in tensors.items() if "row" not in k}, header),
-        (tensors | {"0.row_fisher": tensors["0.row_fisher"] * math.nan}, header),
-    ]
-    for changed, text in damage:
-        save_file(changed, path, metadata={"kflats_statistics": text})
-        with pytest.raises(KflatsError, match="cannot be read"):
-            Statistics.load(path)
-    save_file(tensors, path)
-    with pytest.raises(KflatsError, match="holds no statistics"):
-        Statistics.load(path)
-    path.write_bytes(b"junk")
-    with pytest.raises(KflatsError, match="cannot be read"):
-        Statistics.load(path)
-    with pytest.raises(KflatsError, match="there is no"):
-        Statistics.load(tmp_path / "nothing")
-
-
 def test_sentence_transformers_measure_as_their_model(tiny_folder: Any, tiny_tokenizer: Any) -> None:
     library = pytest.importorskip("sentence_transformers")
     whole = library.SentenceTransformer(str(tiny_folder), device="cpu")

@@ -12,8 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
-from kflats.capture import ALONE, Layout, Tap, Use, find_layouts, frozen, places
+from kflats.capture import Tap, Use, frozen
 from kflats.errors import KflatsError
+from kflats.layouts import ALONE, Layout, find_layouts, places
 from kflats.measured import Measured
 from kflats.measurements import FIELDS, Statistics, fingerprint
 from kflats.objectives import Objective, Projections, TaskLoss, describe
@@ -41,6 +42,7 @@ def measure(
         column_fisher   the same over rows; element_fisher: not summed
         input_gram      mean over positions of x x'; input_mean comes with it
         output_gram     mean over samples of sum_t g_t g_t'             (K-FAC, Martens and Grosse 2015)
+        fisher_gram     as input_gram, a position's share being ||g_t||^2; fisher_mean comes with it
         counts          how often a table's rows are read
 
     A sample is one row of a batch: a sequence, an image. Its positions, and all uses of a shared layer or a tied

@@ -87,7 +87,8 @@ class Statistics:
         tensors: dict[str, Tensor] = {}
         for i, (name, one) in enumerate(self.measured.items()):
             kept = {key: value for key in FIELDS if (value := getattr(one, key)) is not None}
-            tensors |= {f"{i}.{key}": value.detach().cpu().contiguous() for key, value in kept.items()}
+            # Copies: safetensors refuses two names for one tensor.
+            tensors |= {f"{i}.{key}": value.detach().cpu().clone().contiguous() for key, value in kept.items()}
             numbers = {key: getattr(one, key) for key in ("rows", "columns", "samples", "positions", "head")}
             weights.append({"name": name, "fields": sorted(kept), **numbers})
         note = {
@@ -168,7 +169,9 @@ def _decoded(note: Any, file: Any) -> Statistics:
             if key not in FIELDS:
                 raise ValueError(f"{name} has an unknown field {key!r}")
             shape = tuple(file.get_slice(f"{i}.{key}").get_shape())
-            if shape != shape_of(key, rows, columns) and not (key == "input_gram" and shape == (rows,)):
+            if shape != shape_of(key, rows, columns) and not (
+                key in ("input_gram", "fisher_gram") and shape == (rows,)
+            ):
                 raise ValueError(f"{key} of {name} has shape {shape}")
             tensors[key] = _finite(file.get_tensor(f"{i}.{key}"), f"{key} of {name}")
         measured[str(name)] = Measured(

@@ -1,0 +1,87 @@
+"""Statistics on disk: what comes back is what was measured, and what is damaged is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from kflats.errors import KflatsError
+from kflats.measure import Statistics, measure
+from kflats.measurements import FIELDS
+from kflats.places import find_weights
+
+ALL = frozenset(FIELDS)
+
+
+class Tied(nn.Module):
+    """A table that is the head too, a table, and a linear layer."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.words, self.kinds = nn.Embedding(9, width), nn.Embedding(3, width)
+        self.inner, self.head = nn.Linear(width, width), nn.Linear(width, 9, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.inner(self.words(ids) + self.kinds(ids % 3)).tanh())
+
+
+def test_statistics_are_saved_whole(tmp_path: Path) -> None:
+    model, path = Tied(), tmp_path / "new" / "statistics.safetensors"
+    ids = torch.randint(9, (4, 5))
+    found = measure(model, find_weights(model), [{"ids": ids, "labels": ids}], needs=ALL, quiet=True)
+    found.save(path)
+    back = Statistics.load(path)
+    assert (back.samples, back.objective, back.unreached) == (4, {"type": "TaskLoss", "kind": "tokens"}, ())
+    assert [one.head for one in back.measured.values()] == [True, False, False]
+    for name, one in found.measured.items():
+        other = back.of(name)
+        assert (one.rows, one.columns, one.positions) == (other.rows, other.columns, other.positions)
+        for key in ALL:
+            a, b = getattr(one, key), getattr(other, key)
+            assert (a is None) == (key == "counts" and name == "inner")
+            assert (a is None and b is None) or torch.equal(a, b)
+    back.check(model)
+    with pytest.raises(KflatsError, match="another model"):
+        back.check(Tied(7))
+    with pytest.raises(KflatsError, match=r"nothing was measured of 'iner'.*inner"):
+        back.of("iner")
+    assert str(back) == str(found)
+    assert "4 samples, TaskLoss" in str(found)
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
+
+
+def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "statistics.safetensors"
+    model = nn.Sequential(nn.Linear(3, 2))
+    batch = {"input": torch.randn(4, 3), "labels": torch.tensor([0, 1, 0, 1])}
+    measure(model, find_weights(model), [batch], needs=ALL, quiet=True).save(path)
+    tensors = load_file(path)
+    with safe_open(path, framework="pt") as file:
+        header = file.metadata()["kflats_statistics"]
+    damage: list[tuple[dict[str, Tensor], str]] = [
+        (tensors, header.replace('"version": 1', '"version": 9')),
+        (tensors, header.replace('"rows": 3', '"rows": 4')),
+        (tensors, header.replace('"samples": 4', '"samples": -4')),
+        (tensors, header[:-3]),
+        ({k: v for k, v in tensors.items() if "row" not in k}, header),
+        (tensors | {"0.row_fisher": tensors["0.row_fisher"] * math.nan}, header),
+    ]
+    for changed, text in damage:
+        save_file(changed, path, metadata={"kflats_statistics": text})
+        with pytest.raises(KflatsError, match="cannot be read"):
+            Statistics.load(path)
+    save_file(tensors, path)
+    with pytest.raises(KflatsError, match="holds no statistics"):
+        Statistics.load(path)
+    path.write_bytes(b"junk")
+    with pytest.raises(KflatsError, match="cannot be read"):
+        Statistics.load(path)
+    with pytest.raises(KflatsError, match="there is no"):
+        Statistics.load(tmp_path / "nothing")
