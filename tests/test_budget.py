@@ -198,3 +198,17 @@ def test_a_share_is_never_exceeded(chosen: list[tuple[int, int, int]], thousandt
 def test_split_refuses_what_does_not_fit(budget: int) -> None:
     with pytest.raises(KflatsError, match="cannot be split"):
         split(budget, [weight()])
+
+
+def test_a_share_of_ranks_is_no_number_of_bytes() -> None:
+    assert str(parse_budget("33% ranks")) == "33% ranks"
+    assert parse_budget(" 100 % Ranks") == Budget("ranks", 1.0)
+    assert round(parse_budget(str(Budget("ranks", 127 / 384))).amount * 384, 9) == 127
+    for make in (
+        lambda: parse_budget("101% ranks"),
+        lambda: parse_budget("33 ranks"),
+        lambda: parse_budget("33% ranks", scope="file"),
+        lambda: parse_budget("33% ranks").stored_bytes([Weight("a", (), (4, 4), "float32", 64)], 100, 4),
+    ):
+        with pytest.raises(KflatsError, match="ranks"):
+            make()

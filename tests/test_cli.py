@@ -14,6 +14,7 @@ from kflats import compress, files
 from kflats.cli import app
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
+from kflats.measurements import Statistics
 from kflats.methods import MESSI, SVD, Flats, KMeansSVD
 from kflats.options import Asked, recipe_of
 from kflats.plan import Plan
@@ -272,6 +273,32 @@ def test_one_command_makes_every_linear_layer_smaller(tiny: Path, texts: Path, t
     assert run("compress", tiny, *from_plan).exit_code == 0
     first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("small", "other"))
     assert first == second
+
+
+def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(tiny, num_labels=2)
+    model = transformers.BertForSequenceClassification(config)
+    model.save_pretrained(tmp_path / "model")
+    transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(tmp_path / "model")
+    (tmp_path / "sst2").mkdir()
+    lines = ["sentence1\tsentence2\tlabel", *(f"wa{chr(97 + i)} wb{chr(97 + i)} wca\t\t{i % 2}" for i in range(20))]
+    (tmp_path / "sst2" / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    kept = tmp_path / "statistics.safetensors"
+    given = ("--weights", "linear", "--task", "sst2", "--data", tmp_path / "sst2", "--budget", "60%")
+    done = run(
+        "compress", tmp_path / "model", *given, "--importance", "row-fisher", "--statistics", kept,
+        "--out", tmp_path / "small", "--quiet",
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    found = Statistics.load(kept)
+    assert (found.objective["type"], found.samples) == ("TaskLoss", 20)
+    assert {w.importance["type"] for w in Report.load(tmp_path / "small").weights if not w.dense} == {"RowFisher"}
+    planned = run("plan", tmp_path / "model", *given, "--quiet", "--out", tmp_path / "plan.json")
+    assert planned.exit_code == 0, planned.output
+    assert Plan.load(tmp_path / "plan.json").allocation == "loss"
+    both = ("--calibration", tmp_path / "sst2" / "train.tsv", "--out", tmp_path / "no")
+    assert "are both given" in refused("compress", tmp_path / "model", *given, *both)
+    assert "--data is of a --task" in refused("compress", tiny, "--budget", "9%", "--data", tmp_path, *both[2:])
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,23 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
     assert (data["format"], data["version"]) == ("kflats-plan", 1)
 
 
+def test_a_plan_of_an_earlier_form_is_read(tmp_path: Path) -> None:
+    def older(data: dict[str, Any]) -> None:
+        data.pop("allocation")
+        for decision in data["decisions"]:
+            decision["recipe"].pop("rows")
+            decision["weight"].pop("bias")
+
+    assert Plan.load(edit(tmp_path / "plan.json", older)) == PLAN
+
+
+def test_a_plan_says_how_its_budget_is_shared() -> None:
+    assert str(PLAN).startswith("budget 60%\n")
+    assert "by what each byte saves of the loss" in str(dataclasses.replace(PLAN, allocation="loss"))
+    turned = Recipe(SVD(), rows="outputs")
+    assert "rows='outputs'" in str(dataclasses.replace(PLAN, decisions=(Decision(LAYER, turned, 1000),)))
+
+
 def test_a_plan_prints_as_a_table() -> None:
     text = str(PLAN)
     for expected in (
@@ -163,6 +180,9 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (lambda d: d.pop("decisions"), "no list of decisions"),
         (lambda d: d.update(model_bytes=-1), "model_bytes"),
         (lambda d: d.update(model_bytes=1.5), "model_bytes"),
+        (lambda d: d.update(allocation="greed"), "allocation 'greed'"),
+        (lambda d: d["decisions"][0]["recipe"].update(rows="columns"), "rows cannot be 'columns'"),
+        (lambda d: d["decisions"][0]["weight"].update(bias=1), "bias should be true or false"),
         (lambda d: d["decisions"].append(d["decisions"][0]), "twice"),
         (lambda d: d["decisions"].append(None), r"decisions\[2\] is not a decision"),
         (lambda d: d["decisions"][0].update(colour="red"), r"decisions\[0\] is not a decision"),

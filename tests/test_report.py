@@ -181,3 +181,32 @@ def test_a_report_with_a_nan_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(KflatsError, match="NaN"):
         replace(sample(), weights=(weight,)).save(tmp_path / "r.json")
     assert not (tmp_path / "r.json").exists()
+
+
+def dense(name: str, note: str) -> WeightReport:
+    return replace(
+        sample(name=name).weights[0], method={"type": "Dense"}, bands=(), spectrum=(), frequency=(), worst=(),
+        objective=(), bytes_after=256_000, error=0.0, note=note,
+    )  # fmt: skip
+
+
+def test_what_stays_dense_is_said_with_its_reason() -> None:
+    report = replace(sample(), weights=(*sample().weights, dense("head", f"dense: too narrow {NASTY}")))
+    text = str(report)
+    assert "head: dense: too narrow" in text
+    assert "\x1b" not in text
+    row = next(line for line in text.splitlines() if line.startswith("head "))
+    assert " dense " in row
+    assert report.weights[1].dense
+    assert report.weights[1].mean_rank == 64
+    many = replace(report, weights=tuple(dense(f"layer.{i}", "dense: because") for i in range(30)))
+    assert "(18 more left dense)" in str(many)
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+
+
+def test_ranks_are_beside_the_full_rank_and_a_condition_is_told() -> None:
+    weight = sample().weights[0]
+    assert weight.kept == "31 of 64"
+    assert replace(weight, bands=()).kept == "-"
+    assert "condition of the basis: 12.5" in str(replace(sample(), weights=(replace(weight, condition=12.5),)))
+    assert "condition" not in str(sample())

@@ -141,3 +141,27 @@ def test_the_folder_must_not_be_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(KflatsError, match="not a folder"):
         render(Report("m", "60%", (), 10, 10, 0, "1"), tmp_path / "file")
+
+
+def layer(kind: str, number: int, rank: int | None) -> WeightReport:
+    """One linear layer of a deep model; None: left dense."""
+    made = replace(
+        weight(f"encoder.{number}.{kind}", k=1, nested=False), shape=(24, 24),
+        bands=() if rank is None else (BandReport(0, rank, 24, 1.0, 0.1),),
+    )  # fmt: skip
+    return made if rank else replace(made, method={"type": "Dense"}, spectrum=(), frequency=(), worst=(), objective=())
+
+
+@pytest.mark.parametrize("kinds", [2, 12])
+def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int) -> None:
+    names = [NASTY, *(f"kind{chr(97 + i)}" for i in range(kinds - 1))]
+    layers = tuple(layer(kind, i, None if i == 1 else 4 + i) for i in range(4) for kind in names)
+    report = Report("m", "50%", layers, 100_000, 88_000, 0, "0.1.0")
+    found = {picture.stem: picture for picture in overview(report)}
+    assert f"encoder.0.kind{chr(97)}: 4 of 24" in found["rank-by-layer"].alt
+    assert ": dense" in found["rank-by-layer"].alt
+    page = render(report, tmp_path).read_text(encoding="utf-8")
+    assert "<h2>Left dense</h2>" in page
+    assert page.count("<td>dense</td>") == kinds
+    assert "<script>" not in page
+    assert len(overview(replace(report, weights=layers[:1]))) == 1

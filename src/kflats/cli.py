@@ -23,6 +23,7 @@ from kflats.options import (
     Asked,
     BudgetText,
     Calibration,
+    CalibrationTask,
     FileBudget,
     FlatCount,
     Force,
@@ -37,9 +38,11 @@ from kflats.options import (
     Seed,
     SharedBy,
     StoredForm,
+    TaskFolder,
     Texts,
     allocation_of,
     budget_of,
+    examples_of,
     plan_of,
     recipe_of,
     statistics_of,
@@ -154,6 +157,8 @@ def plan_(
     form: StoredForm = None,
     texts: Texts = None,
     calibration: Calibration = None,
+    task: CalibrationTask = None,
+    data: TaskFolder = None,
     statistics: MeasuredFile = None,
     allocation: SharedBy = None,
     force: Force = False,
@@ -170,7 +175,8 @@ def plan_(
     allowed = budget_of(budget, file_budget)
     asked = Asked(method, flats, importance, power, rows, form)
     known = statistics_of(statistics)
-    measured = calibration is not None or known is not None
+    examples = examples_of(task, data, calibration)
+    measured = calibration is not None or known is not None or examples is not None
     recipe = recipe_of(asked, counted=texts is not None, measured=measured)
     counted, judged = texts_of(texts), texts_of(calibration)
     quiet_transformers()
@@ -178,10 +184,12 @@ def plan_(
     loaded = load_model(folder)
     recipes = dict.fromkeys(weights, recipe) if weights else recipe
     importance_needs = getattr(getattr(recipe, "importance", None), "needs_tokenizer", False)
-    tokenizer = tokenizer_of(folder, needed=counted is not None or judged is not None or importance_needs)
-    data = gather(judged if counted is None else counted, tokenizer, judged, None, known)
+    tokens = counted is not None or judged is not None or examples is not None or importance_needs
+    tokenizer = tokenizer_of(folder, needed=tokens)
+    batches = judged if examples is None else examples(loaded, tokenizer)
+    given = gather(judged if counted is None else counted, tokenizer, batches, None, known)
     how, before = allocation_of(allocation), weight_file_bytes(folder)
-    made = decide(loaded, recipes, allowed, data, allocation=how, file_bytes=before, quiet=quiet)
+    made = decide(loaded, recipes, allowed, given, allocation=how, file_bytes=before, quiet=quiet)
     made.plan.save(out)
     if statistics is not None and known is None and made.data.statistics is not None:
         made.data.statistics.save(statistics)
@@ -205,6 +213,8 @@ def compress(
     form: StoredForm = None,
     texts: Texts = None,
     calibration: Calibration = None,
+    task: CalibrationTask = None,
+    data: TaskFolder = None,
     statistics: MeasuredFile = None,
     allocation: SharedBy = None,
     seed: Seed = 0,
@@ -215,18 +225,18 @@ def compress(
     from kflats.compress import compress_folder
 
     asked = Asked(method, flats, importance, power, rows, form)
-    known = statistics_of(statistics)
+    known, examples = statistics_of(statistics), examples_of(task, data, calibration)
     chosen: dict[str, Any] = {}
     if plan is None:
         chosen["budget"] = budget_of(budget, file_budget)
-        measured = calibration is not None or known is not None
+        measured = calibration is not None or known is not None or examples is not None
         chosen["method"] = recipe_of(asked, counted=texts is not None, measured=measured)
         chosen["weights"] = tuple(weights or ())
         chosen["allocation"] = allocation_of(allocation)
     else:
         decided = {**asked.given, "weights": weights, "allocation": allocation}
         chosen["plan"] = plan_of(plan, budget, file_budget, texts is not None, **decided)
-    chosen |= {"texts": texts_of(texts), "calibration": texts_of(calibration), "statistics": known}
+    chosen |= {"texts": texts_of(texts), "calibration": examples or texts_of(calibration), "statistics": known}
     keep = statistics if known is None else None
     quiet_transformers()
     report = compress_folder(model, out, **chosen, keep_statistics=keep, seed=seed, force=force, quiet=quiet)

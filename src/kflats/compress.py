@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def compress_folder(
     weights: tuple[str, ...] = (),
     plan: Plan | None = None,
     texts: Iterable[str] | None = None,
-    calibration: Iterable[Any] | None = None,
+    calibration: Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None = None,
     objective: Any = None,
     statistics: Statistics | None = None,
     keep_statistics: str | os.PathLike[str] | None = None,
@@ -105,8 +105,8 @@ def compress_folder(
         budget, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
             words. Or a ``plan``.
         texts: what importance counts, with the folder's own tokenizer; default: calibration texts.
-        calibration, objective, statistics, allocation: as ``plan``. What was measured is kept beside ``out``
-            until the end as well.
+        calibration, objective, statistics, allocation: as ``plan``; calibration may also be a function that makes
+            batches for the model and its tokenizer. What was measured is kept beside ``out`` until the end as well.
         keep_statistics: a file to keep it in for later (``Statistics.load``).
         force: replace an existing model folder.
 
@@ -114,12 +114,16 @@ def compress_folder(
         KflatsError: as ``compress_``; ``out`` exists, a full disk, a folder without a model.
     """
     folder = resolve_model(source)
-    data = gather(texts, None, calibration, objective, statistics)
+    make = calibration if callable(calibration) else None
+    data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics)
     if data.texts is None and data.calibration and all(isinstance(item, str) for item in data.calibration):
         data = replace(data, texts=data.calibration)
     with new_folder(out, force) as aside:
         model = load_model(folder)
         data = replace(data, tokenizer=_tokenizer(folder, data, method, plan))
+        if make is not None:
+            made = gather(None, None, make(model, data.tokenizer), None, None)
+            data = replace(data, calibration=made.calibration)
         before = weight_file_bytes(folder)
         about = _fingerprint(folder, data)
 

@@ -49,6 +49,15 @@ Calibration = Annotated[
         "--calibration", metavar="FILE", help="Texts to measure with (UTF-8, one a line); a few hundred are enough."
     ),
 ]
+CalibrationTask = Annotated[
+    str | None,
+    typer.Option(
+        "--task", help="Measure with this task's training examples and its own loss: cola, sst2, mrpc, stsb, ..."
+    ),
+]
+TaskFolder = Annotated[
+    Path | None, typer.Option("--data", metavar="FOLDER", help="The task's folder of TSV files. Default: the hub.")
+]
 MeasuredFile = Annotated[
     Path | None,
     typer.Option(
@@ -166,7 +175,9 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
     if needs and not counted:
         raise KflatsError(f"--importance {importance} needs --texts FILE", hint="--importance zipf needs no texts")
     if value.needs and not (measured or counted):
-        raise KflatsError(f"--importance {importance} needs --calibration FILE", hint="texts, one a line")
+        raise KflatsError(
+            f"--importance {importance} needs --calibration FILE or --task NAME", hint="texts, one a line"
+        )
     if counted and not (needs or value.needs):
         raise KflatsError(
             f"--importance {importance} counts no texts", hint="leave --texts out, or --importance counts"
@@ -195,6 +206,20 @@ def texts_of(path: Path | None) -> tuple[str, ...] | None:
     from kflats.texts import read_texts
 
     return None if path is None else read_texts(path)
+
+
+def examples_of(task: str | None, folder: Path | None, calibration: Path | None) -> Any:
+    """What makes labelled batches of a task for a model and its tokenizer; None where no task is given."""
+    from kflats.calibration import SAMPLES
+    from kflats.task_batches import task_batches
+
+    if task is None:
+        if folder is not None:
+            raise KflatsError("--data is of a --task", hint="--task NAME, or --calibration FILE")
+        return None
+    if calibration is not None:
+        raise KflatsError("--task and --calibration are both given", hint="one of them: labelled examples or texts")
+    return lambda model, tokenizer: task_batches(task, tokenizer, limit=SAMPLES, data=folder, model=model)
 
 
 def tokenizer_of(folder: Path, *, needed: bool) -> Any:

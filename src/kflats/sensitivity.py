@@ -25,6 +25,8 @@ from kflats.weighting import Weighting
 Unreached = Literal["refuse", "uniform"]
 """What to do with a weight that the data never reached: an error, or every row counts the same."""
 
+_ROUNDING = 1e-6
+
 
 @dataclass(frozen=True)
 class RowFisher:
@@ -189,7 +191,11 @@ def _input_side(gram: Tensor, mean: Tensor | None, damping: float) -> tuple[Tens
         return _floored(gram, damping), None
     if mean is not None:
         mean = mean.to(torch.float64)
-        gram = gram - torch.outer(mean, mean)
+        # Inputs that hardly vary (the first [CLS]) leave the difference of two equal numbers: rounding, of either sign.
+        rounding = (
+            _ROUNDING * float(gram.diagonal().mean()) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+        )
+        gram = gram - torch.outer(mean, mean) + rounding
     return _damped(gram, damping), mean
 
 
