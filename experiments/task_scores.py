@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
-import time
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -127,12 +126,10 @@ def options(parser: argparse.ArgumentParser, samples: int = 256) -> None:
 
 def one(bench: Bench, variant: Variant, ratio: str = "") -> dict[str, Any]:
     """Compress and judge."""
-    began = time.monotonic()
     model, report = compressed(
         bench.made, variant, bench.statistics(variant.objective), f"{ratio or bench.asked.ratio} ranks"
     )
     return {
-        "fit_seconds": time.monotonic() - began,
         "score": bench.score(model),
         "parameters": parameters_kept(report),
         "dense": sum(w.bytes_after == w.bytes_before for w in report.weights),
