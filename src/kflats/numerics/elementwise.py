@@ -18,7 +18,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 
-_BATCH = 2**24  # numbers in the largest temporary
+_BATCH = 2**22  # numbers in the largest temporary: memory of this size is kept and reused between batches
 _LINES = 8
 
 
@@ -168,12 +168,13 @@ def _normal(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def _solved(grams: Tensor, target: Tensor, proximal: float) -> Tensor:
-    """(H + lambda I)^-1 g for a batch, lambda in units of each H's mean eigenvalue; 0 where H is 0."""
-    mean = grams.diagonal(dim1=1, dim2=2).mean(1)
-    mean = torch.where(mean > 0, mean, torch.ones_like(mean))
-    eye = torch.eye(grams.shape[1], dtype=grams.dtype, device=grams.device)
+    """(H + lambda I)^-1 g for a batch, lambda in units of each H's mean eigenvalue; ``grams`` are overwritten."""
+    diagonal = grams.diagonal(dim1=1, dim2=2)
+    mean = diagonal.mean(1, keepdim=True)
+    mean = torch.where(mean > 0, mean, torch.ones_like(mean))  # no weight at all: g is 0, and so is the answer
     while True:
-        factor, failed = torch.linalg.cholesky_ex(grams + (proximal * mean)[:, None, None] * eye)
+        diagonal.add_(proximal * mean)
+        factor, failed = torch.linalg.cholesky_ex(grams)
         if not bool(failed.any()):
             return torch.cholesky_solve(target.unsqueeze(2), factor).squeeze(2)
         proximal = max(10 * proximal, torch.finfo(grams.dtype).eps)  # held back more, until rounding is outweighed
