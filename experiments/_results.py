@@ -149,7 +149,8 @@ def publish(
         from matplotlib import pyplot
 
         draw(pyplot)
-        pyplot.tight_layout()
+        if not pyplot.gcf().legends:  # a legend of the figure has its room already
+            pyplot.tight_layout()
         pyplot.savefig(write / f"{name}.png", dpi=90)
         pyplot.close("all")
         picture = f"\n\n![{title}]({name}.png)"
