@@ -19,9 +19,12 @@ from kflats.objectives import Projections, SampledLabels, TaskLoss
 from kflats.plan import Plan
 from kflats.planning import plan
 from kflats.recipe import Recipe
+from kflats.recover import recover_, recover_folder
 from kflats.report import Report
+from kflats.scoring import score
 from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.surgery import find_weights, restore_
+from kflats.task_batches import task_batches
 
 __all__ = [
     "MESSI",
@@ -57,9 +60,13 @@ __all__ = [
     "measure",
     "parse_budget",
     "plan",
+    "recover_",
+    "recover_folder",
     "register_plugin",
     "restore_",
     "save",
+    "score",
+    "task_batches",
 ]
 
 register_plugin()
