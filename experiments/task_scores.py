@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import statistics
+from collections import Counter
 from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
@@ -32,8 +33,10 @@ from _results import (
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 
 from kflats import compress_, find_weights, measure
+from kflats.metrics import measure as measure_scores
 from kflats.scoring import score
 from kflats.task_batches import task_batches
+from kflats.task_data import load_examples
 
 METHODS = (
     "SVD,RowFisher,TwoSided,InputGram,KroneckerFisher,KroneckerFisher@logits,ElementFisher,"
@@ -157,12 +160,24 @@ def main() -> None:
     publish_table(asked, rows, about)
 
 
+def constant(task: str, asked: argparse.Namespace) -> float:
+    """The score on the dev split of answering always the same, the commonest class; 0 where that has no score."""
+    examples = load_examples(task, "dev", asked.data)
+    if examples.task.kind != "classification":
+        return 0.0
+    commonest = Counter(examples.labels).most_common(1)[0][0]
+    found = measure_scores(examples.task.metrics, [commonest] * len(examples), list(examples.labels))
+    return found[examples.task.metrics[0]]
+
+
 def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: dict[str, Any]) -> None:
     """Tables of scores and of what they say."""
     at = {(r["task"], r["method"]): r["score"] for r in rows}
     names = list(dict.fromkeys(r["method"] for r in rows))
     sizes = {r["parameters"] for r in rows}
     lines = [["before", *(f"{a['before']:.3f}" for a in about.values()), mean([a["before"] for a in about.values()])]]
+    same = [constant(task, asked) for task in about]
+    lines.append(["always the commonest answer", *(f"{v:.3f}" for v in same), mean(same)])
     for name in names:
         values = [at[task, name] for task in about]
         lines.append([name, *(f"{v:.3f}" for v in values), mean(values)])
@@ -179,6 +194,7 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
             + "\n\n"
             + "\n".join(f"- {line}" for line in told),
             markdown(["method", *about, "average"], lines),
+            "A score at or below that of the commonest answer says that nothing of the task is left.",
             remarks(at, about, names),
         ]
     )
