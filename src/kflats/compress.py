@@ -137,7 +137,7 @@ def compress_folder(
             decided.data.statistics.save(keep_statistics)
         partial = Partial(out, _work_fingerprint(about, decided, seed))
         done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
-        report = _finish(model, decided.plan, done, seed, name=str(source))
+        report = _finish(model, decided.plan, done, seed, name=_called(source))
         model.save_pretrained(aside / weights_folder(folder).relative_to(folder))
         copy_companions(folder, aside)
         _check_file(aside, decided.plan, before)
@@ -182,6 +182,12 @@ def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: 
         seed=seed,
         version=version(),
     )
+
+
+def _called(source: str | os.PathLike[str]) -> str:
+    """A hub name as it is; of a local folder the end of its path: where it lay is nobody else's business."""
+    folder = Path(source)
+    return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
 
 
 def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
