@@ -208,5 +208,7 @@ def test_ranks_are_beside_the_full_rank_and_a_condition_is_told() -> None:
     weight = sample().weights[0]
     assert weight.kept == "31 of 64"
     assert replace(weight, bands=()).kept == "-"
-    assert "condition of the basis: 12.5" in str(replace(sample(), weights=(replace(weight, condition=12.5),)))
+    assert "largest entry beside the identity block: 12.5" in str(
+        replace(sample(), weights=(replace(weight, condition=12.5),))
+    )
     assert "condition" not in str(sample())

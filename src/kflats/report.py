@@ -169,7 +169,7 @@ def _details(weight: WeightReport) -> list[str]:
     lines = [f"{visible(weight.name)}: {weight.shape[0]} x {weight.shape[1]} {visible(weight.dtype)}{places}"]
     lines += [f"  {weight.recipe}", f"  fitted in {weight.seconds:.1f} s"]
     if weight.condition is not None:
-        lines.append(f"  condition of the basis: {number(weight.condition)}")
+        lines.append(f"  largest entry beside the identity block: {number(weight.condition)}")
     if weight.note:
         lines.append(f"  note: {visible(weight.note)}")
     rows = [

@@ -50,7 +50,7 @@ class WeightReport:
     ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum``
     holds the eigenvalues of the weighted Gram matrix, descending, summing to 1. ``objective`` is the
     fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
-    condition number of the basis of an interpolative form, None for other forms.
+    largest entry beside the identity block of an interpolative form, None for other forms.
     """
 
     name: str
