@@ -200,14 +200,16 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
     )
 
     def draw(plot: Any) -> None:
-        plot.figure(figsize=(1.2 + 1.5 * len(about), 4.2))
-        shown = ["before", *names]
-        for place, name in enumerate(shown):
-            values = [a["before"] if name == "before" else at[task, name] for task, a in about.items()]
-            plot.bar([i + 0.8 * place / len(shown) for i in range(len(about))], values, 0.8 / len(shown), label=name)
-        plot.xticks([i + 0.4 for i in range(len(about))], list(about))
-        plot.ylabel("score")
-        plot.legend(fontsize=6, ncol=2)
+        figure, axis = plot.subplots(figsize=(2 + 2 * len(about), 4.8))
+        for place, name in enumerate(names):
+            places = [i + 0.8 * place / len(names) for i in range(len(about))]
+            axis.bar(places, [at[task, name] for task in about], 0.8 / len(names), label=name, color=f"C{place % 10}")
+        for place, what in enumerate(about.values()):
+            axis.hlines(what["before"], place - 0.1, place + 0.8, color="black", lw=0.8, ls="--")
+        axis.set_xticks([i + 0.4 for i in range(len(about))], list(about))
+        axis.set_ylabel("score (dashed: before)")
+        figure.legend(*axis.get_legend_handles_labels(), fontsize=7, ncol=3, loc="lower center")
+        figure.subplots_adjust(bottom=0.25)
 
     command = (
         f"python experiments/task_scores.py --cache FOLDER --tasks {asked.tasks} --methods {asked.methods} "
@@ -225,7 +227,6 @@ def remarks(at: dict[tuple[str, str], float], about: dict[str, Any], names: list
     """What the numbers say about the orderings, ties and failures included."""
     tasks = list(about)
     averages = {name: statistics.mean(at[task, name] for task in tasks) for name in names}
-    before = statistics.mean(about[task]["before"] for task in tasks)
     lines = []
     if {"SVD", "RowFisher"} <= set(names):
         worse = [task for task in tasks if at[task, "RowFisher"] <= at[task, "SVD"]]
@@ -234,11 +235,20 @@ def remarks(at: dict[tuple[str, str], float], about: dict[str, Any], names: list
             + (f"NOT on {', '.join(worse)}." if worse else "on every task.")
         )
     if "RowFisher" in names:
-        lost = before - averages["RowFisher"]
+        lines.append("- Share of what RowFisher loses that others recover, nothing above the original counted:")
+        lost = {task: about[task]["before"] - at[task, "RowFisher"] for task in tasks}
         for name in names:
-            if name not in ("SVD", "RowFisher") and lost > 0:
-                share = (averages[name] - averages["RowFisher"]) / lost
-                lines.append(f"- {name} recovers {share:.0%} of the {lost:.3f} that RowFisher loses on average.")
+            if name in ("SVD", "RowFisher"):
+                continue
+            gained = {t: min(at[t, name], about[t]["before"]) - at[t, "RowFisher"] for t in tasks}
+            each = ", ".join(f"{t} {gained[t] / lost[t]:.0%}" for t in tasks if lost[t] > 0)
+            lines.append(f"    - {name}: {sum(gained.values()) / sum(lost.values()):.0%} of the average ({each})")
+        above = [f"{name} on {t}" for name in names for t in tasks if at[t, name] > about[t]["before"]]
+        if above:
+            lines.append(
+                f"- Above the original itself: {'; '.join(above)}. The original's training was short or its dev split "
+                "is small; such a score shows no fidelity."
+            )
     for name in names:
         if name.endswith(", allocated") and (even := name.removesuffix(", allocated")) in names:
             worse = [task for task in tasks if at[task, name] < at[task, even]]
