@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from _results import IMPORTANCES, Variant, markdown, needs, publish, variants
-from _train import FAST_LR, TaskModel, with_head
+from _train import TaskModel, with_head
 from task_scores import Bench, compressed, options
 
 from kflats import SVD, Projections, Recipe, compress_
@@ -97,7 +97,7 @@ def main() -> None:
     parser.add_argument("--methods", default="SVD,RowFisher,KroneckerFisher")
     parser.add_argument("--ratio", default="33%")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=FAST_LR)
+    parser.add_argument("--lr", type=float, default=2e-5, help="FWSVD's; 1e-4 tears factors apart")
     parser.add_argument("--limit", type=int, default=0, help="fine-tune on this many training examples (0: all)")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
