@@ -291,6 +291,33 @@ def test_an_original_cannot_be_compressed_onto_itself_by_accident(tiny_folder, t
     assert files(folder) == before
 
 
+def test_a_folder_that_holds_the_original_is_never_replaced(tiny_folder, tmp_path):
+    out = tmp_path / "out"
+    shutil.copytree(tiny_folder, out / "0_Transformer")
+    (out / "config.json").write_text("{}")
+    before = files(out)
+    with pytest.raises(KflatsError, match="holds the original, 0_Transformer"):
+        compress_folder(out / "0_Transformer", out, budget="50%", method=SVD(), force=True, quiet=True)
+    assert files(out) == before
+
+
+def test_a_run_into_the_original_s_own_folder_resumes(tiny_folder, tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_folder, folder)
+    run = {"budget": "50%", "method": SVD(), "weights": TWO, "quiet": True}
+
+    def interrupted(*_, **__):
+        raise RuntimeError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compress_module, "_finish", interrupted)
+        with pytest.raises(RuntimeError):
+            compress_folder(folder, folder / "small", **run)
+    monkeypatch.setattr(SVD, "fit", interrupted)
+    compress_folder(folder, folder / "small", **run)
+    assert files(folder).keys() - {f"small/{name}" for name in files(folder / "small")} == files(tiny_folder).keys()
+
+
 KILLED = """
 import os, signal, sys
 import kflats

@@ -111,9 +111,10 @@ def compress_folder(
         force: replace an existing model folder.
 
     Raises:
-        KflatsError: as ``compress_``; ``out`` exists, a full disk, a folder without a model.
+        KflatsError: as ``compress_``; ``out`` exists or holds the original, a full disk, a folder without a model.
     """
     folder = resolve_model(source)
+    _check_apart(folder, Path(out).expanduser().resolve())
     make = calibration if callable(calibration) else None
     data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics)
     if data.texts is None and data.calibration and all(isinstance(item, str) for item in data.calibration):
@@ -190,6 +191,15 @@ def _called(source: str | os.PathLike[str]) -> str:
     return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
 
 
+def _check_apart(folder: Path, out: Path) -> None:
+    """Replacing a folder that the original lies in would remove the original with it."""
+    if out in folder.parents and out.exists():
+        raise KflatsError(
+            f"{out} holds the original, {folder.relative_to(out)}, so it is not replaced",
+            hint="another name for the output",
+        )
+
+
 def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
     """The folder's tokenizer; missing is an error only where something needs it."""
     recipes = [d.recipe for d in plan.decisions] if plan else [as_recipe(method)] if method is not None else []
@@ -206,7 +216,10 @@ def _fingerprint(folder: Path, data: Data) -> str:
     """The model, and all data: what measurements depend on."""
     # The weights, and the tokenizer's files: counts and priors come from those.
     kinds = (".safetensors", ".json", ".txt", ".model")
-    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.rglob("*") if p.suffix in kinds)
+    found = (p for p in folder.rglob("*") if p.suffix in kinds)
+    # Hidden ones are not the model's: what an interrupted run keeps lies there too where ``out`` is inside the folder.
+    shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
     about = [str(folder), files, data.digest(), version()]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
