@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kflats.description import QUANT_METHOD
 from kflats.errors import KflatsError
 from kflats.exchange import dense_layer_for, factored_layers_for, holders_of_bias, shift_bias_
 from kflats.nn.conv import FactoredConv2d
@@ -21,6 +22,7 @@ from kflats.places import (
     factored_layers,
     find_weight,
     find_weights,
+    pretrained_models,
     submodule,
 )
 from kflats.resizing import guard_resizing_, unguard_resizing_
@@ -105,7 +107,8 @@ def restore_(model: nn.Module) -> None:
 
     Ties are tied again. Values do not return to what they were before compression: the model computes what
     it did with factors, biases included. Only a bias that a layer gained goes, because the architecture
-    (and who loads its checkpoint) has no place for it; the outputs move by that constant.
+    (and who loads its checkpoint) has no place for it; the outputs move by that constant. Transformers' configs
+    lose their note of factors, so that ``save_pretrained`` makes an ordinary folder.
 
     >>> from kflats.nn.matrix import LowRankMatrix
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
@@ -130,6 +133,10 @@ def restore_(model: nn.Module) -> None:
         _put(model, name, shells[id(layer)])
     recall_ties_(model)
     unguard_resizing_(model)
+    for _, part in pretrained_models(model):
+        known = getattr(part.config, "quantization_config", None)
+        if isinstance(known, dict) and known.get("quant_method") == QUANT_METHOD:
+            del part.config.quantization_config
 
 
 @contextmanager

@@ -229,7 +229,6 @@ def test_restored_models_are_ordinary_again(loaded: bool, make_matrix: Any, tmp_
         model.save_pretrained(tmp_path / "small")
         model = AutoModelForMaskedLM.from_pretrained(tmp_path / "small")
     restore_(model)
-    annotate_(model)
     assert type(model.get_input_embeddings()) is nn.Embedding
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model.all_tied_weights_keys == dense.all_tied_weights_keys
