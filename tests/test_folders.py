@@ -258,13 +258,14 @@ def test_damaged_weights_are_made_again(damage: str, tmp_path: Path) -> None:
         assert partial.get(name) is not None
 
 
-def test_a_full_disk_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partial = Partial(tmp_path / "small", "this run")
     partial.put("words", TENSORS, {})
 
     def full(tensors: object, filename: Path, metadata: object) -> None:
         filename.write_bytes(b"half of it")
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
 
     monkeypatch.setattr("kflats.folders.save_file", full)
     for name in ("words", "linear"):

@@ -151,7 +151,10 @@ def fsync(path: Path) -> None:
 def explain(error: Exception, path: Path) -> None:
     """Raise ``error`` again as a KflatsError where its cause is plain: a full disk, no permission, a file instead."""
     number = error.errno if isinstance(error, OSError) else None
-    if number in _FULL or (isinstance(error, SafetensorError) and "os error 28" in str(error)):
+    if isinstance(error, SafetensorError):  # written in Rust: the number is only in its words
+        said = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(said[1]) if said else None
+    if number in _FULL:
         raise KflatsError(
             f"the disk ran full while {path} was written; what was there before is untouched",
             hint="free some space and run the same command again; kflats compress keeps finished weights",
