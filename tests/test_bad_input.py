@@ -169,10 +169,24 @@ def test_a_table_that_is_compressed_already(folder):
     assert not (folder.parent / "out").exists()
 
 
-def test_an_embedding_that_rescales_its_rows():
-    model = nn.ModuleDict({"words": nn.Embedding(50, 8, max_norm=1.0)})
-    with pytest.raises(KflatsError, match="max_norm"):
+@pytest.mark.parametrize("option", [{"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
+def test_an_embedding_that_does_what_factors_cannot(option):
+    model = nn.ModuleDict({"words": nn.Embedding(50, 8, **option)})
+    with pytest.raises(KflatsError, match=next(iter(option))):
         compress_(model, {"words": SVD()}, budget="50%", quiet=True)
+
+
+def test_a_model_without_values():
+    with torch.device("meta"):
+        model = nn.ModuleDict({"words": nn.Embedding(50, 8)})
+    with pytest.raises(KflatsError, match="words has a shape but no values"):
+        compress_(model, {"words": SVD()}, budget="50%", quiet=True)
+
+
+def test_no_name_is_not_the_current_folder(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    with pytest.raises(KflatsError, match="no model is named"):
+        compress_folder("", folder.parent / "out", budget="50%", quiet=True)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

@@ -77,6 +77,12 @@ def _fit(
     weight, recipe = decision.weight, decision.recipe
     turned = recipe.rows == "outputs"
     table = dense_weight(model, weight)
+    if table.is_meta:
+        raise KflatsError(
+            f"{weight.name} has a shape but no values",
+            cause="the model is on the meta device, or offloaded by a device_map",
+            hint="load it with its weights, on one device",
+        )
     rows = TensorRows(table.T if turned else table)
     weighting = data.weigh(weight, recipe)
     nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)

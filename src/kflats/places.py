@@ -54,7 +54,7 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers,
     GPT-2's ``Conv1D`` and exact ``nn.Conv2d`` layers of one group. Left alone: layers whose tensors others
     read directly (inside torch's own transformer layers), subclasses that compute something else, parameters
-    shared with a module of another kind, and ``max_norm`` embeddings.
+    shared with a module of another kind, and embeddings with ``max_norm`` or ``scale_grad_by_freq``.
 
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
     >>> model["out"].weight = model["words"].weight      # a tie

@@ -67,6 +67,10 @@ def role_of(module: nn.Module) -> Role:
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None:
             return Role("", "max_norm rescales rows of the table while it is read, which factors cannot do")
+        if module.scale_grad_by_freq:
+            return Role(
+                "", "scale_grad_by_freq divides gradients by how often a row is read, which bases have no count of"
+            )
         if kind is not nn.Embedding and not _is_scaled(kind):
             return Role("", f"{kind.__name__} is a subclass of nn.Embedding that kflats does not know")
         return Role("embedding")

@@ -31,6 +31,8 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
         KflatsError: no such folder, no such model, no network, or a model without safetensors.
     """
     text = os.fspath(name_or_path)
+    if not text.strip():
+        raise KflatsError("no model is named", hint="a model folder, or a hub name such as owner/model")
     path = Path(text).expanduser()
     if path.is_dir():
         weights_folder(path)
