@@ -141,6 +141,18 @@ def test_a_table_with_values_too_large_to_square(folder):
     refused(rf"{TABLE}: .*too large", folder)
 
 
+@pytest.mark.parametrize("method", [SVD(), Flats(k=2)], ids=["svd", "flats"])
+def test_a_table_with_values_too_small_to_square(folder, method):
+    change(folder, lambda t: t[f"{TABLE}.weight"].mul_(1e-25))
+    refused(rf"{TABLE}: .*too small", folder, method=method)
+
+
+@pytest.mark.parametrize("options", [{"k": 2.5}, {"k": "5"}, {"k": True}, {"levels": 2.5}, {"restarts": 1.5}], ids=str)
+def test_numbers_of_flats_that_are_no_whole_numbers(options):
+    with pytest.raises(KflatsError, match="whole numbers"):
+        Flats(**options)
+
+
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [

@@ -84,6 +84,9 @@ class Flats:
     accepts = frozenset({"rows", "right"})
 
     def __post_init__(self) -> None:
+        counts = (1 if self.k is None else self.k, self.levels, self.restarts, self.max_iterations)
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+            raise KflatsError("k, levels, restarts and max_iterations are whole numbers", hint="Flats(k=5)")
         if self.k is not None and (self.k < 1 or self.k > 4096):
             raise KflatsError(f"{self.k} flats are not possible", hint="k from 1 to 4096, or None to search")
         if self.ranks not in ("filled", "uniform"):

@@ -6,6 +6,7 @@ and not by memory. Computation is in float32 (float64 if the source is), whateve
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
@@ -19,6 +20,8 @@ BLOCK = 1024
 
 GRAM_BLOCK = 8192
 """Rows per Gram block: long enough that adding the float64 sum costs little beside the product."""
+
+_SMALL_NORM = 1e-10  # only below it are single values looked at: a square may vanish, and with it the norm
 
 
 @runtime_checkable
@@ -122,12 +125,17 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
 def check_finite(rows: Rows, what: str = "matrix") -> None:
     """Refuse NaN, infinity and numbers whose squares overflow: one bad row would silently poison a whole flat.
 
+    So would squares that all vanish: every error would be reported as none. A matrix of zeros is one of zeros.
+
     Raises:
         KflatsError: with the first bad row's number.
     """
+    largest = 0.0
     for start, block in rows.blocks(GRAM_BLOCK):
         # A norm is finite only if every entry is, and their squares.
-        if not torch.isfinite(torch.linalg.vector_norm(block)):
+        norm = float(torch.linalg.vector_norm(block))
+        largest = max(largest, norm)
+        if not math.isfinite(norm):
             bad = (~torch.isfinite(block).all(dim=1)).nonzero()
             if not len(bad):
                 raise KflatsError(
@@ -140,6 +148,16 @@ def check_finite(rows: Rows, what: str = "matrix") -> None:
                 cause="diverged training or a damaged checkpoint",
                 hint="load another checkpoint, or replace the values",
             )
+    if largest > _SMALL_NORM:
+        return
+    smallest = torch.finfo(rows.dtype).tiny ** 0.5
+    values = max((float(block.abs().max()) for _, block in rows.blocks(GRAM_BLOCK)), default=0.0)
+    if 0 < values < smallest:
+        raise KflatsError(
+            f"the {what} has no value larger than {values:.1e}, too small to be squared",
+            cause="a damaged checkpoint, or a layer that was never trained",
+            hint="leave it dense, or scale the matrix up",
+        )
 
 
 def check_weights(weights: Tensor | None, n: int) -> None:
