@@ -14,6 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kflats.cli import app
+from kflats.demo import PACKAGE, packaged_model
+from kflats.texts import packaged_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])
@@ -65,10 +67,15 @@ def help_of(command: str) -> str:
 
 @pytest.mark.parametrize("block", RUNNABLE, ids=str)
 def test_python_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each block stands alone: a reader copies one, not the page."""
+    """Each block stands alone: a reader copies one, not the page. What is the reader's own is a small real model."""
     monkeypatch.chdir(tmp_path)
+    own: dict[str, object] = {}
+    if re.search(r"\(name\)", block.text):
+        pytest.importorskip("transformers")
+        pytest.importorskip(PACKAGE)
+        own = {"name": str(packaged_model()), "texts": packaged_texts("count")}
     code = compile("\n" * (block.line - 1) + block.text, block.page, "exec")
-    exec(code, {"__name__": "__main__"})  # noqa: S102  the project's own text
+    exec(code, {"__name__": "__main__", **own})  # noqa: S102  the project's own text
 
 
 @pytest.mark.parametrize(("where", "line"), lines_of_shell())
