@@ -43,7 +43,7 @@ LINES: dict[str, tuple[Any, str]] = {
 
 
 def calibration(size: int) -> list[str]:
-    """``size`` sentences of WikiText-2, drawn with a fixed seed: its marks undone, sentences with unknown words left out."""
+    """``size`` sentences of WikiText-2, drawn with a fixed seed; marks undone, none with unknown words."""
     text = "\n".join(sentences("wikitext2")).replace(" @-@ ", "-").replace(" @,@ ", ",").replace(" @.@ ", ".")
     parts = [part.strip() for line in text.split("\n") for part in line.split(" . ")]
     found = [f"{part} ." for part in parts if len(part) > 30 and "<unk>" not in part and not part.startswith("=")]
