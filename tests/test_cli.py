@@ -285,19 +285,21 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
     (tmp_path / "sst2" / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     kept = tmp_path / "statistics.safetensors"
     given = ("--weights", "linear", "--task", "sst2", "--data", tmp_path / "sst2", "--budget", "60%")
+    given += ("--samples", "16")
     done = run(
         "compress", tmp_path / "model", *given, "--importance", "row-fisher", "--statistics", kept,
         "--out", tmp_path / "small", "--quiet",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     found = Statistics.load(kept)
-    assert (found.objective["type"], found.samples) == ("TaskLoss", 20)
+    assert (found.objective["type"], found.samples) == ("TaskLoss", 16)
     assert {w.importance["type"] for w in Report.load(tmp_path / "small").weights if not w.dense} == {"RowFisher"}
     planned = run("plan", tmp_path / "model", *given, "--quiet", "--out", tmp_path / "plan.json")
     assert planned.exit_code == 0, planned.output
     assert Plan.load(tmp_path / "plan.json").allocation == "loss"
     both = ("--calibration", tmp_path / "sst2" / "train.tsv", "--out", tmp_path / "no")
     assert "are both given" in refused("compress", tmp_path / "model", *given, *both)
+    assert "--samples 0" in refused("compress", tiny, "--budget", "9%", "--samples", 0, *both[2:])
     assert "--data is of a --task" in refused("compress", tiny, "--budget", "9%", "--data", tmp_path, *both[2:])
 
 

@@ -240,6 +240,7 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
     ("given", "message"),
     [
         ({"calibration": []}, "no calibration data"),
+        ({"calibration": ["text"], "samples": 0}, "0 samples measure nothing"),
         ({"calibration": "one text"}, "not one string"),
         ({"calibration": {"input": torch.ones(1)}}, "not one batch"),
         ({"calibration": [3]}, "expected texts or batches .* found int"),
@@ -258,6 +259,8 @@ def test_long_lists_of_texts_are_sampled_evenly(tiny_tokenizer) -> None:
     texts = [f"word{i % 280}" for i in range(5000)]
     found = Data(texts=tuple(texts), tokenizer=tiny_tokenizer).batches()
     assert sum(len(batch["input_ids"]) for batch in found) == calibration_module.SAMPLES
+    fewer = Data(texts=tuple(texts), tokenizer=tiny_tokenizer, samples=30).batches()
+    assert sum(len(batch["input_ids"]) for batch in fewer) == 30
     few = Data(calibration=tuple(texts[:20]), tokenizer=tiny_tokenizer).batches()
     assert sum(len(batch["input_ids"]) for batch in few) == 20
 
@@ -276,5 +279,6 @@ def test_the_digest_sees_every_value() -> None:
         gather(TEXTS, None, None, None, None).digest(),
         gather(None, None, TEXTS, None, None).digest(),
         gather(None, None, None, None, None).digest(),
+        gather(None, None, None, None, None, 100).digest(),
     }
-    assert len(digests) == 8
+    assert len(digests) == 9

@@ -26,7 +26,7 @@ from kflats.statistics import count_tokens, zipf_prior
 from kflats.weighting import Weighting
 
 SAMPLES = 512
-"""Texts that are measured with: evenly spaced ones of a longer list. A few hundred samples settle a Gram matrix."""
+"""Texts that are measured with where no number is given: a few hundred do; some thousands gain a little more."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,10 @@ class Data:
         texts: what ``TokenCounts`` counts; calibration data too where there is no other.
         tokenizer: the model's own.
         calibration: texts, or batches: mappings of tensors for ``model(**batch)``, with labels for a task's loss.
-        objective: what gradients are taken of; None: the task's loss where every batch has labels, else random
+        objective: what gradients are taken of; None: the task's loss where batches have labels, else random
             projections of the output, which need no labels.
         statistics: what was measured before.
+        samples: how many texts are measured with, evenly spaced ones of a longer list; batches are all used.
         curves: objectives by rank, once they are known (``curve``).
     """
 
@@ -48,6 +49,7 @@ class Data:
     calibration: tuple[Any, ...] | None = None
     objective: Any = None
     statistics: Statistics | None = None
+    samples: int = SAMPLES
     curves: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -78,7 +80,7 @@ class Data:
             raise KflatsError(
                 "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
             )
-        return list(text_batches(_spread(found, SAMPLES), self.tokenizer))
+        return list(text_batches(_spread(found, self.samples), self.tokenizer))
 
     def measured(self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True) -> Data:
         """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed."""
@@ -138,7 +140,7 @@ class Data:
 
     def digest(self) -> str:
         """Of everything here that results depend on, but for the tokenizer."""
-        total = hashlib.sha256(json.dumps([self.texts, repr(self.objective)]).encode())
+        total = hashlib.sha256(json.dumps([self.texts, repr(self.objective), self.samples]).encode())
         for item in self.calibration or ():
             total.update(b"\0item")
             if isinstance(item, Mapping):
@@ -156,18 +158,22 @@ def gather(
     calibration: Iterable[Any] | None,
     objective: Any,
     statistics: Statistics | None,
+    samples: int = SAMPLES,
 ) -> Data:
     """What was given, read once and checked.
 
     Raises:
-        KflatsError: one string in place of several, or texts that are none.
+        KflatsError: one string in place of several, texts that are none, or no samples at all.
     """
+    if samples < 1:
+        raise KflatsError(f"{samples} samples measure nothing", hint="a few hundred")
     return Data(
         None if texts is None else _kept(texts),
         tokenizer,
         None if calibration is None else _kept(calibration, batches=True),
         objective,
         statistics,
+        samples,
     )
 
 

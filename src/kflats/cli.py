@@ -35,6 +35,7 @@ from kflats.options import (
     Power,
     Quiet,
     RowSide,
+    SampleCount,
     Seed,
     SharedBy,
     StoredForm,
@@ -45,6 +46,7 @@ from kflats.options import (
     examples_of,
     plan_of,
     recipe_of,
+    samples_of,
     statistics_of,
     texts_of,
     tokenizer_of,
@@ -159,6 +161,7 @@ def plan_(
     calibration: Calibration = None,
     task: CalibrationTask = None,
     data: TaskFolder = None,
+    samples: SampleCount = None,
     statistics: MeasuredFile = None,
     allocation: SharedBy = None,
     force: Force = False,
@@ -175,7 +178,7 @@ def plan_(
     allowed = budget_of(budget, file_budget)
     asked = Asked(method, flats, importance, power, rows, form)
     known = statistics_of(statistics)
-    examples = examples_of(task, data, calibration)
+    examples = examples_of(task, data, calibration, samples_of(samples))
     measured = calibration is not None or known is not None or examples is not None
     recipe = recipe_of(asked, counted=texts is not None, measured=measured)
     counted, judged = texts_of(texts), texts_of(calibration)
@@ -187,7 +190,7 @@ def plan_(
     tokens = counted is not None or judged is not None or examples is not None or importance_needs
     tokenizer = tokenizer_of(folder, needed=tokens)
     batches = judged if examples is None else examples(loaded, tokenizer)
-    given = gather(judged if counted is None else counted, tokenizer, batches, None, known)
+    given = gather(judged if counted is None else counted, tokenizer, batches, None, known, samples_of(samples))
     how, before = allocation_of(allocation), weight_file_bytes(folder)
     made = decide(loaded, recipes, allowed, given, allocation=how, file_bytes=before, quiet=quiet)
     made.plan.save(out)
@@ -215,6 +218,7 @@ def compress(
     calibration: Calibration = None,
     task: CalibrationTask = None,
     data: TaskFolder = None,
+    samples: SampleCount = None,
     statistics: MeasuredFile = None,
     allocation: SharedBy = None,
     seed: Seed = 0,
@@ -225,7 +229,7 @@ def compress(
     from kflats.compress import compress_folder
 
     asked = Asked(method, flats, importance, power, rows, form)
-    known, examples = statistics_of(statistics), examples_of(task, data, calibration)
+    known, examples = statistics_of(statistics), examples_of(task, data, calibration, samples_of(samples))
     chosen: dict[str, Any] = {}
     if plan is None:
         chosen["budget"] = budget_of(budget, file_budget)
@@ -236,7 +240,12 @@ def compress(
     else:
         decided = {**asked.given, "weights": weights, "allocation": allocation}
         chosen["plan"] = plan_of(plan, budget, file_budget, texts is not None, **decided)
-    chosen |= {"texts": texts_of(texts), "calibration": examples or texts_of(calibration), "statistics": known}
+    chosen |= {
+        "texts": texts_of(texts),
+        "calibration": examples or texts_of(calibration),
+        "statistics": known,
+        "samples": samples_of(samples),
+    }
     keep = statistics if known is None else None
     quiet_transformers()
     report = compress_folder(model, out, **chosen, keep_statistics=keep, seed=seed, force=force, quiet=quiet)

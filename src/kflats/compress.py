@@ -15,7 +15,7 @@ from torch import nn
 
 from kflats.analysis import stored_bytes
 from kflats.budget import Budget, parse_budget
-from kflats.calibration import Data, gather, needed, statistics_digest
+from kflats.calibration import SAMPLES, Data, gather, needed, statistics_digest
 from kflats.errors import KflatsError
 from kflats.evaluate import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model
@@ -40,6 +40,7 @@ def compress_(
     calibration: Iterable[Any] | None = None,
     objective: Any = None,
     statistics: Statistics | None = None,
+    samples: int = SAMPLES,
     allocation: Allocation = "auto",
     seed: int = 0,
     quiet: bool = False,
@@ -51,8 +52,8 @@ def compress_(
     All weights are fitted before the first is swapped: after an error the model is as it was.
 
     Args:
-        model, recipes, budget, data, tokenizer, calibration, objective, statistics, allocation: as ``plan``; or
-            ``recipes`` is a ``Plan``, without a budget.
+        model, recipes, budget, data, tokenizer, calibration, objective, statistics, samples, allocation: as ``plan``;
+            or ``recipes`` is a ``Plan``, without a budget.
         seed: of every random step. Equal seed, data and threads give equal factors.
         quiet: no progress bar.
 
@@ -71,7 +72,7 @@ def compress_(
     >>> report.weights[0].bytes_after <= 0.5 * 200 * 16 * 4
     True
     """
-    given = gather(data, tokenizer, calibration, objective, statistics)
+    given = gather(data, tokenizer, calibration, objective, statistics, samples)
     decided = decide(model, recipes, budget, given, allocation=allocation, quiet=quiet)
     done = factorize(model, decided.plan, decided.data, seed, quiet, None)
     return _finish(model, decided.plan, done, seed)
@@ -90,6 +91,7 @@ def compress_folder(
     objective: Any = None,
     statistics: Statistics | None = None,
     keep_statistics: str | os.PathLike[str] | None = None,
+    samples: int = SAMPLES,
     allocation: Allocation = "auto",
     seed: int = 0,
     force: bool = False,
@@ -105,8 +107,8 @@ def compress_folder(
         budget, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
             words. Or a ``plan``.
         texts: what importance counts, with the folder's own tokenizer; default: calibration texts.
-        calibration, objective, statistics, allocation: as ``plan``; calibration may also be a function that makes
-            batches for the model and its tokenizer. What was measured is kept beside ``out`` until the end as well.
+        calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
+            makes batches for the model and its tokenizer. What was measured is kept beside ``out`` until the end too.
         keep_statistics: a file to keep it in for later (``Statistics.load``).
         force: replace an existing model folder.
 
@@ -116,7 +118,7 @@ def compress_folder(
     folder = resolve_model(source)
     _check_apart(folder, Path(out).expanduser().resolve())
     make = calibration if callable(calibration) else None
-    data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics)
+    data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
     if data.texts is None and data.calibration and all(isinstance(item, str) for item in data.calibration):
         data = replace(data, texts=data.calibration)
     with new_folder(out, force) as aside:

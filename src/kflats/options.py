@@ -45,9 +45,7 @@ Power = Annotated[float | None, typer.Option("--power", help="Power of the count
 Texts = Annotated[Path | None, typer.Option("--texts", metavar="FILE", help="UTF-8 text, one sentence a line.")]
 Calibration = Annotated[
     Path | None,
-    typer.Option(
-        "--calibration", metavar="FILE", help="Texts to measure with (UTF-8, one a line); a few hundred are enough."
-    ),
+    typer.Option("--calibration", metavar="FILE", help="Texts to measure with (UTF-8, one a line), see --samples."),
 ]
 CalibrationTask = Annotated[
     str | None,
@@ -57,6 +55,9 @@ CalibrationTask = Annotated[
 ]
 TaskFolder = Annotated[
     Path | None, typer.Option("--data", metavar="FOLDER", help="The task's folder of TSV files. Default: the hub.")
+]
+SampleCount = Annotated[
+    int | None, typer.Option("--samples", metavar="N", help="How many texts or examples to measure with (512).")
 ]
 MeasuredFile = Annotated[
     Path | None,
@@ -208,9 +209,17 @@ def texts_of(path: Path | None) -> tuple[str, ...] | None:
     return None if path is None else read_texts(path)
 
 
-def examples_of(task: str | None, folder: Path | None, calibration: Path | None) -> Any:
-    """What makes labelled batches of a task for a model and its tokenizer; None where no task is given."""
+def samples_of(asked: int | None) -> int:
+    """How many texts or examples are measured with."""
     from kflats.calibration import SAMPLES
+
+    if asked is not None and asked < 1:
+        raise KflatsError(f"--samples {asked} measure nothing", hint="a few hundred")
+    return SAMPLES if asked is None else asked
+
+
+def examples_of(task: str | None, folder: Path | None, calibration: Path | None, samples: int) -> Any:
+    """What makes labelled batches of a task for a model and its tokenizer; None where no task is given."""
     from kflats.task_batches import task_batches
 
     if task is None:
@@ -219,7 +228,7 @@ def examples_of(task: str | None, folder: Path | None, calibration: Path | None)
         return None
     if calibration is not None:
         raise KflatsError("--task and --calibration are both given", hint="one of them: labelled examples or texts")
-    return lambda model, tokenizer: task_batches(task, tokenizer, limit=SAMPLES, data=folder, model=model)
+    return lambda model, tokenizer: task_batches(task, tokenizer, limit=samples, data=folder, model=model)
 
 
 def tokenizer_of(folder: Path, *, needed: bool) -> Any:

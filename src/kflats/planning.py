@@ -10,7 +10,7 @@ from torch import nn
 
 from kflats.analysis import stored_bytes
 from kflats.budget import Budget, parse_budget
-from kflats.calibration import Data, gather
+from kflats.calibration import SAMPLES, Data, gather
 from kflats.errors import KflatsError
 from kflats.importance import Uniform
 from kflats.measurements import Statistics
@@ -43,6 +43,7 @@ def plan(
     calibration: Iterable[Any] | None = None,
     objective: Any = None,
     statistics: Statistics | None = None,
+    samples: int = SAMPLES,
     allocation: Allocation = "auto",
     file_bytes: int | None = None,
     quiet: bool = True,
@@ -61,7 +62,7 @@ def plan(
             weight's full rank (FWSVD's rank ratio).
         data: texts that importance may count. tokenizer: the model's own.
         calibration: texts or batches (mappings for ``model(**batch)``) to measure Fisher information and
-            activations with; default: ``data``.
+            activations with; default: ``data``. samples: use so many of the texts, evenly spaced.
         objective: what gradients are taken of; default: the task's loss where batches have labels, else random
             projections of the output.
         statistics: what ``kflats.measure`` found; then nothing is measured.
@@ -75,7 +76,7 @@ def plan(
         KflatsError: unknown names, a budget that cannot be met, an importance without its data, or one that its
             method cannot take.
     """
-    given = gather(data, tokenizer, calibration, objective, statistics)
+    given = gather(data, tokenizer, calibration, objective, statistics, samples)
     return decide(model, recipes, budget, given, allocation=allocation, file_bytes=file_bytes, quiet=quiet).plan
 
 

@@ -25,7 +25,7 @@ from kflats.weighting import Weighting
 Unreached = Literal["refuse", "uniform"]
 """What to do with a weight that the data never reached: an error, or every row counts the same."""
 
-_ROUNDING = 1e-6
+_ROUNDING = 1e-5  # of a mean square, above what products in float32 leave
 
 
 @dataclass(frozen=True)
@@ -192,10 +192,7 @@ def _input_side(gram: Tensor, mean: Tensor | None, damping: float) -> tuple[Tens
     if mean is not None:
         mean = mean.to(torch.float64)
         # Inputs that hardly vary (the first [CLS]) leave the difference of two equal numbers: rounding, of either sign.
-        rounding = (
-            _ROUNDING * float(gram.diagonal().mean()) * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-        )
-        gram = gram - torch.outer(mean, mean) + rounding
+        gram = gram - torch.outer(mean, mean) + torch.diag(_ROUNDING * gram.diagonal())
     return _damped(gram, damping), mean
 
 
