@@ -226,7 +226,10 @@ class KMeansSVD:
 
 
 def MESSI(k: int = 5) -> Flats:
-    """MESSI exactly as published: equal ranks, a random partition to start from. Use it with Uniform()."""
+    """MESSI as published: equal ranks, a random partition to start from. Use it with Uniform().
+
+    What differs is how fast EM runs: between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
+    """
     return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100)
 
 
