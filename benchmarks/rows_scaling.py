@@ -2,9 +2,9 @@
 
 A synthetic table (10 flats of rank 16, and so much noise that EM goes on) is written to a memory-mapped file, block by
 block, and fitted with k=10 flats of rank 16 from disk in a fresh process. Timed per row: the check for NaN, row norms,
-and EM from the seeds until the objective falls no more, at most 6 iterations, and the exact refit. Seeding happens on a sample of one size whatever n is;
-its seconds are a column of their own. Memory is the peak of anonymous pages over all of it (the mapped file's pages
-are the kernel's), less what importing torch takes.
+EM from the seeds until the objective falls no more, at most 6 iterations, and the exact refit. Seeding happens on a
+sample of one size whatever n is; its seconds are a column of their own. Memory is the peak of anonymous pages over
+all of it (the mapped file's pages are the kernel's), less what importing torch takes.
 
     python benchmarks/rows_scaling.py --write benchmarks/results/rows_scaling.md
 """
