@@ -1,0 +1,275 @@
+"""What an error costs: rho(t) of a distance t, and the weight that makes a weighted square of it.
+
+    minimise  sum_i  w_i rho( dist(a_i, S) )
+
+Iteratively reweighted least squares replaces rho, at the distances t_i reached, by the parabola that touches it
+there and lies above it: weight rho'(t_i) / (2 t_i) times t^2, plus a constant (MESSI, appendix E.1, asks for these
+losses; the parabola is Huber & Ronchetti, Robust Statistics, 2nd ed., section 7.8). Solving the weighted squares
+then never raises the sum. Losses take *squared* distances, which is what is measured: ||a||^2 - ||Va||^2.
+
+| loss | rho(t) | choose it |
+| --- | --- | --- |
+| ``Squared()`` | t^2 | noise alone; the SVD |
+| ``Power(q)`` | t^q, 0 < q <= 2 | some rows lie far away; q = 1 needs no threshold |
+| ``Huber(t0)`` | t^2 up to t0, then 2 t0 t - t0^2 | noise of known size and some rows beyond it |
+| ``Truncated(t0)`` | min(t, t0) | gross outliers, which then do not count at all |
+
+Thresholds are distances in the units of the matrix, or (``unit="median"``) multiples of the median distance of
+the rows to the flats of a fit with ``Power(1)``: a rank that suits the data makes 3 medians a sensible choice.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+
+FLOOR = 1e-6
+"""Squared distances below this share of the row's squared norm count as that share in weights: in float32
+||a||^2 - ||Va||^2 is rounding there, and a row on the flat would else weigh more than all others together."""
+
+Unit: TypeAlias = Literal["absolute", "median"]
+
+
+@dataclass(frozen=True)
+class Squared:
+    """rho(t) = t^2: all rows weigh the same.
+
+    >>> Squared().rho(torch.tensor([4.0])).tolist()
+    [4.0]
+    """
+
+    name: ClassVar[str] = "squared"
+
+    def rho(self, dist2: Tensor) -> Tensor:
+        """rho of squared distances, elementwise."""
+        return dist2.clamp_min(0.0)
+
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
+        """1 everywhere."""
+        return torch.ones_like(dist2)
+
+
+@dataclass(frozen=True)
+class Power:
+    """rho(t) = t^q for 0 < q <= 2; q = 1 is the sum of distances (l2,1). Below 1 it is not convex in t, and a fit
+    keeps nearer to where it starts.
+
+    Raises:
+        KflatsError: q outside (0, 2].
+
+    >>> Power(1).rho(torch.tensor([4.0, 0.0])).tolist()
+    [2.0, 0.0]
+    >>> Power(1).weight(torch.tensor([4.0])).tolist()
+    [0.25]
+    """
+
+    q: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not _number(self.q) or not 0 < self.q <= 2:
+            raise KflatsError(
+                f"an error of power q={self.q!r} cannot be minimised here",
+                cause="above 2 the farthest rows decide alone, at 0 and below nothing is left to minimise",
+                hint="0 < q <= 2, for example Power(1)",
+            )
+
+    @property
+    def name(self) -> str:
+        """As ``from_name`` reads it."""
+        return f"power {self.q:g}" if float(f"{self.q:g}") == self.q else f"power {self.q!r}"
+
+    def rho(self, dist2: Tensor) -> Tensor:
+        """rho of squared distances, elementwise."""
+        return dist2.clamp_min(0.0).pow(self.q / 2)
+
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
+        """q/2 t^(q-2), t^2 floored at ``FLOOR`` of the row's squared norm; 0 for rows of zeros."""
+        if self.q == 2:
+            return torch.ones_like(dist2)
+        return _alive(self.q / 2 * floored(dist2, norms2).pow(self.q / 2 - 1), norms2)
+
+
+@dataclass(frozen=True)
+class Huber:
+    """rho(t) = t^2 up to the threshold t0, 2 t0 t - t0^2 beyond: squared for noise, linear for outliers.
+
+    Raises:
+        KflatsError: a threshold that is not positive, or an unknown unit.
+
+    >>> Huber(2.0).rho(torch.tensor([1.0, 9.0])).tolist(), Huber(2.0).weight(torch.tensor([1.0, 16.0])).tolist()
+    ([1.0, 8.0], [1.0, 0.5])
+    """
+
+    threshold: float
+    unit: Unit = "absolute"
+
+    def __post_init__(self) -> None:
+        _check_threshold(self.threshold, self.unit)
+
+    @property
+    def name(self) -> str:
+        """As ``from_name`` reads it."""
+        return _threshold_name("huber", self.threshold, self.unit)
+
+    def rho(self, dist2: Tensor) -> Tensor:
+        """rho of squared distances, elementwise."""
+        t0 = _absolute(self)
+        dist2 = dist2.clamp_min(0.0)
+        return torch.where(dist2 <= t0 * t0, dist2, 2 * t0 * dist2.sqrt() - t0 * t0)
+
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
+        """1 up to the threshold, t0 / t beyond. It needs no floor."""
+        t0 = _absolute(self)
+        return torch.where(dist2 <= t0 * t0, 1.0, t0 / floored(dist2, None).sqrt())
+
+
+@dataclass(frozen=True)
+class Truncated:
+    """rho(t) = min(t, t0): beyond the threshold t0 a row costs the same wherever it lies (MESSI, appendix E.1).
+
+    Not convex: rows that a bad start leaves beyond the threshold are never looked at again, so a fit starts from
+    that of ``Power(1)`` (see ``stages``).
+
+    Raises:
+        KflatsError: a threshold that is not positive, or an unknown unit.
+
+    >>> Truncated(2.0).rho(torch.tensor([1.0, 9.0])).tolist(), Truncated(2.0).weight(torch.tensor([1.0, 9.0])).tolist()
+    ([1.0, 2.0], [0.5, 0.0])
+    """
+
+    threshold: float
+    unit: Unit = "absolute"
+
+    def __post_init__(self) -> None:
+        _check_threshold(self.threshold, self.unit)
+
+    @property
+    def name(self) -> str:
+        """As ``from_name`` reads it."""
+        return _threshold_name("truncated", self.threshold, self.unit)
+
+    def rho(self, dist2: Tensor) -> Tensor:
+        """rho of squared distances, elementwise."""
+        return dist2.clamp_min(0.0).sqrt().clamp_max(_absolute(self))
+
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
+        """1 / (2 t) below the threshold, floored as in ``Power(1)``; 0 from it on."""
+        inside = dist2 < _absolute(self) ** 2
+        return torch.where(inside, Power(1.0).weight(dist2, norms2), 0.0)
+
+
+Loss: TypeAlias = Squared | Power | Huber | Truncated
+
+
+def from_name(name: str) -> Loss:
+    """A loss from its ``name``: "squared", "power 1", "huber 0.5", "truncated 3 median".
+
+    Raises:
+        KflatsError: an unknown loss or unit, or a number that is missing or outside its range.
+
+    >>> from_name("truncated 3 median")
+    Truncated(threshold=3.0, unit='median')
+    """
+    kind, *rest = name.strip().lower().split() or [""]
+    try:
+        numbers = [float(part) for part in rest[:1]]
+    except ValueError:
+        raise _unknown(name) from None
+    if kind == "squared" and not rest:
+        return Squared()
+    if kind == "power" and len(rest) == 1:
+        return Power(numbers[0])
+    if kind in ("huber", "truncated") and len(rest) in (1, 2):
+        unit: Unit = "absolute" if len(rest) == 1 else rest[1]  # type: ignore[assignment]  # checked by the loss
+        return Huber(numbers[0], unit) if kind == "huber" else Truncated(numbers[0], unit)
+    raise _unknown(name)
+
+
+def stages(loss: Loss) -> tuple[Loss, ...]:
+    """The losses to fit one after the other, each from where the one before ended; the last is ``loss``.
+
+    Losses that are not convex in t, and thresholds in medians, begin with ``Power(1)``.
+
+    >>> stages(Truncated(2.0))
+    (Power(q=1.0), Truncated(threshold=2.0, unit='absolute'))
+    """
+    if isinstance(loss, Truncated) or (isinstance(loss, Power) and loss.q < 1) or is_relative(loss):
+        return (Power(1.0), loss)
+    return (loss,)
+
+
+def is_relative(loss: Loss) -> bool:
+    """Whether the threshold is in medians, so that it needs ``absolute`` before rho and weight."""
+    return isinstance(loss, Huber | Truncated) and loss.unit == "median"
+
+
+def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: Tensor | None = None) -> Loss:
+    """``loss`` with its threshold as a distance: medians become multiples of the median of sqrt(``dist2``).
+
+    Args:
+        dist2: (n,) squared distances to the flats that thresholds are measured by, floored as weights are.
+        norms2: (n,) squared row norms, for the floor.
+        weights: (n,) rows of weight 0 are left out; the others count once.
+
+    >>> absolute(Huber(2.0, "median"), torch.tensor([1.0, 9.0, 100.0]))
+    Huber(threshold=6.0, unit='absolute')
+    """
+    if not isinstance(loss, Huber | Truncated) or loss.unit == "absolute":
+        return loss
+    counted = floored(dist2, norms2)
+    if weights is not None:
+        counted = counted[weights > 0]
+    return replace(loss, threshold=loss.threshold * float(counted.median().sqrt()), unit="absolute")
+
+
+def floored(dist2: Tensor, norms2: Tensor | None) -> Tensor:
+    """Squared distances, at least ``FLOOR`` of the rows' squared norms (if given) and never 0."""
+    tiny = torch.finfo(dist2.dtype).tiny
+    if norms2 is None:
+        return dist2.clamp_min(tiny)
+    return torch.maximum(dist2, (FLOOR * norms2).to(dist2.dtype)).clamp_min(tiny)
+
+
+def _alive(weights: Tensor, norms2: Tensor | None) -> Tensor:
+    """Rows of zeros lie on every flat: weight 0, and not the floor's enormous one."""
+    return weights if norms2 is None else torch.where(norms2 > 0, weights, 0.0)
+
+
+def _absolute(loss: Huber | Truncated) -> float:
+    if loss.unit != "absolute":
+        raise KflatsError(
+            f"the threshold of {loss.name!r} is in medians of distances, which are not known here",
+            hint="kflats.numerics.loss.absolute(loss, squared distances)",
+        )
+    return loss.threshold
+
+
+def _check_threshold(threshold: float, unit: str) -> None:
+    if not _number(threshold) or not 0 < threshold < math.inf:
+        raise KflatsError(
+            f"a threshold of {threshold!r} is not possible",
+            hint='a positive distance, or a positive number of medians with unit="median"',
+        )
+    if unit not in ("absolute", "median"):
+        raise KflatsError(f"a threshold has no unit {unit!r}", hint='"absolute" or "median"')
+
+
+def _threshold_name(kind: str, threshold: float, unit: Unit) -> str:
+    number = f"{threshold:g}" if float(f"{threshold:g}") == threshold else repr(threshold)
+    return f"{kind} {number}" + (" median" if unit == "median" else "")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _unknown(name: str) -> KflatsError:
+    return KflatsError(
+        f"no loss is called {name!r}", hint='"squared", "power 1", "huber 0.5", "truncated 3", "truncated 3 median"'
+    )
