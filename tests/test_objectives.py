@@ -294,3 +294,23 @@ def test_nothing_but_half_precision_changes_a_loss() -> None:
     loss = TaskLoss().losses(Head(), {"x": logits, "labels": torch.tensor([1])})
     assert math.isfinite(float(loss))
     assert float(loss) == pytest.approx(60000, rel=1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head", ["BertForSequenceClassification", "BertForTokenClassification", "gpt2"])
+def test_the_own_loss_of_a_model_in_half_precision_is_known(dtype: torch.dtype, head: str) -> None:
+    """It is rounded to a few parts in a thousand; another loss is still no such one."""
+    model = (gpt2() if head == "gpt2" else bert(head, num_labels=3)).to(dtype)
+    labels = {"gpt2": IDS, "BertForTokenClassification": TAGS}.get(head, torch.tensor([2, 0, 1]))
+    kind = {"gpt2": "causal", "BertForTokenClassification": "tokens"}.get(head, "classification")
+    assert TaskLoss().resolved(model, {**TEXT, "labels": labels}).kind == kind
+    other: Any = model.forward
+
+    def doubled(*args: Any, labels: Tensor | None = None, **rest: Any) -> Any:
+        output = other(*args, labels=labels, **rest)
+        output.loss = None if output.loss is None else 2 * output.loss
+        return output
+
+    model.forward = doubled
+    with pytest.raises(KflatsError, match="own loss"):
+        TaskLoss().resolved(model, {**TEXT, "labels": labels})
