@@ -8,13 +8,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from kflats.judging import row_errors, weighted_error
-from kflats.nn.matrix import FlatsMatrix, Matrix
+from kflats.judging import norm_error, row_errors, weighted_error
+from kflats.nn.matrix import FlatsMatrix, LowRankMatrix, Matrix
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.rows import Rows
+from kflats.numerics.svd import truncated_svd
 from kflats.plan import Decision, to_json
 from kflats.problem import Factored
-from kflats.report import BandReport, FrequencyBin, WeightReport, WorstRow
+from kflats.report import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
 from kflats.weighting import Weighting
 
 _BINS = (100, 1000, 10000)
@@ -78,6 +79,7 @@ def analyse(
         note=decision.note,
         rows=decision.recipe.rows,
         condition=_condition(matrix),
+        own=_own(factored, rows, weighting, rank),
     )
 
 
@@ -134,6 +136,19 @@ def _row_weights(weighting: Weighting, n: int) -> Tensor:
 def _condition(matrix: Matrix) -> float | None:
     found = getattr(matrix, "condition", None)
     return None if found is None else float(found)
+
+
+def _own(factored: Factored, rows: Rows, weighting: Weighting, rank: int) -> NormError | None:
+    """The error in the norm that was minimised, and there that of the SVD of ``rank``."""
+    norm = factored.norm
+    if norm is None:
+        return None
+    found = norm_error(rows, factored.matrix, norm, weighting.rows)
+    if rank < 1:
+        return NormError(norm.name, found.relative, 1.0)
+    svd = truncated_svd(rows, rank, left=weighting.rows)
+    best = norm_error(rows, LowRankMatrix(svd.coordinates, svd.basis), norm, weighting.rows)
+    return NormError(norm.name, found.relative, best.relative)
 
 
 def _bins(w: Tensor, dist2: Tensor, norm2: Tensor, ranks: Tensor) -> tuple[FrequencyBin, ...]:

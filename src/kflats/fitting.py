@@ -25,7 +25,7 @@ from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
 from kflats.plan import Decision, Plan
-from kflats.problem import Factored, Problem
+from kflats.problem import Problem
 from kflats.report import Report, WeightReport
 from kflats.shares import bias_bytes
 from kflats.surgery import Weight, dense_weight
@@ -109,8 +109,9 @@ def _fit(
             cause="nothing is left to factorize",
             hint="a smaller budget, or cast the model to that type",
         )
-    fitted = Factored(matrix, factored.objective, factored.seconds)
-    report = analyse(decision, rows, fitted, weighting, tails, _tokens(weight, data.tokenizer))
+    report = analyse(
+        decision, rows, replace(factored, matrix=matrix), weighting, tails, _tokens(weight, data.tokenizer)
+    )
     shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
     gained = 0 if shift is None or weight.bias else len(shift)
     itemsize = weight.nbytes // (weight.shape[0] * weight.shape[1])

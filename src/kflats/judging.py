@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from kflats.nn.matrix import Matrix
+from kflats.numerics.loss import Loss
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows
 from kflats.weighting import Weighting
 
@@ -23,6 +25,80 @@ class Judged:
     def relative(self) -> float:
         """Error as a share of the total; 0 where there is nothing to lose."""
         return self.error / self.total if self.total > 0 else 0.0
+
+
+class Norm(Protocol):
+    """What a method minimises where that is not the squared error: a cost for every row of an error matrix."""
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        ...
+
+    def costs(self, errors: Tensor) -> Tensor:
+        """(m,) from rows (m, d) of A - M."""
+        ...
+
+
+@dataclass(frozen=True)
+class EntryPowers:
+    """sum_j |e_ij|^p: the p-th power of the entrywise lp norm.
+
+    >>> EntryPowers(1.0).name, EntryPowers(1.0).costs(torch.tensor([[3.0, -4.0]])).tolist()
+    ('entrywise l1', [7.0])
+    """
+
+    p: float
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return f"entrywise l{self.p:g}"
+
+    def costs(self, errors: Tensor) -> Tensor:
+        """(m,) float64."""
+        return errors.to(torch.float64).abs().pow(self.p).sum(1)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """rho(|e_i|): a loss of the row's distance from what is stored; its threshold, if any, is absolute.
+
+    >>> from kflats.numerics.loss import Power
+    >>> Distances(Power(1)).costs(torch.tensor([[3.0, -4.0]])).tolist()
+    [5.0]
+    """
+
+    loss: Loss
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return f"{self.loss.name} of distances"
+
+    def costs(self, errors: Tensor) -> Tensor:
+        """(m,) float64."""
+        return self.loss.rho(errors.to(torch.float64).square().sum(1))
+
+
+def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, weights: Tensor | None = None) -> Judged:
+    """sum_i w_i cost(a_i - m_i), and the same of the rows themselves, by blocks.
+
+    >>> from kflats.nn.matrix import LowRankMatrix
+    >>> stored = LowRankMatrix(torch.ones(2, 1), torch.tensor([[1.0, 0.0]]))
+    >>> norm_error(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), stored, EntryPowers(1.0), torch.tensor([1.0, 3.0]))
+    Judged(error=6.0, total=10.0)
+    """
+    source = as_rows(rows)
+    error = total = 0.0
+    with torch.no_grad():
+        for start, block in source.blocks(GRAM_BLOCK):
+            w = torch.ones(len(block), dtype=torch.float64, device=block.device)
+            if weights is not None:
+                w = weights[start : start + len(block)].to(w)
+            error += float(w @ norm.costs(_residual(start, block, matrix)).to(w))
+            total += float(w @ norm.costs(block).to(w))
+    return Judged(error, total)
 
 
 def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kflats.errors import KflatsError
+from kflats.judging import Norm
 from kflats.nn.matrix import Matrix, label_dtype
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
@@ -49,11 +50,15 @@ class Problem:
 
 @dataclass(frozen=True)
 class Factored:
-    """A method's result: the matrix, the objective per iteration (falling), and seconds taken."""
+    """A method's result: the matrix, the objective per iteration (falling), and seconds taken.
+
+    ``norm`` is what was minimised where that is not the squared error: reports judge by it too.
+    """
 
     matrix: Matrix
     objective: tuple[float, ...]
     seconds: float
+    norm: Norm | None = None
 
 
 def check_accepts(name: str, accepts: frozenset[str], weighting: Weighting) -> None:

@@ -10,6 +10,9 @@ rows b_i::
 Where importance is more than row weights, ``error`` is in its own measure: |L (A - B) R|^2 / |L A R|^2 for metrics
 on both sides, sum_ij F_ij (a_ij - b_ij)^2 over sum_ij F_ij a_ij^2 for weights of single entries.
 
+A method that minimises another norm is judged by that too, ``own``: its cost of the errors over its cost of the rows
+themselves, for it and for the weighted SVD in the same bytes. What is best in one norm is not best in the other.
+
 *Ratio* always means bytes after / bytes before of the named weights, labels included, and is
 printed beside the whole model's.
 """
@@ -25,9 +28,9 @@ from typing import Any
 from kflats.errors import KflatsError
 from kflats.records import decode
 from kflats.tables import number, plain, share, size, table, visible
-from kflats.weight_report import BandReport, FrequencyBin, WeightReport, WorstRow
+from kflats.weight_report import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
 
-__all__ = ["REPORT_FILE", "BandReport", "FrequencyBin", "Report", "WeightReport", "WorstRow", "span"]
+__all__ = ["REPORT_FILE", "BandReport", "FrequencyBin", "NormError", "Report", "WeightReport", "WorstRow", "span"]
 
 REPORT_FILE = "kflats_report.json"
 _FORMAT, _VERSION = "kflats-report", 1
@@ -65,6 +68,11 @@ class Report:
     def bytes_after(self) -> int:
         """Stored bytes of the named weights after, labels included."""
         return sum(w.bytes_after for w in self.weights)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a method minimised something else than the squared error."""
+        return any(w.own is not None for w in self.weights)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able dict, with its format and version."""
@@ -131,15 +139,18 @@ class Report:
                 number(w.error),
                 number(w.svd_error),
                 number(w.error_unweighted),
+                *(_own(w) if self.has_own else []),
             ]
             for w in self.weights
         ]
-        totals = [
-            ["named weights", "", "", *_before_after(self.bytes_before, self.bytes_after), "", "", "", ""],
-            ["whole model", "", "", *_before_after(self.model_bytes_before, self.model_bytes_after), "", "", "", ""],
-        ]
         columns = ["weight", "method", "importance", "before", "after", "ratio"]
         columns += ["rank", "error", "SVD error", "unweighted"]
+        columns += ["own norm", "own error", "SVD's own"] if self.has_own else []
+        blank = [""] * (len(columns) - 6)
+        totals = [
+            ["named weights", "", "", *_before_after(self.bytes_before, self.bytes_after), *blank],
+            ["whole model", "", "", *_before_after(self.model_bytes_before, self.model_bytes_after), *blank],
+        ]
         parts = [
             f"{visible(self.model)}: budget {visible(self.budget)}, seed {self.seed}, kflats {visible(self.version)}",
             "",
@@ -148,6 +159,11 @@ class Report:
             "ratio: bytes after / bytes before, labels included. error: relative squared error, rows weighted by",
             "importance; SVD error: the same for a weighted SVD in the same bytes; unweighted: every row alike.",
         ]
+        if self.has_own:
+            parts += [
+                "own error: what the method minimises, a sum over rows weighted by importance, as a share of the same",
+                "of the whole weight; SVD's own: the same for the weighted SVD. Neither is a squared error.",
+            ]
         if dense := [weight for weight in self.weights if weight.dense]:
             parts += ["", *(f"{visible(w.name)}: {visible(w.note) or 'dense'}" for w in dense[:_REASONS])]
             parts += [f"({len(dense) - _REASONS} more left dense)"] if len(dense) > _REASONS else []
@@ -157,6 +173,12 @@ class Report:
         if len(factored) > _DETAILED:
             parts += ["", f"({len(factored) - _DETAILED} more weights: see the report file)"]
         return "\n".join(parts)
+
+
+def _own(weight: WeightReport) -> list[str]:
+    """Norm, error in it, and the SVD's; dashes where the norm is the squared error."""
+    own = weight.own
+    return ["-"] * 3 if own is None else [own.norm, number(own.error), number(own.svd_error)]
 
 
 def _before_after(before: int, after: int) -> list[str]:

@@ -66,8 +66,11 @@ def call(value: Mapping[str, Any]) -> str:
 
     >>> call({"type": "Flats", "k": 5, "ranks": "filled"})
     "Flats(k=5, ranks='filled')"
+    >>> call({"type": "Subspace", "error": {"type": "Power", "q": 1.0}})
+    'Subspace(error=Power(q=1.0))'
     """
-    fields = ", ".join(f"{visible(str(k))}={v!r}" for k, v in value.items() if k != "type" and v is not None)
+    shown = {k: v for k, v in value.items() if k != "type" and v is not None}
+    fields = ", ".join(f"{visible(str(k))}={call(v) if isinstance(v, Mapping) else repr(v)}" for k, v in shown.items())
     return f"{visible(str(value.get('type', '?')))}({fields})"
 
 

@@ -44,13 +44,27 @@ class WorstRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class NormError:
+    """The error in the norm that a method minimises, where that is not the squared error.
+
+    ``error`` is sum_i w_i cost(a_i - b_i) over sum_i w_i cost(a_i); ``svd_error`` the same for the weighted SVD that
+    fits in the same bytes.
+    """
+
+    norm: str
+    error: float
+    svd_error: float
+
+
+@dataclasses.dataclass(frozen=True)
 class WeightReport:
     """What became of one weight; ``kflats.report`` defines the errors.
 
     ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum``
     holds the eigenvalues of the weighted Gram matrix, descending, summing to 1. ``objective`` is the
     fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
-    largest entry beside the identity block of an interpolative form, None for other forms.
+    largest entry beside the identity block of an interpolative form, None for other forms. ``own`` is the error in
+    the method's own norm, None where that is the squared error.
     """
 
     name: str
@@ -75,6 +89,7 @@ class WeightReport:
     note: str = ""
     rows: str = "inputs"
     condition: float | None = None
+    own: NormError | None = None
 
     @property
     def dense(self) -> bool:
