@@ -188,6 +188,12 @@ def test_an_embedding_that_does_what_factors_cannot(option):
         compress_(model, {"words": SVD()}, budget="50%", quiet=True)
 
 
+@pytest.mark.parametrize("layer", [nn.Embedding(50, 8), nn.Linear(50, 8)])
+def test_a_layer_that_nothing_holds(layer):
+    with pytest.raises(KflatsError, match=r"itself the layer.*torch.nn.Sequential\(layer\)"):
+        compress_(layer, {"": SVD()}, budget="50%", quiet=True)
+
+
 def test_a_model_without_values():
     with torch.device("meta"):
         model = nn.ModuleDict({"words": nn.Embedding(50, 8)})

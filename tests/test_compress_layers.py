@@ -246,6 +246,9 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
         ({"calibration": [3]}, "expected texts or batches .* found int"),
         ({"calibration": ["text", {"input": torch.ones(1)}]}, "calibration data holds a dict"),
         ({"calibration": ["text"]}, "need the model's tokenizer"),
+        ({"calibration": ["text"], "samples": "many"}, "'many' samples"),
+        ({"calibration": Path("texts.txt")}, "not the path 'texts.txt'"),
+        ({"data": 5, "tokenizer": object()}, "texts are expected, not int"),
         ({"data": ["text", 3], "tokenizer": object()}, "expected texts, found int"),
     ],
 )

@@ -177,3 +177,28 @@ def test_inputs_that_never_vary_leave_a_usable_metric(importance):
     )  # fmt: skip
     assert float(torch.linalg.eigvalsh(found.left).min()) > 0
     assert float(found.left.trace()) < 2e-5 * float(gram.trace())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: TokenCounts(power="0.5"),
+        lambda: TokenCounts(smoothing="a half"),
+        lambda: TokenCounts(floor=True),
+        lambda: ZipfPrior(floor=float("nan")),
+        lambda: RowFisher(unreached="ignore"),
+        lambda: TwoSided(floor=-1e-4),
+        lambda: ElementFisher(floor="little"),
+        lambda: InputGram(damping=float("nan")),
+        lambda: KroneckerFisher(damping=-1),
+        lambda: from_json({"type": "KroneckerFisher", "damping": -1}),
+    ],
+)
+def test_options_that_mean_nothing_are_refused_where_they_are_made(make):
+    with pytest.raises(KflatsError, match=r"cannot use|cannot smooth|needs a floor|does not know"):
+        make()
+
+
+def test_statistics_measured_for_another_importance_are_told_of():
+    with pytest.raises(KflatsError, match=r"needs fisher gram measured.*another importance"):
+        KroneckerFisher().weigh(Measured(3, row_fisher=torch.ones(3), columns=2))

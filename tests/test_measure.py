@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -493,11 +494,36 @@ def test_an_empty_calibration_set(batches: Any) -> None:
         measure(model, find_weights(model), batches, needs=FISHER, quiet=True)
 
 
-@pytest.mark.parametrize("batches", [["a text"], [{"input_ids": [1, 2]}], {"input_ids": torch.ones(1, 2)}])
+@pytest.mark.parametrize(
+    "batches", [["a text"], [{"input_ids": [1, 2]}], {"input_ids": torch.ones(1, 2)}, Path("x"), 5]
+)
 def test_what_is_no_batch(batches: Any) -> None:
     model = bert()
     with pytest.raises(KflatsError, match=r"batch"):
         measure(model, find_weights(model), batches, needs=FISHER, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"input_ids": torch.tensor([[3, 10**4]])}, "token id 10000, the model's vocabulary has"),
+        ({"input_ids": torch.tensor([[3, -1]])}, "token id -1"),
+        (
+            {"input_ids": torch.ones(3, 4).long(), "attention_mask": torch.ones(2, 4)},
+            "3 texts and attention masks of 2",
+        ),
+    ],
+)
+def test_batches_of_another_model_or_torn_apart(batch: dict[str, Tensor], message: str) -> None:
+    model = bert()
+    with pytest.raises(KflatsError, match=message):
+        measure(model, find_weights(model), [words(), batch], needs=frozenset({"input_gram"}), quiet=True)
+
+
+def test_needs_are_a_set() -> None:
+    model = bert()
+    with pytest.raises(KflatsError, match="must be a set"):
+        measure(model, find_weights(model), [words()], needs="row_fisher", quiet=True)  # type: ignore[arg-type]
 
 
 class Unused(nn.Module):

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from kflats.batches import text_batches
 from kflats.errors import KflatsError
-from kflats.objectives import Projections, SampledLabels, TaskLoss, describe
+from kflats.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
 from kflats.running import take
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -314,3 +314,27 @@ def test_the_own_loss_of_a_model_in_half_precision_is_known(dtype: torch.dtype, 
     model.forward = doubled
     with pytest.raises(KflatsError, match="own loss"):
         TaskLoss().resolved(model, {**TEXT, "labels": labels})
+
+
+@pytest.mark.parametrize(
+    ("batches", "asked", "message"),
+    [
+        ([{"labels": 1}, {}], None, "batch 1 has no labels, and others have"),
+        ([{"label": 1}], None, "have 'label', and no 'labels'"),
+        ([{}], "task", "'task' is no objective"),
+        ([{}], TaskLoss, "is no objective"),
+    ],
+)
+def test_objectives_are_not_guessed(batches: Any, asked: Any, message: str) -> None:
+    with pytest.raises(KflatsError, match=message):
+        objective_of(batches, asked)
+
+
+def test_the_objective_is_by_default_the_tasks_or_needs_no_labels() -> None:
+    assert objective_of([{"labels": 1}, {"labels": 0}]) == TaskLoss()
+    assert objective_of([{"x": 1}]) == Projections()
+    assert objective_of([{"x": 1}], SampledLabels(3)) == SampledLabels(3)
+    with pytest.raises(KflatsError, match="no TaskLoss of kind 'ranking'"):
+        TaskLoss("ranking")  # type: ignore[arg-type]
+    with pytest.raises(KflatsError, match="labels are a list, not a tensor"):
+        TaskLoss().losses(Head(), {"x": torch.zeros(1, 2), "labels": [1]})

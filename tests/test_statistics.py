@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
+from kflats.batches import text_batches
 from kflats.errors import KflatsError
 from kflats.statistics import count_tokens, zipf_prior
 
@@ -202,6 +204,23 @@ def test_ids_beyond_the_table_are_refused():
 
 def test_texts_of_unknown_words_count_nothing():
     assert not count_tokens(["nothing known"], gpt2(), 1000).any()
+
+
+def test_texts_of_words_that_the_tokenizer_does_not_know_are_told_of(tiny_tokenizer):
+    """Else the unknown token is all that is counted, and measured on."""
+    for read, *rows in ((count_tokens, 300), (text_batches,)):
+        with pytest.raises(KflatsError, match="no word that the tokenizer knows"):
+            read(["Волк и лиса", "Лиса и волк"], tiny_tokenizer, *rows)
+        with pytest.warns(UserWarning, match="3 of 4 words of the texts are unknown"):
+            read(["the Волк и лиса"], tiny_tokenizer, *rows)
+        read(["the word1 of Волк", "a b"], tiny_tokenizer, *rows)
+
+
+@pytest.mark.parametrize("texts", [Path("texts.txt"), 5, None])
+def test_what_has_no_texts_is_refused(texts, tiny_tokenizer):
+    for read in (count_tokens, text_batches):
+        with pytest.raises(KflatsError, match=r"texts are expected, not (the path 'texts.txt'|int|NoneType)"):
+            read(texts, tiny_tokenizer, *([300] if read is count_tokens else []))
 
 
 def test_real_tokenizers_count_as_they_encode(minilm):

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kflats.encoding import pad
 from kflats.errors import KflatsError
+from kflats.texts import check_known, check_texts
 
 
 def text_batches(
@@ -36,10 +37,9 @@ def text_batches(
         dicts of "input_ids" and "attention_mask" (B, T) int64, and "labels" if asked for.
 
     Raises:
-        KflatsError: no texts, no tokenizer, or something that is no text.
+        KflatsError: no texts, no tokenizer, something that is no text, or no word that the tokenizer knows.
     """
-    if isinstance(texts, str | bytes):
-        raise KflatsError("texts must be a sequence of strings, not one string", hint="[text]")
+    check_texts(texts)
     if tokenizer is None:
         raise KflatsError("a tokenizer is needed", cause="the model's folder has none", hint="give tokenizer=")
     if batch < 1 or max_length < 1 or (limit is not None and limit < 1):
@@ -56,6 +56,7 @@ def text_batches(
     rows = sorted((list(row) for row in rows if len(row)), key=len)
     if not rows:
         raise KflatsError("the texts hold no token", cause="blank texts", hint="other texts")
+    check_known(torch.tensor([i for row in rows for i in row]).bincount(), tokenizer)
     made = [pad(rows[i : i + batch], tokenizer, torch.device("cpu")) for i in range(0, len(rows), batch)]
     if language_model:
         for one in made:

@@ -23,6 +23,7 @@ from kflats.places import Weight
 from kflats.recipe import Recipe, to_json
 from kflats.selection import Given
 from kflats.statistics import count_tokens, zipf_prior
+from kflats.texts import check_texts
 from kflats.weighting import Weighting
 
 SAMPLES = 512
@@ -165,8 +166,8 @@ def gather(
     Raises:
         KflatsError: one string in place of several, texts that are none, or no samples at all.
     """
-    if samples < 1:
-        raise KflatsError(f"{samples} samples measure nothing", hint="a few hundred")
+    if not isinstance(samples, int) or samples < 1:
+        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
     return Data(
         None if texts is None else _kept(texts),
         tokenizer,
@@ -199,10 +200,9 @@ def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> st
 
 
 def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
-    if isinstance(data, str | bytes):
-        raise KflatsError("texts must be a sequence of strings, not one string", hint="data=[text]")
     if isinstance(data, Mapping):
         raise KflatsError("calibration data must be a sequence of batches, not one batch", hint="calibration=[batch]")
+    check_texts(data)
     found = tuple(data)
     for item in found:
         if not isinstance(item, str) and not (batches and isinstance(item, Mapping)):

@@ -21,7 +21,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.measured import Measured
 from kflats.sensitivity import VALUES as SENSITIVITIES
-from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided, is_number
 from kflats.weighting import Weighting
 
 
@@ -71,8 +71,8 @@ class TokenCounts:
 
     def __post_init__(self) -> None:
         _check(self.power, self.floor, "TokenCounts")
-        if not 0 <= self.smoothing <= 1:
-            raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing}", hint="a share from 0 to 1")
+        if not is_number(self.smoothing, 0, 1):
+            raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing!r}", hint="a share from 0 to 1")
 
     def weigh(self, measured: Measured) -> Weighting:
         """(n,) float64 row weights; raises KflatsError without counts."""
@@ -161,7 +161,7 @@ def _for_head(weights: Tensor, measured: Measured) -> Weighting:
 
 
 def _check(power: float, floor: float, name: str) -> None:
-    if not 0 <= power <= 4:
-        raise KflatsError(f"{name} cannot use power {power}", hint="0 (uniform) to 1 (as counted)")
-    if not 0 < floor < float("inf"):
-        raise KflatsError(f"{name} needs a floor above zero, not {floor}", hint="without one, unseen rows starve")
+    if not is_number(power, 0, 4):
+        raise KflatsError(f"{name} cannot use power {power!r}", hint="a number, 0 (uniform) to 1 (as counted)")
+    if not is_number(floor, 0) or floor == 0:
+        raise KflatsError(f"{name} needs a floor above zero, not {floor!r}", hint="without one, unseen rows starve")

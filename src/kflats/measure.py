@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from kflats.errors import KflatsError
 from kflats.layouts import ALONE, Layout, find_layouts, places
 from kflats.measured import Measured
 from kflats.measurements import FIELDS, Statistics, fingerprint
-from kflats.objectives import Objective, Projections, TaskLoss, describe
+from kflats.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.places import Weight
 from kflats.running import batch_size, run, take, to_device
 from kflats.sums import GRADIENTS, Inputs, Sums
@@ -63,13 +63,15 @@ def measure(
         weights: from ``find_weights``.
         batches: dicts of tensors, as for ``model(**batch)``; kept in memory.
         needs: what to measure, of all weights or by weight name: an importance's ``needs``.
-        objective: whose gradients; by default ``TaskLoss()`` where batches have labels, else ``Projections()``.
+        objective: whose gradients; by default ``TaskLoss()`` where batches have labels, ``Projections()`` where none
+            has.
         memory_bytes: of sums at once, float64.
         quiet: no progress bar, and no line on weights that were never reached.
 
     Raises:
-        KflatsError: no batches, labels missing or out of range, a head of another task, a loss or a sum that is not
-            finite, a weight whose sums alone exceed ``memory_bytes``.
+        KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
+            beyond the model's vocabulary, a loss or a sum that is not finite, a weight whose sums alone exceed
+            ``memory_bytes``.
 
     >>> from kflats.places import find_weights
     >>> model = nn.Sequential(nn.Linear(3, 2))
@@ -82,9 +84,8 @@ def measure(
     kept = _checked(batches)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     gradients = any(fields & GRADIENTS for fields in wanted.values())
-    chosen = objective
-    if chosen is None:
-        chosen = TaskLoss() if all("labels" in batch for batch in kept) else Projections()
+    chosen = objective_of(kept, objective) if gradients else Projections()
+    _check_ids(model, kept)
     with frozen(model), _progress(quiet) as told:
         first = to_device(kept[0], device)
         forward: Callable[[dict[str, Any]], object] = lambda batch: run(model, batch)  # noqa: E731
@@ -180,6 +181,8 @@ def _wanted(
 ) -> dict[str, frozenset[str]]:
     if not weights:
         raise KflatsError("there are no weights to measure", hint="find_weights(model)")
+    if not isinstance(needs, Mapping | Set):
+        raise KflatsError(f"needs={needs!r} must be a set of fields", hint="an importance's needs, or {'row_fisher'}")
     found = {}
     for weight in weights:
         fields = frozenset(needs.get(weight.name, frozenset()) if isinstance(needs, Mapping) else needs)
@@ -192,7 +195,7 @@ def _wanted(
 
 
 def _checked(batches: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
-    if isinstance(batches, Mapping | Tensor | str):
+    if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise KflatsError(
             f"calibration batches must be a list of dicts, not one {type(batches).__name__}", hint="[batch]"
         )
@@ -203,6 +206,9 @@ def _checked(batches: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]
                 f"a calibration batch must be a dict of tensors, not {type(batch).__name__}",
                 hint="text_batches(texts, tokenizer), or dicts as for model(**batch)",
             )
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(ids) != len(mask):
+            raise KflatsError(f"a calibration batch has {len(ids)} texts and attention masks of {len(mask)}")
         if batch_size(batch):
             kept.append(dict(batch))
     if not kept:
@@ -212,6 +218,21 @@ def _checked(batches: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]
             hint="a few hundred samples",
         )
     return tuple(kept)
+
+
+def _check_ids(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    for batch in batches:
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or not ids.numel() or not isinstance(vocabulary, int):
+            continue
+        if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+            wrong = int(ids.max()) if int(ids.max()) >= vocabulary else int(ids.min())
+            raise KflatsError(
+                f"the calibration batches hold the token id {wrong}, the model's vocabulary has {vocabulary}",
+                cause="a tokenizer of another model",
+                hint="the tokenizer of the model's own folder",
+            )
 
 
 def _groups(

@@ -10,9 +10,9 @@ All give (B,) losses of single samples, so that their sum has each sample's own 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -33,6 +33,8 @@ from kflats.readings import (
     reading,
 )
 from kflats.running import decoder_mask, run, take, task_output, vectors
+
+_MISNAMED = ("label", "label_ids", "target", "targets")
 
 
 class Objective(Protocol):
@@ -64,6 +66,10 @@ class TaskLoss:
     """
 
     kind: Kind = "auto"
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            raise KflatsError(f"there is no TaskLoss of kind {self.kind!r}", hint=", ".join(get_args(Kind)))
 
     def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError for labels that are missing, out of range, or of another task."""
@@ -191,6 +197,37 @@ class Projections:
         if y.ndim == 2:
             return (u * y).sum(1)
         return ((u * y).sum(-1) * mask).sum(1) / mask.sum(1).clamp_min(1).sqrt()
+
+
+def objective_of(batches: Sequence[Mapping[str, Any]], asked: Any = None) -> Any:
+    """The objective asked for; by default the task's loss where batches have labels, projections where none has.
+
+    Raises:
+        KflatsError: labels in some batches only, or under another name; something that is no objective.
+    """
+    if asked is not None:
+        if isinstance(asked, type) or not callable(getattr(asked, "losses", None)):
+            raise KflatsError(
+                f"{asked!r} is no objective",
+                hint="TaskLoss(), SampledLabels(), Projections(), or an object with losses(model, batch, first)",
+            )
+        return asked
+    missing = [i for i, batch in enumerate(batches) if "labels" not in batch]
+    if not missing:
+        return TaskLoss()
+    if len(missing) < len(batches):
+        raise KflatsError(
+            f"calibration batch {missing[0]} has no labels, and others have",
+            cause="labelled and unlabelled data mixed",
+            hint="labels in all of them, or objective=Projections(), which needs none",
+        )
+    if other := next((name for name in _MISNAMED if name in batches[0]), None):
+        raise KflatsError(
+            f"the calibration batches have {other!r}, and no 'labels'",
+            cause="another name for the labels",
+            hint='batch["labels"], or objective=Projections(), which needs none',
+        )
+    return Projections()
 
 
 def describe(objective: object) -> dict[str, Any]:

@@ -96,8 +96,10 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         raise KflatsError(
-            "the calibration batches have no labels",
-            cause="texts alone, or another name for them",
+            "the calibration batches have no labels"
+            if labels is None
+            else f"labels are a {type(labels).__name__}, not a tensor",
+            cause="texts alone, or another name for them" if labels is None else "batches that were not collated",
             hint='batch["labels"] as a tensor; or Projections() or SampledLabels(), which need none',
         )
     if labels.ndim == 0 or len(labels) != batch_size(batch):

@@ -100,6 +100,12 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
     """
     if isinstance(recipe.method, Dense):
         return
+    if not weight.name:
+        raise KflatsError(
+            "the model is itself the layer that would be replaced",
+            cause="a layer is replaced inside of what holds it, and nothing holds this one",
+            hint="torch.nn.Sequential(layer)",
+        )
     role, who = weight.places[0].role, type(recipe.importance).__name__
     weighs_tokens = bool(getattr(recipe.importance, "needs_tokenizer", False))
     if role != "embedding" and weighs_tokens:

@@ -12,6 +12,7 @@ units of the loss may be compared between layers, and a budget may then be share
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -42,6 +43,9 @@ class RowFisher:
 
     needs = frozenset({"row_fisher"})
 
+    def __post_init__(self) -> None:
+        _check(self, self.unreached)
+
     def weigh(self, measured: Measured) -> Weighting:
         """Row weights; raises KflatsError without a measured Fisher, or where all of it is zero."""
         fisher = _measured(measured.row_fisher, "RowFisher", "row_fisher")
@@ -61,6 +65,9 @@ class TwoSided:
     floor: float = 1e-4
 
     needs = frozenset({"row_fisher", "column_fisher"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, floor=self.floor)
 
     def weigh(self, measured: Measured) -> Weighting:
         """Row and column weights; columns are floored at ``floor`` of their mean, since they are divided by."""
@@ -83,6 +90,9 @@ class ElementFisher:
     floor: float = 1e-4
 
     needs = frozenset({"element_fisher"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, floor=self.floor)
 
     def weigh(self, measured: Measured) -> Weighting:
         """Element weights, with their rank-one part as the start."""
@@ -110,6 +120,9 @@ class InputGram:
     unreached: Unreached = "refuse"
 
     needs = frozenset({"input_gram"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, damping=self.damping)
 
     def weigh(self, measured: Measured) -> Weighting:
         """A left metric (row weights for one-hot inputs), and the mean where it is centred."""
@@ -140,6 +153,9 @@ class KroneckerFisher:
 
     needs = frozenset({"fisher_gram", "fisher_mean", "output_gram"})
 
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, damping=self.damping)
+
     def weigh(self, measured: Measured) -> Weighting:
         """Metrics on both sides."""
         gram = _measured(measured.fisher_gram, "KroneckerFisher", "fisher_gram")
@@ -153,12 +169,32 @@ class KroneckerFisher:
 VALUES: tuple[type, ...] = (RowFisher, TwoSided, ElementFisher, InputGram, KroneckerFisher)
 
 
+def is_number(value: object, low: float, high: float = math.inf) -> bool:
+    """Whether ``value`` is a finite number from ``low`` to ``high``.
+
+    >>> is_number(0.5, 0, 1), is_number("0.5", 0, 1), is_number(float("nan"), 0)
+    (True, False, False)
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and low <= value <= high
+
+
+def _check(importance: object, unreached: object, **shares: float) -> None:
+    who = type(importance).__name__
+    if unreached not in ("refuse", "uniform"):
+        raise KflatsError(f"{who} does not know unreached={unreached!r}", hint='"refuse" or "uniform"')
+    for name, value in shares.items():
+        if not is_number(value, 0):
+            raise KflatsError(f"{who} cannot use {name}={value!r}", hint="a share, 0 or more")
+
+
 def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
     if value is None:
         raise KflatsError(
             f"{who} needs {what.replace('_', ' ')} measured",
-            cause="no calibration data was given",
-            hint="data=texts with tokenizer=..., or statistics=kflats.measure(...)",
+            cause="no calibration data was given, or the statistics were measured for another importance",
+            hint="data=texts with tokenizer=..., or statistics=kflats.measure(..., needs=importance.needs)",
         )
     if not bool(torch.isfinite(value).all()):
         raise KflatsError(
