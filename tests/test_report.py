@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
-from kflats.report import REPORT_FILE, BandReport, FrequencyBin, Report, WeightReport, WorstRow
+from kflats.report import REPORT_FILE, BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
 
 NASTY = "<script>alert(1)</script>\x1b[2J‮[bold]"
 
@@ -94,6 +94,24 @@ def test_the_table_says_sizes_ratios_and_both_errors() -> None:
     exact = next(line for line in lines if line.strip().startswith("exact"))
     assert exact.split() == ["exact", "250", "64", "25.0", "%", "0.0"] or exact.split()[-1] == "0"
     assert any(line.split()[:4] == ["flat", "0", "500", "10-20"] for line in lines)
+
+
+def test_an_error_in_the_method_s_own_norm_stands_beside_the_squared_one() -> None:
+    weight = replace(
+        sample(name="table").weights[0],
+        method={"type": "Subspace", "error": {"type": "Power", "q": 1.0}},
+        own=NormError("power 1 of distances", 0.345, 0.456),
+    )
+    report = replace(sample(), weights=(weight, sample(name="other").weights[0]))
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    lines = str(report).splitlines()
+    assert next(line for line in lines if line.startswith("table ")).split()[-6:] == [
+        "power", "1", "of", "distances", "0.345", "0.456",
+    ]  # fmt: skip
+    assert next(line for line in lines if line.startswith("other ")).split()[-3:] == ["-", "-", "-"]
+    assert any(line.startswith("own error: ") for line in lines)
+    assert "Subspace(error=Power(q=1.0))" in str(report)
+    assert "own" not in str(sample())
 
 
 def test_names_from_files_cannot_reach_the_terminal() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from inspect import signature
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from kflats.numerics.assign import squared_norms
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, FlatsFit
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.loss import Loss
 from kflats.numerics.metric import Metric, right_metric
 from kflats.numerics.nested import NestedFit
 from kflats.numerics.nested_fit import fit_nested
@@ -234,30 +236,41 @@ def MESSI(k: int = 5) -> Flats:
 
 
 VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense)
+PARTS: tuple[type, ...] = get_args(Loss)  # what fields of methods hold
 _HELD = 2**28  # numbers of a table that is kept in memory in another metric
 _CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
-_NAMES: dict[str, Callable[..., Any]] = {
+NAMES: dict[str, Callable[..., Any]] = {
     "svd": SVD,
     "flats": Flats,
     "kmeans-svd": KMeansSVD,
     "messi": MESSI,
     "dense": Dense,
 }
+"""What a command line calls the methods."""
+
+
+def options_of(name: str) -> tuple[str, ...]:
+    """What the method called ``name`` may be told.
+
+    Raises:
+        KflatsError: no method is called that.
+    """
+    make = NAMES.get(name.strip().lower())
+    if make is None:
+        raise KflatsError(f"no method is called {name!r}", hint="one of " + ", ".join(NAMES))
+    return tuple(signature(make).parameters)
 
 
 def from_name(name: str, **options: Any) -> Any:
-    """The method that a command line calls ``name``: svd, flats, kmeans-svd, messi or dense.
+    """The method that a command line calls ``name``: one of ``NAMES``.
 
     >>> from_name("svd")
     SVD(form='factors')
     """
-    make = _NAMES.get(name.strip().lower())
-    if make is None:
-        raise KflatsError(f"no method is called {name!r}", hint="one of " + ", ".join(_NAMES))
-    known = {"svd": {"form"}, "dense": set()}.get(name.strip().lower())
-    if known is not None and (wrong := sorted(options.keys() - known)):
-        raise KflatsError(f"{name} has no {', '.join(wrong)}", cause="it is one flat", hint="flats")
-    return make(**options)
+    known = options_of(name)
+    if wrong := sorted(options.keys() - set(known)):
+        raise KflatsError(f"{name} has no {', '.join(wrong)}", hint=f"it has {', '.join(known) or 'no options'}")
+    return NAMES[name.strip().lower()](**options)
 
 
 def _error(fit: FlatsFit | NestedFit) -> float:

@@ -52,6 +52,9 @@ class Recipe:
             if not dataclasses.is_dataclass(value) or isinstance(value, type):
                 made = f"{value.__name__}()" if isinstance(value, type) else " or ".join(_names(axis))
                 raise KflatsError(f"{value!r} is no {axis}", cause="a recipe is made of values", hint=f"{made}")
+            if isinstance(value, methods.PARTS):
+                made = "Subspace(error=Power(1)) or RobustSVD(ellipsoid=Lewis())"
+                raise KflatsError(f"{value!r} is no {axis}", cause="it is a part of a method", hint=made)
             other = [name for name, kinds in AXES.items() if name != axis and isinstance(value, kinds)]
             if other or isinstance(value, Recipe):
                 raise KflatsError(
@@ -67,7 +70,7 @@ def as_recipe(value: Any) -> Recipe:
 
 
 def to_json(value: Any) -> dict[str, Any]:
-    """A recipe, or one of its parts, as ``{"type": ..., field: ...}``.
+    """A recipe, or one of its parts and theirs, as ``{"type": ..., field: ...}``.
 
     >>> to_json(Float("float16"))
     {'type': 'Float', 'dtype': 'float16'}
@@ -106,7 +109,7 @@ def from_json(data: object) -> Any:
     >>> from_json({"type": "Float"})
     Float(dtype='same')
     """
-    known = {kind.__name__: kind for kinds in AXES.values() for kind in kinds} | {"Recipe": Recipe}
+    known = {kind.__name__: kind for kinds in (*AXES.values(), methods.PARTS, (Recipe,)) for kind in kinds}
     if not isinstance(data, Mapping) or not isinstance(data.get("type"), str):
         raise KflatsError(
             f'expected an object with a "type", found {data!r:.80}', cause="a damaged or hand-edited plan"
@@ -132,7 +135,12 @@ def from_json(data: object) -> Any:
             )
         made = from_json(inner) if isinstance(inner, Mapping) else inner
         if not _fits(made, hints[name]):
-            raise KflatsError(f"{kind.__name__}.{name} cannot be {inner!r:.80}", cause="a damaged or hand-edited plan")
+            parts = [one.__name__ for one in get_args(hints[name]) if dataclasses.is_dataclass(one)]
+            raise KflatsError(
+                f"{kind.__name__}.{name} cannot be {inner!r:.80}",
+                cause="a damaged or hand-edited plan",
+                hint=f"one of {', '.join(parts)}" if parts else "",
+            )
         arguments[name] = made
     missing = [
         name
