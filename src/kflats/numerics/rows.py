@@ -101,6 +101,27 @@ class MetricRows:
         return block * self.factor if self.factor.ndim == 1 else block @ self.factor
 
 
+class ScaledRows:
+    """Rows of diag(s) A for factors s (n,), formed block by block.
+
+    >>> ScaledRows(TensorRows(torch.ones(2, 2)), torch.tensor([1.0, 3.0])).take(torch.tensor([1])).tolist()
+    [[3.0, 3.0]]
+    """
+
+    def __init__(self, rows: Rows, factors: Tensor) -> None:
+        if tuple(factors.shape) != (rows.shape[0],):
+            raise KflatsError(f"expected {rows.shape[0]} row factors, found shape {tuple(factors.shape)}")
+        self.source, self.shape, self.dtype, self.device = rows, rows.shape, rows.dtype, rows.device
+        self.factors = factors.to(rows.device, rows.dtype)
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for start, block in self.source.blocks(size):
+            yield start, block * self.factors[start : start + len(block)].unsqueeze(1)
+
+    def take(self, index: Tensor) -> Tensor:
+        return self.source.take(index) * self.factors[index].unsqueeze(1)
+
+
 class PartOfRows:
     """The rows at ``index``, gathered block by block."""
 

@@ -1,0 +1,80 @@
+"""The row space of a matrix, and coordinates in which one of its Grams is the identity.
+
+    L (d, r):   L' G L = I,   r = the rank that the numbers of G show
+
+Where rows differ in length by many powers of ten, G may show a lower rank than the rows have; that is refused.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows
+
+RANK_FLOOR = 1e-12
+"""Least eigenvalue that counts, in units of the largest, of a Gram with unit diagonal: 1e-6 of a singular value."""
+
+
+def row_lengths(rows: Rows) -> Tensor:
+    """(n,) Euclidean lengths, in float64."""
+    parts = [torch.linalg.vector_norm(block.to(torch.float64), dim=1) for _, block in rows.blocks(GRAM_BLOCK)]
+    return torch.cat(parts)
+
+
+def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
+    """A wide matrix (n < d) as C (n, n) and orthonormal K (n, d) with A = C K; others as they are, and None."""
+    n, d = rows.shape
+    if n >= d:
+        return rows, None
+    q, t = torch.linalg.qr(rows.take(torch.arange(n, device=rows.device)).to(torch.float64).T)
+    return TensorRows(t.T.contiguous()), q.T
+
+
+def gram(rows: Rows, factors: Tensor | None = None) -> Tensor:
+    """(d, d) A' diag(factors)^2 A, products and sums in float64."""
+    total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
+    for start, block in rows.blocks(GRAM_BLOCK):
+        wide = block.to(torch.float64)
+        if factors is not None:
+            wide = wide * factors[start : start + len(block)].unsqueeze(1)
+        total += wide.T @ wide
+    return total
+
+
+def whiten(matrix: Tensor) -> Tensor:
+    """L (d, r) with L' ``matrix`` L = I; columns are brought to one scale first, so their units do not matter."""
+    scale = matrix.diagonal().clamp_min(0.0).sqrt()
+    scale = torch.where(scale > 0, scale, 1.0)
+    values, vectors = torch.linalg.eigh(matrix / scale / scale.unsqueeze(1))
+    kept = values > RANK_FLOOR * float(values[-1])
+    whitening: Tensor = vectors[:, kept] / values[kept].sqrt() / scale.unsqueeze(1)
+    return whitening
+
+
+def row_space(rows: Rows, factors: Tensor, lengths: Tensor) -> Tensor:
+    """L (d, r) of A' diag(factors)^2 A, where r is the rank of the rows whatever their lengths (n,), not all zero.
+
+    Raises:
+        KflatsError: the longest rows hide directions that the others have.
+    """
+    found = whiten(gram(rows, factors))
+    if found.shape[1] == rows.shape[1]:
+        return found
+    inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
+    unit = ScaledRows(rows, inverse.to(rows.dtype))
+    if whiten(gram(unit)).shape[1] > found.shape[1]:
+        raise too_different(lengths)
+    return found
+
+
+def too_different(lengths: Tensor) -> KflatsError:
+    """What to say when rows of very different length leave no digits for the shorter ones."""
+    alive = lengths[lengths > 0]
+    ratio = float(alive.max() / alive.median())
+    return KflatsError(
+        f"row {int(lengths.argmax())} is {ratio:.1e} times as long as the median row, which is lost in its rounding",
+        cause="a damaged row, or columns or rows in different units",
+        hint="remove or shorten that row, or bring columns and rows to one scale",
+    )
