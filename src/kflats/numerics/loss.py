@@ -50,7 +50,7 @@ class Squared:
         """rho of squared distances, elementwise."""
         return dist2.clamp_min(0.0)
 
-    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """1 everywhere."""
         return torch.ones_like(dist2)
 
@@ -88,11 +88,11 @@ class Power:
         """rho of squared distances, elementwise."""
         return dist2.clamp_min(0.0).pow(self.q / 2)
 
-    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
-        """q/2 t^(q-2), t^2 floored at ``FLOOR`` of the row's squared norm; 0 for rows of zeros."""
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
+        """q/2 t^(q-2), t^2 at least the share ``floor`` of the row's squared norm; 0 for rows of zeros."""
         if self.q == 2:
             return torch.ones_like(dist2)
-        return _alive(self.q / 2 * floored(dist2, norms2).pow(self.q / 2 - 1), norms2)
+        return _alive(self.q / 2 * floored(dist2, norms2, floor).pow(self.q / 2 - 1), norms2)
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Huber:
         dist2 = dist2.clamp_min(0.0)
         return torch.where(dist2 <= t0 * t0, dist2, 2 * t0 * dist2.sqrt() - t0 * t0)
 
-    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """1 up to the threshold, t0 / t beyond. It needs no floor."""
         t0 = _absolute(self)
         return torch.where(dist2 <= t0 * t0, 1.0, t0 / floored(dist2, None).sqrt())
@@ -158,10 +158,10 @@ class Truncated:
         """rho of squared distances, elementwise."""
         return dist2.clamp_min(0.0).sqrt().clamp_max(_absolute(self))
 
-    def weight(self, dist2: Tensor, norms2: Tensor | None = None) -> Tensor:
+    def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """1 / (2 t) below the threshold, floored as in ``Power(1)``; 0 from it on."""
         inside = dist2 < _absolute(self) ** 2
-        return torch.where(inside, Power(1.0).weight(dist2, norms2), 0.0)
+        return torch.where(inside, Power(1.0).weight(dist2, norms2, floor), 0.0)
 
 
 Loss: TypeAlias = Squared | Power | Huber | Truncated
@@ -228,12 +228,12 @@ def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: T
     return replace(loss, threshold=loss.threshold * float(counted.median().sqrt()), unit="absolute")
 
 
-def floored(dist2: Tensor, norms2: Tensor | None) -> Tensor:
-    """Squared distances, at least ``FLOOR`` of the rows' squared norms (if given) and never 0."""
+def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tensor:
+    """Squared distances, at least the share ``floor`` of the rows' squared norms (if given) and never 0."""
     tiny = torch.finfo(dist2.dtype).tiny
     if norms2 is None:
         return dist2.clamp_min(tiny)
-    return torch.maximum(dist2, (FLOOR * norms2).to(dist2.dtype)).clamp_min(tiny)
+    return torch.maximum(dist2, (floor * norms2).to(dist2.dtype)).clamp_min(tiny)
 
 
 def _alive(weights: Tensor, norms2: Tensor | None) -> Tensor:
