@@ -5,6 +5,9 @@
 The scores of a layer sum to R whatever the layer (conservation, theorem 2): pruned step by step, exponentially, a
 layer that gets thin gets large scores, so that no layer is emptied while another is still thick (theorem 3).
 
+A transformer's embedding table alone is simpler (``encoder_flow``): R is linear in it, so that its scores are |E_ij|
+times what flows on from column j, and one round says all.
+
 As there, activations are the identity (exact for ReLU: every number is positive) and all shifts (biases, a batch
 norm's mean and beta) are taken out, which makes the flow homogeneous.
 """
@@ -86,3 +89,24 @@ def synflow_masks(
             raise ValueError("not one entry fits")
         masks = prune(entries)
     return masks
+
+
+def encoder_flow(bert: nn.Module) -> Tensor:
+    """(d,) float64: dR / dx_j of a BERT encoder for an embedding x: |E_ij| times it is the score of E_ij.
+
+    With absolute weights and no shifts attention averages equal positions, so values and outputs carry the flow and
+    queries and keys none; layer norms keep their scales and do not normalise. R sums the last hidden state.
+    """
+    x = torch.ones(bert.config.hidden_size, dtype=torch.float64, requires_grad=True)
+
+    def by(module: nn.Module, y: Tensor) -> Tensor:
+        weight = module.weight.detach().double().abs()
+        return weight @ y if weight.ndim == 2 else weight * y
+
+    y = by(bert.embeddings.LayerNorm, x)
+    for layer in bert.encoder.layer:
+        inner = layer.attention
+        y = by(inner.output.LayerNorm, y + by(inner.output.dense, by(inner.self.value, y)))
+        y = by(layer.output.LayerNorm, y + by(layer.output.dense, by(layer.intermediate.dense, y)))
+    (flow,) = torch.autograd.grad(y.sum(), x)
+    return flow
