@@ -159,11 +159,12 @@ def test_numbers_of_flats_that_are_no_whole_numbers(options):
         (shutil.rmtree, "no folder"),
         (lambda f: (f / "config.json").unlink(), "holds no model"),
         (lambda f: (f / "config.json").write_text("{"), "cannot be loaded"),
-        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no safetensors"),
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "no safetensors.*pickle"),
+        (lambda f: (f / "model.safetensors").unlink(), r"has a config.json and no weights.*did not finish"),
         (lambda f: (f / "model.safetensors").write_bytes(b"short"), "cannot be loaded"),
         (lambda f: change(f, lambda t: t.update({f"{TABLE}.weight": torch.zeros(9, 16)})), "cannot be loaded"),
     ],
-    ids=["no folder", "no config", "broken config", "pickle", "truncated", "other shape"],
+    ids=["no folder", "no config", "broken config", "pickle", "no weights", "truncated", "other shape"],
 )
 def test_a_folder_without_a_model_that_can_be_read(folder, spoil, message):
     spoil(folder)

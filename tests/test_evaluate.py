@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +248,18 @@ def test_comparing_folders(minilm: Path) -> None:
     assert found.fidelity.mean_cosine == pytest.approx(1, abs=1e-5)
     assert found.disk[0] == found.disk[1] == (minilm / "model.safetensors").stat().st_size == weight_file_bytes(minilm)
     assert found.memory[0] > 80e6
+
+
+def test_models_that_do_not_belong_together_are_told_of(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        tiny("bert").save_pretrained(tmp_path / str(seed))
+        word_tokenizer().save_pretrained(tmp_path / str(seed))
+    texts = ["wordaa wordab", "wordac", "wordad wordaa"]
+    alone = compare(tmp_path / "0", tmp_path / "0", texts, pairs=1)
+    other = replace(alone, fidelity=replace(alone.fidelity, mean_cosine=-0.1))
+    assert "hardly say the same" not in str(alone)
+    assert "hardly say the same: is the second a compressed version of the first?" in str(other)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

@@ -278,6 +278,7 @@ def test_the_command(folders: tuple[Path, Path], data: Path) -> None:
         (["--task", "conll2003"], "does not fit"),
         (["--task", "mrpc", "--split", "test"], "no split 'test'"),
         (["--task", "mnli"], "has 3 labels"),
+        (["--task", "mrpc", "--batch", "0"], "batches of 0 examples"),
     ],
 )
 def test_the_command_says_no(folders: tuple[Path, Path], data: Path, options: list[str], message: str) -> None:

@@ -72,6 +72,11 @@ def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
         (tensors, header[:-3]),
         ({k: v for k, v in tensors.items() if "row" not in k}, header),
         (tensors | {"0.row_fisher": tensors["0.row_fisher"] * math.nan}, header),
+        (tensors | {"0.row_fisher": -tensors["0.row_fisher"]}, header),
+        (tensors | {"0.column_fisher": tensors["0.column_fisher"].bool()}, header),
+        (tensors | {"0.output_gram": -tensors["0.output_gram"]}, header),
+        (tensors | {"0.fisher_gram": tensors["0.fisher_gram"].triu()}, header),
+        (tensors, "[" * 100_000),
     ]
     for changed, text in damage:
         save_file(changed, path, metadata={"kflats_statistics": text})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,9 +210,23 @@ def test_checkpoints_of_another_run_are_refused(data: Path, tiny_tokenizer: Any,
         recover_(small(), "sst2", **settings, **{**FAST, "lr": 1e-3, "seed": 3})
     with pytest.raises(KflatsError, match="another run: model differ"):
         recover_(small(seed=5), "sst2", **settings, **FAST)
-    (tmp_path / "kflats_settings.json").unlink()
-    with pytest.raises(KflatsError, match="checkpoints of something else"):
-        recover_(small(), "sst2", **settings, **FAST)
+    for damage in ("{", "[]", None):
+        path = tmp_path / "kflats_settings.json"
+        path.unlink() if damage is None else path.write_text(damage)
+        with pytest.raises(KflatsError, match="checkpoints of something else"):
+            recover_(small(), "sst2", **settings, **FAST)
+
+
+def test_a_run_that_failed_at_once_is_in_nobodys_way(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
+    """What the error advises, a smaller step, is another run: it must be able to begin."""
+    folder = tmp_path / "checkpoints"
+    settings = {"tokenizer": tiny_tokenizer, "data": data, "judged": None, "folder": folder}
+    with pytest.raises(KflatsError, match="a smaller --lr"):
+        recover_(small(), "sst2", **settings, **{**FAST, "lr": 1e30})
+    assert not folder.exists()
+    folder.mkdir()
+    (folder / "kflats_settings.json").write_text('{"lr": 7, "unfin')  # of a run that was killed before any checkpoint
+    assert recover_(small(), "sst2", **settings, **{**FAST, "epochs": 1}).resumed == 0
 
 
 def test_it_stops_when_nothing_is_gained(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
@@ -468,6 +483,17 @@ def test_an_interrupted_folder_resumes_and_appears_whole(
     assert not list(tmp_path.glob(".out*"))
     with pytest.raises(KflatsError, match="exists already"):
         recover_folder(folder, tmp_path / "out", "sst2", **settings)
+
+
+@pytest.mark.parametrize("held", ["model", "teacher"])
+def test_a_folder_that_holds_a_model_is_not_replaced(folder: Path, data: Path, tmp_path: Path, held: str) -> None:
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    for where in (out, out / "inner", elsewhere):
+        shutil.copytree(folder, where)
+    model, teacher = (out / "inner", elsewhere) if held == "model" else (elsewhere, out / "inner")
+    with pytest.raises(KflatsError, match="out holds the original, inner, so it is not replaced"):
+        recover_folder(model, out, "sst2", teacher=teacher, force=True, data=data, **FAST)
+    assert (out / "inner" / "config.json").is_file()
 
 
 def test_texts_and_a_teacher_will_do(tmp_path: Path, tiny_tokenizer: Any) -> None:

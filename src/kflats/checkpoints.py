@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,35 +24,57 @@ _SETTINGS = "kflats_settings.json"
 
 @contextmanager
 def kept_in(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """The folder for checkpoints: the one that was given, or one that is gone afterwards."""
+    """The folder for checkpoints: the one that was given, or one that is gone afterwards.
+
+    A run that failed before its first checkpoint leaves nothing there.
+    """
     if folder is not None:
-        yield Path(folder).expanduser().resolve()
+        where = Path(folder).expanduser().resolve()
+        try:
+            yield where
+        except BaseException:
+            if not _begun(where):
+                with suppress(OSError):  # not there, or something else lies in it
+                    (where / _SETTINGS).unlink(missing_ok=True)
+                    where.rmdir()
+            raise
         return
     with tempfile.TemporaryDirectory(prefix="kflats-recovery-") as name:
         yield Path(name)
 
 
 def claim(where: Path, settings: dict[str, Any]) -> None:
-    """Checkpoints in ``where`` must be of this very run."""
+    """Checkpoints in ``where``, if there are any, must be of this very run.
+
+    Raises:
+        KflatsError: they are of another run, or nothing says of which.
+    """
     text = json.dumps(settings, sort_keys=True, indent=1)
     path = where / _SETTINGS
     try:
-        if path.is_file():
-            old = json.loads(path.read_text(encoding="utf-8"))
-            differs = sorted(k for k in settings if old.get(k) != json.loads(text)[k])
-            if differs:
-                raise KflatsError(
-                    f"{where} holds checkpoints of another run: {', '.join(differs)} differ",
-                    hint="the same settings to resume it, or remove that folder",
-                )
+        if not _begun(where):
+            where.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
             return
-        where.mkdir(parents=True, exist_ok=True)
-        if any(where.glob("checkpoint-*")):
-            raise KflatsError(f"{where} holds checkpoints of something else", hint="another folder")
-        path.write_text(text, encoding="utf-8")
+        try:
+            old = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        except (ValueError, RecursionError):
+            old = None
+        if not isinstance(old, dict):
+            raise KflatsError(f"{where} holds checkpoints of something else", hint="another folder, or remove that one")
+        differs = sorted(k for k, value in json.loads(text).items() if old.get(k) != value)
+        if differs:
+            raise KflatsError(
+                f"{where} holds checkpoints of another run: {', '.join(differs)} differ",
+                hint="the same settings to resume it, or remove that folder",
+            )
     except OSError as error:
         explain(error, where)
         raise
+
+
+def _begun(where: Path) -> bool:
+    return any(where.glob("checkpoint-*"))
 
 
 def digest(model: nn.Module) -> str:

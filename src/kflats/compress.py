@@ -26,7 +26,7 @@ from kflats.plan import Plan, Recipe, as_recipe, to_json
 from kflats.planning import Decided, decide, required
 from kflats.report import REPORT_FILE, Report
 from kflats.shares import Allocation
-from kflats.sources import copy_companions, resolve_model, weights_folder
+from kflats.sources import check_apart, copy_companions, resolve_model, weights_folder
 from kflats.surgery import Weight, swap_, unchanged_on_error
 
 
@@ -116,7 +116,7 @@ def compress_folder(
         KflatsError: as ``compress_``; ``out`` exists or holds the original, a full disk, a folder without a model.
     """
     folder = resolve_model(source)
-    _check_apart(folder, Path(out).expanduser().resolve())
+    check_apart(folder, out)
     make = calibration if callable(calibration) else None
     data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
     if data.texts is None and data.calibration and all(isinstance(item, str) for item in data.calibration):
@@ -191,15 +191,6 @@ def _called(source: str | os.PathLike[str]) -> str:
     """A hub name as it is; of a local folder the end of its path: where it lay is nobody else's business."""
     folder = Path(source)
     return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
-
-
-def _check_apart(folder: Path, out: Path) -> None:
-    """Replacing a folder that the original lies in would remove the original with it."""
-    if out in folder.parents and out.exists():
-        raise KflatsError(
-            f"{out} holds the original, {folder.relative_to(out)}, so it is not replaced",
-            hint="another name for the output",
-        )
 
 
 def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:

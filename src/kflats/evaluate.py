@@ -25,6 +25,7 @@ from kflats.tables import number, plain, share, size, table, visible
 from kflats.texts import packaged_texts
 
 _BLOCK = 1024  # sentences compared with all others at once
+_ALIKE = 0.2  # mean cosine; of unrelated models it is near 0, of one that was spoilt by compression above .3
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
@@ -88,6 +89,8 @@ class Comparison:
             f"latency: {t.batch} texts of up to {t.tokens} tokens, {t.pairs} interleaved pairs; "
             f"median ratio {number(t.ratio)}, 95 % interval {number(t.low)} to {number(t.high)}",
         ]
+        if f.mean_cosine < _ALIKE:
+            parts += ["", "the two hardly say the same: is the second a compressed version of the first?"]
         return "\n".join(parts)
 
 

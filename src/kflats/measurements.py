@@ -35,6 +35,7 @@ FIELDS: dict[str, str] = {
 }
 """What can be measured, by its shape; an embedding's input and Fisher Grams are diagonals, (n,)."""
 _VERSION = 1
+_ASYMMETRY = 1e-5  # of the largest entry: what rounding may do
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Statistics:
             raise KflatsError(f"there is no {path}") from error
         except OSError as error:
             raise KflatsError(f"{path} cannot be read: {error.strerror or error}") from error
-        except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, KflatsError):
                 raise
             raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or hand-edited file") from error
@@ -163,7 +164,7 @@ def _decoded(note: Any, file: Any) -> Statistics:
         raise ValueError(f"statistics of version {note.get('version') if isinstance(note, dict) else note!r}")
     measured = {}
     for i, about in enumerate(note["weights"]):
-        name, rows, columns = about["name"], _count(about["rows"]), _count(about["columns"])
+        name, rows, columns = str(about["name"]), _count(about["rows"]), _count(about["columns"])
         tensors = {}
         for key in about["fields"]:
             if key not in FIELDS:
@@ -173,8 +174,8 @@ def _decoded(note: Any, file: Any) -> Statistics:
                 key in ("input_gram", "fisher_gram") and shape == (rows,)
             ):
                 raise ValueError(f"{key} of {name} has shape {shape}")
-            tensors[key] = _finite(file.get_tensor(f"{i}.{key}"), f"{key} of {name}")
-        measured[str(name)] = Measured(
+            tensors[key] = _sound(file.get_tensor(f"{i}.{key}"), key, name)
+        measured[name] = Measured(
             rows,
             head=about["head"] is True,
             samples=_count(about["samples"]),
@@ -194,7 +195,17 @@ def _count(value: object) -> int:
     return value
 
 
-def _finite(values: Tensor, what: str) -> Tensor:
-    if values.is_floating_point() and not bool(torch.isfinite(values).all()):
-        raise ValueError(f"{what} holds NaN or infinity")
+def _sound(values: Tensor, key: str, name: str) -> Tensor:
+    """Finite, of the type that is measured, and what sums of squares can be: Grams symmetric, no diagonal negative."""
+    if values.is_floating_point() == (key == "counts"):
+        raise ValueError(f"{key} of {name} is of type {str(values.dtype).removeprefix('torch.')}")
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"{key} of {name} holds NaN or infinity")
+    squares = values.diagonal() if key.endswith("_gram") and values.ndim == 2 else values
+    if not key.endswith("_mean") and bool((squares < 0).any()):
+        raise ValueError(f"{key} of {name} holds sums of squares below zero")
+    if squares is not values and not torch.equal(values, values.T):
+        scale = float(values.abs().max())
+        if float((values - values.T).abs().max()) > _ASYMMETRY * scale:
+            raise ValueError(f"{key} of {name} is not symmetric")
     return values

@@ -32,6 +32,7 @@ from kflats.files import annotate_, copy_companions, load_model, new_folder, res
 from kflats.lessons import Lesson, lesson_of_batches, lesson_of_task
 from kflats.recovery import Epoch, Recovery, kept_epoch
 from kflats.schedule import Schedule
+from kflats.sources import check_apart
 from kflats.task_batches import collate, padding_id, text_features
 from kflats.tasks import Task, find_task
 from kflats.trainable import only, own_randomness, put_back, unchanged_on_failure, widened
@@ -178,18 +179,22 @@ def recover_folder(
         chosen: further arguments of ``recover_``.
 
     Raises:
-        KflatsError: as ``recover_``; both or neither of task and texts; ``out`` exists; a full disk.
+        KflatsError: as ``recover_``; both or neither of task and texts; ``out`` exists or holds one of the models;
+            a full disk.
     """
     if (task is None) == (texts is None):
         raise KflatsError("give a task, or texts", hint="--task mrpc --data FOLDER, or --texts FILE --teacher ORIGINAL")
     if texts is not None and teacher is None:
         raise KflatsError("texts have no labels to learn from", hint="--teacher ORIGINAL (teacher=)")
     folder = resolve_model(os.fspath(source))
+    taught = None if teacher is None else resolve_model(os.fspath(teacher))
+    for read in (folder, *([] if taught is None else [taught])):
+        check_apart(read, out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with new_folder(out, force) as aside:
         model = load_model(folder).to(device)
         tokenizer = load_tokenizer(folder)
-        original = None if teacher is None else load_model(resolve_model(os.fspath(teacher))).to(device)
+        original = None if taught is None else load_model(taught).to(device)
         work: Any = task
         if texts is not None:
             work, chosen["judged"] = _texts(texts, tokenizer, model, max_length)

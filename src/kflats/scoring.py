@@ -136,6 +136,8 @@ def score(
         KflatsError: as ``load_examples``; a head or tokenizer that does not fit; outputs that are not
             finite; a package of the extra "tasks" that is missing.
     """
+    if batch < 1:
+        raise KflatsError(f"batches of {batch} examples judge nothing", hint="at least 1")
     examples = load_examples(task, split, data)
     made = features(examples, tokenizer, max_length, limit=limit, model=model, seed=seed)
     values, n = judge(model, tokenizer, examples, made, batch, max_length)

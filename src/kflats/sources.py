@@ -18,6 +18,7 @@ _HUB_FILES = ["*.json", "*.txt", "*.safetensors", "*.model"]
 _WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|ot|gguf|tflite|mlmodel|pkl|pickle)|.*\.index\.json"
 )
+_PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
 _OWN = {"config.json", "generation_config.json", "kflats_report.json", "kflats_report.html"}
 _SKIPPED = {"onnx", "openvino", "coreml", "flax", "original", "__pycache__"}
 
@@ -93,12 +94,28 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
         if not (found / "config.json").is_file():
             raise KflatsError(f"{found} holds no config.json, though modules.json names it")
     if not any(found.glob("*.safetensors")):
+        if any(_PICKLED.fullmatch(path.name) for path in found.iterdir()):
+            raise KflatsError(
+                f"{found} has no safetensors file",
+                cause="its weights are stored as pickle, which can run code",
+                hint="convert them once, where you trust the file: from_pretrained(...).save_pretrained(...)",
+            )
         raise KflatsError(
-            f"{found} has no safetensors file",
-            cause="its weights are stored as pickle, which can run code",
-            hint="convert them once, where you trust the file: from_pretrained(...).save_pretrained(...)",
+            f"{found} has a config.json and no weights",
+            cause="a download or save that did not finish, or weights in a format of another library",
+            hint="a folder with model.safetensors",
         )
     return found
+
+
+def check_apart(folder: Path, out: str | os.PathLike[str]) -> None:
+    """Raises KflatsError where replacing ``out`` would remove ``folder``, a model that is read, with it."""
+    where = Path(out).expanduser().resolve()
+    if where in folder.parents and where.exists():
+        raise KflatsError(
+            f"{where} holds the original, {folder.relative_to(where)}, so it is not replaced",
+            hint="another name for the output",
+        )
 
 
 def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | os.PathLike[str]) -> None:

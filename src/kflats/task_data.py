@@ -85,7 +85,9 @@ def _file(task: Task, split: str, folder: Path) -> Path:
         for path in (where / f"{name}.{ending}", where / f"{name}.{ending}.gz"):
             if path.is_file():
                 return path
-    there = sorted({p.name.split(".")[0] for p in (*where.glob(f"*.{ending}"), *where.glob(f"*.{ending}.gz"))})
+    there = sorted(
+        {p.name.split(".")[0] for p in (*where.glob(f"*.{ending}"), *where.glob(f"*.{ending}.gz")) if p.is_file()}
+    )
     raise KflatsError(
         f"{where} has no split {split!r} of the task {task.name!r}",
         cause=f"there is no {split}.{ending} or {split}.{ending}.gz",
