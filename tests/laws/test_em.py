@@ -13,7 +13,6 @@ from sklearn.metrics import adjusted_rand_score
 
 from kflats.errors import KflatsError
 from kflats.numerics import assign as assign_module
-from kflats.numerics import fit as fit_module
 from kflats.numerics.assign import assign, distances, squared_norms
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, Shape, em
@@ -234,7 +233,7 @@ def test_any_shape_and_budget_is_fitted_within_it(n, d, data, exact, power, seed
 
 
 def test_a_sample_that_stands_for_all_rows_never_overruns_a_tight_budget(monkeypatch):
-    monkeypatch.setattr(fit_module, "FILL_SAMPLE", 300)
+    monkeypatch.setattr("kflats.numerics.fit.FILL_SAMPLE", 300)
     n, d, k = 2000, 8, 3
     for seed in range(6):
         a, w = cloud_of(n, d, seed, torch.float32)

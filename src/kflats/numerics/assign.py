@@ -15,19 +15,24 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.gram import complement
+from kflats.numerics.loss import Loss, Squared
 from kflats.numerics.rows import BLOCK, Rows
+
+_SQUARED = Squared()
 
 
 @dataclass(frozen=True)
 class Assignment:
     """``labels`` (n,) uint8 or int16 (equal costs go to the lower flat), squared distances ``dist2`` (n,)
-    to the chosen flat, ``objective`` = sum_i m_i (w_i dist2_i + price * rank of its flat), and, if asked for,
-    ``margin`` (n,): by how much the second cheapest choice is dearer."""
+    to the chosen flat, ``objective`` = sum_i m_i (w_i rho(dist_i) + price * rank of its flat), and, if asked for,
+    ``margin`` (n,): by how much the second cheapest choice is dearer, and ``stayed`` (n,): squared distances to the
+    flats that rows were labelled with before."""
 
     labels: Tensor
     dist2: Tensor
     objective: float
     margin: Tensor | None = None
+    stayed: Tensor | None = None
 
 
 def squared_norms(rows: Rows) -> Tensor:
@@ -48,6 +53,8 @@ def assign(
     price: float = 0.0,
     exact: bool = False,
     margins: bool = False,
+    loss: Loss = _SQUARED,
+    before: Tensor | None = None,
 ) -> Assignment:
     """Cheapest flat of every row, streamed.
 
@@ -58,6 +65,8 @@ def assign(
         price: cost of storing one number, in units of the weighted squared error.
         exact: offer one more choice, label k: keep the row as it is, for price * d.
         margins: whether to find margins.
+        loss: what a distance costs; with a price the choice depends on it, and the objective always.
+        before: (n,) labels to find ``stayed`` for.
     """
     n, d = rows.shape
     measure = _Measure(bases, d, rows.dtype)
@@ -66,22 +75,28 @@ def assign(
     labels = torch.empty(n, dtype=torch.uint8 if k + exact <= 256 else torch.int16, device=rows.device)
     dist2 = torch.empty(n, dtype=rows.dtype, device=rows.device)
     margin = torch.empty(n, dtype=rows.dtype, device=rows.device) if margins else None
+    stayed = torch.empty(n, dtype=rows.dtype, device=rows.device) if before is not None else None
     objective = torch.zeros((), dtype=torch.float64, device=rows.device)
     for start, block in rows.blocks(BLOCK):
         part = slice(start, start + len(block))
         distances = measure(block, norms2[part], exact)
-        cost = distances if weights is None else distances * weights[part].to(rows.dtype).unsqueeze(1)
+        cost = distances if isinstance(loss, Squared) else loss.rho(distances)
+        if weights is not None:
+            cost = cost * weights[part].to(rows.dtype).unsqueeze(1)
         if price:
             cost = cost + price * ranks
         best, chosen = cost.min(dim=1)
         labels[part] = chosen
         dist2[part] = distances.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        if stayed is not None and before is not None:
+            old = before[part].to(torch.int64).unsqueeze(1)
+            stayed[part] = distances.gather(1, old).squeeze(1)
         if margin is not None:
             margin[part] = cost.scatter_(1, chosen.unsqueeze(1), torch.inf).min(dim=1).values.sub_(best)
         if multiplicity is not None:
             best = best * multiplicity[part].to(best.dtype)
         objective += best.sum(dtype=torch.float64)
-    return Assignment(labels, dist2, float(objective), margin)
+    return Assignment(labels, dist2, float(objective), margin, stayed)
 
 
 def distances(rows: Rows, bases: tuple[Tensor, ...], norms2: Tensor) -> Tensor:

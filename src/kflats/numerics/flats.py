@@ -31,6 +31,7 @@ from kflats.numerics.gram import (
     refined_eigenvectors,
     top_eigenvectors,
 )
+from kflats.numerics.loss import Loss, Squared
 from kflats.numerics.rows import PartOfRows, Rows
 
 Progress = Callable[[str, int, float], None]
@@ -73,6 +74,18 @@ class Cloud:
             return self.weights
         return self.multiplicity if self.weights is None else self.weights * self.multiplicity
 
+    def seen_by(self, loss: Loss) -> Cloud:
+        """The cloud whose squares stand for ``loss`` while no flat is known: rows weighted as it weighs them at the
+        distance of their own norm, the mean weight kept."""
+        if isinstance(loss, Squared):
+            return self
+        tilt = loss.weight(self.norms2, self.norms2).to(torch.float64)
+        total = float(tilt.sum())
+        if total <= 0:
+            return self
+        tilt = (tilt * (len(tilt) / total)).to(self.norms2.dtype)
+        return replace(self, weights=tilt if self.weights is None else self.weights * tilt)
+
     def counts(self, labels: Tensor, k: int) -> Tensor:
         """Rows (with multiplicity) of each of k clusters, rounded down: their sum never exceeds all rows."""
         if self.multiplicity is None:
@@ -87,7 +100,9 @@ class FlatsFit:
     directions first. ``objective``: the weighted squared error after each accepted iteration, falling.
     ``spectra`` (k, d): eigenvalues of the clusters' Grams, or (equal ranks far
     below d) the leading ones and the mean of the others. ``converged``: False if the iteration limit cut it off.
-    ``grams`` (k, d, d): the clusters' own, where a further EM may go on with them (``refit=False``)."""
+    ``grams`` (k, d, d): the clusters' own, where a further EM may go on with them (``refit=False``).
+    ``loss``: what was minimised, its threshold a distance; spectra are then of the reweighted Grams, and
+    ``objective`` and ``price`` in units of the loss."""
 
     labels: Tensor
     bases: tuple[Tensor, ...]
@@ -96,6 +111,7 @@ class FlatsFit:
     converged: bool
     price: float = 0.0
     grams: Tensor | None = None
+    loss: Loss = Squared()
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -187,7 +203,7 @@ def _em_uniform(
             converged = True
             break
         elif step.margin is not None:
-            doubtful, partial = _doubtful(step.margin, cloud.norms2), 0
+            doubtful, partial = doubtful_rows(step.margin, cloud.norms2), 0
         bases = tuple(improve_basis(grams[c], b) if c in touched else b for c, b in enumerate(bases))
     if not refit:
         return FlatsFit(labels, bases, torch.empty(0), tuple(history), converged, grams=grams)
@@ -199,7 +215,7 @@ def _em_uniform(
     return FlatsFit(labels, tuple(v.to(rows.dtype) for _, v in solved), spectra, tuple(history), converged)
 
 
-def _doubtful(margin: Tensor, norms2: Tensor) -> Tensor:
+def doubtful_rows(margin: Tensor, norms2: Tensor) -> Tensor:
     """The rows nearest to changing their flat."""
     share = margin / norms2.clamp_min(torch.finfo(norms2.dtype).tiny)
     cut = share.kthvalue(max(1, int(DOUBTFUL * len(share)))).values

@@ -14,12 +14,14 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.numerics.assign import assign, squared_norms
-from kflats.numerics.fit import FILL_SAMPLE, draw_sample, fit_flats
+from kflats.numerics.coreset import draw_sample
+from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, Progress
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.nested import SPREAD, NestedFit, em_nested, settle
 from kflats.numerics.ordered import Ordered
 from kflats.numerics.rows import BLOCK, Rows, as_rows, check_finite, check_weights
+from kflats.numerics.starts import FILL_SAMPLE
 
 WIDE = 4.0
 """How far ladders look for prices: few levels are far from the ranks that the budget would let them have."""

@@ -1,0 +1,126 @@
+"""Fewer rows that stand for all: samples by what a row may cost, each row weighted by 1 / (its chance).
+
+    sum over drawn rows of  m_i w_i rho(dist(a_i, S))      estimates      sum_i w_i rho(dist(a_i, S)),   m_i = 1 / p_i
+
+The estimate is unbiased for every S (Horvitz & Thompson 1952). How far it strays is a matter of the rows' largest
+possible share of the sum, their *sensitivity* (Feldman & Langberg 2011); chances in proportion to an upper bound of
+it keep all flats' estimates good at once. k flats of rank j lie in one of rank kj, which is never farther, so the
+bounds for one flat serve with kj for its rank:
+
+| scores | p_i in proportion to | choose it |
+| --- | --- | --- |
+| ``energy`` | w_i \\|a_i\\|^2, an even half beside it | the default seeding's: no pass over the rows |
+| ``leverage`` | w_i a_i' G^-1 a_i, G = sum_i w_i a_i a_i' | few columns; rare directions must be seen |
+| ``ridge`` | w_i a_i' (G + lambda I)^-1 a_i, lambda = (eigenvalues beyond kj) / kj | many columns (Cohen et al. 2017) |
+| ``lewis`` | the l1 Lewis weights of the rows | with ``Power(1)`` |
+
+Every kind keeps an even half: a row that no score cares for is still drawn with chance size / 2n, so no weight
+exceeds 2n / size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.numerics.flats import Cloud
+from kflats.numerics.gram import cluster_grams
+from kflats.numerics.loss import Loss, Squared
+from kflats.numerics.rows import GRAM_BLOCK, TensorRows
+
+_SQUARED = Squared()
+
+Scores = Literal["energy", "leverage", "ridge", "lewis"]
+
+
+@dataclass(frozen=True)
+class Coreset:
+    """``rows`` rows, drawn by ``scores``: EM converges on them before it sees the others.
+
+    Choose it for millions of rows, where whole passes are what a fit costs. Limit: what few rows do not show, the
+    full EM must still find; a coreset as long as the table is the table.
+
+    Raises:
+        KflatsError: no rows, or unknown scores.
+
+    >>> Coreset(rows=1000)
+    Coreset(rows=1000, scores='ridge')
+    """
+
+    rows: int = 32768
+    scores: Scores = "ridge"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
+            raise KflatsError(f"a coreset of {self.rows!r} rows is not possible", hint="a whole number, at least 1")
+        if self.scores not in get_args(Scores):
+            raise KflatsError(f"scores={self.scores!r} is unknown", hint="one of " + ", ".join(get_args(Scores)))
+
+    def draw(self, cloud: Cloud, rank: int, generator: torch.Generator, loss: Loss = _SQUARED) -> Cloud:
+        """About ``rows`` rows of ``cloud`` for flats that span ``rank`` dimensions together; all of them if fewer."""
+        if cloud.rows.shape[0] <= self.rows:
+            return cloud
+        if self.scores == "energy":
+            return draw_sample(cloud, self.rows, generator, loss)
+        scores = sensitivities(cloud.seen_by(loss), self.scores, rank)
+        return _drawn(cloud, chances(scores, self.rows), generator)
+
+
+def sensitivities(cloud: Cloud, scores: Scores, rank: int) -> Tensor:
+    """(n,) not negative: what ``scores`` says of each row, for flats that span ``rank`` dimensions together."""
+    mass = cloud.mass
+    if scores == "energy":
+        return cloud.norms2 if mass is None else cloud.norms2 * mass
+    n, d = cloud.rows.shape
+    gram = cluster_grams(cloud.rows, torch.zeros(n, dtype=torch.uint8, device=cloud.rows.device), 1, mass)[0]
+    values, vectors = torch.linalg.eigh(gram)
+    values = values.clamp_min(0.0)
+    ridge = float(values[: max(d - rank, 0)].sum()) / max(rank, 1) if scores == "ridge" else 0.0
+    # Directions that hold nothing but rounding have no leverage to give.
+    alive = values > d * torch.finfo(cloud.rows.dtype).eps * float(values[-1])
+    scale = torch.where(alive, (values + ridge).clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
+    turned = (vectors * scale).to(cloud.rows.dtype)
+    out = torch.empty(n, dtype=cloud.rows.dtype, device=cloud.rows.device)
+    for start, block in cloud.rows.blocks(GRAM_BLOCK):
+        out[start : start + len(block)] = torch.linalg.vector_norm(block @ turned, dim=1).square_()
+    return out if mass is None else out * mass.to(out.dtype)
+
+
+def chances(scores: Tensor, size: int) -> Tensor:
+    """(n,) float32 chances to be drawn that sum to at most ``size``: half by ``scores``, half even."""
+    n = len(scores)
+    # float32 and in place: with ten million rows these vectors are the peak of the memory.
+    chance = scores.to(torch.float32, copy=True)
+    total = float(chance.sum(dtype=torch.float64))
+    return (
+        chance.mul_(0.5 * size / total if total > 0 else 0.0)
+        .add_((0.5 if total > 0 else 1.0) * size / n)
+        .clamp_(max=1.0)
+    )
+
+
+def draw_sample(cloud: Cloud, size: int, generator: torch.Generator, loss: Loss = _SQUARED) -> Cloud:
+    """At most ``size`` rows, drawn half by their share of the weighted energy (``loss``: of what it sees) and half
+    evenly, each with the number of rows it stands for (Horvitz-Thompson); the whole cloud if it is no larger."""
+    if cloud.rows.shape[0] <= size:
+        return cloud
+    return _drawn(cloud, chances(sensitivities(cloud.seen_by(loss), "energy", 1), size), generator)
+
+
+def _drawn(cloud: Cloud, chance: Tensor, generator: torch.Generator) -> Cloud:
+    n = cloud.rows.shape[0]
+    taken = (torch.rand(n, generator=generator).to(chance.device) < chance).nonzero().squeeze(1)
+    rows = TensorRows(cloud.rows.take(taken))
+    weights = None if cloud.weights is None else cloud.weights[taken]
+    stands_for = 1.0 / chance[taken].to(torch.float64)
+    total = float(n)
+    if cloud.multiplicity is not None:
+        stands_for *= cloud.multiplicity[taken].to(torch.float64)
+        total = float(cloud.multiplicity.sum(dtype=torch.float64))
+    # Together they stand for all rows, and not for one more: what a budget must hold is counted by them.
+    stands_for *= (1 - 1e-6) * total / stands_for.sum()
+    return Cloud(rows, cloud.norms2[taken], weights, stands_for.to(rows.dtype))
