@@ -312,7 +312,7 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
         (("--budget", "300%"), "more than the original"),
         (("--budget", "60%", "--method", "magic"), "no method is called 'magic'"),
         (("--budget", "60%", "--importance", "magic"), "no importance is called 'magic'"),
-        (("--budget", "60%", "--method", "svd", "--flats", "3"), "svd has no k"),
+        (("--budget", "60%", "--method", "svd", "--flats", "3"), "--flats is of flats, kmeans-svd, messi, not of svd"),
         (("--budget", "60%", "--importance", "counts"), "needs --texts"),
         (("--budget", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
         (("--plan", "none.json"), "cannot be read"),

@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "judging",
         "problem",
         "one_flat",
+        "robust_methods",
         "methods",
         "texts",
     ),

@@ -14,7 +14,9 @@ from kflats.files import annotate_, load_, register_plugin, save
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.measure import measure
 from kflats.measurements import Statistics
-from kflats.methods import MESSI, SVD, Dense, Flats, KMeansSVD
+from kflats.methods import MESSI, SVD, Dense, Flats, KMeansSVD, RobustSVD, Subspace
+from kflats.numerics.lewis import Lewis
+from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.objectives import Projections, SampledLabels, TaskLoss
 from kflats.plan import Plan
 from kflats.planning import plan
@@ -34,19 +36,26 @@ __all__ = [
     "ElementFisher",
     "Flats",
     "Float",
+    "Huber",
     "InputGram",
     "KMeansSVD",
     "KflatsError",
     "KroneckerFisher",
+    "Lewis",
     "Plan",
+    "Power",
     "Projections",
     "Recipe",
     "Report",
+    "RobustSVD",
     "RowFisher",
     "SampledLabels",
+    "Squared",
     "Statistics",
+    "Subspace",
     "TaskLoss",
     "TokenCounts",
+    "Truncated",
     "TwoSided",
     "Uniform",
     "ZipfPrior",

@@ -24,6 +24,9 @@ from kflats.options import (
     BudgetText,
     Calibration,
     CalibrationTask,
+    EllipsoidName,
+    ErrorName,
+    Exponent,
     FileBudget,
     FlatCount,
     Force,
@@ -157,6 +160,9 @@ def plan_(
     power: Power = None,
     rows: RowSide = None,
     form: StoredForm = None,
+    p: Exponent = None,
+    ellipsoid: EllipsoidName = None,
+    error: ErrorName = None,
     texts: Texts = None,
     calibration: Calibration = None,
     task: CalibrationTask = None,
@@ -176,7 +182,7 @@ def plan_(
     if out.exists() and not force:
         raise KflatsError(f"{out} exists already", hint="another --out, or --force to replace it")
     allowed = budget_of(budget, file_budget)
-    asked = Asked(method, flats, importance, power, rows, form)
+    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error)
     known = statistics_of(statistics)
     examples = examples_of(task, data, calibration, samples_of(samples))
     measured = calibration is not None or known is not None or examples is not None
@@ -214,6 +220,9 @@ def compress(
     power: Power = None,
     rows: RowSide = None,
     form: StoredForm = None,
+    p: Exponent = None,
+    ellipsoid: EllipsoidName = None,
+    error: ErrorName = None,
     texts: Texts = None,
     calibration: Calibration = None,
     task: CalibrationTask = None,
@@ -228,7 +237,7 @@ def compress(
     """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
     from kflats.compress import compress_folder
 
-    asked = Asked(method, flats, importance, power, rows, form)
+    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error)
     known, examples = statistics_of(statistics), examples_of(task, data, calibration, samples_of(samples))
     chosen: dict[str, Any] = {}
     if plan is None:

@@ -20,6 +20,7 @@ from kflats.numerics.assign import squared_norms
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, FlatsFit
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.lewis import Lewis
 from kflats.numerics.loss import Loss
 from kflats.numerics.metric import Metric, right_metric
 from kflats.numerics.nested import NestedFit
@@ -29,6 +30,7 @@ from kflats.numerics.seeding import kmeans
 from kflats.numerics.svd import weighted_spectrum
 from kflats.one_flat import SVD, Dense, tails
 from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
+from kflats.robust_methods import RobustSVD, Subspace, ellipsoid_of
 from kflats.weighting import Weighting
 
 __all__ = [
@@ -40,6 +42,9 @@ __all__ = [
     "Flats",
     "KMeansSVD",
     "Problem",
+    "RobustSVD",
+    "Subspace",
+    "ellipsoid_of",
     "from_name",
     "row_errors",
 ]
@@ -235,8 +240,8 @@ def MESSI(k: int = 5) -> Flats:
     return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100)
 
 
-VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense)
-PARTS: tuple[type, ...] = get_args(Loss)  # what fields of methods hold
+VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense, RobustSVD, Subspace)
+PARTS: tuple[type, ...] = (*get_args(Loss), Lewis)  # what fields of methods hold
 _HELD = 2**28  # numbers of a table that is kept in memory in another metric
 _CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
 NAMES: dict[str, Callable[..., Any]] = {
@@ -245,6 +250,8 @@ NAMES: dict[str, Callable[..., Any]] = {
     "kmeans-svd": KMeansSVD,
     "messi": MESSI,
     "dense": Dense,
+    "robust-svd": RobustSVD,
+    "subspace": Subspace,
 }
 """What a command line calls the methods."""
 

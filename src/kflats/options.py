@@ -21,7 +21,27 @@ BudgetText = Annotated[
 FileBudget = Annotated[str | None, typer.Option("--file-budget", help='Bound all weight files instead: "40MB".')]
 Method = Annotated[
     str | None,
-    typer.Option("--method", help="flats, svd, kmeans-svd or messi. Default: flats; svd for what is measured."),
+    typer.Option(
+        "--method",
+        help="flats, svd, kmeans-svd or messi; where outliers are, robust-svd, entrywise or subspace. Default: flats; "
+        "svd for what is measured.",
+    ),
+]
+Exponent = Annotated[
+    float | None,
+    typer.Option("--p", metavar="P", help="With robust-svd and entrywise: the exponent of the lp error (1)."),
+]
+EllipsoidName = Annotated[
+    str | None,
+    typer.Option("--ellipsoid", help="With robust-svd: lewis (default), loewner, sketch or sample."),
+]
+ErrorName = Annotated[
+    str | None,
+    typer.Option(
+        "--error",
+        metavar="LOSS",
+        help='With flats and subspace: what a distance costs: squared, "power 1", "huber 0.5", "truncated 3 median".',
+    ),
 ]
 FlatCount = Annotated[int | None, typer.Option("--flats", metavar="K", help="Number of flats.")]
 Names = Annotated[
@@ -128,6 +148,9 @@ class Asked:
     power: float | None = None
     rows: str | None = None
     form: str | None = None
+    p: float | None = None
+    ellipsoid: str | None = None
+    error: str | None = None
 
     @property
     def nothing(self) -> bool:
@@ -151,7 +174,6 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
         counted: whether there are texts to count. measured: whether there is data to measure with.
     """
     from kflats import importance as importances
-    from kflats import methods
     from kflats.recipe import Recipe
 
     if asked.nothing:
@@ -159,19 +181,14 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
     method, importance = asked.method, asked.importance
     power = {} if asked.power is None else {"power": asked.power}
     if importance is None and measured and asked.power is None:
-        importance = "kronecker" if method in (None, "svd") and asked.flats is None else "row-fisher"
+        one_sided = method not in (None, "svd") or asked.flats is not None or asked.error is not None
+        importance = "row-fisher" if one_sided else "kronecker"
     elif importance is None:
         baseline = asked.power is None and method not in (None, "flats")
         importance = "counts" if counted else "uniform" if baseline else "zipf"
     value = importances.from_name(importance, **power)
-    plain = asked.flats is None and (value.needs or asked.form is not None)
-    if asked.form is not None and method not in (None, "svd"):
-        raise KflatsError(f"--form is of svd, not of {method}", hint="--method svd, or leave --form out")
-    if asked.form not in (None, "factors", "interpolative"):
-        raise KflatsError(f"--form {asked.form} is unknown", hint="factors or interpolative")
-    options: dict[str, Any] = {} if asked.flats is None else {"k": asked.flats}
-    options |= {} if asked.form is None else {"form": asked.form}
-    geometry = methods.from_name(method or ("svd" if plain else "flats"), **options)
+    plain = asked.flats is None and asked.error is None and (value.needs or asked.form is not None)
+    geometry = method_of(asked, "svd" if plain else "flats")
     needs = getattr(value, "needs_texts", False)
     if needs and not counted:
         raise KflatsError(f"--importance {importance} needs --texts FILE", hint="--importance zipf needs no texts")
@@ -186,6 +203,40 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
     if asked.rows not in (None, "inputs", "outputs"):
         raise KflatsError(f"--rows {asked.rows} is unknown", hint="inputs or outputs")
     return Recipe(geometry, value, rows="outputs" if asked.rows == "outputs" else "inputs")
+
+
+_OF_METHOD = {"flats": "k", "form": "form", "p": "p", "ellipsoid": "ellipsoid", "error": "error"}
+"""Options that are of the method, and what its fields call them."""
+
+
+def method_of(asked: Asked, default: str) -> Any:
+    """The method with its own options.
+
+    Raises:
+        KflatsError: an option of another method, or a value that it cannot have.
+    """
+    from kflats import methods
+    from kflats.numerics.loss import from_name as loss_of
+
+    name = (asked.method or default).strip().lower()
+    fields_of = methods.options_of(name)
+    options: dict[str, Any] = {}
+    for option, field in _OF_METHOD.items():
+        given = getattr(asked, option)
+        if given is None:
+            continue
+        if field not in fields_of:
+            able = [other for other in methods.NAMES if field in methods.options_of(other)]
+            said = "" if asked.method else ", the default"
+            raise KflatsError(f"--{option} is of {', '.join(able)}, not of {name}{said}", hint=f"--method {able[0]}")
+        options[field] = given
+    if asked.form not in (None, "factors", "interpolative"):
+        raise KflatsError(f"--form {asked.form} is unknown", hint="factors or interpolative")
+    if asked.error is not None:
+        options["error"] = loss_of(asked.error)
+    if asked.ellipsoid is not None:
+        options["ellipsoid"] = methods.ellipsoid_of(asked.ellipsoid)
+    return methods.from_name(name, **options)
 
 
 def statistics_of(path: Path | None) -> Any:

@@ -135,7 +135,7 @@ def from_json(data: object) -> Any:
             )
         made = from_json(inner) if isinstance(inner, Mapping) else inner
         if not _fits(made, hints[name]):
-            parts = [one.__name__ for one in get_args(hints[name]) if dataclasses.is_dataclass(one)]
+            parts = [one.__name__ for one in get_args(hints[name]) if one in methods.PARTS]
             raise KflatsError(
                 f"{kind.__name__}.{name} cannot be {inner!r:.80}",
                 cause="a damaged or hand-edited plan",
