@@ -1,8 +1,8 @@
 """Integers at fixed rates: every row of a class in the same number of bytes, each column in the bits it needs.
 
-A column of b bits is split into planes of 8, 4, 2 and 1 bits (b = 5 is 4 + 1), and a row stores plane after plane.
-Within a plane a byte holds 8 / width columns, so that packing and unpacking are shifts of whole blocks: no gather
-of bytes, no loop over columns. A column of 0 bits costs nothing.
+A row is one string of bits, least significant first: column after column, without gaps, and zeros up to a whole byte.
+A column therefore begins at the same byte and bit of every row of its class, so that unpacking is one gather of
+bytes, a shift and a mask for all columns at once. A column of 0 bits costs nothing.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 
-PLANES = (8, 4, 2, 1)
-MOST_BITS = sum(PLANES)
+MOST_BITS = 15
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,10 @@ class Layout:
         if bool((self.low.to(torch.int64) + (1 << self.bits.to(torch.int64)) - 1 > 32767).any()):
             raise KflatsError("a column whose numbers leave 16 bits", cause="a damaged file")
 
-    def columns(self, plane: int) -> Tensor:
-        """The columns that have a plane of this width, ascending."""
-        return (self.bits & plane).nonzero().squeeze(1)
-
     @property
     def row_bytes(self) -> int:
         """Bytes of one row."""
-        return sum(-(-int((self.bits & plane).ne(0).sum()) * plane // 8) for plane in PLANES)
+        return -(-int(self.bits.sum(dtype=torch.int64)) // 8)
 
 
 def layout_of(levels: Tensor) -> Layout:
@@ -92,14 +88,13 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     codes = levels.to(torch.int32) - layout.low.to(torch.int32)
     if bool(((codes < 0) | (codes >= 1 << layout.bits.to(torch.int32))).any()):
         raise KflatsError("a level lies outside the range of its column")
-    parts = []
-    for plane, columns, below in _planes(layout):
-        part = (codes[:, columns] >> below) & ((1 << plane) - 1)
-        each = 8 // plane
-        part = torch.nn.functional.pad(part, (0, -part.shape[1] % each)).view(len(levels), -1, each)
-        shifts = torch.arange(0, 8, plane, device=levels.device, dtype=torch.int32)
-        parts.append((part << shifts).sum(2).to(torch.uint8))
-    return torch.cat(parts, 1) if parts else levels.new_zeros(len(levels), 0, dtype=torch.uint8)
+    starts, shifts, _ = places_of(layout.bits)
+    # Columns first: a column is then one contiguous block, which is shifted and added as a whole.
+    spread = codes.T.contiguous() << shifts.unsqueeze(1)
+    found = spread.new_zeros(layout.row_bytes + 3, len(levels))
+    for byte in range(3):  # what begins at one of 8 bits and has at most 15 lies in 3 bytes; no two codes share a bit
+        found.index_add_(0, starts + byte, (spread >> 8 * byte) & 255)
+    return found[: layout.row_bytes].T.to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 def unpack(packed: Tensor, layout: Layout) -> Tensor:
@@ -113,26 +108,25 @@ def unpack(packed: Tensor, layout: Layout) -> Tensor:
             f"{packed.dtype} codes of shape {tuple(packed.shape)} are not rows of {layout.row_bytes} bytes",
             cause="a damaged or truncated file",
         )
-    # Column by column: what lies beside each other in memory is then one column of all rows, which is added as a whole.
-    columns_first = packed.T.contiguous()
-    levels = layout.low.unsqueeze(1).repeat(1, len(packed))
-    taken = 0
-    for plane, columns, below in _planes(layout):
-        each = 8 // plane
-        width = -(-len(columns) // each)
-        part = columns_first[taken : taken + width].unsqueeze(1)
-        shifts = torch.arange(0, 8, plane, device=packed.device, dtype=torch.uint8).unsqueeze(1)
-        part = ((part >> shifts) & ((1 << plane) - 1)).flatten(0, 1)[: len(columns)]
-        levels[columns] += part.to(torch.int16) << below.unsqueeze(1)
-        taken += width
-    return levels.T
+    starts, shifts, masks = places_of(layout.bits)
+    codes = read_codes(packed, starts, shifts, masks)
+    return (codes + layout.low.to(torch.int32).unsqueeze(1)).to(torch.int16).T
 
 
-def _planes(layout: Layout) -> list[tuple[int, Tensor, Tensor]]:
-    """(width, its columns, bits of each column in wider planes), widest first."""
-    found = []
-    for plane in PLANES:
-        columns = layout.columns(plane)
-        if len(columns):
-            found.append((plane, columns, (layout.bits[columns] & ~(2 * plane - 1) & MOST_BITS).to(torch.int16)))
-    return found
+def places_of(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(..., r) bits of each column -> where it lies in a row, each (..., r) int32: first byte, shift in it, mask.
+
+    >>> [t.tolist() for t in places_of(torch.tensor([3, 7, 0]))]
+    [[0, 0, 1], [0, 3, 2], [7, 127, 0]]
+    """
+    bits = bits.to(torch.int32)
+    first = bits.cumsum(-1, dtype=torch.int32) - bits
+    return first >> 3, first & 7, (1 << bits) - 1
+
+
+def read_codes(packed: Tensor, starts: Tensor, shifts: Tensor, masks: Tensor) -> Tensor:
+    """(m, row_bytes) uint8 -> (k, m) int32, the codes of the k columns that lie at ``starts`` (see ``places_of``)."""
+    # Columns first: the gather then moves whole blocks. Columns of 0 bits may begin where the row ends.
+    wide = F.pad(packed.T, (0, 0, 0, 3)).to(torch.int32)
+    words = wide[:-2] | (wide[1:-1] << 8) | (wide[2:] << 16)
+    return (words.index_select(0, starts) >> shifts.unsqueeze(1)) & masks.unsqueeze(1)
