@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "problem",
         "one_flat",
         "robust_methods",
+        "many_flats",
         "methods",
         "texts",
     ),
