@@ -1,8 +1,11 @@
 """Distributions of integers an encoder and a decoder agree on bit for bit: costs in sixteenths of a bit, one byte each.
 
-A table holds, for every magnitude j = |symbol|, a cost c_j; a symbol +-j then has the integer frequency
-2^(24 - c_j / 16), rounded by a fixed list of sixteen constants and a shift. No floating-point function is involved, so
-that every machine finds the same frequencies. Sixteenths are fine enough: the rounding costs some .0002 bits a symbol.
+A table knows what a symbol of magnitude j = |symbol| costs, c_j; a symbol +-j then has the integer frequency
+2^(24 - c_j / 16), by a fixed list of sixteen constants and a shift. No floating-point function is involved, so that
+every machine finds the same frequencies. Sixteenths are fine enough: the rounding costs some .0002 bits a symbol.
+
+Costs are kept at knots, every magnitude up to 16 and eight an octave beyond, with straight lines between them, in whole
+numbers: a distribution over thousands of levels takes a hundred bytes.
 """
 
 from __future__ import annotations
@@ -14,77 +17,113 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 
-NEVER = 255
-"""The cost of a magnitude that does not occur; frequency 0."""
+FARTHEST = 16383
+"""The largest magnitude of a symbol."""
+
+KNOTS = (*range(16), *(2**octave + 2**octave * part // 8 for octave in range(4, 14) for part in range(8)), FARTHEST)
+"""The magnitudes whose costs are stored."""
+
+MOST = 254
+"""The largest cost: just under 16 bits."""
 
 _SIXTEENTHS = (
-    16777216, 16065888, 15384718, 14732430, 14107797, 13509648, 12936860, 12388357,
-    11863109, 11360131, 10878478, 10417246, 9975569, 9552619, 9147602, 8759757,
+    16777216, 16065917, 15384775, 14732511, 14107901, 13509772, 12937002, 12388516,
+    11863283, 11360319, 10878679, 10417458, 9975792, 9552851, 9147842, 8760003,
 )  # fmt: skip
 """2^(24 - k / 16), rounded."""
 
 
 @dataclass(frozen=True)
 class Tables:
-    """K distributions over symbols -m .. m, symmetric: ``costs`` (K, m + 1) uint8, 255 where a magnitude never occurs.
+    """K symmetric distributions; table k is over the symbols -reach[k] .. reach[k].
 
-    >>> Tables(torch.tensor([[0, 16]], dtype=torch.uint8)).frequencies(0).tolist()
-    [8388608, 16777216, 8388608]
+    Args:
+        reach: (K,) int16, the largest magnitude of each.
+        costs: (K, at most 97) uint8 at the leading ``KNOTS``, as many as the longest table needs; what lies beyond
+            the first knot >= reach[k] is ignored.
+
+    >>> tables = Tables(torch.tensor([1, 0], dtype=torch.int16), torch.tensor([[0, 16], [0, 0]], dtype=torch.uint8))
+    >>> tables.frequencies(0).tolist(), tables.frequencies(1).tolist()
+    ([8388608, 16777216, 8388608], [16777216])
     """
 
+    reach: Tensor
     costs: Tensor
 
     def __post_init__(self) -> None:
-        if self.costs.ndim != 2 or self.costs.dtype != torch.uint8 or not self.costs.shape[1]:
-            raise KflatsError(f"tables of shape {tuple(self.costs.shape)}, {self.costs.dtype}", cause="a damaged file")
-        if bool((self.costs == NEVER).all(1).any()):
-            raise KflatsError("a table without any symbol", cause="a damaged file")
+        shapes = self.costs.ndim == 2 and self.reach.shape == self.costs.shape[:1]
+        if not shapes or self.costs.dtype != torch.uint8 or self.reach.dtype != torch.int16:
+            raise KflatsError("a damaged distribution of symbols", cause="a damaged file")
+        if not len(self.reach):
+            return
+        least, most = int(self.reach.min()), int(self.reach.max())
+        if least < 0 or most > FARTHEST or self.costs.shape[1] < knots_up_to(most) or int(self.costs.max()) > MOST:
+            raise KflatsError("a distribution of symbols with impossible numbers", cause="a damaged file")
 
     def __len__(self) -> int:
-        return len(self.costs)
-
-    @property
-    def reach(self) -> Tensor:
-        """(K,) int64, the largest magnitude of each table."""
-        places = torch.arange(self.costs.shape[1], device=self.costs.device)
-        return torch.where(self.costs != NEVER, places, -1).amax(1)
+        return len(self.reach)
 
     @property
     def magnitudes(self) -> Tensor:
-        """(K, m + 1) int64, the frequency of one symbol of each magnitude (of +j alone, not of +-j)."""
-        cost = self.costs.to(torch.int64)
-        found = torch.tensor(_SIXTEENTHS, device=cost.device)[cost % 16] >> (cost // 16)
-        return torch.where(cost == NEVER, torch.zeros_like(found), found)
+        """(K, longest reach + 1) int64, the frequency of one symbol of each magnitude (of +j alone); 0 beyond reach."""
+        j = torch.arange(int(self.reach.max()) + 1 if len(self) else 1)
+        knots = torch.tensor(KNOTS)
+        right = torch.bucketize(j, knots)
+        left = (right - 1).clamp_min(0)
+        a, b = knots[left], knots[right]
+        costs = self.costs.to("cpu", torch.int64)
+        width = (b - a).clamp_min(1)
+        cost = torch.where(b == j, costs[:, right], (costs[:, left] * (b - j) + costs[:, right] * (j - a)) // width)
+        found = torch.tensor(_SIXTEENTHS)[cost % 16] >> (cost // 16)
+        return torch.where(j <= self.reach.cpu().unsqueeze(1), found, torch.zeros_like(found))
 
     def frequencies(self, table: int) -> Tensor:
-        """(2 reach + 1,) int64, the frequencies of symbols -reach .. reach of one table."""
-        half = self.magnitudes[table, : int(self.reach[table]) + 1]
+        """(2 reach + 1,) int64, the frequencies of symbols -reach .. reach of one table; none is 0."""
+        part = Tables(self.reach[table : table + 1], self.costs[table : table + 1])
+        half = part.magnitudes[0]
         return torch.cat([half.flip(0), half[1:]])
 
     @property
     def bits(self) -> Tensor:
-        """(K, m + 1) float64, bits of one symbol of each magnitude; infinite where it never occurs."""
+        """(K, longest reach + 1) float64, bits of one symbol of each magnitude; infinite beyond reach."""
         found = self.magnitudes.to(torch.float64)
         total = 2 * found.sum(1, keepdim=True) - found[:, :1]
         return -(found / total).log2()
 
     @property
     def stored_bytes(self) -> int:
-        """One byte for each cost up to the reach, and two for the reach."""
-        return int((self.reach + 3).sum())
+        """One byte a knot, and two for the reach."""
+        return sum(knots_up_to(reach) + 2 for reach in self.reach.tolist())
+
+
+def knots_up_to(reach: int) -> int:
+    """How many leading knots a table of this reach needs.
+
+    >>> knots_up_to(0), knots_up_to(17)
+    (1, 18)
+    """
+    return int(torch.bucketize(torch.tensor(reach), torch.tensor(KNOTS))) + 1
 
 
 def tables_of(counts: Tensor) -> Tables:
-    """The nearest tables to counts of magnitudes (K, m + 1); a magnitude of j >= 1 counts both signs.
+    """The nearest tables to counts of magnitudes (K, m + 1); the count of j >= 1 is of both signs together.
 
-    Magnitudes below the largest seen get half a count more, so that each of them can be coded.
+    Each table reaches as far as its largest magnitude seen; every knot up to there gets half a count more, so that
+    nothing below is impossible.
     """
-    counts = counts.to(torch.float64)
-    seen = counts > 0
-    seen[:, 0] |= ~seen.any(1)
-    reachable = seen.flip(1).cumsum(1).flip(1) > 0
-    each = counts + 0.5
+    counts = counts.to("cpu", torch.float64)
+    places = torch.arange(counts.shape[1])
+    reach = (
+        torch.where(counts > 0, places, 0).amax(1) if counts.numel() else torch.zeros(len(counts), dtype=torch.int64)
+    )
+    width = knots_up_to(int(reach.max())) if len(reach) else 1
+    knots = torch.tensor(KNOTS[:width])
+    # Beyond 16 a knot stands for all magnitudes nearer to it than to its neighbours.
+    nearest = torch.bucketize(places, (knots[1:] + knots[:-1] + 1) // 2, right=True)
+    sums = torch.zeros(len(counts), width, dtype=torch.float64).index_add_(1, nearest, counts)
+    inside = (places <= reach.unsqueeze(1)).to(torch.float64)
+    held = torch.zeros(len(counts), width, dtype=torch.float64).index_add_(1, nearest, inside)
+    each = (sums + 0.5) / held.clamp_min(1.0)
     each[:, 1:] /= 2
-    each = torch.where(reachable, each, torch.zeros_like(each))
-    costs = ((each.amax(1, keepdim=True) / each).log2() * 16).round().clamp(0, NEVER - 1)
-    return Tables(torch.where(reachable, costs, torch.full_like(costs, float(NEVER))).to(torch.uint8))
+    costs = ((each.amax(1, keepdim=True) / each).log2() * 16).round().clamp(0, MOST)
+    return Tables(reach.to(torch.int16), costs.to(torch.uint8))

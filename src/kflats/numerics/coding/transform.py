@@ -78,7 +78,7 @@ class TransformCode:
 
     @property
     def side_bytes(self) -> int:
-        """What is stored beside the entropy-coded streams: tables, and steps, centres, contexts and scales as they are."""
+        """What lies beside the entropy-coded streams: tables, and steps, centres, contexts, scales as they are."""
         c, r = self.contexts.shape
         tables = self.tables.stored_bytes + self.basis_tables.stored_bytes
         return tables + 8 * c + 3 * c * r + 4 * len(self.shrink) + 5 * r
