@@ -105,25 +105,36 @@ def knots_up_to(reach: int) -> int:
     return int(torch.bucketize(torch.tensor(reach), torch.tensor(KNOTS))) + 1
 
 
-def tables_of(counts: Tensor) -> Tables:
-    """The nearest tables to counts of magnitudes (K, m + 1); the count of j >= 1 is of both signs together.
+def nearest_knot() -> Tensor:
+    """(16384,) uint8, the knot that stands for each magnitude: itself up to 16, then the nearest."""
+    knots = torch.tensor(KNOTS)
+    return torch.bucketize(torch.arange(FARTHEST + 1), (knots[1:] + knots[:-1] + 1) // 2, right=True).to(torch.uint8)
 
-    Each table reaches as far as its largest magnitude seen; every knot up to there gets half a count more, so that
-    nothing below is impossible.
+
+def tables_of(counts: Tensor, reach: Tensor) -> Tables:
+    """The nearest tables to counts of symbols by knot (K, 97); the count of j >= 1 is of both signs together.
+
+    Each table reaches as far as ``reach`` (K,); every knot up to there gets half a count more, so that nothing
+    below is impossible.
     """
-    counts = counts.to("cpu", torch.float64)
-    places = torch.arange(counts.shape[1])
-    reach = (
-        torch.where(counts > 0, places, 0).amax(1) if counts.numel() else torch.zeros(len(counts), dtype=torch.int64)
-    )
     width = knots_up_to(int(reach.max())) if len(reach) else 1
-    knots = torch.tensor(KNOTS[:width])
-    # Beyond 16 a knot stands for all magnitudes nearer to it than to its neighbours.
-    nearest = torch.bucketize(places, (knots[1:] + knots[:-1] + 1) // 2, right=True)
-    sums = torch.zeros(len(counts), width, dtype=torch.float64).index_add_(1, nearest, counts)
-    inside = (places <= reach.unsqueeze(1)).to(torch.float64)
-    held = torch.zeros(len(counts), width, dtype=torch.float64).index_add_(1, nearest, inside)
-    each = (sums + 0.5) / held.clamp_min(1.0)
+    inside = torch.arange(FARTHEST + 1) <= reach.to(torch.int64).unsqueeze(1)
+    held = torch.zeros(len(reach), len(KNOTS), dtype=torch.float64)
+    held.index_add_(1, nearest_knot().to(torch.int64), inside.to(torch.float64))
+    each = (counts.to(torch.float64) + 0.5) / held.clamp_min(1.0)
     each[:, 1:] /= 2
+    each = each[:, :width]
     costs = ((each.amax(1, keepdim=True) / each).log2() * 16).round().clamp(0, MOST)
     return Tables(reach.to(torch.int16), costs.to(torch.uint8))
+
+
+def table_for(symbols: Tensor) -> Tables:
+    """One table, for the symbols given, of any shape.
+
+    >>> table_for(torch.tensor([0, 0, -1])).frequencies(0).tolist()
+    [2516582, 8388608, 2516582]
+    """
+    magnitudes = symbols.flatten().to(torch.int64).abs()
+    counts = torch.bincount(nearest_knot().to(torch.int64)[magnitudes], minlength=len(KNOTS))
+    reach = magnitudes.max() if len(magnitudes) else torch.tensor(0)
+    return tables_of(counts.unsqueeze(0), reach.reshape(1))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.numerics.coding.packing import Layout, layout_of
-from kflats.numerics.coding.tables import Tables
+from kflats.numerics.coding.tables import Tables, table_for
 
 
 @dataclass(frozen=True)
@@ -72,16 +72,12 @@ class TransformCode:
         for c, levels in enumerate(self.levels):
             total += _price(levels, price[self.contexts[c].to(torch.int64)])
         total += _price(self.basis.T, basis_price[self.basis_contexts.to(torch.int64)])
-        counts = torch.bincount(self.labels.to(torch.int64)).to(torch.float64)
-        counts = counts[counts > 0]
-        return total - float((counts * (counts / counts.sum()).log2()).sum())
+        return total + label_bits(torch.bincount(self.labels.to(torch.int64)))
 
     @property
     def side_bytes(self) -> int:
-        """What lies beside the entropy-coded streams: tables, and steps, centres, contexts, scales as they are."""
-        c, r = self.contexts.shape
-        tables = self.tables.stored_bytes + self.basis_tables.stored_bytes
-        return tables + 8 * c + 3 * c * r + 4 * len(self.shrink) + 5 * r
+        """What lies beside the entropy-coded symbols: distributions, steps, scales; centres and contexts, coded too."""
+        return side_bytes(self.centers, self.contexts, self.tables, self.basis_tables)
 
     @property
     def stored_bytes(self) -> int:
@@ -148,3 +144,31 @@ def _price(levels: Tensor, bits: Tensor) -> float:
     if not levels.numel():
         return 0.0
     return float(bits.T.gather(0, levels.to(torch.int64).abs()).sum())
+
+
+def label_bits(sizes: Tensor) -> float:
+    """Ideal bits of all labels of classes of these sizes (C,)."""
+    sizes = sizes[sizes > 0].to(torch.float64)
+    return -float((sizes * (sizes / sizes.sum()).log2()).sum())
+
+
+def context_moves(contexts: Tensor) -> Tensor:
+    """(C, r) int16: contexts as they are stored, each less the one before it in its row; ``cumsum(1)`` undoes it.
+
+    >>> context_moves(torch.tensor([[5, 5, 4, 0]], dtype=torch.uint8)).tolist()
+    [[5, 0, -1, -4]]
+    """
+    whole = contexts.to(torch.int16)
+    return torch.cat([whole[:, :1], whole.diff(dim=1)], dim=1)
+
+
+def side_bytes(centers: Tensor, contexts: Tensor, tables: Tables, basis_tables: Tables) -> int:
+    """Bytes beside labels and symbols: centres (C, r) and context moves coded by a table each, the rest as it is."""
+    moves = context_moves(contexts)
+    coded, stored = 0.0, tables.stored_bytes + basis_tables.stored_bytes
+    for symbols in (centers.to(torch.int16), moves):
+        table = table_for(symbols)
+        coded += _price(symbols.reshape(-1, 1), table.bits)
+        stored += table.stored_bytes
+    c, r = contexts.shape
+    return stored + math.ceil(coded / 8) + 8 * c + 4 * len(tables) + 5 * r

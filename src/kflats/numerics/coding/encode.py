@@ -1,0 +1,207 @@
+"""Transform coding of a matrix under row weights, to a budget.
+
+    minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= budget
+
+Principal axes of the weighted rows; in each class of rows a step proportional to w^(-1/2); entropy-constrained
+quantizers with one trade between squared steps and bits everywhere, which is what reverse water-filling asks for: at
+one slope in every coordinate, those below the water level fall into the dead zone by themselves (Gersho and Gray,
+Vector Quantization and Signal Compression, ch. 8; Goyal, Theoretical foundations of transform coding, IEEE Signal
+Processing Magazine 18, 2001). One number, the step, then sets the size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.numerics.coding.basis import CodedBasis
+from kflats.numerics.coding.frame import Frame, Source, source_of
+from kflats.numerics.coding.quantizers import TRADE, Quantizer, design
+from kflats.numerics.coding.transform import TransformCode, label_bits, side_bytes
+from kflats.numerics.rows import Rows, as_rows, check_finite, check_weights
+
+_PASSES = 3
+"""Quantise, redesign, quantise, ...: after the third pass the size changes by less than .1 %."""
+_TRIES = 12
+"""Corrections of the step, at most: on the sample, and again on all rows."""
+_WINDOW = 0.99
+"""A budget counts as met from this share of it on."""
+_FINEST = 2.0**-20
+"""The least step, in units of ``Source.spread``: beyond, float32 rows have no more to give."""
+_BASIS_ROW = 8 * 5
+"""Bits a basis row costs beside its levels: its scale and which distribution it follows."""
+
+
+def transform_code(
+    matrix: Tensor | Rows,
+    *,
+    weights: Tensor | None = None,
+    right: Tensor | None = None,
+    nbytes: int | None = None,
+    bits: float | None = None,
+    step: float | None = None,
+    classes: int = 32,
+) -> TransformCode:
+    """Code ``matrix`` (n, d) in ``nbytes`` stored bytes, in ``bits`` per weight, or at a given ``step``: one of them.
+
+    Args:
+        matrix: a tensor of any float type, or any ``Rows``.
+        weights: (n,) row weights; None: all alike. A row of weight 0 gets next to no bits.
+        right: a Gram R R' of the columns, (d, d), or its diagonal (d,).
+        nbytes: ``TransformCode.stored_bytes`` is at most this, and at least 99 % of it unless the matrix is coded as
+            finely as float32 holds it in less.
+        step: the step of a row of weight 1, in the matrix' unit. Codes of several matrices at one step lose the
+            same for the last bit, so that together they are optimal. Weights and metric are then taken as they are;
+            elsewhere only their ratios count.
+        classes: at most so many classes of rows, 1 to 256.
+
+    Choose it for whatever is to be small on disk: from half a bit to about eight per weight. Nothing is random.
+
+    Raises:
+        KflatsError: NaN or infinite values, weights or metrics that are none, no or several targets, a budget below
+            what labels and distributions alone need, or one for which floats are the better choice.
+
+    >>> matrix = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+    >>> code = transform_code(matrix, bits=3)
+    >>> code.shape, code.stored_bytes <= 500 * 8 * 3 / 8
+    ((500, 8), True)
+    """
+    rows = as_rows(matrix)
+    n, d = rows.shape
+    kind, value = _target(nbytes, bits, step)
+    if not isinstance(classes, int) or not 1 <= classes <= 256:
+        raise KflatsError(f"{classes!r} classes of rows", hint="a whole number from 1 to 256")
+    check_finite(rows)
+    check_weights(weights, n)
+    budget = int(value) if kind == "nbytes" else int(value * n * d / 8)
+    target = (kind, value) if kind == "step" else ("bits", 8 * budget / (n * d))
+    source = source_of(rows, weights, right, classes, target)
+    return _at_step(source, value) if kind == "step" else _at_budget(source, budget)
+
+
+def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple[str, float]:
+    given = [(name, v) for name, v in (("nbytes", nbytes), ("bits", bits), ("step", step)) if v is not None]
+    if len(given) != 1:
+        raise KflatsError("a transform code needs one target", hint="nbytes=, bits= (per weight) or step=")
+    name, value = given[0]
+    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        raise KflatsError(f"a target of {name}={value!r}", hint="a finite number above zero")
+    return name, float(value)
+
+
+@dataclass(frozen=True)
+class _Estimate:
+    """``size`` bytes of all rows at ``step``, how many symbols are not 0, and the basis that pays, by a sample."""
+
+    step: float
+    size: float
+    live: float
+    basis: CodedBasis
+
+
+def _estimate(source: Source, scale: Tensor, step: float) -> _Estimate:
+    basis = source.code_axes(step)
+    frame = source.frame(basis, step)
+    quantizer: Quantizer | None = None
+    for _ in range(_PASSES):
+        tally, _ = frame.survey(quantizer)
+        quantizer = design(tally, scale=scale)
+    assert quantizer is not None
+    cost, each = tally.prices(quantizer), scale.unsqueeze(1)
+    gain = ((tally.uu - tally.errors(quantizer) - TRADE * cost) * each).sum(0)
+    paying = (gain > TRADE * (basis.bits + _BASIS_ROW)).nonzero()
+    rank = int(paying.max()) + 1 if len(paying) else 0
+    basis = basis.leading(rank)
+    sizes = torch.bincount(source.labels, minlength=len(scale)) * scale
+    total = float((cost[:, :rank] * each).sum() + basis.bits.sum()) + label_bits(sizes)
+    centers, contexts = frame.centers[:, :rank], quantizer.contexts[:, :rank]
+    live = float((tally.knots[:, :rank, 1:].sum(2) * each).sum())
+    return _Estimate(step, total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables), live, basis)
+
+
+def _at_step(source: Source, step: float) -> TransformCode:
+    sample, scale = source.sample()
+    basis = _estimate(sample, scale, step).basis
+    return _code(source.frame(basis, step), None)[0]
+
+
+def _code(frame: Frame, quantizer: Quantizer | None) -> tuple[TransformCode, Quantizer]:
+    """The code in this frame, and the quantizer to go on with. Without one to begin with, found in three passes."""
+    if quantizer is None:
+        for _ in range(_PASSES - 1):
+            quantizer = design(frame.survey(quantizer)[0])
+    tally, levels = frame.survey(quantizer, keep=True)
+    final, basis = design(tally, kill=False), frame.basis
+    return TransformCode(
+        labels=frame.source.labels.to(torch.uint8),
+        levels=levels,
+        steps=frame.steps,
+        centers=frame.centers.to(torch.int16),
+        contexts=final.contexts.to(torch.uint8),
+        tables=final.tables,
+        shrink=final.shrink,
+        basis=basis.levels,
+        basis_scale=basis.scale,
+        basis_contexts=basis.contexts,
+        basis_tables=basis.tables,
+    ), design(tally)
+
+
+def _at_budget(source: Source, budget: int) -> TransformCode:
+    found = _search(source, budget)
+    best, step, quantizer = None, found.step, None
+    low, high = 0.0, math.inf  # steps known to be too fine, and to fit
+    for _ in range(_TRIES):
+        code, quantizer = _code(source.frame(found.basis, step), quantizer)
+        size = code.stored_bytes
+        if size <= budget:
+            if best is None or size > best.stored_bytes:
+                best = code
+            high = min(high, step)
+            if size >= _WINDOW * budget or step <= source.spread * _FINEST * 1.01:
+                break
+        else:
+            low = max(low, step)
+        # Bits fall by about one a live coordinate for each doubling of the step.
+        live = sum(float((q != 0).sum()) for q in code.levels) + 1.0
+        step *= 2 ** max(-1.0, min(1.0, 8 * (size - 0.996 * budget) / live))
+        step = max(step, source.spread * _FINEST)
+        if not low < step < high:
+            step = math.sqrt(low * high) if low > 0 and high < math.inf else high
+    if best is None:
+        raise KflatsError(f"no step was found whose code has {budget} bytes", hint="another budget")
+    return best
+
+
+def _search(source: Source, budget: int) -> _Estimate:
+    """The step whose size, by a sample, is the budget within half a percent: false position on the logarithms."""
+    sample, scale = source.sample()
+    if source.spread == 0.0:
+        return _estimate(sample, scale, 1.0)
+    # So coarse that not one coordinate is coded: what is left is what every code needs.
+    coarse = _estimate(sample, scale, 64 * source.reach)
+    if coarse.size > budget:
+        raise KflatsError(
+            f"{budget} bytes are fewer than the {math.ceil(coarse.size)} that labels and scales alone need",
+            hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
+        )
+    finest = source.spread * _FINEST
+    low, high = math.log2(finest), math.log2(coarse.step)
+    at, found = math.log2(source.first_step), coarse
+    for _ in range(_TRIES):
+        found = _estimate(sample, scale, 2.0**at)
+        if abs(found.size - budget) <= 0.005 * budget:
+            break
+        low, high = (low, at) if found.size <= budget else (at, high)
+        # A live coordinate loses about one bit for each doubling of its step.
+        move = 8 * (found.size - budget) / max(found.live, 1.0)
+        at += max(-2.0, min(2.0, move))
+        if not low < at < high:
+            at = (low + high) / 2
+        if high - low < 1e-3:
+            break
+    return found
