@@ -14,9 +14,11 @@ from kflats.files import annotate_, load_, register_plugin, save
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.measure import measure
 from kflats.measurements import Statistics
-from kflats.methods import MESSI, SVD, Dense, Flats, KMeansSVD, RobustSVD, Subspace
+from kflats.methods import MESSI, SVD, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.lewis import Lewis
+from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
+from kflats.numerics.sketch import LewisSample, Sketch
 from kflats.objectives import Projections, SampledLabels, TaskLoss
 from kflats.plan import Plan
 from kflats.planning import plan
@@ -34,6 +36,7 @@ __all__ = [
     "Budget",
     "Dense",
     "ElementFisher",
+    "Entrywise",
     "Flats",
     "Float",
     "Huber",
@@ -42,6 +45,8 @@ __all__ = [
     "KflatsError",
     "KroneckerFisher",
     "Lewis",
+    "LewisSample",
+    "Loewner",
     "Plan",
     "Power",
     "Projections",
@@ -50,6 +55,7 @@ __all__ = [
     "RobustSVD",
     "RowFisher",
     "SampledLabels",
+    "Sketch",
     "Squared",
     "Statistics",
     "Subspace",

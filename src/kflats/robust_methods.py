@@ -17,16 +17,19 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.judging import Distances, EntryPowers, Norm
 from kflats.nn.matrix import LowRankMatrix
+from kflats.numerics.entrywise import Solver, entrywise_low_rank
 from kflats.numerics.lewis import Lewis
+from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Loss, Power
 from kflats.numerics.robust import robust_svd
 from kflats.numerics.rows import Rows
+from kflats.numerics.sketch import LewisSample, Sketch
 from kflats.numerics.subspace import robust_subspace
 from kflats.one_flat import SVD
 from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
 from kflats.weighting import Weighting
 
-EllipsoidWay: TypeAlias = Lewis
+EllipsoidWay: TypeAlias = Lewis | Loewner | Sketch | LewisSample
 """How ``RobustSVD`` finds its ellipsoid."""
 
 _PAIR = SVD()
@@ -97,7 +100,9 @@ class RobustSVD(_Pair):
 
     Args:
         p: 0 < p <= 16. 2 is the SVD; below, long rows turn the flat less.
-        ellipsoid: how it is found. ``Lewis()``: Lewis weights, any p, milliseconds to seconds.
+        ellipsoid: how it is found. ``Lewis()``: Lewis weights, any p, milliseconds to seconds. ``LewisSample()``: of
+            sampled rows, in a third of that. ``Loewner()``: the paper's ellipsoid method, p >= 1, for a dozen columns.
+            ``Sketch()``: its randomized version, far worse.
         transposed: of A' instead (the paper's remark 8), without row weights. Where A has more rows than columns that
             is the SVD for every p.
 
@@ -115,7 +120,9 @@ class RobustSVD(_Pair):
     def __post_init__(self) -> None:
         _check_power("RobustSVD", self.p, _LARGEST_POWER)
         if not isinstance(self.ellipsoid, EllipsoidWay):
-            raise KflatsError(f"RobustSVD has no ellipsoid {self.ellipsoid!r}", hint="Lewis()")
+            raise KflatsError(
+                f"RobustSVD has no ellipsoid {self.ellipsoid!r}", hint="Lewis(), LewisSample() or Loewner()"
+            )
         if not isinstance(self.transposed, bool):
             raise KflatsError(f"transposed={self.transposed!r} is neither True nor False")
 
@@ -134,6 +141,52 @@ class RobustSVD(_Pair):
         lengths = torch.linalg.vector_norm(found.basis, dim=1)
         basis = found.basis / torch.where(lengths > 0, lengths, 1.0).unsqueeze(1)
         return _Fitted(found.coordinates * lengths, basis, (found.error,), EntryPowers(self.p))
+
+
+@dataclass(frozen=True)
+class Entrywise(_Pair):
+    """Low rank under the entrywise lp error, fitted directly.
+
+        minimise over U (n, r), V (r, d)    sum_i w_i sum_j |A - U V|_ij^p
+
+    Args:
+        p: 0 < p <= 2; 2 is the SVD.
+        solver: "admm" for p = 1, "irls" for any p; "auto" is "admm" at p = 1, else "irls".
+        tolerance: stops when an iteration lowers the sum by less than this share.
+        max_iterations: stops there in any case.
+
+    Choose it where single entries may be wrong, or where absolute errors are what counts. A coordinate is then no
+    projection: rows that a squared error would fit well may be farther away.
+
+    >>> Entrywise(p=1.0)
+    Entrywise(p=1.0, solver='auto', tolerance=0.0001, max_iterations=200)
+    """
+
+    p: float = 1.0
+    solver: Solver = "auto"
+    tolerance: float = 1e-4
+    max_iterations: int = 200
+
+    def __post_init__(self) -> None:
+        _check_power("Entrywise", self.p, 2.0)
+        if self.solver not in ("auto", "admm", "irls") or (self.solver == "admm" and self.p != 1):
+            raise KflatsError(
+                f"Entrywise has no solver {self.solver!r} for p={self.p:g}", hint='"auto", "irls", or "admm" for p=1'
+            )
+        _check_iterations("Entrywise", self.tolerance, self.max_iterations)
+
+    def _fitted(self, problem: Problem, rank: int) -> _Fitted:
+        found = entrywise_low_rank(
+            problem.rows,
+            rank,
+            p=self.p,
+            solver=self.solver,
+            weights=problem.weights,
+            tolerance=self.tolerance,
+            max_iterations=self.max_iterations,
+            progress=problem.progress,
+        )
+        return _Fitted(found.coordinates, found.basis, found.objective, EntryPowers(self.p))
 
 
 @dataclass(frozen=True)
@@ -189,7 +242,12 @@ def ellipsoid_of(name: str) -> EllipsoidWay:
     return make()
 
 
-ELLIPSOID_NAMES: dict[str, type[EllipsoidWay]] = {"lewis": Lewis}
+ELLIPSOID_NAMES: dict[str, type[EllipsoidWay]] = {
+    "lewis": Lewis,
+    "loewner": Loewner,
+    "sketch": Sketch,
+    "sample": LewisSample,
+}
 """What a command line calls the ways to an ellipsoid."""
 
 
