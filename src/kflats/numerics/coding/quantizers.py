@@ -65,7 +65,8 @@ class Tally:
 
     def __init__(self, classes: int, rank: int) -> None:
         self.knots = torch.zeros(classes, rank, len(KNOTS), dtype=torch.float64)
-        self.uu, self.uq, self.qq, self.q, self.u = torch.zeros(5, classes, rank, dtype=torch.float64)
+        zeros = torch.zeros(classes, rank, dtype=torch.float64)
+        self.uu, self.uq, self.qq, self.q, self.u = zeros, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone()
         self.most = torch.zeros(classes, rank, dtype=torch.int64)
         self._nearest = nearest_knot().to(torch.int64)
 
