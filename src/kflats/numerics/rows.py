@@ -181,6 +181,32 @@ def check_finite(rows: Rows, what: str = "matrix") -> None:
         )
 
 
+def check_spread(norms2: Tensor, weights: Tensor | None, limit: float) -> float:
+    """How many times the longest row is as long as the median row, by squared lengths (n,) in float64.
+
+    Rows of zeros, and of weight 0, are left out.
+
+    Raises:
+        KflatsError: more than ``limit`` times: beside such a row all others are rounding.
+
+    >>> check_spread(torch.tensor([1.0, 9.0, 1.0, 0.0]), None, 100.0)
+    3.0
+    """
+    alive = norms2 > 0
+    if weights is not None:
+        alive &= weights.to(norms2.device) > 0
+    if not bool(alive.any()):
+        return 1.0
+    spread = float(norms2[alive].max().sqrt() / norms2[alive].median().sqrt())
+    if spread > limit:
+        raise KflatsError(
+            f"row {int(torch.where(alive, norms2, 0.0).argmax())} is {spread:.0e} times as long as the median row",
+            cause="a damaged or diverged row, beside which all others are rounding",
+            hint="give that row weight 0, or repair it",
+        )
+    return spread
+
+
 def check_weights(weights: Tensor | None, n: int) -> None:
     """Row weights: (n,), finite, none negative, not all zero.
 

@@ -19,7 +19,7 @@ from kflats.errors import KflatsError
 from kflats.numerics.flats import Progress
 from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
 from kflats.numerics.loss import Loss, Power, Squared, absolute, stages
-from kflats.numerics.rows import BLOCK, MetricRows, Rows, TensorRows, as_rows, check_finite, check_weights
+from kflats.numerics.rows import BLOCK, MetricRows, Rows, TensorRows, as_rows, check_finite, check_spread, check_weights
 from kflats.numerics.svd import project
 
 _SPREAD = 1e8  # a row on the flat weighs 1 / (floor of its distance): beyond, float64 leaves nothing of the others
@@ -231,17 +231,9 @@ def _svd(cloud: _Cloud, rank: int, mass: Tensor | None) -> Tensor:
 
 def _cloud(rows: Rows, weights: Tensor | None) -> _Cloud:
     norms2 = torch.cat([block.to(torch.float64).square().sum(1) for _, block in rows.blocks(BLOCK)])
-    alive = norms2 > 0 if weights is None else (norms2 > 0) & (weights.to(norms2.device) > 0)
-    if bool(alive.any()):
-        spread = float(norms2[alive].max().sqrt() / norms2[alive].median().sqrt())
-        if spread > _SPREAD:
-            raise KflatsError(
-                f"row {int(torch.where(alive, norms2, 0.0).argmax())} is {spread:.0e} times as long as the median row",
-                cause="a damaged or diverged row, beside which all others are rounding",
-                hint="give that row weight 0, or repair it",
-            )
-        if spread > _SINGLE and rows.dtype != torch.float64:
-            rows = MetricRows(rows, torch.ones(rows.shape[1]), torch.float64)
+    spread = check_spread(norms2, weights, _SPREAD)
+    if spread > _SINGLE and rows.dtype != torch.float64:
+        rows = MetricRows(rows, torch.ones(rows.shape[1]), torch.float64)
     scale = 1.0
     if weights is not None:
         weights = weights.to(rows.device, torch.float64)

@@ -1,0 +1,191 @@
+"""Low rank under the entrywise lp error, fitted directly.
+
+    minimise over U (n, r), V (r, d):   sum_i w_i sum_j |A - U V|_ij^p          0 < p <= 2
+
+Single wrong entries pull a squared error by their square; at p = 1 they count no more than how many they are. The
+problem is not convex (and NP-hard for p = 1: Gillis & Vavasis 2018), so both solvers start from the SVD and return
+the lowest sum they saw: ``entrywise_admm`` (p = 1), ``entrywise_irls`` (any p).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.numerics.entrywise_admm import admm
+from kflats.numerics.entrywise_irls import irls
+from kflats.numerics.factors import Factors
+from kflats.numerics.flats import Progress
+from kflats.numerics.rows import (
+    BLOCK,
+    MetricRows,
+    Rows,
+    ScaledRows,
+    TensorRows,
+    as_rows,
+    check_finite,
+    check_spread,
+    check_weights,
+)
+from kflats.numerics.svd import project, truncated_svd
+
+Solver = Literal["auto", "admm", "irls"]
+
+_SPREAD = 1e6  # squares of rows so much longer than the others leave float64 few digits of these
+_SINGLE = 1e3  # the same for float32
+
+
+@dataclass(frozen=True)
+class EntrywiseFit:
+    """``coordinates`` (n, r), orthonormal ``basis`` (r, d), directions of most energy first; ``objective``: the sum
+    at the start (the SVD) and after every iteration that lowered it; ``solver``: "admm", "irls", or "svd" (p = 2).
+    ``converged``: False if the iteration limit cut it off."""
+
+    coordinates: Tensor
+    basis: Tensor
+    objective: tuple[float, ...]
+    converged: bool
+    solver: str
+
+    @property
+    def error(self) -> float:
+        """The objective reached."""
+        return self.objective[-1]
+
+
+def entrywise_low_rank(
+    matrix: Tensor | Rows,
+    rank: int,
+    *,
+    p: float = 1.0,
+    solver: Solver = "auto",
+    weights: Tensor | None = None,
+    tolerance: float = 1e-4,
+    max_iterations: int = 200,
+    progress: Progress | None = None,
+) -> EntrywiseFit:
+    """A local minimum of  sum_i w_i sum_j |A - U V|_ij^p  below the SVD.
+
+    Args:
+        matrix: (n, d), a tensor or any ``Rows``; read in blocks.
+        rank: 1..min(n, d).
+        p: 0 < p <= 2. 1 forgets outliers already; below 1 the start matters more; 2 is the SVD, without iterations.
+        solver: "admm" for p = 1, "irls" for any p; "auto" is "admm" at p = 1 and "irls" else.
+        weights: (n,) w_i >= 0; rows of weight 0 judge nothing and get their projection.
+        tolerance: stop when an iteration lowers the sum by less than this share, over the last ten.
+        max_iterations: never more.
+
+    An iteration of ADMM costs 2 n d (d + 2 r) operations and an eigenproblem of the smaller side, one of IRLS
+    about 40 n d r; both are matrix products. Memory beside the source: one table n x d of its type (where n < d a
+    second one) and four of n x r. Choose it where single entries may be wrong, or where absolute errors are what
+    counts; where whole rows are wrong, ``robust_subspace``. Limit: outliers must be few in each row and column.
+
+    Raises:
+        KflatsError: p outside (0, 2], ADMM for another p than 1, NaN or infinity, a rank outside 1..min(n, d),
+            unusable weights, or a row so long that the others are rounding beside it.
+
+    >>> a = torch.outer(torch.arange(1.0, 9.0), torch.ones(6))
+    >>> a[3, 2] = 30.0                                                        # one wrong entry
+    >>> fit = entrywise_low_rank(a, 1)
+    >>> (fit.coordinates @ fit.basis)[3].round(decimals=1).tolist()
+    [4.0, 4.0, 4.0, 4.0, 4.0, 4.0]
+    """
+    rows = as_rows(matrix)
+    n, d = rows.shape
+    chosen = _checked_solver(p, solver)
+    if not 1 <= rank <= min(n, d):
+        raise KflatsError(f"rank {rank} is outside 1..{min(n, d)} for a {n} x {d} matrix", hint="a rank in that range")
+    if not 0 <= tolerance < 1 or max_iterations < 1:
+        raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
+    check_finite(rows)
+    check_weights(weights, n)
+    scaled = _scaled(rows, weights, p)
+    if scaled is None:
+        basis = torch.eye(rank, d, dtype=rows.dtype, device=rows.device)
+        return EntrywiseFit(project(rows, basis), basis, (0.0,), True, chosen)
+    inside = scaled.rows
+    start = truncated_svd(inside, rank)
+    begun = Factors(start.coordinates, start.basis)
+    if chosen == "svd":
+        found = replace(begun, objective=(begun.error(inside, p),), converged=True)
+    elif chosen == "admm":
+        found = admm(inside, begun, tolerance, max_iterations, progress)
+    else:
+        found = irls(inside, begun, p, tolerance, max_iterations, progress)
+    coordinates, basis = (found.basis.T, found.coordinates.T) if scaled.turned else (found.coordinates, found.basis)
+    coordinates, basis = _ordered(coordinates, basis)
+    coordinates, basis = (coordinates * scaled.back.unsqueeze(1)).to(rows.dtype), basis.to(rows.dtype)
+    if weights is not None and bool((scaled.back == 0).any()):
+        idle = (scaled.back == 0).nonzero().squeeze(1)
+        coordinates[idle] = rows.take(idle) @ basis.T
+    objective = tuple(scaled.unit * value for value in found.objective)
+    return EntrywiseFit(coordinates, basis, objective, found.converged, chosen)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """diag(w^(1/p)) A / s, entries of mean about 1; ``back`` (n,): what brings coordinates to the rows as given (0 for
+    idle rows); ``unit``: what brings objectives back; ``turned``: it is the transpose that is fitted, n < d."""
+
+    rows: Rows
+    back: Tensor
+    unit: float
+    turned: bool
+
+
+def _scaled(rows: Rows, weights: Tensor | None, p: float) -> _Scaled | None:
+    n, d = rows.shape
+    factor = torch.ones(n, dtype=torch.float64, device=rows.device)
+    if weights is not None:
+        factor = (weights.to(rows.device, torch.float64) / float(weights.max())).pow(1 / p)
+    # What vanishes beside the largest would come back multiplied by rounding.
+    factor = torch.where(factor > torch.finfo(rows.dtype).tiny, factor, 0.0)
+    total, lengths2 = 0.0, []
+    for first, block in rows.blocks(BLOCK):
+        sums = block.abs().sum(1, dtype=torch.float64)
+        total += float((sums * factor[first : first + len(block)]).sum())
+        lengths2.append(block.to(torch.float64).square().sum(1))
+    spread = check_spread(torch.cat(lengths2), weights, _SPREAD)
+    if total == 0:
+        return None
+    # A power of two: a matrix scaled by one is fitted bit by bit as before.
+    size = 2.0 ** round(math.log2(total / (n * d)))
+    unit = size**p * (1.0 if weights is None else float(weights.max()))
+    back = torch.where(factor > 0, size / factor.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
+    inside: Rows = ScaledRows(rows, factor / size)
+    if spread > _SINGLE and rows.dtype != torch.float64:
+        inside = MetricRows(inside, torch.ones(d), torch.float64)
+    if n < d:
+        inside = TensorRows(torch.cat([block for _, block in inside.blocks(BLOCK)]).T.contiguous())
+    return _Scaled(inside, back, unit, n < d)
+
+
+def _ordered(coordinates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
+    """The same product with an orthonormal basis and coordinates of falling length, orthogonal to each other."""
+    q, t = torch.linalg.qr(basis.T.to(torch.float64))
+    turn = t.T
+    gram = turn.T @ (coordinates.T.to(torch.float64) @ coordinates.to(torch.float64)) @ turn
+    vectors = torch.linalg.eigh((gram + gram.T) / 2).eigenvectors.flip(1)
+    left = (turn @ vectors).to(coordinates.dtype)
+    return coordinates @ left, (vectors.T @ q.T).to(basis.dtype).contiguous()
+
+
+def _checked_solver(p: float, solver: str) -> str:
+    if isinstance(p, bool) or not isinstance(p, int | float) or not 0 < p <= 2:
+        raise KflatsError(
+            f"an entrywise error with p={p!r} cannot be minimised here",
+            cause="above 2 the worst entries decide alone, at 0 and below nothing is left to minimise",
+            hint="0 < p <= 2, for example p=1",
+        )
+    if solver not in ("auto", "admm", "irls"):
+        raise KflatsError(f"no solver is called {solver!r}", hint='"auto", "admm" or "irls"')
+    if solver == "admm" and p != 1:
+        raise KflatsError(f"ADMM is for p=1, not for p={p:g}", hint='solver="irls", or "auto"')
+    if p == 2:
+        return "svd"
+    return ("admm" if p == 1 else "irls") if solver == "auto" else solver

@@ -1,0 +1,339 @@
+"""Entrywise lp low rank and refits: falling, optimal where that can be known, the truth under wrong entries."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import scipy.optimize
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kflats.errors import KflatsError
+from kflats.numerics import entrywise_admm, entrywise_irls, refit
+from kflats.numerics.entrywise import entrywise_low_rank
+from kflats.numerics.refit import refit_l1
+from kflats.numerics.svd import truncated_svd
+
+F64 = torch.float64
+SOLVERS = [("admm", 1.0), ("irls", 1.0), ("irls", 1.5), ("irls", 0.5)]
+
+
+def draw(n, d, seed, dtype=F64):
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+
+
+def planted(n, d, rank, share, noise, seed):
+    """(matrix, clean): low rank and noise, a share of the entries replaced by +-20."""
+    gen = torch.Generator().manual_seed(seed)
+    clean = torch.randn(n, rank, generator=gen, dtype=F64) @ torch.randn(rank, d, generator=gen, dtype=F64) / rank**0.5
+    noisy = clean + noise * torch.randn(n, d, generator=gen, dtype=F64)
+    wrong = torch.rand(n, d, generator=gen) < share
+    return torch.where(wrong, 20 * torch.randn(n, d, generator=gen, dtype=F64).sign(), noisy), clean
+
+
+def sum_of(a, made, p, weights=None):
+    rest = (a.to(F64) - made.coordinates.to(F64) @ made.basis.to(F64)).abs().pow(p).sum(1)
+    return float(rest.sum() if weights is None else (weights * rest).sum())
+
+
+def least_l1(a, v):
+    """min_u |a - u V|_1 for every row, by linear programming: (sums, coordinates)."""
+    r, d = v.shape
+    sums, found = [], []
+    for row in a.numpy():
+        cost = np.concatenate([np.zeros(r), np.ones(d)])
+        table = np.block([[v.numpy().T, -np.eye(d)], [-v.numpy().T, -np.eye(d)]])
+        bounds = [(None, None)] * r + [(0, None)] * d
+        done = scipy.optimize.linprog(cost, table, np.concatenate([row, -row]), bounds=bounds)
+        assert done.status == 0
+        sums.append(done.fun)
+        found.append(done.x[:r])
+    return np.array(sums), np.array(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(n=st.integers(1, 20), d=st.integers(1, 12), seed=st.integers(0, 10**6), data=st.data())
+def test_the_sum_never_rises_and_is_that_of_the_factors(n, d, seed, data):
+    rank = data.draw(st.integers(1, min(n, d)))
+    solver, p = data.draw(st.sampled_from(SOLVERS))
+    dtype = data.draw(st.sampled_from([torch.float32, F64]))
+    a = draw(n, d, seed, dtype)
+    weights = data.draw(st.sampled_from([None, torch.rand(n, generator=torch.Generator().manual_seed(seed)) + 0.1]))
+    made = entrywise_low_rank(a, rank, p=p, solver=solver, weights=weights, max_iterations=30)
+    assert all(later < earlier for earlier, later in zip(made.objective, made.objective[1:], strict=False))
+    total = float(a.double().abs().pow(p).sum())
+    slack = 1e-3 * total if p < 1 else 1e-5 * total
+    assert made.error == pytest.approx(sum_of(a, made, p, weights), rel=1e-4, abs=slack)
+    assert made.coordinates.dtype == made.basis.dtype == dtype
+    torch.testing.assert_close(made.basis @ made.basis.T, torch.eye(rank, dtype=dtype), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("weights", [None, torch.arange(1.0, 13.0, dtype=F64)])
+def test_it_starts_at_the_svd_and_at_two_it_is_the_svd(weights):
+    a = draw(12, 7, 1)
+    svd = truncated_svd(a, 3, left=weights)
+    square = entrywise_low_rank(a, 3, p=2, weights=weights)
+    assert square.solver == "svd"
+    assert square.error == pytest.approx(svd.error, rel=1e-9)
+    torch.testing.assert_close(square.coordinates @ square.basis, svd.coordinates @ svd.basis)
+    if weights is None:
+        for solver, p in SOLVERS:
+            made = entrywise_low_rank(a, 3, p=p, solver=solver)
+            assert made.objective[0] == pytest.approx(sum_of(a, svd, p), rel=1e-9)
+            assert made.error < made.objective[0]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("solver", "p"), SOLVERS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_rank_one_of_two_columns_against_all_directions(solver, p, seed, turned):
+    """For each direction (c, s) the best coordinate of a row meets one of its two entries if p <= 1: enumerate them;
+    else search it. The sum found is one of the local minima of that curve, and near the least."""
+    a = draw(12, 2, seed)
+    through = torch.atan2(a[:, 1], a[:, 0]) % torch.pi
+    angle = torch.cat([torch.linspace(0, torch.pi, 6001, dtype=F64)[:-1], through]).sort().values
+    c, s = angle.cos(), angle.sin()
+    cross = (a[:, :1] * s - a[:, 1:] * c).abs()
+    if p <= 1:
+        curve = (cross / torch.maximum(c.abs(), s.abs())).pow(p).sum(0)
+    else:  # by duality the distance in lp to a line is |<a, normal>| over the normal's norm in the dual space
+        q = p / (p - 1)
+        curve = (cross / (c.abs().pow(q) + s.abs().pow(q)).pow(1 / q)).pow(p).sum(0)
+    made = entrywise_low_rank(a.T if turned else a, 1, p=p, solver=solver, tolerance=1e-7, max_iterations=3000)
+    least = float(curve.min())
+    assert made.error >= least * (1 - 1e-3)
+    assert made.error <= 1.15 * least
+    if p > 1:
+        hollow = (curve <= curve.roll(1)) & (curve <= curve.roll(-1))
+        assert float((curve[hollow] - made.error).abs().min()) <= 1e-3 * made.error
+
+
+@pytest.mark.parametrize("solver", ["admm", "irls"])
+@pytest.mark.parametrize(("n", "d", "rank"), [(12, 6, 2), (6, 12, 2), (15, 5, 3)])
+def test_no_factor_alone_can_be_much_better(solver, n, d, rank):
+    """The end of the descent, judged by linear programs: with either factor held the other one is nearly the best."""
+    a = draw(n, d, 5)
+    made = entrywise_low_rank(a, rank, solver=solver, tolerance=1e-8, max_iterations=2000)
+    rows, _ = least_l1(a, made.basis)
+    columns, _ = least_l1(a.T.contiguous(), made.coordinates.T.contiguous())
+    assert made.error <= 1.02 * min(rows.sum(), columns.sum())
+
+
+@pytest.mark.parametrize(("solver", "p"), [("admm", 1.0), ("irls", 1.0), ("irls", 0.5)])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_three_per_cent_of_wrong_entries(solver, p, dtype):
+    a, clean = planted(1000, 120, 10, 0.03, 0.1, seed=2)
+
+    def distance(made):
+        return float((made.coordinates.to(F64) @ made.basis.to(F64) - clean).norm())
+
+    made = entrywise_low_rank(a.to(dtype), 10, p=p, solver=solver)
+    assert made.converged
+    assert distance(made) < distance(truncated_svd(a, 10)) / 15
+    floor = distance(truncated_svd(clean + (0.1 * draw(1000, 120, 3)), 10))
+    assert distance(made) < (1.25 if p == 1 else 1.75) * floor
+
+
+@pytest.mark.parametrize("solver", ["admm", "irls"])
+def test_without_noise_the_truth_is_found(solver):
+    a, clean = planted(300, 60, 4, 0.05, 0.0, seed=4)
+    made = entrywise_low_rank(a, 4, solver=solver, tolerance=1e-7, max_iterations=600)
+    assert float((made.coordinates @ made.basis - clean).norm() / clean.norm()) < 2e-3
+
+
+@pytest.mark.parametrize(("solver", "p"), SOLVERS)
+def test_scale_signs_and_order_change_nothing_else(solver, p):
+    a = draw(30, 8, 6)
+    made = entrywise_low_rank(a, 3, p=p, solver=solver)
+    exact = entrywise_low_rank(2.0**-40 * a, 3, p=p, solver=solver)
+    assert exact.objective == pytest.approx([2.0 ** (-40 * p) * value for value in made.objective], rel=1e-12)
+    torch.testing.assert_close(2.0**40 * exact.coordinates, made.coordinates)
+    signs = draw(1, 8, 7).sign()
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    moved = entrywise_low_rank(3e5 * (a * signs)[order], 3, p=p, solver=solver)
+    assert moved.error == pytest.approx(3e5**p * made.error, rel=2e-2)  # another path may end in another hollow
+
+
+@pytest.mark.parametrize(("solver", "p"), SOLVERS)
+def test_weights(solver, p):
+    a, times = draw(12, 5, 8), torch.tensor([1, 2, 3] * 4)
+    weighted = entrywise_low_rank(a, 2, p=p, solver=solver, weights=times.double())
+    assert weighted.error == pytest.approx(sum_of(a, weighted, p, times), rel=1e-9)
+    repeated = entrywise_low_rank(a.repeat_interleave(times, 0), 2, p=p, solver=solver)
+    assert weighted.error == pytest.approx(repeated.error, rel=0.05)
+    idle = torch.cat([torch.full((12,), 2.0), torch.zeros(3)])
+    more = torch.cat([a, 1e9 * draw(3, 5, 9)])
+    made, alone = (entrywise_low_rank(m, 2, p=p, solver=solver, weights=idle[: len(m)]) for m in (more, a))
+    assert made.error == pytest.approx(alone.error, rel=1e-6)
+    torch.testing.assert_close(made.coordinates[12:], more[12:] @ made.basis.T)
+
+
+@pytest.mark.parametrize(("solver", "p"), SOLVERS)
+def test_blocks_do_not_matter(monkeypatch, solver, p):
+    a = draw(100, 6, 10)
+    made = entrywise_low_rank(a, 2, p=p, solver=solver, max_iterations=20)
+    for module in (entrywise_admm, entrywise_irls):
+        monkeypatch.setattr(module, "BLOCK", 7)
+    other = entrywise_low_rank(a, 2, p=p, solver=solver, max_iterations=20)
+    assert other.error == pytest.approx(made.error, rel=1e-8)
+
+
+@pytest.mark.parametrize(("solver", "p"), SOLVERS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
+def test_hollow_matrices(solver, p, dtype):
+    zero = entrywise_low_rank(torch.zeros(5, 4, dtype=dtype), 2, p=p, solver=solver)
+    assert zero.error == 0
+    assert zero.converged
+    thin = torch.outer(torch.arange(1.0, 9), torch.tensor([1.0, 0.0, 2.0, 0.0])).to(dtype)  # rank 1, columns of zeros
+    for shape in (thin, thin.T):
+        flat = entrywise_low_rank(shape, 2, p=p, solver=solver)
+        torch.testing.assert_close(flat.coordinates @ flat.basis, shape.to(flat.basis.dtype), atol=1e-4, rtol=1e-4)
+        assert flat.converged
+    same = torch.cat([draw(10, 3, 11), torch.ones(10, 1, dtype=F64)], dim=1).to(dtype)  # a constant column
+    full = entrywise_low_rank(same, 4, p=p, solver=solver)
+    torch.testing.assert_close(full.coordinates @ full.basis, same.to(full.basis.dtype), atol=1e-4, rtol=1e-4)
+    assert entrywise_low_rank(same, 2, p=p, solver=solver).error > 0
+
+
+def test_one_row_of_1e30_is_named():
+    a = draw(20, 5, 13)
+    a[7] = 1e30
+    with pytest.raises(KflatsError, match=r"row 7 is .* times as long as the median row"):
+        entrywise_low_rank(a, 2)
+    with pytest.raises(KflatsError, match="too large to be squared"):
+        entrywise_low_rank(a.float(), 2)
+    weights = torch.ones(20)
+    weights[7] = 0
+    made = entrywise_low_rank(a, 2, weights=weights)
+    torch.testing.assert_close(made.coordinates[7], a[7] @ made.basis.T)
+
+
+@pytest.mark.parametrize(("solver", "p"), SOLVERS)
+def test_the_limit_is_kept_and_said(solver, p):
+    steps = []
+    made = entrywise_low_rank(
+        draw(40, 8, 14), 3, p=p, solver=solver, tolerance=0, max_iterations=4, progress=lambda *s: steps.append(s)
+    )
+    assert not made.converged
+    assert [step[:2] for step in steps] == [(solver, i) for i in range(4)]
+    assert made.error == min(made.objective[0], *(step[2] for step in steps))
+
+
+def test_auto_says_what_it_chose():
+    a = draw(9, 4, 15)
+    assert entrywise_low_rank(a, 1).solver == "admm"
+    assert entrywise_low_rank(a, 1, p=1.5).solver == "irls"
+
+
+@pytest.mark.parametrize("p", [0, -1, 2.5, math.inf, math.nan, True, "1"])
+def test_exponents_out_of_range_are_refused(p):
+    with pytest.raises(KflatsError, match="cannot be minimised"):
+        entrywise_low_rank(draw(4, 3, 0), 1, p=p)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 0}, "outside 1..4"),
+        ({"rank": 5}, "outside 1..4"),
+        ({"solver": "lp"}, "no solver"),
+        ({"solver": "admm", "p": 1.5}, "ADMM is for p=1"),
+        ({"weights": torch.ones(3)}, "6 row weights"),
+        ({"weights": torch.zeros(6)}, "all row weights are zero"),
+        ({"tolerance": 1.0}, "tolerance"),
+        ({"max_iterations": 0}, "max_iterations"),
+        ({"matrix": torch.full((6, 4), torch.nan)}, "NaN"),
+        ({"matrix": torch.full((6, 4), torch.inf)}, "infinite"),
+        ({"matrix": torch.ones(6)}, "non-empty matrix"),
+    ],
+)
+def test_bad_input_is_refused(change, message):
+    with pytest.raises(KflatsError, match=message):
+        entrywise_low_rank(**{"matrix": draw(6, 4, 15), "rank": 2, **change})
+
+
+@pytest.mark.parametrize(("n", "d", "rank"), [(9, 6, 2), (5, 20, 4), (4, 3, 3), (1, 7, 1)])
+@pytest.mark.parametrize("orthonormal", [True, False])
+def test_coordinates_refitted_against_linear_programs(n, d, rank, orthonormal):
+    a, v = draw(n, d, 20), draw(rank, d, 21)
+    v = torch.linalg.qr(v.T).Q.T if orthonormal else v * torch.logspace(0, 2, rank, dtype=F64)[:, None]
+    made, (sums, _) = refit_l1(a, basis=v, tolerance=1e-5, max_iterations=20_000), least_l1(a, v)
+    assert made.converged
+    assert made.bound <= sums.sum() + 1e-9
+    assert sums.sum() - 1e-9 <= made.error <= sums.sum() * (1 + 1e-5) + 1e-9
+    assert made.error == pytest.approx(sum_of(a, made, 1), rel=1e-9, abs=1e-9)
+    assert made.basis is v or torch.equal(made.basis, v)
+
+
+@pytest.mark.parametrize(("n", "d", "rank"), [(9, 6, 2), (6, 9, 3)])
+def test_a_basis_refitted_under_weights_against_linear_programs(n, d, rank):
+    a, u = draw(n, d, 22), draw(n, rank, 23)
+    weights = torch.rand(n, generator=torch.Generator().manual_seed(3), dtype=F64)
+    made = refit_l1(a, coordinates=u, weights=weights, tolerance=1e-5, max_iterations=20_000)
+    sums, _ = least_l1((weights[:, None] * a).T.contiguous(), (weights[:, None] * u).T.contiguous())
+    assert made.converged
+    assert made.error == pytest.approx(sums.sum(), rel=2e-5)
+    assert made.error == pytest.approx(sum_of(a, made, 1, weights), rel=1e-9)
+    assert torch.equal(made.coordinates, u)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 12), d=st.integers(1, 12), r=st.integers(1, 6), seed=st.integers(0, 10**6), way=st.booleans())
+def test_a_refit_lies_between_its_bound_and_least_squares(n, d, r, seed, way):
+    """Any factor, more directions than columns and equal ones among them."""
+    a, factor = draw(n, d, seed), draw(r, d if way else n, seed + 1)
+    factor[-1] = factor[0]
+    made = refit_l1(a, basis=factor) if way else refit_l1(a, coordinates=factor.T)
+    other, held = (a, factor) if way else (a.T, factor)
+    squares = float((other - other @ torch.linalg.pinv(held) @ held).abs().sum())
+    assert made.bound <= made.error + 1e-12
+    assert made.error <= squares * (1 + 1e-9) + 1e-8
+    assert made.error == pytest.approx(sum_of(a, made, 1), rel=1e-6, abs=1e-7)
+
+
+def test_a_refit_takes_weights_blocks_and_limits(monkeypatch):
+    a, v, weights = draw(30, 8, 24), draw(3, 8, 25), torch.arange(30.0)
+    made, weighed = refit_l1(a, basis=v), refit_l1(a, basis=v, weights=weights)
+    torch.testing.assert_close(made.coordinates, weighed.coordinates)
+    assert weighed.error == pytest.approx(sum_of(a, made, 1, weights), rel=1e-9)
+    monkeypatch.setattr(refit, "BLOCK", 7)
+    monkeypatch.setattr(refit, "_NUMBERS", 60)
+    assert refit_l1(a, basis=v).error == pytest.approx(made.error, rel=2e-3)
+    assert refit_l1(a, coordinates=draw(30, 2, 1)).converged
+    hasty = refit_l1(a, basis=v, tolerance=1e-9, max_iterations=3)
+    assert not hasty.converged
+    assert hasty.bound < hasty.error
+
+
+def test_a_refit_of_wrong_entries_and_of_zeros():
+    a, clean = planted(200, 40, 3, 0.05, 0.0, seed=26)
+    basis = truncated_svd(clean, 3).basis
+    made = refit_l1(a.float(), basis=basis.float(), tolerance=1e-5, max_iterations=5000)
+    assert float((made.coordinates.double() @ basis - clean).norm() / clean.norm()) < 1e-3
+    nothing = refit_l1(torch.zeros(4, 3, dtype=torch.float16), basis=torch.zeros(2, 3))
+    assert nothing.error == 0
+    assert nothing.converged
+    assert nothing.coordinates.shape == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({}, "one of the two"),
+        ({"basis": torch.ones(1, 4), "coordinates": torch.ones(6, 1)}, "one of the two"),
+        ({"basis": torch.ones(1, 5)}, "do not fit"),
+        ({"basis": torch.ones(4)}, "do not fit"),
+        ({"coordinates": torch.ones(5, 1)}, "do not fit"),
+        ({"basis": torch.full((1, 4), torch.nan)}, "NaN"),
+        ({"basis": torch.ones(1, 4), "weights": torch.ones(5)}, "row weights"),
+        ({"basis": torch.ones(1, 4), "tolerance": 0.0}, "tolerance"),
+        ({"basis": torch.ones(1, 4), "max_iterations": 0}, "max_iterations"),
+        ({"basis": torch.ones(1, 4), "matrix": torch.full((6, 4), torch.inf)}, "infinite"),
+    ],
+)
+def test_bad_input_to_a_refit_is_refused(change, message):
+    with pytest.raises(KflatsError, match=message):
+        refit_l1(**{"matrix": draw(6, 4, 27), **change})
