@@ -9,7 +9,7 @@ matrix of rank r < d, D has r axes and V' r rows: both sides vanish on the same 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -130,6 +130,26 @@ def distortion_bound(matrix: Tensor | Rows, ellipsoid: Ellipsoid) -> Distortion:
     return Distortion(low, spread * high ** (p / 2)) if p <= 2 else Distortion(spread * low ** (p / 2), high)
 
 
+def lifted(ellipsoid: Ellipsoid, basis: Tensor | None) -> Ellipsoid:
+    """An ellipsoid of C as one of C K, for K with orthonormal rows."""
+    if basis is None:
+        return ellipsoid
+    return replace(ellipsoid, directions=ellipsoid.directions @ basis)
+
+
+def empty(rows: Rows, p: float) -> Ellipsoid:
+    """Of a matrix of zeros: no axes, and 0 <= 0 <= 0."""
+    none = torch.zeros(0, rows.shape[1], dtype=torch.float64, device=rows.device)
+    return Ellipsoid(none[:, 0], none, float(p), 1.0, 0, True)
+
+
+def certified(matrix: Tensor | Rows, ellipsoid: Ellipsoid) -> Ellipsoid:
+    """The same directions, scaled so that the left inequality holds, with the bound of ``distortion_bound``."""
+    proved = distortion_bound(matrix, ellipsoid)
+    axes = ellipsoid.axes * proved.least ** (1 / ellipsoid.p)
+    return replace(ellipsoid, axes=axes, bound=proved.ratio, bounds=(proved.ratio,))
+
+
 def distortion_found(
     matrix: Tensor | Rows, ellipsoid: Ellipsoid, *, directions: int = 16, steps: int = 40, seed: int = 0
 ) -> Distortion:
@@ -188,7 +208,7 @@ def _climb(rows: Rows, ellipsoid: Ellipsoid, start: Tensor, steps: int, sign: fl
 
 
 def _log_norm(rows: Rows, ellipsoid: Ellipsoid, z: Tensor) -> tuple[Tensor, Tensor]:
-    """log ||A V D^-1 z||_p of each column, and its gradient by z; below p = 1 terms near zero have theirs capped."""
+    """log ||A V D^-1 z||_p of each column, and its gradient by z, smoothed where terms are near zero (p < 2)."""
     p, whitening = ellipsoid.p, ellipsoid.whitening.to(rows.device)
     x = whitening @ z
     total = torch.zeros(z.shape[1], dtype=torch.float64, device=z.device)
@@ -198,5 +218,6 @@ def _log_norm(rows: Rows, ellipsoid: Ellipsoid, z: Tensor) -> tuple[Tensor, Tens
         y = wide @ x
         size = y.abs()
         total += size.pow(p).sum(0)
-        slope += wide.T @ (y.sign() * size.clamp_min(1e-9).pow(p - 1))
+        near = 1e-3 * size.mean(0)  # a kink's own slope points away from the lowest point of it
+        slope += wide.T @ (y * torch.maximum(size, near).clamp_min(1e-150).pow(p - 2))
     return total.log() / p, whitening.T @ slope / total

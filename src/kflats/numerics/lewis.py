@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.numerics.ellipsoid import Ellipsoid, check_power
+from kflats.numerics.ellipsoid import Ellipsoid, check_power, empty, lifted
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 from kflats.numerics.whitening import narrow, row_lengths, row_space, too_different
 
@@ -108,10 +108,10 @@ class State:
 
 
 def start(rows: Rows, p: float, lengths: Tensor) -> State:
-    """w = |a|^p, right if rows point everywhere alike; w = 1 where no more rows than columns are not zero, exact."""
-    rank_at_most = int((lengths > 0).sum())
-    log_w = torch.log(lengths / lengths.max())
-    log_w = torch.where(lengths > 0, 0.0 if rank_at_most <= rows.shape[1] else p * log_w, -math.inf)
+    """w = |a|^p, right if rows point everywhere alike and p < 2; else w = 1, which is exact for n = r."""
+    few = int((lengths > 0).sum()) <= rows.shape[1]
+    log_w = (0.0 if few or p > 2 else p) * torch.log(torch.where(lengths > 0, lengths / lengths.max(), 1.0))
+    log_w = torch.where(lengths > 0, log_w, -math.inf)
     whitening = row_space(rows, _factors(log_w, p), lengths)
     shift = math.log(whitening.shape[1]) - float(torch.logsumexp(log_w, 0))
     return State(log_w + shift, whitening * math.exp((1 / p - 0.5) * shift), lengths)
@@ -121,67 +121,81 @@ def iterate(rows: Rows, p: float, settings: Lewis, state: State) -> LewisWeights
     """Fixed-point iterations from ``state`` until the certificate says so; the best certified ellipsoid of them."""
     r = state.whitening.shape[1]
     limit = abs(1 - p / 2) * math.log(r)
-    best, after, least, converged, bounds = state, state, math.inf, False, []
+    least, converged, bounds = math.inf, False, []
+    best, weights = state, state.log_weights
     dtype = torch.float64 if settings.precision == "float64" else rows.dtype
-    for _ in range(settings.iterations):
-        swept = sweep(rows, p, state, dtype)
+    damping = 1.0 if p <= 2 else 2 / (1 + p / 2)  # the best for every matrix
+    for step in range(settings.iterations):
+        last = step == settings.iterations - 1
+        swept = sweep(rows, p, state, dtype, damping, last=last)
         if not swept.log_rho < least and dtype != torch.float64:
-            dtype, swept = torch.float64, sweep(rows, p, state, torch.float64)
-        if swept.next is None:
+            dtype, swept = torch.float64, sweep(rows, p, state, torch.float64, damping, last=last)
+        if not math.isfinite(swept.log_rho):
             raise too_different(state.lengths)
         excess = abs(2 - p) / p * swept.log_rho
         bounds.append(math.exp(limit + excess))
         if swept.log_rho < least:
-            best, after, least = state, swept.next, swept.log_rho
+            best, weights, least = state, swept.log_weights, swept.log_rho
         converged = excess <= math.log1p(settings.tolerance)
-        if converged:
+        if converged or last:
             break
-        state = swept.next
-    return LewisWeights(after.log_weights.exp(), _certified(best, p, least, tuple(bounds), converged))
+        state = State(swept.log_weights, state.whitening @ swept.turn, state.lengths)
+    return LewisWeights(weights.exp(), _certified(best, p, least, tuple(bounds), converged))
 
 
 @dataclass(frozen=True)
 class Swept:
-    """``log_rho`` of the state that went in, and the ``next`` one; infinite and None where rounding ate the digits."""
+    """``log_rho`` of the state that went in, infinite where rounding ate the digits; the next ``log_weights``, and
+    the ``turn`` (r, r) by which their whitening is the last one's."""
 
     log_rho: float
-    next: State | None
+    log_weights: Tensor
+    turn: Tensor
 
 
-def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype) -> Swept:
-    """One pass: certify ``state``, and form the next weights and their Gram in coordinates where the last is I.
+def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float = 1.0, *, last: bool = False) -> Swept:
+    """One pass: certify ``state``, form the next weights w^(1-t) (tau^(p/2))^t, t = ``damping``, and their Gram.
 
-    There the Gram is close to the identity, so rounding is relative to every direction's own scale; and rows are
-    brought to unit length first, so nothing over- or underflows.
+    The Gram is formed in coordinates where the last one is I:
+    there it is close to the identity, so rounding is relative to every direction's own scale; and rows are brought
+    to unit length first, so nothing over- or underflows. ``last`` leaves the Gram out.
     """
-    r = state.whitening.shape[1]
-    whitening = state.whitening.to(dtype)
     alive = state.lengths > 0
     inverse = torch.where(alive, 1 / state.lengths, 0.0)
-    gram = torch.zeros(r, r, dtype=torch.float64, device=rows.device)
+    largest = state.whitening.abs().max()
+    whitening = (state.whitening / largest).to(dtype)
+    gram = torch.zeros(whitening.shape[1], whitening.shape[1], dtype=torch.float64, device=rows.device)
     parts = []
-    damping = 1.0 if p <= 2 else 2 / (1 + p / 2)
     for first, block in rows.blocks(GRAM_BLOCK):
         part = slice(first, first + len(block))
         white = (block.to(dtype) * inverse[part].to(dtype).unsqueeze(1)) @ whitening
-        log_tau = 2 * (torch.linalg.vector_norm(white, dim=1).to(torch.float64).log() + state.lengths[part].log())
-        old = state.log_weights[part]
-        new = torch.where(alive[part], old + damping * (p / 2 * log_tau - old), -math.inf)
-        white *= (_factors(new, p) * state.lengths[part]).to(dtype).unsqueeze(1)
-        gram += white.T @ white
+        sizes = torch.linalg.vector_norm(white, dim=1).to(torch.float64)
+        log_tau = 2 * (sizes / inverse[part] * largest).log()
+        new = (1 - damping) * state.log_weights[part] + damping * p / 2 * log_tau if damping < 1 else p / 2 * log_tau
         parts.append(torch.stack([log_tau, new]))
-    log_tau, new = torch.cat(parts, dim=1)
-    old = state.log_weights
-    trace = float(torch.where(alive, (1 - 2 / p) * old + log_tau, -math.inf).exp().sum())
+        if not last:
+            norms = torch.where(alive[part], ((0.5 - 1 / p) * new + log_tau / 2).exp() / sizes, 0.0)
+            white *= norms.to(dtype).unsqueeze(1)
+            gram += white.T @ white
+    log_tau, new = torch.cat(parts, dim=1).where(alive, -math.inf)
+    shift = math.log(len(gram)) - float(torch.logsumexp(new, 0))
+    turn = gram if last else _inverse_root(gram) * math.exp((1 / p - 0.5) * shift)
+    return Swept(_log_rho(state.log_weights, log_tau, p, len(gram)), new + shift, turn)
+
+
+def _log_rho(log_weights: Tensor, log_tau: Tensor, p: float, r: int) -> float:
+    """log max tau^(p/2) / w; infinite if sum w^(1-2/p) tau, r in exact arithmetic, shows that rounding took over."""
+    alive = log_tau > -math.inf
+    trace = float(((1 - 2 / p) * log_weights[alive] + log_tau[alive]).exp().sum())
     if not abs(trace - r) <= _LOST * r:
-        return Swept(math.inf, None)
-    log_rho = float(torch.where(alive, p / 2 * log_tau - old, -math.inf).max())
-    shift = math.log(r) - float(torch.logsumexp(new, 0))
+        return math.inf
+    return max(float((p / 2 * log_tau[alive] - log_weights[alive]).max()), 0.0)
+
+
+def _inverse_root(gram: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(gram)
-    if not float(values[0]) > 0:
-        return Swept(math.inf, None)
-    turn = vectors / values.sqrt() * math.exp((1 / p - 0.5) * shift)
-    return Swept(max(log_rho, 0.0), State(new + shift, state.whitening @ turn, state.lengths))
+    root: Tensor = vectors / values.sqrt()
+    return root
 
 
 def _factors(log_weights: Tensor, p: float) -> Tensor:
@@ -197,17 +211,3 @@ def _certified(state: State, p: float, log_rho: float, bounds: tuple[float, ...]
     bound = math.exp(abs(1 - p / 2) * math.log(r) + abs(2 - p) / p * log_rho)
     axes = math.exp(log_scale) / lengths.flip(0)
     return Ellipsoid(axes, left.flip(1).T.contiguous(), float(p), bound, len(bounds), converged, bounds)
-
-
-def lifted(ellipsoid: Ellipsoid, basis: Tensor | None) -> Ellipsoid:
-    """An ellipsoid of C as one of C K, for K with orthonormal rows."""
-    if basis is None:
-        return ellipsoid
-    e = ellipsoid
-    return Ellipsoid(e.axes, e.directions @ basis, e.p, e.bound, e.iterations, e.converged, e.bounds)
-
-
-def empty(rows: Rows, p: float) -> Ellipsoid:
-    """Of a matrix of zeros: no axes, and 0 <= 0 <= 0."""
-    none = torch.zeros(0, rows.shape[1], dtype=torch.float64, device=rows.device)
-    return Ellipsoid(none[:, 0], none, float(p), 1.0, 0, True)

@@ -50,6 +50,9 @@ def whiten(matrix: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(matrix / scale / scale.unsqueeze(1))
     kept = values > RANK_FLOOR * float(values[-1])
     whitening: Tensor = vectors[:, kept] / values[kept].sqrt() / scale.unsqueeze(1)
+    if whitening.shape[1] < len(matrix):  # brought back into the row space, which the scales have led it out of
+        space = torch.linalg.qr(vectors[:, kept] * scale.unsqueeze(1)).Q
+        whitening = space @ (space.T @ whitening)
     return whitening
 
 
