@@ -34,6 +34,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "many_flats",
         "methods",
         "texts",
+        "entropy",
+        "streams",
     ),
     (
         "recipe",
@@ -64,6 +66,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "canvas",
+        "overview",
         "figures",
         "report",
         "weight_report",
@@ -75,6 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "task_batches",
         "metrics",
         "flops",
+        "scores",
         "scoring",
         "distill",
         "lessons",
@@ -88,6 +92,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "analysis",
         "calibration",
         "selection",
+        "prices",
         "shares",
         "planning",
         "fitting",
@@ -111,6 +116,7 @@ OPTIONAL = {
     "sklearn",
     "scipy",
     "seqeval",
+    "constriction",
 }
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load"}

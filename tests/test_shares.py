@@ -238,14 +238,22 @@ def test_data_that_never_reaches_a_layer_leaves_it_dense_or_is_refused() -> None
     given = statistics(model(), {"c": 0.0})
     made = plan(model(), {"linear": KRONECKER}, budget="60%", statistics=given)
     assert (
-        made.decisions[2].note == "dense: the calibration data says nothing about it (the loss does not depend on it)"
+        made.decisions[2].note
+        == "dense: the calibration data says nothing about it (never reached, or no loss depends on it)"
     )
     assert kinds(made)["c"] == "Dense"
     with pytest.raises(KflatsError, match="c: the data says nothing about this weight"):
         plan(model(), {"c": KRONECKER, "a": KRONECKER}, budget="60%", statistics=given)
     uniform = Recipe(SVD(), KroneckerFisher(unreached="uniform"))
-    with pytest.raises(KflatsError, match="'c' is uniform"):
-        plan(model(), {"linear": uniform}, budget="60%", statistics=given)
+    made = plan(model(), {"[abc]": uniform}, budget="50%", statistics=given)
+    assert made.allocation == "loss"
+    whole = sum(d.weight.nbytes for d in made.decisions)
+    assert 0.45 * made.decisions[2].weight.nbytes < made.decisions[2].budget_bytes <= 0.5 * 24 * 48 * 4
+    assert 0.48 * whole < spent(made) <= 0.5 * whole
+    assert "the data says nothing about it: its share" in made.decisions[2].note
+    asked = plan(model(), {"[abc]": uniform}, budget="33% ranks", statistics=given)
+    equal = plan(model(), {"[abc]": uniform}, budget="33% ranks", statistics=given, allocation="uniform")
+    assert spent(asked) <= spent(equal)
     made = plan(model(), {"linear": uniform}, budget="60%", statistics=given, allocation="uniform")
     assert kinds(made)["c"] == "SVD"
 
@@ -276,3 +284,25 @@ def test_flats_are_given_bytes_by_loss_too() -> None:
 def test_a_budget_below_rank_one_says_what_it_takes() -> None:
     with pytest.raises(KflatsError, match="cannot hold rank 1 of all 3 weights"):
         plan(model(), {"[abc]": KRONECKER}, budget="3%", statistics=statistics(model()))
+
+
+def test_uniform_shares_that_hold_no_rank_of_any_weight_are_refused() -> None:
+    """Not left dense, all of them, above the budget."""
+    for names in ("linear", "[abc]"):
+        with pytest.raises(KflatsError, match="spent on weights that stay dense"):
+            plan(model(), {names: SVD()}, budget="1%")
+
+
+def test_small_heads_under_uniform_shares_are_told_of() -> None:
+    net = nn.ModuleDict({"encoder": nn.Linear(64, 64), "classifier": nn.Linear(64, 3)})
+    for budget in ("33% ranks", "70%"):
+        with pytest.warns(UserWarning, match=r"^classifier: of so few outputs some are lost.*Dense\(\)"):
+            plan(net, {"linear": SVD()}, budget=budget)
+        for other in (
+            {"encoder": SVD()},
+            {"linear": SVD(), "classifier": Dense()},
+            {"encoder": SVD(), "classifier": SVD()},
+        ):
+            plan(net, other, budget=budget)
+    judged = plan(net, {"linear": KRONECKER}, budget="33% ranks", statistics=statistics(net))
+    assert judged.allocation == "loss"

@@ -1,94 +1,17 @@
-"""The pictures of a report: sizes, spectrum, ranks, errors and what was kept, each drawn from its records."""
+"""The pictures of one weight: spectrum, ranks, errors and what was kept, each drawn from its report."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from kflats.canvas import Picture, Theme, picture
-from kflats.report import BandReport, Report, WeightReport, span
-from kflats.tables import number, share, size, visible
+from kflats.overview import BARS, FLATS, LEGEND, overview
+from kflats.report import BandReport, WeightReport, span
+from kflats.tables import number, share, visible
 
-_BARS = 24  # bars in one picture
-_LEGEND = 8  # flats named in a legend
-_FLATS = (
-    "#4477aa",
-    "#ee6677",
-    "#228833",
-    "#ccbb44",
-    "#66ccee",
-    "#aa3377",
-    "#ee8866",
-    "#44aa99",
-)  # Tol: colour-blind safe
-
-
-def overview(report: Report) -> list[Picture]:
-    """Size before and after: the named weights, and the whole model."""
-    pairs = [
-        ("named weights", report.bytes_before, report.bytes_after),
-        ("whole model", report.model_bytes_before, report.model_bytes_after),
-    ]
-    alt = "; ".join(f"{n}: {size(b)} before, {size(a)} after ({share(a, b)})" for n, b, a in pairs)
-
-    def draw(figure: Any, theme: Theme) -> None:
-        axes = figure.subplots()
-        for place, (_, before, after) in enumerate(pairs):
-            for shift, nbytes, colour in ((-0.2, before, theme.muted), (0.2, after, theme.accent)):
-                axes.barh(place + shift, nbytes / 1e6, 0.36, color=colour)
-                axes.text(nbytes / 1e6, place + shift, f" {size(nbytes)}", va="center", color=theme.ink)
-        axes.set_yticks(range(len(pairs)), [n.replace(" ", "\n") for n, _, _ in pairs])
-        axes.invert_yaxis()
-        axes.set_xlabel("MB, before (grey) and after (blue)")
-        axes.set_xlim(0, max(b for _, b, _ in pairs) / 1e6 * 1.28 or 1)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(visible=False, axis="y")
-
-    made = [picture("size", "Size before and after", alt, draw)]
-    return made + ([_rank_by_layer(report.weights)] if len(report.weights) > 1 else [])
-
-
-def _rank_by_layer(weights: Sequence[WeightReport]) -> Picture:
-    """The share of its full rank that every weight keeps: a line for each kind of layer, or a bar for each weight."""
-    kinds: dict[str, list[WeightReport]] = {}
-    for weight in weights:
-        kinds.setdefault(re.sub(r"\d+", "*", weight.name), []).append(weight)
-    parts = [f"{visible(w.name)}: {w.kept}" for w in weights[:_BARS]]
-    alt = "Per cent of the full rank. " + "; ".join(parts) + ("; ..." if len(weights) > _BARS else "")
-    lines = len(kinds) <= _LEGEND and max(map(len, kinds.values())) > 2
-
-    def draw(figure: Any, theme: Theme) -> None:
-        axes = figure.subplots()
-        if lines:
-            for colour, (name, members) in zip(_FLATS, kinds.items(), strict=False):
-                places, shares = range(len(members)), [_kept_share(w) for w in members]
-                axes.plot(places, shares, color=colour, linewidth=1.2, label=_short(name))
-                dots = [40 if w.dense else 14 for w in members]
-                axes.scatter(places, shares, dots, color=colour, zorder=3, clip_on=False)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.set_xlabel("layer, in the model's order; large dots stay dense")
-            axes.legend(ncols=2, loc="lower left", bbox_to_anchor=(-0.02, 1.0), handlelength=1, columnspacing=1)
-        else:
-            colours = [theme.exact if w.dense else theme.accent for w in weights]
-            axes.bar(range(1, len(weights) + 1), [_kept_share(w) for w in weights], 0.75, color=colours)
-            axes.xaxis.get_major_locator().set_params(integer=True)
-            axes.set_xlabel("weight, in the table's order; dark bars stay dense")
-            axes.grid(visible=False, axis="x")
-        axes.set_ylabel("rank, % of full")
-        axes.set_ylim(0, 104)
-
-    return picture("rank-by-layer", "Rank by layer", alt, draw)
-
-
-def _kept_share(weight: WeightReport) -> float:
-    return 100 * weight.mean_rank / weight.full_rank if weight.dense or weight.bands else 0.0
-
-
-def _short(name: str) -> str:
-    """The end of a path, fit for a legend: from a file, so "$" must not start a formula."""
-    return visible(".".join(name.split(".")[-3:]))[-30:].replace("$", r"\$")
+__all__ = ["overview", "pictures"]
 
 
 def pictures(weight: WeightReport) -> list[Picture]:
@@ -136,15 +59,15 @@ def _spectrum(weight: WeightReport) -> Picture:
 def _rank_by_flat(weight: WeightReport) -> Picture:
     ranks = sorted({b.rank for b in weight.bands})
     # Ranks that are few get a bar each; many are gathered into equal intervals.
-    width = max(1, math.ceil((ranks[-1] - ranks[0] + 1) / _BARS))
+    width = max(1, math.ceil((ranks[-1] - ranks[0] + 1) / BARS))
     alt = "Stacked bars of rows by the rank they keep. " + "; ".join(
         f"{_label(flat)}: {sum(b.rows for b in bands)} rows at rank {span([b.rank for b in bands])}"
-        for flat, bands in list(weight.flats.items())[:_BARS]
+        for flat, bands in list(weight.flats.items())[:BARS]
     )
 
     def draw(figure: Any, theme: Theme) -> None:
         axes = figure.subplots()
-        separate = len(ranks) <= _BARS
+        separate = len(ranks) <= BARS
         places = {r: i for i, r in enumerate(ranks)} if separate else {r: (r - ranks[0]) // width for r in ranks}
         base = [0] * (max(places.values()) + 1)
         for flat, bands in weight.flats.items():
@@ -168,7 +91,7 @@ def _rank_by_flat(weight: WeightReport) -> Picture:
 def _error_by_band(weight: WeightReport) -> Picture:
     nested = any(len(bands) > 1 for bands in weight.flats.values())
     alt = "Relative squared error of the rows of each flat. " + "; ".join(
-        f"{_label(flat)}: {span([b.error for b in bands])}" for flat, bands in list(weight.flats.items())[:_BARS]
+        f"{_label(flat)}: {span([b.error for b in bands])}" for flat, bands in list(weight.flats.items())[:BARS]
     )
 
     def draw(figure: Any, theme: Theme) -> None:
@@ -210,7 +133,7 @@ def _kept(weight: WeightReport) -> Picture:
 
     alt = "What each flat holds. " + "; ".join(
         f"{_label(flat)}: " + ", ".join(f"{share(portion(value, bands))} of {name}" for name, value in bars)
-        for flat, bands in list(weight.flats.items())[:_BARS]
+        for flat, bands in list(weight.flats.items())[:BARS]
     )
 
     def draw(figure: Any, theme: Theme) -> None:
@@ -240,7 +163,7 @@ def _error_by_frequency(weight: WeightReport) -> Picture:
     bins = weight.frequency
     alt = "Bars from the most to the least important rows. " + "; ".join(
         f"{visible(b.label)}: {b.rows} rows, mean rank {number(b.mean_rank)}, error {number(b.error)}"
-        for b in bins[:_BARS]
+        for b in bins[:BARS]
     )
 
     def draw(figure: Any, theme: Theme) -> None:
@@ -294,15 +217,15 @@ def _colour(weight: WeightReport, flat: int | None, theme: Theme) -> Any:
     if flat is None:
         return theme.exact
     flats = [f for f in weight.flats if f is not None]
-    if len(flats) <= len(_FLATS):
-        return _FLATS[flats.index(flat)]
+    if len(flats) <= len(FLATS):
+        return FLATS[flats.index(flat)]
     from matplotlib import colormaps
 
     return colormaps["viridis"](0.15 + 0.8 * flats.index(flat) / (len(flats) - 1))
 
 
 def _legend(axes: Any, weight: WeightReport, *, above: bool = False) -> None:
-    if not 1 < len(weight.flats) <= _LEGEND + 1:
+    if not 1 < len(weight.flats) <= LEGEND + 1:
         return
     if above:
         columns = min(len(weight.flats), 4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,17 +15,20 @@ from kflats.budget import Budget, split
 from kflats.calibration import Data
 from kflats.errors import KflatsError, UnreachedError
 from kflats.methods import SVD, Dense
-from kflats.nn.matrix import label_dtype
-from kflats.places import Weight, dense_weight
+from kflats.places import dense_weight
 from kflats.plan import Decision
+from kflats.prices import Priced, bias_bytes
 from kflats.recipe import Recipe, brief
 from kflats.selection import Selected, weighting_of
-from kflats.tables import number, size
-from kflats.weighting import Weighting
+from kflats.tables import number, size, visible
+
+__all__ = ["Allocation", "Shares", "bias_bytes", "share_out"]
 
 Allocation = Literal["auto", "uniform", "loss"]
 """How weights share a budget: "uniform": the same share of bytes (or ranks) for each; "loss": where they save most
 loss, weights being left dense where that pays; "auto": by loss where every importance is in its units."""
+
+_UNJUDGED = "the data says nothing about it: its share of the budget, every row counting the same"
 
 
 @dataclass(frozen=True)
@@ -33,70 +37,6 @@ class Shares:
 
     decisions: tuple[Decision, ...]
     allocation: str
-
-
-@dataclass(frozen=True)
-class _Item:
-    """One weight with its prices, in the bytes that the budget counts."""
-
-    weight: Weight
-    recipe: Recipe
-    named: bool
-    counts_labels: bool
-    note: str = ""
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Of the matrix that the method is given."""
-        n, d = self.weight.shape
-        return (d, n) if self.recipe.rows == "outputs" else (n, d)
-
-    @property
-    def itemsize(self) -> int:
-        return int(self.recipe.codec.itemsize(self.weight.dtype))
-
-    @property
-    def full(self) -> int:
-        """The largest rank."""
-        return min(self.shape)
-
-    @property
-    def dense(self) -> int:
-        """Bytes of the weight as it is."""
-        n, d = self.shape
-        return self.weight.nbytes if self.counts_labels else n * d * self.itemsize
-
-    @property
-    def low_rank(self) -> SVD:
-        """The method whose ranks measure bytes: other methods are given the bytes of a low-rank pair."""
-        return self.recipe.method if isinstance(self.recipe.method, SVD) else SVD()
-
-    def cost(self, rank: int) -> int:
-        """Bytes of a pair of ``rank``, without a bias."""
-        index = 0 if self.counts_labels else self.low_rank.index_bytes(self.shape)
-        return self.low_rank.cost(self.shape, rank, self.itemsize) - index
-
-    def is_choice(self, rank: int) -> bool:
-        """Whether the method can live on the bytes of ``rank``, and stores fewer numbers than the weight has."""
-        n, d = self.shape
-        numbers = self.low_rank.cost(self.shape, rank, 1) - self.low_rank.index_bytes(self.shape)
-        return self.cost(rank) >= self.least and numbers < n * d
-
-    @property
-    def least(self) -> int:
-        """The least bytes that the method can live on."""
-        k = getattr(self.recipe.method, "k", None) or 1
-        n, d = self.shape
-        labels = n * label_dtype(k).itemsize if k > 1 and self.counts_labels else 0
-        return max(self.cost(1), (n + k * d) * self.itemsize + labels) if k > 1 else self.cost(1)
-
-
-def bias_bytes(weight: Weight, recipe: Recipe, weighting: Weighting, counts_labels: bool) -> int:
-    """What a bias costs that the layer gains because its inputs are centred; 0 where it has one, or needs none."""
-    if weighting.mean is None or weight.bias or weight.places[0].role == "embedding":
-        return 0
-    n, d = weight.shape
-    return d * (weight.nbytes // (n * d) if counts_labels else recipe.codec.itemsize(weight.dtype))
 
 
 def share_out(
@@ -119,7 +59,7 @@ def share_out(
     if allocation not in ("auto", "uniform", "loss"):
         raise KflatsError(f"allocation={allocation!r} is unknown", hint='"auto", "uniform" or "loss"')
     items = [
-        _Item(chosen.weight, chosen.recipe, chosen.named, budget.counts_labels, note)
+        Priced(chosen.weight, chosen.recipe, chosen.named, budget.counts_labels, note)
         for chosen, note in zip(selected, notes, strict=True)
     ]
     reasons = {item.weight.name: reason for item in items if (reason := _left_dense(item, data)) is not None}
@@ -130,7 +70,8 @@ def share_out(
         raise KflatsError("a budget of parameters needs weights of one stored type", hint="a budget in bytes")
     by_loss = _by_loss(open_items, allocation)
     if budget.kind == "ranks":
-        return _at_ranks(model, items, reasons, budget.amount, data, by_loss)
+        shared = _at_ranks(model, open_items, budget.amount, data, by_loss)
+        return _shares(items, reasons, shared, by_loss)
     allowed = budget.stored_bytes([item.weight for item in items], model_bytes, sizes.pop())
     total = sum(item.dense for item in items)
     settled = [_settle_bias(model, item, allowed * item.dense // total, data) for item in open_items]
@@ -138,10 +79,10 @@ def share_out(
         found = _loss(model, settled, allowed - kept, data)
     else:
         found = _uniform(settled, allowed - kept, data)
-    return Shares(_in_order(items, reasons, found), "loss" if by_loss else "uniform")
+    return _shares(items, reasons, found, by_loss)
 
 
-def _left_dense(item: _Item, data: Data) -> str | None:
+def _left_dense(item: Priced, data: Data) -> str | None:
     """Why a weight is left as it is whatever the budget; None where it is not."""
     if isinstance(item.recipe.method, Dense):
         return item.note or "dense: asked for"
@@ -151,11 +92,11 @@ def _left_dense(item: _Item, data: Data) -> str | None:
         except UnreachedError:
             if item.named:
                 raise
-            return "dense: the calibration data says nothing about it (the loss does not depend on it)"
+            return "dense: the calibration data says nothing about it (never reached, or no loss depends on it)"
     return None
 
 
-def _by_loss(items: Sequence[_Item], allocation: str) -> bool:
+def _by_loss(items: Sequence[Priced], allocation: str) -> bool:
     """Whether errors are in units of the loss; refused where that is asked for and is not so."""
     strange = [item for item in items if not weighting_of(item.recipe, item.weight).loss_units]
     if allocation == "loss" and strange:
@@ -167,7 +108,7 @@ def _by_loss(items: Sequence[_Item], allocation: str) -> bool:
     return allocation == "loss" or (allocation == "auto" and not strange and len(items) > 1)
 
 
-def _settle_bias(model: nn.Module, item: _Item, share: int, data: Data) -> _Item:
+def _settle_bias(model: nn.Module, item: Priced, share: int, data: Data) -> Priced:
     """A layer without a bias gets one where that loses less in ``share`` bytes than doing without."""
     if not item.recipe.importance.needs:
         return item
@@ -176,7 +117,7 @@ def _settle_bias(model: nn.Module, item: _Item, share: int, data: Data) -> _Item
     if not price:
         return item
     bare = replace(item, recipe=replace(item.recipe, importance=replace(item.recipe.importance, centred=False)))
-    with_bias, without = _rank(item, share - price), _rank(item, share)
+    with_bias, without = item.rank_within(share - price), item.rank_within(share)
     if with_bias:
         table, other = dense_weight(model, item.weight), data.weigh(item.weight, bare.recipe)
         gained = data.curve(table, item.weight, item.recipe, weighting)[with_bias]
@@ -185,32 +126,27 @@ def _settle_bias(model: nn.Module, item: _Item, share: int, data: Data) -> _Item
     return bare
 
 
-def _rank(item: _Item, nbytes: int) -> int:
-    """The largest rank that ``nbytes`` hold."""
-    return next((r for r in range(item.full, 0, -1) if item.cost(r) <= nbytes), 0)
-
-
-def _bias(item: _Item, data: Data) -> int:
+def _bias(item: Priced, data: Data) -> int:
     if not item.recipe.importance.needs:
         return 0
     weighting = data.weigh(item.weight, item.recipe)
     return bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
 
 
-def _uniform(items: Sequence[_Item], allowed: int, data: Data) -> dict[str, Decision]:
+def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:
     """The same share of bytes for each; those found by a pattern that cannot live on theirs stay dense."""
     found: dict[str, Decision] = {}
     least = {item.weight.name: item.least + _bias(item, data) for item in items if not item.named}
     while True:
         rest = [item for item in items if item.weight.name not in found]
-        if not rest:
-            return found
-        if allowed < 1:
+        if allowed < (1 if rest else 0):
             raise KflatsError(
                 "the budget is spent on weights that stay dense; nothing is left for the others",
                 cause=f"{len(found)} weights cannot be factored in their share" if found else "weights left dense",
                 hint="a larger budget, or fewer weights",
             )
+        if not rest:
+            return found
         total = sum(item.dense for item in rest)
         if allowed >= total:
             shares: Sequence[int] = [item.dense for item in rest]
@@ -227,7 +163,7 @@ def _uniform(items: Sequence[_Item], allowed: int, data: Data) -> dict[str, Deci
             allowed -= item.dense
 
 
-def _parts(allowed: int, items: Sequence[_Item]) -> list[int]:
+def _parts(allowed: int, items: Sequence[Priced]) -> list[int]:
     total, done = sum(item.dense for item in items), 0
     parts: list[int] = []
     for item in items:
@@ -236,25 +172,23 @@ def _parts(allowed: int, items: Sequence[_Item]) -> list[int]:
     return parts
 
 
-def _loss(model: nn.Module, items: Sequence[_Item], allowed: int, data: Data) -> dict[str, Decision]:
-    """Where bytes save most loss."""
+def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:
+    """Where bytes save most loss; weights of which the data says nothing get their share of bytes."""
+    judged = [item for item in items if data.weigh(item.weight, item.recipe).loss_units]
+    unjudged = [replace(item, note=_joined(item.note, _UNJUDGED)) for item in items if item not in judged]
+    part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
+    found = _uniform(unjudged, part, data) if unjudged else {}
+    allowed -= sum(decision.budget_bytes for decision in found.values())
     curves, extras = [], []
-    for item in items:
+    for item in judged:
         weighting = data.weigh(item.weight, item.recipe)
-        if not weighting.loss_units:
-            raise KflatsError(
-                f"the importance of {item.weight.name!r} is uniform, which cannot be compared with the others",
-                cause="the calibration data never reached it",
-                hint='allocation="uniform", other data, or leave the weight out',
-            )
         bias = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
         errors = data.curve(dense_weight(model, item.weight), item.weight, item.recipe, weighting)
         ranks = [r for r in range(item.full + 1) if r == 0 or item.is_choice(r)]
         costs = [item.cost(r) + bias for r in ranks]
         curves.append(_curve(item, ranks, errors, costs))
         extras.append(ranks)
-    found = {}
-    for item, curve, ranks, choice in zip(items, curves, extras, allocate(curves, allowed).choices, strict=True):
+    for item, curve, ranks, choice in zip(judged, curves, extras, allocate(curves, allowed).choices, strict=True):
         if choice.rank is None:
             found[item.weight.name] = _dense(item, "dense: factors of it would lose more than they save elsewhere")
             continue
@@ -268,18 +202,16 @@ def _loss(model: nn.Module, items: Sequence[_Item], allowed: int, data: Data) ->
     return found
 
 
-def _curve(item: _Item, ranks: Sequence[int], errors: Tensor, costs: Sequence[int]) -> Curve:
+def _curve(item: Priced, ranks: Sequence[int], errors: Tensor, costs: Sequence[int]) -> Curve:
     return Curve(item.weight.name, errors[list(ranks)].clamp_min(0), torch.tensor(costs), item.dense)
 
 
 def _at_ranks(
-    model: nn.Module, items: Sequence[_Item], reasons: dict[str, str], ratio: float, data: Data, by_loss: bool
-) -> Shares:
+    model: nn.Module, items: Sequence[Priced], ratio: float, data: Data, by_loss: bool
+) -> dict[str, Decision]:
     """The same share of the full rank for each (FWSVD's rank ratio); by loss, all of these bytes shared out anew."""
     settled, found = [], {}
     for item in items:
-        if item.weight.name in reasons:
-            continue
         rank = max(1, round(ratio * item.full))
         one = _settle_bias(model, item, item.cost(rank), data)
         price = item.cost(rank) + _bias(one, data)
@@ -296,14 +228,14 @@ def _at_ranks(
             for item in settled
         )
         found = _loss(model, settled, allowed, data)
-    return Shares(_in_order(items, reasons, found), "loss" if by_loss else "uniform")
+    return found
 
 
-def _is_dense(decision: Decision) -> bool:
-    return isinstance(decision.recipe.method, Dense)
+def _is_dense(decision: Decision | None) -> bool:
+    return decision is None or isinstance(decision.recipe.method, Dense)
 
 
-def _dense(item: _Item, note: str) -> Decision:
+def _dense(item: Priced, note: str) -> Decision:
     return Decision(item.weight, Recipe(Dense()), item.weight.nbytes, _joined(item.note, note))
 
 
@@ -311,10 +243,18 @@ def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _in_order(items: Sequence[_Item], reasons: dict[str, str], found: dict[str, Decision]) -> tuple[Decision, ...]:
-    return tuple(
-        replace(_dense(item, ""), note=reasons[item.weight.name])
-        if item.weight.name in reasons
-        else found[item.weight.name]
-        for item in items
-    )
+def _shares(items: Sequence[Priced], reasons: dict[str, str], found: dict[str, Decision], by_loss: bool) -> Shares:
+    """All decisions in the order of ``items``, with a warning where small heads were cut without being judged."""
+    few = [i for i in items if i.is_small_head and not i.named and not _is_dense(found.get(i.weight.name))]
+    if few and not by_loss:
+        names = ", ".join(visible(item.weight.name) for item in few[:3]) + (", ..." if len(few) > 3 else "")
+        warnings.warn(
+            f"{names}: of so few outputs some are lost with the ranks, and shares are equal whatever that costs; "
+            'Dense() keeps such a head, allocation="loss" weighs it',
+            stacklevel=2,
+        )
+    decisions = []
+    for item in items:
+        reason = reasons.get(item.weight.name)
+        decisions.append(found[item.weight.name] if reason is None else replace(_dense(item, ""), note=reason))
+    return Shares(tuple(decisions), "loss" if by_loss else "uniform")
