@@ -8,6 +8,8 @@ import torch
 
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
+from kflats.nn.coded import CodedMatrix
+from kflats.nn.coded_geometry import FIELDS, CodedGeometry, read_geometry
 from kflats.nn.flats import FlatsMatrix
 from kflats.nn.geometry import (
     MAX_BANDS,
@@ -24,6 +26,8 @@ from kflats.nn.low_rank import LowRankMatrix
 
 __all__ = [
     "Band",
+    "CodedGeometry",
+    "CodedMatrix",
     "FlatsMatrix",
     "InterpolativeMatrix",
     "LowRankMatrix",
@@ -59,6 +63,8 @@ def matrix_from_spec(spec: dict[str, Any], *, dtype: torch.dtype, device: torch.
             raise KflatsError(
                 f"unknown fields of a matrix {unknown[:8]}", cause="a file of a newer kflats", hint="upgrade kflats"
             )
+        if kind == CodedMatrix.kind:
+            return _empty_coded(read_geometry(spec), dtype, torch.device(device))
         n, d = (read_count(value) for value in spec["shape"])
         check_shape(n, d)
         if kind == LowRankMatrix.kind:
@@ -85,6 +91,7 @@ _FIELDS = {
     LowRankMatrix.kind: {"kind", "shape", "rank"},
     InterpolativeMatrix.kind: {"kind", "shape", "rank"},
     FlatsMatrix.kind: {"kind", "shape", "bands", "flat_ranks"},
+    CodedMatrix.kind: FIELDS,
 }
 
 
@@ -118,4 +125,13 @@ def _empty_flats(
         bands,
         flat_ranks,
     )
+    return found if device.type == "meta" else found.to_empty(device=device)
+
+
+def _empty_coded(geometry: CodedGeometry, dtype: torch.dtype, device: torch.device) -> CodedMatrix:
+    empty = {
+        name: torch.empty(shape, dtype=geometry.dtype_of(name, dtype), device="meta")
+        for name, shape in geometry.shapes.items()
+    }
+    found = CodedMatrix(geometry, empty)
     return found if device.type == "meta" else found.to_empty(device=device)

@@ -30,7 +30,7 @@ class Layout:
         KflatsError: shapes or types that differ from these, more than 15 bits, or a range that leaves int16.
 
     >>> Layout(torch.tensor([3, 0, 1], dtype=torch.uint8), torch.tensor([-4, 7, 0], dtype=torch.int16)).row_bytes
-    2
+    1
     """
 
     bits: Tensor

@@ -1,0 +1,111 @@
+"""CodedMatrix from integers: the packing of what a codec has found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.nn.coded import CodedMatrix
+from kflats.nn.coded_geometry import MAX_CLASSES, CodedGeometry
+from kflats.numerics.coding.packing import Layout, layout_of, pack
+from kflats.numerics.coding.transform import TransformCode
+
+
+def from_transform(code: TransformCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:
+    """The matrix of a ``TransformCode``; its steps, shrink and basis scales as ``dtype``.
+
+    Raises:
+        KflatsError: steps that ``dtype`` cannot hold.
+    """
+    return from_integers(
+        code.levels,
+        code.labels,
+        code.steps.to(dtype),
+        centers=code.centers,
+        contexts=code.contexts,
+        shrink=code.shrink.to(dtype),
+        basis=code.basis,
+        basis_scale=code.basis_scale.to(dtype),
+    )
+
+
+def from_integers(
+    integers: Sequence[Tensor],
+    labels: Tensor | None,
+    weight: Tensor,
+    *,
+    centers: Tensor | None = None,
+    contexts: Tensor | None = None,
+    shrink: Tensor | None = None,
+    levels: Tensor | None = None,
+    scales: str = "class",
+    groups: int = 1,
+    basis: Tensor | None = None,
+    basis_scale: Tensor | None = None,
+) -> CodedMatrix:
+    """Pack the integers of each class, (n_c, r), at the smallest fixed rate.
+
+    Args:
+        integers: of every class, its rows by row number; -(L // 2) and up where there are L ``levels``.
+        labels: (n,) the class of each row; None for one class.
+        weight: scales, flat: (class or row) x group, of the type that all floating-point parts get.
+        centers, contexts, shrink, levels, scales, groups, basis, basis_scale: as ``CodedMatrix``; zeros, or absent,
+            by default.
+
+    Raises:
+        KflatsError: sizes that do not fit, scales that are not finite, or integers beyond 15 bits.
+
+    >>> m = from_integers([torch.tensor([[3, -4], [1, 0]])], None, torch.tensor([0.5, 2.0]), scales="row")
+    >>> m.dense().tolist(), m.get_buffer("codes").numel()
+    ([[1.5, -2.0], [2.0, 0.0]], 2)
+    """
+    if not 1 <= len(integers) <= MAX_CLASSES or len({part.shape[1] for part in integers}) != 1:
+        raise KflatsError(f"integers of {len(integers)} classes do not make one matrix")
+    if not bool(torch.isfinite(weight).all()):
+        raise KflatsError("scales that are not finite", cause=f"values beyond the range of {weight.dtype}")
+    r, dtype, count = integers[0].shape[1], weight.dtype, len(integers)
+    layouts = [_centered(part) for part in integers]
+    zeros = torch.zeros(count, r, dtype=torch.int16)
+    kept = {
+        "weight": weight.reshape(-1),
+        "codes": torch.cat([pack(part, at).reshape(-1) for part, at in zip(integers, layouts, strict=True)]),
+        "bits": torch.stack([at.bits for at in layouts]),
+        "low": torch.stack([at.low for at in layouts]),
+        "centers": zeros if centers is None else centers,
+        "contexts": zeros.to(torch.uint8) if contexts is None else contexts,
+    }
+    if labels is not None and count > 1:
+        kept["labels"] = labels.to(torch.uint8)
+    if levels is None:
+        kept["shrink"] = torch.zeros(1, dtype=dtype) if shrink is None else shrink
+    else:
+        kept["levels"] = levels
+    kind = "identity"
+    if basis is not None:
+        kind, kept["basis"] = ("float" if basis.is_floating_point() else "int8"), basis
+    if basis_scale is not None:
+        kept["basis_scale"] = basis_scale
+    geometry = CodedGeometry(
+        (sum(part.shape[0] for part in integers), r if basis is None else basis.shape[1]),
+        r,
+        tuple((part.shape[0], at.row_bytes) for part, at in zip(integers, layouts, strict=True)),
+        contexts=1 if levels is not None or shrink is None else shrink.shape[0],
+        levels=0 if levels is None else levels.shape[0],
+        scales=scales,
+        groups=groups,
+        basis=kind,
+    )
+    return CodedMatrix(geometry, kept)
+
+
+def _centered(integers: Tensor) -> Layout:
+    """The smallest layout; where there is a choice, with zero in the middle of a column's range."""
+    found = layout_of(integers)
+    if not integers.numel():
+        return found
+    middle = -((1 << found.bits.to(torch.int64)) // 2)
+    fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << found.bits.to(torch.int64)))
+    return Layout(found.bits, torch.where(fits, middle, found.low.to(torch.int64)).to(torch.int16))

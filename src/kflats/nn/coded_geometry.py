@@ -1,0 +1,147 @@
+"""What a CodedMatrix looks like, without its numbers: sizes that a file states and that are checked before use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kflats.errors import KflatsError
+from kflats.nn.geometry import check_shape, read_count
+from kflats.numerics.coding.packing import MOST_BITS
+
+VERSION = 1
+MAX_CLASSES = MAX_CONTEXTS = 256  # labels and contexts are bytes
+MAX_LEVELS = 2**MOST_BITS
+BASES = ("int8", "float", "identity")
+SCALES = ("class", "row")
+_DAMAGED = "a damaged or hand-edited file"
+
+
+@dataclass(frozen=True)
+class CodedGeometry:
+    """Sizes of a CodedMatrix.
+
+    Args:
+        shape: (n, d).
+        rank: r, integers a row; d where the basis is the identity.
+        classes: (rows, bytes a row) of each class.
+        contexts: distributions that the integers of a column may follow.
+        levels: how many levels a code may mean; 0 for uniform steps.
+        scales: "class" or "row": whose scales ``weight`` holds.
+        groups: scales a class or row has; each serves r / groups columns.
+        basis: "int8", "float", or "identity" (none is stored).
+
+    Raises:
+        KflatsError: sizes that no matrix has.
+
+    >>> CodedGeometry((2, 8), 8, ((2, 4),), scales="row").shapes["codes"]
+    (8,)
+    """
+
+    shape: tuple[int, int]
+    rank: int
+    classes: tuple[tuple[int, int], ...]
+    contexts: int = 1
+    levels: int = 0
+    scales: str = "class"
+    groups: int = 1
+    basis: str = "identity"
+
+    def __post_init__(self) -> None:
+        n, d = self.shape
+        check_shape(n, d)
+        rows, most = sum(rows for rows, _ in self.classes), -(-self.rank * MOST_BITS // 8)
+        problem = ""
+        if not 1 <= len(self.classes) <= MAX_CLASSES:
+            problem = f"{len(self.classes)} classes, not 1..{MAX_CLASSES}"
+        elif rows != n or any(rows < 0 for rows, _ in self.classes):
+            problem = f"classes hold {rows} rows of {n}"
+        elif not 0 <= self.rank <= d or (self.basis == "identity" and self.rank != d):
+            problem = f"{self.rank} integers a row of {d} columns"
+        elif any(not 0 <= row_bytes <= most for _, row_bytes in self.classes):
+            problem = f"rows of more than {most} bytes"
+        elif not 1 <= self.contexts <= MAX_CONTEXTS or not 0 <= self.levels <= MAX_LEVELS:
+            problem = f"{self.contexts} contexts and {self.levels} levels"
+        elif self.scales not in SCALES or self.basis not in BASES:
+            problem = f"scales {self.scales!r}, basis {self.basis!r}"
+        elif self.groups < 1 or self.rank % self.groups:
+            problem = f"{self.groups} groups of {self.rank} columns"
+        if problem:
+            raise KflatsError(f"impossible coded matrix: {problem}", cause=_DAMAGED)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every stored tensor, by name; what a matrix does not need is absent."""
+        (n, d), r, c = self.shape, self.rank, len(self.classes)
+        found: dict[str, tuple[int, ...]] = {
+            "weight": ((c if self.scales == "class" else n) * self.groups,),
+            "codes": (sum(rows * row_bytes for rows, row_bytes in self.classes),),
+            "bits": (c, r),
+            "low": (c, r),
+            "centers": (c, r),
+            "contexts": (c, r),
+        }
+        if c > 1:
+            found["labels"] = (n,)
+        found |= {"levels": (self.levels,)} if self.levels else {"shrink": (self.contexts,)}
+        if self.basis != "identity":
+            found["basis"] = (r, d)
+        if self.basis == "int8":
+            found["basis_scale"] = (r,)
+        return found
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """The type of a stored tensor, where floating-point ones are of ``dtype``."""
+        if name == "basis":
+            return torch.int8 if self.basis == "int8" else dtype
+        return INTEGERS.get(name, dtype)
+
+    def spec(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "kind": "coded",
+            "version": VERSION,
+            "shape": list(self.shape),
+            "rank": self.rank,
+            "classes": [list(sizes) for sizes in self.classes],
+            "contexts": self.contexts,
+            "levels": self.levels,
+            "scales": self.scales,
+            "groups": self.groups,
+            "basis": self.basis,
+        }
+
+
+INTEGERS = {
+    "codes": torch.uint8,
+    "labels": torch.uint8,
+    "bits": torch.uint8,
+    "low": torch.int16,
+    "centers": torch.int16,
+    "contexts": torch.uint8,
+}
+"""Types of the stored integers; a basis may be one besides."""
+
+FIELDS = {"kind", "version", "shape", "rank", "classes", "contexts", "levels", "scales", "groups", "basis"}
+
+
+def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
+    """The geometry that ``CodedGeometry.spec`` wrote.
+
+    Raises:
+        KflatsError: another version, or impossible numbers. TypeError, ValueError: a field of another form.
+    """
+    if spec["version"] != VERSION or isinstance(spec["version"], bool):
+        raise KflatsError(
+            f"coded matrices of version {str(spec['version'])[:20]} are unknown here (this kflats reads {VERSION})",
+            cause="a file of a newer kflats",
+            hint="pip install -U kflats",
+        )
+    n, d = (read_count(size) for size in spec["shape"])
+    if len(spec["classes"]) > MAX_CLASSES:
+        raise KflatsError(f"more than {MAX_CLASSES} classes", cause=_DAMAGED)
+    classes = tuple((read_count(rows), read_count(row_bytes)) for rows, row_bytes in spec["classes"])
+    counts = {name: read_count(spec[name]) for name in ("rank", "contexts", "levels", "groups")}
+    return CodedGeometry((n, d), classes=classes, scales=spec["scales"], basis=spec["basis"], **counts)

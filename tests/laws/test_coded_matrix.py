@@ -1,0 +1,403 @@
+"""A CodedMatrix is the dense matrix its text defines: values, gradients, recorded graphs, types, files, refusals."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from kflats.errors import KflatsError
+from kflats.nn import coded
+from kflats.nn.coded_build import from_integers
+from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.nn.matrix import CodedMatrix, matrix_from_spec
+
+F64 = torch.float64
+N, D = 60, 8
+
+
+def made(
+    *,
+    counts: tuple[int, ...] = (60,),
+    r: int = D,
+    most: int = 5,
+    levels: int = 0,
+    scales: str = "class",
+    groups: int = 1,
+    basis: str = "identity",
+    shifted: bool = False,
+    n: int = N,
+    seed: int = 0,
+    dtype: torch.dtype = F64,
+) -> CodedMatrix:
+    """Random integers of ``most`` bits at most, fewer in later columns and in later classes."""
+    gen = torch.Generator().manual_seed(seed)
+    labels = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    labels = labels[torch.randperm(n, generator=gen)]
+    parts = []
+    for c, rows in enumerate(counts):
+        widths = [max(0, most - c - (j * most) // (2 * max(1, r))) for j in range(r)]
+        top = (1 << torch.tensor(widths, dtype=torch.int64)) - 1
+        part = (torch.rand(rows, r, generator=gen) * (top + 1)).floor().to(torch.int64)
+        parts.append((part - (levels or top + 1) // 2).to(torch.int16))
+    floats: dict[str, Tensor] = {}
+    wide = partial(torch.rand, generator=gen, dtype=F64)
+    if levels:
+        floats["levels"] = wide(levels).sort().values.to(dtype)
+    else:
+        floats["shrink"] = (wide(3) / 2).to(dtype)
+    integers: dict[str, Any] = {"contexts": torch.randint(0, 1 if levels else 3, (len(counts), r), generator=gen)}
+    integers["contexts"] = integers["contexts"].to(torch.uint8)
+    if shifted:
+        integers["centers"] = torch.randint(-9, 9, (len(counts), r), generator=gen).to(torch.int16)
+    if basis == "int8":
+        floats["basis"] = torch.randint(-127, 128, (r, D), generator=gen).to(torch.int8)
+        floats["basis_scale"] = wide(r).to(dtype) / 64
+    elif basis == "float":
+        floats["basis"] = (wide(r, D) - 0.5).to(dtype)
+    weight = (wide((len(counts) if scales == "class" else n) * groups) + 0.1).to(dtype)
+    return from_integers(parts, labels, weight, scales=scales, groups=groups, **integers, **floats)
+
+
+TABLE: dict[str, Callable[..., CodedMatrix]] = {
+    "int8 rows": partial(made, most=8, scales="row"),
+    "int4 groups": partial(made, most=4, scales="row", groups=4),
+    "levels": partial(made, most=2, levels=4, scales="row", basis="float"),
+    "levels alone": partial(made, most=3, levels=9),
+    "transform": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", shifted=True),
+    "transform wide": partial(made, counts=(20, 40), most=13, basis="int8"),
+    "float basis": partial(made, counts=(20, 40), r=5, basis="float", groups=5),
+    "empty classes": partial(made, counts=(0, 50, 0, 10, 0), basis="int8"),
+    "no bits": partial(made, counts=(30, 20, 10), most=1, r=4, basis="int8", shifted=True),
+    "nothing at all": partial(made, counts=(30, 30), most=0, basis="int8"),
+    "rank 0": partial(made, counts=(30, 30), r=0, basis="int8"),
+    "one row": partial(made, counts=(1,), n=1, most=4, scales="row"),
+}
+
+
+@pytest.fixture(params=TABLE.values(), ids=TABLE.keys(), scope="module")
+def make(request: pytest.FixtureRequest) -> Callable[..., CodedMatrix]:
+    found: Callable[..., CodedMatrix] = request.param
+    return found
+
+
+def definition(matrix: CodedMatrix) -> Tensor:
+    """Row by row and bit by bit from the stored tensors, as the class text says."""
+    found, geometry = matrix.tensors(), matrix.geometry
+    labels = found["labels"].tolist() if "labels" in found else [0] * matrix.shape[0]
+    data, rows, begin = bytes(found["codes"].tolist()), {}, 0
+    each = geometry.rank // geometry.groups
+    for c, (_, row_bytes) in enumerate(geometry.classes):
+        for row in [i for i, label in enumerate(labels) if label == c]:
+            string = int.from_bytes(data[begin : begin + row_bytes], "little")
+            begin += row_bytes
+            numbers = []
+            for j in range(geometry.rank):
+                bits = int(found["bits"][c, j])
+                q, string = string % 2**bits + int(found["low"][c, j]), string >> bits
+                if "levels" in found:
+                    value = found["levels"][q + geometry.levels // 2]
+                else:
+                    less = found["shrink"][int(found["contexts"][c, j])]
+                    value = q - ((q > 0) - (q < 0)) * less + int(found["centers"][c, j])
+                line = c if geometry.scales == "class" else row
+                numbers.append(value * found["weight"][line * geometry.groups + j // each])
+            rows[row] = torch.stack(numbers) if numbers else found["weight"].new_zeros(0)
+    assert begin == len(data)
+    table = torch.stack([rows[i] for i in range(len(labels))])
+    if "basis" not in found:
+        return table
+    basis = found["basis"].to(table.dtype)
+    return table @ (basis * found["basis_scale"][:, None] if "basis_scale" in found else basis)
+
+
+def gradients(matrix: nn.Module, out: Tensor, *inputs: Tensor, again: bool = True) -> list[Tensor]:
+    probe = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
+    wanted = [*matrix.parameters(), *inputs]
+    found = torch.autograd.grad((out * probe).sum(), wanted, allow_unused=True, retain_graph=again)
+    return [torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=True)]
+
+
+def assert_same_gradients(matrix: nn.Module, ours: Tensor, theirs: Tensor, *inputs: Tensor, again: bool = True) -> None:
+    found = gradients(matrix, ours, *inputs, again=again)
+    for a, b in zip(found, gradients(matrix, theirs, *inputs, again=again), strict=True):
+        if a.dtype == F64:
+            torch.testing.assert_close(a, b)
+        else:  # sums in another order
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + float(b.detach().abs().sum())))
+
+
+@pytest.mark.parametrize("tile", [2**20, 24, 1])
+def test_every_operation_is_that_of_the_dense_matrix(make, tile, monkeypatch):
+    monkeypatch.setattr(coded, "TILE", tile)
+    matrix = make()
+    n, d = matrix.shape
+    dense = definition(matrix)
+    torch.testing.assert_close(matrix.dense(), dense)
+    gen = torch.Generator().manual_seed(1)
+    for shape in ((), (0,), (3, 5), (40, 20)):  # the last is decoded class by class
+        ids = torch.randint(0, n, shape, generator=gen)
+        ours = matrix.rows(ids)
+        assert ours.shape == (*shape, d)
+        torch.testing.assert_close(ours, dense[ids])
+        assert_same_gradients(matrix, ours, dense[ids])
+        torch.testing.assert_close(matrix.rows(ids.to(torch.int32)), dense[ids])
+    x = torch.randn(2, 3, n, generator=gen, dtype=F64, requires_grad=True)
+    h = torch.randn(2, 3, d, generator=gen, dtype=F64, requires_grad=True)
+    for ours, theirs, given in ((matrix.vecmat(x), x @ dense, x), (matrix.matvec(h), h @ dense.T, h)):
+        torch.testing.assert_close(ours, theirs)
+        assert_same_gradients(matrix, ours, theirs, given)
+
+
+@pytest.mark.parametrize("count", [3, 400])
+@pytest.mark.parametrize("bad", [-1, -N, 10**6])
+def test_an_index_outside_is_an_error(make, bad, count):
+    matrix = make()
+    with pytest.raises(IndexError):
+        matrix.rows(torch.tensor([0] * count + [bad]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_smaller_types_lose_no_integer(make, dtype):
+    matrix = make(dtype=dtype)
+    exact = definition(copy.deepcopy(matrix).double()).detach()
+    ids = torch.arange(matrix.shape[0]).repeat(8)
+    close = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps * float(exact.abs().max())}
+    for given in (ids, ids[:20]):
+        out = matrix.rows(given)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.double(), exact[given], **close)
+        wide = matrix.rows(given, dtype=torch.float32)
+        assert wide.dtype == torch.float32
+        torch.testing.assert_close(wide.double(), exact[given], rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+    assert matrix.dense().dtype == matrix.matvec(torch.ones(matrix.shape[1], dtype=dtype)).dtype == dtype
+
+
+def test_layers_hold_it_as_any_other(make):
+    matrix = make()
+    n = matrix.shape[0]
+    emb = FactoredEmbedding(matrix, padding_idx=0)
+    net = nn.ModuleDict({"emb": emb, "head": FactoredHead(matrix, nn.Parameter(torch.zeros(n, dtype=F64)))})
+    assert set(net.state_dict()) == {f"emb.{name}" for name in matrix.tensors()} | {"head.bias"}
+    assert matrix.nbytes == sum(t.numel() * t.element_size() for t in matrix.state_dict().values())
+    assert matrix.num_values == sum(p.numel() for p in matrix.parameters())
+    ids = torch.randint(0, n, (3, 7), generator=torch.Generator().manual_seed(3))
+    before = net["head"](emb(ids)).clone()
+    buffer = io.BytesIO()
+    torch.save(net, buffer)
+    buffer.seek(0)
+    for other in (copy.deepcopy(net), torch.load(buffer, weights_only=False)):
+        assert other["emb"].matrix is other["head"].matrix
+        torch.testing.assert_close(other["head"](other["emb"](ids)), before)
+        with torch.no_grad():
+            other["emb"].weight.zero_()
+        assert not other["emb"](ids).any()
+    emptied = copy.deepcopy(net).to("meta").to_empty(device="cpu")
+    emptied.load_state_dict(net.state_dict())
+    torch.testing.assert_close(emptied["head"](emptied["emb"](ids)), before)
+    half = net.half()
+    assert matrix.codes.dtype == torch.uint8
+    assert half["emb"](ids).dtype == torch.float16
+    emb(torch.zeros(2, dtype=torch.int64)).sum().backward()  # nothing but padding
+    assert all(p.grad is None or not p.grad.any() for p in emb.parameters())
+    for rows in ("inputs", "outputs"):
+        linear = FactoredLinear(make(), rows=rows)
+        x = torch.randn(2, linear.in_features, dtype=F64)
+        dense = definition(linear.matrix)
+        torch.testing.assert_close(linear(x), x @ (dense if rows == "inputs" else dense.T))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert linear(x.float()).dtype == torch.bfloat16
+
+
+# Recorded graphs --------------------------------------------------------------------------------
+
+
+class TiedNet(nn.Module):
+    def __init__(self, matrix: CodedMatrix) -> None:
+        super().__init__()
+        self.emb = FactoredEmbedding(matrix, padding_idx=0)
+        self.head = FactoredHead(matrix)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.emb(ids)))
+
+
+@pytest.fixture
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def batches(matrix: CodedMatrix) -> list[Tensor]:
+    n, gen = matrix.shape[0], torch.Generator().manual_seed(4)
+    found = [torch.randint(0, n, shape, generator=gen) for shape in ((4, 7), (2, 9), (3, 5))]
+    return [*found, torch.full((2, 6), n - 1), found[0].repeat(5, 4)]
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_compiled_forward_and_backward(make):
+    layer = FactoredEmbedding(make(dtype=torch.float32), padding_idx=0)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    for ids in batches(layer.matrix):
+        ours, theirs = compiled(ids), layer(ids)
+        torch.testing.assert_close(ours, theirs)
+        if theirs.requires_grad:
+            assert_same_gradients(layer, ours, theirs, again=False)
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.slow  # it runs the C++ compiler
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_by_inductor():
+    net = TiedNet(TABLE["transform"](dtype=torch.float32))
+    compiled = torch.compile(net, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for ids in batches(net.emb.matrix):
+            torch.testing.assert_close(compiled(ids), net(ids))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export on itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_exported_with_dynamic_batch_and_length(make):
+    net = TiedNet(make(dtype=torch.float32))
+    inputs = batches(net.emb.matrix)
+    shapes = ({axis: torch.export.Dim(name, min=1, max=4096) for axis, name in enumerate(("batch", "length"))},)
+    program = torch.export.export(net, (inputs[0],), dynamic_shapes=shapes)
+    assert not [node for node in program.graph.nodes if "kflats" in str(node.target)]
+    for ids in inputs:
+        torch.testing.assert_close(program.module()(ids), net(ids))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit itself
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["int4 groups", "levels", "transform"])
+def test_traced_graph_does_not_freeze_the_ids_it_saw(name):
+    net = TiedNet(TABLE[name](dtype=torch.float32)).requires_grad_(False)
+    inputs = batches(net.emb.matrix)
+    traced = torch.jit.trace(net, (inputs[0],))
+    for ids in inputs:
+        torch.testing.assert_close(traced(ids), net(ids))
+
+
+# Files and refusals -----------------------------------------------------------------------------
+
+
+def test_a_matrix_survives_its_description(make):
+    matrix = make()
+    spec = json.loads(json.dumps(matrix.spec()))
+    for device in ("meta", "cpu"):
+        other = matrix_from_spec(spec, dtype=F64, device=device)
+        assert isinstance(other, CodedMatrix)
+        assert other.spec() == spec
+        assert {k: (v.shape, v.dtype) for k, v in other.tensors().items()} == {
+            k: (v.shape, v.dtype) for k, v in matrix.tensors().items()
+        }
+    with pytest.raises(KflatsError, match="no codes yet"):
+        other.rows(torch.tensor([0]))
+    other.load_state_dict(matrix.state_dict())
+    assert torch.equal(other.dense(), matrix.dense())
+
+
+@pytest.mark.parametrize("n", [1, 20, N])
+def test_resized_drops_the_last_rows_and_never_adds_one(make, n):
+    matrix = make()
+    if n <= matrix.shape[0]:
+        found = matrix.resized(n)
+        assert torch.equal(found.dense(), matrix.dense()[:n])
+        assert found.shape == (n, D)
+        with torch.no_grad():
+            found.weight.add_(1)
+        assert matrix_from_spec(found.spec(), dtype=F64).spec() == found.spec()
+    with pytest.raises(KflatsError, match="codes are constants"):
+        matrix.resized(matrix.shape[0] + 1)
+    with pytest.raises(KflatsError, match="cannot be resized"):
+        matrix.resized(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "message"),
+    [
+        ("labels", lambda t: t * 0, "labels do not match"),
+        ("labels", lambda t: t + 200, "labels do not match"),
+        ("bits", lambda t: t + 1, "do not add up"),
+        ("contexts", lambda t: t + 3, "distribution that is not there"),
+    ],
+)
+def test_contradictions_are_refused(name, damage, message):
+    matrix = TABLE["transform"]()
+    state = {key: value.clone() for key, value in matrix.state_dict().items()}
+    state[name] = damage(state[name])
+    with pytest.raises(KflatsError, match=message):
+        matrix.load_state_dict(state)
+
+
+def test_codes_beyond_the_levels_are_refused():
+    matrix = TABLE["levels"]()
+    state = {key: value.clone() for key, value in matrix.state_dict().items()}
+    for low in (-3, -1, 1000):
+        state["low"][:] = low
+        with pytest.raises(KflatsError, match="beyond the levels"):
+            matrix.load_state_dict(state)
+
+
+GOOD = TABLE["transform"]().spec()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"version": 2},
+        {"version": True},
+        {"version": None},
+        {"extra": 1},
+        {"shape": [61, 8]},
+        {"shape": [60, 5]},
+        {"shape": [60]},
+        {"rank": 9},
+        {"rank": -1},
+        {"rank": True},
+        {"classes": []},
+        {"classes": [[60, 100]]},
+        {"classes": [[60]]},
+        {"classes": [[61, 3], [-1, 3]]},
+        {"classes": [[60, 3]] + [[0, 3]] * 300},
+        {"classes": 3},
+        {"contexts": 0},
+        {"contexts": 257},
+        {"levels": 10**9},
+        {"levels": "4"},
+        {"groups": 0},
+        {"groups": 4},
+        {"scales": "column"},
+        {"scales": None},
+        {"basis": "identity"},
+        {"basis": "int4"},
+        {"basis": ["int8"]},
+    ],
+    ids=lambda change: json.dumps(change)[:40],
+)
+def test_impossible_descriptions_are_refused(change):
+    with pytest.raises(KflatsError):
+        matrix_from_spec({**GOOD, **change}, dtype=F64)
+
+
+def test_tensors_that_do_not_fit_are_refused():
+    matrix = TABLE["transform"]()
+    good = {name: value.detach() for name, value in matrix.tensors().items()}
+    for name, value in good.items():
+        for other in (value[:-1], value.to(torch.complex64)):
+            if name != "weight":
+                with pytest.raises(KflatsError, match=f"'{name}' of a coded matrix"):
+                    CodedMatrix(matrix.geometry, good | {name: other})
+    with pytest.raises(KflatsError, match="no 'more'"):
+        CodedMatrix(matrix.geometry, good | {"more": good["weight"]})
+    with pytest.raises(KflatsError, match="not finite"):
+        from_integers([torch.zeros(2, 2)], None, torch.tensor([float("inf")]))

@@ -1,0 +1,188 @@
+"""Entropy-coded streams return every bit of what went in, or say that they are damaged."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from kflats import streams
+from kflats.errors import KflatsError
+from kflats.nn.coded_build import from_integers
+from kflats.nn.coded_geometry import CodedGeometry
+from kflats.nn.matrix import CodedMatrix
+
+pytest.importorskip("constriction")
+
+
+def laplace(n: int, scales: Tensor, gen: torch.Generator) -> Tensor:
+    uniform = torch.rand(n, len(scales), generator=gen) - 0.5
+    return (-uniform.sign() * (1 - 2 * uniform.abs()).log() * scales).round().clamp(-3000, 3000).to(torch.int16)
+
+
+def transform(sizes: tuple[int, ...] = (300, 0, 50, 150), r: int = 12, d: int = 16, scale: float = 3.0) -> CodedMatrix:
+    gen = torch.Generator().manual_seed(0)
+    labels = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    labels = labels[torch.randperm(sum(sizes), generator=gen)]
+    spread = scale * 0.6 ** torch.arange(r)
+    return from_integers(
+        [laplace(n, spread / (c + 1), gen) for c, n in enumerate(sizes)],
+        labels,
+        torch.rand(len(sizes), generator=gen),
+        centers=torch.randint(-2, 3, (len(sizes), r), generator=gen).to(torch.int16),
+        contexts=(torch.arange(r) // 2).expand(len(sizes), r).contiguous().to(torch.uint8),
+        shrink=torch.rand(r // 2, generator=gen) / 2,
+        basis=torch.randint(-127, 128, (r, d), generator=gen).to(torch.int8),
+        basis_scale=torch.rand(r, generator=gen),
+    )
+
+
+def rotation() -> CodedMatrix:
+    gen = torch.Generator().manual_seed(0)
+    return from_integers(
+        [torch.randint(-2, 2, (90, 8), generator=gen)],
+        None,
+        torch.rand(90),
+        levels=torch.rand(4),
+        scales="row",
+        basis=torch.rand(8, 8),
+    )
+
+
+def int8() -> CodedMatrix:
+    gen = torch.Generator().manual_seed(0)
+    return from_integers([laplace(70, torch.full((8,), 20.0), gen)], None, torch.rand(70), scales="row")
+
+
+MATRICES = {
+    "transform": transform,
+    "one class": lambda: transform((500,)),
+    "tiny": lambda: transform((1, 2)),
+    "wide": lambda: transform(scale=400.0),
+    "zeros": lambda: transform(scale=0.0),
+    "rotation": rotation,
+    "int8": int8,
+    "one row": lambda: transform((1,)),
+}
+
+
+@pytest.mark.parametrize("block", [2**18, 100, 1])
+@pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES)
+def test_every_integer_returns(make, block, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK", block)
+    matrix = make()
+    if block == 1 and matrix.shape[0] > 200:
+        pytest.skip("hundreds of blocks of one row")
+    stream = streams.encode(matrix)
+    assert (stream.dtype, stream.ndim) == (torch.uint8, 1)
+    found = streams.decode(stream, matrix.geometry)
+    integers = {name: t for name, t in matrix.tensors().items() if not t.is_floating_point()}
+    assert found.keys() == integers.keys()
+    for name, value in integers.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+    assert torch.equal(streams.encode(matrix), stream)
+
+
+def test_a_stream_is_about_as_long_as_its_entropy():
+    gen = torch.Generator().manual_seed(0)
+    spread = torch.linspace(0.05, 4.0, 32)
+    integers = laplace(8000, spread, gen)
+    contexts = torch.arange(32, dtype=torch.uint8).unsqueeze(0)
+    matrix = from_integers([integers], None, torch.ones(1), contexts=contexts, shrink=torch.zeros(32))
+    ideal = 0.0
+    for column in integers.T:
+        _, counts = column.unique(return_counts=True)
+        ideal -= float((counts * (counts / counts.sum()).log2()).sum()) / 8
+    assert ideal <= len(streams.encode(matrix)) <= 1.01 * ideal + 1000
+    assert len(streams.encode(matrix)) < 0.75 * matrix.get_buffer("codes").numel()
+
+
+def test_a_model_s_memory_is_filled_in_place():
+    matrix = transform()
+    other = CodedMatrix(matrix.geometry, {name: t.detach().clone() for name, t in matrix.tensors().items()})
+    stream = streams.encode(matrix)
+    streams.expect_(other, len(stream))
+    assert other.tensors().keys() == {"weight", "codes", "shrink", "basis_scale"}
+    with pytest.raises(KflatsError, match="no codes yet"):
+        other.rows(torch.tensor([0]))
+    other.get_buffer("codes").copy_(stream)
+    streams.expand_(other)
+    assert torch.equal(other.dense(), matrix.dense())
+    assert other.state_dict().keys() == matrix.state_dict().keys()
+
+
+def read(data: bytes, geometry: CodedGeometry) -> dict[str, Tensor] | None:
+    try:
+        return streams.decode(torch.frombuffer(bytearray(data), dtype=torch.uint8), geometry)
+    except KflatsError:
+        return None
+
+
+@pytest.mark.parametrize("name", ["transform", "rotation", "tiny"])
+def test_damage_is_noticed_wherever_it_is(name, monkeypatch):
+    """Bits flipped, bytes lost, put in, swapped or cut off: a clear error or the right integers, nothing else."""
+    monkeypatch.setattr(streams, "BLOCK", 500)
+    matrix = MATRICES[name]()
+    data, draw = bytes(streams.encode(matrix).tolist()), random.Random(1)
+    right = {key: t for key, t in matrix.tensors().items() if not t.is_floating_point()}
+    refused = 0
+    for trial in range(150):
+        bad = bytearray(data)
+        at = draw.randrange(len(bad))
+        kind = trial % 5
+        if kind == 0:
+            bad[at] ^= 1 << draw.randrange(8)
+        elif kind == 1:
+            del bad[at:]
+        elif kind == 2:
+            del bad[at : at + draw.randint(1, 9)]
+        elif kind == 3:
+            bad[at:at] = draw.randbytes(draw.randint(1, 9))
+        else:
+            size = draw.randint(1, 64)
+            bad[at : at + size] = draw.randbytes(len(bad[at : at + size]))
+        found = read(bytes(bad), matrix.geometry)
+        refused += found is None
+        if found is not None:
+            assert all(torch.equal(found[key], value) for key, value in right.items())
+    assert refused >= 145  # random bytes are sometimes those that were there
+
+
+def test_other_streams_are_refused():
+    matrix = transform()
+    data = bytes(streams.encode(matrix).tolist())
+    for bad, message in [
+        (b"", "too early"),
+        (b"\x00" * 50, "no kflats codes"),
+        (data[:12] + bytes([9]) + data[13:], "version 9"),
+        (data + b"\x00", "followed by"),
+    ]:
+        with pytest.raises(KflatsError, match=message):
+            streams.decode(
+                torch.frombuffer(bytearray(bad), dtype=torch.uint8) if bad else torch.empty(0).byte(), matrix.geometry
+            )
+    for other in (transform((300, 0, 51, 149)), transform((500,)), transform(r=10), rotation(), transform(scale=9.0)):
+        with pytest.raises(KflatsError):
+            streams.decode(streams.encode(matrix), other.geometry)
+
+
+def test_without_the_library_the_error_says_what_to_install():
+    program = """
+import sys
+sys.modules["constriction"] = None
+import torch
+from kflats.nn.coded_build import from_integers
+from kflats.streams import encode
+try:
+    encode(from_integers([torch.ones(3, 2)], None, torch.ones(1)))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "KflatsError" in done.stdout, done.stderr
+    assert "kflats[codes]" in done.stdout
