@@ -327,6 +327,17 @@ def test_distances_by_hand() -> None:
     assert float(found) == pytest.approx(1 - sum(cosines) / 2, abs=1e-5)
 
 
+@pytest.mark.parametrize("taught", [False, True])
+def test_a_batch_without_any_labelled_word_says_nothing(taught: bool) -> None:
+    """A sentence of characters that the tokenizer drops is one: the mean over its words would be NaN."""
+    model = small("ForTokenClassification")
+    batch = {**one_batch(), "labels": torch.full((2, 4), -100)}
+    loss = Objective(small("ForTokenClassification", seed=1) if taught else None)(model, batch)
+    loss.backward()
+    assert loss.item() == 0
+    assert all(p.grad is None or not bool(p.grad.any()) for p in model.parameters())
+
+
 def test_labels_and_teacher_are_mixed() -> None:
     batch = {**one_batch(), "labels": torch.tensor([0, 1])}
     model, teacher = small(), small(seed=1)

@@ -185,6 +185,11 @@ def test_batches_have_labels_and_similar_lengths(write: Any, tiny_tokenizer: Any
     assert [label for b in batches for label in b["labels"].tolist()] == [i % 2 for i in reversed(range(10))]
 
 
+def test_batches_of_nothing_are_refused(write: Any, tiny_tokenizer: Any) -> None:
+    with pytest.raises(KflatsError, match="batches of 0 examples"):
+        task_batches("sst2", tiny_tokenizer, "dev", batch=0, data=".")
+
+
 def test_pairs_have_token_types_where_the_tokenizer_makes_them(write: Any, tiny_tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]

@@ -70,10 +70,12 @@ def task_batches(
     Raises:
         KflatsError: as ``load_examples``; a head that does not fit; a tokenizer of another model.
     """
+    if batch < 1:
+        raise KflatsError(f"batches of {batch} examples hold nothing", hint="at least 1")
     made = features(load_examples(task, split, data), tokenizer, max_length, limit=limit, model=model, seed=seed)
     order = by_length(made)
     filler = padding_id(tokenizer, model)
-    return [collate([made[i] for i in order[s : s + batch]], filler) for s in range(0, len(order), max(1, batch))]
+    return [collate([made[i] for i in order[s : s + batch]], filler) for s in range(0, len(order), batch)]
 
 
 def features(
