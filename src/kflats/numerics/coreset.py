@@ -12,7 +12,7 @@ bounds for one flat serve with kj for its rank:
 | ``energy`` | w_i \\|a_i\\|^2, an even half beside it | the default seeding's: no pass over the rows |
 | ``leverage`` | w_i a_i' G^-1 a_i, G = sum_i w_i a_i a_i' | few columns; rare directions must be seen |
 | ``ridge`` | w_i a_i' (G + lambda I)^-1 a_i, lambda = (eigenvalues beyond kj) / kj | many columns (Cohen et al. 2017) |
-| ``lewis`` | the l1 Lewis weights of the rows | with ``Power(1)`` |
+| ``lewis`` | lq Lewis weights, q of ``Power(q)``, else 1; leverage for squares | few columns, other losses |
 
 Every kind keeps an even half: a row that no score cares for is still drawn with chance size / 2n, so no weight
 exceeds 2n / size.
@@ -29,10 +29,12 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.flats import Cloud
 from kflats.numerics.gram import cluster_grams
-from kflats.numerics.loss import Loss, Squared
-from kflats.numerics.rows import GRAM_BLOCK, TensorRows
+from kflats.numerics.lewis import Lewis, lewis_weights
+from kflats.numerics.loss import Loss, Power, Squared
+from kflats.numerics.rows import GRAM_BLOCK, ScaledRows, TensorRows
 
 _SQUARED = Squared()
+_LEWIS = 4
 
 Scores = Literal["energy", "leverage", "ridge", "lewis"]
 
@@ -45,7 +47,7 @@ class Coreset:
     full EM must still find; a coreset as long as the table is the table.
 
     Raises:
-        KflatsError: no rows, or unknown scores.
+        KflatsError: fewer than 2 rows, or unknown scores.
 
     >>> Coreset(rows=1000)
     Coreset(rows=1000, scores='ridge')
@@ -55,8 +57,8 @@ class Coreset:
     scores: Scores = "ridge"
 
     def __post_init__(self) -> None:
-        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 1:
-            raise KflatsError(f"a coreset of {self.rows!r} rows is not possible", hint="a whole number, at least 1")
+        if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 2:
+            raise KflatsError(f"a coreset of {self.rows!r} rows is not possible", hint="a whole number, at least 2")
         if self.scores not in get_args(Scores):
             raise KflatsError(f"scores={self.scores!r} is unknown", hint="one of " + ", ".join(get_args(Scores)))
 
@@ -64,10 +66,17 @@ class Coreset:
         """About ``rows`` rows of ``cloud`` for flats that span ``rank`` dimensions together; all of them if fewer."""
         if cloud.rows.shape[0] <= self.rows:
             return cloud
-        if self.scores == "energy":
-            return draw_sample(cloud, self.rows, generator, loss)
-        scores = sensitivities(cloud.seen_by(loss), self.scores, rank)
-        return _drawn(cloud, chances(scores, self.rows), generator)
+        seen = cloud.seen_by(loss)
+        if self.scores == "lewis" and not isinstance(loss, Squared):
+            scores = lewis_scores(cloud, loss.q if isinstance(loss, Power) else 1.0)
+        else:
+            scores = sensitivities(seen, self.scores, rank)
+        chance = chances(scores, self.rows)
+        # Rows that bring the sum of chances, in random order, past a whole number: so many, not so many on average.
+        order = torch.randperm(len(chance), generator=generator).to(chance.device)
+        passed = chance[order].cumsum(0, dtype=torch.float64).add_(float(torch.rand((), generator=generator))).floor_()
+        taken = order[passed.diff(prepend=passed.new_zeros(1)) > 0].sort().values
+        return _drawn(cloud, chance, taken)
 
 
 def sensitivities(cloud: Cloud, scores: Scores, rank: int) -> Tensor:
@@ -90,6 +99,12 @@ def sensitivities(cloud: Cloud, scores: Scores, rank: int) -> Tensor:
     return out if mass is None else out * mass.to(out.dtype)
 
 
+def lewis_scores(cloud: Cloud, p: float) -> Tensor:
+    """(n,) lp Lewis weights of the rows, each row scaled by its mass^(1/p); sampling bears a few iterations' rest."""
+    rows = cloud.rows if cloud.mass is None else ScaledRows(cloud.rows, cloud.mass.to(torch.float64).pow(1 / p))
+    return lewis_weights(rows, p, Lewis(iterations=_LEWIS)).weights
+
+
 def chances(scores: Tensor, size: int) -> Tensor:
     """(n,) float32 chances to be drawn that sum to at most ``size``: half by ``scores``, half even."""
     n = len(scores)
@@ -108,16 +123,16 @@ def draw_sample(cloud: Cloud, size: int, generator: torch.Generator, loss: Loss 
     evenly, each with the number of rows it stands for (Horvitz-Thompson); the whole cloud if it is no larger."""
     if cloud.rows.shape[0] <= size:
         return cloud
-    return _drawn(cloud, chances(sensitivities(cloud.seen_by(loss), "energy", 1), size), generator)
+    chance = chances(sensitivities(cloud.seen_by(loss), "energy", 1), size)
+    taken = (torch.rand(len(chance), generator=generator).to(chance.device) < chance).nonzero().squeeze(1)
+    return _drawn(cloud, chance, taken)
 
 
-def _drawn(cloud: Cloud, chance: Tensor, generator: torch.Generator) -> Cloud:
-    n = cloud.rows.shape[0]
-    taken = (torch.rand(n, generator=generator).to(chance.device) < chance).nonzero().squeeze(1)
+def _drawn(cloud: Cloud, chance: Tensor, taken: Tensor) -> Cloud:
     rows = TensorRows(cloud.rows.take(taken))
     weights = None if cloud.weights is None else cloud.weights[taken]
     stands_for = 1.0 / chance[taken].to(torch.float64)
-    total = float(n)
+    total = float(len(chance))
     if cloud.multiplicity is not None:
         stands_for *= cloud.multiplicity[taken].to(torch.float64)
         total = float(cloud.multiplicity.sum(dtype=torch.float64))

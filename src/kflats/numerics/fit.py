@@ -80,6 +80,11 @@ def fit_flats(
         )
     if rank is not None and not 1 <= rank <= d:
         raise KflatsError(f"rank {rank} is outside 1..{d}")
+    if coreset is not None and rank is not None and coreset.rows < min(n, 2 * k * (rank + 1)):
+        raise KflatsError(
+            f"a coreset of {coreset.rows} rows cannot show {k} flats of rank {rank}",
+            hint=f"at least {2 * k * (rank + 1)} rows, better many times that",
+        )
     check_finite(rows)
     check_weights(weights, n)
     scale = 1.0
@@ -178,7 +183,9 @@ def _resolved(loss: Loss, cloud: Cloud, fit: FlatsFit) -> Loss:
     k = len(fit.bases)
     dist2 = assign(cloud.rows, fit.bases, cloud.norms2, before=fit.labels.clamp(max=k - 1)).stayed
     assert dist2 is not None
-    # Rows kept exactly have no distance.
-    near = fit.labels < k
+    # Rows kept exactly have no distance, and rows of zeros lie on every flat.
+    near = (fit.labels < k) & (cloud.norms2 > 0)
+    if not bool(near.any()):
+        near = torch.ones_like(near)
     weights = None if cloud.weights is None else cloud.weights[near]
     return absolute(loss, dist2[near], cloud.norms2[near], weights)

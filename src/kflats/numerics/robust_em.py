@@ -115,6 +115,8 @@ def _uniform(
     step = assign(rows, bases, norms2, margins=k > 1)
     best, history, converged = step, [_total(loss, step.dist2, cloud)], False
     squares = _Squares(cloud, loss, bases, step)
+    if progress:
+        progress("em", 0, history[0])
     iteration = 1
     while iteration < limit:
         iteration += squares.lower_(step, tolerance, limit - iteration, iteration, progress)
