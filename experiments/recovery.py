@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--lr", type=float, default=2e-5, help="FWSVD's; 1e-4 tears factors apart")
     parser.add_argument("--limit", type=int, default=0, help="fine-tune on this many training examples (0: all)")
+    parser.add_argument("--name", default="recovery", help="of the table, where several are kept")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
@@ -155,10 +156,10 @@ def write_up(asked: argparse.Namespace, rows: list[dict[str, Any]], about: dict[
     command = (
         f"python experiments/recovery.py --cache FOLDER --tasks {asked.tasks} --paths {asked.paths} --methods "
         f"{asked.methods} --epochs {asked.epochs} --limit {asked.limit} --lr {asked.lr:g} --samples {asked.samples} "
-        f"--judged {asked.judged} --write experiments/results"
+        f"--judged {asked.judged} --name {asked.name} --write experiments/results"
     )
     title = "Recovery: fine-tuning after compression"
-    publish("recovery", title, command, body, {"tasks": about, "rows": rows}, asked.write, draw)
+    publish(asked.name, title, command, body, {"tasks": about, "rows": rows}, asked.write, draw)
 
 
 def remarks(rows: list[dict[str, Any]]) -> str:
