@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any
 
 from _results import kept, markdown
-from _robust import Known, compressed
+from _robust import FAMILIES, HALF, Known, compressed
 from torch import nn
 
+from kflats.metrics import spearman
 from kflats.places import Weight
 
 STORED = (
@@ -18,6 +19,11 @@ STORED = (
     "values and a bit for each place; values: values alone, as papers count, which no file holds)."
 )
 ERRORS = ("l1", "l21", "frobenius")
+
+
+def storable(name: str, rate: float) -> bool:
+    """float16 saves half and no more."""
+    return name != HALF or rate <= 0.5
 
 
 def sweep(
@@ -29,19 +35,28 @@ def sweep(
     names: Sequence[str],
     known: Known,
     judge: Callable[[nn.Module], dict[str, float]],
+    wanted: Callable[[str, float], bool] = storable,
 ) -> list[dict[str, Any]]:
-    """One row for each method and rate: errors, what is kept, and what ``judge`` says of the model."""
+    """One row for each ``wanted`` method and rate: errors, what is kept, and what ``judge`` says of the model."""
     rates = [float(rate) for rate in asked.rates.split(",")]
-
-    def make(name: str) -> dict[str, Any]:
-        levels = compressed(model, weights, name, rates, known, asked.seed)
-        return {"levels": [{**found, **judge(other)} for other, found in levels]}
-
     rows = []
     for name in names:
-        of = {**settings, "method": name, "rates": rates, "seed": asked.seed}
-        done = kept(asked.parts, what, of, partial(make, name))
-        rows += [{"of": what, "method": name, **level} for level in done["levels"]]
+        levels = iter(())
+
+        def make(rate: float, name: str = name) -> dict[str, Any]:
+            nonlocal levels
+            for other, found in levels:
+                if found["rate"] == rate:
+                    return {**found, **judge(other)}
+            levels = compressed(model, weights, name, rates[rates.index(rate) :], known, asked.seed)
+            other, found = next(levels)
+            return {**found, **judge(other)}
+
+        for rate in rates:
+            if not wanted(name, rate):
+                continue
+            of = {**settings, "method": name, "rate": rate, "seed": asked.seed}
+            rows.append({"of": what, "method": name, **kept(asked.parts, what, of, partial(make, rate))})
     return rows
 
 
@@ -50,7 +65,7 @@ def table(rows: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]],
     names = list(dict.fromkeys(r["method"] for r in rows))
     rates = sorted({r["rate"] for r in rows})
     at = {(r["method"], r["rate"]): r for r in rows}
-    lines = [[name, *(cell(at[name, rate]) for rate in rates)] for name in names]
+    lines = [[name, *(cell(at[name, rate]) if (name, rate) in at else "-" for rate in rates)] for name in names]
     return markdown(["method", *(f"{rate:.0%} saved" for rate in rates)], lines)
 
 
@@ -60,14 +75,32 @@ def errors_cell(row: Mapping[str, Any]) -> str:
 
 
 def least(rows: Sequence[Mapping[str, Any]], what: str, best: Callable[..., Any] = min, count: int = 3) -> str:
-    """For each rate the ``count`` best methods by ``what``, with SVD's value."""
+    """For each rate the ``count`` best methods by ``what``, of what can be stored, beside SVD."""
     told = []
     for rate in sorted({r["rate"] for r in rows}):
-        level = sorted((r for r in rows if r["rate"] == rate), key=lambda r: r[what], reverse=best is max)
+        level = [r for r in rows if r["rate"] == rate and r["method"] != HALF and not r["method"].endswith("values")]
+        level.sort(key=lambda r: r[what], reverse=best is max)
         svd = next((r[what] for r in level if r["method"] == "SVD"), None)
         first = ", ".join(f"{r['method']} {r[what]:.3f}" for r in level[:count])
         told.append(f"{rate:.0%}: {first}" + ("" if svd is None else f" (SVD {svd:.3f})"))
     return "; ".join(told)
+
+
+def agreement(rows: Sequence[Mapping[str, Any]], what: str, label: str) -> str:
+    """Whether less matrix error means a better model: SVD, ellipsoid, entrywise and subspace fits without weights."""
+    lines = []
+    for rate in sorted({r["rate"] for r in rows}):
+        level = [r for r in rows if r["rate"] == rate and r["method"] in ("SVD", *FAMILIES)]
+        if len(level) > 2:
+            scores = [r[what] for r in level]
+            told = ", ".join(f"{error} {spearman([r[error] for r in level], scores):+.2f}" for error in ERRORS)
+            lines.append(f"{rate:.0%}: {told}")
+    return (
+        f"Rank correlation of an error with {label}, over SVD, ellipsoid, entrywise and subspace fits without weights "
+        f"(-1: less error always means more of it; +1: always less): {'; '.join(lines)}."
+        if lines
+        else ""
+    )
 
 
 def unfinished(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from _results import kept, markdown, publish, write_option
-from _robust import PRUNED, SYNFLOW, Known, options, row_weights_of
+from _robust import HALF, PRUNED, SYNFLOW, Known, options, row_weights_of
 from _robust_tables import STORED, sweep, unfinished
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 from baselines.synflow import encoder_flow
@@ -32,7 +32,7 @@ OURS = "ellipsoid 1"
 """What the paper calls RE-X: its algorithm 1 at p = 1, here through Lewis weights."""
 
 METHODS = [
-    *("SVD", OURS, "ellipsoid 1.5", "entrywise 1", "subspace 1", "l1-pca fixed point", "l1-pca together"),
+    *(HALF, "SVD", OURS, "ellipsoid 1.5", "entrywise 1 admm", "subspace 1", "l1-pca fixed point", "l1-pca together"),
     *(*PRUNED, *SYNFLOW),
     *("SVD + zipf", "SVD + counts", "ellipsoid 1 + counts", "subspace 1 + counts", "flats", "flats + zipf"),
     "flats + counts",
@@ -57,6 +57,8 @@ def main() -> None:
     parser.add_argument("--judged", type=int, default=0, help="judge on this many dev examples only (0: all)")
     asked = parser.parse_args()
     names = asked.methods.split(",") if asked.methods else METHODS
+    if max(map(float, asked.rates.split(","))) > 0.5:
+        names = [name for name in names if name != HALF]
     rows: list[dict[str, Any]] = []
     about: dict[str, dict[str, Any]] = {}
     tokenizer = load_tokenizer(asked.source or packaged_model())
@@ -159,7 +161,7 @@ def remarks(names: list[str], rates: list[float], at: dict[Any, float], tasks: l
             verdict = f"more on {', '.join(lost)}" if lost else "on no task more"
             lines.append(f"- {OURS} loses less than {worse} at {rate:.0%}: {average}; {verdict}.")
     for rate in rates:
-        order = sorted((n for n in names if not n.endswith("values")), key=lambda n: mean(n, rate))
+        order = sorted((n for n in names if n != HALF and not n.endswith("values")), key=lambda n: mean(n, rate))
         best = ", ".join(f"{n} {mean(n, rate):.2f}" for n in order[:4])
         lines.append(f"- least average drop at {rate:.0%}, of what can be stored: {best}.")
     return "\n".join(lines)

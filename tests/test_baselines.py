@@ -293,3 +293,44 @@ def test_dictionary_bytes_and_what_fits() -> None:
     real = atoms * d * 4 + codes.numel() * 4 + indices.nbytes
     assert dictionary.dictionary_bytes(n, d, atoms, s) == real
     assert dictionary.nonzeros_that_fit(n, d, atoms, 10) == 0
+
+
+# --- methods by name, as experiments use them ---
+
+
+@pytest.mark.parametrize("shape", [(60, 24), (24, 60)])
+@pytest.mark.parametrize("rate", [0.15, 0.41])
+def test_every_method_fits_its_bytes_and_none_has_less_squared_error_than_svd(
+    shape: tuple[int, int], rate: float
+) -> None:
+    from _robust import FAMILIES, L1_PCA, PRUNED, Known, approximations, errors
+
+    a = (drawn(*shape) * drawn(1, shape[1], 1).exp()).float()
+    known = Known(row_weights={"zipf": torch.arange(1.0, shape[0] + 1)})
+    svd = errors([(a, next(approximations("SVD", a, [rate], known)).matrix)])["frobenius"]
+    for name in [*FAMILIES, *L1_PCA, "robust pca", *PRUNED, "SVD + zipf" if shape[0] > shape[1] else "SVD"]:
+        (found,) = approximations(name, a, [rate], known)
+        assert found.matrix.shape == a.shape
+        assert 0 < found.nbytes <= (1 - rate) * 4 * a.numel(), name
+        if name not in PRUNED:
+            assert errors([(a, found.matrix)])["frobenius"] >= svd * (1 - 1e-6), name
+
+
+@pytest.mark.parametrize("family", ["ellipsoid", "entrywise", "subspace"])
+def test_at_p_2_every_family_is_the_svd(family: str) -> None:
+    from _robust import low_rank
+
+    a = drawn(40, 12).float()
+    found = truncated_svd(a, 5)
+    torch.testing.assert_close(
+        next(low_rank(f"{family} 2", a, [5]))[0], found.coordinates @ found.basis, atol=1e-4, rtol=1e-4
+    )
+
+
+def test_errors_are_relative_to_those_of_zeros() -> None:
+    from _robust import errors
+
+    a = torch.tensor([[3.0, 4.0], [0.0, 5.0]])
+    b = torch.tensor([[0.0, 0.0], [0.0, 5.0]])
+    assert errors([(a, b)]) == pytest.approx({"l1": 7 / 12, "l21": 0.5, "frobenius": 0.5**0.5})
+    assert errors([(a, b), (a, a)]) == pytest.approx({"l1": 7 / 24, "l21": 0.25, "frobenius": 0.5})
