@@ -18,10 +18,13 @@ _Kind = tuple[int | None, int]
 """What a label means: (flat or None, rank)."""
 
 
-def from_flats(rows: Rows, fit: FlatsFit, metric: Metric | None = None) -> Matrix:
-    """A band for each flat, at its rank, and one for the rows kept exactly; ``metric``: where the flats were found."""
+def from_flats(rows: Rows, fit: FlatsFit, metric: Metric | None = None, coordinates: Tensor | None = None) -> Matrix:
+    """A band for each flat, at its rank, and one for the rows kept exactly; ``metric``: where the flats were found.
+
+    ``coordinates`` (n, j) are those of flats of one rank that are not to be projections.
+    """
     kinds: list[_Kind] = [(c, len(basis)) for c, basis in enumerate(fit.bases)]
-    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])], metric)
+    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])], metric, coordinates)
 
 
 def from_nested(rows: Rows, fit: NestedFit, metric: Metric | None = None) -> Matrix:
@@ -59,9 +62,14 @@ def frame(basis: Tensor, metric: Metric | None, dtype: torch.dtype) -> Frame:
 
 
 def _stored(
-    rows: Rows, labels: Tensor, bases: Sequence[Tensor], kinds: Sequence[_Kind], metric: Metric | None
+    rows: Rows,
+    labels: Tensor,
+    bases: Sequence[Tensor],
+    kinds: Sequence[_Kind],
+    metric: Metric | None,
+    coordinates: Tensor | None = None,
 ) -> Matrix:
-    """Coordinates by projection, stored band by band; one flat that holds all rows becomes a low-rank pair."""
+    """Coordinates, projections unless given, band by band; one flat that holds all rows becomes a low-rank pair."""
     d = rows.shape[1]
     labels = labels.to(torch.int64)
     counts = torch.bincount(labels, minlength=len(kinds)).tolist()
@@ -84,6 +92,9 @@ def _stored(
         columns = None if band.flat is None else frames[band.flat].encoder(band.rank).to(rows.dtype)
         part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
         for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
+            if coordinates is not None:
+                part[piece] = coordinates[index[piece]]
+                continue
             block = rows.take(index[piece])
             part[piece] = block if columns is None else block @ columns
         parts.append(part)

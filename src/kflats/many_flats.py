@@ -1,4 +1,4 @@
-"""Methods of several flats: k flats by EM, and the k-means clusters they are compared with."""
+"""The method of several flats, fitted by EM."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from torch import Tensor
 
 from kflats.coordinates import from_flats, from_nested
 from kflats.errors import KflatsError
-from kflats.judging import Distances
-from kflats.nn.matrix import label_dtype
-from kflats.numerics.allocation import fill
-from kflats.numerics.assign import squared_norms
+from kflats.judging import Distances, EntryPowers
 from kflats.numerics.coreset import Coreset
+from kflats.numerics.entry_em import EntryFlats, EntryPower, entry_flats
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud, FlatsFit
-from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.flats import FlatsFit
 from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated
 from kflats.numerics.metric import Metric, right_metric
 from kflats.numerics.nested import NestedFit
 from kflats.numerics.nested_fit import fit_nested
-from kflats.numerics.rows import MetricRows, Rows, TensorRows, check_finite, check_weights
-from kflats.numerics.seeding import kmeans
+from kflats.numerics.rows import MetricRows, Rows, TensorRows, check_finite
 from kflats.numerics.svd import weighted_spectrum
 from kflats.one_flat import tails
-from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
+from kflats.problem import Factored, Problem, check_accepts
+from kflats.spending import flats_cost, spent, too_few
 from kflats.weighting import Weighting
 
 _HELD = 2**28  # numbers of a table that is kept in memory in another metric
@@ -56,7 +53,8 @@ class Flats:
         tolerance: EM stops when an iteration lowers the objective by less than this share.
         max_iterations: EM stops there in any case.
         error: rho, what a distance costs: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
-            some rows lie far from all others (MESSI, appendix E.1). One level only.
+            some rows lie far from all others (MESSI, appendix E.1). One level only. With uniform ranks also
+            ``EntryPower(1)``, the Manhattan distance sum_j |a_ij - m_ij|, where single entries are wrong.
         coreset: with uniform ranks, ``Coreset()`` lets EM converge on a sample before it sees all rows: for tables of
             a million rows.
 
@@ -76,7 +74,7 @@ error=Squared(), coreset=None)
     restarts: int = 1
     tolerance: float = 1e-3
     max_iterations: int = 60
-    error: Loss = Squared()
+    error: Loss | EntryPower = Squared()
     coreset: Coreset | None = None
 
     accepts = frozenset({"rows", "right"})
@@ -95,7 +93,7 @@ error=Squared(), coreset=None)
             )
         if self.restarts < 1 or self.max_iterations < 1 or not 0 <= self.tolerance < 1:
             raise KflatsError("restarts and max_iterations start at 1, tolerance lies in [0, 1)")
-        if not isinstance(self.error, Loss):
+        if not isinstance(self.error, Loss | EntryPower):
             raise KflatsError(
                 f"Flats has no error {self.error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)"
             )
@@ -104,6 +102,12 @@ error=Squared(), coreset=None)
                 f"levels={self.levels} minimises squares only",
                 cause="prefixes are chosen by what they save of a square",
                 hint="levels=1",
+            )
+        if isinstance(self.error, EntryPower) and (self.ranks != "uniform" or self.coreset is not None):
+            raise KflatsError(
+                f"error={self.error!r} goes with uniform ranks and no coreset",
+                cause="entries have no spectrum that ranks could be filled by, and no sampling bound",
+                hint='ranks="uniform", coreset=None',
             )
         if self.coreset is not None and (not isinstance(self.coreset, Coreset) or self.ranks != "uniform"):
             raise KflatsError(
@@ -124,18 +128,28 @@ error=Squared(), coreset=None)
         start = time.perf_counter()
         check_accepts("Flats", self.accepts, problem.weighting)
         inside, metric = _in_metric(problem)
+        if isinstance(self.error, EntryPower) and metric is not None:
+            raise KflatsError(
+                f"Flats(error={self.error!r}) cannot take a right metric",
+                cause="a metric mixes the entries that are to be told apart",
+                hint="Uniform() or row weights, or another error",
+            )
         method = replace(self, error=_measured(self.error, metric))
         if self.k is None:
             found = min((method._fit(inside, k) for k in _CHOICES if self._fits(inside, k)), key=_error, default=None)
             if found is None:
-                raise _too_few(problem, 1)
+                raise too_few(problem, 1)
         else:
             found = method._fit(inside, self.k)
         if isinstance(found, NestedFit):
             matrix = from_nested(problem.rows, found, metric)
             return Factored(matrix, _scaled(found.objective, metric, 2), time.perf_counter() - start)
+        if isinstance(found, EntryFlats):
+            flats = FlatsFit(found.labels, found.bases, torch.empty(0), found.objective, found.converged)
+            matrix = from_flats(problem.rows, flats, coordinates=found.coordinates)
+            return Factored(matrix, found.objective, time.perf_counter() - start, EntryPowers(_degree(self.error)))
         if self._squared:
-            found = _spent(inside, found, uniform=self.ranks == "uniform")
+            found = spent(inside, found, uniform=self.ranks == "uniform")
         matrix = from_flats(problem.rows, found, metric)
         objective = _scaled(found.objective, metric, _degree(self.error))
         norm = None if self._squared or metric is not None else Distances(found.loss)
@@ -143,7 +157,7 @@ error=Squared(), coreset=None)
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """Stored bytes where all flats have ``rank``, labels included (one flat if k is None)."""
-        return _flats_cost(shape, rank, itemsize, self.k or 1)
+        return flats_cost(shape, rank, itemsize, self.k or 1)
 
     def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
         """(min(n, d) + 1,) float64: the objective of *one* flat of rank 0, 1, ...: k of those ranks lose less."""
@@ -154,10 +168,10 @@ error=Squared(), coreset=None)
         n, d = problem.rows.shape
         return k <= n and problem.values(k) >= n + k * d
 
-    def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit:
+    def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit | EntryFlats:
         return self._fit_bands(problem, k, self.exact and self.ranks == "filled")
 
-    def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit:
+    def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit | EntryFlats:
         n, d = problem.rows.shape
         if self.levels > 1 and k <= n and problem.values(k * self.levels + exact) >= n + k * d:
             found = fit_nested(
@@ -183,24 +197,40 @@ error=Squared(), coreset=None)
             exact, values = False, problem.values(k)
         rank = min(values // (n + k * d), n, d)
         if rank < 1:
-            raise _too_few(problem, k)
+            raise too_few(problem, k)
         filled = self.ranks == "filled"
-        fit = fit_flats(
-            problem.rows,
-            k,
-            rank=None if filled else rank,
-            budget=values if filled else None,
-            exact=exact,
-            weights=problem.weights,
-            error=self.error,
-            start=self.start,
-            restarts=self.restarts,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-            coreset=self.coreset,
-            seed=problem.seed,
-            progress=problem.progress,
-        )
+        fit: FlatsFit | EntryFlats
+        if isinstance(self.error, EntryPower):
+            fit = entry_flats(
+                problem.rows,
+                k,
+                rank,
+                self.error,
+                weights=problem.weights,
+                start=self.start,
+                restarts=self.restarts,
+                tolerance=self.tolerance,
+                max_iterations=self.max_iterations,
+                seed=problem.seed,
+                progress=problem.progress,
+            )
+        else:
+            fit = fit_flats(
+                problem.rows,
+                k,
+                rank=None if filled else rank,
+                budget=values if filled else None,
+                exact=exact,
+                weights=problem.weights,
+                error=self.error,
+                start=self.start,
+                restarts=self.restarts,
+                tolerance=self.tolerance,
+                max_iterations=self.max_iterations,
+                coreset=self.coreset,
+                seed=problem.seed,
+                progress=problem.progress,
+            )
         if self._squared:
             return fit
         # What flats and labels that no row uses would take is given to the others: one fit more, with fewer.
@@ -210,67 +240,22 @@ error=Squared(), coreset=None)
         return self._fit_bands(problem, max(used, 1), exact and kept) if fewer else fit
 
 
-@dataclass(frozen=True)
-class KMeansSVD:
-    """k-means clusters of rows, an SVD in each: MESSI's appendix E, the alternative it compares with."""
-
-    k: int = 5
-
-    accepts = frozenset({"rows"})
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.k <= 4096:
-            raise KflatsError(f"{self.k} clusters are not possible", hint="k from 1 to 4096")
-
-    def fit(self, problem: Problem) -> Factored:
-        """A FlatsMatrix of uniform rank.
-
-        Raises:
-            KflatsError: the bytes do not hold k flats of rank 1.
-        """
-        start = time.perf_counter()
-        check_accepts("KMeansSVD", self.accepts, problem.weighting)
-        rows, weights, k = problem.rows, problem.weights, self.k
-        n, d = rows.shape
-        if k > n:
-            raise KflatsError(f"{k} clusters do not fit {n} rows", hint=f"choose k in 1..{n}")
-        rank = min(problem.values(k) // (n + k * d), n, d)
-        if rank < 1:
-            raise _too_few(problem, k)
-        check_finite(rows)
-        check_weights(weights, n)
-        labels = kmeans(Cloud(rows, squared_norms(rows), weights), k, rank, torch.Generator().manual_seed(problem.seed))
-        solved = [top_eigenvectors(gram, rank) for gram in cluster_grams(rows, labels, k, weights)]
-        spectra = torch.stack([values for values, _ in solved])
-        error = float(spectra[:, rank:].sum())
-        fit = FlatsFit(labels, tuple(v.to(rows.dtype) for _, v in solved), spectra, (error,), True)
-        fit = _spent(problem, fit, uniform=True)
-        return Factored(from_flats(rows, fit), fit.objective, time.perf_counter() - start)
-
-    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
-        """Stored bytes where all clusters have ``rank``, labels included."""
-        return _flats_cost(shape, rank, itemsize, self.k)
-
-    def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
-        """(min(n, d) + 1,) float64: the objective of *one* flat of rank 0, 1, ...: k of those ranks lose less."""
-        check_accepts("KMeansSVD", self.accepts, weighting)
-        return tails(weighted_spectrum(rows, left=weighting.left))
-
-
-def _error(fit: FlatsFit | NestedFit) -> float:
+def _error(fit: FlatsFit | NestedFit | EntryFlats) -> float:
     return fit.error
 
 
-def _too_few(problem: Problem, k: int) -> KflatsError:
-    n, d = problem.rows.shape
-    least = (n + k * d) * problem.itemsize + n * (k > 1)
-    return refuse_bytes(problem, least, f"{k} flat{'s' * (k > 1)} of rank 1")
+def _degree(error: Loss | EntryPower) -> float:
+    """q of rho_{s t0}(s t) = s^q rho_{t0}(t)."""
+    if isinstance(error, EntryPower):
+        return error.p
+    return error.q if isinstance(error, Power) else 1 if isinstance(error, Truncated) else 2
 
 
-def _flats_cost(shape: tuple[int, int], rank: int, itemsize: int, k: int) -> int:
-    n, d = shape
-    labels = n * label_dtype(k).itemsize if k > 1 else 0
-    return rank * (n + k * d) * itemsize + labels
+def _measured(error: Loss | EntryPower, metric: Metric | None) -> Loss | EntryPower:
+    """``error`` for distances that are all 1 / sqrt(scale) of the metric's."""
+    if metric is None or not isinstance(error, Huber | Truncated) or error.unit != "absolute":
+        return error
+    return replace(error, threshold=error.threshold / metric.scale**0.5)
 
 
 def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:
@@ -286,45 +271,5 @@ def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:
     return replace(problem, rows=inside, weighting=replace(problem.weighting, right=None)), metric
 
 
-def _degree(error: Loss) -> float:
-    """q of rho_{s t0}(s t) = s^q rho_{t0}(t)."""
-    return error.q if isinstance(error, Power) else 1 if isinstance(error, Truncated) else 2
-
-
-def _measured(error: Loss, metric: Metric | None) -> Loss:
-    """``error`` for distances that are all 1 / sqrt(scale) of the metric's."""
-    if metric is None or not isinstance(error, Huber | Truncated) or error.unit != "absolute":
-        return error
-    return replace(error, threshold=error.threshold / metric.scale**0.5)
-
-
 def _scaled(objective: tuple[float, ...], metric: Metric | None, degree: float) -> tuple[float, ...]:
     return objective if metric is None else tuple(metric.scale ** (degree / 2) * value for value in objective)
-
-
-def _spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
-    """Flats that no row uses, and labels that one band does not need, give their numbers to the others."""
-    rows, k = problem.rows, len(fit.bases)
-    n, d = rows.shape
-    counts = torch.bincount(fit.labels.to(torch.int64), minlength=k + 1).cpu()
-    used = counts[:k].nonzero().squeeze(1).tolist()
-    exact = int(counts[k])
-    if not used or (len(used) == k and k + bool(exact) > 1):
-        return fit
-    # One flat that holds all rows becomes a low-rank pair, without labels.
-    numbers = problem.values(1 if len(used) == 1 and not exact else max(len(used) + bool(exact), 2)) - exact * d
-    costs = counts[used] + d
-    spectra = fit.spectra[used]
-    if uniform:
-        ranks = [min(numbers // int(costs.sum()), n, d)] * len(used)
-    else:
-        ranks = list(fill(spectra, costs, numbers).ranks)
-    if all(rank <= len(fit.bases[c]) for rank, c in zip(ranks, used, strict=True)):
-        return fit
-    grams = cluster_grams(rows, fit.labels, k, problem.weights)
-    bases = list(fit.bases)
-    for rank, c in zip(ranks, used, strict=True):
-        bases[c] = top_eigenvectors(grams[c], rank)[1].to(rows.dtype)
-    error = float(sum(spectrum[rank:].sum() for rank, spectrum in zip(ranks, spectra, strict=True)))
-    history = fit.objective + ((error,) if error < fit.error else ())
-    return replace(fit, bases=tuple(bases), objective=history)

@@ -8,8 +8,10 @@ from typing import Any, get_args
 
 from kflats.errors import KflatsError
 from kflats.judging import row_errors
-from kflats.many_flats import Flats, KMeansSVD
+from kflats.kmeans_svd import KMeansSVD
+from kflats.many_flats import Flats
 from kflats.numerics.coreset import Coreset
+from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.loss import Loss
 from kflats.one_flat import SVD, Dense
 from kflats.problem import Factored, Problem
@@ -42,7 +44,7 @@ def MESSI(k: int = 5) -> Flats:
 
 
 VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense, RobustSVD, Entrywise, Subspace)
-PARTS: tuple[type, ...] = (*get_args(EllipsoidWay), *get_args(Loss), Coreset)  # what fields of methods hold
+PARTS: tuple[type, ...] = (*get_args(EllipsoidWay), *get_args(Loss), EntryPower, Coreset)  # what fields of methods hold
 NAMES: dict[str, Callable[..., Any]] = {
     "svd": SVD,
     "flats": Flats,

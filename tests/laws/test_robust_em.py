@@ -214,7 +214,7 @@ def test_row_order_changes_rounding_only(loss, shape):
     one = robust_em(cloud_of(a, w), shape, loss, Start(labels), tolerance=1e-3)
     other = robust_em(cloud_of(a[order], w[order]), shape, loss, Start(labels[order]), tolerance=1e-3)
     # Whole ranks may turn a last bit into a coordinate.
-    assert other.error == pytest.approx(one.error, rel=1e-6 if shape.rank else 5e-3)
+    assert other.error == pytest.approx(one.error, rel=1e-6 if shape.rank else 2e-2)
 
 
 @EVERY
