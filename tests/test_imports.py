@@ -31,6 +31,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "problem",
         "one_flat",
         "robust_methods",
+        "spending",
+        "kmeans_svd",
         "many_flats",
         "methods",
         "texts",

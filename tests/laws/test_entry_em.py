@@ -1,4 +1,4 @@
-"""Flats under entrywise powers: the sum never rises, wrong entries turn no flat, fitted coordinates are what is stored."""
+"""Flats under entrywise powers: the sum never rises, wrong entries turn no flat, what was fitted is what is stored."""
 
 from __future__ import annotations
 
