@@ -11,7 +11,7 @@ from kflats.recipe import Recipe
 from kflats.weighting import Weighting
 
 _FEW = 10  # outputs of a small head
-_LOPSIDED = 16
+_LOPSIDED = 10  # inputs to an output
 
 
 @dataclass(frozen=True)
