@@ -106,8 +106,8 @@ class RobustSVD(_Pair):
         transposed: of A' instead (the paper's remark 8), without row weights. Where A has more rows than columns that
             is the SVD for every p.
 
-    Choose it where whole rows are far off and nothing else is known: p = 1, or 0.5 for more of them. On trained
-    tables it is close to the SVD.
+    Choose it where whole rows are far off, with p = 0.5: p = 1 still gives way to a few per cent of them, the more
+    columns the sooner. On trained tables it is close to the SVD.
 
     >>> RobustSVD(p=1.0).cost((384, 384), 127, 4)
     390144
