@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "budget",
     ),
     ("statistics",),
-    ("folders", "sources", "plain_files", "transformers_plugin", "files"),
+    ("folders", "sources", "coded_files", "plain_files", "transformers_plugin", "files"),
     (
         "encoding",
         "batches",

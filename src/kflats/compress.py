@@ -18,7 +18,7 @@ from kflats.budget import Budget, parse_budget
 from kflats.calibration import SAMPLES, Data, gather, needed, statistics_digest
 from kflats.errors import KflatsError
 from kflats.evaluate import load_tokenizer, weight_file_bytes
-from kflats.files import annotate_, load_model
+from kflats.files import annotate_, load_model, stream_folder
 from kflats.fitting import Done, factorize, version
 from kflats.folders import Partial, new_folder
 from kflats.measurements import Statistics
@@ -141,7 +141,9 @@ def compress_folder(
         partial = Partial(out, _work_fingerprint(about, decided, seed))
         done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
         report = _finish(model, decided.plan, done, seed, name=_called(source))
-        model.save_pretrained(aside / weights_folder(folder).relative_to(folder))
+        inner = aside / weights_folder(folder).relative_to(folder)
+        model.save_pretrained(inner)
+        stream_folder(inner)
         copy_companions(folder, aside)
         _check_file(aside, decided.plan, before)
         report.save(aside / REPORT_FILE)

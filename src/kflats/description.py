@@ -5,7 +5,8 @@
             "matrix": {"kind": "flats", ...}, "dtype": "float32", "rows": "inputs", "untied": [],
             "places": [{"name": "embeddings.word_embeddings", "role": "embedding", "padding_idx": 0, "scale": null}]}}}
 
-``untied`` names places that the model's class would tie, but that have a table of their own.
+A coded matrix has a ``checksum`` of its integers, and a ``stream`` ({"version": 1, "bytes": ...}) where the file
+holds them entropy coded. ``untied`` names places that the model's class would tie, but that have a table of their own.
 ``dtype`` is the type the model computes in, a module's ``dtype`` the type its factors are stored in. The first
 place of a module owns the factors and gives it its name. A transformers folder keeps this in ``config.json``
 as ``quantization_config``; a plain torch folder in the header of ``model.safetensors``.
@@ -24,9 +25,10 @@ from torch import nn
 from kflats.errors import KflatsError
 from kflats.nn.conv import CONVOLVED, FactoredConv2d
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.nn.matrix import Matrix, matrix_from_spec
+from kflats.nn.matrix import CodedMatrix, Matrix, matrix_from_spec
 from kflats.places import factored_layers, spellings
 from kflats.roles import FactoredLayer
+from kflats.streams import STREAM_VERSION, expand_, expect_
 from kflats.ties import untied_places
 
 QUANT_METHOD = "kflats"
@@ -52,7 +54,8 @@ class DescribedPlace:
 
 @dataclass(frozen=True)
 class Module:
-    """One factored weight as written. ``empty`` is its matrix without memory (meta device)."""
+    """One factored weight as written. ``empty`` is its matrix without memory (meta device), as the file stores it:
+    with a stream of that many bytes in place of its integers, where ``stream`` says so."""
 
     name: str
     places: tuple[DescribedPlace, ...]
@@ -60,6 +63,32 @@ class Module:
     empty: Matrix
     dtype: torch.dtype
     rows: str
+    stream: int | None = None
+    checksum: int | None = None
+
+    def new(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Matrix:
+        """An empty matrix to load the file's tensors into; ``finish_`` must follow."""
+        found = matrix_from_spec(self.empty.spec(), dtype=dtype, device=device)
+        if self.stream is not None and isinstance(found, CodedMatrix):
+            expect_(found, self.stream)
+        return found
+
+    def finish_(self, matrix: Matrix) -> None:
+        """Make ``matrix``, filled with the file's tensors, ready for use.
+
+        Raises:
+            KflatsError: its integers are damaged.
+        """
+        if isinstance(matrix, CodedMatrix) and matrix.streamed:
+            expand_(matrix)
+        else:
+            matrix.refresh()
+        if self.checksum is not None and isinstance(matrix, CodedMatrix) and matrix.checksum() != self.checksum:
+            raise KflatsError(
+                f"the codes of {self.name!r} are damaged: their checksum differs",
+                cause=DAMAGED,
+                hint="restore the file or compress again",
+            )
 
     @property
     def gained_bias(self) -> bool:
@@ -91,6 +120,8 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
             rows = layer.row_side if isinstance(layer, FactoredLinear | FactoredConv2d) else "inputs"
             _check_collision(name, layer)
             modules[name] = {"matrix": matrix.spec(), "dtype": _name(matrix.weight.dtype), "rows": rows, "places": []}
+            if isinstance(matrix, CodedMatrix):
+                modules[name]["checksum"] = matrix.checksum()
         if id(matrix) not in owners:
             raise KflatsError(
                 f"{name!r} borrows its matrix from a layer outside this {type(model).__name__}",
@@ -143,6 +174,8 @@ def redescribe_(model: Any, name: str, layer: FactoredLayer) -> None:
         for spelling in spellings(model, name):
             if spelling in known["modules"]:
                 known["modules"][spelling]["matrix"] = layer.matrix.spec()
+                if isinstance(layer.matrix, CodedMatrix):
+                    known["modules"][spelling]["checksum"] = layer.matrix.checksum()
 
 
 def _described(name: str, layer: FactoredLayer) -> dict[str, Any]:
@@ -216,7 +249,8 @@ def _fields(data: object, expected: set[str], where: str, optional: frozenset[st
 def _read_module(name: object, data: object) -> Module:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=DAMAGED)
-    fields = _fields(data, {"matrix", "dtype", "rows", "places", "untied"}, f"module {name!r}")
+    required, coded = {"matrix", "dtype", "rows", "places", "untied"}, frozenset({"stream", "checksum"})
+    fields = _fields(data, required, f"module {name!r}", coded)
     if fields["rows"] not in ("inputs", "outputs"):
         raise KflatsError(f"module {name!r} has rows={fields['rows']!r}", cause=DAMAGED)
     if not isinstance(fields["places"], list) or not fields["places"]:
@@ -238,7 +272,35 @@ def _read_module(name: object, data: object) -> Module:
     untied = fields["untied"]
     if not isinstance(untied, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in untied):
         raise KflatsError(f"module {name!r} has an unreadable list of untied places", cause=DAMAGED)
-    return Module(name, places, tuple(untied), empty, dtype, fields["rows"])
+    stream, checksum = _read_coded(name, fields, empty)
+    return Module(name, places, tuple(untied), empty, dtype, fields["rows"], stream, checksum)
+
+
+def _read_coded(name: str, fields: dict[str, Any], empty: Matrix) -> tuple[int | None, int | None]:
+    """Stream bytes and checksum, both checked; ``empty`` then expects the stream."""
+    checksum, found = fields.get("checksum"), fields.get("stream")
+    if not isinstance(empty, CodedMatrix):
+        if checksum is not None or found is not None:
+            raise KflatsError(f"module {name!r} has codes, but a matrix of kind {empty.kind!r}", cause=DAMAGED)
+        return None, None
+    if isinstance(checksum, bool) or not isinstance(checksum, int) or not 0 <= checksum < 2**32:
+        raise KflatsError(f"module {name!r} has the checksum {str(checksum)[:40]}", cause=DAMAGED)
+    if found is None:
+        return None, checksum
+    entry = _fields(found, {"version", "bytes"}, f"the stream of {name!r}")
+    version, size = entry["version"], entry["bytes"]
+    if version != STREAM_VERSION or isinstance(version, bool):
+        raise KflatsError(
+            f"codes of version {str(version)[:20]} are unknown here (this kflats reads {STREAM_VERSION})",
+            cause="a file of a newer kflats",
+            hint="pip install -U kflats",
+        )
+    # A block that does not shrink is stored as it is: a stream is never much longer than the codes and their layout.
+    most = 2**20 + 2 * sum(t.numel() * t.element_size() for t in empty.tensors().values())
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= most:
+        raise KflatsError(f"module {name!r} claims a stream of {str(size)[:40]} bytes", cause=DAMAGED)
+    expect_(empty, size)
+    return size, checksum
 
 
 def _read_place(data: object, n: int) -> DescribedPlace:

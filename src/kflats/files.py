@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import nn
 
+from kflats.coded_files import stream_folder
 from kflats.description import QUANT_METHOD, describe
 from kflats.errors import KflatsError
 from kflats.folders import Partial, new_folder
@@ -32,6 +33,7 @@ __all__ = [
     "register_plugin",
     "resolve_model",
     "save",
+    "stream_folder",
     "weights_folder",
 ]
 

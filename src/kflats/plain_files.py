@@ -13,15 +13,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from kflats.coded_files import check, checksum, coded_modules, stream_codes_
 from kflats.description import Module, describe, read_description
 from kflats.errors import KflatsError
 from kflats.folders import explain, fsync
 from kflats.matching import match, put_, stored_dtype
-from kflats.nn.matrix import Matrix, matrix_from_spec
+from kflats.nn.matrix import CodedMatrix, Matrix
 from kflats.places import Weight, pretrained_models
 
 
-def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = True) -> None:
     """Save a plain torch module with factored layers as ``folder/model.safetensors``; ``load_`` reads it back.
 
     The description of the layers is in the file's header, so the two cannot come apart; the file is
@@ -30,14 +31,21 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     Args:
         model: a torch module; a transformers model has ``save_pretrained``.
         folder: made if missing; other files in it are left alone.
+        streams: entropy code coded matrices, with a checksum of all tensors; they are decoded when loaded. False
+            stores their fixed-rate form, which takes more bytes and no library to read.
 
     Raises:
-        KflatsError: a transformers model, or a full disk; an earlier file is untouched then.
+        KflatsError: a transformers model, a full disk, or streams without the constriction library; an earlier
+            file is untouched then.
     """
     if any(part is model for _, part in pretrained_models(model)):
         raise KflatsError(f"{type(model).__name__} is a transformers model", hint="model.save_pretrained(folder)")
     tensors, shared = _distinct(model)
-    header = {"kflats": json.dumps({"layers": describe(model), "shared": shared})}
+    note: dict[str, Any] = {"layers": describe(model), "shared": shared}
+    if streams and (coded := coded_modules(note["layers"])):
+        stream_codes_(tensors, coded)
+        note["checksum"] = checksum(tensors)
+    header = {"kflats": json.dumps(note)}
     path = Path(folder) / "model.safetensors"
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -68,8 +76,10 @@ def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             if "kflats" not in header:
                 raise KflatsError(f"{path} was not written by kflats.save")
             note = json.loads(header["kflats"])
-            if not isinstance(note, dict) or note.keys() != {"layers", "shared"}:
+            if not isinstance(note, dict) or note.keys() - {"checksum"} != {"layers", "shared"}:
                 raise KflatsError(f"{path} has an unreadable description", cause="a damaged or hand-edited file")
+            if "checksum" in note:
+                check(file, note["checksum"], path)
             _load_checked(model, note["layers"], note["shared"], shapes, file)
     except FileNotFoundError as error:
         raise KflatsError(f"there is no {path}") from error
@@ -101,19 +111,22 @@ def _load_checked(model: nn.Module, layers: Any, shared: Any, shapes: dict[str, 
     with torch.no_grad():
         for weight, module, dtype in chosen:
             device = model.get_parameter(f"{weight.name}.weight").device
-            matrix = matrix_from_spec(module.empty.spec(), dtype=dtype, device=device)
+            matrix = module.new(dtype, device)
             for key, tensor in matrix.tensors().items():
                 stored = file.get_tensor(f"{weight.name}.{key}")
-                if stored.is_floating_point() != tensor.is_floating_point():
+                if stored.dtype != tensor.dtype and not (stored.is_floating_point() and tensor.is_floating_point()):
                     raise KflatsError(
                         f"{weight.name}.{key} is of type {stored.dtype} in the file", cause="a damaged file"
                     )
                 tensor.copy_(stored)
-            matrix.refresh()
+            module.finish_(matrix)
             matrices.append(matrix)
         for (weight, module, _), matrix in zip(chosen, matrices, strict=True):
             put_(model, weight, module, matrix)
+        done = {f"{weight.name}.{key}" for weight, module, _ in chosen if module.stream for key in _all_keys(module)}
         for name, tensor in model.state_dict(keep_vars=True).items():
+            if name in done:
+                continue
             tensor.copy_(file.get_tensor(shared.get(name, name)))
 
 
@@ -143,3 +156,8 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
             first[id(tensor)] = name
             tensors[name] = tensor.detach().clone().contiguous()
     return tensors, shared
+
+
+def _all_keys(module: Module) -> tuple[str, ...]:
+    """Names of all tensors of a coded matrix, those inside a stream too."""
+    return tuple(module.empty.geometry.shapes) if isinstance(module.empty, CodedMatrix) else ()

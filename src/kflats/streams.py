@@ -253,7 +253,7 @@ def expect_(matrix: CodedMatrix, size: int) -> None:
         if name in matrix._buffers:
             matrix._buffers[name] = None
     matrix._buffers["codes"] = torch.empty(size, dtype=torch.uint8, device=device)
-    matrix.ready = False
+    matrix.ready, matrix.streamed = False, True
 
 
 def expand_(matrix: CodedMatrix) -> None:
@@ -265,4 +265,5 @@ def expand_(matrix: CodedMatrix) -> None:
     stream = matrix.get_buffer("codes")
     for name, value in decode(stream, matrix.geometry).items():
         matrix._buffers[name] = value.to(stream.device)
+    matrix.streamed = False
     matrix.refresh()

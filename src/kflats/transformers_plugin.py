@@ -23,12 +23,12 @@ from transformers.quantizers.auto import (
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from kflats.description import QUANT_METHOD, Description, describe, read_description
+from kflats.coded_files import check_files
+from kflats.description import QUANT_METHOD, Description, Module, describe, read_description
 from kflats.errors import KflatsError
 from kflats.matching import match, put_, stored_dtype
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredLinear
-from kflats.nn.matrix import matrix_from_spec
 from kflats.places import factored_layers, pretrained_models, spellings
 from kflats.roles import FactoredLayer
 from kflats.ties import forget_ties_
@@ -89,11 +89,13 @@ class KflatsQuantizer(HfQuantizer):
         same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         dtype = kwargs.get("dtype")
         forget_ties_(model, {s for module in description.modules for n in module.untied for s in spellings(model, n)})
+        check_files(kwargs.get("checkpoint_files") or ())
+        self._modules: list[tuple[str, Module]] = []
         for weight, module in match(model, description, strict=same_class):
             own = model.get_submodule(weight.name).weight.dtype
             target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
-            matrix = matrix_from_spec(module.empty.spec(), dtype=target)
-            put_(model, weight, module, matrix)
+            put_(model, weight, module, module.new(target))
+            self._modules.append((weight.name, module))
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
 
@@ -116,8 +118,8 @@ class KflatsQuantizer(HfQuantizer):
                     f"size mismatch: {name} is {there} in the checkpoint, {here} in the model",
                     cause="config.json was edited, or belongs to another model",
                 )
-        for _, layer in factored_layers(model):
-            layer.matrix.refresh()
+        for name, module in self._modules:
+            module.finish_(cast(FactoredLayer, model.get_submodule(name)).matrix)
         _take_marks_off(model)
         return model
 

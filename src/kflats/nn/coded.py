@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator
 from itertools import accumulate, pairwise
 from typing import Any
@@ -61,6 +62,7 @@ class CodedMatrix(Matrix):
         super().__init__()
         self.geometry = geometry
         self.ready = False  # nothing is known of the codes yet
+        self.streamed = False  # ``codes`` are those of a file, see kflats.streams
         self.splits: list[int] = []  # columns in use, class by class
         self.span = 3  # bytes that a code may lie in
         dtype = tensors["weight"].dtype
@@ -95,7 +97,7 @@ class CodedMatrix(Matrix):
 
     def refresh(self) -> None:
         """Recompute where rows and columns lie; refuse labels and layouts that contradict the geometry."""
-        if self.get_buffer("codes").is_meta:
+        if self.streamed or self.get_buffer("codes").is_meta:
             return
         geometry, bits = self.geometry, self.get_buffer("bits").to(torch.int64)
         low, codes = self.get_buffer("low").to(torch.int64), self.get_buffer("codes")
@@ -131,6 +133,15 @@ class CodedMatrix(Matrix):
         ordered = torch.arange(n, device=codes.device) if labels is None else torch.argsort(labels, stable=True)
         self.position = inverse_of(ordered).to(torch.int32)
         self.ready = True
+
+    def checksum(self) -> int:
+        """CRC-32 of all integers: they never change, in whatever type the rest is loaded or trained."""
+        total = 0
+        for name, value in sorted(self.tensors().items()):
+            if not value.is_floating_point():
+                data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                total = zlib.crc32(data.numpy().tobytes(), zlib.crc32(name.encode(), total))
+        return total
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         self._check_filled()
