@@ -30,8 +30,7 @@ _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
 _WINDOW = 0.99
 """A budget counts as met from this share of it on."""
-_FINEST = 2.0**-20
-"""The least step, in units of ``Source.spread``: beyond, float32 rows have no more to give."""
+_AIM = 0.996
 _BASIS_ROW = 8 * 5
 """Bits a basis row costs beside its levels: its scale and which distribution it follows."""
 
@@ -53,7 +52,7 @@ def transform_code(
         weights: (n,) row weights; None: all alike. A row of weight 0 gets next to no bits.
         right: a Gram R R' of the columns, (d, d), or its diagonal (d,).
         nbytes: ``TransformCode.stored_bytes`` is at most this, and at least 99 % of it unless the matrix is coded as
-            finely as float32 holds it in less.
+            finely as float32 or 16383 steps to either side allow in less.
         step: the step of a row of weight 1, in the matrix' unit. Codes of several matrices at one step lose the
             same for the last bit, so that together they are optimal. Weights and metric are then taken as they are;
             elsewhere only their ratios count.
@@ -79,7 +78,7 @@ def transform_code(
     check_weights(weights, n)
     budget = int(value) if kind == "nbytes" else int(value * n * d / 8)
     target = (kind, value) if kind == "step" else ("bits", 8 * budget / (n * d))
-    source = source_of(rows, weights, right, classes, target)
+    source = _classed(source_of(rows, weights, right, target), classes)
     return _at_step(source, value) if kind == "step" else _at_budget(source, budget)
 
 
@@ -95,11 +94,13 @@ def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple
 
 @dataclass(frozen=True)
 class _Estimate:
-    """``size`` bytes of all rows at ``step``, how many symbols are not 0, and the basis that pays, by a sample."""
+    """``size`` bytes of all rows at ``step``, how many symbols are not 0, their ``price`` (bits and the error at its
+    trade for bits), and the basis that pays, by a sample."""
 
     step: float
     size: float
     live: float
+    price: float
     basis: CodedBasis
 
 
@@ -112,7 +113,10 @@ def _estimate(source: Source, scale: Tensor, step: float) -> _Estimate:
         quantizer = design(tally, scale=scale)
     assert quantizer is not None
     cost, each = tally.prices(quantizer), scale.unsqueeze(1)
-    gain = ((tally.uu - tally.errors(quantizer) - TRADE * cost) * each).sum(0)
+    error = tally.errors(quantizer)
+    # A centre other than 0 is lost with its direction.
+    whole = tally.uu + tally.rows.unsqueeze(1) * frame.centers.square()
+    gain = ((whole - error - TRADE * cost) * each).sum(0)
     paying = (gain > TRADE * (basis.bits + _BASIS_ROW)).nonzero()
     rank = int(paying.max()) + 1 if len(paying) else 0
     basis = basis.leading(rank)
@@ -120,20 +124,28 @@ def _estimate(source: Source, scale: Tensor, step: float) -> _Estimate:
     total = float((cost[:, :rank] * each).sum() + basis.bits.sum()) + label_bits(sizes)
     centers, contexts = frame.centers[:, :rank], quantizer.contexts[:, :rank]
     live = float((tally.knots[:, :rank, 1:].sum(2) * each).sum())
-    return _Estimate(step, total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables), live, basis)
+    size = total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables)
+    left = float((torch.cat([error[:, :rank], whole[:, rank:]], dim=1) * each).sum())
+    return _Estimate(step, size, live, 8 * size + left / TRADE, basis)
 
 
-def _at_step(source: Source, step: float) -> TransformCode:
-    sample, scale = source.sample()
-    basis = _estimate(sample, scale, step).basis
-    return _code(source.frame(basis, step), None)[0]
+def _classed(source: Source, classes: int) -> Source:
+    """The source with those classes that cost least, error and bytes together, at the step where the search begins."""
+    if source.first_step == 0:
+        return source
+    ways = source.candidates(classes)
+    step = max(source.first_step, *(way.finest for way in ways))
+    return ways[min(range(len(ways)), key=lambda i: _estimate(*ways[i].sample(), step).price)]
 
 
-def _code(frame: Frame, quantizer: Quantizer | None) -> tuple[TransformCode, Quantizer]:
-    """The code in this frame, and the quantizer to go on with. Without one to begin with, found in three passes."""
-    if quantizer is None:
-        for _ in range(_PASSES - 1):
-            quantizer = design(frame.survey(quantizer)[0])
+def _designed(frame: Frame) -> Quantizer:
+    quantizer = design(frame.survey(None)[0])
+    for _ in range(_PASSES - 2):
+        quantizer = design(frame.survey(quantizer)[0])
+    return quantizer
+
+
+def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
     tally, levels = frame.survey(quantizer, keep=True)
     final, basis = design(tally, kill=False), frame.basis
     return TransformCode(
@@ -148,30 +160,38 @@ def _code(frame: Frame, quantizer: Quantizer | None) -> tuple[TransformCode, Qua
         basis_scale=basis.scale,
         basis_contexts=basis.contexts,
         basis_tables=basis.tables,
-    ), design(tally)
+    )
+
+
+def _at_step(source: Source, step: float) -> TransformCode:
+    sample, scale = source.sample()
+    frame = source.frame(_estimate(sample, scale, step).basis, step)
+    return _code(frame, _designed(frame))
 
 
 def _at_budget(source: Source, budget: int) -> TransformCode:
     found = _search(source, budget)
-    best, step, quantizer = None, found.step, None
-    low, high = 0.0, math.inf  # steps known to be too fine, and to fit
+    step, finest = found.step, source.finest
+    # One quantizer for all tries: the size is then a falling function of the step.
+    quantizer = _designed(source.frame(found.basis, step))
+    best: TransformCode | None = None
+    low, high = 0.0, math.inf  # the coarsest step known to be too fine, the finest known to fit
     for _ in range(_TRIES):
-        code, quantizer = _code(source.frame(found.basis, step), quantizer)
+        code = _code(source.frame(found.basis, step), quantizer)
         size = code.stored_bytes
         if size <= budget:
             if best is None or size > best.stored_bytes:
                 best = code
             high = min(high, step)
-            if size >= _WINDOW * budget or step <= source.spread * _FINEST * 1.01:
+            if size >= _WINDOW * budget or step <= finest * 1.01 or not code.rank:
                 break
         else:
             low = max(low, step)
         # Bits fall by about one a live coordinate for each doubling of the step.
         live = sum(float((q != 0).sum()) for q in code.levels) + 1.0
-        step *= 2 ** max(-1.0, min(1.0, 8 * (size - 0.996 * budget) / live))
-        step = max(step, source.spread * _FINEST)
+        step = max(finest, step * 2 ** max(-1.0, min(1.0, 8 * (size - _AIM * budget) / live)))
         if not low < step < high:
-            step = math.sqrt(low * high) if low > 0 and high < math.inf else high
+            step = math.sqrt(low * high) if low > 0 and high < math.inf else min(step, high / 1.1)
     if best is None:
         raise KflatsError(f"no step was found whose code has {budget} bytes", hint="another budget")
     return best
@@ -180,28 +200,28 @@ def _at_budget(source: Source, budget: int) -> TransformCode:
 def _search(source: Source, budget: int) -> _Estimate:
     """The step whose size, by a sample, is the budget within half a percent: false position on the logarithms."""
     sample, scale = source.sample()
-    if source.spread == 0.0:
-        return _estimate(sample, scale, 1.0)
     # So coarse that not one coordinate is coded: what is left is what every code needs.
-    coarse = _estimate(sample, scale, 64 * source.reach)
+    coarse = _estimate(sample, scale, 64 * source.reach if source.reach > 0 else 1.0)
     if coarse.size > budget:
         raise KflatsError(
             f"{budget} bytes are fewer than the {math.ceil(coarse.size)} that labels and scales alone need",
             hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
         )
-    finest = source.spread * _FINEST
-    low, high = math.log2(finest), math.log2(coarse.step)
-    at, found = math.log2(source.first_step), coarse
+    if source.reach == 0:
+        return coarse
+    least = low = math.log2(source.finest)
+    high, found = math.log2(coarse.step), coarse
+    at = max(low, math.log2(max(source.first_step, 1e-300)))
     for _ in range(_TRIES):
         found = _estimate(sample, scale, 2.0**at)
-        if abs(found.size - budget) <= 0.005 * budget:
+        if abs(found.size - budget) <= 0.005 * budget or (found.size <= budget and at <= least):
             break
         low, high = (low, at) if found.size <= budget else (at, high)
         # A live coordinate loses about one bit for each doubling of its step.
         move = 8 * (found.size - budget) / max(found.live, 1.0)
         at += max(-2.0, min(2.0, move))
         if not low < at < high:
-            at = (low + high) / 2
+            at = (low + high) / 2 if low > least or found.size > budget else least
         if high - low < 1e-3:
             break
     return found

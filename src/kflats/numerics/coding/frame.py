@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.coding.basis import CodedBasis, code_basis
-from kflats.numerics.coding.classes import row_classes
+from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.gaussian_bound import water_level
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST
@@ -23,7 +23,8 @@ _SAMPLE = 4096
 """Rows on which a step is searched for."""
 _FEWEST = 64
 """Rows of each class in that sample, if it has so many."""
-_RANK = 1e-12
+_FINEST = 2.0**-20
+_RANK = 1e-10
 """Energies below this, in units of the largest, are rounding."""
 
 
@@ -31,26 +32,50 @@ _RANK = 1e-12
 class Source:
     """What does not depend on the step.
 
-    ``labels`` (n,) and ``members``, the rows of each of C classes; ``weights`` (C,) their mean weights, ``means``
-    (C, d) their mean rows; ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
-    ``first_step``, where to begin to look for a step.
+    ``row_weights`` and ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
+    ``first_step``, where to begin to look for a step; ``labels`` (n,) and ``members``, the rows of each of C classes;
+    ``weights`` (C,) their mean weights, ``means`` (C, d) their mean rows; ``reach``, a bound of all weighted norms.
     """
 
     rows: Rows
     metric: Metric
+    row_weights: Tensor
+    norms: Tensor
+    axes: Tensor
+    energies: Tensor
+    first_step: float
     labels: Tensor
     members: tuple[Tensor, ...]
     weights: Tensor
     means: Tensor
-    axes: Tensor
-    energies: Tensor
     reach: float
-    first_step: float
 
     @property
     def spread(self) -> float:
         """Root mean square of the largest coordinate, weighted; 0 for a matrix of zeros."""
         return math.sqrt(float(self.energies[0]) / len(self.labels)) if len(self.energies) else 0.0
+
+    def candidates(self, classes: int) -> tuple[Source, ...]:
+        """This source in every way of parting its rows that is worth trying."""
+        measured, level = MetricRows(self.rows, self.metric.factor), self.first_step**2 / 12
+        ways = candidate_classes(measured, self.axes, self.row_weights, self.norms, classes, level)
+        return tuple(self.classed(labels) for labels in ways)
+
+    def classed(self, labels: Tensor) -> Source:
+        """This source with other classes."""
+        members = tuple((labels == c).nonzero().squeeze(1) for c in range(int(labels.max()) + 1))
+        means = torch.stack([sum_of(self.rows, part) / len(part) for part in members])
+        weights = torch.stack([self.row_weights[part].mean() for part in members])
+        # A class of weight 0 has no step of its own: so coarse a one that it gets no bits.
+        weights = weights.clamp_min(1e-9 * float(weights.max()))
+        longest = torch.stack([self.norms[part].max() for part in members])
+        reach = float((longest * weights.sqrt()).max())
+        return replace(self, labels=labels, members=members, weights=weights, means=means, reach=reach)
+
+    @property
+    def finest(self) -> float:
+        """The least step at which float32 rows still have something to give, and every coordinate is in range."""
+        return max(self.spread * _FINEST, 1.25 * self.reach / FARTHEST)
 
     def sample(self) -> tuple[Source, Tensor]:
         """Evenly spaced rows of every class, and (C,) how many rows each of them stands for."""
@@ -111,10 +136,8 @@ class Frame:
         return tally, levels
 
 
-def source_of(
-    rows: Rows, weights: Tensor | None, right: Tensor | None, classes: int, target: tuple[str, float]
-) -> Source:
-    """Principal axes of the weighted rows in the metric, and row classes.
+def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: tuple[str, float]) -> Source:
+    """Principal axes of the weighted rows in the metric, all rows in one class.
 
     Args:
         target: ("step", its value), which takes weights as they are; or ("bits", per weight): their mean is then 1.
@@ -130,20 +153,13 @@ def source_of(
     measured = MetricRows(rows, metric.factor)
     gram = cluster_grams(measured, torch.zeros(n, dtype=torch.int64), 1, w)[0]
     energies, axes = top_eigenvectors(gram, d)
-    known = int((energies > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
+    known = int((energies[: min(n, d)] > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
     energies, axes = energies[:known], axes[:known]
     norms = torch.cat([block.norm(dim=1) for _, block in measured.blocks(GRAM_BLOCK)]).to(torch.float64)
     level = value**2 / 12 if kind == "step" else water_level(energies / n, value) if known else 0.0
-    reach = float((norms * w.sqrt()).max())
-    labels = row_classes(w, norms, classes, float((energies / n > level).sum()))
-    members = tuple((labels == c).nonzero().squeeze(1) for c in range(int(labels.max()) + 1))
-    sums = torch.stack([sum_of(rows, part) for part in members])
-    sizes = torch.tensor([len(part) for part in members], dtype=torch.float64)
-    mean_weights = torch.stack([w[part].mean() for part in members])
-    # A class of weight 0 has no step of its own: so coarse a one that it gets no bits.
-    mean_weights = mean_weights.clamp_min(1e-9 * float(mean_weights.max()))
-    means = sums / sizes.unsqueeze(1)
-    return Source(rows, metric, labels, members, mean_weights, means, axes, energies, reach, math.sqrt(12 * level))
+    none = torch.zeros(0)
+    bare = Source(rows, metric, w, norms, axes, energies, math.sqrt(12 * level), none, (), none, none, 0.0)
+    return bare.classed(torch.zeros(n, dtype=torch.int64))
 
 
 def sum_of(rows: Rows, index: Tensor) -> Tensor:

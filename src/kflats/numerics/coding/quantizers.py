@@ -60,7 +60,7 @@ class Tally:
     """What one pass over all rows sees of each cell, (C, r): enough for the next quantizer, without the rows.
 
     ``knots`` (C, r, 97) how often each magnitude; sums of u^2, |u q|, q^2, |q|, and of |u| where q is not 0; ``most``,
-    the largest magnitude.
+    the largest magnitude; ``rows`` (C,) how many rows.
     """
 
     def __init__(self, classes: int, rank: int) -> None:
@@ -68,6 +68,7 @@ class Tally:
         zeros = torch.zeros(classes, rank, dtype=torch.float64)
         self.uu, self.uq, self.qq, self.q, self.u = zeros, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone()
         self.most = torch.zeros(classes, rank, dtype=torch.int64)
+        self.rows = torch.zeros(classes, dtype=torch.float64)
         self._nearest = nearest_knot().to(torch.int64)
 
     def add_(self, c: int, u: Tensor, q: Tensor) -> None:
@@ -84,12 +85,8 @@ class Tally:
         self.qq[c] += magnitude.square().sum(1)
         self.q[c] += magnitude.sum(1)
         self.u[c] += torch.where(whole > 0, size, torch.zeros_like(size)).sum(1)
+        self.rows[c] += u.shape[1]
         self.most[c] = torch.maximum(self.most[c], whole.amax(1))
-
-    @property
-    def rows(self) -> Tensor:
-        """(C,) rows seen of each class."""
-        return self.knots[:, 0].sum(1)
 
     def prices(self, quantizer: Quantizer) -> Tensor:
         """(C, r) bits of each cell's symbols."""

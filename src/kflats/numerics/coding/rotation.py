@@ -4,8 +4,9 @@
 
 After a random rotation the entries of any row are close to Gaussian with variance |row|^2 / d, so that one quantizer
 fits every row (Max, IRE Trans. IT 6, 1960; Lloyd, IEEE Trans. IT 28, 1982; rotations as in Suresh et al., ICML
-2017). Every row has its own scale, of least squares. The error is that of the Gaussian whatever the spectrum: .117 of the whole
-at 2 bits. Transform coding uses the spectrum and needs a fraction; choose this one where nothing may be fitted.
+2017). Every row has its own scale, of least squares. The error is that of the Gaussian whatever the spectrum: .117 of
+the whole at 2 bits. Transform coding uses the spectrum and needs a fraction of that; choose this one where nothing may
+be fitted.
 
 Q is two rounds of random signs, a Walsh-Hadamard transform in blocks, and a random order of columns: signs and orders
 are all that is stored, and what they say is exact on every machine.

@@ -1,0 +1,369 @@
+"""Transform coding: what is decoded is what the formula says, within its budget, and near the Gaussian bound."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kflats.errors import KflatsError
+from kflats.numerics.coding.absmax import absmax_code
+from kflats.numerics.coding.classes import split_classes
+from kflats.numerics.coding.encode import transform_code
+from kflats.numerics.coding.gaussian_bound import bound_bits, bound_error
+from kflats.numerics.coding.packing import layout_of, pack, unpack
+from kflats.numerics.coding.rotation import lloyd_max, random_rotation, rotation_code
+from kflats.numerics.coding.tables import KNOTS, Tables, table_for
+from kflats.numerics.coding.transform import context_moves
+from kflats.numerics.rows import PartOfRows, TensorRows
+
+
+def cloud(n, d, seed=0, decay=1.0):
+    """Gaussian rows with a falling spectrum in a random basis, and that spectrum."""
+    gen = torch.Generator().manual_seed(seed)
+    scale = torch.logspace(0, -decay, d, dtype=torch.float64)
+    turn = torch.linalg.qr(torch.randn(d, d, generator=gen, dtype=torch.float64)).Q
+    rows = torch.randn(n, d, generator=gen, dtype=torch.float64) * scale @ turn.T
+    return rows.float(), scale.square()
+
+
+def share(code, matrix, weights=None):
+    w = torch.ones(len(matrix)) if weights is None else weights
+    lost = (w.unsqueeze(1) * (code.dense() - matrix.float()).square()).sum(dtype=torch.float64)
+    return float(lost / (w.unsqueeze(1) * matrix.float().square()).sum(dtype=torch.float64))
+
+
+@pytest.fixture(scope="module")
+def table():
+    return cloud(3000, 16, decay=1.0)[0]
+
+
+@pytest.fixture(scope="module")
+def code(table):
+    return transform_code(table, bits=2)
+
+
+# Packing and distributions
+
+
+@settings(max_examples=60, deadline=None)
+@given(m=st.integers(0, 9), r=st.integers(0, 20), seed=st.integers(0, 10**6), spread=st.integers(0, 14))
+def test_packing_is_exact_and_as_short_as_its_ranges(m, r, seed, spread):
+    gen = torch.Generator().manual_seed(seed)
+    widths = 2 ** torch.randint(0, spread + 1, (r,), generator=gen)
+    levels = (torch.rand(m, r, generator=gen) * widths).long() + torch.randint(-9000, 9000, (r,), generator=gen)
+    layout = layout_of(levels)
+    packed = pack(levels, layout)
+    assert torch.equal(unpack(packed, layout).long(), levels)
+    ranges = (levels.amax(0) - levels.amin(0)).tolist() if m else [0] * r
+    bits = [x.bit_length() for x in ranges]
+    assert layout.bits.tolist() == bits
+    assert packed.shape == (m, -(-sum(bits) // 8))
+
+
+def test_packing_refuses_what_does_not_fit():
+    layout = layout_of(torch.tensor([[0, 1], [3, 1]]))
+    with pytest.raises(KflatsError, match="outside the range"):
+        pack(torch.tensor([[4, 1]]), layout)
+    with pytest.raises(KflatsError, match="rows of 1 bytes"):
+        unpack(torch.zeros(2, 3, dtype=torch.uint8), layout)
+    with pytest.raises(KflatsError, match="cannot be packed"):
+        layout_of(torch.tensor([[-20000], [20000]]))
+
+
+def plain_frequency(costs, j):
+    """The frequency of +j by the text: a line between knots in whole numbers, then 2^(24 - c / 16)."""
+    right = next(i for i, knot in enumerate(KNOTS) if knot >= j)
+    b, a = KNOTS[right], KNOTS[max(right - 1, 0)]
+    c = costs[right] if b == j else (costs[right - 1] * (b - j) + costs[right] * (j - a)) // (b - a)
+    return round(2 ** (24 - (c % 16) / 16)) >> (c // 16)
+
+
+@settings(max_examples=30, deadline=None)
+@given(reach=st.integers(0, 300), seed=st.integers(0, 10**6))
+def test_frequencies_are_whole_symmetric_and_what_the_text_says(reach, seed):
+    gen = torch.Generator().manual_seed(seed)
+    costs = torch.randint(0, 255, (1, 97), generator=gen).to(torch.uint8)
+    found = Tables(torch.tensor([reach], dtype=torch.int16), costs).frequencies(0)
+    assert found.tolist() == [plain_frequency(costs[0].tolist(), abs(j)) for j in range(-reach, reach + 1)]
+    assert int(found.min()) > 0
+
+
+@pytest.mark.parametrize("sigma", [0.2, 1.0, 7.0, 400.0])
+def test_a_table_costs_hardly_more_than_the_entropy(sigma):
+    x = (torch.randn(200_000, generator=torch.Generator().manual_seed(0)) * sigma).round().long().abs()
+    counts = torch.bincount(x).double()
+    p = counts / counts.sum()
+    entropy = float(-(p[p > 0] * p[p > 0].log2()).sum() + p[1:].sum())  # and a bit for each sign
+    table = table_for(x)
+    assert float(table.bits[0][x].mean()) <= entropy + 0.01
+    assert table.stored_bytes <= 100
+
+
+def test_damaged_tables_are_refused():
+    short = torch.zeros(1, 3, dtype=torch.uint8)
+    for reach, costs in ((5, short), (-1, short), (1, short + 255)):
+        with pytest.raises(KflatsError, match="damaged"):
+            Tables(torch.tensor([reach], dtype=torch.int16), costs)
+
+
+# Transform coding
+
+
+def test_decoding_is_the_formula(code):
+    steps, shrink = code.steps.double(), code.shrink.double()
+    basis = code.basis.double() * code.basis_scale.double().unsqueeze(1)
+    dense = code.dense()
+    for row in range(0, 3000, 371):
+        c = int(code.labels[row])
+        place = code.members(c).tolist().index(row)
+        y = torch.zeros(code.rank, dtype=torch.float64)
+        for j in range(code.rank):
+            q = int(code.levels[c][place, j])
+            sign = (q > 0) - (q < 0)
+            y[j] = steps[c] * (int(code.centers[c, j]) + q - sign * shrink[int(code.contexts[c, j])])
+        torch.testing.assert_close(dense[row].double(), y @ basis, atol=1e-5, rtol=1e-5)
+    index = torch.tensor([5, 2999, 5, 0])
+    torch.testing.assert_close(code.rows(index), dense[index])
+
+
+def test_the_stored_size_is_the_sum_of_its_symbols_by_their_frequencies(code):
+    total = 0.0
+    for c, levels in enumerate(code.levels):
+        for j in range(code.rank):
+            frequencies = code.tables.frequencies(int(code.contexts[c, j])).double()
+            prices = -(frequencies / frequencies.sum()).log2()
+            total += float(prices[levels[:, j].long() + len(prices) // 2].sum())
+    for j, row in enumerate(code.basis):
+        frequencies = code.basis_tables.frequencies(int(code.basis_contexts[j])).double()
+        total += float(-(frequencies / frequencies.sum()).log2()[row.long() + len(frequencies) // 2].sum())
+    for count in torch.bincount(code.labels.long()).tolist():
+        total -= count * math.log2(count / 3000)
+    assert code.entropy_bits == pytest.approx(total, rel=1e-9)
+    assert code.stored_bytes == math.ceil(total / 8) + code.side_bytes
+    assert torch.equal(context_moves(code.contexts).cumsum(1).to(torch.uint8), code.contexts)
+
+
+@pytest.mark.parametrize("bits", [0.4, 0.7, 1.0, 2.0, 4.0, 8.0])
+def test_a_budget_is_met_from_below_to_one_percent(table, bits):
+    budget = int(bits * table.numel() / 8)
+    found = transform_code(table, nbytes=budget).stored_bytes
+    assert 0.99 * budget <= found <= budget
+
+
+@pytest.mark.parametrize("bits", [1.0, 2.0, 3.0, 4.0])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_within_three_tenths_of_a_bit_of_the_gaussian_bound(bits, weighted):
+    """Everything counted: labels, distributions, scales and the basis."""
+    matrix, spectrum = cloud(8000, 16)
+    weights = torch.logspace(-1, 1, 8000)[torch.randperm(8000, generator=torch.Generator().manual_seed(1))]
+    code = transform_code(matrix, weights=weights if weighted else None, bits=bits)
+    lost = share(code, matrix, weights if weighted else None)
+    assert 8 * code.stored_bytes / matrix.numel() <= bound_bits(spectrum, lost, weights if weighted else None) + 0.30
+
+
+def test_more_bytes_less_error_and_fewer_than_any_uniform_code(table):
+    errors = [share(transform_code(table, bits=b), table) for b in (0.5, 1, 2, 4)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[3] < 0.6 * share(absmax_code(table, 4), table)
+    assert errors[2] < 0.6 * share(rotation_code(table, 2), table)
+
+
+def test_weights_move_the_error_to_where_it_counts_less(table):
+    weights = torch.ones(3000)
+    weights[:300] = 100.0
+    plain, weighed = transform_code(table, bits=2), transform_code(table, bits=2, weights=weights)
+    assert share(weighed, table, weights) < 0.6 * share(plain, table, weights)
+    assert share(plain, table) < share(weighed, table)
+
+
+def test_a_metric_of_the_columns_is_minimised():
+    matrix, _ = cloud(3000, 8)
+    right = torch.tensor([100.0, 1, 1, 1, 1, 1, 1, 1])
+    turned = torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(2))).Q
+    for gram in (right, turned @ torch.diag(right) @ turned.T):
+        full = torch.diag(gram) if gram.ndim == 1 else gram
+
+        def lost(code, full=full):
+            e = (code.dense() - matrix).double()
+            return float((e @ full.double() * e).sum())
+
+        assert lost(transform_code(matrix, bits=2, right=gram)) < 0.7 * lost(transform_code(matrix, bits=2))
+
+
+def test_only_ratios_of_weights_and_the_unit_of_the_matrix_matter(table):
+    weights = torch.linspace(0.1, 2.0, 3000)
+    one = transform_code(table, bits=2, weights=weights)
+    other = transform_code(table * 2.0**20, bits=2, weights=weights * 4)
+    assert all(map(torch.equal, one.levels, other.levels))
+    torch.testing.assert_close(one.dense(), other.dense() / 2.0**20, atol=1e-6, rtol=1e-5)
+
+
+def test_equal_input_gives_equal_codes(table, code):
+    again = transform_code(table, bits=2)
+    assert all(map(torch.equal, code.levels, again.levels))
+    assert torch.equal(code.basis, again.basis)
+    blocks = transform_code(PartOfRows(TensorRows(table), torch.arange(3000)), bits=2)
+    assert all(map(torch.equal, code.levels, blocks.levels))
+
+
+def test_two_matrices_at_one_step_lose_the_same_for_the_last_bit():
+    a, b = cloud(3000, 16)[0], 0.25 * cloud(3000, 16, seed=1, decay=0.5)[0]
+
+    def slope(matrix):
+        codes = [transform_code(matrix, step=step) for step in (0.095, 0.105)]
+        lost = [float((c.dense() - matrix).square().sum()) for c in codes]
+        return (lost[1] - lost[0]) / (codes[0].stored_bytes - codes[1].stored_bytes)
+
+    assert slope(a) == pytest.approx(slope(b), rel=0.25)
+
+
+# Awkward tables
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        torch.zeros(50, 4),
+        torch.ones(1, 8),
+        torch.full((40, 5), 3.0),
+        torch.cat([torch.ones(200, 1), torch.randn(200, 3, generator=torch.Generator().manual_seed(0))], 1),
+        torch.cat([torch.zeros(100, 4), torch.randn(100, 4, generator=torch.Generator().manual_seed(0))]),
+        torch.randn(60, 1, generator=torch.Generator().manual_seed(0)),
+        torch.randn(300, 4, generator=torch.Generator().manual_seed(0)) * 1e15,
+        torch.randn(300, 4, generator=torch.Generator().manual_seed(0)) * 1e-15,
+        torch.randn(300, 4, generator=torch.Generator().manual_seed(0)).half(),
+        torch.randn(300, 4, generator=torch.Generator().manual_seed(0)).bfloat16(),
+        torch.randn(300, 4, generator=torch.Generator().manual_seed(0)).double(),
+        torch.randn(3, 40, generator=torch.Generator().manual_seed(0)),
+    ],
+    ids=["zeros", "one_row", "constant", "constant_column", "zero_rows", "one_column", "huge", "tiny", "half"]
+    + ["bfloat16", "double", "wide"],
+)
+def test_awkward_tables_are_coded(matrix):
+    budget = 200 + 3 * matrix.numel()
+    code = transform_code(matrix, nbytes=budget)
+    assert code.stored_bytes <= budget
+    assert code.shape == tuple(matrix.shape)
+    unit = max(float(matrix.abs().max()), 1e-30)
+    torch.testing.assert_close(code.dense() / unit, matrix.float() / unit, atol=2e-3, rtol=0)
+
+
+def test_rows_of_weight_zero_and_weights_of_any_range_are_coded(table):
+    weights = torch.ones(3000)
+    weights[::2] = 0.0
+    code = transform_code(table, bits=1, weights=weights)
+    assert bool(torch.isfinite(code.dense()).all())
+    assert share(code, table, weights) < share(transform_code(table, bits=1), table, weights)
+    wild = transform_code(table, bits=1, weights=torch.logspace(-30, 30, 3000, dtype=torch.float64))
+    assert bool(torch.isfinite(wild.dense()).all())
+
+
+def test_what_cannot_be_coded_is_refused(table):
+    infinite = table.clone()
+    infinite[7, 0] = math.inf
+    for matrix, options, message in (
+        (infinite, {"bits": 2}, "infinite values, first in row 7"),
+        (table, {}, "one target"),
+        (table, {"bits": 2, "nbytes": 100}, "one target"),
+        (table, {"bits": math.nan}, "a target of bits=nan"),
+        (table, {"nbytes": 0}, "a target of nbytes=0"),
+        (table, {"bits": 2, "classes": 0}, "classes of rows"),
+        (table, {"bits": 2, "classes": 257}, "classes of rows"),
+        (table, {"bits": 2, "weights": torch.ones(5)}, "row weights"),
+        (table, {"bits": 2, "weights": -torch.ones(3000)}, "not negative"),
+        (table, {"bits": 2, "right": torch.ones(3)}, "right metric"),
+        (table, {"nbytes": 20}, "that labels and scales alone need"),
+        (table, {"step": 1e-9}, "can be coded"),
+        (torch.zeros(0, 3), {"bits": 2}, "non-empty"),
+    ):
+        with pytest.raises(KflatsError, match=message):
+            transform_code(matrix, **options)
+
+
+def test_a_budget_beyond_float32_is_not_filled(table):
+    code = transform_code(table[:200], bits=13)
+    assert code.stored_bytes <= 13 * 200 * 16 / 8
+    assert share(code, table[:200]) < 1e-6
+
+
+def test_classes_part_rows_by_weight_and_norm():
+    weights = torch.tensor([1.0] * 500 + [1e4] * 500)
+    norms = torch.tensor([1.0, 30.0] * 500)
+    labels = split_classes(weights, norms, 8, 16.0)
+    assert int(labels.max()) == 3
+    assert len({(int(c), float(w), float(s)) for c, w, s in zip(labels, weights, norms, strict=True)}) == 4
+    assert int(split_classes(weights, norms, 2, 16.0).max()) == 1
+
+
+# The bound
+
+
+def test_the_bound_in_closed_form_and_its_inverse():
+    assert bound_bits(torch.tensor([4.0, 1.0]), 0.4) == pytest.approx(0.5)  # level 1: R = (1 + 0) / 2
+    assert bound_bits(torch.tensor([1.0]), 0.1, torch.tensor([4.0, 1.0])) == pytest.approx(2.0)  # level 1 / 4
+    spectrum, weights = torch.logspace(0, -2, 30), torch.logspace(-1, 2, 4000)
+    for bits in (0.3, 1.0, 4.0):
+        error = bound_error(spectrum, bits, weights)
+        assert bound_bits(spectrum, error, weights) == pytest.approx(bits, abs=1e-6)
+    with pytest.raises(KflatsError, match="share"):
+        bound_bits(spectrum, 0.0)
+
+
+# Rounding and rotation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+@pytest.mark.parametrize(("bits", "group"), [(8, None), (4, None), (4, 5), (8, 64)])
+def test_absmax_is_within_half_a_step_and_exact_at_the_largest(bits, group, dtype):
+    matrix = cloud(40, 16)[0].to(dtype) * 1000
+    matrix[3] = 0
+    code = absmax_code(matrix, bits, group)
+    groups = -(-16 // min(group or 16, 16))
+    step = code.scales.float().repeat_interleave(code.group, 1)[:, :16] * code.unit
+    assert bool(((code.dense() - matrix.float()).abs() <= step / 2 * 1.001).all())
+    assert code.stored_bits == 40 * (16 * bits + 16 * groups)
+    assert bool((code.dense()[3] == 0).all())
+    assert int(code.levels.abs().max()) == 2 ** (bits - 1) - 1
+
+
+def test_scales_of_any_magnitude_are_kept():
+    for magnitude in (1e-15, 1e15):
+        matrix = cloud(40, 16)[0] * magnitude
+        assert share(absmax_code(matrix / magnitude, 8), matrix / magnitude) < 1e-4
+        torch.testing.assert_close(absmax_code(matrix, 8).dense() / magnitude, matrix / magnitude, atol=0.02, rtol=0)
+        torch.testing.assert_close(rotation_code(matrix, 8).dense() / magnitude, matrix / magnitude, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("d", [1, 7, 64, 384])
+def test_a_rotation_is_orthogonal_and_undone(d):
+    rotation = random_rotation(d, seed=3)
+    q = rotation.matrix()
+    torch.testing.assert_close(q @ q.T, torch.eye(d), atol=1e-5, rtol=0)
+    rows = torch.randn(5, d, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rotation.back(rotation.forward(rows)), rows, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(rotation.back(rows), rows @ q, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("bits", "error"), [(1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.009497)])
+def test_rotation_has_the_gaussian_error_of_max(bits, error):
+    """Table 1 of Max (1960), whatever the spectrum; a scale of its own for every row gains a little."""
+    matrix = cloud(2000, 384, decay=1.0)[0]
+    code = rotation_code(matrix, bits)
+    assert 0.93 * error < share(code, matrix) < 1.01 * error
+    assert code.stored_bits <= matrix.numel() * (bits + 16 / 384) + 2 * 384 * 17 + 32 * 2**bits
+    assert torch.equal(code.dense(), rotation_code(matrix, bits).dense())
+    values = lloyd_max(bits)
+    torch.testing.assert_close(values, -values.flip(0))
+
+
+def test_rounding_and_rotation_refuse_other_bits():
+    matrix = torch.ones(2, 2)
+    for call in (lambda: absmax_code(matrix, 5), lambda: absmax_code(matrix, 4, 0), lambda: rotation_code(matrix, 9)):
+        with pytest.raises(KflatsError):
+            call()
+    with pytest.raises(KflatsError, match="NaN"):
+        rotation_code(torch.full((2, 2), math.nan), 2)
