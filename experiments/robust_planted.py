@@ -109,13 +109,14 @@ def publish_table(asked: argparse.Namespace, names: list[str], rows: list[dict[s
     )
 
     def draw(plot: Any) -> None:
-        _, axis = plot.subplots(figsize=(9, 5.2))
-        for place, name in enumerate(ordered):
-            values = [middle(case, name, "clean") for case in CASES]
-            axis.plot(range(len(CASES)), values, marker="os^vDx"[place % 6], color=f"C{place % 10}", label=name, ls=":")
-        axis.set_xticks(range(len(CASES)), [f"{case} spoilt" for case in CASES])
-        axis.set(yscale="log", ylabel="distance to the signal, relative")
-        axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1))
+        _, axis = plot.subplots(figsize=(7.5, 6.4))
+        places = list(range(len(ordered), 0, -1))
+        for case, marker in zip(CASES, "^osD", strict=True):
+            axis.plot([middle(case, name, "clean") for name in ordered], places, marker, ls="", label=f"{case} spoilt")
+        axis.set_yticks(places, ordered, fontsize=8)
+        axis.set(xscale="log", xlabel="distance to the signal, relative")
+        axis.grid(axis="y", lw=0.3)
+        axis.legend(fontsize=8)
 
     command = (
         f"python experiments/robust_planted.py --parts FOLDER --rows {asked.rows} --columns {asked.columns} "
