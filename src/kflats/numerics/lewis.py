@@ -156,9 +156,8 @@ class Swept:
 def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float = 1.0, *, last: bool = False) -> Swept:
     """One pass: certify ``state``, form the next weights w^(1-t) (tau^(p/2))^t, t = ``damping``, and their Gram.
 
-    The Gram is formed in coordinates where the last one is I:
-    there it is close to the identity, so rounding is relative to every direction's own scale; and rows are brought
-    to unit length first, so nothing over- or underflows. ``last`` leaves the Gram out.
+    The Gram is formed in coordinates where the last one is the identity, so its rounding is relative to every
+    direction's own scale, and of rows brought to unit length, so nothing overflows. ``last`` leaves it out.
     """
     alive = state.lengths > 0
     inverse = torch.where(alive, 1 / state.lengths, 0.0)

@@ -158,12 +158,13 @@ def _gradient(a: Tensor, x: Tensor, p: float) -> Tensor:
 def _cut(shape: Tensor, center: Tensor, slope: Tensor, depth: float) -> tuple[Tensor, Tensor]:
     """The smallest ellipsoid around E and {x : slope'(x - c) <= depth * width}, for 0 <= depth < 1/d.
 
-    Depth 0 is lines 10-12 of A1, depth 1/(d+1) lines 20-26; their factor zeta, a margin for rounding, for both.
+    Depth 0 is lines 10-12 of A1, depth 1/(d+1) lines 20-26 with zeta, its margin for rounding; shallower cuts take
+    less volume than zeta would add.
     """
     d = len(center)
     b = shape @ slope / (slope @ shape @ slope).sqrt()
     share = 1 - d * depth
-    margin = 1 + 1 / (2 * d**2 * (d + 1) ** 2)
+    margin = 1 + 1 / (2 * d**2 * (d + 1) ** 2) if depth <= 1 / (d + 1) else 1.0
     stretch = d**2 * (1 - depth**2) / (d**2 - 1)
     new = stretch * (shape - 2 * share / ((d + 1) * (1 - depth)) * torch.outer(b, b))
     return margin * (new + new.T) / 2, center - share / (d + 1) * b

@@ -11,7 +11,7 @@ which theorem 5 relaxes to d sigma_k+1^p. Note that U D_k V' = A V_k V_k': an or
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -96,8 +96,7 @@ def robust_svd(
 
 def _algorithm_1(rows: Rows, rank: int, p: float, way: Fits, weights: Tensor | None) -> RobustLowRank:
     n, d = rows.shape
-    powers = None if weights is None else weights.to(rows.device, torch.float64).pow(1 / p)
-    found = way.fit(rows if powers is None else ScaledRows(rows, powers), p)
+    found = way.fit(rows, p) if weights is None else _weighted(rows, p, way, weights.to(rows.device, torch.float64))
     kept = min(rank, found.rank)
     roots, leading = found.axes[:kept].sqrt(), found.directions[:kept]
     coordinates = torch.zeros(n, rank, dtype=rows.dtype, device=rows.device)
@@ -108,6 +107,13 @@ def _algorithm_1(rows: Rows, rank: int, p: float, way: Fits, weights: Tensor | N
     left_out = torch.linalg.vector_norm(found.factor[kept:], dim=0).pow(p).sum()
     least = float(left_out)
     return RobustLowRank(coordinates, basis, found.axes, found.bound, error, total, least, found.bound * least, found)
+
+
+def _weighted(rows: Rows, p: float, way: Fits, weights: Tensor) -> Ellipsoid:
+    """The ellipsoid of sum_i w_i |a_i'x|^p; scaled by the largest weight, of which a small p makes a huge factor."""
+    largest = float(weights.max())
+    found = way.fit(ScaledRows(rows, (weights / largest).pow(1 / p)), p)
+    return replace(found, axes=largest ** (1 / p) * found.axes)
 
 
 def _errors(rows: Rows, left: Tensor, right: Tensor, p: float, weights: Tensor | None) -> tuple[float, float]:

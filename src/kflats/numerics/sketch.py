@@ -72,7 +72,9 @@ class Sketch:
     def _sketch(self, rows: Rows, whitening: Tensor, p: float) -> Tensor:
         n, r = rows.shape[0], whitening.shape[1]
         generator = torch.Generator().manual_seed(self.seed)
-        buckets = torch.randint(self.rows_per_column * r, (n,), generator=generator)
+        count = self.rows_per_column * r
+        # Few enough rows have one of the sketch's each: no two must meet.
+        buckets = torch.arange(n) if n <= count else torch.randint(count, (n,), generator=generator)
         uniform = torch.rand(n, generator=generator, dtype=torch.float64).clamp_min(1e-300)
         if self.kind == "cauchy":
             factors = torch.tan(math.pi * (uniform - 0.5))
@@ -80,7 +82,7 @@ class Sketch:
             signs = 2.0 * torch.randint(2, (n,), generator=generator) - 1
             factors = signs * (-uniform.log()).clamp_min(1e-300).pow(-1 / p)
         buckets, factors = buckets.to(rows.device), factors.to(rows.device)
-        sketch = torch.zeros(self.rows_per_column * r, r, dtype=torch.float64, device=rows.device)
+        sketch = torch.zeros(count, r, dtype=torch.float64, device=rows.device)
         for start, block in rows.blocks(GRAM_BLOCK):
             part = slice(start, start + len(block))
             sketch.index_add_(0, buckets[part], (block.to(torch.float64) @ whitening) * factors[part].unsqueeze(1))
