@@ -57,7 +57,7 @@ def test_sums_of_projections_are_their_definition():
     torch.testing.assert_close(found, torch.stack([(a - a @ v.T @ v).abs().sum(1) for v in bases], 1))
 
 
-def planted(k=3, rank=3, d=60, n=120, rate=0.03, seed=0):
+def planted(k=3, rank=3, d=60, n=250, rate=0.03, seed=0):
     gen = generator(seed)
     truth = torch.arange(k * n) % k
     flats = torch.linalg.qr(torch.randn(k, d, rank, generator=gen)).Q.transpose(1, 2)
@@ -70,16 +70,17 @@ def planted(k=3, rank=3, d=60, n=120, rate=0.03, seed=0):
 def test_wrong_entries_do_not_turn_flats(p):
     clean, a, truth = planted()
     fit = entry_flats(a, 3, 3, EntryPower(p))
-    assert adjusted_rand_score(truth.numpy(), fit.labels.numpy()) >= 0.99
-    assert float((stored(fit) - clean).norm()) <= 0.02 * float(clean.norm())
-    squares = fit_flats(a, 3, rank=3)
-    assert adjusted_rand_score(truth.numpy(), squares.labels.numpy()) < 0.9
+    score = adjusted_rand_score(truth.numpy(), fit.labels.numpy())
+    far = float((stored(fit) - clean).norm() / clean.norm())
+    assert (score, far) == (pytest.approx(1.0, abs=0.01), pytest.approx(0.0, abs=0.01))
+    squares = adjusted_rand_score(truth.numpy(), fit_flats(a, 3, rank=3).labels.numpy())
+    assert squares < 0.5
 
 
 def test_one_flat_is_an_entrywise_low_rank():
     a = torch.randn(80, 10, generator=generator())
     assert entry_flats(a, 1, 3, max_iterations=60, tolerance=1e-5).error == pytest.approx(
-        entrywise_low_rank(a, 3).error, rel=0.01
+        entrywise_low_rank(a, 3).error, rel=0.02
     )
 
 
@@ -113,7 +114,8 @@ def test_row_order_and_repetition():
 def test_hard_tables_are_fitted(a, p):
     fit = entry_flats(a, 3, 1, EntryPower(p))
     assert torch.isfinite(fit.coordinates).all()
-    assert fit.error == pytest.approx(entries(a, fit, p), rel=1e-3, abs=1e-5)
+    # Where nothing is left, p < 1 makes much of rounding.
+    assert fit.error == pytest.approx(entries(a, fit, p), rel=1e-3, abs=1e-3 * float(a.abs().pow(p).sum()) + 1e-9)
 
 
 @pytest.mark.parametrize("k", [1, 3])
