@@ -21,6 +21,7 @@ from kflats.objectives import Projections, SampledLabels, TaskLoss
 from kflats.places import find_weights
 from kflats.running import batch_size, take
 from kflats.sensitivity import InputGram, KroneckerFisher, RowFisher
+from kflats.sums import Sums
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -412,6 +413,20 @@ def test_little_memory_takes_more_passes_to_the_same() -> None:
         assert all(torch.equal(getattr(found, key), getattr(other.of(name), key)) for key in ALL)
     with pytest.raises(KflatsError, match=r"statistics of .* take"):
         measure(model, weights, batches, needs=ALL, memory_bytes=100, quiet=True)
+
+
+def test_one_group_of_sums_is_in_hand_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of a group that is done must not wait, on a device perhaps, until all others are."""
+    told: list[str] = []
+    begin, end = Sums.__init__, Sums.measured
+    monkeypatch.setattr(Sums, "__init__", lambda *given: (told.append("+"), begin(*given))[1])
+    monkeypatch.setattr(Sums, "measured", lambda one: (told.append("-"), end(one))[1])
+    model = bert()
+    weights = [w for w in find_weights(model) if w.places[0].role == "linear"]
+    most = max(Sums.nbytes(weight, ALL) for weight in weights)
+    measure(model, weights, [words()], needs=ALL, memory_bytes=most, quiet=True)
+    held = [told[: k + 1].count("+") - told[: k + 1].count("-") for k in range(len(told))]
+    assert told.count("-") == len(weights) > max(held)
 
 
 def test_grams_alone_need_no_backward_and_no_labels() -> None:

@@ -65,7 +65,7 @@ def measure(
         needs: what to measure, of all weights or by weight name: an importance's ``needs``.
         objective: whose gradients; by default ``TaskLoss()`` where batches have labels, ``Projections()`` where none
             has.
-        memory_bytes: of sums at once, float64.
+        memory_bytes: of sums at once, float64, on the model's device; what they come to is kept on the CPU.
         quiet: no progress bar, and no line on weights that were never reached.
 
     Raises:
@@ -97,15 +97,17 @@ def measure(
         layouts = find_layouts(model, weights, first, forward)
         job = _Job(model, kept, device, chosen, layouts, wanted, told)
         single = {w.name for module, w, _ in places(model, weights) if layouts.get(id(module)) == ALONE}
-        sums: dict[str, Sums] = {}
+        found: dict[str, Measured] = {}
         for group in _groups([w for w in weights if w.name not in single], wanted, memory_bytes):
             done, late = job.run(group, alone=False)
             single |= late
-            sums |= done
+            # Before the next group begins: then what it waits with is gone, and its sums are off the device.
+            found |= {name: one.measured() for name, one in done.items()}
         for group in _groups([w for w in weights if w.name in single], wanted, memory_bytes):
-            sums |= job.run(group, alone=True)[0]
-        measured = {w.name: sums[w.name] for w in weights}
-    return _statistics(model, measured, describe(chosen) if gradients else {}, quiet)
+            found |= {name: one.measured() for name, one in job.run(group, alone=True)[0].items()}
+    measured = {w.name: found[w.name] for w in weights}
+    reached = {name for name, one in measured.items() if not wanted[name] or not _is_unreached(one)}
+    return _statistics(model, measured, reached, describe(chosen) if gradients else {}, quiet)
 
 
 class _Job:
@@ -258,9 +260,10 @@ def _groups(
         yield group
 
 
-def _statistics(model: nn.Module, sums: Mapping[str, Sums], about: dict[str, Any], quiet: bool) -> Statistics:
-    measured = {name: one.measured() for name, one in sums.items()}
-    unreached = tuple(name for name, one in measured.items() if sums[name].needs and _is_unreached(one))
+def _statistics(
+    model: nn.Module, measured: Mapping[str, Measured], reached: set[str], about: dict[str, Any], quiet: bool
+) -> Statistics:
+    unreached = tuple(name for name in measured if name not in reached)
     if unreached and not quiet:
         names = ", ".join(map(visible, unreached[:5])) + (
             f" and {len(unreached) - 5} more" if len(unreached) > 5 else ""
@@ -268,7 +271,7 @@ def _statistics(model: nn.Module, sums: Mapping[str, Sums], about: dict[str, Any
         Console(stderr=True).print(
             f"never reached by this data: {names}; what was measured there is zero", markup=False, highlight=False
         )
-    samples = max(one.samples for one in sums.values())
+    samples = max(one.samples for one in measured.values())
     return Statistics(measured, samples, about, fingerprint(model), unreached)
 
 

@@ -1,0 +1,103 @@
+"""Claim: measuring takes no more memory than a plain forward + backward and the statistics in hand.
+
+Each case runs in a fresh process. Its peak is the largest resident set after the model was loaded, less the resident
+set before that (torch and transformers imported): it holds the model, a batch's activations, and all that measuring
+allocates. "bound" is the peak of a plain forward + backward of all parameters over the same batches, that is the model,
+one gradient and a batch's activations, and the sums that are kept at once. Linux only: it reads /proc.
+
+    python benchmarks/measure_memory.py --write benchmarks/results/measure_memory.md
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from _common import arguments, markdown, publish
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from kflats.batches import text_batches
+from kflats.demo import packaged_model
+from kflats.measure import measure
+from kflats.places import find_weights
+from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.sums import Sums
+from kflats.tables import size
+from kflats.texts import packaged_texts
+
+PLAIN = "plain forward + backward"
+LITTLE = 100_000_000
+CASES: dict[str, tuple[frozenset[str], int]] = {
+    PLAIN: (frozenset(), 0),
+    "RowFisher": (RowFisher.needs, 2_000_000_000),
+    "TwoSided": (TwoSided.needs, 2_000_000_000),
+    "ElementFisher": (ElementFisher.needs, 2_000_000_000),
+    "InputGram": (InputGram.needs, 2_000_000_000),
+    "KroneckerFisher": (KroneckerFisher.needs, 2_000_000_000),
+    f"KroneckerFisher, memory_bytes={LITTLE // 10**6}e6": (KroneckerFisher.needs, LITTLE),
+}
+
+
+def main() -> None:
+    options = arguments(__doc__, samples=128, batch=16, length=128, case="")
+    if options.case:
+        print(json.dumps(one(options.case, options.samples, options.batch, options.length)))
+        return
+    rows, plain = [], 0
+    for case in CASES:
+        asked = ["--case", case, *(f"--{name}={getattr(options, name)}" for name in ("samples", "batch", "length"))]
+        done = subprocess.run([sys.executable, __file__, *asked], check=True, capture_output=True, text=True)
+        about = json.loads(done.stdout.splitlines()[-1])
+        plain = about["peak"] if case == PLAIN else plain
+        bound = plain + about["sums"]
+        shown = [size(value) for value in (2 * about["model"], about["sums"], bound, about["peak"])]
+        rows.append([case, *shown, f"**{about['peak'] / bound:.2f}**", "<= 1"])
+        print(case, about, flush=True)
+    name = f"36 linear layers of MiniLM, {options.samples} texts in batches of {options.batch}"
+    head = [name, "model and one gradient", "statistics in hand", "bound", "peak", "peak / bound", "target"]
+    command = "python benchmarks/measure_memory.py --write benchmarks/results/measure_memory.md"
+    publish("Memory of measuring", command, markdown(head, rows), options.write)
+
+
+def one(case: str, samples: int, batch: int, length: int) -> dict[str, int]:
+    """Bytes of the model, of the sums that are kept at once, and of the peak, in this process."""
+    needs, allowed = CASES[case]
+    folder = packaged_model()
+    texts = list(packaged_texts("count"))
+    texts = (texts * (samples // len(texts) + 1))[:samples]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    batches = text_batches(texts, tokenizer, batch=batch, max_length=length)
+    for one_batch in batches:
+        one_batch["labels"] = torch.arange(len(one_batch["input_ids"])) % 2
+    before = resident("VmRSS")
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
+    weights = [w for w in find_weights(model) if ".encoder." in f".{w.name}" and w.places[0].role == "linear"]
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here: loading has its own
+    if needs:
+        measure(model, weights, batches, needs=needs, memory_bytes=allowed, quiet=True)
+    else:
+        for one_batch in batches:
+            model(**one_batch).loss.backward()
+            model.zero_grad()
+    sums = sum(Sums.nbytes(weight, needs) for weight in weights) if needs else 0
+    held = {id(p): p for p in (*model.parameters(), *model.buffers())}.values()
+    model_bytes = sum(p.numel() * p.element_size() for p in held)
+    return {"model": model_bytes, "sums": min(sums, allowed), "peak": resident("VmHWM") - before}
+
+
+def resident(key: str) -> int:
+    """Bytes of this process' resident set now (VmRSS) or at its largest (VmHWM)."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    found = re.search(rf"{key}:\s+(\d+) kB", status)
+    assert found is not None
+    return 1024 * int(found[1])
+
+
+if __name__ == "__main__":
+    main()
