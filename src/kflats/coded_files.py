@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -130,6 +131,7 @@ def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         save_file(tensors, aside, metadata={"format": "pt", CHECKSUM: str(checksum(tensors))})
+        shutil.copymode(path, aside)
         fsync(aside)
         os.replace(aside, path)
     finally:

@@ -147,6 +147,8 @@ class Reader:
     def tables(self) -> Tables:
         """Distributions."""
         (count,) = self.get("<H")
+        if count > 256:
+            raise KflatsError(f"{count} distributions of symbols", cause=DAMAGED, hint=AGAIN)
         rows, reaches = [], []
         for _ in range(count):
             (reach,) = self.get("<H")

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.nn import coded
-from kflats.nn.coded_build import from_integers
+from kflats.nn.coded_build import from_integers, from_transform
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import CodedMatrix, matrix_from_spec
+from kflats.numerics.coding.encode import transform_code
 
 F64 = torch.float64
 N, D = 60, 8
@@ -116,6 +117,19 @@ def definition(matrix: CodedMatrix) -> Tensor:
         return table
     basis = found["basis"].to(table.dtype)
     return table @ (basis * found["basis_scale"][:, None] if "basis_scale" in found else basis)
+
+
+@pytest.mark.parametrize("bits", [0.7, 3.0])
+@pytest.mark.parametrize("classes", [1, 6])
+def test_it_holds_what_a_transform_code_says(bits, classes):
+    gen = torch.Generator().manual_seed(0)
+    table = torch.randn(900, 16, generator=gen) @ torch.diag(0.8 ** torch.arange(16)) @ torch.randn(16, 16)
+    code = transform_code(table, weights=torch.rand(900, generator=gen) + 0.01, bits=bits, classes=classes)
+    matrix = from_transform(code)
+    torch.testing.assert_close(matrix.dense(), code.dense())
+    assert matrix.nbytes < 4 * table.numel()
+    half = from_transform(code, dtype=torch.float16)
+    torch.testing.assert_close(half.dense().float(), code.dense(), rtol=0.01, atol=0.01 * float(table.abs().max()))
 
 
 def gradients(matrix: nn.Module, out: Tensor, *inputs: Tensor, again: bool = True) -> list[Tensor]:
@@ -242,9 +256,13 @@ def batches(matrix: CodedMatrix) -> list[Tensor]:
     return [*found, torch.full((2, 6), n - 1), found[0].repeat(5, 4)]
 
 
+RECORDED = ["int4 groups", "levels", "transform", "no bits"]
+
+
 @pytest.mark.usefixtures("_fresh")
-def test_compiled_forward_and_backward(make):
-    layer = FactoredEmbedding(make(dtype=torch.float32), padding_idx=0)
+@pytest.mark.parametrize("name", RECORDED)
+def test_compiled_forward_and_backward(name):
+    layer = FactoredEmbedding(TABLE[name](dtype=torch.float32), padding_idx=0)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
     for ids in batches(layer.matrix):
         ours, theirs = compiled(ids), layer(ids)
@@ -266,8 +284,9 @@ def test_compiled_by_inductor():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export on itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_exported_with_dynamic_batch_and_length(make):
-    net = TiedNet(make(dtype=torch.float32))
+@pytest.mark.parametrize("name", [*RECORDED, "empty classes", "rank 0"])
+def test_exported_with_dynamic_batch_and_length(name):
+    net = TiedNet(TABLE[name](dtype=torch.float32))
     inputs = batches(net.emb.matrix)
     shapes = ({axis: torch.export.Dim(name, min=1, max=4096) for axis, name in enumerate(("batch", "length"))},)
     program = torch.export.export(net, (inputs[0],), dynamic_shapes=shapes)
@@ -278,7 +297,7 @@ def test_exported_with_dynamic_batch_and_length(make):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit itself
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", ["int4 groups", "levels", "transform"])
+@pytest.mark.parametrize("name", RECORDED)
 def test_traced_graph_does_not_freeze_the_ids_it_saw(name):
     net = TiedNet(TABLE[name](dtype=torch.float32)).requires_grad_(False)
     inputs = batches(net.emb.matrix)

@@ -9,14 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
-from kflats.nn.coded_geometry import CodedGeometry
+from kflats.nn.coded_geometry import CodedGeometry, contradiction
 from kflats.nn.flats import refresh_after_load
 from kflats.nn.lookup import FEW, distinct, inverse_of, is_jit_tracing
 from kflats.nn.low_rank import check_rows, copy_trainable
-from kflats.numerics.coding.packing import MOST_BITS, places_of, read_codes
+from kflats.numerics.coding.packing import places_of, read_codes
 
 TILE = 2**20  # numbers that vecmat, matvec and dense decode at a time
 
@@ -63,7 +64,7 @@ class CodedMatrix(Matrix):
         self.geometry = geometry
         self.ready = False  # nothing is known of the codes yet
         self.streamed = False  # ``codes`` are those of a file, see kflats.streams
-        self.splits: list[int] = []  # columns in use, class by class
+        self.used: list[int] = []  # of each class, how many leading columns can be other than zero
         self.span = 3  # bytes that a code may lie in
         dtype = tensors["weight"].dtype
         for name, shape in geometry.shapes.items():
@@ -82,9 +83,9 @@ class CodedMatrix(Matrix):
             raise KflatsError(f"a coded matrix has no {unknown[0]!r}", cause="a damaged file")
         empty = torch.empty(0, dtype=torch.int32, device=tensors["codes"].device)
         self.position: Tensor
-        self.columns: Tensor
+        self.fields: Tensor
         self.register_buffer("position", empty, persistent=False)
-        self.register_buffer("columns", empty, persistent=False)
+        self.register_buffer("fields", empty, persistent=False)
         self.register_load_state_dict_post_hook(refresh_after_load)  # type: ignore[no-untyped-call]
         self.refresh()
 
@@ -99,36 +100,18 @@ class CodedMatrix(Matrix):
         """Recompute where rows and columns lie; refuse labels and layouts that contradict the geometry."""
         if self.streamed or self.get_buffer("codes").is_meta:
             return
-        geometry, bits = self.geometry, self.get_buffer("bits").to(torch.int64)
-        low, codes = self.get_buffer("low").to(torch.int64), self.get_buffer("codes")
-        labels = self._get("labels")
-        sizes = [rows for rows, _ in geometry.classes]
-        counts = sizes if labels is None else torch.bincount(labels, minlength=len(sizes)).tolist()
-        problem = ""
-        if counts != sizes:
-            problem = f"row labels do not match the classes (found {counts[:8]}, expected {sizes[:8]})"
-        elif (-(-bits.sum(1) // 8)).tolist() != [row_bytes for _, row_bytes in geometry.classes]:
-            problem = "the bits of the columns do not add up to the bytes of a row"
-        elif bits.numel() and int(bits.max()) > MOST_BITS:
-            problem = f"a column of more than {MOST_BITS} bits"
-        elif bits.numel() and int(self.get_buffer("contexts").max()) >= geometry.contexts:
-            problem = "a column follows a distribution that is not there"
-        elif geometry.levels and bits.numel():
-            lowest, highest = low + geometry.levels // 2, low + (1 << bits) - 1 + geometry.levels // 2
-            if int(lowest.min()) < 0 or int(highest.max()) >= geometry.levels:
-                problem = "codes reach beyond the levels"
-        if problem:
+        geometry, codes, labels = self.geometry, self.get_buffer("codes"), self._get("labels")
+        if problem := contradiction(geometry, self.tensors()):
             raise KflatsError(problem, cause="a damaged or mixed-up file", hint="restore the file or compress again")
-        starts, shifts, masks = (t.to(torch.int64) for t in places_of(bits))
+        bits, low = self.get_buffer("bits").to(torch.int64), self.get_buffer("low")
+        starts, shifts, masks = places_of(bits)
         if bits.numel():
             self.span = max(1, int(((shifts + bits + 7) >> 3).max()))
-        # A column without bits whose only value is zero need not be multiplied.
-        centers = self.get_buffer("centers").to(torch.int64)
-        used = (bits > 0) | (low != 0) | (centers != 0) if not geometry.levels else torch.ones_like(bits).bool()
-        self.splits = used.sum(1).tolist()
-        here = torch.arange(geometry.rank, device=bits.device).expand_as(bits)
-        table = [here, starts, shifts, masks, low, centers, self.get_buffer("contexts").to(torch.int64)]
-        self.columns = torch.stack([part[used] for part in table]).to(torch.int32)
+        self.fields = torch.stack([starts, shifts, masks, low.to(torch.int32)])
+        # Columns behind the last that can be other than zero are not decoded.
+        used = (bits > 0) | (low != 0) | (self.get_buffer("centers") != 0) | bool(geometry.levels)
+        here = torch.arange(1, geometry.rank + 1, device=bits.device)
+        self.used = (used * here).amax(1).tolist() if geometry.rank else [0] * len(geometry.classes)
         n = geometry.shape[0]
         ordered = torch.arange(n, device=codes.device) if labels is None else torch.argsort(labels, stable=True)
         self.position = inverse_of(ordered).to(torch.int32)
@@ -148,12 +131,12 @@ class CodedMatrix(Matrix):
         flat = index.reshape(-1)
         dtype = dtype or self.weight.dtype
         recorded = torch.compiler.is_compiling() or is_jit_tracing()
-        # One after the other classes need fewer steps than numbers all at once, but each its own calls.
+        # Class by class bytes are gathered in blocks, and not one by one, but every class has its own calls.
         if recorded or index.device.type != "cpu" or flat.numel() < FEW:
             out = self._project(self._coordinates(flat).to(dtype))
         else:
             values, inverse = distinct(self.position.index_select(0, flat))
-            out = torch.cat(list(self._sorted_rows(values, dtype))).index_select(0, inverse)
+            out = self._project(self._sorted_coordinates(values).to(dtype)).index_select(0, inverse)
         return out.reshape(*index.shape, self.shape[1])
 
     def vecmat(self, x: Tensor) -> Tensor:
@@ -162,8 +145,7 @@ class CodedMatrix(Matrix):
         found: Tensor | None = None
         for c, a, b in self._tiles():
             product = ordered[..., a:b] @ self._tile(c, a, b).to(x.dtype).T
-            wide = product.new_zeros(*product.shape[:-1], self.geometry.rank)
-            wide = wide.index_add(-1, self._part(c)[0], product)
+            wide = F.pad(product, (0, self.geometry.rank - self.used[c]))
             found = wide if found is None else found + wide
         assert found is not None
         return self._project(found)
@@ -172,15 +154,13 @@ class CodedMatrix(Matrix):
         self._check_filled()
         basis = self._get("basis")
         inner = x if basis is None else x @ basis.T.to(x.dtype)
-        parts = [
-            inner.index_select(-1, self._part(c)[0]) @ self._tile(c, a, b).to(inner.dtype) for c, a, b in self._tiles()
-        ]
+        parts = [inner[..., : self.used[c]] @ self._tile(c, a, b).to(inner.dtype) for c, a, b in self._tiles()]
         return torch.cat(parts, dim=-1).index_select(-1, self.position)
 
     def dense(self) -> Tensor:
         self._check_filled()
         dtype = self.weight.dtype
-        parts = [self._project(self._tile(c, a, b).T.to(dtype), self._part(c)[0]) for c, a, b in self._tiles()]
+        parts = [self._project(self._tile(c, a, b).T.to(dtype)) for c, a, b in self._tiles()]
         return torch.cat(parts).index_select(0, self.position)
 
     def spec(self) -> dict[str, Any]:
@@ -238,11 +218,6 @@ class CodedMatrix(Matrix):
                 hint="call matrix.refresh() once they are filled",
             )
 
-    def _part(self, c: int) -> Tensor:
-        """(7, columns in use) of class ``c``: column, first byte, shift, mask, low, center, context."""
-        first = sum(self.splits[:c])
-        return self.columns[:, first : first + self.splits[c]]
-
     def _tiles(self) -> Iterator[tuple[int, int, int]]:
         """(class, and the places a..b of its rows in class order), ``TILE`` numbers each."""
         most, first = max(1, TILE // max(1, self.geometry.rank)), 0
@@ -261,45 +236,59 @@ class CodedMatrix(Matrix):
         """(columns in use, b - a): coordinates of the rows at places a..b, all in class ``c``."""
         first = sum(rows for rows, _ in self.geometry.classes[:c])
         rows = inverse_of(self.position)[a:b] if self.geometry.scales == "row" else None
-        return self._decode(c, self._packed(c)[a - first : b - first], rows)
+        return self._decode(c, self._packed(c)[a - first : b - first], rows, self._tables())
 
-    def _sorted_rows(self, places: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-        """Rows at ascending ``places``, class by class."""
+    def _sorted_coordinates(self, places: Tensor) -> Tensor:
+        """(t,) ascending places in class order -> (t, r)."""
         starts = [0, *accumulate(rows for rows, _ in self.geometry.classes)]
         bounds = torch.tensor(starts, device=places.device, dtype=places.dtype)
         cuts = torch.searchsorted(places, bounds).tolist()
         ordered = inverse_of(self.position).index_select(0, places) if self.geometry.scales == "row" else None
+        tables, parts = self._tables(), []
         for c, (a, b) in enumerate(pairwise(cuts)):
             if a < b:
                 packed = self._packed(c).index_select(0, places[a:b] - starts[c])
-                coordinates = self._decode(c, packed, None if ordered is None else ordered[a:b])
-                yield self._project(coordinates.T.to(dtype), self._part(c)[0])
+                part = self._decode(c, packed, None if ordered is None else ordered[a:b], tables)
+                parts.append(F.pad(part, (0, 0, 0, self.geometry.rank - self.used[c])))
+        return torch.cat(parts, dim=1).T
 
-    def _decode(self, c: int, packed: Tensor, rows: Tensor | None) -> Tensor:
+    def _decode(self, c: int, packed: Tensor, rows: Tensor | None, tables: tuple[Tensor, ...]) -> Tensor:
         """(m, bytes) of class ``c`` -> (columns in use, m), scaled; ``rows``: their numbers, for scales by row."""
-        columns, starts, shifts, masks, low, centers, contexts = self._part(c)
-        found = read_codes(packed, starts, shifts, masks) + low.unsqueeze(1)
-        values = self._values(found, centers.unsqueeze(1), contexts.unsqueeze(1))
-        groups, each = self.geometry.groups, self.geometry.rank // self.geometry.groups
-        scales = self.weight.to(self._wide).view(-1, groups)
-        scales = (scales[c : c + 1] if rows is None else scales.index_select(0, rows)).T
-        if groups > 1:
-            scales = scales.index_select(0, columns // each)
-        values = values * scales
-        basis_scale = self._get("basis_scale")
-        if basis_scale is None:
-            return values
-        return values * basis_scale.to(values.dtype).index_select(0, columns).unsqueeze(1)
+        starts, shifts, masks, low = self.fields[:, c, : self.used[c]]
+        q = read_codes(packed, starts, shifts, masks, self.span).add_(low.unsqueeze(1))
+        values = self._values(q, *(table[c, : self.used[c]].unsqueeze(1) for table in tables))
+        return values if rows is None else values * self._row_scales(rows)[:, : self.used[c]].T
 
-    def _values(self, q: Tensor, centers: Tensor, contexts: Tensor) -> Tensor:
-        levels, shrink = self._get("levels"), self._get("shrink")
+    def _tables(self) -> tuple[Tensor, ...]:
+        """Of every class and column, each (C, r): shrink, center and scale."""
+        geometry, dtype = self.geometry, self._wide
+        centers, shrink = self.get_buffer("centers").to(dtype), self._get("shrink")
+        scales = torch.ones_like(centers)
+        if geometry.scales == "class":
+            steps = self.weight.to(dtype).view(-1, geometry.groups)
+            scales = steps.repeat_interleave(geometry.rank // geometry.groups, dim=1)
+        if (basis_scale := self._get("basis_scale")) is not None:
+            scales = scales * basis_scale.to(dtype)
+        if shrink is None:
+            return centers, centers, scales
+        contexts = self.get_buffer("contexts").to(torch.int32)
+        less = shrink.to(dtype).index_select(0, contexts.reshape(-1)).view(contexts.shape)
+        return less, centers, scales
+
+    def _values(self, q: Tensor, less: Tensor, centers: Tensor, scales: Tensor) -> Tensor:
+        """Numbers for the integers ``q``; the tables broadcast to its shape."""
+        levels = self._get("levels")
         if levels is not None:
             at = (q + self.geometry.levels // 2).reshape(-1)
-            return levels.to(self._wide).index_select(0, at).view(q.shape)
-        assert shrink is not None
+            return levels.to(self._wide).index_select(0, at).view(q.shape) * scales
         found = q.to(self._wide)
-        less = shrink.to(self._wide).index_select(0, contexts.reshape(-1)).view(contexts.shape)
-        return found - found.sign() * less + centers.to(self._wide)
+        return (found - found.sign() * less + centers) * scales
+
+    def _row_scales(self, rows: Tensor) -> Tensor:
+        """(m,) rows -> (m, r), or (m, 1) where all columns have one scale."""
+        groups = self.geometry.groups
+        scales = self.weight.to(self._wide).view(-1, groups).index_select(0, rows)
+        return scales if groups == 1 else scales.repeat_interleave(self.geometry.rank // groups, dim=1)
 
     def _coordinates(self, index: Tensor) -> Tensor:
         """(t,) rows -> (t, r) coordinates: one gather for all classes, in plain operators whose sizes are known."""
@@ -313,7 +302,7 @@ class CodedMatrix(Matrix):
         each = torch.tensor([row_bytes for _, row_bytes in geometry.classes], device=device)
         label = torch.zeros_like(place) if labels is None else labels.index_select(0, index).to(torch.int64)
         begin = start[label] + (place - first[label]) * each[label]
-        starts, shifts, masks = (t.index_select(0, label) for t in places_of(self.get_buffer("bits")))
+        starts, shifts, masks, low = (field.index_select(0, label) for field in self.fields)
         at = begin.unsqueeze(1) + starts
         word = torch.zeros_like(starts)
         if codes.numel():
@@ -321,24 +310,13 @@ class CodedMatrix(Matrix):
                 # Beyond the last byte lies nothing that a mask would keep.
                 here = (at + byte).clamp(max=codes.numel() - 1).reshape(-1)
                 word = word | (codes.index_select(0, here).to(torch.int32).view(at.shape) << 8 * byte)
-        low, centers, contexts = (
-            self.get_buffer(name).to(torch.int32).index_select(0, label) for name in ("low", "centers", "contexts")
-        )
-        values = self._values(((word >> shifts) & masks) + low, centers, contexts)
-        scales = self.weight.to(self._wide).view(-1, geometry.groups)
-        scales = scales.index_select(0, label if geometry.scales == "class" else index)
-        if geometry.groups > 1:
-            scales = scales.repeat_interleave(geometry.rank // geometry.groups, dim=1)
-        basis_scale = self._get("basis_scale")
-        found = values * scales
-        return found if basis_scale is None else found * basis_scale.to(found.dtype)
+        tables = (table.index_select(0, label) for table in self._tables())
+        values = self._values(((word >> shifts) & masks) + low, *tables)
+        return values if geometry.scales == "class" else values * self._row_scales(index)
 
-    def _project(self, coordinates: Tensor, columns: Tensor | None = None) -> Tensor:
-        """(..., columns in use) -> (..., d), in the coordinates' type; no ``columns``: all r."""
-        basis, some = self._get("basis"), columns is not None and columns.shape[0] < self.geometry.rank
+    def _project(self, coordinates: Tensor) -> Tensor:
+        """(..., columns in use) -> (..., d), in the coordinates' type."""
+        basis, used = self._get("basis"), coordinates.shape[-1]
         if basis is None:
-            if not some:
-                return coordinates
-            wide = coordinates.new_zeros(*coordinates.shape[:-1], self.geometry.rank)
-            return wide.index_copy(-1, columns.to(torch.int64), coordinates)  # type: ignore[union-attr]
-        return coordinates @ (basis.index_select(0, columns) if some else basis).to(coordinates.dtype)  # type: ignore[arg-type]
+            return F.pad(coordinates, (0, self.geometry.rank - used))
+        return coordinates @ basis[:used].to(coordinates.dtype)

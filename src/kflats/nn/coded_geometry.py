@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.nn.geometry import check_shape, read_count
@@ -145,3 +146,25 @@ def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
     classes = tuple((read_count(rows), read_count(row_bytes)) for rows, row_bytes in spec["classes"])
     counts = {name: read_count(spec[name]) for name in ("rank", "contexts", "levels", "groups")}
     return CodedGeometry((n, d), classes=classes, scales=spec["scales"], basis=spec["basis"], **counts)
+
+
+def contradiction(geometry: CodedGeometry, found: dict[str, Tensor]) -> str:
+    """What in the integers of a matrix, of the right shapes, contradicts its geometry; empty where nothing does."""
+    bits, low = found["bits"].to(torch.int64), found["low"].to(torch.int64)
+    sizes = [rows for rows, _ in geometry.classes]
+    counts = torch.bincount(found["labels"], minlength=len(sizes)).tolist() if "labels" in found else sizes
+    if counts != sizes:
+        return f"row labels do not match the classes (found {counts[:8]}, expected {sizes[:8]})"
+    if (-(-bits.sum(1) // 8)).tolist() != [row_bytes for _, row_bytes in geometry.classes]:
+        return "the bits of the columns do not add up to the bytes of a row"
+    if not bits.numel():
+        return ""
+    if int(bits.max()) > MOST_BITS:
+        return f"a column of more than {MOST_BITS} bits"
+    if int(found["contexts"].max()) >= geometry.contexts:
+        return "a column follows a distribution that is not there"
+    if geometry.levels:
+        lowest, highest = low + geometry.levels // 2, low + (1 << bits) - 1 + geometry.levels // 2
+        if int(lowest.min()) < 0 or int(highest.max()) >= geometry.levels:
+            return "codes reach beyond the levels"
+    return ""

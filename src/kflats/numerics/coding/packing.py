@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 
@@ -124,9 +123,16 @@ def places_of(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return first >> 3, first & 7, (1 << bits) - 1
 
 
-def read_codes(packed: Tensor, starts: Tensor, shifts: Tensor, masks: Tensor) -> Tensor:
-    """(m, row_bytes) uint8 -> (k, m) int32, the codes of the k columns that lie at ``starts`` (see ``places_of``)."""
+def read_codes(packed: Tensor, starts: Tensor, shifts: Tensor, masks: Tensor, span: int = 3) -> Tensor:
+    """(m, row_bytes) uint8 -> (k, m) int32, the codes of the k columns that lie at ``starts`` (see ``places_of``).
+
+    ``span`` is in how many bytes a code may lie, 3 at most.
+    """
     # Columns first: the gather then moves whole blocks. Columns of 0 bits may begin where the row ends.
-    wide = F.pad(packed.T, (0, 0, 0, 3)).to(torch.int32)
-    words = wide[:-2] | (wide[1:-1] << 8) | (wide[2:] << 16)
-    return (words.index_select(0, starts) >> shifts.unsqueeze(1)) & masks.unsqueeze(1)
+    size = packed.shape[1]
+    found = torch.zeros(size + span, len(packed), dtype=torch.int32, device=packed.device)
+    found[:size] = packed.T
+    words = found[: size + 1]
+    for byte in range(1, span):
+        words = words | (found[byte : byte + size + 1] << 8 * byte)
+    return words.index_select(0, starts).bitwise_right_shift_(shifts.unsqueeze(1)).bitwise_and_(masks.unsqueeze(1))
