@@ -107,7 +107,8 @@ def entry_flats(
     Raises:
         KflatsError: whatever ``fit_flats`` refuses.
 
-    >>> a = torch.tensor([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0], [3.0, 3.0, 9.0], [0.0, 0.0, 1.0], [0.0, 0.0, 2.0]])
+    >>> a = torch.cat([torch.ones(50, 8), torch.eye(8)[:1].repeat(50, 1)])
+    >>> a[0, 3] = 10.0    # one wrong entry
     >>> round(entry_flats(a, 2, 1).error, 2)
     9.0
     """
