@@ -35,9 +35,9 @@ class CodedBasis:
         """(r, d) float64."""
         return self.levels.to(torch.float64) * self.scale.to(torch.float64).unsqueeze(1)
 
-    def leading(self, rank: int) -> CodedBasis:
-        """The first ``rank`` rows alone."""
-        return _coded(self.levels[:rank], self.scale[:rank])
+    def kept(self, index: Tensor) -> CodedBasis:
+        """The rows at ``index`` alone."""
+        return _coded(self.levels[index], self.scale[index])
 
 
 def code_basis(directions: Tensor, energies: Tensor, step: float) -> CodedBasis:

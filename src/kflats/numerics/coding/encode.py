@@ -117,15 +117,15 @@ def _estimate(source: Source, scale: Tensor, step: float) -> _Estimate:
     # A centre other than 0 is lost with its direction.
     whole = tally.uu + tally.rows.unsqueeze(1) * frame.centers.square()
     gain = ((whole - error - TRADE * cost) * each).sum(0)
-    paying = (gain > TRADE * (basis.bits + _BASIS_ROW)).nonzero()
-    rank = int(paying.max()) + 1 if len(paying) else 0
-    basis = basis.leading(rank)
+    pays = gain > TRADE * (basis.bits + _BASIS_ROW)
+    kept = pays.nonzero().squeeze(1)
+    basis = basis.kept(kept)
     sizes = torch.bincount(source.labels, minlength=len(scale)) * scale
-    total = float((cost[:, :rank] * each).sum() + basis.bits.sum()) + label_bits(sizes)
-    centers, contexts = frame.centers[:, :rank], quantizer.contexts[:, :rank]
-    live = float((tally.knots[:, :rank, 1:].sum(2) * each).sum())
+    total = float((cost[:, kept] * each).sum() + basis.bits.sum()) + label_bits(sizes)
+    centers, contexts = frame.centers[:, kept], quantizer.contexts[:, kept]
+    live = float((tally.knots[:, kept, 1:].sum(2) * each).sum())
     size = total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables)
-    left = float((torch.cat([error[:, :rank], whole[:, rank:]], dim=1) * each).sum())
+    left = float((torch.where(pays, error, whole) * each).sum())
     return _Estimate(step, size, live, 8 * size + left / TRADE, basis)
 
 
