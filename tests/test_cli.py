@@ -15,10 +15,14 @@ from kflats.cli import app
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.measurements import Statistics
-from kflats.methods import MESSI, SVD, Flats, KMeansSVD
+from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
+from kflats.numerics.entry_em import EntryPower
+from kflats.numerics.loewner import Loewner
+from kflats.numerics.loss import Huber, Power, Truncated
+from kflats.numerics.sketch import LewisSample
 from kflats.options import Asked, recipe_of
 from kflats.plan import Plan
-from kflats.recipe import Recipe
+from kflats.recipe import Recipe, from_json
 from kflats.report import REPORT_FILE, Report
 from kflats.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
 
@@ -341,6 +345,79 @@ def test_options_become_recipes() -> None:
     assert recipe_of(Asked("flats", power=0.75), counted=False) == Recipe(Flats(), ZipfPrior(power=0.75))
     with pytest.raises(KflatsError, match="counts no texts"):
         recipe_of(Asked("flats", importance="zipf"), counted=True)
+
+
+def test_options_of_methods_whose_error_is_no_square() -> None:
+    uniform = {"counted": False}
+    cases = {
+        Asked("robust-svd", p=1): RobustSVD(p=1.0),
+        Asked("robust-svd", p=0.5, ellipsoid="sample"): RobustSVD(p=0.5, ellipsoid=LewisSample()),
+        Asked("robust-svd", ellipsoid="Loewner"): RobustSVD(ellipsoid=Loewner()),
+        Asked("entrywise", p=1.5): Entrywise(p=1.5),
+        Asked("l1"): Entrywise(),
+        Asked("subspace", error="huber 0.5"): Subspace(Huber(0.5)),
+        Asked("messi", error="manhattan"): MESSI(error=EntryPower(1.0)),
+        Asked("messi", 3, error="entries 0.5"): MESSI(3, EntryPower(0.5)),
+    }
+    for asked, method in cases.items():
+        assert recipe_of(asked, **uniform) == Recipe(method, Uniform())
+    assert recipe_of(Asked("flats", error="power 1"), **uniform) == Recipe(Flats(error=Power(1.0)), ZipfPrior())
+    assert recipe_of(Asked(error="truncated 3 median"), counted=True) == Recipe(
+        Flats(error=Truncated(3.0, "median")), TokenCounts()
+    )
+    assert recipe_of(Asked("robust-svd"), counted=False, measured=True) == Recipe(RobustSVD(), RowFisher())
+    assert recipe_of(Asked(error="power 1"), counted=False, measured=True) == Recipe(
+        Flats(error=Power(1.0)), RowFisher()
+    )
+    for asked, message in (
+        (Asked(p=1.0), "--p is of robust-svd, entrywise, not of flats, the default.*--method robust-svd"),
+        (Asked("svd", p=1.0), "--p is of robust-svd, entrywise, not of svd"),
+        (Asked("entrywise", ellipsoid="lewis"), "--ellipsoid is of robust-svd, not of entrywise"),
+        (Asked("robust-svd", error="power 1"), "--error is of flats, messi, subspace"),
+        (Asked("robust-svd", ellipsoid="round"), "no ellipsoid is called 'round'"),
+        (Asked("robust-svd", p=0.0), "RobustSVD cannot use p=0"),
+        (Asked("entrywise", p=3.0), "Entrywise cannot use p=3"),
+        (Asked("subspace", error="power"), "no loss is called 'power'"),
+        (Asked("subspace", error="power 3"), "q=3"),
+        (Asked("subspace", error="huber 1 inch"), "no unit 'inch'"),
+        (Asked("subspace", error=""), "no loss is called ''"),
+        (Asked("subspace", error="manhattan"), "Subspace has no error EntryPower"),
+        (Asked("messi", error="entries one"), "'one' is no number"),
+        (Asked("flats", error="manhattan"), "uniform"),
+        (Asked("robust"), "no method is called 'robust'.*robust-svd"),
+    ):
+        with pytest.raises(KflatsError, match=message):
+            recipe_of(asked, **uniform)
+
+
+@pytest.mark.parametrize(
+    ("options", "method"),
+    [
+        (("--method", "robust-svd", "--p", "1", "--ellipsoid", "lewis"), RobustSVD(p=1.0)),
+        (("--method", "entrywise", "--p", "1"), Entrywise(p=1.0)),
+        (("--method", "flats", "--flats", "2", "--error", "power 1"), Flats(k=2, error=Power(1.0))),
+    ],
+    ids=["robust-svd", "entrywise", "flats"],
+)
+def test_errors_that_are_no_squares_go_through_a_plan_file_into_a_folder(
+    options: tuple[str, ...], method: object, tiny: Path, texts: Path, tmp_path: Path
+) -> None:
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    done = run("plan", tiny, *options, "--texts", texts, "--budget", "60%", "--out", plan)
+    assert done.exit_code == 0, done.output
+    assert Plan.load(plan).decisions[0].recipe == Recipe(method, TokenCounts())
+    done = run("compress", tiny, "--plan", plan, "--texts", texts, "--out", out)
+    assert done.exit_code == 0, done.output
+    assert "own error" in done.stdout
+    (weight,) = Report.load(out).weights
+    assert from_json(weight.method) == method
+    assert weight.own is not None
+    assert 0 < weight.own.error <= weight.own.svd_error * 1.01
+    for given in options[::2]:
+        assert given.removeprefix("--") in refused(
+            "compress", tiny, "--plan", plan, given, "1", "--out", tmp_path / "no"
+        )
+    assert run("compare", tiny, out, "--texts", texts).exit_code == 0
 
 
 def test_what_is_measured_goes_with_svd() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kflats.errors import KflatsError
-from kflats.report import BandReport, FrequencyBin, Report, WeightReport, WorstRow
+from kflats.report import BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
@@ -165,3 +165,16 @@ def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int) -> None
     assert page.count("<td>dense</td>") == kinds
     assert "<script>" not in page
     assert len(overview(replace(report, weights=layers[:1]))) == 1
+
+
+def test_the_method_s_own_norm_has_columns_where_there_is_one(tmp_path: Path) -> None:
+    report = Report("tiny", "60%", (replace(weight(), own=NormError(NASTY, 0.345, 0.456)), weight("b")), 9, 8, 0, "0")
+    text = render(report, tmp_path / "own").read_text(encoding="utf-8")
+    assert "<td>0.345</td><td>0.456</td>" in text
+    assert "SVD's own" in text
+    assert "<td>-</td><td>-</td><td>-</td>" in text
+    assert "<script" not in text
+    rows = re.findall(r"<tr>(?:(?!</tr>).)*</tr>", text.split("</table>")[0], re.S)
+    assert {len(re.findall(r"<t[dh]", row)) for row in rows} == {13}
+    plain = render(replace(report, weights=(weight(),)), tmp_path / "plain").read_text(encoding="utf-8")
+    assert "own error" not in plain

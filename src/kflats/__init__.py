@@ -15,6 +15,8 @@ from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.measure import measure
 from kflats.measurements import Statistics
 from kflats.methods import MESSI, SVD, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
+from kflats.numerics.coreset import Coreset
+from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
@@ -34,8 +36,10 @@ __all__ = [
     "MESSI",
     "SVD",
     "Budget",
+    "Coreset",
     "Dense",
     "ElementFisher",
+    "EntryPower",
     "Entrywise",
     "Flats",
     "Float",

@@ -12,7 +12,7 @@ from kflats.kmeans_svd import KMeansSVD
 from kflats.many_flats import Flats
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.entry_em import EntryPower
-from kflats.numerics.loss import Loss
+from kflats.numerics.loss import Loss, Squared
 from kflats.one_flat import SVD, Dense
 from kflats.problem import Factored, Problem
 from kflats.robust_methods import EllipsoidWay, Entrywise, RobustSVD, Subspace, ellipsoid_of
@@ -35,15 +35,17 @@ __all__ = [
 ]
 
 
-def MESSI(k: int = 5) -> Flats:
+def MESSI(k: int = 5, error: Loss | EntryPower = Squared()) -> Flats:
     """MESSI as published: equal ranks, a random partition to start from. Use it with Uniform().
 
-    What differs is how fast EM runs: between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
+    ``error`` is its "distance functions" (sections 2.1 and E.1): powers, truncated, Manhattan. What differs is how fast
+    EM runs: between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
     """
-    return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100)
+    return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100, error=error)
 
 
 VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense, RobustSVD, Entrywise, Subspace)
+PAIRS: tuple[type, ...] = (SVD, RobustSVD, Entrywise, Subspace)  # whose matrix has one rank for all rows
 PARTS: tuple[type, ...] = (*get_args(EllipsoidWay), *get_args(Loss), EntryPower, Coreset)  # what fields of methods hold
 NAMES: dict[str, Callable[..., Any]] = {
     "svd": SVD,

@@ -40,7 +40,8 @@ ErrorName = Annotated[
     typer.Option(
         "--error",
         metavar="LOSS",
-        help='With flats and subspace: what a distance costs: squared, "power 1", "huber 0.5", "truncated 3 median".',
+        help='With flats, messi and subspace: what a distance costs: squared, "power 1", "huber 0.5", "truncated 3 '
+        'median"; with messi also manhattan.',
     ),
 ]
 FlatCount = Annotated[int | None, typer.Option("--flats", metavar="K", help="Number of flats.")]
@@ -216,7 +217,6 @@ def method_of(asked: Asked, default: str) -> Any:
         KflatsError: an option of another method, or a value that it cannot have.
     """
     from kflats import methods
-    from kflats.numerics.loss import from_name as loss_of
 
     name = (asked.method or default).strip().lower()
     fields_of = methods.options_of(name)
@@ -233,10 +233,34 @@ def method_of(asked: Asked, default: str) -> Any:
     if asked.form not in (None, "factors", "interpolative"):
         raise KflatsError(f"--form {asked.form} is unknown", hint="factors or interpolative")
     if asked.error is not None:
-        options["error"] = loss_of(asked.error)
+        options["error"] = error_of(asked.error)
     if asked.ellipsoid is not None:
         options["ellipsoid"] = methods.ellipsoid_of(asked.ellipsoid)
     return methods.from_name(name, **options)
+
+
+def error_of(text: str) -> Any:
+    """What a distance costs: a loss by its name, or "entries P" and "manhattan" for powers of single entries.
+
+    Raises:
+        KflatsError: no error is called that.
+
+    >>> error_of("power 1"), error_of("manhattan")
+    (Power(q=1.0), EntryPower(p=1.0))
+    """
+    from kflats.numerics.entry_em import EntryPower
+    from kflats.numerics.loss import from_name
+
+    kind, *rest = text.strip().lower().split() or [""]
+    if kind == "manhattan" and not rest:
+        return EntryPower(1.0)
+    if kind == "entries" and len(rest) == 1:
+        try:
+            power = float(rest[0])
+        except ValueError:
+            raise KflatsError(f"--error {text}: {rest[0]!r} is no number", hint='"entries 1"') from None
+        return EntryPower(power)
+    return from_name(text)
 
 
 def statistics_of(path: Path | None) -> Any:

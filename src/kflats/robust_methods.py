@@ -233,8 +233,8 @@ class Subspace(_Pair):
 def ellipsoid_of(name: str) -> EllipsoidWay:
     """The ellipsoid that a command line calls ``name``: one of ``ELLIPSOID_NAMES``, with its defaults.
 
-    >>> ellipsoid_of("lewis")
-    Lewis(iterations=1000, tolerance=1e-06, precision='float64')
+    >>> ellipsoid_of("sample")
+    LewisSample(rows_per_column=10, seed=0)
     """
     make = ELLIPSOID_NAMES.get(name.strip().lower())
     if make is None:

@@ -14,7 +14,7 @@ from torch import nn
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.measured import Measured
-from kflats.methods import SVD, Dense, Flats
+from kflats.methods import PAIRS, SVD, Dense, Flats
 from kflats.nn.layers import FactoredEmbedding
 from kflats.places import Weight, factored_layers, find_weight, find_weights, spellings
 from kflats.recipe import Recipe, as_recipe, brief
@@ -123,7 +123,7 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
             cause="an embedding is read row by row",
             hint='rows="inputs"',
         )
-    if role == "conv2d" and not isinstance(recipe.method, SVD):
+    if role == "conv2d" and not isinstance(recipe.method, PAIRS):
         raise KflatsError(
             f"{type(recipe.method).__name__} cannot be used for {weight.name!r}",
             cause="a convolution becomes two convolutions, which needs a low-rank pair",

@@ -14,7 +14,7 @@ from kflats.allocate import Curve, allocate
 from kflats.budget import Budget, split
 from kflats.calibration import Data
 from kflats.errors import KflatsError, UnreachedError
-from kflats.methods import SVD, Dense
+from kflats.methods import PAIRS, SVD, Dense
 from kflats.places import dense_weight
 from kflats.plan import Decision
 from kflats.prices import Priced, bias_bytes
@@ -198,6 +198,8 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
         note = f"rank {rank} of {item.full}, relative error {lost}"
         if not isinstance(item.recipe.method, SVD):
             note = f"the bytes of rank {rank} of {item.full}"
+            if isinstance(item.recipe.method, PAIRS):
+                note = f"rank {rank} of {item.full}, relative error of an SVD {lost}"
         found[item.weight.name] = Decision(item.weight, item.recipe, choice.cost, _joined(item.note, note))
     return found
 

@@ -123,16 +123,20 @@ def test_equal_seeds_give_equal_factors_and_nothing_given_is_changed(method):
     a, w = table(), torch.rand(120)
     kept = a.clone(), w.clone(), torch.get_rng_state()
     first, again = solve(method, a, 3, w, seed=2), solve(method, a, 3, w, seed=2)
-    assert torch.equal(first.matrix.dense(), again.matrix.dense())
+    assert torch.equal(first.matrix.dense().detach(), again.matrix.dense().detach())
     assert all(torch.equal(was, now) for was, now in zip(kept, (a, w, torch.get_rng_state()), strict=True))
 
 
 @EVERY
 def test_half_precision_rows_are_fitted_at_their_own_values(method):
     stored = table().to(torch.bfloat16)
-    assert torch.equal(solve(method, stored, 3).matrix.dense(), solve(method, stored.float(), 3).matrix.dense())
+    assert torch.equal(
+        solve(method, stored, 3).matrix.dense().detach(), solve(method, stored.float(), 3).matrix.dense().detach()
+    )
     in_half = solve(method, table(), 3).matrix.to(torch.float16)
-    torch.testing.assert_close(in_half.dense().float(), solve(method, table(), 3).matrix.dense(), atol=5e-3, rtol=5e-3)
+    torch.testing.assert_close(
+        in_half.dense().float(), solve(method, table(), 3).matrix.dense().detach(), atol=5e-3, rtol=5e-3
+    )
 
 
 @EVERY
@@ -147,7 +151,7 @@ def test_matrices_of_less_rank_than_columns(method, kind):
         "wide": a.T.contiguous(),
         "zero rows": a * (torch.arange(120) % 3 == 0)[:, None],
     }[kind]
-    dense = solve(method, a, 2).matrix.dense()
+    dense = solve(method, a, 2).matrix.dense().detach()
     assert torch.isfinite(dense).all()
     if kind not in ("wide", "zero rows"):
         torch.testing.assert_close(dense, a, atol=2e-3, rtol=1e-3)
@@ -183,7 +187,7 @@ def test_squares_are_the_svd(method):
     a, w = table(), torch.rand(120, dtype=F64) + 0.1
     for weights in (None, w):
         found, svd = solve(method, a, 4, weights), solve(SVD(), a, 4, weights)
-        torch.testing.assert_close(found.matrix.dense(), svd.matrix.dense(), atol=1e-3, rtol=1e-3)
+        torch.testing.assert_close(found.matrix.dense().detach(), svd.matrix.dense().detach(), atol=1e-3, rtol=1e-3)
         assert found.objective[-1] == pytest.approx(svd.objective[-1], rel=1e-3)
 
 
@@ -192,7 +196,7 @@ def test_the_spectrum_is_that_of_squares_which_no_pair_undercuts(method):
     a, w = table(), torch.rand(120, dtype=F64)
     spectrum = method.spectrum(TensorRows(a), Weighting(left=w))
     torch.testing.assert_close(spectrum, SVD().spectrum(TensorRows(a), Weighting(left=w)))
-    made = solve(method, a, 3, w).matrix.dense()
+    made = solve(method, a, 3, w).matrix.dense().detach()
     assert float((w * (a - made).double().square().sum(1)).sum()) >= float(spectrum[3]) * (1 - 1e-5)
 
 
@@ -200,7 +204,7 @@ def test_transposed_takes_the_columns_and_no_row_weights():
     a = table(9, 120)
     found = solve(RobustSVD(transposed=True), a, 3)
     other = solve(RobustSVD(), a.T.contiguous(), 3)
-    torch.testing.assert_close(found.matrix.dense(), other.matrix.dense().T, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(found.matrix.dense().detach(), other.matrix.dense().detach().T, atol=1e-5, rtol=1e-4)
     with pytest.raises(KflatsError, match=r"cannot take row weights.*outputs"):
         solve(RobustSVD(transposed=True), a, 3, torch.ones(9))
 
