@@ -26,7 +26,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid, check_power, empty, lifted
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
-from kflats.numerics.whitening import narrow, row_lengths, row_space, too_different
+from kflats.numerics.whitening import narrow, row_lengths, row_space, symmetric, too_different
 
 Precision = Literal["mixed", "float64"]
 
@@ -175,7 +175,7 @@ def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float
         if not last:
             norms = torch.where(alive[part], ((0.5 - 1 / p) * new + log_tau / 2).exp() / sizes, 0.0)
             white *= norms.to(dtype).unsqueeze(1)
-            gram += white.T @ white
+            gram += symmetric(white)
     log_tau, new = torch.cat(parts, dim=1).where(alive, -math.inf)
     shift = math.log(len(gram)) - float(torch.logsumexp(new, 0))
     turn = gram if last else _inverse_root(gram) * math.exp((1 / p - 0.5) * shift)

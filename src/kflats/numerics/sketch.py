@@ -20,7 +20,7 @@ from kflats.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid, certified, check_power, empty, lifted
 from kflats.numerics.lewis import Lewis, State, iterate, lewis_weights, sweep
 from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, as_rows, check_finite
-from kflats.numerics.whitening import narrow, row_lengths, row_space
+from kflats.numerics.whitening import narrow, row_lengths, row_space, too_different
 
 
 @dataclass(frozen=True)
@@ -145,5 +145,9 @@ class LewisSample:
         sums = chance.cumsum(0)
         index = torch.searchsorted(sums, draws * sums[-1]).clamp_max(len(chance) - 1).sort().values
         index = index[chance[index] > 0]
-        coarse = Lewis(tolerance=0.01)  # the sample itself is farther off
-        return coarse.fit(ScaledRows(PartOfRows(rows, index), (count * chance[index]).pow(-1 / p)), p)
+        factors = (chance[index] / chance[index].min()).pow(-1 / p)  # up to a common one, which no weight depends on
+        try:
+            # The sample itself is farther off than this tolerance.
+            return Lewis(tolerance=0.01).fit(ScaledRows(PartOfRows(rows, index), factors), p)
+        except KflatsError as error:
+            raise too_different(lengths) from error  # by its number in the whole matrix

@@ -1,0 +1,254 @@
+"""Algorithm 1 of the Robust SVD paper does what its (corrected) theorems say, and what the printed ones get wrong."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kflats.errors import KflatsError
+from kflats.numerics.lewis import Lewis
+from kflats.numerics.loewner import Loewner, _cut
+from kflats.numerics.robust import robust_svd
+from kflats.numerics.rows import TensorRows
+from kflats.numerics.sketch import LewisSample, Sketch
+from kflats.numerics.svd import truncated_svd
+
+F64 = torch.float64
+WAYS = {"lewis": Lewis(), "sample": LewisSample(), "loewner": Loewner(), "sketch": Sketch()}
+
+
+def draw(n, d, seed=0, dtype=F64):
+    a = torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=F64) * torch.linspace(
+        2, 0.2, d, dtype=F64
+    )
+    return a.to(dtype)
+
+
+def powers(a, p):
+    return float((np.abs(a.to(F64).numpy()) ** p).sum())
+
+
+def built(found):
+    return found.coordinates.to(F64) @ found.basis.to(F64)
+
+
+# Algorithm 1
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("p", [1.0, 1.5, 2.0, 3.0])
+def test_the_error_lies_between_its_bounds(way, p):
+    a = draw(300, 6)
+    for k in (1, 3, 5):
+        found = robust_svd(a, k, p, ellipsoid=way)
+        assert found.error == pytest.approx(powers(a - built(found), p))
+        assert found.total == pytest.approx(powers(a, p))
+        assert found.error_at_least <= found.error * (1 + 1e-9)
+        assert found.error <= found.error_at_most * (1 + 1e-9)
+        assert found.error_at_most == pytest.approx(found.bound * found.error_at_least)
+        # Theorem 5, with the sigma its proof gives.
+        assert found.error_at_most <= found.bound * 6 * float(found.axes[k]) ** p * (1 + 1e-9)
+
+
+@settings(max_examples=25)
+@given(p=st.floats(0.3, 4), seed=st.integers(0, 10**6), k=st.integers(1, 4), n=st.integers(5, 60))
+def test_the_bounds_hold_on_any_matrix(p, seed, k, n):
+    a = draw(n, 5, seed)
+    found = robust_svd(a, k, p, ellipsoid=Lewis(iterations=5))
+    assert found.error_at_least * (1 - 1e-6) <= powers(a - built(found), p) <= found.error_at_most * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 3.0])
+def test_the_split_is_of_u_d_v(p):
+    """U = A V D^-1, and each factor takes the root of D."""
+    a, k = draw(200, 6), 4
+    found = robust_svd(a, k, p)
+    d, v = found.ellipsoid.axes, found.ellipsoid.directions
+    u = a @ v.T / d
+    torch.testing.assert_close(u * d @ v, a)
+    torch.testing.assert_close(found.coordinates, u[:, :k] * d[:k].sqrt())
+    torch.testing.assert_close(found.basis, d[:k].sqrt().unsqueeze(1) * v[:k])
+    torch.testing.assert_close(built(found), a @ v[:k].T @ v[:k])  # an orthogonal projection of the rows
+
+
+def test_at_2_it_is_the_svd():
+    a = draw(80, 7)
+    for k in (1, 4):
+        ours, svd = robust_svd(a, k, 2.0), truncated_svd(a, k)
+        torch.testing.assert_close(built(ours), svd.coordinates @ svd.basis)
+        assert ours.error == pytest.approx(svd.error)
+        assert ours.error_at_least == pytest.approx(ours.error_at_most)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_at_full_rank_nothing_is_lost(p, transposed):
+    for a in (draw(60, 5), draw(5, 60), draw(6, 6)):
+        found = robust_svd(a, min(a.shape), p, transposed=transposed)
+        torch.testing.assert_close(built(found), a)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 3.0])
+def test_remark_8_on_a_tall_matrix_is_the_svd(p):
+    a = draw(90, 6)
+    found, svd = robust_svd(a, 3, p, transposed=True), truncated_svd(a, 3)
+    torch.testing.assert_close(built(found), svd.coordinates @ svd.basis)
+    assert found.coordinates.shape == (90, 3)
+    wide = robust_svd(a.T, 3, p, transposed=True)
+    torch.testing.assert_close(built(wide), built(robust_svd(a, 3, p)).T)
+    assert wide.error_at_least <= wide.error <= wide.error_at_most
+
+
+def test_a_weight_of_3_is_three_copies():
+    a = draw(60, 4)
+    weights = torch.randint(0, 4, (60,), generator=torch.Generator().manual_seed(1)).to(F64)
+    copies = a.repeat_interleave(weights.to(torch.int64), dim=0)
+    for p in (0.5, 1.0, 3.0):
+        weighted = robust_svd(a, 2, p, weights=weights, ellipsoid=Lewis(tolerance=1e-10))
+        repeated = robust_svd(copies, 2, p, ellipsoid=Lewis(tolerance=1e-10))
+        torch.testing.assert_close(weighted.axes, repeated.axes, rtol=1e-6, atol=0)
+        assert weighted.error == pytest.approx(repeated.error, rel=1e-6)
+        assert weighted.total == pytest.approx(repeated.total)
+        assert weighted.error_at_least <= weighted.error <= weighted.error_at_most
+        # A row that counts nothing still gets its projection.
+        v = weighted.ellipsoid.directions[:2]
+        torch.testing.assert_close(built(weighted), a @ v.T @ v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_stored_types(dtype):
+    a = draw(200, 5, dtype=dtype)
+    found = robust_svd(a, 3, 1.0)
+    assert found.coordinates.dtype == found.basis.dtype == torch.float32
+    assert found.error == pytest.approx(robust_svd(a.to(F64), 3, 1.0).error, rel=1e-4)
+    assert robust_svd(TensorRows(a), 3, 1.0).error == found.error
+
+
+def test_beyond_the_rank_there_are_zeros():
+    a = draw(40, 2) @ draw(2, 6, 1)
+    found = robust_svd(a, 4, 1.0)
+    assert len(found.axes) == 2
+    assert (found.basis[2:] == 0).all()
+    torch.testing.assert_close(built(found), a)
+    nothing = robust_svd(torch.zeros(9, 3), 2, 1.0)
+    assert nothing.error == nothing.total == nothing.error_at_most == 0
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_bad_requests(transposed):
+    a = draw(30, 4)
+    for rank in (0, 5):
+        with pytest.raises(KflatsError, match=r"outside 1\.\.4"):
+            robust_svd(a, rank, 1.0, transposed=transposed)
+    for p in (0.0, -2.0, math.inf, math.nan):
+        with pytest.raises(KflatsError, match="no power of a norm"):
+            robust_svd(a, 2, p, transposed=transposed)
+    with pytest.raises(KflatsError, match="NaN"):
+        robust_svd(a.log(), 2, 1.0, transposed=transposed)
+    with pytest.raises(KflatsError, match="all row weights are zero"):
+        robust_svd(a, 2, 1.0, weights=torch.zeros(30), transposed=transposed)
+    with pytest.raises(KflatsError, match="transposed"):
+        robust_svd(a, 2, 1.0, weights=torch.ones(30), transposed=True)
+
+
+# Robustness
+
+
+def test_outlying_rows_hardly_move_it():
+    """Rank 20 plus noise, 5 % of the rows replaced: at p = 1/2 a fifth of the SVD's distance to the clean matrix."""
+    gen = torch.Generator().manual_seed(0)
+    signal = torch.randn(1500, 20, generator=gen) @ torch.randn(20, 60, generator=gen)
+    clean = signal + 0.1 * signal.std() * torch.randn(1500, 60, generator=gen)
+    noise = float((clean - signal).norm())
+    a = clean.clone()
+    hit = torch.randperm(1500, generator=gen)[:75]
+    a[hit] = 20 * signal.std() * (2.0 * torch.randint(2, (75, 60), generator=gen) - 1)
+    kept = torch.ones(1500, dtype=torch.bool)
+    kept[hit] = False
+
+    def far(found):
+        return float((built(found) - signal)[kept].norm()) / noise
+
+    svd = truncated_svd(a, 20)
+    by_svd = float((svd.coordinates @ svd.basis - signal)[kept].norm()) / noise
+    assert far(robust_svd(a, 20, 0.5)) <= by_svd / 5
+    assert far(robust_svd(a, 20, 0.5)) <= 1.0
+    assert far(robust_svd(a, 20, 1.0)) < by_svd
+
+
+# What the paper prints, and what is so
+
+
+def test_theorem_5s_lower_bound_is_false():
+    """d sigma_d^p <= error: at p = 2, k = d - 1 the error is sigma_d^2 itself, d times less."""
+    a = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+    found = robust_svd(a, 2, 2.0)
+    assert found.error == pytest.approx(1.0)
+    assert 3 * float(found.axes[-1]) ** 2 == pytest.approx(3.0)
+    assert found.error < 3 * float(found.axes[-1]) ** 2
+
+
+def test_theorem_5s_upper_bound_needs_the_next_sigma():
+    """Printed with sigma_k; its proof gives sigma_(k+1), smaller by what the cut is made at."""
+    a = torch.diag(torch.tensor([100.0, 1.0])).repeat(2, 1)
+    found = robust_svd(a, 1, 1.0)
+    printed, proved = (2**1.5 * float(found.axes[k]) for k in (0, 1))
+    assert found.error <= found.error_at_most <= proved < printed / 90
+
+
+def test_line_4_must_square_the_radius():
+    """For A = I/10, ||Ax||_1 <= 1 reaches 10; the least enclosing ball is F = 100 I, and F = r I stops at sqrt 10."""
+    x = torch.tensor([10.0, 0.0], dtype=F64)
+    a = torch.eye(2, dtype=F64) / 10
+    assert float((a @ x).abs().sum()) == 1
+    assert float(x @ x) / 10.0 > 1
+    assert float(x @ x) / 10.0**2 <= 1
+
+
+def test_the_printed_cut_loses_a_part_of_the_body():
+    """A vertex of E/d allows a cut as shallow as 1/d of the width; the printed step supposes 1/(d+1)."""
+    depth = 0.45  # between 1/3 and 1/2
+    ball, slope, center = torch.eye(2, dtype=F64), torch.tensor([1.0, 0.0], dtype=F64), torch.zeros(2, dtype=F64)
+    point = torch.tensor([depth, math.sqrt(1 - depth**2)], dtype=F64)  # in the ball and in the halfspace
+
+    def place(shape, moved):
+        return float((point - moved) @ torch.linalg.solve(shape, point - moved))
+
+    assert place(*_cut(ball, center, slope, 1 / 3)) == pytest.approx(1.057, abs=1e-3)
+    assert place(*_cut(ball, center, slope, depth)) <= 1
+
+
+def test_the_printed_constants_are_those_of_a_cut_at_one_over_d_plus_1():
+    for d in (2, 5, 8):
+        ball, slope = torch.eye(d, dtype=F64), torch.eye(d, dtype=F64)[0]
+        z, tau = 1 / (d + 1) ** 2, 2 / (d * (d + 1))
+        sigma, zeta = d**3 * (d + 2) / ((d + 1) ** 3 * (d - 1)), 1 + 1 / (2 * d**2 * (d + 1) ** 2)
+        shape, moved = _cut(ball, torch.zeros(d, dtype=F64), slope, 1 / (d + 1))
+        torch.testing.assert_close(shape, zeta * sigma * (ball - tau * torch.outer(slope, slope)))
+        torch.testing.assert_close(moved, -z * slope)
+
+
+def test_the_printed_gradient_is_not_one():
+    """Lines 8 and 18 divide |a_ij x_j| by |a_i'x|: near a row's zero that grows without bound, where the gradient's
+    norm stays that of a row."""
+    a = torch.tensor([[1.0, 1.0], [1.0, 2.0]], dtype=F64)
+    for gap in (1e-2, 1e-4, 1e-6):
+        x = torch.tensor([1.0, gap - 1.0], dtype=F64)
+        y = a @ x
+        printed = (a * x / y.abs().unsqueeze(1)).sum(0)
+        assert float(printed.norm()) > 1 / gap
+        assert float((a.T @ y.sign()).norm()) <= 4
+
+
+def test_a_square_matrix_leaves_nothing_to_iterate():
+    """The body is the image of an lp ball, and the ball around that is the image of a ball: the SVD, for every p."""
+    a = draw(5, 5)
+    for p in (1.0, 1.5, 3.0):
+        found, svd = robust_svd(a, 2, p, ellipsoid=Loewner()), truncated_svd(a, 2)
+        torch.testing.assert_close(built(found), svd.coordinates @ svd.basis)
+        torch.testing.assert_close(built(robust_svd(a, 2, p)), svd.coordinates @ svd.basis)
