@@ -18,7 +18,7 @@ that falls is the one that they belong to. It is never less than the loss itself
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,31 +112,43 @@ def _uniform(
         if grams is None:
             grams = cluster_grams(rows, start.labels, k, reweighted(loss, norms2, cloud), halved=True)
         bases = tuple(leading_basis(gram, rank, rows.dtype) for gram in grams)
-    step = assign(rows, bases, norms2, margins=k > 1)
-    best, history, converged = step, [_total(loss, step.dist2, cloud)], False
-    squares = _Squares(cloud, loss, bases, step)
-    if progress:
-        progress("em", 0, history[0])
-    iteration = 1
-    while iteration < limit:
-        iteration += squares.lower_(step, tolerance, limit - iteration, iteration, progress)
-        if iteration >= limit:
-            break
-        step = assign(rows, squares.bases, norms2, margins=k > 1)
+    history: list[float] = []
+    iteration = 0
+    while True:
+        step = assign(rows, bases, norms2, margins=k > 1)
         value = _total(loss, step.dist2, cloud)
         if progress:
             progress("em", iteration, value)
         iteration += 1
-        small = squares.bound - value <= tolerance * value
-        if value < history[-1]:
+        if not history or value < history[-1]:
             history.append(value)
-            best, bases = step, squares.bases
-        if small or value > history[-1]:
-            converged = True
-            break
-        if squares.bound_at(step.dist2) - value > LOOSE * tolerance * value:
-            squares = _Squares(cloud, loss, bases, step)
-    return _finished(cloud, k, rank, loss, bases, best, history, converged)
+        best, small = step, False
+        squares = _Squares(cloud, loss, bases, step)
+        while iteration < limit and not small:
+            iteration += squares.lower_(step, tolerance, limit - iteration, iteration, progress)
+            if iteration >= limit:
+                break
+            step = assign(rows, squares.bases, norms2, margins=k > 1)
+            value = _total(loss, step.dist2, cloud)
+            if progress:
+                progress("em", iteration, value)
+            iteration += 1
+            small = squares.bound - value <= tolerance * value or value >= history[-1]
+            if value < history[-1]:
+                history.append(value)
+                best, bases = step, squares.bases
+            if not small and squares.bound_at(step.dist2) - value > LOOSE * tolerance * value:
+                squares = _Squares(cloud, loss, bases, step)
+        last = history[-1]
+        solved = _solved(cloud, k, rank, loss, bases, best)
+        value = _total(loss, solved.dist2, cloud)
+        if value < last:
+            history.append(value)
+            bases = solved.bases
+        # Subspace iteration creeps where eigenvalues are close: converged only where solving gains nothing either.
+        converged = small and last - value <= tolerance * last
+        if converged or iteration >= limit:
+            return FlatsFit(best.labels, bases, solved.spectra, tuple(history), converged, loss=loss)
 
 
 class _Squares:
@@ -189,32 +201,27 @@ class _Squares:
         self.stale = set()
 
 
-def _finished(
-    cloud: Cloud,
-    k: int,
-    rank: int,
-    loss: Loss,
-    bases: tuple[Tensor, ...],
-    step: Assignment,
-    history: list[float],
-    converged: bool,
-) -> FlatsFit:
-    """An exact M-step at the distances reached, kept if the loss falls."""
+@dataclass(frozen=True)
+class _Solved:
+    """``bases`` of an exact M-step, the ``spectra`` they come from, and (n,) squared distances ``dist2`` to them."""
+
+    bases: tuple[Tensor, ...]
+    spectra: Tensor
+    dist2: Tensor
+
+
+def _solved(cloud: Cloud, k: int, rank: int, loss: Loss, bases: tuple[Tensor, ...], step: Assignment) -> _Solved:
+    """The exact M-step at the distances of ``step``."""
     rows, labels = cloud.rows, step.labels
     grams = cluster_grams(rows, labels, k, reweighted(loss, step.dist2, cloud), halved=True)
-    solved = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
-    spectra = torch.stack([values for values, _ in solved])
-    exact = tuple(vectors.to(rows.dtype) for _, vectors in solved)
+    found = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
+    exact = tuple(vectors.to(rows.dtype) for _, vectors in found)
     dist2 = torch.zeros_like(step.dist2)
     for c, basis in enumerate(exact):
         inside = (labels == c).nonzero().squeeze(1)
         if len(inside):
             dist2[inside] = assign(PartOfRows(rows, inside), (basis,), cloud.norms2[inside]).dist2
-    value = _total(loss, dist2, cloud)
-    if value < history[-1]:
-        history.append(value)
-        bases = exact
-    return FlatsFit(labels, bases, spectra, tuple(history), converged, loss=loss)
+    return _Solved(exact, torch.stack([values for values, _ in found]), dist2)
 
 
 def _filled(
