@@ -132,7 +132,7 @@ def table_for(symbols: Tensor) -> Tables:
     """One table, for the symbols given, of any shape.
 
     >>> table_for(torch.tensor([0, 0, -1])).frequencies(0).tolist()
-    [2516582, 8388608, 2516582]
+    [4987896, 16777216, 4987896]
     """
     magnitudes = symbols.flatten().to(torch.int64).abs()
     counts = torch.bincount(nearest_knot().to(torch.int64)[magnitudes], minlength=len(KNOTS))
