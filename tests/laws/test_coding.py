@@ -156,7 +156,7 @@ def test_a_budget_is_met_from_below_to_one_percent(table, bits):
 
 @pytest.mark.parametrize(("bits", "weighted"), [(1.0, False), (4.0, False), (2.0, True), (3.0, True)])
 def test_near_the_gaussian_bound(bits, weighted):
-    """Symbols and distributions of a true Gaussian, for which .254 bits at high rates are all that scalars can do; where
+    """Symbols and distributions of a true Gaussian, for which .254 bits at high rates are all scalars can do; where
     every row has a weight of its own, .03 more for sharing its class's step.
 
     Labels and basis do not grow with both n and d: they are counted on a real table by benchmarks/coding_bound.py.
