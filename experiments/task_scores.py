@@ -175,12 +175,15 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
     at = {(r["task"], r["method"]): r["score"] for r in rows}
     names = list(dict.fromkeys(r["method"] for r in rows))
     sizes = {r["parameters"] for r in rows}
-    lines = [["before", *(f"{a['before']:.3f}" for a in about.values()), mean([a["before"] for a in about.values()])]]
-    same = [constant(task, asked) for task in about]
-    lines.append(["always the commonest answer", *(f"{v:.3f}" for v in same), mean(same)])
-    for name in names:
-        values = [at[task, name] for task in about]
-        lines.append([name, *(f"{v:.3f}" for v in values), mean(values)])
+    same = {task: constant(task, asked) for task in about}
+    # What the original has not learned cannot be lost, and would only add noise to averages.
+    learned = [task for task, a in about.items() if a["before"] > same[task]]
+    scores = {"before": {task: a["before"] for task, a in about.items()}, "always the commonest answer": same}
+    scores |= {name: {task: at[task, name] for task in about} for name in names}
+    lines = [
+        [name, *(f"{row[task]:.3f}" for task in about), mean([row[task] for task in learned])]
+        for name, row in scores.items()
+    ]
     told = [f"{task}: {a['metric']}, {a['n']:,} dev examples, fine-tuned {a['training']}" for task, a in about.items()]
     limits = (
         f"judged on at most {asked.judged} dev examples of each" if asked.judged else "judged on the whole dev split"
@@ -194,8 +197,13 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
             + "\n\n"
             + "\n".join(f"- {line}" for line in told),
             markdown(["method", *about, "average"], lines),
-            "A score at or below that of the commonest answer says that nothing of the task is left.",
-            remarks(at, about, names),
+            "A score at or below that of the commonest answer says that nothing of the task is left."
+            + "".join(
+                f" {task} is left out of averages and of what follows: the original itself is not above it."
+                for task in about
+                if task not in learned
+            ),
+            remarks(at, {task: about[task] for task in learned}, names),
         ]
     )
 

@@ -62,7 +62,8 @@ class Objective:
         inputs = dict(batch) if labelled else {k: v for k, v in batch.items() if k != "labels"}
         outputs = model(**inputs)
         if labelled and bool((batch["labels"] == IGNORED).all()):
-            return 0.0 * outputs.logits.sum()  # a batch of words that are not there says nothing; a mean of none is NaN
+            nothing: Tensor = 0.0 * outputs.logits.sum()  # the mean over no words at all would be NaN
+            return nothing
         if self.teacher is None:
             return _task_loss(outputs)
         inputs.pop("labels", None)
