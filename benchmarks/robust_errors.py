@@ -1,4 +1,4 @@
-"""Other errors than squares, minimised: l1 of the real table 18 % below SVD's; 3 % wrong entries 1/15, 5 % rows 1/5.
+"""Other errors than squares, minimised: l1 of the real table, 3 % wrong entries and 5 % wrong rows, against the SVD.
 
 Real: the 30522 x 384 embedding table at rank d/2; the sum of |A - UV| against the SVD's of the same rank. Planted:
 rank-20 signal of standard deviation 1 and noise of .1 (5000 x 384); 3 % of the entries, or 5 % of the rows, are

@@ -134,7 +134,8 @@ def test_three_per_cent_of_wrong_entries(solver, p, dtype):
     assert made.converged
     assert distance(made) < distance(truncated_svd(a, 10)) / 15
     floor = distance(truncated_svd(clean + (0.1 * draw(1000, 120, 3)), 10))
-    assert distance(made) < (1.25 if p == 1 else 1.75) * floor
+    # Under Gaussian noise the median's variance is pi / 2 of the mean's; below p = 1 it is larger still.
+    assert distance(made) < (1.45 if p == 1 else 1.8) * floor
 
 
 @pytest.mark.parametrize("solver", ["admm", "irls"])

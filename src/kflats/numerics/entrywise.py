@@ -114,9 +114,9 @@ def entrywise_low_rank(
     if chosen == "svd":
         found = replace(begun, objective=(begun.error(inside, p),), converged=True)
     elif chosen == "admm":
-        found = admm(inside, begun, tolerance, max_iterations, progress)
+        found = admm(inside, begun, tolerance, max_iterations, progress, entries=scaled.entries)
     else:
-        found = irls(inside, begun, p, tolerance, max_iterations, progress)
+        found = irls(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries)
     coordinates, basis = (found.basis.T, found.coordinates.T) if scaled.turned else (found.coordinates, found.basis)
     coordinates, basis = _ordered(coordinates, basis)
     coordinates, basis = (coordinates * scaled.back.unsqueeze(1)).to(rows.dtype), basis.to(rows.dtype)
@@ -130,11 +130,13 @@ def entrywise_low_rank(
 @dataclass(frozen=True)
 class _Scaled:
     """diag(w^(1/p)) A / s, entries of mean about 1; ``back`` (n,): what brings coordinates to the rows as given (0 for
-    idle rows); ``unit``: what brings objectives back; ``turned``: it is the transpose that is fitted, n < d."""
+    idle rows); ``unit``: what brings objectives back; ``entries``: those that count; ``turned``: it is the transpose
+    that is fitted, n < d."""
 
     rows: Rows
     back: Tensor
     unit: float
+    entries: int
     turned: bool
 
 
@@ -154,7 +156,8 @@ def _scaled(rows: Rows, weights: Tensor | None, p: float) -> _Scaled | None:
     if total == 0:
         return None
     # A power of two: a matrix scaled by one is fitted bit by bit as before.
-    size = 2.0 ** round(math.log2(total / (n * d)))
+    entries = int((factor > 0).sum()) * d
+    size = 2.0 ** round(math.log2(total / entries))
     unit = size**p * (1.0 if weights is None else float(weights.max()))
     back = torch.where(factor > 0, size / factor.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
     inside: Rows = ScaledRows(rows, factor / size)
@@ -162,7 +165,7 @@ def _scaled(rows: Rows, weights: Tensor | None, p: float) -> _Scaled | None:
         inside = MetricRows(inside, torch.ones(d), torch.float64)
     if n < d:
         inside = TensorRows(torch.cat([block for _, block in inside.blocks(BLOCK)]).T.contiguous())
-    return _Scaled(inside, back, unit, n < d)
+    return _Scaled(inside, back, unit, entries, n < d)
 
 
 def _ordered(coordinates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

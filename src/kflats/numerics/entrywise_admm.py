@@ -30,11 +30,20 @@ SPLIT = 0.1
 """Converged only where L + E misses A by less than this share of the sum of |A - L|."""
 
 
-def admm(rows: Rows, start: Factors, tolerance: float, limit: int, progress: Progress | None) -> Factors:
-    """The lowest L = U V on the way; entries of A are about 1 in size."""
+def admm(
+    rows: Rows,
+    start: Factors,
+    tolerance: float,
+    limit: int,
+    progress: Progress | None,
+    *,
+    entries: int | None = None,
+) -> Factors:
+    """The lowest L = U V on the way; the ``entries`` of A that count, by default all,
+    are about 1 in size."""
     n, d = rows.shape
     best, history = start, [start.error(rows, 1.0)]
-    unit = history[0] / (n * d)
+    unit = history[0] / (entries or n * d)
     if unit <= 8 * torch.finfo(rows.dtype).eps:  # rounding: the rank is large enough to hold A
         return Factors(start.coordinates, start.basis, (history[0],), True)
     table = torch.empty(n, d, dtype=rows.dtype, device=rows.device)

@@ -29,10 +29,20 @@ START, SHRINK, LEAST = 0.3, 0.93, 0.003
 be: .8 an iteration ends 1 % higher."""
 
 
-def irls(rows: Rows, start: Factors, p: float, tolerance: float, limit: int, progress: Progress | None) -> Factors:
-    """The lowest U V on the way; entries of A are about 1 in size."""
+def irls(
+    rows: Rows,
+    start: Factors,
+    p: float,
+    tolerance: float,
+    limit: int,
+    progress: Progress | None,
+    *,
+    entries: int | None = None,
+) -> Factors:
+    """The lowest U V on the way; the ``entries`` of A that count, by default all,
+    are about 1 in size."""
     n, d = rows.shape
-    unit = start.error(rows, 1.0) / (n * d)
+    unit = start.error(rows, 1.0) / (entries or n * d)
     best, history = start, [start.error(rows, p)]
     if unit <= 8 * torch.finfo(rows.dtype).eps:  # rounding: the rank is large enough to hold A
         return Factors(start.coordinates, start.basis, (history[0],), True)

@@ -85,10 +85,7 @@ def refit_l1(
         turned, lift = _orthonormal(held, rows.dtype)
         found = [_fit(block, turned, tolerance, max_iterations) for _, block in rows.blocks(BLOCK)]
         made = torch.cat([part.coordinates for part in found]) @ lift
-        errors, bounds = (torch.cat(list(x)) for x in zip(*((f.errors, f.bounds) for f in found), strict=True))
-        if factors is not None:
-            errors, bounds = errors * factors, bounds * factors
-        return _done(made, held.to(rows.dtype), errors, bounds, tolerance)
+        return _done(made, held.to(rows.dtype), found, factors, tolerance)
     assert coordinates is not None
     held = _checked(coordinates, (n, None), "coordinates").to(rows.device)
     weighed = held.to(torch.float64) if factors is None else held.to(torch.float64) * factors.unsqueeze(1)
@@ -98,20 +95,23 @@ def refit_l1(
     size = max(1, _NUMBERS // n)
     found = [_fit(block, turned, tolerance, max_iterations) for _, block in table.blocks(size)]
     made = (torch.cat([part.coordinates for part in found]) @ lift).T.contiguous()
-    errors, bounds = (torch.cat(list(x)) for x in zip(*((f.errors, f.bounds) for f in found), strict=True))
-    return _done(held.to(rows.dtype), made, errors, bounds, tolerance)
+    return _done(held.to(rows.dtype), made, found, None, tolerance)
 
 
-def _done(coordinates: Tensor, basis: Tensor, errors: Tensor, bounds: Tensor, tolerance: float) -> Refit:
-    error, bound = float(errors.sum()), float(bounds.sum())
-    return Refit(coordinates, basis, error, bound, error - bound <= tolerance * error)
+def _done(coordinates: Tensor, basis: Tensor, found: list[_Block], weights: Tensor | None, tolerance: float) -> Refit:
+    sums = [torch.cat([getattr(part, name) for part in found]) for name in ("errors", "bounds", "rounding")]
+    error, bound, rounding = (float(x.sum() if weights is None else (weights * x).sum()) for x in sums)
+    return Refit(coordinates, basis, error, bound, error - bound <= tolerance * error + rounding)
 
 
 @dataclass(frozen=True)
 class _Block:
+    """Coordinates (m, q) of the rows of a block, what they leave, what no others go below, and what is rounding."""
+
     coordinates: Tensor
     errors: Tensor
     bounds: Tensor
+    rounding: Tensor
 
 
 def _fit(block: Tensor, basis: Tensor, tolerance: float, limit: int) -> _Block:
@@ -135,7 +135,7 @@ def _fit(block: Tensor, basis: Tensor, tolerance: float, limit: int) -> _Block:
             bounds = torch.maximum(bounds, _proved(block, basis, part.clamp(-size, size) / size))
             if bool((errors - bounds <= tolerance * errors + rounding).all()):
                 break
-    return _Block(coordinates, errors, torch.minimum(bounds, errors))
+    return _Block(coordinates, errors, torch.minimum(bounds, errors), rounding)
 
 
 def _proved(block: Tensor, basis: Tensor, multipliers: Tensor) -> Tensor:
