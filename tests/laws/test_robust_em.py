@@ -213,8 +213,9 @@ def test_row_order_changes_rounding_only(loss, shape):
     order = torch.randperm(300, generator=generator(9))
     one = robust_em(cloud_of(a, w), shape, loss, Start(labels), tolerance=1e-3)
     other = robust_em(cloud_of(a[order], w[order]), shape, loss, Start(labels[order]), tolerance=1e-3)
-    # Whole ranks may turn a last bit into a coordinate.
-    assert other.error == pytest.approx(one.error, rel=1e-6 if shape.rank else 2e-2)
+    assert other.objective[0] == pytest.approx(one.objective[0], rel=1e-6)
+    if shape.rank:  # ranks are whole numbers: a last bit may become a coordinate, and that another local minimum
+        assert other.error == pytest.approx(one.error, rel=1e-6)
 
 
 @EVERY
