@@ -415,7 +415,8 @@ def test_sampled_rows_are_nearly_as_good_as_all(p):
         found = LewisSample().fit(a, p)
         holds(a, found, slack=1e-5)
         assert found.bound <= 2 * found.rank ** abs(1 - p / 2)
-        assert distortion_found(a, found).ratio <= 1.2 * distortion_found(a, Lewis().fit(a, p)).ratio
+        most = 1.2 if p <= 2 else 1.5  # sums of high powers hang on few rows
+        assert distortion_found(a, found).ratio <= most * distortion_found(a, Lewis().fit(a, p)).ratio
 
 
 def test_a_sample_that_misses_a_direction_says_so():

@@ -93,9 +93,10 @@ class Sketch:
 class LewisSample:
     """Lewis weights of ``rows_per_column`` x d sampled rows, then one iteration on all: a third of ``Lewis``' time.
 
-    Half of the rows are drawn evenly, half by |a|^p, and scaled so that sums of powers keep their expectation. The
-    ellipsoid is certified on the whole matrix, with a constant some ten per cent above r^|1-p/2| (a row, not the sum,
-    decides it); the distortion found is that of ``Lewis``. A matrix with no more rows than that is taken whole.
+    Half of the rows are drawn evenly, half by |a|^min(p, 2), and scaled so that sums of powers keep their expectation.
+    The ellipsoid is certified on the whole matrix, with a constant tens of per cent above r^|1-p/2| (a row, not the
+    sum, decides it); the distortion found is that of ``Lewis``, for p > 2 somewhat more. A matrix with no more rows
+    than that is taken whole.
 
     >>> rows = torch.randn(4000, 5, generator=torch.Generator().manual_seed(0))
     >>> LewisSample().fit(rows, 1.0).bound < 1.5 * 5**0.5
