@@ -78,7 +78,8 @@ def test_wrong_entries_do_not_turn_flats(p):
 
 
 def test_one_flat_is_an_entrywise_low_rank():
-    a = torch.randn(80, 10, generator=generator())
+    gen = generator()  # a flat that is there: pure noise has many minima, and the two solvers end in different ones
+    a = torch.randn(80, 3, generator=gen) @ torch.randn(3, 10, generator=gen) + 0.1 * torch.randn(80, 10, generator=gen)
     assert entry_flats(a, 1, 3, max_iterations=60, tolerance=1e-5).error == pytest.approx(
         entrywise_low_rank(a, 3).error, rel=0.02
     )
