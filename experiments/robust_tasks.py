@@ -51,7 +51,7 @@ def judged(model: nn.Module, made: TaskModel, task: str, asked: argparse.Namespa
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     write_option(parser)
-    options(parser)
+    options(parser, seed=False)
     arguments_of_models(parser)
     parser.add_argument("--tasks", default=",".join(SHORT))
     parser.add_argument("--judged", type=int, default=0, help="judge on this many dev examples only (0: all)")
