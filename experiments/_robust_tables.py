@@ -110,10 +110,11 @@ def unfinished(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(panels: Sequence[tuple[str, str, Sequence[Mapping[str, Any]], str]], plot: Any) -> None:
-    """A panel for each (title, label, rows, measure): the measure by rate, a line a method."""
+    """A panel for each (title, label, rows, measure): the measure by rate, a line a method, some powers left out."""
     figure, axes = plot.subplots(1, len(panels), figsize=(4.6 * len(panels), 6.4), squeeze=False)
     for axis, (title, label, rows, what) in zip(axes[0], panels, strict=True):
-        for place, name in enumerate(dict.fromkeys(r["method"] for r in rows)):
+        names = dict.fromkeys(r["method"] for r in rows if not r["method"].endswith((".25", ".75", "values")))
+        for place, name in enumerate(names):
             line = sorted((r for r in rows if r["method"] == name), key=lambda r: r["rate"])
             style = ("-", "--", ":", "-.")[place // 10 % 4]
             axis.plot(
@@ -126,7 +127,7 @@ def draw(panels: Sequence[tuple[str, str, Sequence[Mapping[str, Any]], str]], pl
             )
         axis.set(title=title, xlabel="bytes saved, %", ylabel=label)
     figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=7, ncol=4, loc="lower center")
-    figure.subplots_adjust(bottom=0.38, wspace=0.3)
+    figure.subplots_adjust(bottom=0.34, wspace=0.3)
 
 
 def shown(asked: argparse.Namespace, script: str, **more: object) -> str:

@@ -1,6 +1,6 @@
-"""Claim: on a real encoder without any training data, whose rows count matters more than which norm is minimised: on
-the embedding table entrywise l1 fitting has far less l1 error than SVD and says less of what the model said, while SVD
-weighted by a Zipf prior, which needs no text at all, keeps almost all of it.
+"""Claim: on a real encoder without any training data, whose rows count and how many flats there are matters more than
+which norm is minimised: on the embedding table entrywise l1 fitting has far less l1 error than SVD and says less of
+what the model said, while a Zipf prior on rows, which needs no text at all, brings plain SVD and flats much nearer.
 
     python experiments/robust_encoder.py --parts FOLDER --write experiments/results
     python experiments/robust_encoder.py --weights linear --parts FOLDER --write experiments/results
@@ -42,7 +42,7 @@ BEYOND = [
     *("SVD + zipf", "SVD + counts", "flats", "flats + zipf", "flats + counts"),
 ]
 SQUARE = (
-    "Three in four of these matrices are square and regular, and there the ellipsoid gives the SVD whatever p is (all "
+    "Two in three of these matrices are square and regular, and there the ellipsoid gives the SVD whatever p is (all "
     "Lewis weights are 1): its lines differ from SVD's by the layers that are longer than wide alone."
 )
 

@@ -21,6 +21,7 @@ from _robust_tables import STORED, sweep, unfinished
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 from baselines.synflow import encoder_flow
 from robust_encoder import public_text
+from task_scores import constant
 from torch import nn
 
 from kflats import find_weights
@@ -86,7 +87,8 @@ def publish_tables(
         return statistics.mean(at[task, name, rate] for task in about)
 
     told = [
-        f"- {task}: {a['metric']} {a['score']:.2f} before, {a['n']:,} dev examples, fine-tuned {a['training']}"
+        f"- {task}: {a['metric']} {a['score']:.2f} before (always the commonest answer: "
+        f"{100 * constant(task, asked):.2f}), {a['n']:,} dev examples, fine-tuned {a['training']}"
         for task, a in about.items()
     ]
     tables = []
@@ -158,8 +160,8 @@ def remarks(names: list[str], rates: list[float], at: dict[Any, float], tasks: l
         for rate in rates:
             lost = [task for task in tasks if at[task, OURS, rate] > at[task, worse, rate]]
             average = f"on average {mean(OURS, rate):.2f} against {mean(worse, rate):.2f}"
-            verdict = f"more on {', '.join(lost)}" if lost else "on no task more"
-            lines.append(f"- {OURS} loses less than {worse} at {rate:.0%}: {average}; {verdict}.")
+            verdict = f"it loses more on {', '.join(lost)}" if lost else "it loses more on no task"
+            lines.append(f"- {OURS} against {worse} at {rate:.0%}: {average}; {verdict}.")
     for rate in rates:
         order = sorted((n for n in names if n != HALF and not n.endswith("values")), key=lambda n: mean(n, rate))
         best = ", ".join(f"{n} {mean(n, rate):.2f}" for n in order[:4])
