@@ -90,7 +90,7 @@ def robust_svd(
         if weights is not None:
             raise KflatsError("row weights are columns' once transposed", hint="transposed=False, or no weights")
         other = _algorithm_1(TensorRows(_whole(rows).T), rank, p, ellipsoid or Lewis(), None)
-        return RobustLowRank(other.basis.T, other.coordinates.T, *_rest(other))
+        return replace(other, coordinates=other.basis.T, basis=other.coordinates.T)
     return _algorithm_1(rows, rank, p, ellipsoid or Lewis(), weights)
 
 
@@ -132,7 +132,3 @@ def _errors(rows: Rows, left: Tensor, right: Tensor, p: float, weights: Tensor |
 
 def _whole(rows: Rows) -> Tensor:
     return rows.take(torch.arange(rows.shape[0], device=rows.device))
-
-
-def _rest(of: RobustLowRank) -> tuple[Tensor, float, float, float, float, float, Ellipsoid]:
-    return of.axes, of.bound, of.error, of.total, of.error_at_least, of.error_at_most, of.ellipsoid
