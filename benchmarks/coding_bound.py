@@ -1,5 +1,5 @@
-"""Claim: transform codes of the real embedding table are at most .30 bits per weight above the Gaussian bound from 1 to
-4 bits, everything a decoder needs counted, unweighted and under token weights.
+"""Question: are transform codes of the real embedding table at most .30 bits per weight above the Gaussian bound from 1
+to 4 bits, everything a decoder needs counted, unweighted and under token weights?
 
 The bound is reverse water-filling over all variances w_i lambda_r, with lambda the spectrum of the (weighted) rows and
 all weights 1 or those of the Zipf prior. The rivals have no spectrum to use: their errors are at their own sizes.

@@ -1,4 +1,4 @@
-"""Claim: on a million rows EM that starts from a coreset is faster than EM that starts from all, at equal error.
+"""Question: on a million rows, is EM that starts from a coreset faster than EM that starts from all, at equal error?
 
 Synthetic: k=5 random j-dimensional flats of unequal size (half, quarter, ...), noise of 10 %, one million rows. Real:
 the 30522 x 384 embedding table. "All rows" seeds and climbs on the whole table; "published" is EM from a random

@@ -1,4 +1,4 @@
-"""Claim: measuring takes no more memory than a plain forward + backward and the statistics in hand.
+"""Question: does measuring take more memory than a plain forward + backward and the statistics in hand?
 
 Each case runs in a fresh process. Its peak is the largest resident set after the model was loaded, less the resident
 set before that (torch and transformers imported): it holds the model, a batch's activations, and all that measuring

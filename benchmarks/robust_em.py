@@ -1,4 +1,5 @@
-"""Claim: EM on distances costs at most 1.3 x EM on their squares; 3 % gross outliers move truncated flats by under 5 %.
+"""Questions: is EM on distances at most 1.3 x as dear as EM on their squares (above it where the rank is so low that
+weighted Grams cost more than distances), and do 3 % gross outliers move truncated flats by under 5 %?
 
 Iterations: both EMs from the same flats; the seconds of two cycles of a whole E-step and six partial ones, by the
 fourteen iterations they make. Whole fits: seeding and all, as ``Flats`` runs them. The converged inner loop is the

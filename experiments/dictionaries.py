@@ -1,5 +1,5 @@
-"""Claim: at equal bytes, k flats with ranks of their own have less error than a learnt dictionary whose rows may use
-any s atoms (MESSI's appendix E.1): freedom of choice costs an index for every coefficient, which labels do not.
+"""Question: at equal bytes, have k flats with ranks of their own less error than a learnt dictionary whose rows may use
+any s atoms (MESSI's appendix E.1)? Freedom of choice costs an index for every coefficient, which labels do not.
 
     python experiments/dictionaries.py --parts FOLDER --write experiments/results
 

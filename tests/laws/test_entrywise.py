@@ -225,7 +225,7 @@ def test_the_limit_is_kept_and_said(solver, p):
 
 def test_auto_says_what_it_chose():
     a = draw(9, 4, 15)
-    assert entrywise_low_rank(a, 1).solver == "admm"
+    assert entrywise_low_rank(a, 1).solver == "irls"
     assert entrywise_low_rank(a, 1, p=1.5).solver == "irls"
 
 
