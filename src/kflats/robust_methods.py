@@ -151,8 +151,8 @@ class Entrywise(_Pair):
 
     Args:
         p: 0 < p <= 2; 2 is the SVD.
-        solver: "irls" for any p. "admm" for p = 1: as good on trained tables in a fifth of the time, but where single
-            entries are grossly wrong it may end in a far worse minimum.
+        solver: "irls" for any p. "admm" for p = 1: as low on trained tables in a fifth of the time; where entries are
+            grossly wrong it ends a few per cent farther from the truth.
         tolerance: stops when an iteration lowers the sum by less than this share.
         max_iterations: stops there in any case.
 

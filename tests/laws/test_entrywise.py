@@ -15,7 +15,9 @@ from kflats.errors import KflatsError
 from kflats.numerics import entrywise_admm, entrywise_irls, refit
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.refit import refit_l1
+from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import truncated_svd
+from kflats.numerics.winsor import HeldBackRows
 
 F64 = torch.float64
 SOLVERS = [("admm", 1.0), ("irls", 1.0), ("irls", 1.5), ("irls", 0.5)]
@@ -136,6 +138,48 @@ def test_three_per_cent_of_wrong_entries(solver, p, dtype):
     floor = distance(truncated_svd(clean + (0.1 * draw(1000, 120, 3)), 10))
     # Under Gaussian noise the median's variance is pi / 2 of the mean's; below p = 1 it is larger still.
     assert distance(made) < (1.45 if p == 1 else 1.8) * floor
+
+
+@pytest.mark.parametrize(("solver", "p"), [("admm", 1.0), ("irls", 1.0), ("irls", 0.5)])
+@pytest.mark.parametrize("size", [60.0, 1e3, 1e5])
+def test_wrong_entries_of_any_size_are_forgotten(solver, p, size):
+    """An SVD holds nothing but them: started there, all of these end farther from the truth than zero is."""
+    a, clean = planted(300, 60, 4, 0.03, 0.1, seed=2)
+    a = torch.where(a.abs() == 20, size / 20 * a, a)
+    made, svd = entrywise_low_rank(a, 4, p=p, solver=solver), truncated_svd(a, 4)
+    floor = truncated_svd(clean + 0.1 * draw(300, 60, 3), 4)
+    far, worst, least = (float((m.coordinates @ m.basis - clean).norm()) for m in (made, svd, floor))
+    assert far < (1.45 if p == 1 else 1.8) * least
+    assert worst > float(clean.norm())
+    assert made.objective[0] == pytest.approx(sum_of(a, svd, p), rel=1e-9)
+    assert made.objective[1] < made.objective[0] / 1.5
+
+
+def test_far_entries_are_held_back_by_rows_and_columns():
+    gen = torch.Generator().manual_seed(1)
+    rows, columns = torch.logspace(-3, 3, 90, dtype=F64), torch.logspace(2, -2, 40, dtype=F64)
+    a = (1 + torch.rand(90, 40, generator=gen, dtype=F64)) * rows[:, None] * columns
+    wrong = torch.rand(90, 40, generator=gen) < 0.05
+    held = HeldBackRows(TensorRows(torch.where(wrong, -1e4 * a, a)))
+    found = torch.cat([block for _, block in held.blocks(7)])
+    assert torch.equal(found[~wrong], a[~wrong])  # none is thrice the median of its own, whatever the scales
+    ratio = (found / a)[wrong]
+    assert bool(((ratio < -1) & (ratio > -12)).all())
+    assert torch.equal(held.take(torch.tensor([3, 80])), found[[3, 80]])
+    assert float(found.abs().max()) <= held.largest
+    assert HeldBackRows(TensorRows(torch.zeros(5, 3))).largest == 0
+
+
+@pytest.mark.parametrize(("solver", "p"), SOLVERS)
+def test_tables_of_which_nothing_would_be_held(solver, p):
+    sparse = torch.zeros(30, 9, dtype=F64)
+    sparse[::3, 2], sparse[1, 7] = 5.0, -3.0
+    made = entrywise_low_rank(sparse, 2, p=p, solver=solver)
+    torch.testing.assert_close(made.coordinates @ made.basis, sparse)
+    tiny = torch.full((30, 9), 1e-25, dtype=F64)
+    tiny[torch.arange(30), torch.arange(30) % 9] = draw(1, 30, 31)[0]
+    made = entrywise_low_rank(tiny, 2, p=p, solver=solver)
+    assert made.error == pytest.approx(sum_of(tiny, made, p), rel=1e-4)
 
 
 @pytest.mark.parametrize("solver", ["admm", "irls"])

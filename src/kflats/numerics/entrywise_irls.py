@@ -5,7 +5,7 @@
 so with the weights f_ij = (R_ij^2 + e^2)^(p/2-1) of the residuals R reached, a step that lowers sum f (A - U V)^2
 lowers the smoothed sum of (R^2 + e^2)^(p/2) (Daubechies, DeVore, Fornasier & Gunturk 2010, section 2; here for two
 factors in turn). The least squares are not solved, which would take a system of r x r a row, but improved by a few
-steps of conjugate gradients for all rows at once: two matrix products each. e falls from a third of the SVD's mean
+steps of conjugate gradients for all rows at once: two matrix products each. e falls from a third of the start's usual
 error to .003 of it.
 """
 
@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kflats.numerics.factors import Factors, stalled
+from kflats.numerics.factors import Factors, size_of_errors, stalled
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import BLOCK, Rows
 
@@ -25,7 +25,7 @@ STEPS = 3
 """Conjugate gradients a half step: six end no lower in as much time, one does (measured)."""
 
 START, SHRINK, LEAST = 0.3, 0.93, 0.003
-"""The smoothing e in units of the SVD's mean absolute error. Falling faster, it leaves entries where they happen to
+"""The smoothing e in units of the start's ``size_of_errors``. Falling faster, it leaves entries where they happen to
 be: .8 an iteration ends 1 % higher."""
 
 
@@ -46,6 +46,7 @@ def irls(
     best, history = start, [start.error(rows, p)]
     if unit <= 8 * torch.finfo(rows.dtype).eps:  # rounding: the rank is large enough to hold A
         return Factors(start.coordinates, start.basis, (history[0],), True)
+    unit = size_of_errors(rows, start, unit)
     table = torch.empty(n, d, dtype=rows.dtype, device=rows.device)
     u, v = _orthonormal(start.coordinates, start.basis)
     seen: list[float] = list(history)

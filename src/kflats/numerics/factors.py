@@ -9,6 +9,9 @@ from torch import Tensor
 
 from kflats.numerics.rows import BLOCK, Rows
 
+_SAMPLE = 4096  # rows
+_LEAST = 1e-4  # where most entries are fitted exactly, their errors are rounding
+
 
 @dataclass(frozen=True)
 class Factors:
@@ -26,6 +29,20 @@ class Factors:
             rest = torch.addmm(block, self.coordinates[first : first + len(block)], self.basis, alpha=-1).abs_()
             total += (rest if p == 1 else rest.pow_(p)).sum(dtype=torch.float64)
         return float(total)
+
+    def usual(self, rows: Rows) -> float:
+        """Twice the median |A - U V|_ij that is not 0, of a sample of rows: a size of errors that a few gross ones do
+        not change. Of normal errors it exceeds their mean."""
+        step = max(1, -(-rows.shape[0] // _SAMPLE))
+        index = torch.arange(0, rows.shape[0], step, device=rows.device)
+        rest = (rows.take(index) - self.coordinates[index] @ self.basis).abs()
+        rest = rest[rest > 0]
+        return 2 * float(rest.median()) if len(rest) else 0.0
+
+
+def size_of_errors(rows: Rows, start: Factors, mean: float) -> float:
+    """The unit of thresholds and of smoothing: the ``mean`` error, or the usual one where few gross ones make that."""
+    return min(mean, max(start.usual(rows), _LEAST * mean))
 
 
 def stalled(objective: list[float], tolerance: float, window: int = 10) -> bool:
