@@ -99,9 +99,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "planning",
         "fitting",
         "compress",
+        "export",
+        "onnx_graphs",
+        "onnx_export",
     ),
     ("demo",),
-    ("options", "cli_tasks", "cli"),
+    ("options", "cli_tasks", "cli_export", "cli"),
 )
 NUMERICS_MAY_IMPORT = {"torch", "kflats.errors", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "typer", "click", "rich", "kflats"}
@@ -119,6 +122,8 @@ OPTIONAL = {
     "scipy",
     "seqeval",
     "constriction",
+    "onnx",
+    "onnxruntime",
 }
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load"}

@@ -10,6 +10,7 @@ from kflats.codec import Float
 from kflats.compress import compress_, compress_folder
 from kflats.errors import KflatsError
 from kflats.evaluate import compare, fidelity
+from kflats.export import export_dense
 from kflats.files import annotate_, load_, register_plugin, save
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.measure import measure
@@ -22,6 +23,7 @@ from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.sketch import LewisSample, Sketch
 from kflats.objectives import Projections, SampledLabels, TaskLoss
+from kflats.onnx_export import export_onnx
 from kflats.plan import Plan
 from kflats.planning import plan
 from kflats.recipe import Recipe
@@ -73,6 +75,8 @@ __all__ = [
     "compare",
     "compress_",
     "compress_folder",
+    "export_dense",
+    "export_onnx",
     "fidelity",
     "find_weights",
     "load_",

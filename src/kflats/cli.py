@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
+from kflats.cli_export import app as export_commands
 from kflats.cli_tasks import app as task_commands
 from kflats.cli_tasks import quiet_transformers
 from kflats.errors import KflatsError
@@ -307,6 +308,7 @@ def demo(
 
 
 app.add_typer(task_commands)
+app.add_typer(export_commands)
 
 
 def main() -> None:

@@ -136,7 +136,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
-        "dtype": _name(_compute_dtype(model)),
+        "dtype": _name(compute_dtype(model)),
         "modules": modules,
     }
 
@@ -214,7 +214,8 @@ def _check_collision(name: str, layer: FactoredLayer) -> None:
         )
 
 
-def _compute_dtype(model: nn.Module) -> torch.dtype:
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The type that ``model`` computes in, whatever its factors are stored in."""
     for _, layer in factored_layers(model):
         if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
             return layer.out_dtype

@@ -42,7 +42,7 @@ def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
     """``model(**batch)`` without computing the model's own loss: labels serve only to feed a decoder."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    if _is_sentence_transformer(model):
+    if is_sentence_transformer(model):
         return model(inputs)
     labels = batch.get("labels")
     if is_encoder_decoder(model) and "decoder_input_ids" not in inputs:
@@ -70,7 +70,7 @@ def vectors(model: nn.Module, batch: Mapping[str, Any], output: Any, *, pooled: 
     ``output`` is what the model gave, or None to run it without its task head here.
     """
     hidden = None
-    if _is_sentence_transformer(model):
+    if is_sentence_transformer(model):
         output = run(model, batch) if output is None else output
         hidden = output.get("token_embeddings")
         if pooled and isinstance(made := output.get("sentence_embedding"), Tensor):
@@ -144,5 +144,6 @@ def _mask_shape(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
     return tuple(mask.shape) if isinstance(mask, Tensor) else None
 
 
-def _is_sentence_transformer(model: nn.Module) -> bool:
+def is_sentence_transformer(model: nn.Module) -> bool:
+    """Whether ``model`` is a SentenceTransformer, which takes its batches as one argument and saves itself."""
     return type(model).__module__.startswith("sentence_transformers.") and not hasattr(model, "config_class")

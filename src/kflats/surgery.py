@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -9,11 +10,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kflats.description import QUANT_METHOD
+from kflats.description import QUANT_METHOD, compute_dtype
 from kflats.errors import KflatsError
 from kflats.exchange import dense_layer_for, factored_layers_for, holders_of_bias, shift_bias_
 from kflats.nn.conv import FactoredConv2d
-from kflats.nn.layers import FactoredEmbedding, FactoredLinear
+from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import Matrix
 from kflats.places import (
     Place,
@@ -26,6 +27,7 @@ from kflats.places import (
     submodule,
 )
 from kflats.resizing import guard_resizing_, unguard_resizing_
+from kflats.roles import FactoredLayer
 from kflats.ties import forget_ties_, recall_ties_
 
 __all__ = ["Place", "Weight", "dense_weight", "find_weight", "find_weights", "restore_", "swap_", "unchanged_on_error"]
@@ -119,15 +121,17 @@ def restore_(model: nn.Module) -> None:
       (words): Embedding(9, 4)
     )
     """
+    computed = compute_dtype(model)
     tables: dict[int, nn.Parameter] = {}
     shells: dict[int, nn.Module] = {}
     for name, layer in list(factored_layers(model)):
         matrix = layer.matrix
         if id(matrix) not in tables:
+            # Factors of a smaller type are widened before they are multiplied, as the layer does.
+            dtype = _table_dtype(layer, computed)
+            wide = matrix if matrix.weight.dtype == dtype else copy.deepcopy(matrix).to(dtype)
             with torch.no_grad():
-                out = layer.out_dtype if isinstance(layer, FactoredEmbedding) else None
-                table = matrix.dense().to(out or matrix.weight.dtype)
-                tables[id(matrix)] = nn.Parameter(table, requires_grad=matrix.weight.requires_grad)
+                tables[id(matrix)] = nn.Parameter(wide.dense(), requires_grad=matrix.weight.requires_grad)
         if id(layer) not in shells:
             shells[id(layer)] = dense_layer_for(name, layer, tables[id(matrix)])
         _put(model, name, shells[id(layer)])
@@ -192,6 +196,13 @@ def _check_options(weight: Weight, rows: str, bias_shift: Tensor | None) -> None
         )
     if not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
         raise KflatsError(f"the bias shift of {weight.name!r} has values that are not finite")
+
+
+def _table_dtype(layer: FactoredLayer, computed: torch.dtype) -> torch.dtype:
+    """The type of the table that ``layer`` stands for, in a model that computes in ``computed``."""
+    if isinstance(layer, FactoredEmbedding):
+        return layer.out_dtype or layer.matrix.weight.dtype
+    return computed if layer.bias is None or isinstance(layer, FactoredHead) else layer.bias.dtype
 
 
 def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
