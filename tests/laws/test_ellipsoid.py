@@ -441,8 +441,9 @@ def test_what_cannot_be_done_is_refused_clearly(way):
     for p, words in ((0.0, "must be positive"), (-1.0, "must be positive"), (math.inf, "maximum norm")):
         with pytest.raises(KflatsError, match=words):
             way.fit(a, p)
-    with pytest.raises(KflatsError, match="no power"):
-        way.fit(a, math.nan)
+    for p in (math.nan, "1", True, None):
+        with pytest.raises(KflatsError, match="no power"):
+            way.fit(a, p)
     with pytest.raises(KflatsError, match=r"too extreme|below 1"):
         way.fit(a, 0.01)
     with pytest.raises(KflatsError, match="too extreme"):
@@ -487,9 +488,34 @@ def test_odd_shapes_and_types(way, name):
 
 
 def test_settings_make_sense():
-    for bad in ({"iterations": 0}, {"tolerance": 0.0}, {"tolerance": math.nan}, {"precision": "float32"}):
+    for way, bad in (
+        (Lewis, {"iterations": 0}),
+        (Lewis, {"iterations": "3"}),
+        (Lewis, {"iterations": 2.5}),
+        (Lewis, {"tolerance": 0.0}),
+        (Lewis, {"tolerance": math.nan}),
+        (Lewis, {"tolerance": "small"}),
+        (Lewis, {"precision": "float32"}),
+        (Loewner, {"tolerance": math.inf}),
+        (Loewner, {"max_steps": 1.5}),
+        (LewisSample, {"rows_per_column": "10"}),
+        (LewisSample, {"seed": None}),
+        (Sketch, {"rows_per_column": 2.5}),
+        (Sketch, {"seed": "1"}),
+    ):
         with pytest.raises(KflatsError, match="makes no sense"):
-            Lewis(**bad)
+            way(**bad)
+
+
+@pytest.mark.parametrize("way", [Lewis(), LewisSample()], ids=["lewis", "sample"])
+@pytest.mark.parametrize("p", [0.5, 1.0, 3.0])
+def test_rows_that_float32_cannot_bring_to_length_1(way, p):
+    a = gaussian(200, 4, dtype=torch.float32)
+    a[:3] *= 1e-40
+    a[3] = 0
+    holds(a, way.fit(a, p), slack=1e-5)
+    deficient = torch.cat([a, a[:, :1]], 1)
+    assert way.fit(deficient, p).rank == 4
 
 
 # The real table

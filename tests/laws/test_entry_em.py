@@ -9,9 +9,10 @@ from sklearn.metrics import adjusted_rand_score
 from kflats.errors import KflatsError
 from kflats.importance import Uniform
 from kflats.methods import Flats, Problem
-from kflats.numerics.entry_em import EntryPower, entry_flats, projected_sums
+from kflats.numerics.entry_em import EntryPower, _State, entry_flats, projected_sums
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.fit import fit_flats
+from kflats.numerics.loss import Power
 from kflats.numerics.rows import TensorRows
 from kflats.recipe import Recipe, from_json, to_json
 from kflats.weighting import Weighting
@@ -22,6 +23,12 @@ POWERS = pytest.mark.parametrize("p", [1.0, 0.7, 1.5, 2.0])
 
 def generator(seed=0):
     return torch.Generator().manual_seed(seed)
+
+
+def row_of_1e30():
+    a = torch.randn(40, 4, generator=generator(), dtype=F64)
+    a[5] = 1e30
+    return a
 
 
 def stored(fit):
@@ -119,6 +126,19 @@ def test_hard_tables_are_fitted(a, p):
     assert fit.error == pytest.approx(entries(a, fit, p), rel=1e-3, abs=1e-3 * float(a.abs().pow(p).sum()) + 1e-9)
 
 
+@POWERS
+def test_a_cluster_of_fewer_rows_than_its_rank(p):
+    gen = generator(3)
+    a = torch.randn(60, 12, generator=gen)
+    bases = tuple(torch.linalg.qr(torch.randn(12, 4, generator=gen)).Q.T.contiguous() for _ in range(2))
+    state = _State(TensorRows(a), (torch.arange(60) >= 58).long(), bases, p)
+    before = state.total
+    state.fit_(1e-3)
+    assert state.total < before
+    assert [basis.shape for basis in state.bases] == [(4, 12)] * 2
+    assert float(state.costs[58:].sum()) < 1e-3 * before  # two rows lie on one flat of four dimensions
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_a_method_stores_the_coordinates_that_were_fitted(k):
     a = torch.randn(200, 12, generator=generator())
@@ -147,6 +167,10 @@ def test_flats_that_no_row_uses_give_their_bytes_to_the_others():
         (lambda: EntryPower(2.5), "power p=2.5"),
         (lambda: Flats(3, error=EntryPower(1.0)), "goes with uniform ranks"),
         (lambda: entry_flats(torch.full((9, 3), torch.nan), 2, 1), "NaN"),
+        (lambda: entry_flats(torch.ones(9, 3), 2, 1, Power(1)), "is no power of entries"),
+        (lambda: entry_flats(torch.ones(9, 3), 2, 1, max_iterations=0), "max_iterations starts at 1"),
+        (lambda: entry_flats(row_of_1e30(), 2, 1), "row 5 is .* times as long as the median row"),
+        (lambda: entry_flats(row_of_1e30().float(), 2, 1), "too large to be squared"),
         (lambda: entry_flats(torch.ones(9, 3), 2, 4), "rank 4 is outside 1..3"),
         (lambda: entry_flats(torch.ones(9, 3), 10, 1), "10 flats do not fit 9 rows"),
         (lambda: entry_flats(torch.ones(9, 3), 2, 1, weights=torch.zeros(9)), "all row weights are zero"),

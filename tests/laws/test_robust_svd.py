@@ -120,6 +120,23 @@ def test_a_weight_of_3_is_three_copies():
         torch.testing.assert_close(built(weighted), a @ v.T @ v)
 
 
+@pytest.mark.parametrize(("p", "least"), [(0.2, -12), (0.5, -30), (1.0, -30)])
+def test_weights_that_their_root_takes_beyond_float32(p, least):
+    """w^(1/p) of 1e-12 is 1e-60 at p = 0.2; all that counts is w."""
+    a, w = draw(300, 6, dtype=torch.float32), torch.logspace(least, 0, 300, dtype=F64)
+    found = robust_svd(a, 2, p, weights=w)
+    wide = robust_svd(a.double(), 2, p, weights=w)
+    assert found.error == pytest.approx(wide.error, rel=1e-4)
+    assert found.error_at_least * 0.999 <= found.error <= found.error_at_most
+
+
+def test_axes_beyond_single_precision_are_refused():
+    a = torch.randn(100_000, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(KflatsError, match=r"single precision no room.*p nearer to 2"):
+        robust_svd(a, 1, 0.045)
+    assert robust_svd(a, 1, 0.1).error > 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_stored_types(dtype):
     a = draw(200, 5, dtype=dtype)

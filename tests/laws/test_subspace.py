@@ -232,6 +232,8 @@ def test_the_limit_is_kept_and_said():
         ({"weights": -torch.ones(6)}, "not negative"),
         ({"start": torch.ones(2, 4)}, "orthonormal"),
         ({"start": torch.eye(3)}, "does not fit"),
+        ({"loss": "power 1"}, "no loss of distances is 'power 1'"),
+        ({"loss": Truncated(1e-9)}, "every row is farther than 1e-09 from every flat"),
         ({"tolerance": 1.0}, "tolerance"),
         ({"max_iterations": 0}, "max_iterations"),
         ({"matrix": torch.full((6, 4), torch.nan)}, "NaN"),

@@ -77,9 +77,10 @@ def check_power(p: float, n: int, d: int, *, least: float = 0.0) -> None:
     Raises:
         KflatsError: p is not positive, infinite, below ``least``, or too extreme for an (n, d) matrix.
     """
-    if not (math.isfinite(p) and p > 0):
+    number = isinstance(p, int | float) and not isinstance(p, bool)
+    if not (number and math.isfinite(p) and p > 0):
         raise KflatsError(
-            f"p = {p} is no power of a norm",
+            f"p = {p!r} is no power of a norm",
             cause="a maximum norm (p = inf) has no sum of powers" if p == math.inf else "p must be positive",
             hint="choose 0 < p < inf, for instance p=1",
         )

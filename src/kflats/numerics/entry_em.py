@@ -8,9 +8,10 @@ MESSI writes ||x - x'||_1 for a row x and "its projection" x'. The orthogonal pr
 a flat in this norm, and nothing that is stored asks for it: here the coordinates are minimised as well.
 
 M-step: entrywise low rank of every cluster, some iterations from where it stands (``entrywise_admm`` for p = 1,
-``entrywise_irls`` else). E-step: the flat whose *orthogonal projection* is nearest in the entrywise sum is a row's
-candidate, since solving k small problems a row would cost a hundred such products. The row moves only if it is
-really better off there: at coordinates refitted for it (p = 1) or the projection's. Neither step raises the sum.
+``entrywise_irls`` else; p = 2 is the SVD). E-step: the flat whose *orthogonal projection* is nearest in the entrywise
+sum is a row's candidate, since solving k small problems a row would cost a hundred such products. The row moves only
+if it is really better off there: at coordinates refitted for it (p = 1) or the projection's. Neither step raises the
+sum.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Progress
 from kflats.numerics.loss import Power
 from kflats.numerics.refit import refit_l1
-from kflats.numerics.rows import BLOCK, Rows, TensorRows, as_rows, check_finite, check_weights
+from kflats.numerics.rows import BLOCK, Rows, TensorRows, as_rows, check_finite, check_spread, check_weights
+from kflats.numerics.svd import truncated_svd
 
 INNER = 40
 """Iterations of the low-rank solver in one M-step."""
 
+_SPREAD = 1e6  # as in ``entrywise``
 _REFIT = 1e-2  # tolerance of the coordinates that a row would have in another flat
 
 
@@ -105,7 +108,7 @@ def entry_flats(
     whose projection misleads stays where it is.
 
     Raises:
-        KflatsError: whatever ``fit_flats`` refuses.
+        KflatsError: whatever ``fit_flats`` refuses, another error than powers of entries, no iterations.
 
     >>> a = torch.cat([torch.ones(50, 8), torch.eye(8)[:1].repeat(50, 1)])
     >>> a[0, 3] = 10.0    # one wrong entry
@@ -113,6 +116,10 @@ def entry_flats(
     9.0
     """
     error = error or EntryPower()
+    if not isinstance(error, EntryPower):
+        raise KflatsError(f"{error!r} is no power of entries", hint="EntryPower(1), or fit_flats(error=...)")
+    if not 0 <= tolerance < 1 or max_iterations < 1:
+        raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
     rows, p = as_rows(matrix), float(error.p)
     n = rows.shape[0]
     if not 1 <= k <= n:
@@ -120,6 +127,7 @@ def entry_flats(
     check_finite(rows)
     check_weights(weights, n)
     table = torch.cat([block for _, block in rows.blocks(BLOCK)])
+    check_spread(table.to(torch.float64).square().sum(1), weights, _SPREAD)
     # w sum |r|^p = sum |w^(1/p) r|^p: rows are scaled, flats stay where they are.
     mass = torch.ones(n, dtype=torch.float64) if weights is None else weights.to(torch.float64) / weights.max()
     counted = (mass > 0).nonzero().squeeze(1).to(table.device)
@@ -159,7 +167,7 @@ def _sources(rows: TensorRows, k: int, rank: int, p: float) -> list[TensorRows]:
     """What flats are first looked for in: the rows, and the rows cleaned by one low rank that holds all k flats."""
     n, d = rows.shape
     together = k * rank
-    if k == 1 or 2 * together > min(n, d):
+    if k == 1 or p == 2 or 2 * together > min(n, d):
         return [rows]
     found = entrywise_low_rank(rows, together, p=min(p, 0.5))
     return [rows, TensorRows(found.coordinates @ found.basis)]
@@ -219,7 +227,13 @@ class _State:
             if not len(inside):
                 continue
             part, begun = TensorRows(self.table[inside]), Factors(self.coordinates[inside], basis)
-            if self.p == 1:
+            if len(inside) <= len(basis):  # so few rows lie on a flat of their own
+                held = torch.linalg.qr(torch.cat([part.matrix, basis]).T).Q.T[: len(basis)]
+                found = Factors(part.matrix @ held.T, held)
+            elif self.p == 2:
+                svd = truncated_svd(part, len(basis))
+                found = Factors(svd.coordinates, svd.basis)
+            elif self.p == 1:
                 found = admm(part, begun, tolerance / 10, INNER, None)
             else:
                 found = irls(part, begun, self.p, tolerance / 10, INNER, None)

@@ -31,6 +31,7 @@ from kflats.numerics.whitening import narrow, row_lengths, row_space, symmetric,
 Precision = Literal["mixed", "float64"]
 
 _LOST = 1e-3  # sum w^(1-2/p) a'Q^-1 a is r; farther off than this part of it, rounding has eaten the digits
+_HUGE = 1e30  # rows so short that float32 has no number that brings them to length 1
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,9 @@ class Lewis:
     precision: Precision = "mixed"
 
     def __post_init__(self) -> None:
-        if self.iterations < 1 or not self.tolerance > 0 or self.precision not in ("mixed", "float64"):
+        whole = isinstance(self.iterations, int) and not isinstance(self.iterations, bool)
+        positive = isinstance(self.tolerance, int | float) and 0 < self.tolerance < math.inf
+        if not whole or self.iterations < 1 or not positive or self.precision not in ("mixed", "float64"):
             raise KflatsError(f"{self} makes no sense", hint="choose iterations >= 1 and tolerance > 0")
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
@@ -161,6 +164,8 @@ def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float
     """
     alive = state.lengths > 0
     inverse = torch.where(alive, 1 / state.lengths, 0.0)
+    if float(inverse.max()) > _HUGE:
+        dtype = torch.float64
     largest = state.whitening.abs().max()
     whitening = (state.whitening / largest).to(dtype)
     gram = torch.zeros(whitening.shape[1], whitening.shape[1], dtype=torch.float64, device=rows.device)

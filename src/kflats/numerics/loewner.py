@@ -57,7 +57,9 @@ class Loewner:
     def __post_init__(self) -> None:
         if self.contraction not in ("1/sqrt(d)", "1/d"):
             raise KflatsError(f"no contraction {self.contraction!r}", hint='choose "1/sqrt(d)" or "1/d"')
-        if not self.tolerance > 0 or self.max_steps < 1 or self.max_columns < 1:
+        counts = (self.max_steps, self.max_columns)
+        whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
+        if not whole or not isinstance(self.tolerance, int | float) or not 0 < self.tolerance < math.inf:
             raise KflatsError(f"{self} makes no sense", hint="choose a positive tolerance and at least one step")
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:

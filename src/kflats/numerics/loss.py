@@ -96,7 +96,36 @@ class Power:
 
 
 @dataclass(frozen=True)
-class Huber:
+class _Thresholded:
+    threshold: float
+    unit: Unit = "absolute"
+
+    def __post_init__(self) -> None:
+        if not _number(self.threshold) or not 0 < self.threshold < math.inf:
+            raise KflatsError(
+                f"a threshold of {self.threshold!r} is not possible",
+                hint='a positive distance, or a positive number of medians with unit="median"',
+            )
+        if self.unit not in ("absolute", "median"):
+            raise KflatsError(f"a threshold has no unit {self.unit!r}", hint='"absolute" or "median"')
+
+    @property
+    def name(self) -> str:
+        """As ``from_name`` reads it."""
+        number = f"{self.threshold:g}" if float(f"{self.threshold:g}") == self.threshold else repr(self.threshold)
+        return f"{type(self).__name__.lower()} {number}" + (" median" if self.unit == "median" else "")
+
+    def _absolute(self) -> float:
+        if self.unit != "absolute":
+            raise KflatsError(
+                f"the threshold of {self.name!r} is in medians of distances, which are not known here",
+                hint="kflats.numerics.loss.absolute(loss, squared distances)",
+            )
+        return self.threshold
+
+
+@dataclass(frozen=True)
+class Huber(_Thresholded):
     """rho(t) = t^2 up to the threshold t0, 2 t0 t - t0^2 beyond: squared for noise, linear for outliers.
 
     Raises:
@@ -106,31 +135,20 @@ class Huber:
     ([1.0, 8.0], [1.0, 0.5])
     """
 
-    threshold: float
-    unit: Unit = "absolute"
-
-    def __post_init__(self) -> None:
-        _check_threshold(self.threshold, self.unit)
-
-    @property
-    def name(self) -> str:
-        """As ``from_name`` reads it."""
-        return _threshold_name("huber", self.threshold, self.unit)
-
     def rho(self, dist2: Tensor) -> Tensor:
         """rho of squared distances, elementwise."""
-        t0 = _absolute(self)
+        t0 = self._absolute()
         dist2 = dist2.clamp_min(0.0)
         return torch.where(dist2 <= t0 * t0, dist2, 2 * t0 * dist2.sqrt() - t0 * t0)
 
     def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """1 up to the threshold, t0 / t beyond. It needs no floor."""
-        t0 = _absolute(self)
+        t0 = self._absolute()
         return torch.where(dist2 <= t0 * t0, 1.0, t0 / floored(dist2, None).sqrt())
 
 
 @dataclass(frozen=True)
-class Truncated:
+class Truncated(_Thresholded):
     """rho(t) = min(t, t0): beyond the threshold t0 a row costs the same wherever it lies (MESSI, appendix E.1).
 
     Not convex: rows that a bad start leaves beyond the threshold are never looked at again, so a fit starts from
@@ -143,24 +161,13 @@ class Truncated:
     ([1.0, 2.0], [0.5, 0.0])
     """
 
-    threshold: float
-    unit: Unit = "absolute"
-
-    def __post_init__(self) -> None:
-        _check_threshold(self.threshold, self.unit)
-
-    @property
-    def name(self) -> str:
-        """As ``from_name`` reads it."""
-        return _threshold_name("truncated", self.threshold, self.unit)
-
     def rho(self, dist2: Tensor) -> Tensor:
         """rho of squared distances, elementwise."""
-        return dist2.clamp_min(0.0).sqrt().clamp_max(_absolute(self))
+        return dist2.clamp_min(0.0).sqrt().clamp_max(self._absolute())
 
     def weight(self, dist2: Tensor, norms2: Tensor | None = None, floor: float = FLOOR) -> Tensor:
         """1 / (2 t) below the threshold, floored as in ``Power(1)``; 0 from it on."""
-        inside = dist2 < _absolute(self) ** 2
+        inside = dist2 < self._absolute() ** 2
         return torch.where(inside, Power(1.0).weight(dist2, norms2, floor), 0.0)
 
 
@@ -228,6 +235,15 @@ def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: T
     return replace(loss, threshold=loss.threshold * float(counted.median().sqrt()), unit="absolute")
 
 
+def out_of_reach(loss: Truncated) -> KflatsError:
+    """What to say where no row lies within the threshold, so that none has a weight."""
+    return KflatsError(
+        f"every row is farther than {loss.threshold:.3g} from every flat",
+        cause="a truncated loss whose threshold is too small for these rows at this rank",
+        hint='a larger threshold, or one in medians of distances: Truncated(3, "median")',
+    )
+
+
 def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tensor:
     """Squared distances, at least the share ``floor`` of the rows' squared norms (if given) and never 0."""
     tiny = torch.finfo(dist2.dtype).tiny
@@ -239,30 +255,6 @@ def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tenso
 def _alive(weights: Tensor, norms2: Tensor | None) -> Tensor:
     """Rows of zeros lie on every flat: weight 0, and not the floor's enormous one."""
     return weights if norms2 is None else torch.where(norms2 > 0, weights, 0.0)
-
-
-def _absolute(loss: Huber | Truncated) -> float:
-    if loss.unit != "absolute":
-        raise KflatsError(
-            f"the threshold of {loss.name!r} is in medians of distances, which are not known here",
-            hint="kflats.numerics.loss.absolute(loss, squared distances)",
-        )
-    return loss.threshold
-
-
-def _check_threshold(threshold: float, unit: str) -> None:
-    if not _number(threshold) or not 0 < threshold < math.inf:
-        raise KflatsError(
-            f"a threshold of {threshold!r} is not possible",
-            hint='a positive distance, or a positive number of medians with unit="median"',
-        )
-    if unit not in ("absolute", "median"):
-        raise KflatsError(f"a threshold has no unit {unit!r}", hint='"absolute" or "median"')
-
-
-def _threshold_name(kind: str, threshold: float, unit: Unit) -> str:
-    number = f"{threshold:g}" if float(f"{threshold:g}") == threshold else repr(threshold)
-    return f"{kind} {number}" + (" median" if unit == "median" else "")
 
 
 def _number(value: object) -> bool:

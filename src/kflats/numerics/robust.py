@@ -20,8 +20,20 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid
 from kflats.numerics.lewis import Lewis
-from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows, as_rows, check_finite, check_weights
+from kflats.numerics.rows import (
+    GRAM_BLOCK,
+    MetricRows,
+    Rows,
+    ScaledRows,
+    TensorRows,
+    as_rows,
+    check_finite,
+    check_weights,
+)
 from kflats.numerics.svd import project
+
+_SMALL = 1e-12  # row factors that float32 still takes with their rows
+_ROOTS = 1e-24, 1e24  # the same of axes, and of what is divided by them
 
 
 class Fits(Protocol):
@@ -99,6 +111,13 @@ def _algorithm_1(rows: Rows, rank: int, p: float, way: Fits, weights: Tensor | N
     found = way.fit(rows, p) if weights is None else _weighted(rows, p, way, weights.to(rows.device, torch.float64))
     kept = min(rank, found.rank)
     roots, leading = found.axes[:kept].sqrt(), found.directions[:kept]
+    if kept and rows.dtype == torch.float32 and not _ROOTS[0] < float(roots[-1]) <= float(roots[0]) < _ROOTS[1]:
+        raise KflatsError(
+            f"axes from {float(found.axes[0]):.0e} to {float(found.axes[kept - 1]):.0e} have roots that leave single "
+            "precision no room",
+            cause=f"p = {p:g} is too small for {n} rows, or the matrix has values of extreme size",
+            hint="a p nearer to 2, or scale the matrix",
+        )
     coordinates = torch.zeros(n, rank, dtype=rows.dtype, device=rows.device)
     basis = torch.zeros(rank, d, dtype=rows.dtype, device=rows.device)
     basis[:kept] = roots.unsqueeze(1) * leading
@@ -112,7 +131,12 @@ def _algorithm_1(rows: Rows, rank: int, p: float, way: Fits, weights: Tensor | N
 def _weighted(rows: Rows, p: float, way: Fits, weights: Tensor) -> Ellipsoid:
     """The ellipsoid of sum_i w_i |a_i'x|^p; scaled by the largest weight, of which a small p makes a huge factor."""
     largest = float(weights.max())
-    found = way.fit(ScaledRows(rows, (weights / largest).pow(1 / p)), p)
+    factors = (weights / largest).pow(1 / p)
+    factors = torch.where(factors > torch.finfo(torch.float64).tiny, factors, 0.0)
+    alive = factors[factors > 0]
+    if float(alive.min()) < _SMALL and rows.dtype != torch.float64:  # float32 would lose what such rows are
+        rows = MetricRows(rows, torch.ones(rows.shape[1]), torch.float64)
+    found = way.fit(ScaledRows(rows, factors), p)
     return replace(found, axes=largest ** (1 / p) * found.axes)
 
 

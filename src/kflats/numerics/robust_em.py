@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
 from kflats.numerics.allocation import fill
 from kflats.numerics.assign import Assignment, assign
 from kflats.numerics.flats import (
@@ -44,7 +43,7 @@ from kflats.numerics.gram import (
     refined_eigenvectors,
     top_eigenvectors,
 )
-from kflats.numerics.loss import Loss, Truncated, floored
+from kflats.numerics.loss import Loss, Truncated, floored, out_of_reach
 from kflats.numerics.rows import PartOfRows
 from kflats.numerics.starts import Start
 
@@ -293,8 +292,4 @@ def _fill_fit(cloud: Cloud, shape: Shape, loss: Loss, labels: Tensor, dist2: Ten
 
 def _check_alive(loss: Loss, weights: Tensor, cloud: Cloud) -> None:
     if isinstance(loss, Truncated) and not bool((weights > 0).any()) and bool((cloud.norms2 > 0).any()):
-        raise KflatsError(
-            f"every row is farther than {loss.threshold:.3g} from every flat",
-            cause="a truncated loss whose threshold is too small for these rows at this rank",
-            hint='a larger threshold, or one in medians of distances: Truncated(3, "median")',
-        )
+        raise out_of_reach(loss)

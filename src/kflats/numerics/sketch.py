@@ -23,6 +23,11 @@ from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, as_ro
 from kflats.numerics.whitening import narrow, row_lengths, row_space, too_different
 
 
+def _counts(rows_per_column: int, seed: int) -> bool:
+    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (rows_per_column, seed))
+    return whole and rows_per_column >= 2
+
+
 @dataclass(frozen=True)
 class Sketch:
     """An ellipsoid from a sketch of ``rows_per_column`` x r rows, each row of A in one of them at random.
@@ -41,7 +46,7 @@ class Sketch:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("cauchy", "exponential") or self.rows_per_column < 2:
+        if self.kind not in ("cauchy", "exponential") or not _counts(self.rows_per_column, self.seed):
             raise KflatsError(
                 f"{self} makes no sense", hint='choose "cauchy" or "exponential", 2 rows a column or more'
             )
@@ -107,7 +112,7 @@ class LewisSample:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.rows_per_column < 2:
+        if not _counts(self.rows_per_column, self.seed):
             raise KflatsError(f"{self} makes no sense", hint="choose at least 2 rows per column")
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:

@@ -18,7 +18,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.flats import Progress
 from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
-from kflats.numerics.loss import Loss, Power, Squared, absolute, stages
+from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, out_of_reach, stages
 from kflats.numerics.rows import BLOCK, MetricRows, Rows, TensorRows, as_rows, check_finite, check_spread, check_weights
 from kflats.numerics.svd import project
 
@@ -73,8 +73,8 @@ def robust_subspace(
     themselves, as each of r directions can hold one; smaller powers and ``Truncated`` resist longer.
 
     Raises:
-        KflatsError: NaN or infinity, a rank outside 1..min(n, d), unusable weights or start, or a row so long that
-            the others are rounding beside it.
+        KflatsError: NaN or infinity, a rank outside 1..min(n, d), unusable weights or start, a row so long that the
+            others are rounding beside it, or a truncated loss whose threshold is below every row's distance.
 
     >>> a = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0], [0.0, 6.0]])    # SVD: the last row wins
     >>> fit = robust_subspace(a, 1, Power(1))
@@ -82,6 +82,8 @@ def robust_subspace(
     ([[1.0, 0.0]], 6.0)
     """
     loss = Power(1.0) if loss is None else loss
+    if not isinstance(loss, Loss):
+        raise KflatsError(f"no loss of distances is {loss!r}", hint="Power(1), Huber(...), Truncated(...)")
     rows = as_rows(matrix)
     n, d = rows.shape
     if not 1 <= rank <= min(n, d):
@@ -158,6 +160,8 @@ def _descend(
 ) -> _Stage:
     """Reweighting from ``basis`` until it no longer pays; what is returned is the lowest seen."""
     found, gram = _pass(cloud, basis, loss)
+    if isinstance(loss, Truncated) and not bool(gram.any()) and bool((cloud.norms2 > 0).any()):
+        raise out_of_reach(loss)
     history, best = [found], basis
     for iteration in range(limit):
         basis = top_eigenvectors(gram, len(basis))[1].to(basis.dtype)

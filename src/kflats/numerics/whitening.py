@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows
+from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, ScaledRows, TensorRows
 
 RANK_FLOOR = 1e-12
 """Least eigenvalue that counts, in units of the largest, of a Gram with unit diagonal: 1e-6 of a singular value."""
@@ -79,7 +79,8 @@ def row_space(rows: Rows, factors: Tensor, lengths: Tensor) -> Tensor:
     if found.shape[1] == rows.shape[1]:
         return found
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
-    unit = ScaledRows(rows, inverse.to(rows.dtype))
+    # In float64: float32 has no number that brings the shortest rows to length 1.
+    unit = ScaledRows(MetricRows(rows, torch.ones(rows.shape[1]), torch.float64), inverse)
     if whiten(gram(unit)).shape[1] > found.shape[1]:
         raise too_different(lengths)
     return found
