@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -53,6 +55,12 @@ def table(n=300, d=10, seed=4, dtype=F64):
     a = torch.randn(n, d, generator=generator(seed), dtype=F64)
     a[::29] *= 20
     return a.to(dtype), torch.rand(n, generator=generator(seed + 1), dtype=F64) ** 2 + 1e-3
+
+
+def row_of_1e30():
+    a, _ = table()
+    a[5] = 1e30
+    return a
 
 
 def cloud_of(a, w=None):
@@ -130,15 +138,15 @@ def test_halved_grams_are_the_grams():
         assert torch.equal(halved, halved.transpose(1, 2))
 
 
-def planted(rate, seed=0, k=3, rank=2, d=16, n=400, noise=0.05):
-    """Rows on k flats, a share of them replaced by rows of 20 standard deviations; which are clean, and their flat."""
+def planted(rate, seed=0, k=3, rank=2, d=16, n=400, noise=0.05, size=20):
+    """Rows on k flats, a share replaced by rows of ``size`` standard deviations; which are clean, and their flat."""
     gen = generator(seed)
     truth = torch.randint(0, k, (k * n,), generator=gen)
     flats = torch.linalg.qr(torch.randn(k, d, rank, generator=gen)).Q.transpose(1, 2)
     a = torch.einsum("nj,njd->nd", torch.randn(len(truth), rank, generator=gen), flats[truth])
     a += noise * torch.randn(a.shape, generator=gen)
     clean = torch.rand(len(a), generator=gen) >= rate
-    gross = 20 * float(a.std()) * torch.randn(a.shape, generator=gen)
+    gross = size * float(a.std()) * torch.randn(a.shape, generator=gen)
     return torch.where(clean[:, None], a, gross), clean, truth
 
 
@@ -157,6 +165,19 @@ def test_gross_outliers_leave_truncated_flats_where_clean_rows_put_them(seed, lo
     assert adjusted_rand_score(truth[clean].numpy(), fit.labels[clean].numpy()) >= 0.95
     # Squares, for comparison, follow the outliers.
     assert inlier_error(a, clean, fit_flats(a, 3, rank=2, seed=seed)) > 3 * inlier_error(a, clean, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+@pytest.mark.parametrize("size", [100, 1e4, 1e6])
+def test_outliers_of_any_size_leave_truncated_flats_there(size, dtype):
+    """Far enough, the outliers own the flats of Power(1) as well: its fit is not where one may begin."""
+    a, clean, _ = planted(0.03, size=size)
+    a = a.to(dtype)
+    alone = inlier_error(a, clean, fit_flats(a[clean], 3, rank=2))
+    assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Truncated(3.0, "median"))) <= 1.05 * alone
+    if size == 100:
+        assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(0.5))) <= 1.05 * alone
+        assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(1))) > 3 * alone
 
 
 @pytest.mark.parametrize("loss", [Power(1), Huber(1.0, "median"), Power(0.5)], ids=str)
@@ -287,6 +308,17 @@ METHODS = {
 }
 
 
+def test_a_search_compares_one_sum():
+    """Thresholds in medians differ from k to k: all are judged under the first's."""
+    a, w = table(dtype=torch.float32)
+    method = Flats(k=None, ranks="uniform", error=Truncated(0.5, "median"))
+    found = solve(method, a, 7000, left=w)
+    one = solve(replace(method, k=1), a, 7000, left=w)
+    assert found.norm.loss == one.norm.loss
+    named = (solve(replace(method, k=k, error=one.norm.loss), a, 7000, left=w).objective[-1] for k in (1, 2, 3, 4, 5))
+    assert found.objective[-1] <= min(named) * (1 + 1e-6)
+
+
 def solve(method, a, nbytes, **weighting):
     return method.fit(Problem(TensorRows(a), nbytes, 4, Weighting(**weighting)))
 
@@ -328,6 +360,9 @@ def test_thresholds_under_a_metric_are_distances_in_it(loss):
         (lambda: Flats(error="power 1"), "Flats has no error 'power 1'"),
         (lambda: Flats(levels=2, error=Power(1)), "levels=2 minimises squares only"),
         (lambda: fit_flats(torch.randn(3, 5), 4, rank=1, error=Power(1)), "4 flats do not fit 3 rows"),
+        (lambda: fit_flats(table()[0], 2, rank=1, error="power 1"), "no loss of distances is 'power 1'"),
+        (lambda: fit_flats(row_of_1e30(), 2, rank=1, error=Power(1)), "row 5 is .* times as long as the median row"),
+        (lambda: fit_flats(row_of_1e30().float(), 2, rank=1, error=Power(1)), "too large to be squared"),
         (lambda: fit_flats(torch.full((3, 5), torch.nan), 2, rank=1, error=Power(1)), "NaN"),
     ],
 )

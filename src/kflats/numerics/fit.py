@@ -12,11 +12,12 @@ from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import Coreset, draw_sample
 from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
 from kflats.numerics.loss import Loss, Power, Squared, absolute, is_relative, stages
-from kflats.numerics.robust_em import robust_em
-from kflats.numerics.rows import Rows, as_rows, check_finite, check_weights
+from kflats.numerics.robust_em import losses, robust_em
+from kflats.numerics.rows import Rows, as_rows, check_finite, check_spread, check_weights
 from kflats.numerics.starts import FILL_SAMPLE, SAMPLE, Start, start_filled, start_uniform
 
 _SQUARED = Squared()
+_SPREAD = 1e12  # beside rows so much longer float64 leaves nothing of the others, once losses have weighed them
 
 
 def fit_flats(
@@ -47,7 +48,8 @@ def fit_flats(
         exact: with a budget: let rows be kept as they are, where that pays.
         weights: (n,) w_i >= 0; rows of weight 0 are assigned but judge nothing.
         error: rho, a loss of ``numerics.loss``. Those that are not convex in t, and thresholds in medians of
-            distances, begin with a whole fit under ``Power(1)``.
+            distances, begin with a whole fit under ``Power(1)``; with a rank also with one to the rows brought to
+            length 1, which far rows cannot turn, and go on from where their own sum is lower.
         start: a name in ``seeding.SEEDINGS``; "auto": the better of greedy and k-means seeds at low rank, then
             continuation (uniform), or weighted norms with a growing budget (filled).
         restarts: best of so many.
@@ -60,7 +62,8 @@ def fit_flats(
     local minimum: the global problem is Max-SNP-hard.
 
     Raises:
-        KflatsError: NaN or infinity, more flats than rows, a rank outside 1..d, a budget below k flats of rank 1.
+        KflatsError: NaN or infinity, more flats than rows, a rank outside 1..d, a budget below k flats of rank 1; with
+            another error than squares, a row so long that the others are rounding beside it.
 
     >>> a = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 1.0], [0.0, 3.0]])
     >>> fit_flats(a, 2, rank=1).error < 1e-9
@@ -72,6 +75,8 @@ def fit_flats(
         raise KflatsError("give a rank or a budget, one of the two")
     if not 1 <= k <= n:
         raise KflatsError(f"{k} flats do not fit {n} rows", hint=f"choose k in 1..{n}")
+    if not isinstance(error, Loss):
+        raise KflatsError(f"no loss of distances is {error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)")
     if coreset is not None and rank is None:
         raise KflatsError(
             "a coreset is for flats of equal rank",
@@ -93,6 +98,8 @@ def fit_flats(
         scale = float(weights.sum(dtype=torch.float64)) / n
         weights = (weights.to(torch.float64) / scale).to(rows.dtype).to(rows.device)
     cloud = Cloud(rows, squared_norms(rows), weights)
+    if not isinstance(error, Squared):
+        check_spread(cloud.norms2.to(torch.float64), weights, _SPREAD)
     shape = Shape(k, rank, budget, exact)
     first, *later = (_SQUARED,) if error == Power(2) else stages(error)
     best: FlatsFit | None = None
@@ -109,9 +116,12 @@ def fit_flats(
     assert best is not None
     for loss in later:
         loss = _resolved(loss, cloud, best)
-        best = robust_em(
-            cloud, shape, loss, Start(best.labels, best.bases), tolerance, max_iterations, progress, price=best.price
-        )
+        begun = Start(best.labels, best.bases)
+        if rank is not None:
+            generator = torch.Generator().manual_seed(seed)
+            other = _by_direction(cloud, shape, start, sample, coreset, tolerance, max_iterations, generator, progress)
+            begun = min(begun, other, key=lambda flats: _reached(loss, cloud, flats))
+        best = robust_em(cloud, shape, loss, begun, tolerance, max_iterations, progress, price=best.price)
     objective = tuple(scale * value for value in best.objective)
     return replace(best, objective=objective, spectra=scale * best.spectra, price=scale * best.price)
 
@@ -176,6 +186,33 @@ def _fit_filled(
     return _em(cloud, shape, loss, Start(labels), tolerance, limit, progress)
 
 
+def _by_direction(
+    cloud: Cloud,
+    shape: Shape,
+    start: str,
+    sample: int,
+    coreset: Coreset | None,
+    tolerance: float,
+    limit: int,
+    generator: torch.Generator,
+    progress: Progress | None,
+) -> Start:
+    """The flats of the rows brought to length 1, as which far rows are no farther than others."""
+    inverse = torch.where(cloud.norms2 > 0, 1 / cloud.norms2.to(torch.float64), 0.0)
+    mass = inverse if cloud.weights is None else inverse * cloud.weights
+    if not bool(mass.any()):
+        mass = torch.ones_like(mass)
+    alike = replace(cloud, weights=(mass / mass.mean()).to(cloud.norms2.dtype))
+    fit = _fit_uniform(alike, shape, _SQUARED, start, sample, coreset, tolerance, limit, generator, progress)
+    return Start(fit.labels, fit.bases)
+
+
+def _reached(loss: Loss, cloud: Cloud, start: Start) -> float:
+    """The sum of losses at the flats of a start."""
+    step = assign(cloud.rows, start.bases or (), cloud.norms2)
+    return float(losses(loss, step.dist2, cloud).sum(dtype=torch.float64))
+
+
 def _resolved(loss: Loss, cloud: Cloud, fit: FlatsFit) -> Loss:
     """``loss`` with a threshold in medians of the distances of ``fit`` as a distance."""
     if not is_relative(loss):
@@ -185,7 +222,8 @@ def _resolved(loss: Loss, cloud: Cloud, fit: FlatsFit) -> Loss:
     assert dist2 is not None
     # Rows kept exactly have no distance, and rows of zeros lie on every flat.
     near = (fit.labels < k) & (cloud.norms2 > 0)
+    if cloud.weights is not None:
+        near &= cloud.weights > 0
     if not bool(near.any()):
         near = torch.ones_like(near)
-    weights = None if cloud.weights is None else cloud.weights[near]
-    return absolute(loss, dist2[near], cloud.norms2[near], weights)
+    return absolute(loss, dist2[near], cloud.norms2[near])
