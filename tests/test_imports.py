@@ -98,13 +98,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "shares",
         "planning",
         "fitting",
+        "vocabulary",
+        "cutting",
+        "trim_report",
+        "trimming",
         "compress",
         "export",
         "onnx_graphs",
         "onnx_export",
     ),
     ("demo",),
-    ("options", "cli_tasks", "cli_export", "cli"),
+    ("options", "cli_tasks", "cli_export", "cli_trim", "cli"),
 )
 NUMERICS_MAY_IMPORT = {"torch", "kflats.errors", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "typer", "click", "rich", "kflats"}

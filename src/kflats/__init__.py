@@ -33,6 +33,7 @@ from kflats.scoring import score
 from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.surgery import find_weights, restore_
 from kflats.task_batches import task_batches
+from kflats.trimming import Trimmed, trim, trim_folder
 
 __all__ = [
     "MESSI",
@@ -67,6 +68,7 @@ __all__ = [
     "Subspace",
     "TaskLoss",
     "TokenCounts",
+    "Trimmed",
     "Truncated",
     "TwoSided",
     "Uniform",
@@ -90,6 +92,8 @@ __all__ = [
     "save",
     "score",
     "task_batches",
+    "trim",
+    "trim_folder",
 ]
 
 register_plugin()

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from kflats.cli_export import app as export_commands
 from kflats.cli_tasks import app as task_commands
 from kflats.cli_tasks import quiet_transformers
+from kflats.cli_trim import app as trim_command
 from kflats.errors import KflatsError
 from kflats.options import (
     Asked,
@@ -309,6 +310,7 @@ def demo(
 
 app.add_typer(task_commands)
 app.add_typer(export_commands)
+app.add_typer(trim_command)
 
 
 def main() -> None:

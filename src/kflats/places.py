@@ -160,6 +160,15 @@ def pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, module
 
 
+def vocabulary_end(model: Any, getter: str) -> nn.Module | None:
+    """The module of ``get_input_embeddings`` or ``get_output_embeddings``; some models have none and raise."""
+    try:
+        found = getattr(model, getter)()
+    except (NotImplementedError, AttributeError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
 def _is_saved(model: nn.Module, weight: Weight) -> bool:
     """False for what sentence-transformers stores itself (its Dense modules): it knows nothing of factors."""
     if not type(model).__module__.startswith("sentence_transformers."):

@@ -18,7 +18,7 @@ from kflats.description import redescribe_
 from kflats.errors import KflatsError
 from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import Matrix
-from kflats.places import factored_layers, pretrained_models
+from kflats.places import factored_layers, pretrained_models, vocabulary_end
 from kflats.roles import FactoredLayer
 
 _PLACES = "_places"
@@ -29,7 +29,7 @@ def guard_resizing_(model: nn.Module, matrix: Matrix, *, places: int) -> None:
     matrix.__dict__[_PLACES] = places
     shared = {id(layer) for _, layer in factored_layers(model) if layer.matrix is matrix}
     for _, part in pretrained_models(model):
-        ends = (_end(part, "get_input_embeddings"), _end(part, "get_output_embeddings"))
+        ends = (vocabulary_end(part, "get_input_embeddings"), vocabulary_end(part, "get_output_embeddings"))
         if any(id(end) in shared for end in ends):
             # A bound method follows its model through copy.deepcopy.
             for method in _METHODS:
@@ -61,7 +61,7 @@ def _resize_token_embeddings(
     self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
 ) -> Any:
     """The step of transformers' own ``resize_token_embeddings`` that works on tables."""
-    source, head = _end(self, "get_input_embeddings"), _end(self, "get_output_embeddings")
+    source, head = vocabulary_end(self, "get_input_embeddings"), vocabulary_end(self, "get_output_embeddings")
     if source is None:
         raise KflatsError(f"{type(self).__name__} does not say which of its layers are the token embeddings")
     if new_num_tokens is None and pad_to_multiple_of is None:
@@ -136,12 +136,3 @@ def _take(model: nn.Module, layer: FactoredLayer, matrix: Matrix) -> None:
 def _resized_bias(bias: Tensor, size: int) -> Tensor:
     extra = size - bias.shape[0]
     return bias[:size].clone() if extra <= 0 else torch.cat([bias, bias.mean().expand(extra)])
-
-
-def _end(model: Any, getter: str) -> nn.Module | None:
-    """The module of a getter; some models have none and raise."""
-    try:
-        found = getattr(model, getter)()
-    except (NotImplementedError, AttributeError):
-        return None
-    return found if isinstance(found, nn.Module) else None

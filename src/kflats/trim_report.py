@@ -1,0 +1,128 @@
+"""What trimming a vocabulary did: sizes, and how many tokens of a text are segmented anew."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from kflats.errors import KflatsError
+from kflats.tables import plain, share, size, table
+from kflats.texts import check_texts
+
+_BATCH = 512
+
+
+@dataclass(frozen=True)
+class Resegmented:
+    """Texts under two tokenizers, special tokens not counted.
+
+    Args:
+        texts: how many.
+        texts_changed: how many are segmented differently in any place.
+        tokens_before, tokens_after: how many tokens they are. A text costs time by its tokens.
+        tokens_changed: tokens of the original's segmentation that the new one does not have in that place.
+        unknown_before, unknown_after: unknown tokens among them.
+    """
+
+    texts: int
+    texts_changed: int
+    tokens_before: int
+    tokens_after: int
+    tokens_changed: int
+    unknown_before: int
+    unknown_after: int
+
+
+@dataclass(frozen=True)
+class TrimReport:
+    """A trimmed vocabulary: sizes in entries and bytes, and what became of the texts.
+
+    ``table_bytes`` are those of token tables, heads and their biases, shared ones counted once; ``model_bytes`` all
+    that the model stores. Each pair is (before, after). ``required`` entries stay whatever their counts.
+    ``segmentation`` is None without texts; ``counted`` says whether its texts are those that were counted, which
+    flatters it.
+    """
+
+    entries: tuple[int, int]
+    required: int
+    table_bytes: tuple[int, int]
+    model_bytes: tuple[int, int]
+    segmentation: Resegmented | None = None
+    counted: bool = True
+
+    def __str__(self) -> str:
+        before, after = self.entries
+        rows = [["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]]
+        for name, (old, new) in (("token tables, heads", self.table_bytes), ("whole model", self.model_bytes)):
+            rows.append([name, size(old), size(new), share(new, old)])
+        told = self.segmentation
+        if told is not None:
+            rows.append(
+                [
+                    "tokens of the texts",
+                    f"{told.tokens_before:,}",
+                    f"{told.tokens_after:,}",
+                    share(told.tokens_after, told.tokens_before),
+                ]
+            )
+            rows.append(["unknown tokens", f"{told.unknown_before:,}", f"{told.unknown_after:,}", ""])
+        lines = [plain(table(["", "before", "after", "ratio"], rows)), ""]
+        lines.append(f"{self.required:,} entries stay in any case: special and added tokens, single characters, bytes")
+        if told is not None:
+            lines.append(
+                f"segmented anew: {share(told.tokens_changed, told.tokens_before)} of the tokens, in "
+                f"{share(told.texts_changed, told.texts)} of {told.texts:,} texts"
+                + (" (those that were counted; other texts change more)" if self.counted else "")
+            )
+        return "\n".join(lines)
+
+
+def resegmented(before: Any, after: Any, texts: Iterable[str], kept: Mapping[int, int]) -> Resegmented:
+    """Compare two fast tokenizers on ``texts``.
+
+    Args:
+        before, after: the tokenizers. texts: streamed.
+        kept: the new id of every old id that there still is.
+
+    Raises:
+        KflatsError: no texts, or something that is no text.
+    """
+    check_texts(texts)
+    totals: Counter[str] = Counter()
+    for batch in _batches(texts):
+        for (old, places), (new, goals) in zip(_read(before, batch), _read(after, batch), strict=True):
+            moved = [kept.get(i, -1) for i in old]
+            same = len(old) if moved == new else _same(moved, places, new, goals)
+            totals["texts"] += 1
+            totals["texts_changed"] += moved != new
+            totals["tokens_before"] += len(old)
+            totals["tokens_after"] += len(new)
+            totals["tokens_changed"] += len(old) - same
+            totals["unknown_before"] += old.count(before.unk_token_id) if before.unk_token_id is not None else 0
+            totals["unknown_after"] += new.count(after.unk_token_id) if after.unk_token_id is not None else 0
+    if not totals["texts"]:
+        raise KflatsError("there are no texts to segment", cause="an empty file or list")
+    return Resegmented(**{name: totals[name] for name in Resegmented.__dataclass_fields__})
+
+
+def _same(old: list[int], places: list[Any], new: list[int], goals: list[Any]) -> int:
+    """How many tokens both segmentations have in one place."""
+    first = Counter(zip(old, map(tuple, places), strict=True))
+    return (first & Counter(zip(new, map(tuple, goals), strict=True))).total()
+
+
+def _read(tokenizer: Any, batch: list[str]) -> Iterator[tuple[list[int], list[Any]]]:
+    found = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return zip(found["input_ids"], found["offset_mapping"], strict=True)
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    stream = iter(texts)
+    while batch := list(islice(stream, _BATCH)):
+        for text in batch:
+            if not isinstance(text, str):
+                raise KflatsError(f"expected texts, found {type(text).__name__}", hint="a list of strings")
+        yield batch
