@@ -16,7 +16,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "kflats"
 # From the ground up. A module may import what is below it, and its own layer where that makes no cycle.
 # A module that is not listed fails the test: say where it belongs.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors",),
+    ("errors", "release"),
     ("records", "tables"),
     ("numerics",),
     ("nn",),
@@ -53,7 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "budget",
     ),
     ("statistics",),
-    ("folders", "sources", "coded_files", "plain_files", "transformers_plugin", "files"),
+    ("folders", "headers", "sources", "coded_files", "plain_files", "transformers_plugin", "files"),
     (
         "encoding",
         "batches",
@@ -102,6 +102,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "cutting",
         "trim_report",
         "trimming",
+        "front_matter",
+        "model_card",
         "compress",
         "export",
         "onnx_graphs",

@@ -270,15 +270,20 @@ def compare(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The original: a folder or a hub name.")],
     compressed: Annotated[Path, typer.Argument(metavar="DIR", help="The compressed model's folder.")],
     texts: Texts = None,
+    card: Annotated[bool, typer.Option("--card", help="Write the figures into DIR's model card too.")] = False,
 ) -> None:
     """Sizes, fidelity of the outputs and latency of two models, side by side."""
     from kflats.evaluate import compare as run
+    from kflats.model_card import note_fidelity
 
     data = texts_of(texts)
     if not compressed.is_dir():
         raise KflatsError(f"there is no folder {compressed}", hint="the folder that kflats compress wrote")
     quiet_transformers()
-    typer.echo(str(run(original, compressed, data)))
+    found = run(original, compressed, data)
+    typer.echo(str(found))
+    if card:
+        typer.echo(f"\ncard: {note_fidelity(compressed, found)}")
 
 
 @app.command()

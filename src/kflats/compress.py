@@ -19,11 +19,14 @@ from kflats.calibration import SAMPLES, Data, gather, needed, statistics_digest
 from kflats.errors import KflatsError
 from kflats.evaluate import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model, stream_folder
-from kflats.fitting import Done, factorize, version
+from kflats.fitting import Done, factorize
 from kflats.folders import Partial, new_folder
+from kflats.headers import VERSION_KEY, stamp_
 from kflats.measurements import Statistics
+from kflats.model_card import CARD, compressed_card, hub_name
 from kflats.plan import Plan, Recipe, as_recipe, to_json
 from kflats.planning import Decided, decide, required
+from kflats.release import version
 from kflats.report import REPORT_FILE, Report
 from kflats.shares import Allocation
 from kflats.sources import check_apart, copy_companions, resolve_model, weights_folder
@@ -100,7 +103,8 @@ def compress_folder(
     """Compress a model folder (or hub name) into a new folder that transformers loads after ``import kflats``.
 
     Finished weights are kept beside ``out`` until the end, so an interrupted run resumes; ``out`` itself
-    appears whole or not at all. Tokenizer, pooling and all else that is no weight are copied.
+    appears whole or not at all. Tokenizer, pooling and all else that is no weight are copied. The model card
+    says what was done and keeps the original's.
 
     Args:
         source: a local folder or a hub name. out: the folder to be.
@@ -144,9 +148,12 @@ def compress_folder(
         inner = aside / weights_folder(folder).relative_to(folder)
         model.save_pretrained(inner)
         stream_folder(inner)
+        for file in inner.glob("*.safetensors"):
+            stamp_(file, **{VERSION_KEY: version()})
         copy_companions(folder, aside)
-        _check_file(aside, decided.plan, before)
+        after = _check_file(aside, decided.plan, before)
         report.save(aside / REPORT_FILE)
+        _write_card(aside, report, (before, after), data, hub_name(source))
     partial.discard()
     return report
 
@@ -230,7 +237,8 @@ def _work_fingerprint(about: str, decided: Decided, seed: int) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
-def _check_file(folder: Path, decided: Plan, before: int) -> None:
+def _check_file(folder: Path, decided: Plan, before: int) -> int:
+    """Bytes of the new weight files; refuses more than there were, or than were asked for."""
     after = weight_file_bytes(folder)
     if after > before:
         raise KflatsError(
@@ -240,7 +248,7 @@ def _check_file(folder: Path, decided: Plan, before: int) -> None:
         )
     budget = parse_budget(decided.budget) if decided.budget else None
     if budget is None or budget.scope != "file":
-        return
+        return after
     limit = budget.amount * before if budget.kind == "fraction" else budget.amount
     if after > limit:
         raise KflatsError(
@@ -248,3 +256,18 @@ def _check_file(folder: Path, decided: Plan, before: int) -> None:
             cause="more tensors are stored than the original's files had",
             hint="a slightly smaller file budget",
         )
+    return after
+
+
+def _write_card(folder: Path, report: Report, files: tuple[int, int], data: Data, base_model: str | None) -> None:
+    path = folder / CARD
+    # Whatever its encoding is, the original's text comes out as it went in.
+    original = path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""
+    used = [f"{len(data.texts):,} texts, counted"] if data.texts is not None else []
+    if data.calibration is not None:
+        used.append(f"{len(data.calibration):,} texts or batches, passed through the model")
+    elif data.statistics is not None:
+        used.append("statistics measured before")
+    loader = "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
+    text = compressed_card(report, files, used, base_model, original, loader)
+    path.write_text(text, encoding="utf-8", errors="surrogateescape")

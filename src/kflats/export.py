@@ -18,6 +18,7 @@ from torch import nn
 from kflats.errors import KflatsError
 from kflats.files import load_model
 from kflats.folders import new_folder
+from kflats.model_card import CARD, dense_card
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredLinear
 from kflats.places import factored_layers, pretrained_models
@@ -97,6 +98,9 @@ def export_dense(
     def write(aside: Path) -> None:
         loaded.save_pretrained(aside / weights_folder(folder).relative_to(folder))
         copy_companions(folder, aside)
+        if (card := aside / CARD).is_file():
+            text = card.read_text(encoding="utf-8", errors="surrogateescape")
+            card.write_text(dense_card(text), encoding="utf-8", errors="surrogateescape")
 
     return _in_folder(out, force, write, names, lost)
 

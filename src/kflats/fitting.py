@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as installed_version
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
 from kflats.plan import Decision, Plan
 from kflats.problem import Problem
+from kflats.release import version
 from kflats.report import Report, WeightReport
 from kflats.shares import bias_bytes
 from kflats.surgery import Weight, dense_weight
@@ -179,11 +178,3 @@ def _progress(quiet: bool) -> Iterator[Any]:
             return tell
 
         yield told
-
-
-def version() -> str:
-    """kflats' own version, "0" for a checkout that was never installed."""
-    try:
-        return installed_version("kflats")
-    except PackageNotFoundError:
-        return "0"

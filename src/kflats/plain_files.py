@@ -17,9 +17,11 @@ from kflats.coded_files import check, checksum, coded_modules, stream_codes_
 from kflats.description import Module, describe, read_description
 from kflats.errors import KflatsError
 from kflats.folders import explain, fsync
+from kflats.headers import VERSION_KEY
 from kflats.matching import match, put_, stored_dtype
 from kflats.nn.matrix import CodedMatrix, Matrix
 from kflats.places import Weight, pretrained_models
+from kflats.release import version
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = True) -> None:
@@ -45,7 +47,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
     if streams and (coded := coded_modules(note["layers"])):
         stream_codes_(tensors, coded)
         note["checksum"] = checksum(tensors)
-    header = {"kflats": json.dumps(note)}
+    header = {"format": "pt", "kflats": json.dumps(note), VERSION_KEY: version()}
     path = Path(folder) / "model.safetensors"
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:

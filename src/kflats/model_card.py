@@ -1,0 +1,199 @@
+"""The model card (README.md) of a compressed folder: sizes, method, data, measured fidelity, how to load it.
+
+The original's card is kept: its YAML at the top, with ``base_model`` and a tag added, its text below ours. Our part
+stands between two comments, so that it can be found and written anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from kflats.errors import KflatsError
+from kflats.evaluate import Comparison
+from kflats.folders import fsync
+from kflats.front_matter import split, with_tag, with_value
+from kflats.report import Report
+from kflats.tables import call, number, share, size, visible
+from kflats.weight_report import WeightReport
+
+CARD = "README.md"
+_BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"
+_MEASURED, _AFTER = "<!-- kflats: measured -->", "<!-- kflats: measured ends -->"
+_SHOWN = 12  # weights listed one by one
+_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+
+
+def compressed_card(
+    report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, original: str, loader: str
+) -> str:
+    """The text of the card.
+
+    Args:
+        report: what was done.
+        files: bytes of the weight files, before and after.
+        data: what importance was measured on, a phrase each; none: the weights alone.
+        base_model: the original's name on the hub, where that is known.
+        original: the original's card, "" where it has none.
+        loader: "transformers" or "sentence-transformers".
+    """
+    head, body = split(original)
+    head = with_tag(head, "kflats")
+    if base_model is not None:
+        head = with_value(with_value(head, "base_model", base_model), "base_model_relation", "quantized")
+    ours = _section(report, files, data, base_model, loader)
+    kept = without_section(body).strip()
+    below = f"\n\n# The original's card\n\n{kept}" if kept else ""
+    return "\n".join(["---", *head, "---", "", ours]) + below + "\n"
+
+
+def dense_card(original: str) -> str:
+    """The card of a dense export: the compressed folder's, which says of what its tables were made."""
+    head, body = split(original)
+    if _BEGIN not in body:
+        return original
+    note = "Weights multiplied out of a model compressed by kflats: an ordinary checkpoint, in the original's size."
+    text = f"{_BEGIN}\n{note}\n{_END}\n\n{without_section(body).strip()}\n"
+    return "\n".join(["---", *head, "---", "", text]) if head else text
+
+
+def without_section(body: str) -> str:
+    """``body`` without our part and the heading that followed it.
+
+    >>> without_section(f"{_BEGIN}\\nours\\n{_END}\\n\\n# The original's card\\n\\ntheirs")
+    'theirs'
+    """
+    pattern = re.escape(_BEGIN) + r".*?" + re.escape(_END) + r"\s*(# The original's card\s*)?"
+    return re.sub(pattern, "", body, count=1, flags=re.S)
+
+
+def note_fidelity(folder: str | os.PathLike[str], found: Comparison) -> Path:
+    """Write what ``kflats.compare`` measured into the card of a compressed folder; the file is replaced in one step.
+
+    Raises:
+        KflatsError: the folder has no card that kflats wrote.
+    """
+    path = Path(folder) / CARD
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    pattern = re.escape(_MEASURED) + r".*?" + re.escape(_AFTER)
+    if len(re.findall(pattern, text, flags=re.S)) != 1:
+        raise KflatsError(
+            f"{path} has no place for measurements",
+            cause="the folder was not made by kflats compress, or its card was rewritten",
+        )
+    made = re.sub(pattern, lambda _: _fidelity(found), text, flags=re.S)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        aside.write_text(made, encoding="utf-8")
+        fsync(aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
+    return path
+
+
+def hub_name(source: str | os.PathLike[str]) -> str | None:
+    """The hub's name of a model: ``source`` where it is no folder, or what the hub's cache calls that folder.
+
+    >>> hub_name("owner/model"), hub_name(".")
+    ('owner/model', None)
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return os.fspath(source)
+    for part in reversed(folder.resolve().parts):
+        if match := _HUB_CACHE.fullmatch(part):
+            return f"{match[1]}/{match[2]}"
+    return None
+
+
+def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, loader: str) -> str:
+    of = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else _cell(report.model)
+    named = (report.bytes_before, report.bytes_after)
+    whole = (report.model_bytes_before, report.model_bytes_after)
+    lines = [
+        _BEGIN,
+        f"# {_cell(report.model.rpartition('/')[2])}, compressed by kflats",
+        "",
+        f"{of} with smaller weights. It is called as the original is, after `import kflats`.",
+        "",
+        "| | original | here | ratio |",
+        "| --- | --- | --- | --- |",
+        _row("weight files", *_sizes(files)),
+        _row("all tensors", *_sizes(whole)),
+        _row("compressed weights", *_sizes(named)),
+        "",
+        "| weight | method | importance | numbers | kept | before | after | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(_row(*_weight(w)) for w in report.weights[:_SHOWN]),
+    ]
+    if more := len(report.weights) - _SHOWN:
+        lines += [_row(f"{more} more: kflats_report.json", *[""] * 7)] if more > 0 else []
+    lines += [
+        "",
+        "Error: relative squared error, rows weighted by importance.",
+        f"Budget {_cell(report.budget)}; seed {report.seed}; kflats {_cell(report.version)}.",
+        f"Data: {'; '.join(data) if data else 'none but the weights themselves'}.",
+        "",
+        "## Measured fidelity",
+        "",
+        _MEASURED,
+        "Not measured yet: `kflats compare ORIGINAL FOLDER --card`.",
+        _AFTER,
+        "",
+        "## Loading",
+        "",
+        "```python",
+        *_loading(loader),
+        "```",
+        "",
+        "Without kflats: `kflats export FOLDER --dense --out DIR` writes an ordinary checkpoint, "
+        "`kflats export FOLDER --onnx --out model.onnx` an ONNX file.",
+        _END,
+    ]
+    return "\n".join(lines)
+
+
+def _loading(loader: str) -> list[str]:
+    first = "import kflats  # pip install kflats"
+    if loader == "sentence-transformers":
+        return [first, "from sentence_transformers import SentenceTransformer", "", 'SentenceTransformer("FOLDER")']
+    return [first, "from transformers import AutoModel", "", 'AutoModel.from_pretrained("FOLDER")']
+
+
+def _fidelity(found: Comparison) -> str:
+    f = found.fidelity
+    rows = [
+        _row(f"mean cosine of sentence vectors, {f.sentences:,} sentences", f"{f.mean_cosine:.4f}"),
+        _row("its 5th percentile", f"{f.p5_cosine:.4f}"),
+    ]
+    if f.rare_mean_cosine is not None:
+        rows.append(_row(f"mean cosine of {f.rare_words:,} rare words, each alone", f"{f.rare_mean_cosine:.4f}"))
+    if f.neighbour_overlap is not None:
+        rows.append(_row("of the 10 nearest sentences, kept", share(f.neighbour_overlap)))
+    t = found.latency
+    rows.append(
+        _row("time of a batch, share of the original's", f"{number(t.ratio)} ({number(t.low)}-{number(t.high)})")
+    )
+    return "\n".join([_MEASURED, "| against the original | |", "| --- | --- |", *rows, _AFTER])
+
+
+def _weight(w: WeightReport) -> list[str]:
+    error = number(w.error)
+    method = "left as it is" if w.dense else call(w.method)
+    return [w.name, method, call(w.importance), call(w.codec), w.kept, size(w.bytes_before), size(w.bytes_after), error]
+
+
+def _sizes(pair: tuple[int, int]) -> tuple[str, str, str]:
+    return size(pair[0]), size(pair[1]), share(pair[1], pair[0])
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _cell(text: str) -> str:
+    """Names come out of files: they must not end a cell, or be taken for markup."""
+    return re.sub(r"([|<>`*\[\]\\])", r"\\\1", visible(text))

@@ -1,0 +1,216 @@
+"""Model cards: what is said of a compressed folder, and what is kept of the original's."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import kflats
+from kflats.cli import app
+from kflats.errors import KflatsError
+from kflats.export import export_dense
+from kflats.front_matter import split, with_tag, with_value
+from kflats.headers import stamp_
+from kflats.model_card import compressed_card, dense_card, hub_name, note_fidelity, without_section
+from kflats.release import version
+from kflats.report import Report
+
+yaml = pytest.importorskip("yaml")
+
+ORIGINAL = """---
+language: no  # Norwegian, not false
+license: apache-2.0
+tags:
+- words
+base_model: someone/grandparent
+---
+
+# Tiny
+It maps words to numbers.
+"""
+TEXTS = ("the word1 of word2", "a b word30", "of the word1")
+
+
+@pytest.fixture(scope="module")
+def with_card(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hub") / "models--owner--tiny" / "snapshots" / "123"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "README.md").write_text(ORIGINAL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def small(with_card: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("cards") / "small"
+    method = kflats.Recipe(kflats.Flats(k=2), kflats.TokenCounts())
+    kflats.compress_folder(with_card, out, budget="60%", method=method, texts=TEXTS, quiet=True)
+    return out
+
+
+def test_the_card_of_a_compressed_folder(small: Path, with_card: Path) -> None:
+    text = (small / "README.md").read_text()
+    head, body = split(text)
+    assert "language: no  # Norwegian, not false" in head
+    data = yaml.safe_load("\n".join(head))
+    assert (data["license"], data["tags"]) == ("apache-2.0", ["words", "kflats"])
+    assert (data["base_model"], data["base_model_relation"]) == ("owner/tiny", "quantized")
+    report = Report.load(small)
+    sizes = [sum(p.stat().st_size for p in folder.glob("*.safetensors")) for folder in (with_card, small)]
+    for shown in (*sizes, report.bytes_before, report.bytes_after):
+        assert kflats.tables.size(shown) in body
+    assert "| embeddings.word\\_embeddings |" in body or "| embeddings.word_embeddings |" in body
+    assert "Flats(k=2" in body
+    assert "TokenCounts(" in body
+    assert "Budget 60%; seed 0" in body
+    assert "Data: 3 texts, counted." in body
+    assert "AutoModel.from_pretrained" in body
+    assert body.index("# The original's card") < body.index("It maps words to numbers.")
+    assert str(with_card.parent) not in text
+    assert not any(line in text for line in TEXTS)  # the data is nobody else's business
+
+
+def test_weight_files_say_who_wrote_them(small: Path, tmp_path: Path) -> None:
+    with safe_open(small / "model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "kflats_version": version()}
+    model = kflats.files.load_model(small)
+    kflats.save(model.embeddings, tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        found = file.metadata()
+    assert (found["format"], found["kflats_version"]) == ("pt", version())
+
+
+def test_stamping_copies_every_byte(small: Path, tmp_path: Path) -> None:
+    path = tmp_path / "copy.safetensors"
+    shutil.copyfile(small / "model.safetensors", path)
+    before = load_file(path)
+    stamp_(path, note="é" * 1001)
+    after = load_file(path)
+    assert before.keys() == after.keys()
+    assert all(before[key].equal(after[key]) for key in before)
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+    for damaged in (b"", b"\xff" * 9, (5).to_bytes(8, "little") + b"[1,2]", b"\x02" + b"\0" * 7 + b"{]"):
+        path.write_bytes(damaged)
+        with pytest.raises(KflatsError, match="no safetensors file"):
+            stamp_(path, note="")
+        assert path.read_bytes() == damaged
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_is_measured_comes_into_the_card(small: Path, with_card: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    shutil.copytree(small, folder)
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join([*TEXTS, "word5 word6", "word7"]))
+    for _ in range(2):  # a second measurement replaces the first
+        options = ["compare", str(with_card), str(folder), "--texts", str(texts), "--card"]
+        done = CliRunner().invoke(app, options)
+        assert done.exit_code == 0, done.output
+        text = (folder / "README.md").read_text()
+        assert "Not measured yet" not in text
+        shown = re.findall(r"mean cosine of sentence vectors, 5 sentences \| ([\d.]+) \|", text)
+        assert len(shown) == 1
+        assert shown[0] in done.output
+    assert "It maps words to numbers." in text
+    (folder / "README.md").write_text("another card")
+    measured = kflats.compare(with_card, folder, TEXTS, pairs=1)
+    with pytest.raises(KflatsError, match="no place for measurements"):
+        note_fidelity(folder, measured)
+    assert (folder / "README.md").read_text() == "another card"
+
+
+def test_compressed_again_and_dense_again(small: Path, tmp_path: Path) -> None:
+    report = Report.load(small)
+    card = (small / "README.md").read_text()
+    again = compressed_card(report, (9, 5), (), None, card, "transformers")
+    assert again.count("kflats: begin") == 1
+    assert again.count("# The original's card") == 1
+    assert again.count("It maps words to numbers.") == 1
+    assert yaml.safe_load("\n".join(split(again)[0]))["base_model"] == "owner/tiny"
+    export_dense(small, tmp_path / "dense")
+    dense = (tmp_path / "dense" / "README.md").read_text()
+    assert "multiplied out" in dense
+    assert "import kflats" not in dense
+    assert "It maps words to numbers." in dense
+    assert dense_card(ORIGINAL) == ORIGINAL
+
+
+def test_folders_without_a_card(tiny_folder: Path, tmp_path: Path) -> None:
+    kflats.compress_folder(tiny_folder, tmp_path / "small", budget="50%", quiet=True)
+    head, body = split((tmp_path / "small" / "README.md").read_text())
+    assert yaml.safe_load("\n".join(head)) == {"tags": ["kflats"]}
+    assert "The original's card" not in body
+
+
+def test_cards_in_another_encoding(tiny_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "old"
+    shutil.copytree(tiny_folder, folder)
+    (folder / "README.md").write_bytes("# Größe\n".encode("latin-1"))
+    kflats.compress_folder(folder, tmp_path / "small", budget="50%", quiet=True)
+    assert "# Größe\n".encode("latin-1") in (tmp_path / "small" / "README.md").read_bytes()
+
+
+def test_names_are_not_markup() -> None:
+    report = Report("a/<b>|", "60%", (), 10, 10, 0, "0")
+    card = compressed_card(report, (10, 9), (), None, "", "transformers")
+    assert "\\<b\\>\\|, compressed by kflats" in card
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        "tags: [a, 'b c']",
+        "tags: []",
+        "tags:\n- a\n- 'b c'",
+        "tags:\n  - a\n\n  # a remark\n  - b",
+        "tags: a",
+        "tags:",
+        "tags: null",
+        "tags: [kflats, a]",
+        "tags:\n- kflats",
+        "license: mit",
+        "",
+    ],
+)
+@pytest.mark.parametrize("rest", ["", "model-index:\n- name: x\n  results:\n  - metrics: [{value: 0.5}]\n"])
+def test_tags_in_every_form(tags: str, rest: str) -> None:
+    lines = f"{tags}\n{rest}".splitlines()
+    before, after = (yaml.safe_load("\n".join(found)) or {} for found in (lines, with_tag(lines, "kflats")))
+    old = before.pop("tags", None) or []
+    new = after.pop("tags")
+    old = old if isinstance(old, list) else [old]
+    assert new == (old if "kflats" in old else [*old, "kflats"])
+    assert before == after
+
+
+@given(st.lists(st.sampled_from(["a: 1", "- x", "  deep: 2", "tags: [q]", "# c", "", "base_model: z"]), max_size=9))
+def test_values_replace_whole_blocks(lines: list[str]) -> None:
+    made = with_value(lines, "base_model", "owner/name")
+    assert [line for line in made if line.startswith("base_model:")] == ["base_model: owner/name"]
+    assert [line for line in made if line.startswith(("a:", "tags:"))] == [
+        line for line in lines if line.startswith(("a:", "tags:"))
+    ]
+
+
+def test_parts_of_a_card() -> None:
+    assert split("no top") == ([], "no top")
+    assert split("---\nnever: closed\n") == ([], "---\nnever: closed\n")
+    assert split("---\r\na: 1\r\n---\r\ntext") == (["a: 1"], "text\n")
+    assert without_section("theirs") == "theirs"
+
+
+def test_hub_names(tmp_path: Path) -> None:
+    snapshot = tmp_path / "models--owner--some-model" / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    found: Any = hub_name(snapshot)
+    assert found == "owner/some-model"
+    assert hub_name(tmp_path) is None
+    assert hub_name("owner/other") == "owner/other"
