@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ def fidelity(
     batch: int = 32,
     neighbours: int = 10,
     words: int = 500,
+    compressed_tokenizer: Any = None,
 ) -> Fidelity:
     """Compare what two models say about ``texts``, and about up to ``words`` rare words.
 
@@ -111,30 +113,37 @@ def fidelity(
         counted: texts the importance was counted on; rare words are words that neither these nor
             ``texts`` show, from the tail of the vocabulary.
         neighbours: how many nearest sentences should stay.
+        compressed_tokenizer: the second model's, where its vocabulary is another (``trim``). None: ``tokenizer``.
 
     Raises:
         KflatsError: no texts, or models whose vectors cannot be compared.
     """
-    a, b = (encode(m, tokenizer, texts, batch) for m in (original, compressed))
+    rare = rare_words(tokenizer, [*texts, *counted], words)
+    both = ((original, tokenizer), (compressed, tokenizer if compressed_tokenizer is None else compressed_tokenizer))
+    a, b = (encode(m, t, texts, batch) for m, t in both)
+    alone = tuple(encode(m, t, rare, batch) for m, t in both) if rare else None
+    return fidelity_of(a, b, alone, neighbours=neighbours)
+
+
+def fidelity_of(a: Tensor, b: Tensor, rare: tuple[Tensor, ...] | None = None, *, neighbours: int = 10) -> Fidelity:
+    """How near the unit vectors ``b`` (n, d) are to ``a``, those of the original; ``rare``: both models' of rare words.
+
+    Raises:
+        KflatsError: vectors of different lengths.
+    """
     if a.shape != b.shape:
         raise KflatsError(
             f"vectors of {a.shape[1]} and of {b.shape[1]} numbers cannot be compared",
             cause="the second model is not a compressed version of the first",
         )
     cosine = (a * b).sum(1)
-    rare = rare_words(tokenizer, [*texts, *counted], words)
-    rare_cosine = None
-    if rare:
-        rare_cosine = float(
-            (encode(original, tokenizer, rare, batch) * encode(compressed, tokenizer, rare, batch)).sum(1).mean()
-        )
     return Fidelity(
         mean_cosine=float(cosine.mean()),
         p5_cosine=float(cosine.quantile(0.05)),
         neighbour_overlap=neighbour_overlap(a, b, neighbours),
-        sentences=len(texts),
-        rare_mean_cosine=rare_cosine,
-        rare_words=len(rare),
+        sentences=len(a),
+        rare_mean_cosine=None if rare is None else float((rare[0] * rare[1]).sum(1).mean()),
+        rare_words=0 if rare is None else len(rare[0]),
     )
 
 
@@ -171,16 +180,21 @@ def latency(
     *,
     batch: int = 8,
     pairs: int = 20,
+    compressed_tokenizer: Any = None,
 ) -> Latency:
     """Time both models on the first ``batch`` texts, in ``pairs`` pairs; which goes first alternates.
 
-    Pairs and alternation, so that a machine that warms up or is shared slows both alike.
+    Pairs and alternation, so that a machine that warms up or is shared slows both alike. ``compressed_tokenizer``: as
+    ``fidelity``; what it makes of the texts may be longer.
     """
     if not texts or pairs < 1:
         raise KflatsError("latency needs at least one text and one pair", hint="give texts and pairs >= 1")
     models = (original, compressed)
-    rows = tokenize(original, tokenizer, list(texts)[:batch])
-    inputs = [pad(rows, tokenizer, next(m.parameters()).device) for m in models]
+    tokenizers = (tokenizer, tokenizer if compressed_tokenizer is None else compressed_tokenizer)
+    rows, _ = read = [tokenize(m, t, list(texts)[:batch]) for m, t in zip(models, tokenizers, strict=True)]
+    inputs = [
+        pad(ids, t, next(m.parameters()).device) for m, t, ids in zip(models, tokenizers, read, strict=True)
+    ]
     runs = [partial(last_hidden_state, model, batch) for model, batch in zip(models, inputs, strict=True)]
     with evaluating(*models), torch.inference_mode():
         before, after = take_turns(runs, pairs, inputs[0]["input_ids"].device)
@@ -197,8 +211,9 @@ def compare(
     """Load two models and compare sizes, fidelity and latency.
 
     Args:
-        original_folder: a local folder or a hub name; its tokenizer is used for both.
-        compressed_folder: what ``kflats compress`` or ``save_pretrained`` wrote.
+        original_folder: a local folder or a hub name.
+        compressed_folder: what ``kflats compress`` or ``save_pretrained`` wrote; read with its own tokenizer if its
+            vocabulary is another, else with the original's.
         texts: sentences to judge on; None: those that come with kflats.
         pairs: runs of each model in the latency test.
 
@@ -208,15 +223,22 @@ def compare(
     folders = [resolve_model(os.fspath(f)) for f in (original_folder, compressed_folder)]
     models = [load_model(folder) for folder in folders]
     tokenizer = load_tokenizer(folders[0])
+    own = _tokenizer_if_smaller(folders[1], tokenizer, models)
     judged = packaged_texts("judge") if texts is None else tuple(texts)
     return Comparison(
         original=os.fspath(original_folder),
         compressed=os.fspath(compressed_folder),
         disk=(weight_file_bytes(folders[0]), weight_file_bytes(folders[1])),
         memory=(memory_bytes(models[0]), memory_bytes(models[1])),
-        fidelity=fidelity(models[0], models[1], tokenizer, judged, counted=packaged_texts("count")),
-        latency=latency(models[0], models[1], tokenizer, judged, pairs=pairs),
+        fidelity=fidelity(*models, tokenizer, judged, counted=packaged_texts("count"), compressed_tokenizer=own),
+        latency=latency(*models, tokenizer, judged, pairs=pairs, compressed_tokenizer=own),
     )
+
+
+def _tokenizer_if_smaller(folder: Path, tokenizer: Any, models: Sequence[Any]) -> Any:
+    """The tokenizer of a trimmed model's folder; the given one where both models have the same vocabulary."""
+    sizes = [getattr(model.config, "vocab_size", None) for model in models]
+    return tokenizer if sizes[0] == sizes[1] else load_tokenizer(folder)
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_MODEL_MARKS = ("config.json", "modules.json", "kflats_report.json", "*.safetensors")
+_MODEL_MARKS = ("config.json", "modules.json", "kflats_report.json", "frontier.json", "*.safetensors")
 
 
 @contextmanager

@@ -1,0 +1,211 @@
+"""Size against quality: one table of a model stored in many ways at many sizes, and the model judged each time."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import os
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+from kflats.calibration import gather
+from kflats.errors import KflatsError
+from kflats.evaluate import load_tokenizer
+from kflats.files import load_model
+from kflats.folders import Partial, new_folder
+from kflats.frontier_entries import COUNTED, SIZES, UNCOUNTED, Entry, check_installed, entries, importance_of
+from kflats.frontier_judge import Judge
+from kflats.frontier_page import draw
+from kflats.frontier_records import FRONTIER_FILE, Frontier, Point, Refused
+from kflats.methods import SVD
+from kflats.recipe import Recipe
+from kflats.records import decode
+from kflats.release import version
+from kflats.selection import token_embedding
+from kflats.sources import resolve_model
+from kflats.surgery import Weight, dense_weight, find_weight
+from kflats.tables import visible
+from kflats.texts import check_texts, packaged_texts
+
+__all__ = ["SIZES", "Frontier", "Point", "frontier"]
+
+
+def frontier(
+    model: str | os.PathLike[str],
+    *,
+    texts: Sequence[str] | None = None,
+    judge: Sequence[str] | None = None,
+    sizes: Sequence[float] = SIZES,
+    methods: Sequence[str] | None = None,
+    task: str | None = None,
+    data: str | os.PathLike[str] | None = None,
+    split: str = "dev",
+    weight: str | None = None,
+    out: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    batch: int = 32,
+    force: bool = False,
+    quiet: bool = False,
+) -> Frontier:
+    """Store an embedding table in every way at every size, and judge the model with what comes back.
+
+    All bytes that a decoder needs are counted: codebooks, scales, rotations, labels, distributions. kflats' own
+    entries are measured as the streams that their files hold.
+
+    Args:
+        model: a folder or a hub name.
+        texts: what is counted, for row weights and for ``weighted_error``; None: the Zipf prior.
+        judge: sentences to judge on, of another kind than ``texts``; None: those that come with kflats.
+        sizes: bits per number of the original.
+        methods: of ``frontier_entries.METHODS``, each alone or with "+counts" or "+zipf"; None: all, and the best two
+            rivals with weights, too.
+        task, data, split: a task to score, as ``kflats.score``.
+        weight: the embedding's name; None: the token embedding.
+        out: a folder to write: JSON, Markdown, PNG and one HTML page. Finished points are kept beside it until the
+            end, so that an interrupted run resumes.
+        seed: of rotations, codebooks and random starts.
+        batch: sentences at once.
+        force: replace an earlier frontier's folder.
+        quiet: no progress bar.
+
+    Choose it before deciding on a size. Limit: tables are decoded to judge them; latency is not measured here.
+
+    Raises:
+        KflatsError: as the loaders; methods, sizes, tasks or weights that are none; an extra that is missing.
+    """
+    for given in (texts, judge):
+        if given is not None:
+            check_texts(given)
+    folder = resolve_model(model)
+    original, tokenizer = load_model(folder), load_tokenizer(folder)
+    chosen = _embedding(original, weight)
+    judged = list(packaged_texts("judge") if judge is None else judge)
+    counted = None if texts is None else list(texts)
+    asked = entries(chosen.shape, sizes, methods or (UNCOUNTED if texts is None else COUNTED), counted=bool(counted))
+    check_installed(asked, drawn=out is not None)
+    table = dense_weight(original, chosen).detach().float().clone()
+    scale = "zipf" if counted is None else "counts"
+    weights = _weights(chosen, counted, tokenizer, {scale, *(entry.importance for entry in asked)})
+    about = _fingerprint(folder, chosen.name, counted, judged, task, data, split, seed)
+    partial = None if out is None else Partial(out, about)
+    with nullcontext() if out is None else new_folder(out, force) as aside:
+        panel = Judge(original, tokenizer, judged, counted or (), task=task, data=data, split=split, batch=batch)
+        coded = copy.deepcopy(original)
+        points: list[Point] = []
+        refused: list[Refused] = []
+        with _bar(quiet) as bar:
+            going = bar.add_task("", total=len(asked))
+            for entry in asked:
+                bar.update(going, description=visible(entry.name))
+                found = _point(entry, table, weights, scale, coded, chosen, panel, seed, partial)
+                (points if isinstance(found, Point) else refused).append(found)  # type: ignore[arg-type]
+                bar.advance(going)
+        made = Frontier(
+            model="/".join(folder.parts[-2:]) if Path(model).is_dir() else str(model),
+            weight=chosen.name,
+            shape=chosen.shape,
+            importance=repr(importance_of(scale)),
+            counted=len(counted or ()),
+            judged=len(judged),
+            task=task or "",
+            metric=panel.metric,
+            score=panel.original.score,
+            points=tuple(sorted(points, key=lambda p: (-p.bits, p.name))),
+            refused=tuple(refused),
+            seed=seed,
+            version=version(),
+        )
+        if aside is not None:
+            _write(made, aside)
+    if partial is not None:
+        partial.discard()
+    return made
+
+
+def _embedding(model: nn.Module, name: str | None) -> Weight:
+    if name is None:
+        return token_embedding(model)
+    found = find_weight(model, name)
+    if found.places[0].role != "embedding":
+        raise KflatsError(f"{found.name} is no embedding", hint="kflats inspect MODEL lists them")
+    return found
+
+
+def _weights(weight: Weight, texts: list[str] | None, tokenizer: Any, wanted: set[str]) -> dict[str, Tensor | None]:
+    """(n,) row weights of each wanted importance."""
+    data = gather(texts, tokenizer, None, None, None)
+    return {name: data.weigh(weight, Recipe(SVD(), importance_of(name))).left for name in sorted(wanted)}
+
+
+def _point(
+    entry: Entry,
+    table: Tensor,
+    weights: dict[str, Tensor | None],
+    scale: str,
+    model: nn.Module,
+    weight: Weight,
+    judge: Judge,
+    seed: int,
+    partial: Partial | None,
+) -> Point | Refused:
+    """The entry's point: from an interrupted run, or measured on ``model``, whose table changes."""
+    if partial is not None and (kept := partial.get(entry.name)) is not None:
+        kind = Refused if kept[1].get("refused") else Point
+        return decode(kind, kept[1]["found"], "a kept point")  # type: ignore[no-any-return]
+    began = time.perf_counter()
+    try:
+        coded = entry.rival.code(table, seed, weights=weights[entry.importance])
+    except KflatsError as error:
+        found: Point | Refused = Refused(entry.name, error.symptom)
+    else:
+        seconds = time.perf_counter() - began
+        with torch.no_grad():
+            dense_weight(model, weight).copy_(coded.table)
+        verdict = judge(model)
+        near = verdict.fidelity
+        found = Point(
+            name=entry.name,
+            family=entry.family,
+            ours=entry.ours,
+            bits=coded.bits,
+            nbytes=coded.nbytes,
+            error=coded.error(table),
+            weighted_error=coded.error(table, weights[scale]),
+            mean_cosine=near.mean_cosine,
+            p5_cosine=near.p5_cosine,
+            rare_cosine=near.rare_mean_cosine,
+            neighbours=near.neighbour_overlap,
+            score=verdict.score,
+            seconds=seconds,
+        )
+    if partial is not None:
+        partial.put(entry.name, {}, {"refused": isinstance(found, Refused), "found": asdict(found)})
+    return found
+
+
+def _write(made: Frontier, folder: Path) -> None:
+    text = json.dumps(made.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
+    (folder / FRONTIER_FILE).write_text(text + "\n", encoding="utf-8")
+    (folder / "frontier.md").write_text(made.markdown() + "\n", encoding="utf-8", errors="backslashreplace")
+    draw(made, folder)
+
+
+def _fingerprint(folder: Path, *about: object) -> str:
+    """Everything that a point depends on beside its own name: the model's files, and what was asked."""
+    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.glob("**/*") if p.is_file())
+    return hashlib.sha256(json.dumps([str(folder), files, *map(str, about), version()]).encode()).hexdigest()
+
+
+def _bar(quiet: bool) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)

@@ -1,0 +1,97 @@
+"""Judging many versions of one model: the original is asked once, and every version each sentence once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from kflats.encoding import encode, rare_words
+from kflats.evaluate import Fidelity, fidelity_of
+from kflats.metrics import measure
+from kflats.scoring import score
+from kflats.task_data import Examples, load_examples
+from kflats.tasks import check_head, find_task
+
+_RARE = 500
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How near a version's vectors are to the original's, and its score on the task, None without one."""
+
+    fidelity: Fidelity
+    score: float | None
+
+
+class Judge:
+    """Fidelity to ``original`` on ``texts`` and on rare words, and a task's score.
+
+    Args:
+        counted: rare words are those that neither these nor ``texts`` show.
+        task: a name; its ``split`` lies in ``data``, or on the hub. A similarity task needs no head, and shares its
+            sentences' vectors with the fidelity: texts are cut where ``encode`` cuts them.
+
+    Raises:
+        KflatsError: no texts, an unknown task, a model without the task's head.
+    """
+
+    def __init__(
+        self,
+        original: nn.Module,
+        tokenizer: Any,
+        texts: Sequence[str],
+        counted: Sequence[str] = (),
+        *,
+        task: str | None = None,
+        data: str | os.PathLike[str] | None = None,
+        split: str = "dev",
+        batch: int = 32,
+    ) -> None:
+        self.tokenizer, self.batch = tokenizer, batch
+        self.task = None if task is None else find_task(task)
+        self._data, self._split = data, split
+        self._examples: Examples | None = None
+        pairs: list[str] = []
+        if self.task is not None:
+            check_head(original, self.task)
+            if self.task.kind == "similarity":
+                self._examples = load_examples(self.task, split, data)
+                pairs = [text for example in self._examples.inputs for text in example]
+        rare = rare_words(tokenizer, [*texts, *counted], _RARE)
+        self._sentences = list(dict.fromkeys([*texts, *rare, *pairs]))
+        place = {text: i for i, text in enumerate(self._sentences)}
+        self._texts, self._rare, self._pairs = ([place[text] for text in part] for part in (texts, rare, pairs))
+        self._vectors = self._encode(original)
+        self.original = self._judge(original, self._vectors)
+
+    @property
+    def metric(self) -> str:
+        """What the score is; empty without a task."""
+        return "" if self.task is None else self.task.metrics[0]
+
+    def __call__(self, model: nn.Module) -> Verdict:
+        """Judge another version."""
+        return self._judge(model, self._encode(model))
+
+    def _encode(self, model: nn.Module) -> Tensor:
+        return encode(model, self.tokenizer, self._sentences, self.batch)
+
+    def _judge(self, model: nn.Module, vectors: Tensor) -> Verdict:
+        known = self._vectors
+        rare = (known[self._rare], vectors[self._rare]) if self._rare else None
+        return Verdict(fidelity_of(known[self._texts], vectors[self._texts], rare), self._score(model, vectors))
+
+    def _score(self, model: nn.Module, vectors: Tensor) -> float | None:
+        if self.task is None:
+            return None
+        if self._examples is not None:
+            first, second = vectors[self._pairs[0::2]], vectors[self._pairs[1::2]]
+            return measure(self.task.metrics, (first * second).sum(1).tolist(), self._examples.labels)[self.metric]
+        found = score(
+            model, self.tokenizer, self.task, data=self._data, split=self._split, batch=self.batch, costs=False
+        )
+        return found.value
