@@ -53,6 +53,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "budget",
     ),
     ("statistics",),
+    ("rivals",),
     ("folders", "headers", "sources", "coded_files", "plain_files", "transformers_plugin", "files"),
     (
         "encoding",
@@ -105,16 +106,22 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "front_matter",
         "model_card",
         "compress",
+        "frontier_records",
+        "frontier_entries",
+        "frontier_judge",
+        "frontier_page",
+        "frontier",
         "export",
         "onnx_graphs",
         "onnx_export",
     ),
     ("demo",),
-    ("options", "cli_tasks", "cli_export", "cli_trim", "cli"),
+    ("options", "cli_tasks", "cli_frontier", "cli_export", "cli_trim", "cli"),
 )
 NUMERICS_MAY_IMPORT = {"torch", "kflats.errors", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "typer", "click", "rich", "kflats"}
 OPTIONAL = {
+    "torchao",
     "transformers",
     "tokenizers",
     "sentence_transformers",
@@ -130,6 +137,7 @@ OPTIONAL = {
     "constriction",
     "onnx",
     "onnxruntime",
+    "faiss",
 }
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load"}

@@ -12,6 +12,7 @@ from kflats.errors import KflatsError
 from kflats.evaluate import compare, fidelity
 from kflats.export import export_dense
 from kflats.files import annotate_, load_, register_plugin, save
+from kflats.frontier import Frontier, frontier
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.measure import measure
 from kflats.measurements import Statistics
@@ -46,6 +47,7 @@ __all__ = [
     "Entrywise",
     "Flats",
     "Float",
+    "Frontier",
     "Huber",
     "InputGram",
     "KMeansSVD",
@@ -81,6 +83,7 @@ __all__ = [
     "export_onnx",
     "fidelity",
     "find_weights",
+    "frontier",
     "load_",
     "measure",
     "parse_budget",
