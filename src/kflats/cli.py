@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kflats.cli_export import app as export_commands
+from kflats.cli_frontier import app as frontier_command
 from kflats.cli_tasks import app as task_commands
 from kflats.cli_tasks import quiet_transformers
 from kflats.cli_trim import app as trim_command
@@ -74,7 +75,7 @@ class _Group(TyperGroup):
             _complain(f"{error.strerror or 'cannot be used'}: {error.filename}")
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            resumes = ctx.invoked_subcommand in ("compress", "recover")
+            resumes = ctx.invoked_subcommand in ("compress", "recover", "frontier")
             _complain("interrupted" + ("; the same command resumes where it stopped" if resumes else ""))
             raise typer.Exit(130) from None
 
@@ -314,6 +315,7 @@ def demo(
 
 
 app.add_typer(task_commands)
+app.add_typer(frontier_command)
 app.add_typer(export_commands)
 app.add_typer(trim_command)
 
