@@ -151,7 +151,7 @@ def test_texts_with_a_tokenizer_are_data_to_measure_with(tiny_model) -> None:
 def test_convolutions_take_pairs_only() -> None:
     model = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3, groups=8)})
     assert [c.weight.name for c in select(model, {"conv": SVD()}, Given())] == ["a"]  # "b" is eight small matrices
-    with pytest.raises(KflatsError, match="Flats cannot be used for 'a'"):
+    with pytest.raises(KflatsError, match="Flats\\(k=5\\) cannot be used for 'a'"):
         select(model, {"a": Flats()}, Given())
     with pytest.raises(KflatsError, match="grouped convolution"):
         select(model, {"b": SVD()}, Given())

@@ -5,18 +5,19 @@
 5
 """
 
+from kflats.adapters import adapt_lora_
 from kflats.budget import Budget, parse_budget
-from kflats.codec import Float
+from kflats.codec import Float, Int4, Int8, Rotation, Transform
 from kflats.compress import compress_, compress_folder
 from kflats.errors import KflatsError
 from kflats.evaluate import compare, fidelity
 from kflats.export import export_dense
-from kflats.files import annotate_, load_, register_plugin, save
+from kflats.files import annotate_, load_, register_plugin, save, stream_folder
 from kflats.frontier import Frontier, frontier
-from kflats.importance import TokenCounts, Uniform, ZipfPrior
+from kflats.importance import TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.measure import measure
 from kflats.measurements import Statistics
-from kflats.methods import MESSI, SVD, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
+from kflats.methods import MESSI, SVD, Best, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.lewis import Lewis
@@ -39,6 +40,7 @@ from kflats.trimming import Trimmed, trim, trim_folder
 __all__ = [
     "MESSI",
     "SVD",
+    "Best",
     "Budget",
     "Coreset",
     "Dense",
@@ -50,6 +52,8 @@ __all__ = [
     "Frontier",
     "Huber",
     "InputGram",
+    "Int4",
+    "Int8",
     "KMeansSVD",
     "KflatsError",
     "KroneckerFisher",
@@ -62,6 +66,7 @@ __all__ = [
     "Recipe",
     "Report",
     "RobustSVD",
+    "Rotation",
     "RowFisher",
     "SampledLabels",
     "Sketch",
@@ -70,11 +75,14 @@ __all__ = [
     "Subspace",
     "TaskLoss",
     "TokenCounts",
+    "TokenFisher",
+    "Transform",
     "Trimmed",
     "Truncated",
     "TwoSided",
     "Uniform",
     "ZipfPrior",
+    "adapt_lora_",
     "annotate_",
     "compare",
     "compress_",
@@ -94,6 +102,7 @@ __all__ = [
     "restore_",
     "save",
     "score",
+    "stream_folder",
     "task_batches",
     "trim",
     "trim_folder",

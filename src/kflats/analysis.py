@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.judging import norm_error, row_errors, weighted_error
-from kflats.nn.matrix import FlatsMatrix, LowRankMatrix, Matrix
+from kflats.nn.matrix import CodedMatrix, FlatsMatrix, LowRankMatrix, Matrix
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
@@ -44,7 +44,8 @@ def analyse(
     error = _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting).relative
     eigenvalues = (tails[:-1] - tails[1:]).clamp_min(0)
     total = float(eigenvalues.sum())
-    rank = min(matrix.nbytes // matrix.weight.element_size() // (n + d), len(eigenvalues))
+    itemsize = weight.nbytes // (n * d) if decision.recipe.is_coded else matrix.weight.element_size()
+    rank = min(factored.nbytes // itemsize // (n + d), len(eigenvalues))
     labels, bands = _bands(matrix)
     ranks = torch.tensor([float(rank) for _, rank in bands])[labels]
     return WeightReport(
@@ -56,7 +57,8 @@ def analyse(
         importance=to_json(decision.recipe.importance),
         codec=to_json(decision.recipe.codec),
         bytes_before=weight.nbytes,
-        bytes_after=matrix.nbytes,
+        bytes_after=factored.nbytes,
+        memory_bytes=matrix.nbytes,
         values_after=matrix.num_values,
         error=error,
         error_unweighted=_ratio(dist2.sum(), norm2.sum()),
@@ -96,6 +98,7 @@ def left_dense(decision: Decision) -> WeightReport:
         codec=to_json(decision.recipe.codec),
         bytes_before=weight.nbytes,
         bytes_after=weight.nbytes,
+        memory_bytes=weight.nbytes,
         values_after=weight.shape[0] * weight.shape[1],
         error=0.0,
         error_unweighted=0.0,
@@ -119,6 +122,10 @@ def stored_bytes(model: nn.Module) -> int:
 def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
     if isinstance(matrix, FlatsMatrix):
         return matrix.labels.cpu().to(torch.int64), [(band.flat, band.rank) for band in matrix.bands]
+    if isinstance(matrix, CodedMatrix):
+        labels = matrix.tensors().get("labels")
+        rows = torch.zeros(matrix.shape[0], dtype=torch.int64) if labels is None else labels.cpu().to(torch.int64)
+        return rows, [(0, used) for used in matrix.used]
     return torch.zeros(matrix.shape[0], dtype=torch.int64), [(0, matrix.weight.shape[1])]
 
 

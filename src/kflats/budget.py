@@ -23,8 +23,9 @@ _SYNTAX = re.compile(
 )
 _FORMS = 'a budget as "60%" (of the named weights, kept), "12MB" (12e6 bytes), "5.2M params" or "33% ranks"'
 _FILES = " of all files"
-_HEADER_ENTRY = 160
+_HEADER_ENTRY = 78
 """Bytes that one more tensor may add to a safetensors header, its name not counted."""
+_MORE_ENTRIES = 3
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ class Budget:
                 f"({model_file_bytes:,} bytes)",
                 hint="a smaller budget",
             )
-        # A factored weight is three tensors in place of one: basis and labels are new entries.
-        header = sum(2 * (len(weight.name.encode()) + _HEADER_ENTRY) for weight in weights)
+        # A factored weight is up to four tensors in place of one.
+        header = sum(_MORE_ENTRIES * (len(weight.name.encode()) + _HEADER_ENTRY) for weight in weights)
         rest = model_file_bytes - original + header
         if limit <= rest:
             raise KflatsError(

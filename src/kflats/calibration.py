@@ -17,7 +17,7 @@ from kflats.importance import Uniform
 from kflats.measure import measure
 from kflats.measured import Measured
 from kflats.measurements import Statistics
-from kflats.methods import SVD, Dense
+from kflats.methods import SVD
 from kflats.numerics.rows import TensorRows
 from kflats.places import Weight
 from kflats.recipe import Recipe, to_json
@@ -183,7 +183,7 @@ def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]
     return {
         weight.name: recipe.importance.needs
         for weight, recipe in recipes
-        if recipe.importance.needs and not isinstance(recipe.method, Dense)
+        if recipe.importance.needs and not recipe.is_dense
     }
 
 

@@ -27,6 +27,7 @@ from kflats.options import (
     BudgetText,
     Calibration,
     CalibrationTask,
+    CodecName,
     EllipsoidName,
     ErrorName,
     Exponent,
@@ -47,6 +48,7 @@ from kflats.options import (
     StoredForm,
     TaskFolder,
     Texts,
+    Trim,
     allocation_of,
     budget_of,
     examples_of,
@@ -56,6 +58,7 @@ from kflats.options import (
     statistics_of,
     texts_of,
     tokenizer_of,
+    weights_of,
 )
 from kflats.tables import plain, share, size, table, visible
 
@@ -166,6 +169,7 @@ def plan_(
     p: Exponent = None,
     ellipsoid: EllipsoidName = None,
     error: ErrorName = None,
+    codec: CodecName = None,
     texts: Texts = None,
     calibration: Calibration = None,
     task: CalibrationTask = None,
@@ -185,16 +189,18 @@ def plan_(
     if out.exists() and not force:
         raise KflatsError(f"{out} exists already", hint="another --out, or --force to replace it")
     allowed = budget_of(budget, file_budget)
-    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error)
+    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error, codec)
     known = statistics_of(statistics)
     examples = examples_of(task, data, calibration, samples_of(samples))
     measured = calibration is not None or known is not None or examples is not None
-    recipe = recipe_of(asked, counted=texts is not None, measured=measured)
+    whole = file_budget is not None
+    recipe = recipe_of(asked, counted=texts is not None, measured=measured, whole_file=whole)
+    names = weights_of(weights, recipe, whole)
     counted, judged = texts_of(texts), texts_of(calibration)
     quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
-    recipes = dict.fromkeys(weights, recipe) if weights else recipe
+    recipes = dict.fromkeys(names, recipe) if names else recipe
     importance_needs = getattr(getattr(recipe, "importance", None), "needs_tokenizer", False)
     tokens = counted is not None or judged is not None or examples is not None or importance_needs
     tokenizer = tokenizer_of(folder, needed=tokens)
@@ -226,6 +232,7 @@ def compress(
     p: Exponent = None,
     ellipsoid: EllipsoidName = None,
     error: ErrorName = None,
+    codec: CodecName = None,
     texts: Texts = None,
     calibration: Calibration = None,
     task: CalibrationTask = None,
@@ -233,6 +240,7 @@ def compress(
     samples: SampleCount = None,
     statistics: MeasuredFile = None,
     allocation: SharedBy = None,
+    trim: Trim = None,
     seed: Seed = 0,
     quiet: Quiet = False,
     force: Force = False,
@@ -240,14 +248,15 @@ def compress(
     """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
     from kflats.compress import compress_folder
 
-    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error)
+    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error, codec)
     known, examples = statistics_of(statistics), examples_of(task, data, calibration, samples_of(samples))
     chosen: dict[str, Any] = {}
     if plan is None:
         chosen["budget"] = budget_of(budget, file_budget)
         measured = calibration is not None or known is not None or examples is not None
-        chosen["method"] = recipe_of(asked, counted=texts is not None, measured=measured)
-        chosen["weights"] = tuple(weights or ())
+        whole = file_budget is not None
+        recipe = recipe_of(asked, counted=texts is not None, measured=measured, whole_file=whole)
+        chosen |= {"method": recipe, "weights": weights_of(weights, recipe, whole)}
         chosen["allocation"] = allocation_of(allocation)
     else:
         decided = {**asked.given, "weights": weights, "allocation": allocation}
@@ -260,7 +269,8 @@ def compress(
     }
     keep = statistics if known is None else None
     quiet_transformers()
-    report = compress_folder(model, out, **chosen, keep_statistics=keep, seed=seed, force=force, quiet=quiet)
+    chosen |= {"keep_statistics": keep, "trim": trim, "seed": seed}
+    report = compress_folder(model, out, **chosen, force=force, quiet=quiet)
     if not quiet:
         typer.echo(str(report))
         typer.echo(f"\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")

@@ -1,8 +1,13 @@
-"""Codecs: frozen values that say how a Matrix's numbers are stored. One axis of a recipe, independent of the others."""
+"""Codecs: frozen values that say how a Matrix's numbers are stored. One axis of a recipe, beside method and importance.
+
+``Float`` stores the factors of any method. The others store integers (``CodedMatrix``), which an entropy coder makes
+smaller still on disk, and each stands on certain methods: ``methods`` names them.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +33,8 @@ class Float:
     """
 
     dtype: str = "same"
+
+    methods: ClassVar[frozenset[str] | None] = None  # any
 
     def __post_init__(self) -> None:
         if self.dtype not in ("same", *_DTYPES):
@@ -58,5 +65,143 @@ class Float:
         return self.torch_dtype(original).itemsize
 
 
-VALUES = (Float,)
+@dataclass(frozen=True)
+class Int8:
+    """Whole numbers of 8 bits and a scale for each row, or for every ``group`` columns of it.
+
+        a_ij  ~  scale_ig q_ij,      |q_ij| <= 127,      scale_ig = max_j |a_ij| / 127
+
+    With ``Dense()`` the matrix itself: nearly lossless, a little over a quarter of float32. With ``SVD()`` the
+    coordinates, each column by its own size, of a pair whose basis has 8 bits too.
+
+    Args:
+        group: None: one scale a row. Otherwise as many equal groups as have at most so many columns.
+
+    Choose it where nothing may be lost and a quarter of float32 is small enough; ``Transform`` is smaller at any error.
+
+    >>> Int8().bits, Int8(group=64).groups(384), Int8(group=64).groups(100)
+    (8, 6, 2)
+    """
+
+    group: int | None = None
+
+    bits: ClassVar[int] = 8
+    methods: ClassVar[frozenset[str] | None] = frozenset({"Dense", "SVD"})
+
+    def __post_init__(self) -> None:
+        _check_group(self.group, "Int8")
+
+    def groups(self, columns: int) -> int:
+        """How many scales a row of so many columns has."""
+        return _groups(self.group, columns)
+
+
+@dataclass(frozen=True)
+class Int4:
+    """As ``Int8``, with 4 bits, |q_ij| <= 7.
+
+    >>> Int4().groups(384)
+    6
+    """
+
+    group: int | None = 64
+
+    bits: ClassVar[int] = 4
+    methods: ClassVar[frozenset[str] | None] = frozenset({"Dense", "SVD"})
+
+    def __post_init__(self) -> None:
+        _check_group(self.group, "Int4")
+
+    def groups(self, columns: int) -> int:
+        """How many scales a row of so many columns has."""
+        return _groups(self.group, columns)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """A random rotation, then 2^bits values of least squared error for a Gaussian: nothing is fitted.
+
+    The error is that of a Gaussian source whatever the matrix: a share of .363, .117, .035, .0095 at 1 to 4 bits (Max,
+    IRE Trans. IT 6, 1960). Stands on ``Dense()``. Choose it where no decision may depend on the data.
+
+    Args:
+        bits: 1 to 8; None: as many as the budget holds.
+    """
+
+    bits: int | None = None
+
+    methods: ClassVar[frozenset[str] | None] = frozenset({"Dense"})
+
+    def __post_init__(self) -> None:
+        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in range(1, 9)):
+            raise KflatsError(f"a rotation at {self.bits!r} bits", hint="1 to 8, or None for what the budget holds")
+
+
+@dataclass(frozen=True)
+class Transform:
+    """Transform coding: principal axes, bits by reverse water-filling, rate-distortion optimised rounding.
+
+        minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= budget
+
+    Stands on ``SVD()``, whose rank it chooses itself: axes that do not pay get no bits. Of a metric that couples rows
+    only the diagonal is used. Stored bytes are those of the entropy-coded file; in memory codes have a fixed rate,
+    which takes more.
+
+    Args:
+        classes: rows are told apart by weight and shape into at most so many classes, 1 to 256.
+
+    Choose it wherever bytes on disk count: at every size it loses least.
+    """
+
+    classes: int = 32
+
+    methods: ClassVar[frozenset[str] | None] = frozenset({"SVD"})
+
+    def __post_init__(self) -> None:
+        if isinstance(self.classes, bool) or not isinstance(self.classes, int) or not 1 <= self.classes <= 256:
+            raise KflatsError(f"{self.classes!r} classes of rows", hint="a whole number from 1 to 256")
+
+
+Codes = Int8 | Int4 | Rotation | Transform
+"""Codecs that store integers."""
+
+VALUES = (Float, Int8, Int4, Rotation, Transform)
 """The codecs a plan file may name."""
+NAMES: dict[str, type] = {
+    "float": Float,
+    "int8": Int8,
+    "int4": Int4,
+    "rotation": Rotation,
+    "transform": Transform,
+}
+"""What a command line calls them; "float16" and the like are types of ``Float``."""
+
+
+def from_name(name: str) -> Float | Codes:
+    """The codec that a command line calls ``name``.
+
+    Raises:
+        KflatsError: no codec is called that.
+
+    >>> from_name("float16"), from_name("int4 32"), from_name("transform")
+    (Float(dtype='float16'), Int4(group=32), Transform(classes=32))
+    """
+    word, *rest = name.strip().lower().split() or [""]
+    made: Float | Codes
+    if word in _DTYPES and not rest:
+        return Float(word)
+    if word not in NAMES or len(rest) > 1 or (rest and not rest[0].isdigit()) or (rest and word == "float"):
+        known = [*NAMES, *_DTYPES, '"int4 GROUP"', '"rotation BITS"', '"transform CLASSES"']
+        raise KflatsError(f"no codec is called {name!r}", hint="one of " + ", ".join(known))
+    made = NAMES[word](*(int(number) for number in rest))
+    return made
+
+
+def _check_group(group: int | None, who: str) -> None:
+    if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
+        raise KflatsError(f"{who} cannot group {group!r} columns", hint="a whole number from 1, or None for whole rows")
+
+
+def _groups(group: int | None, columns: int) -> int:
+    least = 1 if group is None else -(-columns // group)
+    return next(count for count in range(least, columns + 1) if columns % count == 0)

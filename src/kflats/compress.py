@@ -31,6 +31,8 @@ from kflats.report import REPORT_FILE, Report
 from kflats.shares import Allocation
 from kflats.sources import check_apart, copy_companions, resolve_model, weights_folder
 from kflats.surgery import Weight, swap_, unchanged_on_error
+from kflats.trimming import trim as trimmed_to
+from kflats.trimming import write_vocabulary
 
 
 def compress_(
@@ -96,6 +98,7 @@ def compress_folder(
     keep_statistics: str | os.PathLike[str] | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
+    trim: int | None = None,
     seed: int = 0,
     force: bool = False,
     quiet: bool = False,
@@ -114,6 +117,8 @@ def compress_folder(
         calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
             makes batches for the model and its tokenizer. What was measured is kept beside ``out`` until the end too.
         keep_statistics: a file to keep it in for later (``Statistics.load``).
+        trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
+            cent are then of the trimmed model.
         force: replace an existing model folder.
 
     Raises:
@@ -121,6 +126,11 @@ def compress_folder(
     """
     folder = resolve_model(source)
     check_apart(folder, out)
+    if trim is not None and plan is not None:
+        raise KflatsError(
+            "a plan is of one vocabulary, and trimming makes another",
+            hint="trim the model first (kflats trim), then plan and compress what that made",
+        )
     make = calibration if callable(calibration) else None
     data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
     if data.texts is None and data.calibration and all(isinstance(item, str) for item in data.calibration):
@@ -128,11 +138,15 @@ def compress_folder(
     with new_folder(out, force) as aside:
         model = load_model(folder)
         data = replace(data, tokenizer=_tokenizer(folder, data, method, plan))
+        before = weight_file_bytes(folder)
+        trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
+        if trimmed is not None:
+            model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
+            before -= trimmed.report.saved
         if make is not None:
             made = gather(None, None, make(model, data.tokenizer), None, None)
             data = replace(data, calibration=made.calibration)
-        before = weight_file_bytes(folder)
-        about = _fingerprint(folder, data)
+        about = _fingerprint(folder, data, trim)
 
         def measured(recipes: Sequence[tuple[Weight, Recipe]]) -> Data:
             return _measured(model, recipes, data, Partial(out, about), quiet)
@@ -145,15 +159,19 @@ def compress_folder(
         partial = Partial(out, _work_fingerprint(about, decided, seed))
         done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
         report = _finish(model, decided.plan, done, seed, name=_called(source))
+        report = replace(report, trimming=None if trimmed is None else trimmed.report)
         inner = aside / weights_folder(folder).relative_to(folder)
         model.save_pretrained(inner)
         stream_folder(inner)
         for file in inner.glob("*.safetensors"):
             stamp_(file, **{VERSION_KEY: version()})
-        copy_companions(folder, aside)
+        if trimmed is None:
+            copy_companions(folder, aside)
+        else:
+            write_vocabulary(trimmed, folder, aside)
         after = _check_file(aside, decided.plan, before)
         report.save(aside / REPORT_FILE)
-        _write_card(aside, report, (before, after), data, hub_name(source))
+        _write_card(aside, report, (weight_file_bytes(folder), after), data, hub_name(source))
     partial.discard()
     return report
 
@@ -190,7 +208,7 @@ def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: 
         budget=decided.budget,
         weights=tuple(one.report for one in done),
         model_bytes_before=before,
-        model_bytes_after=stored_bytes(model),
+        model_bytes_after=stored_bytes(model) - sum(one.packed for one in done),
         seed=seed,
         version=version(),
     )
@@ -214,7 +232,7 @@ def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
         return None
 
 
-def _fingerprint(folder: Path, data: Data) -> str:
+def _fingerprint(folder: Path, data: Data, trim: int | None) -> str:
     """The model, and all data: what measurements depend on."""
     # The weights, and the tokenizer's files: counts and priors come from those.
     kinds = (".safetensors", ".json", ".txt", ".model")
@@ -222,7 +240,7 @@ def _fingerprint(folder: Path, data: Data) -> str:
     # Hidden ones are not the model's: what an interrupted run keeps lies there too where ``out`` is inside the folder.
     shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
     files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
-    about = [str(folder), files, data.digest(), version()]
+    about = [str(folder), files, data.digest(), version(), trim]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()
 
 

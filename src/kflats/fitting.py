@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from kflats.analysis import analyse, left_dense
 from kflats.budget import parse_budget
 from kflats.calibration import Data
+from kflats.codec import Transform
 from kflats.errors import KflatsError
 from kflats.folders import Partial
-from kflats.methods import Dense
 from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
@@ -27,6 +27,7 @@ from kflats.problem import Problem
 from kflats.release import version
 from kflats.report import Report, WeightReport
 from kflats.shares import bias_bytes
+from kflats.storing import store
 from kflats.surgery import Weight, dense_weight
 from kflats.weighting import Weighting
 
@@ -46,28 +47,46 @@ class Done:
     report: WeightReport
     bias_shift: Tensor | None = None
 
+    @property
+    def packed(self) -> int:
+        """Bytes that a file saves over memory."""
+        memory = self.report.memory_bytes
+        return 0 if self.matrix is None or memory is None else memory - self.report.bytes_after
+
 
 def factorize(
     model: nn.Module, decided: Plan, data: Data, seed: int, quiet: bool, partial: Partial | None
 ) -> list[Done]:
     """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed."""
-    found = []
+    found: dict[str, Done] = {}
     free = not parse_budget(decided.budget).counts_labels if decided.budget else False
+    last = _filler(decided)
+    spare = 0
     with _progress(quiet) as told:
-        for decision in decided.decisions:
-            if isinstance(decision.recipe.method, Dense):
-                found.append(Done(decision, None, left_dense(decision)))
+        for decision in sorted(decided.decisions, key=lambda one: one is last):
+            name = decision.weight.name
+            if decision.recipe.is_dense:
+                found[name] = Done(decision, None, left_dense(decision))
                 continue
+            if decision is last:
+                decision = replace(decision, budget_bytes=min(decision.budget_bytes + spare, decision.weight.nbytes))
             stored = partial.get(decision.weight.name) if partial else None
             done = None if stored is None else _restored(decision, *stored)
             if done is None:
-                done = _fit(model, decision, data, seed, free, told(decision.weight.name))
+                done = _fit(model, decision, data, seed, free, told(name))
                 if partial and done.matrix is not None:
                     meta = {"spec": done.matrix.spec(), "report": _alone(done.report).to_json()}
                     shift = {} if done.bias_shift is None else {_SHIFT: done.bias_shift}
                     partial.put(decision.weight.name, done.matrix.tensors() | shift, meta)
-            found.append(done)
-    return found
+            found[name] = done
+            spare += decision.budget_bytes - done.report.bytes_after
+    return [found[decision.weight.name] for decision in decided.decisions]
+
+
+def _filler(decided: Plan) -> Decision | None:
+    """The weight that takes what the others leave of a budget they share: the largest whose codes can have any size."""
+    open_ones = [d for d in decided.decisions if isinstance(d.recipe.codec, Transform)]
+    return max(open_ones, key=lambda d: d.budget_bytes, default=None) if decided.allocation == "loss" else None
 
 
 def _fit(
@@ -87,35 +106,39 @@ def _fit(
     nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
     tails = data.curve(table, weight, recipe, weighting)
     weighting = (weighting.transposed() if turned else weighting).to(table.device)
-    dtype = recipe.codec.torch_dtype(weight.dtype)
+    dtype = recipe.torch_dtype(weight.dtype)
     problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
     try:
-        factored = recipe.method.fit(problem)
+        factored = store(recipe, problem, dtype) if recipe.is_coded else recipe.method.fit(problem)
     except KflatsError as error:
         raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
-    matrix = factored.matrix.to(dtype)
+    matrix = factored.matrix if recipe.is_coded else factored.matrix.to(dtype)
     if not all(bool(torch.isfinite(t).all()) for t in matrix.tensors().values()):
         raise KflatsError(
             f"{weight.name}: its coordinates overflow {str(dtype).removeprefix('torch.')}",
             cause="rows with very large values",
             hint="a type of more range: Float('bfloat16') or Float('float32')",
         )
-    if not free_labels and matrix.nbytes > nbytes:
-        raise AssertionError(f"{weight.name}: {matrix.nbytes} bytes exceed the budget of {nbytes}")
-    if matrix.num_values >= weight.shape[0] * weight.shape[1]:
+    factored = replace(factored, matrix=matrix)
+    if not free_labels and factored.nbytes > nbytes:
+        raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {nbytes}")
+    if not recipe.is_coded and matrix.num_values >= weight.shape[0] * weight.shape[1]:
         raise KflatsError(
             f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
             cause="nothing is left to factorize",
             hint="a smaller budget, or cast the model to that type",
         )
-    report = analyse(
-        decision, rows, replace(factored, matrix=matrix), weighting, tails, _tokens(weight, data.tokenizer)
-    )
+    report = analyse(decision, rows, factored, weighting, tails, _tokens(weight, data.tokenizer))
     shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
     gained = 0 if shift is None or weight.bias else len(shift)
     itemsize = weight.nbytes // (weight.shape[0] * weight.shape[1])
-    grown = {"bytes_after": matrix.nbytes + gained * itemsize, "values_after": matrix.num_values + gained}
-    return Done(decision, matrix, replace(report, **grown), shift)
+    report = replace(
+        report,
+        bytes_after=factored.nbytes + gained * itemsize,
+        memory_bytes=matrix.nbytes + gained * itemsize,
+        values_after=matrix.num_values + gained,
+    )
+    return Done(decision, matrix, report, shift)
 
 
 def _bias_shift(table: Tensor, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:

@@ -125,11 +125,51 @@ class ZipfPrior:
         return _for_head((prior * len(prior) + self.floor) ** self.power, measured)
 
 
-VALUES: tuple[type, ...] = (Uniform, TokenCounts, ZipfPrior, *SENSITIVITIES)
+@dataclass(frozen=True)
+class TokenFisher:
+    """trace(S^{1/2} E' diag(w) E S^{1/2}): rows by how often texts read them, columns by how the loss minds errors.
+
+    w are the weights of ``TokenCounts``, scaled so that they sum to 1; S is the Gram of the gradients of the
+    embedding's outputs, summed over the positions of a sample (as in ``KroneckerFisher``). A Fisher information of rows
+    knows only the tokens that the calibration data happens to hold; counts, smoothed, know all, and errors are still in
+    units of the loss, to be compared with those of other layers.
+
+    Args:
+        power, smoothing, floor: as ``TokenCounts``. damping: share of S's mean diagonal that is added to it.
+
+    Needs texts, the model's tokenizer, and calibration data (the texts will do).
+    """
+
+    power: float = 0.5
+    smoothing: float = 0.5
+    floor: float = 0.3
+    damping: float = 1e-2
+
+    needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "output_gram"})
+    needs_texts: ClassVar[bool] = True
+    needs_tokenizer: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._counts()
+        KroneckerFisher(damping=self.damping)
+
+    def _counts(self) -> TokenCounts:
+        return TokenCounts(self.power, self.smoothing, self.floor)
+
+    def weigh(self, measured: Measured) -> Weighting:
+        """Row weights and a right metric; raises KflatsError without counts or gradients."""
+        columns = KroneckerFisher(damping=self.damping).weigh(measured)
+        rows = self._counts().weigh(measured).left
+        assert rows is not None
+        return Weighting(left=rows / rows.sum(), right=columns.right, loss_units=True)
+
+
+VALUES: tuple[type, ...] = (Uniform, TokenCounts, ZipfPrior, TokenFisher, *SENSITIVITIES)
 _NAMES: dict[str, Any] = {
     "uniform": Uniform,
     "counts": TokenCounts,
     "zipf": ZipfPrior,
+    "token-fisher": TokenFisher,
     "row-fisher": RowFisher,
     "two-sided": TwoSided,
     "element-fisher": ElementFisher,
@@ -139,8 +179,8 @@ _NAMES: dict[str, Any] = {
 
 
 def from_name(name: str, **options: Any) -> Any:
-    """The importance that a command line calls ``name``: uniform, counts, zipf, row-fisher, two-sided,
-    element-fisher, input-gram or kronecker.
+    """The importance that a command line calls ``name``: uniform, counts, zipf, token-fisher, row-fisher,
+    two-sided, element-fisher, input-gram or kronecker.
 
     >>> from_name("counts", power=1.0)
     TokenCounts(power=1.0, smoothing=0.5, floor=0.3)

@@ -13,7 +13,7 @@ from kflats.many_flats import Flats
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.loss import Loss, Squared
-from kflats.one_flat import SVD, Dense
+from kflats.one_flat import SVD, Best, Dense
 from kflats.problem import Factored, Problem
 from kflats.robust_methods import EllipsoidWay, Entrywise, RobustSVD, Subspace, ellipsoid_of
 
@@ -21,6 +21,7 @@ __all__ = [
     "MESSI",
     "SVD",
     "VALUES",
+    "Best",
     "Dense",
     "Entrywise",
     "Factored",
@@ -44,7 +45,7 @@ def MESSI(k: int = 5, error: Loss | EntryPower = Squared()) -> Flats:
     return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100, error=error)
 
 
-VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense, RobustSVD, Entrywise, Subspace)
+VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense, Best, RobustSVD, Entrywise, Subspace)
 PAIRS: tuple[type, ...] = (SVD, RobustSVD, Entrywise, Subspace)  # whose matrix has one rank for all rows
 PARTS: tuple[type, ...] = (*get_args(EllipsoidWay), *get_args(Loss), EntryPower, Coreset)  # what fields of methods hold
 NAMES: dict[str, Callable[..., Any]] = {
@@ -53,6 +54,7 @@ NAMES: dict[str, Callable[..., Any]] = {
     "kmeans-svd": KMeansSVD,
     "messi": MESSI,
     "dense": Dense,
+    "best": Best,
     "robust-svd": RobustSVD,
     "entrywise": Entrywise,
     "l1": lambda: Entrywise(p=1.0),

@@ -124,6 +124,31 @@ class Dense:
 
 
 @dataclass(frozen=True)
+class Best:
+    """Of several ways to store a weight the one that loses least for its bytes, judged beside all other weights.
+
+    Transform codes at any size, 8 and 4 bits a number, low rank in float16, or the weight as it is. What each loses is
+    measured under the importance by doing it; then bytes go where they save most. A plan names what was chosen.
+
+    Choose it for a budget in bytes over a whole model.
+    """
+
+    accepts = frozenset({"rows", "left", "right"})
+
+    def fit(self, problem: Problem) -> Factored:
+        """Nothing to fit: a plan holds what was chosen.
+
+        Raises:
+            KflatsError: always.
+        """
+        raise KflatsError("Best is a choice between methods and fits nothing", hint="kflats.plan makes the choice")
+
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """As a low-rank pair."""
+        return SVD().cost(shape, rank, itemsize)
+
+
+@dataclass(frozen=True)
 class _Pair:
     coordinates: Tensor
     basis: Tensor

@@ -18,13 +18,26 @@ BudgetText = Annotated[
         help='Bytes kept of the named weights, row labels included: "60%", "12MB", "5.2M params"; or "33% ranks".',
     ),
 ]
-FileBudget = Annotated[str | None, typer.Option("--file-budget", help='Bound all weight files instead: "40MB".')]
+FileBudget = Annotated[
+    str | None,
+    typer.Option(
+        "--file-budget", help='Bound all weight files instead: "40MB". Method and weights default to best and all.'
+    ),
+]
 Method = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help="flats, svd, kmeans-svd or messi; where outliers are, robust-svd, entrywise or subspace. Default: flats; "
-        "svd for what is measured.",
+        help="flats, svd, kmeans-svd or messi; best: for each weight what loses least for its bytes; where outliers "
+        "are, robust-svd, entrywise or subspace. Default: flats; svd for what is measured; best with --file-budget.",
+    ),
+]
+CodecName = Annotated[
+    str | None,
+    typer.Option(
+        "--codec",
+        help='How numbers are stored: float32, float16, bfloat16; transform (smallest), int8, int4, "int4 32" (columns '
+        "a scale), rotation. Default: the model's own type.",
     ),
 ]
 Exponent = Annotated[
@@ -51,7 +64,7 @@ Names = Annotated[
         "--weights",
         metavar="NAME",
         help='A weight to compress, a pattern ("encoder.layer.*.attention.*"), or one of linear, conv, embeddings and '
-        "all; may be repeated. Default: the token embeddings.",
+        "all; may be repeated. Default: the token embeddings; all with --file-budget.",
     ),
 ]
 Importance = Annotated[
@@ -97,6 +110,10 @@ RowSide = Annotated[
 ]
 StoredForm = Annotated[
     str | None, typer.Option("--form", help="With svd: factors (default) or interpolative (16 % less, same matrix).")
+]
+Trim = Annotated[
+    int | None,
+    typer.Option("--trim", metavar="N", help="First keep the N commonest tokens only, counted in --texts."),
 ]
 Seed = Annotated[int, typer.Option("--seed", help="Where the random starts begin.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.")]
@@ -152,6 +169,7 @@ class Asked:
     p: float | None = None
     ellipsoid: str | None = None
     error: str | None = None
+    codec: str | None = None
 
     @property
     def nothing(self) -> bool:
@@ -164,7 +182,7 @@ class Asked:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
-def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
+def recipe_of(asked: Asked, *, counted: bool, measured: bool = False, whole_file: bool = False) -> Any:
     """The recipe that the options ask for; None where they leave it all to kflats.
 
     Texts are there to be counted. Without them flats use the Zipf prior, and a baseline is what was
@@ -173,12 +191,17 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
     Args:
         asked: the options.
         counted: whether there are texts to count. measured: whether there is data to measure with.
+        whole_file: whether the budget bounds all weight files; then nothing asked means ``Best()``.
     """
     from kflats import importance as importances
+    from kflats.codec import Float, from_name
+    from kflats.methods import Best
     from kflats.recipe import Recipe
 
     if asked.nothing:
-        return None
+        return Best() if whole_file else None
+    if (asked.method or "").strip().lower() == "best":
+        return _best(asked)
     method, importance = asked.method, asked.importance
     power = {} if asked.power is None else {"power": asked.power}
     if importance is None and measured and asked.power is None:
@@ -188,8 +211,12 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
         baseline = asked.power is None and method not in (None, "flats")
         importance = "counts" if counted else "uniform" if baseline else "zipf"
     value = importances.from_name(importance, **power)
+    stored = Float() if asked.codec is None else from_name(asked.codec)
     plain = asked.flats is None and asked.error is None and (value.needs or asked.form is not None)
-    geometry = method_of(asked, "svd" if plain else "flats")
+    default = "svd" if plain else "flats"
+    if stored.methods is not None and not (default == "svd" and "SVD" in stored.methods):
+        default = "dense" if "Dense" in stored.methods else "svd"
+    geometry = method_of(asked, default)
     needs = getattr(value, "needs_texts", False)
     if needs and not counted:
         raise KflatsError(f"--importance {importance} needs --texts FILE", hint="--importance zipf needs no texts")
@@ -203,7 +230,31 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False) -> Any:
         )
     if asked.rows not in (None, "inputs", "outputs"):
         raise KflatsError(f"--rows {asked.rows} is unknown", hint="inputs or outputs")
-    return Recipe(geometry, value, rows="outputs" if asked.rows == "outputs" else "inputs")
+    return Recipe(geometry, value, stored, rows="outputs" if asked.rows == "outputs" else "inputs")
+
+
+def weights_of(names: list[str] | None, recipe: Any, whole_file: bool) -> tuple[str, ...]:
+    """The weights that are named; for a budget of the whole file and ``Best()`` all of them by default."""
+    from kflats.methods import Best
+
+    return tuple(names or (("all",) if whole_file and isinstance(recipe, Best) else ()))
+
+
+def _best(asked: Asked) -> Any:
+    """``Best()``, by the importance that the data allows or by the one asked for."""
+    from kflats import importance as importances
+    from kflats.methods import Best
+    from kflats.recipe import Recipe
+
+    decided = [name for name in ("codec", "rows", *_OF_METHOD) if getattr(asked, name) is not None]
+    if decided:
+        raise KflatsError(f"--method best decides itself what --{decided[0]} would", hint="leave one of them out")
+    if asked.importance is None:
+        if asked.power is not None:
+            raise KflatsError("--power is of an importance", hint="--importance counts or zipf")
+        return Best()
+    power = {} if asked.power is None else {"power": asked.power}
+    return Recipe(Best(), importances.from_name(asked.importance, **power))
 
 
 _OF_METHOD = {"flats": "k", "form": "form", "p": "p", "ellipsoid": "ellipsoid", "error": "error"}

@@ -14,7 +14,7 @@ from kflats.calibration import SAMPLES, Data, gather
 from kflats.errors import KflatsError
 from kflats.importance import Uniform
 from kflats.measurements import Statistics
-from kflats.methods import Dense, Flats
+from kflats.methods import Flats
 from kflats.plan import Plan, Recipe
 from kflats.selection import Selected, check, select, token_embedding
 from kflats.shares import Allocation, share_out
@@ -130,7 +130,7 @@ def _checked(model: nn.Module, made: Plan, budget: str | Budget | None, data: Da
 def _note(chosen: Selected, data: Data) -> str:
     recipe = chosen.recipe
     embedding = chosen.weight.places[0].role == "embedding"
-    if not embedding or not isinstance(recipe.importance, Uniform) or isinstance(recipe.method, Dense):
+    if not embedding or not isinstance(recipe.importance, Uniform) or recipe.is_dense:
         return ""
     if data.texts is not None:
         return "the texts are not counted: every row counts the same"

@@ -8,6 +8,7 @@ from kflats.methods import SVD
 from kflats.nn.matrix import label_dtype
 from kflats.places import Weight
 from kflats.recipe import Recipe
+from kflats.storing import least_bytes, whole_bytes
 from kflats.weighting import Weighting
 
 _FEW = 10  # outputs of a small head
@@ -32,7 +33,7 @@ class Priced:
 
     @property
     def itemsize(self) -> int:
-        return int(self.recipe.codec.itemsize(self.weight.dtype))
+        return self.recipe.torch_dtype(self.weight.dtype).itemsize
 
     @property
     def full(self) -> int:
@@ -74,10 +75,17 @@ class Priced:
     @property
     def least(self) -> int:
         """The least bytes that the method can live on."""
+        if self.recipe.is_coded:
+            return least_bytes(self.recipe, self.shape, self.itemsize)
         k = getattr(self.recipe.method, "k", None) or 1
         n, d = self.shape
         labels = n * label_dtype(k).itemsize if k > 1 and self.counts_labels else 0
         return max(self.cost(1), (n + k * d) * self.itemsize + labels) if k > 1 else self.cost(1)
+
+    @property
+    def whole(self) -> int | None:
+        """The bytes it takes where that is one known number, whatever its share."""
+        return whole_bytes(self.recipe, self.shape, self.itemsize) if self.recipe.is_coded else None
 
 
 def bias_bytes(weight: Weight, recipe: Recipe, weighting: Weighting, counts_labels: bool) -> int:
@@ -85,4 +93,4 @@ def bias_bytes(weight: Weight, recipe: Recipe, weighting: Weighting, counts_labe
     if weighting.mean is None or weight.bias or weight.places[0].role == "embedding":
         return 0
     n, d = weight.shape
-    return d * (weight.nbytes // (n * d) if counts_labels else recipe.codec.itemsize(weight.dtype))
+    return d * (weight.nbytes // (n * d) if counts_labels else recipe.torch_dtype(weight.dtype).itemsize)

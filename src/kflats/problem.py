@@ -52,13 +52,20 @@ class Problem:
 class Factored:
     """A method's result: the matrix, the objective per iteration (falling), and seconds taken.
 
-    ``norm`` is what was minimised where that is not the squared error: reports judge by it too.
+    ``norm`` is what was minimised where that is not the squared error: reports judge by it too. ``stored_bytes`` are
+    those of a file where that holds the matrix in less than memory does.
     """
 
     matrix: Matrix
     objective: tuple[float, ...]
     seconds: float
     norm: Norm | None = None
+    stored_bytes: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a file holds of the matrix."""
+        return self.matrix.nbytes if self.stored_bytes is None else self.stored_bytes
 
 
 def check_accepts(name: str, accepts: frozenset[str], weighting: Weighting) -> None:

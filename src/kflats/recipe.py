@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+import torch
+
 from kflats import codec, importance, methods
 from kflats.codec import Float
 from kflats.errors import KflatsError
@@ -28,7 +30,7 @@ class Recipe:
     Args:
         method: ``SVD()``, ``Flats(k=5)``, ...
         importance: ``Uniform()``, ``TokenCounts(power=0.5)``, ``ZipfPrior()``, ...
-        codec: ``Float()``.
+        codec: ``Float()``, or integers: ``Transform()``, ``Int8()``, ``Int4()``, ``Rotation()``.
         rows: what the method takes as rows of a linear layer: "inputs" (input neurons, as FWSVD and MESSI do) or
             "outputs": then the importance of inputs is its right side, and that of outputs its left.
 
@@ -62,6 +64,27 @@ class Recipe:
                     cause=f"it says {other[0] if other else 'whole recipe'}",
                     hint="Recipe(method, importance, codec), each of them optional but the first",
                 )
+        stands_on = self.codec.methods
+        if stands_on is not None and type(self.method).__name__ not in stands_on:
+            raise KflatsError(
+                f"{brief(self.codec)} cannot store what {brief(self.method)} makes",
+                cause="each codec of integers has a decoder for certain matrices",
+                hint=" or ".join(f"{name}()" for name in sorted(stands_on)) + " as the method",
+            )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the weight stays as it is."""
+        return isinstance(self.method, methods.Dense) and isinstance(self.codec, Float)
+
+    @property
+    def is_coded(self) -> bool:
+        """Whether integers are stored, and not numbers."""
+        return not isinstance(self.codec, Float)
+
+    def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
+        """The type of all floating-point numbers that are stored: where there are integers, of their scales."""
+        return (self.codec if isinstance(self.codec, Float) else Float()).torch_dtype(original)
 
 
 def as_recipe(value: Any) -> Recipe:

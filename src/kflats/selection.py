@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from kflats.errors import KflatsError
-from kflats.importance import TokenCounts, Uniform, ZipfPrior
+from kflats.importance import TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.measured import Measured
-from kflats.methods import PAIRS, SVD, Dense, Flats
+from kflats.methods import PAIRS, SVD, Best, Flats
 from kflats.nn.layers import FactoredEmbedding
 from kflats.places import Weight, factored_layers, find_weight, find_weights, spellings
 from kflats.recipe import Recipe, as_recipe, brief
 from kflats.sensitivity import KroneckerFisher
+from kflats.storing import accepted
 from kflats.weighting import Weighting
 
 WORDS: dict[str, frozenset[str]] = {
@@ -86,7 +87,7 @@ def select(model: nn.Module, recipes: Any, given: Given) -> tuple[Selected, ...]
                 found[weight.name] = (weight, recipe, rank)
     made = []
     for weight, recipe, rank in found.values():
-        chosen = as_recipe(_default(model, weight, given) if recipe is None else recipe)
+        chosen = as_recipe(_default(model, weight, given) if recipe is None else _best(model, weight, given, recipe))
         check(weight, chosen, given)
         made.append(Selected(weight, chosen, rank == _NAME))
     return tuple(made)
@@ -98,7 +99,7 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
     Raises:
         KflatsError: see above; the message names the weight and what would fit.
     """
-    if isinstance(recipe.method, Dense):
+    if recipe.is_dense:
         return
     if not weight.name:
         raise KflatsError(
@@ -123,15 +124,16 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
             cause="an embedding is read row by row",
             hint='rows="inputs"',
         )
-    if role == "conv2d" and not isinstance(recipe.method, PAIRS):
+    if role == "conv2d" and (recipe.is_coded or not isinstance(recipe.method, (*PAIRS, Best))):
         raise KflatsError(
-            f"{type(recipe.method).__name__} cannot be used for {weight.name!r}",
-            cause="a convolution becomes two convolutions, which needs a low-rank pair",
-            hint="SVD() (--method svd)",
+            f"{brief(recipe.codec if recipe.is_coded else recipe.method)} cannot be used for {weight.name!r}",
+            cause="a convolution becomes two convolutions, which needs a low-rank pair of numbers",
+            hint="SVD() with Float() (--method svd)",
         )
-    if unfit := sorted(weighting_of(recipe, weight).kinds - recipe.method.accepts):
+    if unfit := sorted(weighting_of(recipe, weight).kinds - accepted(recipe)):
         raise KflatsError(
-            f"{type(recipe.method).__name__} cannot take the importance {brief(recipe.importance)} of {weight.name!r}",
+            f"{brief(recipe.codec) if recipe.is_coded else type(recipe.method).__name__} cannot take the importance "
+            f"{brief(recipe.importance)} of {weight.name!r}",
             cause=_WHY.get(unfit[0], f"it weighs {unfit[0]}"),
             hint=_way_out(recipe, role),
         )
@@ -229,6 +231,20 @@ def _default(model: nn.Module, weight: Weight, given: Given) -> Recipe:
     return Recipe(SVD() if role == "conv2d" else Flats())
 
 
+def _best(model: nn.Module, weight: Weight, given: Given, recipe: Any) -> Any:
+    """A bare ``Best()`` takes the importance that the data allows, in units of the loss where that can be."""
+    if not isinstance(recipe, Best):
+        return recipe
+    if weight.places[0].role == "embedding" and weight.name == token_embedding(model).name:
+        if given.texts and given.tokenizer:
+            return Recipe(recipe, TokenFisher())
+        return Recipe(recipe, ZipfPrior() if given.tokenizer else Uniform())
+    if not given.measurable:
+        return Recipe(recipe)
+    side: Literal["inputs", "outputs"] = "inputs" if weight.places[0].role == "embedding" else "outputs"
+    return Recipe(recipe, KroneckerFisher(), rows=side)
+
+
 def _tiny(recipe: Recipe, *, one_hot: bool) -> Weighting:
     ones, eye = torch.ones(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
     measured = Measured(
@@ -254,6 +270,6 @@ def _tiny(recipe: Recipe, *, one_hot: bool) -> Weighting:
 def _way_out(recipe: Recipe, role: str) -> str:
     """Another recipe that would be accepted."""
     turned = Recipe(recipe.method, recipe.importance, recipe.codec, "inputs" if recipe.rows == "outputs" else "outputs")
-    if role != "embedding" and _tiny(turned, one_hot=False).kinds <= recipe.method.accepts:
+    if role != "embedding" and _tiny(turned, one_hot=False).kinds <= accepted(recipe):
         return f'rows="{turned.rows}" (--rows {turned.rows}), or SVD()'
-    return "SVD(), or RowFisher()" if "rows" in recipe.method.accepts else "SVD()"
+    return "SVD(), or RowFisher()" if "rows" in accepted(recipe) else "SVD()"

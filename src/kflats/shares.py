@@ -8,16 +8,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from kflats.allocate import Curve, allocate
 from kflats.budget import Budget, split
 from kflats.calibration import Data
 from kflats.errors import KflatsError, UnreachedError
-from kflats.methods import PAIRS, SVD, Dense
+from kflats.methods import PAIRS, SVD, Best, Dense
+from kflats.numerics.rows import TensorRows
 from kflats.places import dense_weight
 from kflats.plan import Decision
 from kflats.prices import Priced, bias_bytes
+from kflats.rates import Option, measured_options
 from kflats.recipe import Recipe, brief
 from kflats.selection import Selected, weighting_of
 from kflats.tables import number, size, visible
@@ -66,6 +68,12 @@ def share_out(
     open_items = [item for item in items if item.weight.name not in reasons]
     kept = sum(item.dense for item in items if item.weight.name in reasons)
     sizes = {item.itemsize for item in open_items or items}
+    if budget.kind in ("params", "ranks") and any(item.recipe.is_coded or _is_best(item) for item in open_items):
+        raise KflatsError(
+            f"a budget of {budget} says nothing of codes",
+            cause="integers of different lengths are stored, not numbers",
+            hint='a budget in bytes or per cent: "4MB", "10%"',
+        )
     if budget.kind == "params" and len(sizes) > 1:
         raise KflatsError("a budget of parameters needs weights of one stored type", hint="a budget in bytes")
     by_loss = _by_loss(open_items, allocation)
@@ -84,7 +92,7 @@ def share_out(
 
 def _left_dense(item: Priced, data: Data) -> str | None:
     """Why a weight is left as it is whatever the budget; None where it is not."""
-    if isinstance(item.recipe.method, Dense):
+    if item.recipe.is_dense:
         return item.note or "dense: asked for"
     if item.recipe.importance.needs:
         try:
@@ -98,7 +106,11 @@ def _left_dense(item: Priced, data: Data) -> str | None:
 
 def _by_loss(items: Sequence[Priced], allocation: str) -> bool:
     """Whether errors are in units of the loss; refused where that is asked for and is not so."""
-    strange = [item for item in items if not weighting_of(item.recipe, item.weight).loss_units]
+    if any(map(_is_best, items)):
+        if allocation == "uniform":
+            raise KflatsError("Best() chooses by what each byte saves", hint='allocation="auto", or another method')
+        return True
+    strange = _strange(items)
     if allocation == "loss" and strange:
         raise KflatsError(
             f'allocation="loss" cannot compare {brief(strange[0].recipe.importance)} of {strange[0].weight.name!r}',
@@ -106,6 +118,11 @@ def _by_loss(items: Sequence[Priced], allocation: str) -> bool:
             hint='KroneckerFisher(), TwoSided() or RowFisher() for every weight, or allocation="uniform"',
         )
     return allocation == "loss" or (allocation == "auto" and not strange and len(items) > 1)
+
+
+def _strange(items: Sequence[Priced]) -> list[Priced]:
+    """Those whose errors are not in units of a loss."""
+    return [item for item in items if not weighting_of(item.recipe, item.weight).loss_units]
 
 
 def _settle_bias(model: nn.Module, item: Priced, share: int, data: Data) -> Priced:
@@ -137,6 +154,18 @@ def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Dec
     """The same share of bytes for each; those found by a pattern that cannot live on theirs stay dense."""
     found: dict[str, Decision] = {}
     least = {item.weight.name: item.least + _bias(item, data) for item in items if not item.named}
+    for item in items:
+        if item.whole is not None:
+            price = item.whole + _bias(item, data)
+            made = Decision(item.weight, item.recipe, min(price, item.dense), item.note)
+            found[item.weight.name] = made if price < item.dense else _dense(item, "dense: codes would not shrink it")
+            allowed -= found[item.weight.name].budget_bytes
+    if found and allowed < 0:
+        raise KflatsError(
+            f"{', '.join(visible(name) for name in list(found)[:3])}: codes of a fixed rate take {-allowed:,} bytes "
+            "more than the budget has",
+            hint="a larger budget, Int4(), or Transform(), which takes any size",
+        )
     while True:
         rest = [item for item in items if item.weight.name not in found]
         if allowed < (1 if rest else 0):
@@ -155,8 +184,9 @@ def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Dec
         stuck = [item for item, share in zip(rest, shares, strict=True) if share < least.get(item.weight.name, 0)]
         if not stuck:
             pairs = zip(rest, shares, strict=True)
-            made = {item.weight.name: Decision(item.weight, item.recipe, share, item.note) for item, share in pairs}
-            return found | made
+            return found | {
+                item.weight.name: Decision(item.weight, item.recipe, share, item.note) for item, share in pairs
+            }
         for item in stuck:
             reason = f"dense: its share of the budget holds no {brief(item.recipe.method)} of it"
             found[item.weight.name] = _dense(item, reason)
@@ -173,39 +203,70 @@ def _parts(allowed: int, items: Sequence[Priced]) -> list[int]:
 
 
 def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:
-    """Where bytes save most loss; weights of which the data says nothing get their share of bytes."""
-    judged = [item for item in items if data.weigh(item.weight, item.recipe).loss_units]
+    """Where bytes save most loss; weights of which the data says nothing get their share of bytes.
+
+    For ``Best()`` without units of a loss: where they save most of the sum of relative errors.
+    """
+    relative = any(map(_is_best, items)) and bool(_strange(items))
+    judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
     unjudged = [replace(item, note=_joined(item.note, _UNJUDGED)) for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
     found = _uniform(unjudged, part, data) if unjudged else {}
     allowed -= sum(decision.budget_bytes for decision in found.values())
-    curves, extras = [], []
-    for item in judged:
-        weighting = data.weigh(item.weight, item.recipe)
-        bias = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
-        errors = data.curve(dense_weight(model, item.weight), item.weight, item.recipe, weighting)
-        ranks = [r for r in range(item.full + 1) if r == 0 or item.is_choice(r)]
-        costs = [item.cost(r) + bias for r in ranks]
-        curves.append(_curve(item, ranks, errors, costs))
-        extras.append(ranks)
-    for item, curve, ranks, choice in zip(judged, curves, extras, allocate(curves, allowed).choices, strict=True):
+    offers = [_offers(model, item, data) for item in judged]
+    curves = [_curve(item, offered, relative) for item, offered in zip(judged, offers, strict=True)]
+    for item, curve, offered, choice in zip(judged, curves, offers, allocate(curves, allowed).choices, strict=True):
         if choice.rank is None:
-            found[item.weight.name] = _dense(item, "dense: factors of it would lose more than they save elsewhere")
+            what = "codes" if item.recipe.is_coded or _is_best(item) else "factors"
+            found[item.weight.name] = _dense(item, f"dense: {what} of it would lose more than they save elsewhere")
             continue
-        rank = ranks[choice.rank]
-        whole = float(curve.errors[0])
+        option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
         lost = number(choice.error / whole if whole > 0 else 0.0)
-        note = f"rank {rank} of {item.full}, relative error {lost}"
-        if not isinstance(item.recipe.method, SVD):
-            note = f"the bytes of rank {rank} of {item.full}"
-            if isinstance(item.recipe.method, PAIRS):
-                note = f"rank {rank} of {item.full}, relative error of an SVD {lost}"
-        found[item.weight.name] = Decision(item.weight, item.recipe, choice.cost, _joined(item.note, note))
+        note = _joined(item.note, option.note + (f", relative error {lost}" if option.judged else ""))
+        found[item.weight.name] = Decision(item.weight, option.recipe, choice.cost, note)
     return found
 
 
-def _curve(item: Priced, ranks: Sequence[int], errors: Tensor, costs: Sequence[int]) -> Curve:
-    return Curve(item.weight.name, errors[list(ranks)].clamp_min(0), torch.tensor(costs), item.dense)
+@dataclass(frozen=True)
+class _Offers:
+    """Ways to store one weight, ``bias`` bytes of each being for a bias that the layer gains; ``whole``: the error if
+    nothing were stored."""
+
+    options: tuple[Option, ...]
+    bias: int
+    whole: float
+
+
+def _offers(model: nn.Module, item: Priced, data: Data) -> _Offers:
+    weighting, table = data.weigh(item.weight, item.recipe), dense_weight(model, item.weight)
+    bias = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
+    errors = data.curve(table, item.weight, item.recipe, weighting).clamp_min(0)
+    if item.recipe.is_coded or _is_best(item):
+        turned = item.recipe.rows == "outputs"
+        rows, there = TensorRows(table.T if turned else table), weighting.transposed() if turned else weighting
+        dtype = getattr(torch, item.weight.dtype)
+        pairs = item.weight.places[0].role == "conv2d"
+        made = measured_options(rows, there.to(table.device), item.recipe, dtype, errors, pairs_only=pairs)
+        return _Offers(made, bias, float(errors[0]))
+    svd, pair = isinstance(item.recipe.method, SVD), isinstance(item.recipe.method, PAIRS)
+    options = []
+    for rank in filter(item.is_choice, range(1, item.full + 1)):
+        note = f"rank {rank} of {item.full}" if pair else f"the bytes of rank {rank} of {item.full}"
+        note += "" if svd or not pair else ", judged by an SVD's error"
+        options.append(Option(item.recipe, item.cost(rank), float(errors[rank]), note, judged=pair))
+    return _Offers(tuple(options), bias, float(errors[0]))
+
+
+def _curve(item: Priced, offers: _Offers, relative: bool) -> Curve:
+    """Place 0 is a weight of which nothing is stored, which is no choice."""
+    unit = offers.whole if relative and offers.whole > 0 else 1.0
+    errors = torch.tensor([offers.whole, *(option.error for option in offers.options)], dtype=torch.float64) / unit
+    costs = torch.tensor([0, *(option.nbytes + offers.bias for option in offers.options)])
+    return Curve(item.weight.name, errors, costs, item.dense)
+
+
+def _is_best(item: Priced) -> bool:
+    return isinstance(item.recipe.method, Best)
 
 
 def _at_ranks(
@@ -234,7 +295,7 @@ def _at_ranks(
 
 
 def _is_dense(decision: Decision | None) -> bool:
-    return decision is None or isinstance(decision.recipe.method, Dense)
+    return decision is None or decision.recipe.is_dense
 
 
 def _dense(item: Priced, note: str) -> Decision:

@@ -57,9 +57,9 @@ class Sums:
         self._reads = self._new(n) if self._lookup else None
         self._inputs = Moments(n, inputs.products, device) if "input_gram" in needs and not self._lookup else None
         self._mean = self._new(n) if grams and self._inputs is None and not self._lookup else None
-        self._outputs = Moments(d, Products(), device) if "output_gram" in needs else None
+        self._outputs = Moments(d, None, device) if "output_gram" in needs else None
         # Shares of positions by their gradients: a product of its own, even where the input is shared.
-        self._fisher = Moments(n, Products(), device) if fisher and not self._lookup else None
+        self._fisher = Moments(n, None, device) if fisher and not self._lookup else None
         self._fisher_reads = self._new(n) if fisher and self._lookup else None
         self._fisher_sum = self._new(n if self._fisher is not None else 0)
         self._fisher_total = 0.0

@@ -64,7 +64,8 @@ class WeightReport:
     holds the eigenvalues of the weighted Gram matrix, descending, summing to 1. ``objective`` is the
     fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
     largest entry beside the identity block of an interpolative form, None for other forms. ``own`` is the error in
-    the method's own norm, None where that is the squared error.
+    the method's own norm, None where that is the squared error. ``bytes_after`` are those of a file;
+    ``memory_bytes`` what the matrix takes in memory, which is more where a file holds entropy-coded integers.
     """
 
     name: str
@@ -90,11 +91,23 @@ class WeightReport:
     rows: str = "inputs"
     condition: float | None = None
     own: NormError | None = None
+    memory_bytes: int | None = None
 
     @property
     def dense(self) -> bool:
         """Whether the weight was left as it is; ``note`` says why."""
-        return self.method.get("type") == "Dense"
+        return bool(self.method.get("type") == "Dense") and not self.coded
+
+    @property
+    def coded(self) -> bool:
+        """Whether integers are stored, and not numbers."""
+        return bool(self.codec.get("type", "Float") != "Float")
+
+    @property
+    def bits(self) -> float:
+        """Stored bits for each number of the original."""
+        n, d = self.shape
+        return 8 * self.bytes_after / (n * d)
 
     @property
     def full_rank(self) -> int:
@@ -111,9 +124,11 @@ class WeightReport:
 
     @property
     def kept(self) -> str:
-        """The (mean) rank beside the largest possible one, or "dense"."""
+        """The (mean) rank beside the largest possible one, bits a number, or "dense"."""
         if self.dense:
             return "dense"
+        if self.coded:
+            return f"{number(self.bits)} bits"
         if not self.bands:
             return "-"
         return f"{number(self.mean_rank)} of {self.full_rank}"

@@ -28,9 +28,12 @@ class Products:
 
 
 class Moments:
-    """sum x x' (n, n) and sum x (n,) of all rows added; rows wait until there are enough for a good product."""
+    """sum x x' (n, n) and sum x (n,) of all rows added; rows wait until there are enough for a good product.
 
-    def __init__(self, n: int, products: Products, device: torch.device) -> None:
+    ``products``: where the last product is kept for others that are given the same rows; None: it is not.
+    """
+
+    def __init__(self, n: int, products: Products | None, device: torch.device) -> None:
         self._gram = torch.zeros(n, n, dtype=torch.float64, device=device)
         self._sum = torch.zeros(n, dtype=torch.float64, device=device)
         self._products = products
@@ -58,7 +61,7 @@ class Moments:
 
     def _flush(self) -> None:
         if self._waiting:
-            gram, total = self._products.of(self._waiting)
+            gram, total = (self._products or Products()).of(self._waiting)
             self._gram += gram
             self._sum += total
             self._waiting = []

@@ -1,0 +1,219 @@
+"""Codecs carried out: the rows of a weight become a CodedMatrix that takes at most so many bytes.
+
+Two sizes: *fixed* bytes, what a matrix takes in memory, and *stored* bytes, what a file holds once the integers are
+entropy coded. A budget counts stored bytes. Where the rank or the bits of a fixed rate are to be found, fixed bytes are
+counted instead, so that files are smaller by what the coder finds.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kflats.codec import Codes, Int4, Int8, Rotation, Transform
+from kflats.errors import KflatsError
+from kflats.nn.coded import CodedMatrix
+from kflats.nn.coded_build import from_integers, from_transform
+from kflats.nn.coded_geometry import CodedGeometry
+from kflats.numerics.coding.absmax import absmax_code
+from kflats.numerics.coding.encode import transform_code
+from kflats.numerics.coding.rotation import rotation_code
+from kflats.numerics.rows import Rows
+from kflats.numerics.svd import truncated_svd
+from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
+from kflats.recipe import Recipe, brief
+from kflats.streams import encode
+from kflats.weighting import Weighting
+
+TRANSFORM_ACCEPTS = frozenset({"rows", "left", "right"})
+_TRIES = 4
+_LEAST_RANK = 1
+
+
+def accepted(recipe: Recipe) -> frozenset[str]:
+    """The kinds of weighting that a recipe can take: its method's, but for codecs that take a hand in the fit."""
+    if isinstance(recipe.codec, Transform):
+        return TRANSFORM_ACCEPTS
+    found: frozenset[str] = recipe.method.accepts
+    return found
+
+
+def stored_bytes(matrix: CodedMatrix) -> int:
+    """Bytes that a file holds of ``matrix``: its integers as a stream, and the floating-point tensors.
+
+    Raises:
+        KflatsError: ``constriction`` is not installed.
+    """
+    floats = sum(t.numel() * t.element_size() for t in matrix.tensors().values() if t.is_floating_point())
+    return len(encode(matrix)) + floats
+
+
+def fixed_bytes(codec: Codes, shape: tuple[int, int], itemsize: int, rank: int | None = None) -> int:
+    """Bytes in memory of an (n, d) matrix by a codec of fixed rate; ``rank``: of a pair, None: of the matrix itself.
+
+    Args:
+        itemsize: bytes of a scale.
+
+    >>> fixed_bytes(Int8(), (100, 8), 4)
+    1256
+    """
+    n, d = shape
+    r = d if rank is None else rank
+    if isinstance(codec, Rotation):
+        bits, groups, levels = codec.bits or 1, 1, 2 ** (codec.bits or 1)
+    else:
+        assert isinstance(codec, Int8 | Int4)
+        bits, groups, levels = codec.bits, codec.groups(r), 0
+    basis = "int8" if rank is not None or isinstance(codec, Rotation) else "identity"
+    geometry = CodedGeometry(
+        shape, r, ((n, -(-r * bits // 8)),), levels=levels, scales="row", groups=groups, basis=basis
+    )
+    total = 0
+    for name, size in geometry.shapes.items():
+        kind = geometry.dtype_of(name, torch.float32)
+        total += math.prod(size) * (itemsize if kind.is_floating_point else kind.itemsize)
+    return total
+
+
+def least_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int:
+    """The least that a recipe with a codec of integers may be given. Of ``Transform`` only a bound is known here:
+    what classes and distributions need is found when it is fitted."""
+    codec = recipe.codec
+    if isinstance(codec, Transform):
+        return max(64, shape[0] // 64)
+    return fixed_bytes(codec, shape, itemsize, _LEAST_RANK if _is_pair(recipe) else None)
+
+
+def whole_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int | None:
+    """All that a recipe can make use of where that is one known number of bytes; None where any size will do."""
+    codec = recipe.codec
+    if isinstance(codec, Int8 | Int4) and not _is_pair(recipe):
+        return fixed_bytes(codec, shape, itemsize)
+    return fixed_bytes(codec, shape, itemsize) if isinstance(codec, Rotation) and codec.bits is not None else None
+
+
+def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
+    """``problem``'s rows by the recipe's codec of integers, its scales as ``dtype``.
+
+    Raises:
+        KflatsError: a budget too small, a weighting that cannot be taken, or ``constriction`` not installed.
+    """
+    start = time.perf_counter()
+    codec, weighting = recipe.codec, problem.weighting
+    check_accepts(brief(codec), accepted(recipe), weighting)
+    if isinstance(codec, Transform):
+        matrix = _transformed(codec, problem, dtype)
+    elif isinstance(codec, Rotation):
+        matrix = _rotated(codec, problem, dtype)
+    elif _is_pair(recipe):
+        matrix = _pair(codec, problem, dtype)
+    else:
+        matrix = _rounded(codec, problem, dtype)
+    return Factored(matrix, (), time.perf_counter() - start, stored_bytes=stored_bytes(matrix))
+
+
+def row_weights(weighting: Weighting) -> Tensor | None:
+    """(n,) how much the error of each row counts where errors of different rows do not go together."""
+    left = weighting.left
+    return left if left is None or left.ndim == 1 else left.diagonal()
+
+
+def _is_pair(recipe: Recipe) -> bool:
+    return type(recipe.method).__name__ == "SVD"
+
+
+def _transformed(codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    """The code whose file is at most ``nbytes``: a container and the ends of blocks come on top of the code's own."""
+    weights, right = row_weights(problem.weighting), problem.weighting.right
+    aim = problem.nbytes
+    for _ in range(_TRIES):
+        code = transform_code(problem.rows, weights=weights, right=right, nbytes=aim, classes=codec.classes)
+        matrix = from_transform(code, dtype=dtype)
+        over = stored_bytes(matrix) - problem.nbytes
+        if over <= 0:
+            return matrix
+        aim -= over + max(1, over // 4)
+        if aim < 1:
+            break
+    raise KflatsError(
+        f"a budget of {problem.nbytes:,} bytes cannot hold codes of this matrix",
+        cause="the container alone takes more",
+        hint="a larger budget, or fewer classes",
+    )
+
+
+def _rotated(codec: Rotation, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    shape, itemsize = problem.rows.shape, dtype.itemsize
+    fitting = (b for b in range(8, 0, -1) if fixed_bytes(Rotation(b), shape, itemsize) <= problem.nbytes)
+    bits = next(fitting, 0) if codec.bits is None else codec.bits
+    if not bits or fixed_bytes(Rotation(bits), shape, itemsize) > problem.nbytes:
+        wanted = Rotation(bits or 1)
+        raise refuse_bytes(problem, fixed_bytes(wanted, shape, itemsize), f"a rotation at {wanted.bits} bits")
+    code = rotation_code(problem.rows, bits, seed=problem.seed)
+    basis = _int8_rows(code.rotation.matrix())
+    return from_integers(
+        [code.levels.to(torch.int16) - len(code.values) // 2],
+        None,
+        (code.scales.to(torch.float64) * code.unit).to(dtype),
+        levels=code.values.to(dtype),
+        scales="row",
+        basis=basis.levels,
+        basis_scale=basis.scale.to(dtype),
+    )
+
+
+def _rounded(codec: Int8 | Int4, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    matrix = _integers(codec, problem.rows, dtype)
+    if (least := stored_bytes(matrix)) > problem.nbytes:
+        raise refuse_bytes(problem, least, f"{codec.bits} bits a number")
+    return matrix
+
+
+def _pair(codec: Int8 | Int4, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    """An SVD, each of its columns brought to one size before it is rounded: every coordinate has as many bits."""
+    shape = problem.rows.shape
+    ranks = range(min(shape), 0, -1)
+    rank = next((r for r in ranks if fixed_bytes(codec, shape, dtype.itemsize, r) <= problem.nbytes), 0)
+    if rank < _LEAST_RANK:
+        raise refuse_bytes(problem, fixed_bytes(codec, shape, dtype.itemsize, _LEAST_RANK), "1 flat of rank 1")
+    found = truncated_svd(problem.rows, rank, left=problem.weighting.left, right=problem.weighting.right)
+    size = found.coordinates.to(torch.float64).square().mean(0).sqrt()
+    size = torch.where(size > 0, size, torch.ones_like(size))
+    basis = _int8_rows(found.basis.to(torch.float64) * size.unsqueeze(1))
+    coordinates = (found.coordinates.to(torch.float64) / size).to(torch.float32)
+    return _integers(codec, coordinates, dtype, basis)
+
+
+@dataclass(frozen=True)
+class _Int8Rows:
+    """Rows of a basis as 8-bit integers and a scale each, float32 or wider."""
+
+    levels: Tensor
+    scale: Tensor
+
+
+def _int8_rows(rows: Tensor) -> _Int8Rows:
+    scale = rows.abs().amax(1) / 127
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1)
+    return _Int8Rows((rows / safe).round().to(torch.int8), scale.to(torch.float32))
+
+
+def _integers(
+    codec: Int8 | Int4, rows: Tensor | Rows, dtype: torch.dtype, basis: _Int8Rows | None = None
+) -> CodedMatrix:
+    width = rows.shape[1]
+    groups = codec.groups(width)
+    code = absmax_code(rows, codec.bits, group=width // groups)
+    return from_integers(
+        [code.levels],
+        None,
+        (code.scales.to(torch.float64) * code.unit).to(dtype),
+        scales="row",
+        groups=groups,
+        basis=None if basis is None else basis.levels,
+        basis_scale=None if basis is None else basis.scale.to(dtype),
+    )

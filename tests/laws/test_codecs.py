@@ -1,0 +1,301 @@
+"""Laws of the third axis: a recipe whose codec stores integers, over a table of method and codec."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kflats
+from kflats import SVD, Best, Dense, Flats, Int4, Int8, KflatsError, Recipe, Rotation, Transform, Uniform
+from kflats.codec import from_name
+from kflats.judging import weighted_error
+from kflats.numerics.rows import TensorRows
+from kflats.plan import Plan
+from kflats.problem import Problem
+from kflats.recipe import from_json, to_json
+from kflats.report import Report
+from kflats.storing import fixed_bytes, store, stored_bytes
+from kflats.weighting import Weighting
+
+pytest.importorskip("constriction")
+
+CASES = [
+    (SVD(), Transform(), 0.12),
+    (SVD(), Transform(classes=1), 0.12),
+    (Dense(), Int8(), 0.32),
+    (Dense(), Int8(group=16), 0.40),
+    (Dense(), Int4(group=16), 0.30),
+    (Dense(), Rotation(), 0.20),
+    (Dense(), Rotation(bits=2), 0.20),
+    (SVD(), Int8(), 0.20),
+    (SVD(), Int4(group=None), 0.12),
+]
+table = pytest.mark.parametrize(
+    ("method", "codec", "share"), CASES, ids=lambda v: str(v) if not isinstance(v, float) else ""
+)
+
+
+NOTHING = Weighting()
+
+
+def matrix(n: int = 600, d: int = 32, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Rows of unlike sizes with a falling spectrum."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n, d, generator=gen) * torch.linspace(1.0, 0.05, d)
+    return (rows @ torch.linalg.qr(torch.randn(d, d, generator=gen))[0] * torch.rand(n, 1, generator=gen).add(0.2)).to(
+        dtype
+    )
+
+
+def problem(rows: Tensor, share: float, weighting: Weighting = NOTHING) -> Problem:
+    return Problem(TensorRows(rows), int(share * rows.numel() * 4), 4, weighting)
+
+
+def relative(rows: Tensor, found: kflats.Recipe, share: float, weighting: Weighting = NOTHING) -> float:
+    made = store(found, problem(rows, share, weighting), torch.float32)
+    return weighted_error(rows, made.matrix, weighting).relative
+
+
+@table
+def test_a_file_never_holds_more_than_the_budget(method, codec, share) -> None:
+    rows = matrix()
+    made = store(Recipe(method, codec=codec), problem(rows, share), torch.float32)
+    assert made.stored_bytes == stored_bytes(made.matrix) <= share * rows.numel() * 4
+    if isinstance(codec, Transform):
+        assert made.stored_bytes >= 0.98 * share * rows.numel() * 4
+
+
+@table
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_layer_computes_with_what_was_decoded(method, codec, share, dtype) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(96, 64), "b": nn.Embedding(600, 32)}).to(dtype)
+    share = min(1.0, share * 4 / dtype.itemsize)
+    kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget=f"{100 * share:g}%", quiet=True)
+    ids = torch.tensor([[0, 5, 599], [5, 5, 7]])
+    dense = model["b"].matrix.dense()
+    assert model["b"](ids).dtype == dtype
+    torch.testing.assert_close(model["b"](ids), dense[ids].to(dtype), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@table
+def test_linear_layers_in_both_orientations(method, codec, share, rows) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 128))
+    if isinstance(codec, Rotation):
+        share += 0.3  # the rotation itself, 256 x 256 bytes beside 128 rows
+    kflats.compress_(model, {"0": Recipe(method, codec=codec, rows=rows)}, budget=f"{130 * share:g}%", quiet=True)
+    x = torch.randn(3, 256)
+    dense = model[0].matrix.dense()
+    expected = x @ (dense if rows == "inputs" else dense.T) + model[0].bias
+    torch.testing.assert_close(model[0](x), expected, rtol=1e-4, atol=1e-4)
+
+
+@table
+def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
+    report = kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget=f"{100 * share:g}%", quiet=True)
+    kflats.save(model, tmp_path)
+    fresh = nn.ModuleDict({"b": nn.Embedding(600, 32)})
+    kflats.load_(fresh, tmp_path)
+    assert torch.equal(fresh["b"].matrix.dense(), model["b"].matrix.dense())
+    found = report.weights[0]
+    assert found.coded
+    assert not found.dense
+    assert found.bytes_after == stored_bytes(model["b"].matrix) <= found.memory_bytes == model["b"].matrix.nbytes
+    assert report.model_bytes_after == found.bytes_after
+    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert "bits" in str(report)
+
+
+@table
+def test_recipes_survive_json(method, codec, share) -> None:
+    recipe = Recipe(method, codec=codec)
+    assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
+
+
+def test_more_bytes_lose_less() -> None:
+    rows = matrix()
+    for recipe in (Recipe(SVD(), codec=Transform()), Recipe(Dense(), codec=Rotation()), Recipe(SVD(), codec=Int8())):
+        errors = [relative(rows, recipe, share) for share in (0.1, 0.13, 0.2, 0.27)]
+        assert errors == sorted(errors, reverse=True)
+        assert errors[-1] < errors[0]
+
+
+def test_rounding_is_within_half_a_step() -> None:
+    rows = matrix()
+    made = store(Recipe(Dense(), codec=Int8()), problem(rows, 0.5), torch.float32).matrix.dense()
+    step = rows.abs().amax(1, keepdim=True) / 127
+    assert bool(((made - rows).abs() <= 0.51 * step).all())
+
+
+@pytest.mark.parametrize(
+    "other", [Recipe(Dense(), codec=Int4(group=16)), Recipe(Dense(), codec=Rotation(bits=3))], ids=str
+)
+def test_transform_codes_lose_less_in_the_bytes_of_others(other) -> None:
+    rows = matrix(4000)
+    made = store(other, problem(rows, 0.5), torch.float32)
+    share = made.stored_bytes / (rows.numel() * 4)
+    ours = relative(rows, Recipe(SVD(), codec=Transform()), share)
+    assert ours < 0.75 * weighted_error(rows, made.matrix).relative
+
+
+def test_what_counts_more_is_coded_better() -> None:
+    rows = matrix(2000)
+    gen = torch.Generator().manual_seed(1)
+    weights = torch.rand(2000, generator=gen, dtype=torch.float64).pow(4) + 1e-3
+    mixing = torch.randn(32, 32, generator=gen, dtype=torch.float64) * torch.logspace(0, -2, 32, dtype=torch.float64)
+    right = mixing @ mixing.T
+    recipe = Recipe(SVD(), codec=Transform())
+    for weighting in (Weighting(left=weights), Weighting(right=right), Weighting(left=weights, right=right)):
+        blind = store(recipe, problem(rows, 0.06), torch.float32).matrix
+        assert relative(rows, recipe, 0.06, weighting) < 0.8 * weighted_error(rows, blind, weighting).relative
+
+
+def test_a_metric_that_couples_rows_counts_by_its_diagonal() -> None:
+    rows, diagonal = matrix(64), torch.linspace(0.1, 3.0, 64, dtype=torch.float64)
+    coupled = torch.full((64, 64), 0.01, dtype=torch.float64).fill_diagonal_(0) + torch.diag(diagonal)
+    recipe = Recipe(SVD(), codec=Transform())
+    a = store(recipe, problem(rows, 0.3, Weighting(left=coupled)), torch.float32).matrix.dense()
+    b = store(recipe, problem(rows, 0.3, Weighting(left=diagonal)), torch.float32).matrix.dense()
+    assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int8(group=8), Int4(), Int4(group=None)], ids=str)
+@pytest.mark.parametrize("rank", [None, 5])
+def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
+    rows = matrix(300)
+    share = fixed_bytes(codec, (300, 32), 4, rank) / rows.numel() / 4
+    made = store(Recipe(Dense() if rank is None else SVD(), codec=codec), problem(rows, share + 1e-9), torch.float32)
+    assert made.matrix.nbytes <= fixed_bytes(codec, (300, 32), 4, rank)
+    assert made.matrix.nbytes >= 0.95 * fixed_bytes(codec, (300, 32), 4, rank)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: Recipe(Flats(), codec=Transform()), "cannot store what Flats"),
+        (lambda: Recipe(Dense(), codec=Transform()), "SVD\\(\\) as the method"),
+        (lambda: Recipe(SVD(), codec=Rotation()), "Dense\\(\\) as the method"),
+        (lambda: Int4(group=0), "cannot group 0"),
+        (lambda: Int8(group=True), "cannot group True"),
+        (lambda: Rotation(bits=9), "rotation at 9 bits"),
+        (lambda: Transform(classes=0), "0 classes"),
+        (lambda: from_name("int3"), "no codec is called"),
+        (lambda: from_name("float 16"), "no codec is called"),
+        (lambda: from_name(""), "no codec is called"),
+    ],
+)
+def test_impossible_values_are_refused(make, said) -> None:
+    with pytest.raises(KflatsError, match=said):
+        make()
+
+
+@table
+def test_a_budget_too_small_is_refused_and_the_model_stays(method, codec, share) -> None:
+    model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
+    before = model["b"].weight
+    with pytest.raises(KflatsError, match="b"):
+        kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget="150B", quiet=True)
+    assert model["b"].weight is before
+
+
+@pytest.mark.parametrize("budget", ["5k params", "20% ranks"])
+def test_budgets_that_count_numbers_are_refused(budget) -> None:
+    model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
+    with pytest.raises(KflatsError, match="says nothing of codes"):
+        kflats.compress_(model, {"b": Recipe(SVD(), codec=Transform())}, budget=budget, quiet=True)
+
+
+@table
+def test_values_that_are_not_finite_are_refused(method, codec, share) -> None:
+    model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
+    with torch.no_grad():
+        model["b"].weight[3, 3] = float("nan")
+    with pytest.raises(KflatsError, match="b"):
+        kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget="50%", quiet=True)
+
+
+@pytest.mark.parametrize(
+    "rows", [torch.zeros(50, 8), torch.ones(50, 8), torch.randn(1, 8)], ids=["zero", "constant", "one"]
+)
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(SVD(), codec=Transform()), Recipe(Dense(), codec=Int8()), Recipe(Dense(), codec=Rotation())],
+    ids=str,
+)
+def test_matrices_with_next_to_nothing_in_them(rows, recipe) -> None:
+    made = store(recipe, Problem(TensorRows(rows), 10_000, 4), torch.float32).matrix.dense()
+    torch.testing.assert_close(made, rows, rtol=0.05, atol=0.05)
+
+
+# Best -------------------------------------------------------------------------------------------
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("words", nn.Embedding(2000, 48))
+    model.add_module("wide", nn.Linear(48, 192))
+    model.add_module("narrow", nn.Linear(192, 48))
+    with torch.no_grad():
+        model.words.weight.copy_(matrix(2000, 48))
+        model.narrow.weight *= 0.1
+    return model
+
+
+@pytest.mark.parametrize("budget", ["8%", "15%", "30%"])
+def test_best_keeps_the_budget_and_its_plan_can_be_kept(budget, tmp_path) -> None:
+    model = small()
+    made = kflats.plan(model, {"all": Best()}, budget=budget)
+    allowed = float(budget[:-1]) / 100 * sum(d.weight.nbytes for d in made.decisions)
+    assert sum(d.budget_bytes for d in made.decisions) <= allowed
+    assert not any(isinstance(d.recipe.method, Best) for d in made.decisions)
+    assert all("bits" in d.note or "rank" in d.note or "dense" in d.note for d in made.decisions)
+    made.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == made
+    report = kflats.compress_(model, again, quiet=True)
+    assert 0.97 * allowed <= report.bytes_after <= allowed
+
+
+def test_best_loses_no_more_than_the_same_share_for_each() -> None:
+    def total(recipe) -> float:
+        report = kflats.compress_(small(), {"all": recipe}, budget="10%", quiet=True)
+        return sum(weight.error for weight in report.weights)
+
+    assert total(Best()) <= 1.02 * total(Recipe(SVD(), codec=Transform()))
+
+
+def test_best_leaves_dense_what_a_large_budget_holds() -> None:
+    made = kflats.plan(small(), {"all": Best()}, budget="100%")
+    assert all(decision.recipe.is_dense for decision in made.decisions)
+
+
+def test_best_is_a_choice_and_fits_nothing() -> None:
+    with pytest.raises(KflatsError, match="is a choice"):
+        Best().fit(problem(matrix(), 0.5))
+    with pytest.raises(KflatsError, match="by what each byte saves"):
+        kflats.plan(small(), {"all": Best()}, budget="10%", allocation="uniform")
+    with pytest.raises(KflatsError, match="says nothing of codes"):
+        kflats.plan(small(), {"all": Best()}, budget="33% ranks")
+
+
+def test_best_of_a_convolution_is_a_pair() -> None:
+    model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3))
+    made = kflats.plan(model, {"all": Best()}, budget="30%")
+    assert all(decision.recipe.codec == kflats.Float("float16") for decision in made.decisions)
+    report = kflats.compress_(model, made, quiet=True)
+    assert report.bytes_after <= 0.3 * report.bytes_before
+
+
+def test_uniform_shares_of_codes() -> None:
+    report = kflats.compress_(small(), {"all": Recipe(SVD(), Uniform(), Transform())}, budget="10%", quiet=True)
+    assert all(0.09 <= weight.ratio <= 0.1 for weight in report.weights)
+    fixed = kflats.compress_(small(), {"all": Recipe(Dense(), Uniform(), Int8())}, budget="40%", quiet=True)
+    assert all(weight.ratio <= 0.3 for weight in fixed.weights)
