@@ -118,6 +118,20 @@ def test_a_direction_that_one_row_has_is_not_missed():
     assert sum(energy) < 10
 
 
+def test_leverage_bounds_no_share_of_what_several_flats_leave():
+    """Two lines that hold all rows but one leave that row alone: its share is 1, its leverage that of any other."""
+    lines = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=F64)
+    a = torch.cat([lines.repeat(500, 1), torch.tensor([[0.6, 0.8]], dtype=F64)])
+    cloud = cloud_of(a)
+    left = assign(cloud.rows, (lines[:1], lines[1:]), cloud.norms2).dist2
+    assert float(left[-1] / left.sum()) == pytest.approx(1)
+    for kind in ("leverage", "ridge"):
+        scores = sensitivities(cloud, kind, 2)
+        assert float(scores[-1] / scores.sum()) < 2 / 1001
+    fit = fit_flats(a, 3, rank=1, coreset=Coreset(40, "leverage"))  # but EM goes on with all rows, and so finds it
+    assert fit.error < 1e-9
+
+
 def test_a_sample_of_a_sample_stands_for_all_rows():
     cloud = cloud_of(torch.randn(4000, 4, generator=generator()))
     core = Coreset(1000, "leverage").draw(cloud, 2, generator())

@@ -3,9 +3,11 @@
     sum over drawn rows of  m_i w_i rho(dist(a_i, S))      estimates      sum_i w_i rho(dist(a_i, S)),   m_i = 1 / p_i
 
 The estimate is unbiased for every S (Horvitz & Thompson 1952). How far it strays is a matter of the rows' largest
-possible share of the sum, their *sensitivity* (Feldman & Langberg 2011); chances in proportion to an upper bound of
-it keep all flats' estimates good at once. k flats of rank j lie in one of rank kj, which is never farther, so the
-bounds for one flat serve with kj for its rank:
+possible share of the sum, their *sensitivity*; chances in proportion to an upper bound of it keep the estimates of all
+S good at once (Feldman & Langberg 2011). For one flat leverage is such a bound. For k flats none is small: a row that
+lies alone on a line of its own is all that two others leave, and in general no sample shorter than the rows serves all
+k flats at once (Har-Peled, No coreset, no cry, 2006). So what is drawn here, with kj for the rank, is a start, not a
+substitute: EM goes on with all rows.
 
 | scores | p_i in proportion to | choose it |
 | --- | --- | --- |
