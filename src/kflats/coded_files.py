@@ -24,6 +24,7 @@ from kflats.errors import KflatsError
 from kflats.folders import fsync
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import read_geometry
+from kflats.sources import weights_folder
 from kflats.streams import STREAM_VERSION, encode
 
 CHECKSUM = "kflats_checksum"
@@ -31,14 +32,15 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 
 
 def stream_folder(folder: str | os.PathLike[str]) -> None:
-    """Replace the codes in a transformers folder by streams, and say so in its config; each file in one step.
+    """Replace the codes in a transformers or sentence-transformers folder by streams; each file in one step.
 
-    A folder without coded matrices, or with streams already, is left as it is.
+    ``save_pretrained`` writes codes at fixed rates; streams are smaller, and decoded when the folder is loaded. A
+    folder without coded matrices, or with streams already, is left as it is.
 
     Raises:
         KflatsError: the constriction library is missing, or the folder is damaged.
     """
-    root = Path(folder)
+    root = weights_folder(folder)
     config = json.loads((root / "config.json").read_text(encoding="utf-8"))
     coded = coded_modules(config.get("quantization_config"))
     if not coded:

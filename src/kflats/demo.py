@@ -23,6 +23,7 @@ from kflats.errors import KflatsError
 from kflats.evaluate import Comparison, Fidelity, compare, fidelity, load_tokenizer
 from kflats.files import load_model
 from kflats.methods import SVD
+from kflats.model_card import note_fidelity
 from kflats.report import Report
 from kflats.report_html import render
 from kflats.surgery import dense_weight, find_weight
@@ -118,6 +119,7 @@ def demo(
     report = compress_folder(str(source), folder, budget=BUDGET, texts=counted, force=force, quiet=quiet)
     show(f"{report}\n")
     comparison = compare(source, folder, judged)
+    note_fidelity(folder, comparison)
     show(f"{comparison}\n")
     found = Demo(
         report, comparison, _rivals(source, report, counted, judged), folder, render(report, folder / "report")

@@ -21,8 +21,7 @@ from kflats.folders import new_folder
 from kflats.model_card import CARD, dense_card
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredLinear
-from kflats.places import factored_layers, pretrained_models
-from kflats.running import is_sentence_transformer
+from kflats.places import factored_layers, is_sentence_transformer, pretrained_models
 from kflats.sources import check_apart, copy_companions, resolve_model, weights_folder
 from kflats.surgery import restore_
 

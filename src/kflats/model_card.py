@@ -23,7 +23,7 @@ CARD = "README.md"
 _BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"
 _MEASURED, _AFTER = "<!-- kflats: measured -->", "<!-- kflats: measured ends -->"
 _SHOWN = 12  # weights listed one by one
-_HUB_CACHE = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+_HUB_CACHE = "models--"
 
 
 def compressed_card(
@@ -104,8 +104,8 @@ def hub_name(source: str | os.PathLike[str]) -> str | None:
     if not folder.is_dir():
         return os.fspath(source)
     for part in reversed(folder.resolve().parts):
-        if match := _HUB_CACHE.fullmatch(part):
-            return f"{match[1]}/{match[2]}"
+        if part.startswith(_HUB_CACHE):
+            return part.removeprefix(_HUB_CACHE).replace("--", "/")
     return None
 
 

@@ -6,6 +6,7 @@ Lookups are recorded, not unpacked: the file holds factors or codes, and the run
 from __future__ import annotations
 
 import copy
+import math
 import os
 import shutil
 import tempfile
@@ -25,6 +26,7 @@ from kflats.encoding import evaluating
 from kflats.errors import KflatsError
 from kflats.folders import explain, fsync
 from kflats.onnx_graphs import Graph, graph_of
+from kflats.places import factored_layers
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18
@@ -78,7 +80,7 @@ def export_onnx(
 
     Args:
         model: a folder or hub name, a transformers model, a SentenceTransformer, or any torch module.
-        path: the file to be, by custom ``model.onnx``.
+        path: the file to be, ``model.onnx`` by custom.
         inputs: an example of each input by name, for a module that does not read text: it is called with
             ``model(**inputs)``, the first axis of each is the batch, the second of integers with two axes the length.
         pooled: one vector a text, named ``sentence_embedding``: by the folder's own sentence-transformers modules
@@ -89,31 +91,48 @@ def export_onnx(
         force: replace an existing file.
 
     Raises:
-        KflatsError: the extra "onnx" is not installed; ``path`` exists; a model that cannot be recorded; outputs
-            that differ; a full disk. Nothing is left of a file that was refused.
+        KflatsError: the extra "onnx" is not installed; ``path`` exists; a tolerance that is none; a model that cannot
+            be recorded; outputs that differ; a full disk. Nothing is left of a file that was refused.
     """
     _require("onnx", "onnxruntime", "onnxscript")
     goal = Path(path).expanduser().resolve()
     if goal.is_dir() or (goal.exists() and not force):
         raise KflatsError(f"{goal} exists already", hint="another name, or --force (force=True) to replace a file")
+    if not 0 < tolerance < math.inf:
+        raise KflatsError(f"tolerance={tolerance!r} is no bound", hint="a small positive number such as 1e-4")
     graph = graph_of(model, inputs, pooled)
     notes = []
     if (dtype := compute_dtype(graph.model)) != torch.float32:
-        graph = graph.widened(copy.deepcopy(graph.model).float())
+        graph = graph.of(copy.deepcopy(graph.model).cpu().float())
         notes.append(f"recorded in float32: the model computes in {str(dtype).removeprefix('torch.')}")
-    with evaluating(graph.model), torch.no_grad(), _written_aside(goal) as aside:
+    elif any(not tensor.is_cpu for tensor in graph.model.state_dict().values()):
+        graph = graph.of(copy.deepcopy(graph.model).cpu())
+    with evaluating(graph), torch.no_grad(), _written_aside(goal) as aside:
         _record(graph, aside, external=stored_bytes(graph.model) > _LARGEST)
         difference = _check(graph, aside, tolerance)
         size = sum(file.stat().st_size for file in aside.parent.iterdir())
-    if (stored := stored_bytes(graph.model)) < size:
+    if more := _derived(graph.model):
         notes.append(
-            f"{size - stored:,} bytes more than the {stored:,} of the model's tensors in their fixed-rate form: "
-            "the graph itself, and 4 bytes for the place of each row of a table with flats or codes"
+            f"flats and codes take {more:,} bytes in it beside those of their fixed-rate form: "
+            "where each row and column lies"
         )
     return OnnxExport(goal, size, graph.names, graph.outputs, difference, tuple(notes))
 
 
+def _derived(model: nn.Module) -> int:
+    """Bytes of what matrices derive from their stored tensors, and a graph must hold to find their rows."""
+    found = 0
+    for _, layer in factored_layers(model):
+        if layer.owns_matrix:
+            buffers = layer.matrix.named_buffers()
+            hidden = layer.matrix._non_persistent_buffers_set
+            found += sum(t.numel() * t.element_size() for name, t in buffers if name in hidden)
+    return found
+
+
 def _record(graph: Graph, path: Path, *, external: bool) -> None:
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+
     example = graph.example
     shapes = tuple({axis: torch.export.Dim(name) for axis, name in axes.items()} for axes in graph.axes)
     try:
@@ -130,6 +149,7 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
                 verbose=False,
             )
             assert program is not None
+            ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
             program.save(str(path), external_data=external)
     except OSError as error:
         explain(error, path)

@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from kflats.encoding import last_hidden_state
 from kflats.errors import KflatsError
 from kflats.files import load_model, resolve_model
-from kflats.places import pretrained_models
-from kflats.running import is_encoder_decoder, is_sentence_transformer, task_output
+from kflats.places import is_sentence_transformer, pretrained_models
+from kflats.running import is_encoder_decoder, task_output
 
 TEXT_SHAPES = ((2, 7), (1, 1), (5, 1), (1, 12), (4, 23))
 """Batches and lengths that a text model is tried with; the first is recorded."""
@@ -58,9 +58,9 @@ class Graph(nn.Module):
             return F.normalize(total / mask.sum(1).clamp(min=1).to(hidden.dtype), dim=1)
         return _output(self.model(**given, **_quiet(self.model)), self.outputs[0])
 
-    def widened(self, model: nn.Module) -> Graph:
-        """The same of ``model``, a float32 copy."""
-        example = tuple(t.float() if t.is_floating_point() else t for t in self.example)
+    def of(self, model: nn.Module) -> Graph:
+        """The same of ``model``, a copy in float32 on the CPU."""
+        example = tuple(t.cpu().float() if t.is_floating_point() else t.cpu() for t in self.example)
         return Graph(model, self.kind, self.names, example, self.axes, self.outputs)
 
     def trials(self) -> Iterator[tuple[Tensor, ...]]:
@@ -132,8 +132,9 @@ def _loaded(folder: Path, pooled: bool) -> nn.Module:
 def _text_graph(model: nn.Module, kind: str, names: tuple[str, ...], output: str) -> Graph:
     example = _texts(model, names, *TEXT_SHAPES[0])
     if not output:
+        device = next(model.parameters()).device
         with torch.no_grad():
-            found = model(**dict(zip(names, example, strict=True)), **_quiet(model))
+            found = model(**{n: t.to(device) for n, t in zip(names, example, strict=True)}, **_quiet(model))
         output = "logits" if task_output(found) is not None else "last_hidden_state"
     axes = tuple({0: "batch", 1: "length"} for _ in names)
     return Graph(model, kind, names, example, axes, (output,))
@@ -153,12 +154,13 @@ def _texts(model: nn.Module, names: tuple[str, ...], batch: int, length: int) ->
     """Random ids of the model's table, with padding at the right of every text but the first."""
     gen = torch.Generator().manual_seed(batch * 1000 + length)
     configs = [part.config for _, part in pretrained_models(model)]
-    size = configs[0].get_text_config().vocab_size
+    config = configs[0].get_text_config()
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
     keep = torch.randint(1, length + 1, (batch, 1), generator=gen)
     keep[0] = length
     mask = (torch.arange(length) < keep).to(torch.int64)
     made = {
-        "input_ids": torch.randint(0, size, (batch, length), generator=gen),
+        "input_ids": torch.randint(0, config.vocab_size, (batch, length), generator=gen),
         "attention_mask": mask,
         "token_type_ids": (torch.arange(length) >= keep // 2).to(torch.int64) * mask,
     }

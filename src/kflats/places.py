@@ -169,6 +169,11 @@ def vocabulary_end(model: Any, getter: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def is_sentence_transformer(model: nn.Module) -> bool:
+    """Whether ``model`` is a SentenceTransformer, which takes its batches as one argument and saves itself."""
+    return type(model).__module__.startswith("sentence_transformers.") and not hasattr(model, "config_class")
+
+
 def _is_saved(model: nn.Module, weight: Weight) -> bool:
     """False for what sentence-transformers stores itself (its Dense modules): it knows nothing of factors."""
     if not type(model).__module__.startswith("sentence_transformers."):

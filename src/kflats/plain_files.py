@@ -20,7 +20,7 @@ from kflats.folders import explain, fsync
 from kflats.headers import VERSION_KEY
 from kflats.matching import match, put_, stored_dtype
 from kflats.nn.matrix import CodedMatrix, Matrix
-from kflats.places import Weight, pretrained_models
+from kflats.places import Weight, is_sentence_transformer, pretrained_models
 from kflats.release import version
 
 
@@ -37,11 +37,13 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
             stores their fixed-rate form, which takes more bytes and no library to read.
 
     Raises:
-        KflatsError: a transformers model, a full disk, or streams without the constriction library; an earlier
-            file is untouched then.
+        KflatsError: a transformers or sentence-transformers model, a full disk, or streams without the constriction
+            library; an earlier file is untouched then.
     """
     if any(part is model for _, part in pretrained_models(model)):
         raise KflatsError(f"{type(model).__name__} is a transformers model", hint="model.save_pretrained(folder)")
+    if is_sentence_transformer(model):
+        raise KflatsError(f"{type(model).__name__} saves itself", hint="model.save(folder)")
     tensors, shared = _distinct(model)
     note: dict[str, Any] = {"layers": describe(model), "shared": shared}
     if streams and (coded := coded_modules(note["layers"])):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kflats.encoding import last_hidden_state
 from kflats.errors import KflatsError
+from kflats.places import is_sentence_transformer
 
 
 def batch_size(batch: Mapping[str, Any]) -> int:
@@ -142,8 +143,3 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any
 def _mask_shape(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
     mask = batch.get("attention_mask")
     return tuple(mask.shape) if isinstance(mask, Tensor) else None
-
-
-def is_sentence_transformer(model: nn.Module) -> bool:
-    """Whether ``model`` is a SentenceTransformer, which takes its batches as one argument and saves itself."""
-    return type(model).__module__.startswith("sentence_transformers.") and not hasattr(model, "config_class")

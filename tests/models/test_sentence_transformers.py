@@ -12,13 +12,16 @@ import torch
 pytest.importorskip("sentence_transformers")
 
 from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import AutoModel
 
 import kflats
 from kflats.errors import KflatsError
 from kflats.files import annotate_, copy_companions, load_model, weights_folder
+from kflats.nn.coded_build import from_transform
 from kflats.nn.layers import FactoredEmbedding
 from kflats.nn.matrix import LowRankMatrix
+from kflats.numerics.coding.encode import transform_code
 from kflats.surgery import dense_weight, find_weight, find_weights, swap_
 
 TEXTS = ["A small table is still a table.", "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich."]
@@ -112,3 +115,64 @@ def test_the_transformer_in_a_folder_of_its_own(minilm: Path, tmp_path: Path) ->
     model = SentenceTransformer(str(tmp_path / "small"), device="cpu")
     assert any(isinstance(module, FactoredEmbedding) for module in model.modules())
     assert model.encode(TEXTS).shape == (2, 384)
+
+
+PROMPTS = {"query": "the of ", "passage": "word1 "}
+WORDS = ["a b word7", "word30 the word1 of word2 c d e word9"]
+
+
+@pytest.fixture(scope="module")
+def prompted(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with prompts, another pooling than the mean, a short limit, and vectors that are not normalised."""
+    parts = [Transformer(str(tiny_folder)), Pooling(16, pooling_mode="max", include_prompt=False)]
+    model = SentenceTransformer(modules=parts, device="cpu", prompts=PROMPTS, default_prompt_name="query")
+    model.max_seq_length = 7
+    folder = tmp_path_factory.mktemp("prompted") / "model"
+    model.save(str(folder))
+    return folder
+
+
+def assert_same_but_for_weights(folder: Path, original: Path) -> Any:
+    """The model in ``folder``: its prompts, pooling and limit are the original's."""
+    models = [SentenceTransformer(str(path), device="cpu") for path in (folder, original)]
+    for found, wanted in zip(*models, strict=True):
+        assert type(found) is type(wanted)
+    assert models[0].prompts == models[1].prompts == models[1].prompts | PROMPTS
+    assert models[0].default_prompt_name == "query"
+    assert models[0].max_seq_length == 7
+    assert models[0][1].include_prompt is False
+    assert models[0][1].get_config_dict() == models[1][1].get_config_dict()
+    return models[0]
+
+
+def test_the_command_keeps_prompts_pooling_and_limit(prompted: Path, tmp_path: Path) -> None:
+    kflats.compress_folder(prompted, tmp_path / "small", budget="60%", method=kflats.SVD(), quiet=True)
+    model = assert_same_but_for_weights(tmp_path / "small", prompted)
+    whole = SentenceTransformer(str(prompted), device="cpu")
+    kflats.compress_(whole, kflats.SVD(), budget="60%", quiet=True)
+    for name in PROMPTS:
+        wanted = whole.encode(WORDS, prompt_name=name)
+        assert abs(model.encode(WORDS, prompt_name=name) - wanted).max() < 1e-5
+    assert "SentenceTransformer(" in (tmp_path / "small" / "README.md").read_text()
+
+
+def test_objects_with_coded_tables(prompted: Path, tmp_path: Path) -> None:
+    pytest.importorskip("constriction")
+    model = SentenceTransformer(str(prompted), device="cpu")
+    weight = next(w for w in find_weights(model) if w.name.endswith("word_embeddings"))
+    swap_(model, weight, from_transform(transform_code(dense_weight(model, weight), bits=3.0)))
+    annotate_(model)
+    wanted = model.encode(WORDS)
+    with pytest.raises(KflatsError, match="SentenceTransformer saves itself"):
+        kflats.save(model, tmp_path / "plain")
+    for name in ("fixed", "streams"):
+        model.save(str(tmp_path / name))
+    kflats.stream_folder(tmp_path / "streams")
+    for name in ("fixed", "streams"):
+        again = assert_same_but_for_weights(tmp_path / name, prompted)
+        assert abs(again.encode(WORDS) - wanted).max() < 1e-6
+        assert any(isinstance(m, FactoredEmbedding) and m.matrix.kind == "coded" for m in again.modules())
+    dense = kflats.export_dense(tmp_path / "streams", tmp_path / "dense")
+    assert abs(assert_same_but_for_weights(dense.folder, prompted).encode(WORDS) - wanted).max() < 1e-5
+    other = kflats.export_dense(model, tmp_path / "object")
+    assert abs(assert_same_but_for_weights(other.folder, prompted).encode(WORDS) - wanted).max() < 1e-5

@@ -311,7 +311,9 @@ class CodedMatrix(Matrix):
                 here = (at + byte).clamp(max=codes.numel() - 1).reshape(-1)
                 word = word | (codes.index_select(0, here).to(torch.int32).view(at.shape) << 8 * byte)
         tables = (table.index_select(0, label) for table in self._tables())
-        values = self._values(((word >> shifts) & masks) + low, *tables)
+        # By this name, not as an operator: ONNX's exporter knows no other.
+        codes_here = word.bitwise_right_shift(shifts) & masks
+        values = self._values(codes_here + low, *tables)
         return values if geometry.scales == "class" else values * self._row_scales(index)
 
     def _project(self, coordinates: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""LoRA adapters (PEFT) on factored and coded layers: trained beside the frozen matrix, and kept beside it."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from typing import Any
+
+from kflats.errors import KflatsError
+from kflats.nn.layers import FactoredEmbedding, FactoredLinear
+
+_STARTS = (True, False, "gaussian", "orthogonal")
+
+
+def adapt_lora_(config: Any) -> None:
+    """Let ``config``, a ``peft.LoraConfig``, target factored layers too; PEFT itself knows dense ones only.
+
+        layer(x) = x M + scaling (x A) B      M factored or coded and frozen, A and B dense and trained
+
+    Once for a new adapter, and once for one that is loaded, since PEFT does not save it. ``target_modules`` names
+    the layers as they are called in the model; "all-linear" names dense ones only. An adapter is never merged: M has
+    fewer numbers than the sum would need. To merge, make the model dense first (``kflats.restore_``).
+
+    Raises:
+        KflatsError: peft is not installed; a setting that reads the dense table (DoRA; PiSSA and other starts).
+
+    >>> import peft, torch
+    >>> from kflats.nn.matrix import LowRankMatrix
+    >>> model = torch.nn.Sequential(FactoredLinear(LowRankMatrix(torch.ones(9, 2), torch.ones(2, 8))))
+    >>> config = peft.LoraConfig(target_modules=["0"], r=2)
+    >>> adapt_lora_(config)
+    >>> adapted = peft.get_peft_model(model, config)
+    >>> adapted(torch.ones(1, 9)).shape
+    torch.Size([1, 8])
+    """
+    if getattr(config, "use_dora", False) or getattr(config, "init_lora_weights", True) not in _STARTS:
+        raise KflatsError(
+            "this adapter begins from the dense table, which a factored layer does not have",
+            cause="use_dora, or init_lora_weights such as pissa, olora or loftq",
+            hint="init_lora_weights=True or 'gaussian', without DoRA; or kflats.restore_(model) first",
+        )
+    config._register_custom_module(_classes())
+
+
+class _NeverMerged:
+    """What an adapter of a factored layer does otherwise than one of a dense layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Unsupported layer type")  # it is supported here
+            super().__init__(*args, **kwargs)
+
+    def merge(self, *_: Any, **__: Any) -> None:
+        raise KflatsError(
+            "an adapter cannot be merged into a factored layer",
+            cause="the layer stores fewer numbers than their sum would need",
+            hint="keep the adapter beside it, or make the model dense before adapting it: kflats.restore_(model)",
+        )
+
+
+@cache
+def _classes() -> dict[type, type]:
+    try:
+        from peft.tuners import lora
+    except ImportError as error:
+        raise KflatsError("peft is not installed", hint="pip install peft") from error
+    return {
+        FactoredLinear: type("FactoredLora", (_NeverMerged, lora.Linear), {}),
+        FactoredEmbedding: type("FactoredEmbeddingLora", (_NeverMerged, lora.Embedding), {}),
+    }
