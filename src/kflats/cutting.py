@@ -190,10 +190,10 @@ def _renumber_(config: Any, rows: int, size: int, new: dict[int, int]) -> None:
             return new.get(value, value)  # what no table has stays: -1, say
         return [renumbered(inner) for inner in value] if isinstance(value, list | tuple) else value
 
+    if getattr(config, "vocab_size", None) == rows:
+        config.vocab_size = size
     for name, value in list(vars(config).items()):
-        if name == "vocab_size" and value == rows:
-            config.vocab_size = size
-        elif _holds_ids(name) and value is not None:
+        if _holds_ids(name) and value is not None:
             setattr(config, name, renumbered(value))
 
 

@@ -163,8 +163,8 @@ def choose(vocabulary: Vocabulary, required: Iterable[int], order: Iterable[int]
     for row in order:
         if len(kept) == keep:
             break
-        if row not in kept and len(kept | (needed := vocabulary.needs(row))) <= keep:
-            kept |= needed
+        if row not in kept and len(kept) + len(more := vocabulary.needs(row) - kept) <= keep:
+            kept |= more
     return tuple(sorted(kept))
 
 
