@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -41,7 +41,7 @@ class Flats:
     and mapped back.
 
     Args:
-        k: number of flats; None searches (appendix D) by the objective.
+        k: number of flats; None searches (appendix D) by the objective, under the threshold (if any) of the first.
         ranks: "filled": ranks flat by flat, by water-filling inside EM. "uniform": all flats of rank
             j = (numbers) / (n + k d), as published.
         exact: with filled ranks, let rows whose weight pays for it be kept as they are.
@@ -136,9 +136,7 @@ error=Squared(), coreset=None)
             )
         method = replace(self, error=_measured(self.error, metric))
         if self.k is None:
-            found = min((method._fit(inside, k) for k in _CHOICES if self._fits(inside, k)), key=_error, default=None)
-            if found is None:
-                raise too_few(problem, 1)
+            found = method._searched(inside)
         else:
             found = method._fit(inside, self.k)
         if isinstance(found, NestedFit):
@@ -168,29 +166,37 @@ error=Squared(), coreset=None)
         n, d = problem.rows.shape
         return k <= n and problem.values(k) >= n + k * d
 
+    def _searched(self, problem: Problem) -> FlatsFit | NestedFit | EntryFlats:
+        method, fits = self, []
+        for k in _CHOICES:
+            if not self._fits(problem, k):
+                continue
+            fits.append(found := method._fit(problem, k))
+            if isinstance(found, FlatsFit) and found.loss != method.error:
+                # Medians differ from k to k, and sums under different thresholds cannot be compared.
+                method = replace(self, error=found.loss)
+        if not fits:
+            raise too_few(problem, 1)
+        return min(fits, key=_error)
+
     def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit | EntryFlats:
         return self._fit_bands(problem, k, self.exact and self.ranks == "filled")
 
     def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit | EntryFlats:
         n, d = problem.rows.shape
+        settings: dict[str, Any] = {
+            "weights": problem.weights,
+            "start": self.start,
+            "restarts": self.restarts,
+            "tolerance": self.tolerance,
+            "max_iterations": self.max_iterations,
+            "seed": problem.seed,
+            "progress": problem.progress,
+        }
         if self.levels > 1 and k <= n and problem.values(k * self.levels + exact) >= n + k * d:
-            found = fit_nested(
-                problem.rows,
-                k,
-                self.levels,
-                budget=problem.values(k * self.levels + exact),
-                exact=exact,
-                weights=problem.weights,
-                start=self.start,
-                restarts=self.restarts,
-                tolerance=self.tolerance,
-                max_iterations=self.max_iterations,
-                seed=problem.seed,
-                progress=problem.progress,
-            )
-            if (
-                found.bands_in_use > 1
-            ):  # one band of all rows has no labels to pay for: below, its rank uses their bytes
+            held = problem.values(k * self.levels + exact)
+            found = fit_nested(problem.rows, k, self.levels, budget=held, exact=exact, **settings)
+            if found.bands_in_use > 1:  # of one band, without labels to pay for, the rank below uses their bytes
                 return found
         values = problem.values(k + exact)
         if exact and values < n + k * d:  # one more band may need labels, or wider ones
@@ -198,39 +204,13 @@ error=Squared(), coreset=None)
         rank = min(values // (n + k * d), n, d)
         if rank < 1:
             raise too_few(problem, k)
-        filled = self.ranks == "filled"
         fit: FlatsFit | EntryFlats
         if isinstance(self.error, EntryPower):
-            fit = entry_flats(
-                problem.rows,
-                k,
-                rank,
-                self.error,
-                weights=problem.weights,
-                start=self.start,
-                restarts=self.restarts,
-                tolerance=self.tolerance,
-                max_iterations=self.max_iterations,
-                seed=problem.seed,
-                progress=problem.progress,
-            )
+            fit = entry_flats(problem.rows, k, rank, self.error, **settings)
+        elif self.ranks == "filled":
+            fit = fit_flats(problem.rows, k, budget=values, exact=exact, error=self.error, **settings)
         else:
-            fit = fit_flats(
-                problem.rows,
-                k,
-                rank=None if filled else rank,
-                budget=values if filled else None,
-                exact=exact,
-                weights=problem.weights,
-                error=self.error,
-                start=self.start,
-                restarts=self.restarts,
-                tolerance=self.tolerance,
-                max_iterations=self.max_iterations,
-                coreset=self.coreset,
-                seed=problem.seed,
-                progress=problem.progress,
-            )
+            fit = fit_flats(problem.rows, k, rank=rank, error=self.error, coreset=self.coreset, **settings)
         if self._squared:
             return fit
         # What flats and labels that no row uses would take is given to the others: one fit more, with fewer.

@@ -121,6 +121,14 @@ def test_truncated_fits_the_rows_within_the_threshold_as_if_the_others_were_not_
     assert made.error == pytest.approx(inliers + made.loss.threshold * int(gone.sum()), rel=1e-2)
 
 
+def test_rows_of_zeros_do_not_make_a_median_of_0():
+    a, _, _ = planted(300, 12, 3, 0.05, 0.1, seed=6)
+    holed = torch.cat([a, torch.zeros(400, 12, dtype=F64)])
+    made, alone = (robust_subspace(m, 3, Truncated(3.0, "median")) for m in (holed, a))
+    assert made.loss == alone.loss
+    assert made.error == pytest.approx(alone.error, rel=1e-9)
+
+
 @pytest.mark.parametrize("loss", [Power(1), Power(0.5), Huber(0.7), Truncated(1.0)])
 def test_weights_are_multiplicities(loss):
     a, times = draw(12, 5, 6), torch.tensor([1, 2, 3] * 4)

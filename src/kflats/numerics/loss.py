@@ -221,7 +221,7 @@ def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: T
 
     Args:
         dist2: (n,) squared distances to the flats that thresholds are measured by, floored as weights are.
-        norms2: (n,) squared row norms, for the floor.
+        norms2: (n,) squared row norms, for the floor; rows of zeros, which lie on every flat, are left out.
         weights: (n,) rows of weight 0 are left out; the others count once.
 
     >>> absolute(Huber(2.0, "median"), torch.tensor([1.0, 9.0, 100.0]))
@@ -230,8 +230,10 @@ def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: T
     if not isinstance(loss, Huber | Truncated) or loss.unit == "absolute":
         return loss
     counted = floored(dist2, norms2)
+    alive = torch.ones_like(counted, dtype=torch.bool) if norms2 is None else norms2 > 0
     if weights is not None:
-        counted = counted[weights > 0]
+        alive &= weights > 0
+    counted = counted[alive] if bool(alive.any()) else counted
     return replace(loss, threshold=loss.threshold * float(counted.median().sqrt()), unit="absolute")
 
 
