@@ -381,9 +381,9 @@ def test_options_of_methods_whose_error_is_no_square() -> None:
         (Asked("subspace", error="power 3"), "q=3"),
         (Asked("subspace", error="huber 1 inch"), "no unit 'inch'"),
         (Asked("subspace", error=""), "no loss is called ''"),
-        (Asked("subspace", error="manhattan"), "Subspace has no error EntryPower"),
+        (Asked("subspace", error="manhattan"), "'manhattan' is of messi, not of subspace.*--method entrywise"),
         (Asked("messi", error="entries one"), "'one' is no number"),
-        (Asked("flats", error="manhattan"), "uniform"),
+        (Asked(error="entries 1"), "'entries 1' is of messi, not of flats.*--method messi"),
         (Asked("robust"), "no method is called 'robust'.*robust-svd"),
     ):
         with pytest.raises(KflatsError, match=message):

@@ -54,7 +54,7 @@ ErrorName = Annotated[
         "--error",
         metavar="LOSS",
         help='With flats, messi and subspace: what a distance costs: squared, "power 1", "huber 0.5", "truncated 3 '
-        'median"; with messi also manhattan.',
+        'median"; with messi also manhattan and "entries 0.5".',
     ),
 ]
 FlatCount = Annotated[int | None, typer.Option("--flats", metavar="K", help="Number of flats.")]
@@ -268,6 +268,7 @@ def method_of(asked: Asked, default: str) -> Any:
         KflatsError: an option of another method, or a value that it cannot have.
     """
     from kflats import methods
+    from kflats.numerics.entry_em import EntryPower
 
     name = (asked.method or default).strip().lower()
     fields_of = methods.options_of(name)
@@ -285,6 +286,13 @@ def method_of(asked: Asked, default: str) -> Any:
         raise KflatsError(f"--form {asked.form} is unknown", hint="factors or interpolative")
     if asked.error is not None:
         options["error"] = error_of(asked.error)
+        if name in ("flats", "subspace") and isinstance(options["error"], EntryPower):
+            several = "flats whose ranks differ" if name == "flats" else "distances to one flat"
+            raise KflatsError(
+                f"--error {asked.error!r} is of messi, not of {name}",
+                cause=f"{several} have no fit for powers of single entries",
+                hint="--method messi (flats of one rank), or --method entrywise --p P (one flat)",
+            )
     if asked.ellipsoid is not None:
         options["ellipsoid"] = methods.ellipsoid_of(asked.ellipsoid)
     return methods.from_name(name, **options)
