@@ -98,6 +98,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "storing",
         "prices",
         "rates",
+        "offers",
         "shares",
         "planning",
         "fitting",

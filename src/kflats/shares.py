@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-import torch
 from torch import nn
 
-from kflats.allocate import Curve, allocate
+from kflats.allocate import allocate
 from kflats.budget import Budget, split
 from kflats.calibration import Data
+from kflats.codec import Int8
 from kflats.errors import KflatsError, UnreachedError
-from kflats.methods import PAIRS, SVD, Best, Dense
-from kflats.numerics.rows import TensorRows
+from kflats.methods import Dense
+from kflats.offers import curve_of, is_best, offers
 from kflats.places import dense_weight
 from kflats.plan import Decision
 from kflats.prices import Priced, bias_bytes
-from kflats.rates import Option, measured_options
 from kflats.recipe import Recipe, brief
 from kflats.selection import Selected, weighting_of
+from kflats.storing import fixed_bytes
 from kflats.tables import number, size, visible
 
 __all__ = ["Allocation", "Shares", "bias_bytes", "share_out"]
@@ -30,6 +30,7 @@ Allocation = Literal["auto", "uniform", "loss"]
 """How weights share a budget: "uniform": the same share of bytes (or ranks) for each; "loss": where they save most
 loss, weights being left dense where that pays; "auto": by loss where every importance is in its units."""
 
+_SILENT = "the calibration data says nothing about it (never reached, or no loss depends on it)"
 _UNJUDGED = "the data says nothing about it: its share of the budget, every row counting the same"
 
 
@@ -64,11 +65,11 @@ def share_out(
         Priced(chosen.weight, chosen.recipe, chosen.named, budget.counts_labels, note)
         for chosen, note in zip(selected, notes, strict=True)
     ]
-    reasons = {item.weight.name: reason for item in items if (reason := _left_dense(item, data)) is not None}
-    open_items = [item for item in items if item.weight.name not in reasons]
-    kept = sum(item.dense for item in items if item.weight.name in reasons)
+    settled = {item.weight.name: made for item in items if (made := _settled(item, data)) is not None}
+    open_items = [item for item in items if item.weight.name not in settled]
+    kept = sum(_price(item, settled[item.weight.name]) for item in items if item.weight.name in settled)
     sizes = {item.itemsize for item in open_items or items}
-    if budget.kind in ("params", "ranks") and any(item.recipe.is_coded or _is_best(item) for item in open_items):
+    if budget.kind in ("params", "ranks") and any(item.recipe.is_coded or is_best(item) for item in open_items):
         raise KflatsError(
             f"a budget of {budget} says nothing of codes",
             cause="integers of different lengths are stored, not numbers",
@@ -79,34 +80,45 @@ def share_out(
     by_loss = _by_loss(open_items, allocation)
     if budget.kind == "ranks":
         shared = _at_ranks(model, open_items, budget.amount, data, by_loss)
-        return _shares(items, reasons, shared, by_loss)
+        return _shares(items, settled | shared, by_loss)
     allowed = budget.stored_bytes([item.weight for item in items], model_bytes, sizes.pop())
     total = sum(item.dense for item in items)
-    settled = [_settle_bias(model, item, allowed * item.dense // total, data) for item in open_items]
+    ready = [_settle_bias(model, item, allowed * item.dense // total, data) for item in open_items]
     if by_loss:
-        found = _loss(model, settled, allowed - kept, data)
+        found = _loss(model, ready, allowed - kept, data)
     else:
-        found = _uniform(settled, allowed - kept, data)
-    return _shares(items, reasons, found, by_loss)
+        found = _uniform(ready, allowed - kept, data)
+    return _shares(items, settled | found, by_loss)
 
 
-def _left_dense(item: Priced, data: Data) -> str | None:
-    """Why a weight is left as it is whatever the budget; None where it is not."""
+def _settled(item: Priced, data: Data) -> Decision | None:
+    """What is done with a weight whatever the budget: it is left as it is, or, where ``Best()`` may choose and the data
+    knows nothing of it, rounded to 8 bits. None where it takes its share."""
     if item.recipe.is_dense:
-        return item.note or "dense: asked for"
-    if item.recipe.importance.needs:
-        try:
-            data.weigh(item.weight, item.recipe)
-        except UnreachedError:
-            if item.named:
-                raise
-            return "dense: the calibration data says nothing about it (never reached, or no loss depends on it)"
+        return replace(_dense(item, ""), note=item.note or "dense: asked for")
+    if not item.recipe.importance.needs:
+        return None
+    try:
+        data.weigh(item.weight, item.recipe)
+    except UnreachedError:
+        if item.named:
+            raise
+        rounded = Recipe(Dense(), codec=Int8())
+        nbytes = fixed_bytes(Int8(), item.weight.shape, item.itemsize)
+        if is_best(item) and item.weight.places[0].role != "conv2d" and nbytes < item.dense:
+            return Decision(item.weight, rounded, nbytes, f"8 bits: {_SILENT}")
+        return replace(_dense(item, ""), note=f"dense: {_SILENT}")
     return None
+
+
+def _price(item: Priced, decision: Decision) -> int:
+    """What a decision takes of the budget, as that counts."""
+    return item.dense if decision.recipe.is_dense else decision.budget_bytes
 
 
 def _by_loss(items: Sequence[Priced], allocation: str) -> bool:
     """Whether errors are in units of the loss; refused where that is asked for and is not so."""
-    if any(map(_is_best, items)):
+    if any(map(is_best, items)):
         if allocation == "uniform":
             raise KflatsError("Best() chooses by what each byte saves", hint='allocation="auto", or another method')
         return True
@@ -207,17 +219,17 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
 
     For ``Best()`` without units of a loss: where they save most of the sum of relative errors.
     """
-    relative = any(map(_is_best, items)) and bool(_strange(items))
+    relative = any(map(is_best, items)) and bool(_strange(items))
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
     unjudged = [replace(item, note=_joined(item.note, _UNJUDGED)) for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
     found = _uniform(unjudged, part, data) if unjudged else {}
     allowed -= sum(decision.budget_bytes for decision in found.values())
-    offers = [_offers(model, item, data) for item in judged]
-    curves = [_curve(item, offered, relative) for item, offered in zip(judged, offers, strict=True)]
-    for item, curve, offered, choice in zip(judged, curves, offers, allocate(curves, allowed).choices, strict=True):
+    made = [offers(model, item, data) for item in judged]
+    curves = [curve_of(item, offered, relative) for item, offered in zip(judged, made, strict=True)]
+    for item, curve, offered, choice in zip(judged, curves, made, allocate(curves, allowed).choices, strict=True):
         if choice.rank is None:
-            what = "codes" if item.recipe.is_coded or _is_best(item) else "factors"
+            what = "codes" if item.recipe.is_coded or is_best(item) else "factors"
             found[item.weight.name] = _dense(item, f"dense: {what} of it would lose more than they save elsewhere")
             continue
         option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
@@ -225,48 +237,6 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
         note = _joined(item.note, option.note + (f", relative error {lost}" if option.judged else ""))
         found[item.weight.name] = Decision(item.weight, option.recipe, choice.cost, note)
     return found
-
-
-@dataclass(frozen=True)
-class _Offers:
-    """Ways to store one weight, ``bias`` bytes of each being for a bias that the layer gains; ``whole``: the error if
-    nothing were stored."""
-
-    options: tuple[Option, ...]
-    bias: int
-    whole: float
-
-
-def _offers(model: nn.Module, item: Priced, data: Data) -> _Offers:
-    weighting, table = data.weigh(item.weight, item.recipe), dense_weight(model, item.weight)
-    bias = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
-    errors = data.curve(table, item.weight, item.recipe, weighting).clamp_min(0)
-    if item.recipe.is_coded or _is_best(item):
-        turned = item.recipe.rows == "outputs"
-        rows, there = TensorRows(table.T if turned else table), weighting.transposed() if turned else weighting
-        dtype = getattr(torch, item.weight.dtype)
-        pairs = item.weight.places[0].role == "conv2d"
-        made = measured_options(rows, there.to(table.device), item.recipe, dtype, errors, pairs_only=pairs)
-        return _Offers(made, bias, float(errors[0]))
-    svd, pair = isinstance(item.recipe.method, SVD), isinstance(item.recipe.method, PAIRS)
-    options = []
-    for rank in filter(item.is_choice, range(1, item.full + 1)):
-        note = f"rank {rank} of {item.full}" if pair else f"the bytes of rank {rank} of {item.full}"
-        note += "" if svd or not pair else ", judged by an SVD's error"
-        options.append(Option(item.recipe, item.cost(rank), float(errors[rank]), note, judged=pair))
-    return _Offers(tuple(options), bias, float(errors[0]))
-
-
-def _curve(item: Priced, offers: _Offers, relative: bool) -> Curve:
-    """Place 0 is a weight of which nothing is stored, which is no choice."""
-    unit = offers.whole if relative and offers.whole > 0 else 1.0
-    errors = torch.tensor([offers.whole, *(option.error for option in offers.options)], dtype=torch.float64) / unit
-    costs = torch.tensor([0, *(option.nbytes + offers.bias for option in offers.options)])
-    return Curve(item.weight.name, errors, costs, item.dense)
-
-
-def _is_best(item: Priced) -> bool:
-    return isinstance(item.recipe.method, Best)
 
 
 def _at_ranks(
@@ -306,7 +276,7 @@ def _joined(*notes: str) -> str:
     return "; ".join(note for note in notes if note)
 
 
-def _shares(items: Sequence[Priced], reasons: dict[str, str], found: dict[str, Decision], by_loss: bool) -> Shares:
+def _shares(items: Sequence[Priced], found: dict[str, Decision], by_loss: bool) -> Shares:
     """All decisions in the order of ``items``, with a warning where small heads were cut without being judged."""
     few = [i for i in items if i.is_small_head and not i.named and not _is_dense(found.get(i.weight.name))]
     if few and not by_loss:
@@ -316,8 +286,4 @@ def _shares(items: Sequence[Priced], reasons: dict[str, str], found: dict[str, D
             'Dense() keeps such a head, allocation="loss" weighs it',
             stacklevel=2,
         )
-    decisions = []
-    for item in items:
-        reason = reasons.get(item.weight.name)
-        decisions.append(found[item.weight.name] if reason is None else replace(_dense(item, ""), note=reason))
-    return Shares(tuple(decisions), "loss" if by_loss else "uniform")
+    return Shares(tuple(found[item.weight.name] for item in items), "loss" if by_loss else "uniform")
