@@ -192,9 +192,7 @@ def latency(
     models = (original, compressed)
     tokenizers = (tokenizer, tokenizer if compressed_tokenizer is None else compressed_tokenizer)
     rows, _ = read = [tokenize(m, t, list(texts)[:batch]) for m, t in zip(models, tokenizers, strict=True)]
-    inputs = [
-        pad(ids, t, next(m.parameters()).device) for m, t, ids in zip(models, tokenizers, read, strict=True)
-    ]
+    inputs = [pad(ids, t, next(m.parameters()).device) for m, t, ids in zip(models, tokenizers, read, strict=True)]
     runs = [partial(last_hidden_state, model, batch) for model, batch in zip(models, inputs, strict=True)]
     with evaluating(*models), torch.inference_mode():
         before, after = take_turns(runs, pairs, inputs[0]["input_ids"].device)

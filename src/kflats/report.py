@@ -28,6 +28,7 @@ from typing import Any
 from kflats.errors import KflatsError
 from kflats.records import decode
 from kflats.tables import number, plain, share, size, table, visible
+from kflats.trim_report import TrimReport
 from kflats.weight_report import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
 
 __all__ = ["REPORT_FILE", "BandReport", "FrequencyBin", "NormError", "Report", "WeightReport", "WorstRow", "span"]
@@ -44,7 +45,8 @@ class Report:
     """What ``compress_`` did to a model. ``print(report)`` shows it; ``kflats report`` draws it.
 
     Sizes are bytes of weights: ``model_bytes_*`` of everything the model stores, the weights' own
-    in ``weights``. Round trip: ``Report.from_json(report.to_json()) == report``.
+    in ``weights``; where the vocabulary was trimmed first, of the trimmed model. Round trip:
+    ``Report.from_json(report.to_json()) == report``.
 
     >>> empty = Report("tiny", "60%", (), 10, 10, 0, "0.1.0")
     >>> Report.from_json(empty.to_json()) == empty
@@ -58,6 +60,7 @@ class Report:
     model_bytes_after: int
     seed: int
     version: str
+    trimming: TrimReport | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -164,6 +167,8 @@ class Report:
                 "own error: what the method minimises, a sum over rows weighted by importance, as a share of the same",
                 "of the whole weight; SVD's own: the same for the weighted SVD. Neither is a squared error.",
             ]
+        if self.trimming is not None:
+            parts += ["", "vocabulary trimmed first; the sizes above are of the trimmed model:", str(self.trimming)]
         if dense := [weight for weight in self.weights if weight.dense]:
             parts += ["", *(f"{visible(w.name)}: {visible(w.note) or 'dense'}" for w in dense[:_REASONS])]
             parts += [f"({len(dense) - _REASONS} more left dense)"] if len(dense) > _REASONS else []

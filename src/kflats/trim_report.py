@@ -53,6 +53,11 @@ class TrimReport:
     segmentation: Resegmented | None = None
     counted: bool = True
 
+    @property
+    def saved(self) -> int:
+        """Bytes that the model stores less."""
+        return self.model_bytes[0] - self.model_bytes[1]
+
     def __str__(self) -> str:
         before, after = self.entries
         rows = [["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]]
