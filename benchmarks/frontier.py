@@ -71,13 +71,13 @@ def measured(rival: Rival, table: Tensor, weights: Tensor | None, parts: Path, a
     file = parts / f"{key}.json"
     if file.is_file():
         return Point(**json.loads(file.read_text(encoding="utf-8")))
-    began = time.perf_counter()
+    began = time.process_time()
     try:
         coded = rival.code(table, 0, weights=weights if rival.weighs else None)
     except KflatsError as error:
         print(f"{rival.name}: {error}", flush=True)
         return None
-    made = Point(rival.name, curve_of(rival), coded.bits, coded.error(table, weights), time.perf_counter() - began)
+    made = Point(rival.name, curve_of(rival), coded.bits, coded.error(table, weights), time.process_time() - began)
     aside = file.with_suffix(".tmp")
     aside.write_text(json.dumps(made.__dict__), encoding="utf-8")
     os.replace(aside, file)
@@ -164,7 +164,7 @@ def main() -> None:
         f"{n} x {d}; error = weighted squared error / weighted squared norm; rivals best first at each size.\n"
         f"At {verdicts.count('yes')} of {len(verdicts)} sizes ours is what is wanted of the best rival's.\n\n"
         f"{markdown(one, first)}\n\nRoundings at their own bytes:\n\n{markdown(two, second)}\n\n"
-        f"Every point:\n\n{markdown(['weights', 'stored as', 'bits', 'error', 'time'], every)}",
+        f"Every point:\n\n{markdown(['weights', 'stored as', 'bits', 'error', 'CPU time'], every)}",
         options.write,
     )
 

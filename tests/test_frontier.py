@@ -25,6 +25,7 @@ from kflats.measured import Measured
 from kflats.rivals.rounding import Absmax, Half, Rotated
 from kflats.scoring import score
 from kflats.statistics import count_tokens, zipf_prior
+from kflats.trimming import trim
 
 pytest.importorskip("transformers")
 
@@ -115,6 +116,21 @@ def test_sizes_that_cannot_be_are_told(tiny_folder: Path) -> None:
     assert "not possible: SVD, 0.2 bits" in made.markdown()
 
 
+def test_trimmed_vocabularies_are_read_with_their_own_tokenizer(tiny_folder: Path) -> None:
+    made = frontier(tiny_folder, texts=COUNTS, judge=JUDGED, sizes=[0.1, 4.0], methods=["trim", "fp16"], quiet=True)
+    (found,) = [p for p in made.points if p.family == "trimmed vocabulary"]
+    kept = 300 * 4 // 16
+    assert (found.nbytes, found.bits) == (kept * 16 * 2, 4.0)
+    assert (found.error, found.weighted_error) == (None, None)
+    assert found.mean_cosine < 0.999
+    assert [r.name for r in made.refused] == ["trimmed vocabulary, 0.1 bits"]
+    model, tokenizer = load_model(tiny_folder), load_tokenizer(tiny_folder)
+    small = trim(model, tokenizer, keep=kept, texts=COUNTS)
+    near = fidelity(model, small.model, tokenizer, JUDGED, counted=COUNTS, compressed_tokenizer=small.tokenizer)
+    assert found.mean_cosine == pytest.approx(near.mean_cosine, abs=1e-3)  # float32 rows there, float16 here
+    assert "-" in str(made)
+
+
 def test_the_folder_is_whole_and_loads(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
@@ -122,9 +138,8 @@ def test_the_folder_is_whole_and_loads(tiny_folder: Path, tmp_path: Path) -> Non
     made = frontier(tiny_folder, out=tmp_path / "f", **given)
     assert Frontier.load(tmp_path / "f") == made
     assert sorted(p.name for p in (tmp_path / "f").iterdir()) == [
-        "frontier.html", "frontier.json", "frontier.md", "mean-cosine.png", "rare-words.png", "tail.png",
-        "weighted-error.png",
-    ]  # fmt: skip
+        "frontier.html", "frontier.json", "frontier.md", "mean-cosine.png", "tail.png", "weighted-error.png",
+    ]  # fmt: skip  # (no rare words in so small a vocabulary)
     assert [p.name for p in tmp_path.iterdir()] == ["f"]  # nothing is left beside it
     page = (tmp_path / "f" / "frontier.html").read_text(encoding="utf-8")
     assert all(p.name in page for p in made.points)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ from kflats.frontier_entries import COUNTED, SIZES, UNCOUNTED, Entry, check_inst
 from kflats.frontier_judge import Judge
 from kflats.frontier_page import draw
 from kflats.frontier_records import FRONTIER_FILE, Frontier, Point, Refused
+from kflats.frontier_trim import Trim
 from kflats.methods import SVD
 from kflats.recipe import Recipe
 from kflats.records import decode
 from kflats.release import version
 from kflats.selection import token_embedding
-from kflats.sources import resolve_model
+from kflats.sources import check_apart, resolve_model
 from kflats.surgery import Weight, dense_weight, find_weight
 from kflats.tables import visible
 from kflats.texts import check_texts, packaged_texts
@@ -67,8 +68,8 @@ def frontier(
         texts: what is counted, for row weights and for ``weighted_error``; None: the Zipf prior.
         judge: sentences to judge on, of another kind than ``texts``; None: those that come with kflats.
         sizes: bits per number of the original.
-        methods: of ``frontier_entries.METHODS``, each alone or with "+counts" or "+zipf"; None: all, and the best two
-            rivals with weights, too.
+        methods: of ``frontier_entries.METHODS``, each alone or with "+counts" or "+zipf"; None: all, and two rivals
+            with weights, too.
         task, data, split: a task to score, as ``kflats.score``.
         weight: the embedding's name; None: the token embedding.
         out: a folder to write: JSON, Markdown, PNG and one HTML page. Finished points are kept beside it until the
@@ -87,11 +88,14 @@ def frontier(
         if given is not None:
             check_texts(given)
     folder = resolve_model(model)
+    if out is not None:
+        check_apart(folder, out)
     original, tokenizer = load_model(folder), load_tokenizer(folder)
     chosen = _embedding(original, weight)
     judged = list(packaged_texts("judge") if judge is None else judge)
     counted = None if texts is None else list(texts)
-    asked = entries(chosen.shape, sizes, methods or (UNCOUNTED if texts is None else COUNTED), counted=bool(counted))
+    wanted = (UNCOUNTED if counted is None else COUNTED) if methods is None else methods
+    asked = entries(chosen.shape, sizes, wanted, counted=bool(counted))
     check_installed(asked, drawn=out is not None)
     table = dense_weight(original, chosen).detach().float().clone()
     scale = "zipf" if counted is None else "counts"
@@ -101,14 +105,18 @@ def frontier(
     with nullcontext() if out is None else new_folder(out, force) as aside:
         panel = Judge(original, tokenizer, judged, counted or (), task=task, data=data, split=split, batch=batch)
         coded = copy.deepcopy(original)
+        bench = _Bench(original, coded, tokenizer, chosen, table, weights, scale, counted, judged, panel, seed, partial)
         points: list[Point] = []
         refused: list[Refused] = []
         with _bar(quiet) as bar:
             going = bar.add_task("", total=len(asked))
             for entry in asked:
                 bar.update(going, description=visible(entry.name))
-                found = _point(entry, table, weights, scale, coded, chosen, panel, seed, partial)
-                (points if isinstance(found, Point) else refused).append(found)  # type: ignore[arg-type]
+                found = _point(entry, bench)
+                if isinstance(found, Point):
+                    points.append(found)
+                else:
+                    refused.append(found)
                 bar.advance(going)
         made = Frontier(
             model="/".join(folder.parts[-2:]) if Path(model).is_dir() else str(model),
@@ -147,50 +155,68 @@ def _weights(weight: Weight, texts: list[str] | None, tokenizer: Any, wanted: se
     return {name: data.weigh(weight, Recipe(SVD(), importance_of(name))).left for name in sorted(wanted)}
 
 
-def _point(
-    entry: Entry,
-    table: Tensor,
-    weights: dict[str, Tensor | None],
-    scale: str,
-    model: nn.Module,
-    weight: Weight,
-    judge: Judge,
-    seed: int,
-    partial: Partial | None,
-) -> Point | Refused:
-    """The entry's point: from an interrupted run, or measured on ``model``, whose table changes."""
-    if partial is not None and (kept := partial.get(entry.name)) is not None:
+@dataclass(frozen=True)
+class _Bench:
+    """What every point is measured on."""
+
+    original: nn.Module
+    coded: nn.Module  # the same, with a table that changes
+    tokenizer: Any
+    weight: Weight
+    table: Tensor
+    weights: dict[str, Tensor | None]
+    scale: str
+    counted: list[str] | None
+    judged: list[str]
+    judge: Judge
+    seed: int
+    partial: Partial | None
+
+
+def _point(entry: Entry, bench: _Bench) -> Point | Refused:
+    """The entry's point, from an interrupted run where it is there."""
+    if bench.partial is not None and (kept := bench.partial.get(entry.name)) is not None:
         kind = Refused if kept[1].get("refused") else Point
         return decode(kind, kept[1]["found"], "a kept point")  # type: ignore[no-any-return]
-    began = time.perf_counter()
     try:
-        coded = entry.rival.code(table, seed, weights=weights[entry.importance])
+        found: Point | Refused = _measured(entry, bench)
     except KflatsError as error:
-        found: Point | Refused = Refused(entry.name, error.symptom)
-    else:
-        seconds = time.perf_counter() - began
-        with torch.no_grad():
-            dense_weight(model, weight).copy_(coded.table)
-        verdict = judge(model)
-        near = verdict.fidelity
-        found = Point(
-            name=entry.name,
-            family=entry.family,
-            ours=entry.ours,
-            bits=coded.bits,
-            nbytes=coded.nbytes,
-            error=coded.error(table),
-            weighted_error=coded.error(table, weights[scale]),
-            mean_cosine=near.mean_cosine,
-            p5_cosine=near.p5_cosine,
-            rare_cosine=near.rare_mean_cosine,
-            neighbours=near.neighbour_overlap,
-            score=verdict.score,
-            seconds=seconds,
-        )
-    if partial is not None:
-        partial.put(entry.name, {}, {"refused": isinstance(found, Refused), "found": asdict(found)})
+        found = Refused(entry.name, error.symptom)
+    if bench.partial is not None:
+        bench.partial.put(entry.name, {}, {"refused": isinstance(found, Refused), "found": asdict(found)})
     return found
+
+
+def _measured(entry: Entry, bench: _Bench) -> Point:
+    began = time.perf_counter()
+    errors: tuple[float | None, float | None] = (None, None)
+    if isinstance(entry.rival, Trim):
+        small = entry.rival.make(bench.original, bench.weight, bench.tokenizer, bench.counted, bench.judged)
+        nbytes, seconds = small.nbytes, time.perf_counter() - began
+        verdict = bench.judge(small.model, small.tokenizer)
+    else:
+        made = entry.rival.code(bench.table, bench.seed, weights=bench.weights[entry.importance])
+        nbytes, seconds = made.nbytes, time.perf_counter() - began
+        errors = (made.error(bench.table), made.error(bench.table, bench.weights[bench.scale]))
+        with torch.no_grad():
+            dense_weight(bench.coded, bench.weight).copy_(made.table)
+        verdict = bench.judge(bench.coded)
+    near = verdict.fidelity
+    return Point(
+        name=entry.name,
+        family=entry.family,
+        ours=entry.ours,
+        bits=8 * nbytes / bench.table.numel(),
+        nbytes=nbytes,
+        error=errors[0],
+        weighted_error=errors[1],
+        mean_cosine=near.mean_cosine,
+        p5_cosine=near.p5_cosine,
+        rare_cosine=near.rare_mean_cosine,
+        neighbours=near.neighbour_overlap,
+        score=verdict.score,
+        seconds=seconds,
+    )
 
 
 def _write(made: Frontier, folder: Path) -> None:

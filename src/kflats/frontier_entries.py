@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from kflats.errors import KflatsError
+from kflats.frontier_trim import Trim
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
 from kflats.rivals.codebooks import OPQ, PQ, Residual
 from kflats.rivals.coded import Rival
@@ -20,10 +21,19 @@ from kflats.rivals.transformed import Transformed
 SIZES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 """Bits per number of the original."""
 OURS = ("transform", "flats")
-METHODS = (*OURS, *FAMILIES)
+METHODS = (*OURS, *FAMILIES, "trim")
 """What a frontier can be told to try, each alone or with "+counts" or "+zipf"."""
-COUNTED = ("transform+counts", "transform+zipf", "transform", "flats+counts", *FAMILIES, "svd+counts", "pq+counts")
-UNCOUNTED = ("transform+zipf", "transform", "flats+zipf", *FAMILIES, "svd+zipf", "pq+zipf")
+COUNTED = (
+    "transform+counts",
+    "transform+zipf",
+    "transform",
+    "flats+counts",
+    *FAMILIES,
+    "trim",
+    "svd+counts",
+    "pq+counts",
+)
+UNCOUNTED = ("transform+zipf", "transform", "flats+zipf", *FAMILIES, "trim", "svd+zipf", "pq+zipf")
 """What it tries by default, with texts to count and without: rivals as people use them, and two with weights."""
 
 _IMPORTANCES: dict[str, Any] = {"": Uniform(), "counts": TokenCounts(), "zipf": ZipfPrior()}
@@ -33,15 +43,15 @@ _PACKAGES: tuple[tuple[str, str, set[type]], ...] = (
     ("constriction", "codes", {Transformed}),
 )
 _WORDS = {"counts": "token counts", "zipf": "Zipf prior"}
-_LARGEST = {"transform": 8.0, "flats": 8.0}
-"""Above, rounding alone is as good: a size that a code would refuse is not asked."""
+_LARGEST = {"transform": 8.0, "flats": 8.0, "trim": 12.0}
+"""Above, rounding alone is as good."""
 
 
 @dataclass(frozen=True)
 class Entry:
     """One way at one size, under row weights of ``importance`` ("", "counts" or "zipf")."""
 
-    rival: Rival
+    rival: Rival | Trim
     importance: str
     ours: bool
 
@@ -111,10 +121,12 @@ def check_installed(asked: Sequence[Entry], *, drawn: bool) -> None:
             raise KflatsError(f"this frontier needs {name}", hint=f"pip install 'kflats[{extra}]', or other methods")
 
 
-def _rivals(name: str, shape: tuple[int, int], sizes: Sequence[float]) -> list[Rival]:
+def _rivals(name: str, shape: tuple[int, int], sizes: Sequence[float]) -> list[Rival | Trim]:
     kept = [size for size in sizes if size <= _LARGEST.get(name, math.inf)]
     if name == "transform":
         return [Transformed(size) for size in kept]
     if name == "flats":
         return [Factors("kflats Flats", size) for size in kept]
-    return sweep(shape, sizes, [name])
+    if name == "trim":
+        return [Trim(size) for size in kept]
+    return [*sweep(shape, sizes, [name])]

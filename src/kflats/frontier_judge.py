@@ -65,33 +65,33 @@ class Judge:
         self._sentences = list(dict.fromkeys([*texts, *rare, *pairs]))
         place = {text: i for i, text in enumerate(self._sentences)}
         self._texts, self._rare, self._pairs = ([place[text] for text in part] for part in (texts, rare, pairs))
-        self._vectors = self._encode(original)
-        self.original = self._judge(original, self._vectors)
+        self._vectors = self._encode(original, tokenizer)
+        self.original = self._judge(original, tokenizer, self._vectors)
 
     @property
     def metric(self) -> str:
         """What the score is; empty without a task."""
         return "" if self.task is None else self.task.metrics[0]
 
-    def __call__(self, model: nn.Module) -> Verdict:
-        """Judge another version."""
-        return self._judge(model, self._encode(model))
+    def __call__(self, model: nn.Module, tokenizer: Any = None) -> Verdict:
+        """Judge another version; ``tokenizer``: its own, where its vocabulary is another."""
+        own = self.tokenizer if tokenizer is None else tokenizer
+        return self._judge(model, own, self._encode(model, own))
 
-    def _encode(self, model: nn.Module) -> Tensor:
-        return encode(model, self.tokenizer, self._sentences, self.batch)
+    def _encode(self, model: nn.Module, tokenizer: Any) -> Tensor:
+        return encode(model, tokenizer, self._sentences, self.batch)
 
-    def _judge(self, model: nn.Module, vectors: Tensor) -> Verdict:
+    def _judge(self, model: nn.Module, tokenizer: Any, vectors: Tensor) -> Verdict:
         known = self._vectors
         rare = (known[self._rare], vectors[self._rare]) if self._rare else None
-        return Verdict(fidelity_of(known[self._texts], vectors[self._texts], rare), self._score(model, vectors))
+        near = fidelity_of(known[self._texts], vectors[self._texts], rare)
+        return Verdict(near, self._score(model, tokenizer, vectors))
 
-    def _score(self, model: nn.Module, vectors: Tensor) -> float | None:
+    def _score(self, model: nn.Module, tokenizer: Any, vectors: Tensor) -> float | None:
         if self.task is None:
             return None
         if self._examples is not None:
             first, second = vectors[self._pairs[0::2]], vectors[self._pairs[1::2]]
             return measure(self.task.metrics, (first * second).sum(1).tolist(), self._examples.labels)[self.metric]
-        found = score(
-            model, self.tokenizer, self.task, data=self._data, split=self._split, batch=self.batch, costs=False
-        )
-        return found.value
+        asked: dict[str, Any] = {"data": self._data, "split": self._split, "batch": self.batch, "costs": False}
+        return score(model, tokenizer, self.task, **asked).value

@@ -97,6 +97,11 @@ def _curves(
     def plot(figure: Any, theme: Theme) -> None:
         figure.set_size_inches(_WIDTH, _HEIGHT)
         axes = figure.subplots()
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        every = [pair for there in families.values() for pair in there]
+        for values, limit in (([x for x, _ in every], axes.set_xlim), ([y for _, y in every], axes.set_ylim)):
+            limit(min(values) / 1.2, max(values) * 1.2)  # one value alone would make no axis
         own, other = 0, 0
         for name, there in families.items():
             x, y = zip(*there, strict=True)
@@ -113,8 +118,6 @@ def _curves(
                 style = {"color": FLATS[other % len(FLATS)], "linewidth": 1.1, "marker": _MARKS[other % len(_MARKS)]}
                 other += 1
             axes.plot(x, y, label=words, markersize=4, **({"marker": "o"} | style))
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlabel("bits per number of the original, everything stored counted")
         axes.set_ylabel(f"{label} (lower is better)".replace("$", r"\$"))

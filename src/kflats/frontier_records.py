@@ -27,7 +27,8 @@ class Point:
         name: the way and its size. family: the way alone: points of one family make a curve.
         ours: whether it is kflats' own.
         bits: stored bits per number of the original, everything that a decoder needs counted. nbytes: the same.
-        error: sum |a_i - b_i|^2 / sum |a_i|^2. weighted_error: every row counting by its importance.
+        error: sum |a_i - b_i|^2 / sum |a_i|^2. weighted_error: every row counting by its importance. None where
+            rows are left out.
         mean_cosine, p5_cosine, rare_cosine, neighbours: as ``kflats.evaluate.Fidelity``.
         score: on the task, None without one.
         seconds: to code and decode.
@@ -38,8 +39,8 @@ class Point:
     ours: bool
     bits: float
     nbytes: int
-    error: float
-    weighted_error: float
+    error: float | None
+    weighted_error: float | None
     mean_cosine: float
     p5_cosine: float
     rare_cosine: float | None

@@ -57,7 +57,7 @@ class PQ:
     def size(self, shape: tuple[int, int]) -> int:
         """Bytes of codes and codebooks."""
         n, d = shape
-        return -(-n * self.parts * self.bits // 8) + 2 * 2**self.bits * d + UNIT_BYTES
+        return -(-n * self.parts * self.bits // 8) + 2 * (1 << self.bits) * d + UNIT_BYTES
 
     def code(self, table: Tensor, seed: int = 0, *, weights: Tensor | None = None) -> Coded:
         """Row weights enter faiss' k-means as they are.
@@ -111,7 +111,7 @@ class OPQ:
         """Bytes of codes, codebooks and rotation."""
         n, d = shape
         kept = d if self.dims is None else self.dims
-        return -(-n * self.parts * self.bits // 8) + 2 * 2**self.bits * kept + 2 * kept * d + UNIT_BYTES
+        return -(-n * self.parts * self.bits // 8) + 2 * (1 << self.bits) * kept + 2 * kept * d + UNIT_BYTES
 
     def code(self, table: Tensor, seed: int = 0, *, weights: Tensor | None = None) -> Coded:
         """faiss cannot weigh rows while it looks for the rotation: there it sees rows drawn in proportion to weights.
@@ -167,7 +167,7 @@ class Residual:
     def size(self, shape: tuple[int, int]) -> int:
         """Bytes of codes and codebooks: every stage has centroids of full length."""
         n, d = shape
-        return -(-n * self.stages * self.bits // 8) + 2 * self.stages * 2**self.bits * d + UNIT_BYTES
+        return -(-n * self.stages * self.bits // 8) + 2 * self.stages * (1 << self.bits) * d + UNIT_BYTES
 
     def code(self, table: Tensor, seed: int = 0, *, weights: Tensor | None = None) -> Coded:
         """Under weights it is trained on as many rows, drawn in proportion to them: faiss cannot weigh here.

@@ -19,9 +19,13 @@ _LARGEST_FACTORS = 8.0
 """Bits per number above which factors are no smaller than what rounding alone makes."""
 _ROTATION_ROWS, _ROTATION_ROUNDS = 8192, 10
 """A rotation of 147 thousand numbers is found in minutes from 3 million; in faiss' 50 rounds of all rows in an hour."""
-_LARGEST_RESIDUAL = 1.6
+_LARGEST_RESIDUAL = 0.9
 """Bits per number: more codebooks of whole rows train for longer than everything else together."""
 _APART = 4 / 3
+_REACH = 1.4
+"""How far above a size its upper neighbour may lie."""
+_MOST_CENTROIDS = 2**15
+"""In all parts together: more train for longer than everything else, and lie where roundings do as well."""
 
 
 def sweep(
@@ -72,7 +76,7 @@ def _codebooks(family: str, shape: tuple[int, int]) -> list[PQ | OPQ | Residual]
     n, d = shape
     possible = [bits for bits in (4, 6, 8) if 2**bits <= n]
     if family == "pq":
-        return [PQ(m, bits) for bits in possible for m in _divisors(d)]
+        return [PQ(m, bits) for bits in possible for m in _divisors(d) if m << bits <= _MOST_CENTROIDS]
     made: list[OPQ | Residual]
     if family == "rq":
         # Codebooks of whole rows weigh so much that 64 centroids are better than 256 up to some 100 thousand rows.
@@ -80,7 +84,8 @@ def _codebooks(family: str, shape: tuple[int, int]) -> list[PQ | OPQ | Residual]
         made = [rival for rival in made if 8 * rival.size(shape) <= _LARGEST_RESIDUAL * n * d]
     else:
         quick = {"rounds": _ROTATION_ROUNDS, "rows": _ROTATION_ROWS}
-        made = [OPQ(m, possible[-1], **quick) for m in _divisors(d)] if possible else []
+        bits = possible[-1] if possible else 0
+        made = [OPQ(m, bits, **quick) for m in _divisors(d) if possible and m << bits <= _MOST_CENTROIDS]
     # These take minutes each: no two sizes closer than a third.
     spread: list[PQ | OPQ | Residual] = []
     for rival in made:
@@ -105,6 +110,7 @@ def _nearest(
         for wanted in sizes:
             below = [rival for rival in curve if rival.size(shape) * per_number <= wanted]
             above = curve[len(below) : len(below) + 1] if every else []
+            above = [rival for rival in above if rival.size(shape) * per_number <= _REACH * wanted]
             kept += [rival for rival in (*below[-1:], *above) if rival not in kept]
     return kept
 
