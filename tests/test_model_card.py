@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 import kflats
 from kflats.cli import app
+from kflats.codec import Transform
 from kflats.errors import KflatsError
 from kflats.export import export_dense
 from kflats.front_matter import split, with_tag, with_value
@@ -86,6 +87,22 @@ def test_weight_files_say_who_wrote_them(small: Path, tmp_path: Path) -> None:
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         found = file.metadata()
     assert (found["format"], found["kflats_version"]) == ("pt", version())
+
+
+def test_coded_folders_say_what_they_take_in_memory(with_card: Path, tmp_path: Path) -> None:
+    pytest.importorskip("constriction")
+    coded = kflats.Recipe(kflats.SVD(), codec=Transform())
+    report = kflats.compress_folder(with_card, tmp_path / "coded", budget="15%", method=coded, quiet=True)
+    card = (tmp_path / "coded" / "README.md").read_text()
+    (weight,) = report.weights
+    assert weight.memory_bytes is not None
+    assert weight.memory_bytes > weight.bytes_after
+    sizes = [kflats.tables.size(n) for n in (weight.bytes_before, weight.memory_bytes)]
+    assert f"| the same in memory | {' | '.join(sizes)} |" in card
+    assert "Transform(" in card
+    with safe_open(tmp_path / "coded" / "model.safetensors", framework="pt") as file:
+        assert {"format", "kflats_version", "kflats_checksum"} == file.metadata().keys()
+    assert kflats.files.load_model(tmp_path / "coded").get_input_embeddings().matrix.kind == "coded"
 
 
 def test_stamping_copies_every_byte(small: Path, tmp_path: Path) -> None:

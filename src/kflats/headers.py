@@ -40,7 +40,8 @@ def stamp_(path: str | os.PathLike[str], **entries: str) -> None:
             head = source.read(length) if length <= _LONGEST else b""
             try:
                 header = json.loads(head)
-                header["__metadata__"] = header.get("__metadata__", {}) | entries
+                # Sorted: safetensors writes several entries in any order, and equal models should be equal files.
+                header["__metadata__"] = dict(sorted((header.get("__metadata__", {}) | entries).items()))
             except (ValueError, AttributeError, TypeError) as error:
                 raise KflatsError(f"{path} is no safetensors file", cause="a damaged or incomplete file") from error
             text = json.dumps(header, separators=(",", ":")).encode()

@@ -113,6 +113,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
     of = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else _cell(report.model)
     named = (report.bytes_before, report.bytes_after)
     whole = (report.model_bytes_before, report.model_bytes_after)
+    memory = sum(w.bytes_after if w.memory_bytes is None else w.memory_bytes for w in report.weights)
     lines = [
         _BEGIN,
         f"# {_cell(report.model.rpartition('/')[2])}, compressed by kflats",
@@ -124,6 +125,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         _row("weight files", *_sizes(files)),
         _row("all tensors", *_sizes(whole)),
         _row("compressed weights", *_sizes(named)),
+        *([_row("the same in memory", *_sizes((named[0], memory)))] if memory != named[1] else []),
         "",
         "| weight | method | importance | numbers | kept | before | after | error |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",

@@ -17,7 +17,7 @@ from kflats.coded_files import check, checksum, coded_modules, stream_codes_
 from kflats.description import Module, describe, read_description
 from kflats.errors import KflatsError
 from kflats.folders import explain, fsync
-from kflats.headers import VERSION_KEY
+from kflats.headers import VERSION_KEY, stamp_
 from kflats.matching import match, put_, stored_dtype
 from kflats.nn.matrix import CodedMatrix, Matrix
 from kflats.places import Weight, is_sentence_transformer, pretrained_models
@@ -49,13 +49,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
     if streams and (coded := coded_modules(note["layers"])):
         stream_codes_(tensors, coded)
         note["checksum"] = checksum(tensors)
-    header = {"format": "pt", "kflats": json.dumps(note), VERSION_KEY: version()}
     path = Path(folder) / "model.safetensors"
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, aside, metadata=header)
-        fsync(aside)
+        save_file(tensors, aside, metadata={"kflats": json.dumps(note)})
+        stamp_(aside, format="pt", **{VERSION_KEY: version()})
         os.replace(aside, path)
         fsync(path.parent)
     except (OSError, SafetensorError) as error:
