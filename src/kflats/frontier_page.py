@@ -115,7 +115,8 @@ def _curves(
                 }
                 own += 1
             else:
-                style = {"color": FLATS[other % len(FLATS)], "linewidth": 1.1, "marker": _MARKS[other % len(_MARKS)]}
+                colour = FLATS[1 + other % (len(FLATS) - 1)]  # the first looks like our own
+                style = {"color": colour, "linewidth": 1.1, "marker": _MARKS[other % len(_MARKS)]}
                 other += 1
             axes.plot(x, y, label=words, markersize=4, **({"marker": "o"} | style))
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
