@@ -142,6 +142,7 @@ OPTIONAL = {
     "constriction",
     "onnx",
     "onnx_ir",
+    "onnxscript",
     "onnxruntime",
     "peft",
     "faiss",

@@ -30,6 +30,7 @@ from kflats.places import factored_layers
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18
+_SMALL = 1024  # numbers of a constant
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def _derived(model: nn.Module) -> int:
 
 def _record(graph: Graph, path: Path, *, external: bool) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+    from onnxscript.optimizer import optimize
 
     example = graph.example
     shapes = tuple({axis: torch.export.Dim(name) for axis, name in axes.items()} for axes in graph.axes)
@@ -146,9 +148,12 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
                 dynamic_shapes={"tensors": shapes},
                 input_names=list(graph.names),
                 output_names=list(graph.outputs),
+                optimize=False,
                 verbose=False,
             )
             assert program is not None
+            # What is constant is folded where it is small: codes must not be decoded into the file.
+            optimize(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
             ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
             program.save(str(path), external_data=external)
     except OSError as error:
