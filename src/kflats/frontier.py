@@ -32,11 +32,13 @@ from kflats.methods import SVD
 from kflats.recipe import Recipe
 from kflats.records import decode
 from kflats.release import version
+from kflats.rivals.transformed import Transformed
 from kflats.selection import token_embedding
 from kflats.sources import check_apart, resolve_model
 from kflats.surgery import Weight, dense_weight, find_weight
 from kflats.tables import visible
 from kflats.texts import check_texts, packaged_texts
+from kflats.weighting import Weighting
 
 __all__ = ["SIZES", "Frontier", "Point", "frontier"]
 
@@ -68,7 +70,8 @@ def frontier(
         texts: what is counted, for row weights and for ``weighted_error``; None: the Zipf prior.
         judge: sentences to judge on, of another kind than ``texts``; None: those that come with kflats.
         sizes: bits per number of the original.
-        methods: of ``frontier_entries.METHODS``, each alone or with "+counts" or "+zipf"; None: all, and two rivals
+        methods: of ``frontier_entries.METHODS``, each alone or with "+counts" or "+zipf" (transform: or
+            "+fisher"); None: all, and two rivals
             with weights, too.
         task, data, split: a task to score, as ``kflats.score``.
         weight: the embedding's name; None: the token embedding.
@@ -99,7 +102,7 @@ def frontier(
     check_installed(asked, drawn=out is not None)
     table = dense_weight(original, chosen).detach().float().clone()
     scale = "zipf" if counted is None else "counts"
-    weights = _weights(chosen, counted, tokenizer, {scale, *(entry.importance for entry in asked)})
+    weights = _weights(original, chosen, counted, tokenizer, {scale, *(entry.importance for entry in asked)})
     about = _fingerprint(folder, chosen.name, counted, judged, task, data, split, seed)
     partial = None if out is None else Partial(out, about)
     with nullcontext() if out is None else new_folder(out, force) as aside:
@@ -149,10 +152,14 @@ def _embedding(model: nn.Module, name: str | None) -> Weight:
     return found
 
 
-def _weights(weight: Weight, texts: list[str] | None, tokenizer: Any, wanted: set[str]) -> dict[str, Tensor | None]:
-    """(n,) row weights of each wanted importance."""
+def _weights(
+    model: nn.Module, weight: Weight, texts: list[str] | None, tokenizer: Any, wanted: set[str]
+) -> dict[str, Weighting]:
+    """What each wanted importance says: row weights, and a right metric where it has one."""
+    recipes = {name: Recipe(SVD(), importance_of(name)) for name in sorted(wanted)}
     data = gather(texts, tokenizer, None, None, None)
-    return {name: data.weigh(weight, Recipe(SVD(), importance_of(name))).left for name in sorted(wanted)}
+    data = data.measured(model, [(weight, recipe) for recipe in recipes.values() if recipe.importance.needs])
+    return {name: data.weigh(weight, recipe) for name, recipe in recipes.items()}
 
 
 @dataclass(frozen=True)
@@ -164,7 +171,7 @@ class _Bench:
     tokenizer: Any
     weight: Weight
     table: Tensor
-    weights: dict[str, Tensor | None]
+    weights: dict[str, Weighting]
     scale: str
     counted: list[str] | None
     judged: list[str]
@@ -195,9 +202,13 @@ def _measured(entry: Entry, bench: _Bench) -> Point:
         nbytes, seconds = small.nbytes, time.perf_counter() - began
         verdict = bench.judge(small.model, small.tokenizer)
     else:
-        made = entry.rival.code(bench.table, bench.seed, weights=bench.weights[entry.importance])
+        weighting = bench.weights[entry.importance]
+        if isinstance(entry.rival, Transformed):
+            made = entry.rival.code(bench.table, bench.seed, weights=weighting.left, right=weighting.right)
+        else:
+            made = entry.rival.code(bench.table, bench.seed, weights=weighting.left)
         nbytes, seconds = made.nbytes, time.perf_counter() - began
-        errors = (made.error(bench.table), made.error(bench.table, bench.weights[bench.scale]))
+        errors = (made.error(bench.table), made.error(bench.table, bench.weights[bench.scale].left))
         with torch.no_grad():
             dense_weight(bench.coded, bench.weight).copy_(made.table)
         verdict = bench.judge(bench.coded)

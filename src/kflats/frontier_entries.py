@@ -10,7 +10,7 @@ from typing import Any
 
 from kflats.errors import KflatsError
 from kflats.frontier_trim import Trim
-from kflats.importance import TokenCounts, Uniform, ZipfPrior
+from kflats.importance import TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.rivals.codebooks import OPQ, PQ, Residual
 from kflats.rivals.coded import Rival
 from kflats.rivals.factored import Factors
@@ -22,8 +22,9 @@ SIZES = (0.5, 0.7, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0)
 """Bits per number of the original."""
 OURS = ("transform", "flats")
 METHODS = (*OURS, *FAMILIES, "trim")
-"""What a frontier can be told to try, each alone or with "+counts" or "+zipf"."""
+"""What a frontier can be told to try, each alone or with "+counts" or "+zipf", the first also with "+fisher"."""
 COUNTED = (
+    "transform+fisher",
     "transform+counts",
     "transform+zipf",
     "transform",
@@ -36,20 +37,25 @@ COUNTED = (
 UNCOUNTED = ("transform+zipf", "transform", "flats+zipf", *FAMILIES, "trim", "svd+zipf", "pq+zipf")
 """What it tries by default, with texts to count and without: rivals as people use them, and two with weights."""
 
-_IMPORTANCES: dict[str, Any] = {"": Uniform(), "counts": TokenCounts(), "zipf": ZipfPrior()}
+_IMPORTANCES: dict[str, Any] = {
+    "": Uniform(),
+    "counts": TokenCounts(),
+    "zipf": ZipfPrior(),
+    "fisher": TokenFisher(),
+}
 _PACKAGES: tuple[tuple[str, str, set[type]], ...] = (
     ("faiss", "rivals", {PQ, OPQ, Residual}),
     ("torchao", "rivals", {TorchAO}),
     ("constriction", "codes", {Transformed}),
 )
-_WORDS = {"counts": "token counts", "zipf": "Zipf prior"}
+_WORDS = {"counts": "token counts", "zipf": "Zipf prior", "fisher": "token Fisher"}
 _LARGEST = {"transform": 8.0, "flats": 8.0, "trim": 12.0}
 """Above, rounding alone is as good."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One way at one size, under row weights of ``importance`` ("", "counts" or "zipf")."""
+    """One way at one size, under row weights of ``importance`` ("", "counts", "zipf" or "fisher")."""
 
     rival: Rival | Trim
     importance: str
@@ -78,7 +84,7 @@ def entries(shape: tuple[int, int], sizes: Sequence[float], methods: Sequence[st
 
     Args:
         sizes: bits per number.
-        methods: of ``METHODS``, each alone or with "+counts" or "+zipf".
+        methods: of ``METHODS``, each alone or with "+counts" or "+zipf"; transform also with "+fisher".
         counted: whether there are texts to count.
 
     Raises:
@@ -95,13 +101,14 @@ def entries(shape: tuple[int, int], sizes: Sequence[float], methods: Sequence[st
     for method in methods:
         name, _, importance = method.strip().lower().partition("+")
         if name not in METHODS or importance not in _IMPORTANCES:
-            known = f"of {', '.join(METHODS)}, each alone or with +counts or +zipf"
+            known = f"of {', '.join(METHODS)}, each alone or with +counts or +zipf; transform+fisher"
             raise KflatsError(f"no way to store a table is called {method!r}", hint=known)
-        if importance == "counts" and not counted:
+        if importance in ("counts", "fisher") and not counted:
             raise KflatsError(f"{method} has nothing to count", cause="no texts were given", hint=f"{name}+zipf")
         for rival in _rivals(name, shape, sorted(set(map(float, sizes)))):
-            if importance and not rival.weighs:
-                raise KflatsError(f"{name} cannot weigh rows", hint=f"{name} alone")
+            if (importance and not rival.weighs) or (importance == "fisher" and name != "transform"):
+                side = "columns" if importance == "fisher" else "rows"
+                raise KflatsError(f"{name} cannot weigh {side}", hint=f"{name} alone")
             if (entry := Entry(rival, importance, name in OURS)) not in found:
                 found.append(entry)
     return found

@@ -1,7 +1,8 @@
 """Rates: what a weight loses at every size, for sharing bytes between weights.
 
-Codes are made and judged at a few steps, a factor of two apart, where every live coordinate gains or loses about one
-bit. Between two of them the logarithm of the error is nearly straight in the bytes (D ~ 2^(-2 R)), and is taken to be.
+Codes are made and judged at a few steps: a factor of two apart, where every live coordinate gains or loses about one
+bit, and farther apart where all are live. Between two of them the logarithm of the error is nearly straight in the
+bytes (D ~ 2^(-2 R)), and is taken to be.
 Rounding to 8 and 4 bits is made and judged once; of float pairs every rank is known from the spectrum.
 """
 
@@ -27,8 +28,8 @@ from kflats.recipe import Recipe
 from kflats.storing import row_weights, store, stored_bytes
 from kflats.weighting import Weighting
 
-_FINEST, _COARSEST = 6, -2  # binary logarithms of the root mean square of coordinates, in steps
-_BETWEEN = 8  # sizes that are offered between two that were measured
+_POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
+_A_BIT = 8  # sizes that are offered for each bit between two that were measured
 
 
 @dataclass(frozen=True)
@@ -97,11 +98,11 @@ def _expanded(recipe: Recipe) -> Iterator[Recipe]:
 
 
 def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dtype, total: float) -> list[Option]:
-    """Codes at steps a factor of two apart, finest first. ``total``: the error if nothing were stored."""
+    """Codes at a few steps, finest first. ``total``: the error if nothing were stored."""
     assert isinstance(recipe.codec, Transform)
     n, d = rows.shape
     size, found = math.sqrt(total / (n * d)), list[Option]()
-    steps = [size * 2.0**-power for power in range(_FINEST, _COARSEST - 1, -1)]
+    steps = [size * 2.0**-power for power in _POWERS]
     weights, right = row_weights(weighting), weighting.right
     for code in transform_codes(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
         matrix = from_transform(code, dtype=dtype)
@@ -119,8 +120,9 @@ def _between(measured: Sequence[Option], numbers: int) -> list[Option]:
         whole = fine.nbytes - coarse.nbytes
         if whole <= 0 or not 0 < fine.error < coarse.error:
             continue
-        for part in range(_BETWEEN):
-            share = part / _BETWEEN
+        parts = max(2, round(_A_BIT * math.log(coarse.error / fine.error, 4)))
+        for part in range(parts):
+            share = part / parts
             error = fine.error ** (1 - share) * coarse.error**share
             found.append(replace(fine, nbytes=fine.nbytes - int(whole * share), error=error))
     found += list(measured[-1:])

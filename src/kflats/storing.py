@@ -30,7 +30,7 @@ from kflats.streams import encode
 from kflats.weighting import Weighting
 
 TRANSFORM_ACCEPTS = frozenset({"rows", "left", "right"})
-_TRIES = 4
+_TRIES = 6
 _LEAST_RANK = 1
 
 
@@ -136,12 +136,13 @@ def _transformed(codec: Transform, problem: Problem, dtype: torch.dtype) -> Code
         over = stored_bytes(matrix) - problem.nbytes
         if over <= 0:
             return matrix
-        aim -= over + max(1, over // 4)
+        # A code may lie anywhere in the last hundredth below its aim: the next must not come out higher in it.
+        aim = min(aim - over, code.stored_bytes) - over // 4 - 1
         if aim < 1:
             break
     raise KflatsError(
         f"a budget of {problem.nbytes:,} bytes cannot hold codes of this matrix",
-        cause="the container alone takes more",
+        cause=f"the container takes {over:,} bytes more",
         hint="a larger budget, or fewer classes",
     )
 

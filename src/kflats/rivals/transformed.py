@@ -45,8 +45,10 @@ class Transformed:
     def weighs(self) -> bool:
         return True
 
-    def code(self, table: Tensor, seed: int = 0, *, weights: Tensor | None = None) -> Coded:
-        """At most ``bits`` per number; nothing is random.
+    def code(
+        self, table: Tensor, seed: int = 0, *, weights: Tensor | None = None, right: Tensor | None = None
+    ) -> Coded:
+        """At most ``bits`` per number; nothing is random. ``right``: a Gram of the columns, as ``transform_code``.
 
         Raises:
             KflatsError: as ``transform_code``; constriction is missing (extra "codes").
@@ -55,7 +57,7 @@ class Transformed:
         limit = int(self.bits * given.numel() / 8)
         aim = limit
         for _ in range(_TRIES):
-            code = transform_code(given, weights=weights, nbytes=aim)
+            code = transform_code(given, weights=weights, right=right, nbytes=aim)
             size = file_bytes(from_transform(code))
             if size <= limit:
                 return Coded(self.name, code.dense(), size)

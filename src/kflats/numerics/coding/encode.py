@@ -29,6 +29,8 @@ _PASSES = 3
 """Quantise, redesign, quantise, ...: after the third pass the size changes by less than .1 %."""
 _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
+_ROWS_A_CLASS = 96
+"""Fewer rows than that do not pay for a class of their own, nor for looking."""
 _WINDOW = 0.99
 """A budget counts as met from this share of it on."""
 _AIM = 0.996
@@ -164,7 +166,8 @@ def _estimate(source: Source, scale: Tensor, step: float) -> _Estimate:
 
 def _classed(source: Source, classes: int) -> Source:
     """The source with those classes that cost least, error and bytes together, at the step where the search begins."""
-    if source.first_step == 0:
+    classes = min(classes, max(1, len(source.labels) // _ROWS_A_CLASS))
+    if source.first_step == 0 or classes == 1:
         return source
     ways = source.candidates(classes)
     step = max(source.first_step, *(way.finest for way in ways))

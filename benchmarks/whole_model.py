@@ -1,0 +1,123 @@
+"""Question: how small can a whole encoder be on disk, and what does it lose? Goals: under 8 MB within 1 point of STS-B,
+under 6 MB within 3 points; what rounding everything to 8 and 4 bits gives is beside it.
+
+all-MiniLM-L6-v2, 90.9 MB in float32. Every line is a folder written and loaded again: embeddings, 36 linear layers,
+the pooler; biases, norms and tokenizer as they are. Calibrated label-free on sentences of WikiText-2 (train), all its
+tokens counted; judged on STS-B (dev), another domain: Spearman of the cosines, and the cosine of every sentence vector
+to the original's. "all int8" and "all int4" (groups of 64) are given by their files, where integers are entropy coded,
+and by what they take uncoded.
+
+    python benchmarks/whole_model.py --write benchmarks/results/whole_model.md
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _common import arguments, markdown, publish
+from fidelity import sentences
+from linear_fidelity import calibration
+
+from kflats import SVD, Best, Dense, Int4, Int8, Recipe, Transform, Uniform, compress_folder, find_weights, score
+from kflats.batches import text_batches
+from kflats.demo import packaged_model
+from kflats.evaluate import fidelity, load_tokenizer, weight_file_bytes
+from kflats.files import load_model
+from kflats.measure import measure
+from kflats.objectives import Projections
+from kflats.sensitivity import KroneckerFisher
+
+LINES: tuple[tuple[str, Any, str, bool], ...] = (
+    ("best, calibrated", Best(), "12MB", True),
+    ("best, calibrated", Best(), "8MB", True),
+    ("best, calibrated", Best(), "6MB", True),
+    ("best, calibrated", Best(), "5MB", True),
+    ("best, no data but the tokenizer", Best(), "8MB", False),
+    ("best, no data but the tokenizer", Best(), "6MB", False),
+    ("transform, equal shares, every row alike", Recipe(SVD(), Uniform(), Transform()), "8MB", False),
+    ("transform, equal shares, every row alike", Recipe(SVD(), Uniform(), Transform()), "6MB", False),
+    ("all int8", Recipe(Dense(), Uniform(), Int8()), "60MB", False),
+    ("all int4", Recipe(Dense(), Uniform(), Int4()), "60MB", False),
+)
+
+
+def main() -> None:
+    options = arguments(__doc__, samples=2048, only="", data=os.environ.get("KFLATS_DATA", "../shared/data"))
+    source = packaged_model()
+    original, tokenizer = load_model(source), load_tokenizer(source)
+    stsb = Path(options.data) / "stsb"
+    judged = sentences("stsb")
+    before = score(original, tokenizer, "sts", data=stsb, costs=False).value
+    lines, statistics = [], None
+    counted = sentences("wikitext2")
+    for name, recipe, budget, calibrated in LINES:
+        if options.only not in f"{name} {budget}":
+            continue
+        if calibrated and statistics is None:
+            batches = text_batches(calibration(options.samples), tokenizer, batch=32, max_length=64)
+            statistics = measure(
+                original,
+                find_weights(original),
+                batches,
+                needs=KroneckerFisher.needs,
+                objective=Projections(),
+                quiet=True,
+            )
+        out = Path(tempfile.mkdtemp()) / "model"
+        began = time.perf_counter()
+        given: dict[str, Any] = {"texts": counted, "statistics": statistics} if calibrated else {}
+        report = compress_folder(
+            source, out, budget=f"{budget} of all files", method=recipe, weights=("all",), quiet=True, **given
+        )
+        took = time.perf_counter() - began
+        model = load_model(out)
+        found = fidelity(original, model, tokenizer, judged)
+        value = score(model, tokenizer, "sts", data=stsb, costs=False).value
+        kinds = sorted({weight.codec["type"] for weight in report.weights if not weight.dense})
+        memory = sum(weight.memory_bytes or weight.bytes_after for weight in report.weights)
+        lines.append(
+            [
+                name,
+                "" if "int" in name else budget,
+                f"{weight_file_bytes(out) / 1e6:.2f} MB",
+                f"{(memory + weight_file_bytes(out) - report.bytes_after) / 1e6:.1f} MB",
+                ", ".join(kinds)
+                + (f", {sum(w.dense for w in report.weights)} dense" if any(w.dense for w in report.weights) else ""),
+                f"{100 * value:.2f}",
+                f"**{100 * (value - before):+.2f}**",
+                f"{found.mean_cosine:.4f}",
+                f"{found.p5_cosine:.4f}",
+                f"{found.rare_mean_cosine:.4f}",
+                f"{took:.0f} s",
+            ]
+        )
+        print(lines[-1], flush=True)
+        shutil.rmtree(out.parent)
+    head = [
+        "what",
+        "budget",
+        "file",
+        "memory",
+        "codecs",
+        "STS-B dev",
+        "points",
+        "mean cosine",
+        "5th percentile",
+        "rare words",
+    ]
+    title = f"A whole encoder, {weight_file_bytes(source) / 1e6:.1f} MB, STS-B dev {100 * before:.2f}"
+    publish(
+        title,
+        "python benchmarks/whole_model.py --write benchmarks/results/whole_model.md",
+        markdown([*head, "time"], lines),
+        options.write,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""A whole model in so many bytes: what is chosen, what the file weighs, and that it loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import kflats
+from kflats import Best, KflatsError, Recipe, Transform
+from kflats.cli import app
+from kflats.compress import compress_folder
+from kflats.evaluate import weight_file_bytes
+from kflats.options import Asked, recipe_of, weights_of
+from kflats.plan import Plan
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("constriction")
+
+TEXTS = tuple(f"w{a}{b} w{b}{a} waa" for a in "abcdefgh" for b in "ijklmnop")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BERT of .8 MB whose matrices have spectra that fall, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("encoder")
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words += [f"w{a}{b}" for a in "abcdefghijklmnopqrstuvwxyz" for b in "abcdefghijklmnopqrstuvwxyz"]
+    words += [f"x{i}" for i in range(2000 - len(words))]
+    config = transformers.BertConfig(
+        vocab_size=2000, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=192
+    )
+    torch.manual_seed(0)
+    model = transformers.BertModel(config)
+    with torch.no_grad():
+        for weight in kflats.find_weights(model):
+            table = model.get_parameter(f"{weight.name}.weight")
+            u, s, v = torch.linalg.svd(table, full_matrices=False)
+            table.copy_(8 * (u * (s * torch.linspace(1, 0.05, len(s)))) @ v)
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    transformers.BertTokenizer(str(folder / "vocab.txt")).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(("limit", "texts"), [(150_000, TEXTS), (250_000, None), (400_000, TEXTS)])
+def test_the_file_is_within_one_per_cent_below_the_budget(encoder, tmp_path, limit, texts) -> None:
+    report = compress_folder(
+        encoder,
+        tmp_path / "small",
+        budget=f"{limit}B of all files",
+        method=Best(),
+        weights=("all",),
+        texts=texts,
+        quiet=True,
+    )
+    assert 0.99 * limit <= weight_file_bytes(tmp_path / "small") <= limit
+    assert report.model_bytes_after <= limit
+    with torch.no_grad():
+        out, original = (
+            transformers.AutoModel.from_pretrained(folder)(torch.tensor([[2, 7, 8, 3]])).last_hidden_state
+            for folder in (tmp_path / "small", encoder)
+        )
+    assert float(torch.nn.functional.cosine_similarity(out, original, dim=-1).mean()) > (0.7 if limit < 2e5 else 0.95)
+
+
+def test_more_bytes_lose_less(encoder, tmp_path) -> None:
+    errors = []
+    for limit in (120_000, 300_000):
+        report = compress_folder(
+            encoder, tmp_path / str(limit), budget=f"{limit}B of all files", method=Best(), weights=("all",), quiet=True
+        )
+        errors.append(sum(weight.error for weight in report.weights))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < errors[0]
+
+
+def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monkeypatch) -> None:
+    asked = {"budget": "200000B of all files", "method": Best(), "weights": ("all",), "texts": TEXTS, "quiet": True}
+    compress_folder(encoder, tmp_path / "whole", **asked)
+    real, done = kflats.fitting.store, []
+
+    def stops(*given):
+        done.append(1)
+        if len(done) == 5:
+            raise KeyboardInterrupt
+        return real(*given)
+
+    monkeypatch.setattr(kflats.fitting, "store", stops)
+    with pytest.raises(KeyboardInterrupt):
+        compress_folder(encoder, tmp_path / "parts", **asked)
+    monkeypatch.undo()
+    compress_folder(encoder, tmp_path / "parts", **asked)
+    a, b = (tmp_path / name / "model.safetensors" for name in ("whole", "parts"))
+    assert a.read_bytes() == b.read_bytes()
+
+
+def test_the_command_line_chooses_for_all_weights(encoder, tmp_path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(TEXTS), encoding="utf-8")
+    done = CliRunner().invoke(
+        app,
+        ["plan", str(encoder), "--file-budget", "200kB", "--texts", str(texts), "--out", str(tmp_path / "plan.json")],
+    )
+    assert done.exit_code == 0, done.output
+    plan = Plan.load(tmp_path / "plan.json")
+    assert len(plan.decisions) > 8
+    assert any(isinstance(decision.recipe.codec, Transform) for decision in plan.decisions)
+    words = next(d for d in plan.decisions if "word_embeddings" in d.weight.name)
+    assert type(words.recipe.importance).__name__ == "TokenFisher"
+    out = tmp_path / "small"
+    done = CliRunner().invoke(
+        app, ["compress", str(encoder), "--plan", str(tmp_path / "plan.json"), "--texts", str(texts), "--out", str(out)]
+    )
+    assert done.exit_code == 0, done.output
+    assert 0.99 * 200_000 <= weight_file_bytes(out) <= 200_000
+
+
+def test_what_the_options_mean() -> None:
+    assert recipe_of(Asked(), counted=True, whole_file=True) == Best()
+    assert recipe_of(Asked(), counted=True) is None
+    assert recipe_of(Asked(method="best"), counted=False) == Best()
+    assert weights_of(None, Best(), True) == ("all",)
+    assert weights_of(["linear"], Best(), True) == ("linear",)
+    assert weights_of(None, Best(), False) == weights_of(None, None, True) == ()
+    made = recipe_of(Asked(codec="transform"), counted=True)
+    assert made == Recipe(kflats.SVD(), kflats.TokenCounts(), Transform())
+    assert recipe_of(Asked(codec="int4 32"), counted=False).method == kflats.Dense()
+    assert recipe_of(Asked(codec="float16"), counted=False).codec == kflats.Float("float16")
+    for wrong, said in (
+        (Asked(method="best", codec="int8"), "decides itself what --codec"),
+        (Asked(method="best", power=1.0), "--power is of an importance"),
+        (Asked(method="flats", codec="transform"), "cannot store what Flats"),
+    ):
+        with pytest.raises(KflatsError, match=said):
+            recipe_of(wrong, counted=True)
+
+
+def test_a_budget_that_nothing_fits_is_refused(encoder, tmp_path) -> None:
+    with pytest.raises(KflatsError, match="budget"):
+        compress_folder(
+            encoder, tmp_path / "x", budget="6000B of all files", method=Best(), weights=("all",), quiet=True
+        )
+    assert not (tmp_path / "x").exists()
