@@ -69,17 +69,16 @@ def test_the_file_is_within_one_per_cent_below_the_budget(encoder, tmp_path, lim
 
 def test_more_bytes_lose_less(encoder, tmp_path) -> None:
     errors = []
-    for limit in (120_000, 300_000):
+    for share in ("8%", "25%"):
         report = compress_folder(
-            encoder, tmp_path / str(limit), budget=f"{limit}B of all files", method=Best(), weights=("all",), quiet=True
+            encoder, tmp_path / share, budget=share, method=Best(), weights=("linear",), quiet=True
         )
         errors.append(sum(weight.error for weight in report.weights))
-    assert errors == sorted(errors, reverse=True)
-    assert errors[-1] < errors[0]
+    assert errors[1] < errors[0]
 
 
 def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monkeypatch) -> None:
-    asked = {"budget": "200000B of all files", "method": Best(), "weights": ("all",), "texts": TEXTS, "quiet": True}
+    asked = {"budget": "20%", "method": Best(), "weights": ("linear",), "texts": TEXTS, "quiet": True}
     compress_folder(encoder, tmp_path / "whole", **asked)
     real, done = kflats.fitting.store, []
 

@@ -286,7 +286,7 @@ def test_what_is_asked_by_default_is_known() -> None:
     ("methods", "sizes", "counted", "message"),
     [
         (["gzip"], [4.0], False, "no way to store a table is called 'gzip'"),
-        (["svd+fisher"], [4.0], False, "no way to store a table"),
+        (["svd+nothing"], [4.0], False, "no way to store a table"),
         (["svd+counts"], [4.0], False, "nothing to count"),
         (["absmax+zipf"], [4.0], False, "cannot weigh rows"),
         (["svd"], [0.0], False, "sizes of"),

@@ -104,6 +104,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "fitting",
         "vocabulary",
         "cutting",
+        "fast_tokenizers",
         "trim_report",
         "trimming",
         "front_matter",

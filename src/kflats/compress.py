@@ -23,7 +23,7 @@ from kflats.fitting import Done, factorize
 from kflats.folders import Partial, new_folder
 from kflats.headers import VERSION_KEY, stamp_
 from kflats.measurements import Statistics
-from kflats.model_card import CARD, compressed_card, hub_name
+from kflats.model_card import compressed_card, hub_name, rewrite_
 from kflats.plan import Plan, Recipe, as_recipe, to_json
 from kflats.planning import Decided, decide, required
 from kflats.release import version
@@ -133,7 +133,14 @@ def compress_folder(
         )
     make = calibration if callable(calibration) else None
     data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
-    if data.texts is None and data.calibration and all(isinstance(item, str) for item in data.calibration):
+    made_before = any(not isinstance(item, str) for item in data.calibration or ())
+    if trim is not None and (statistics is not None or made_before):
+        raise KflatsError(
+            f"{'statistics' if statistics is not None else 'batches of ids'} are of one vocabulary, and trimming makes "
+            "another",
+            hint="give texts, or trim the model first (kflats trim) and measure what that made",
+        )
+    if data.texts is None and data.calibration and not made_before:
         data = replace(data, texts=data.calibration)
     with new_folder(out, force) as aside:
         model = load_model(folder)
@@ -278,14 +285,10 @@ def _check_file(folder: Path, decided: Plan, before: int) -> int:
 
 
 def _write_card(folder: Path, report: Report, files: tuple[int, int], data: Data, base_model: str | None) -> None:
-    path = folder / CARD
-    # Whatever its encoding is, the original's text comes out as it went in.
-    original = path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""
     used = [f"{len(data.texts):,} texts, counted"] if data.texts is not None else []
     if data.calibration is not None:
         used.append(f"{len(data.calibration):,} texts or batches, passed through the model")
     elif data.statistics is not None:
         used.append("statistics measured before")
     loader = "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
-    text = compressed_card(report, files, used, base_model, original, loader)
-    path.write_text(text, encoding="utf-8", errors="surrogateescape")
+    rewrite_(folder, lambda original: compressed_card(report, files, used, base_model, original, loader))

@@ -219,24 +219,31 @@ def compare(
         KflatsError: a folder that holds no model or no tokenizer, or models that do not belong together.
     """
     folders = [resolve_model(os.fspath(f)) for f in (original_folder, compressed_folder)]
-    models = [load_model(folder) for folder in folders]
+    original, compressed = (load_model(folder) for folder in folders)
     tokenizer = load_tokenizer(folders[0])
-    own = _tokenizer_if_smaller(folders[1], tokenizer, models)
+    own = _own_tokenizer(folders[1], tokenizer, original, compressed)
+    both: dict[str, Any] = {"tokenizer": tokenizer, "compressed_tokenizer": own}
     judged = packaged_texts("judge") if texts is None else tuple(texts)
     return Comparison(
         original=os.fspath(original_folder),
         compressed=os.fspath(compressed_folder),
         disk=(weight_file_bytes(folders[0]), weight_file_bytes(folders[1])),
-        memory=(memory_bytes(models[0]), memory_bytes(models[1])),
-        fidelity=fidelity(*models, tokenizer, judged, counted=packaged_texts("count"), compressed_tokenizer=own),
-        latency=latency(*models, tokenizer, judged, pairs=pairs, compressed_tokenizer=own),
+        memory=(memory_bytes(original), memory_bytes(compressed)),
+        fidelity=fidelity(original, compressed, texts=judged, counted=packaged_texts("count"), **both),
+        latency=latency(original, compressed, texts=judged, pairs=pairs, **both),
     )
 
 
-def _tokenizer_if_smaller(folder: Path, tokenizer: Any, models: Sequence[Any]) -> Any:
-    """The tokenizer of a trimmed model's folder; the given one where both models have the same vocabulary."""
-    sizes = [getattr(model.config, "vocab_size", None) for model in models]
-    return tokenizer if sizes[0] == sizes[1] else load_tokenizer(folder)
+def _own_tokenizer(folder: Path, tokenizer: Any, original: nn.Module, compressed: nn.Module) -> Any:
+    """The tokenizer of a trimmed model's folder; the given one where the folder has the same, or a model alone."""
+    try:
+        own = load_tokenizer(folder)
+    except KflatsError:
+        before, after = (getattr(getattr(m, "config", None), "vocab_size", None) for m in (original, compressed))
+        if before != after:
+            raise
+        return tokenizer
+    return tokenizer if own.get_vocab() == tokenizer.get_vocab() else own
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from kflats.analysis import analyse, left_dense
 from kflats.budget import parse_budget
 from kflats.calibration import Data
-from kflats.codec import Transform
 from kflats.errors import KflatsError
 from kflats.folders import Partial
 from kflats.nn.matrix import Matrix, matrix_from_spec
@@ -27,7 +26,7 @@ from kflats.problem import Problem
 from kflats.release import version
 from kflats.report import Report, WeightReport
 from kflats.shares import bias_bytes
-from kflats.storing import store
+from kflats.storing import has_any_size, store
 from kflats.surgery import Weight, dense_weight
 from kflats.weighting import Weighting
 
@@ -85,7 +84,7 @@ def factorize(
 
 def _filler(decided: Plan) -> Decision | None:
     """The weight that takes what the others leave of a budget they share: the largest whose codes can have any size."""
-    open_ones = [d for d in decided.decisions if isinstance(d.recipe.codec, Transform)]
+    open_ones = [d for d in decided.decisions if has_any_size(d.recipe)]
     return max(open_ones, key=lambda d: d.budget_bytes, default=None) if decided.allocation == "loss" else None
 
 

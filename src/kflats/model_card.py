@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kflats.errors import KflatsError
@@ -17,6 +17,7 @@ from kflats.folders import fsync
 from kflats.front_matter import split, with_tag, with_value
 from kflats.report import Report
 from kflats.tables import call, number, share, size, visible
+from kflats.trim_report import TrimReport
 from kflats.weight_report import WeightReport
 
 CARD = "README.md"
@@ -59,6 +60,31 @@ def dense_card(original: str) -> str:
     return "\n".join(["---", *head, "---", "", text]) if head else text
 
 
+def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | None, original: str) -> str:
+    """The card of a model that has fewer vocabulary entries and is otherwise as it was; arguments as above.
+
+    It has no marks: compressed later, the model keeps it as its original's card.
+    """
+    head, body = split(original)
+    head = with_tag(head, "kflats")
+    head = head if base_model is None else with_value(head, "base_model", base_model)
+    lines = [
+        "# Vocabulary trimmed by kflats",
+        "",
+        f"{_linked(base_model) if base_model else 'The original'} with fewer tokens. It is called as the original is; "
+        "kflats is not needed for that.",
+        "",
+        "| | original | here | ratio |",
+        "| --- | --- | --- | --- |",
+        _row("weight files", *_sizes(files)),
+        *_trimmed_rows(report),
+        "",
+        _resegmented(report),
+    ]
+    below = f"\n\n# The original's card\n\n{body.strip()}" if body.strip() else ""
+    return "\n".join(["---", *head, "---", "", *lines]) + below + "\n"
+
+
 def without_section(body: str) -> str:
     """``body`` without our part and the heading that followed it.
 
@@ -94,6 +120,14 @@ def note_fidelity(folder: str | os.PathLike[str], found: Comparison) -> Path:
     return path
 
 
+def rewrite_(folder: Path, make: Callable[[str], str]) -> None:
+    """Write what ``make`` makes of the folder's card, of "" where it has none. For folders that are not shown yet."""
+    path = folder / CARD
+    # Whatever its encoding is, the original's text comes out as it went in.
+    original = path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""
+    path.write_text(make(original), encoding="utf-8", errors="surrogateescape")
+
+
 def hub_name(source: str | os.PathLike[str]) -> str | None:
     """The hub's name of a model: ``source`` where it is no folder, or what the hub's cache calls that folder.
 
@@ -110,9 +144,11 @@ def hub_name(source: str | os.PathLike[str]) -> str | None:
 
 
 def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, loader: str) -> str:
-    of = f"[{base_model}](https://huggingface.co/{base_model})" if base_model else _cell(report.model)
+    of = _linked(base_model) if base_model else _cell(report.model)
+    trimmed = report.trimming
     named = (report.bytes_before, report.bytes_after)
-    whole = (report.model_bytes_before, report.model_bytes_after)
+    start = report.model_bytes_before if trimmed is None else trimmed.model_bytes[0]
+    whole = (start, report.model_bytes_after)
     memory = sum(w.bytes_after if w.memory_bytes is None else w.memory_bytes for w in report.weights)
     lines = [
         _BEGIN,
@@ -124,7 +160,8 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         "| --- | --- | --- | --- |",
         _row("weight files", *_sizes(files)),
         _row("all tensors", *_sizes(whole)),
-        _row("compressed weights", *_sizes(named)),
+        *([] if trimmed is None else _trimmed_rows(trimmed)),
+        _row("compressed weights" if trimmed is None else "compressed weights, after trimming", *_sizes(named)),
         *([_row("the same in memory", *_sizes((named[0], memory)))] if memory != named[1] else []),
         "",
         "| weight | method | importance | numbers | kept | before | after | error |",
@@ -135,6 +172,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         lines += [_row(f"{more} more: kflats_report.json", *[""] * 7)] if more > 0 else []
     lines += [
         "",
+        *([] if trimmed is None else ["The vocabulary was trimmed first. " + _resegmented(trimmed)]),
         "Error: relative squared error, rows weighted by importance.",
         f"Budget {_cell(report.budget)}; seed {report.seed}; kflats {_cell(report.version)}.",
         f"Data: {'; '.join(data) if data else 'none but the weights themselves'}.",
@@ -156,6 +194,30 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         _END,
     ]
     return "\n".join(lines)
+
+
+def _linked(name: str) -> str:
+    return f"[{name}](https://huggingface.co/{name})"
+
+
+def _trimmed_rows(report: TrimReport) -> list[str]:
+    before, after = report.entries
+    entries = _row("vocabulary entries", f"{before:,}", f"{after:,}", share(after, before))
+    return [entries, _row("token tables, heads", *_sizes(report.table_bytes))]
+
+
+def _resegmented(report: TrimReport) -> str:
+    """What became of the texts, in a sentence or two."""
+    lost = "Removed tokens are spelled with kept ones, by this folder's own tokenizer."
+    told = report.segmentation
+    if told is None:
+        return f"{lost} Which are common was told by the order of the vocabulary; no text was counted."
+    kind = "counted" if report.counted else "judged"
+    return (
+        f"{lost} Of {told.texts:,} {kind} texts {share(told.texts_changed, told.texts)} are segmented anew, with "
+        f"{share(told.tokens_changed, told.tokens_before)} of their tokens; they take {told.tokens_after:,} tokens "
+        f"instead of {told.tokens_before:,}."
+    )
 
 
 def _loading(loader: str) -> list[str]:

@@ -21,7 +21,7 @@ from kflats.plan import Decision
 from kflats.prices import Priced, bias_bytes
 from kflats.recipe import Recipe, brief
 from kflats.selection import Selected, weighting_of
-from kflats.storing import fixed_bytes
+from kflats.storing import fixed_bytes, has_any_size
 from kflats.tables import number, size, visible
 
 __all__ = ["Allocation", "Shares", "bias_bytes", "share_out"]
@@ -236,7 +236,16 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
         lost = number(choice.error / whole if whole > 0 else 0.0)
         note = _joined(item.note, option.note + (f", relative error {lost}" if option.judged else ""))
         found[item.weight.name] = Decision(item.weight, option.recipe, choice.cost, note)
-    return found
+    return _topped_up(found, allowed - sum(found[item.weight.name].budget_bytes for item in judged))
+
+
+def _topped_up(found: dict[str, Decision], spare: int) -> dict[str, Decision]:
+    """What the steps between sizes leave over goes to the largest weight that can have any size."""
+    largest = max((d for d in found.values() if has_any_size(d.recipe)), key=lambda d: d.budget_bytes, default=None)
+    if largest is None:
+        return found
+    nbytes = min(largest.budget_bytes + max(spare, 0), largest.weight.nbytes)
+    return found | {largest.weight.name: replace(largest, budget_bytes=nbytes)}
 
 
 def _at_ranks(

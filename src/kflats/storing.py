@@ -42,6 +42,11 @@ def accepted(recipe: Recipe) -> frozenset[str]:
     return found
 
 
+def has_any_size(recipe: Recipe) -> bool:
+    """Whether codes can be made as large as is wanted, within a hundredth."""
+    return isinstance(recipe.codec, Transform)
+
+
 def stored_bytes(matrix: CodedMatrix) -> int:
     """Bytes that a file holds of ``matrix``: its integers as a stream, and the floating-point tensors.
 

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,8 +19,10 @@ from torch import Tensor, nn
 from kflats.analysis import stored_bytes
 from kflats.cutting import cut, find_tables
 from kflats.errors import KflatsError
-from kflats.evaluate import load_tokenizer
+from kflats.evaluate import load_tokenizer, weight_file_bytes
+from kflats.fast_tokenizers import as_it_was, loaded, state_of, use_, vocabulary_files
 from kflats.files import copy_companions, load_model, new_folder, resolve_model, weights_folder
+from kflats.model_card import hub_name, rewrite_, trimmed_card
 from kflats.sources import check_apart
 from kflats.statistics import count_tokens, zipf_prior
 from kflats.texts import check_texts
@@ -30,10 +30,6 @@ from kflats.trim_report import TrimReport, resegmented
 from kflats.vocabulary import Vocabulary, choose, mentioned, read, reduced
 
 TRIM_FILE = "kflats_trimming.json"
-_SLOW_FILES = frozenset(  # other forms of the vocabulary, which would still be the old one
-    ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model")
-    + ("sentencepiece.model", "tokenizer.model", "tekken.json", "bpe.codes", "dict.txt", "unigram.json")
-)
 _TRIED = 500  # texts and removed words that the tokenizer is tried on in the end
 
 
@@ -108,7 +104,7 @@ def trim(
     if alphabet == "seen" and texts is None:
         raise KflatsError("without texts no character is seen", hint="texts=, or alphabet='all'")
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
-    state = _state(tokenizer)
+    state = state_of(tokenizer)
     counted, shown = _held(texts), _held(judged)
     found = find_tables(model)
     vocabulary = read(state)
@@ -123,7 +119,7 @@ def trim(
         raise KflatsError(f"{keep:,} entries are more than the vocabulary's {entries:,}", hint="fewer")
     counts = torch.zeros(found.rows, dtype=torch.int64)
     if counted is not None:
-        with _as_it_was(tokenizer):
+        with as_it_was(tokenizer):
             counts = count_tokens(counted, tokenizer, found.rows)
     named = found.required | mentioned(state) | frozenset(int(i) for i in tokenizer.all_special_ids)
     required = frozenset(i for i in named if i < len(vocabulary.tokens) and vocabulary.tokens[i] is not None)
@@ -135,11 +131,10 @@ def trim(
     small = cut(model, found, kept)
     new = {i: row for row, i in enumerate(kept)}
     after = find_tables(small)
-    smaller = _loaded(tokenizer, made, new, [*(counted or ())[:_TRIED], *_removed(vocabulary, new)])
-    if hasattr(small, "tokenizer"):
-        small.tokenizer = smaller
+    smaller = loaded(tokenizer, made, new, [*(counted or ())[:_TRIED], *_removed(vocabulary, new)])
+    use_(small, smaller)
     told = shown if shown is not None else counted
-    with _as_it_was(tokenizer), _as_it_was(smaller):
+    with as_it_was(tokenizer), as_it_was(smaller):
         segmentation = None if told is None else resegmented(tokenizer, smaller, told, new)
     report = TrimReport(
         entries=(found.rows, len(kept)),
@@ -165,8 +160,9 @@ def trim_folder(
     """``trim`` from a model folder (or hub name) into a new one, which loads like any other, without kflats.
 
     Pooling, prompts and whatever else is neither weight nor vocabulary are copied; other forms of the vocabulary
-    (``vocab.txt``, a SentencePiece model) are left out, since they would still be the old one. ``kflats_trimming.json``
-    records the report and the old ids. ``out`` appears whole or not at all.
+    (``vocab.txt``, a SentencePiece model) are left out, since they would still be the old one. The model card says what
+    was done and keeps the original's, and ``kflats_trimming.json`` records the report and the old ids. ``out`` appears
+    whole or not at all.
 
     Args:
         source: a local folder or a hub name. out: the folder to be.
@@ -184,6 +180,8 @@ def trim_folder(
         inner = aside / weights_folder(folder).relative_to(folder)
         made.model.save_pretrained(inner)
         write_vocabulary(made, folder, aside)
+        files = (weight_file_bytes(folder), weight_file_bytes(aside))
+        rewrite_(aside, lambda original: trimmed_card(made.report, files, hub_name(source), original))
     return made.report
 
 
@@ -194,25 +192,10 @@ def write_vocabulary(made: Trimmed, source: Path, aside: Path) -> None:
     written = set(aside.rglob("*"))
     copy_companions(source, aside)
     for path in {*aside.iterdir(), *inner.iterdir()} - written:
-        if path.name in _SLOW_FILES | set(made.tokenizer.vocab_files_names.values()):
+        if path.name in vocabulary_files(made.tokenizer):
             path.unlink()
     record = {"format": "kflats-trimming", "version": 1, "report": asdict(made.report), "kept": made.kept.tolist()}
     (inner / TRIM_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
-
-
-def _state(tokenizer: Any) -> dict[str, Any]:
-    """A fast tokenizer as its ``tokenizer.json``."""
-    if tokenizer is None:
-        raise KflatsError("a tokenizer is needed", hint="tokenizer=, that of the model's folder")
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if not hasattr(backend, "to_str"):
-        raise KflatsError(
-            f"{type(tokenizer).__name__} is no fast tokenizer, so it has no tokenizer.json to trim",
-            cause="a tokenizer in Python, or a SentencePiece model that could not be converted",
-            hint="transformers.AutoTokenizer with the package 'tokenizers' (and 'sentencepiece' to convert)",
-        )
-    state: dict[str, Any] = json.loads(backend.to_str())
-    return state
 
 
 def _held(texts: Iterable[str] | None) -> Sequence[str] | None:
@@ -253,7 +236,7 @@ def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: Any) -> list[int]:
     """All ids, the commonest first; by the vocabulary's own order where counts are equal."""
     size = len(vocabulary.tokens)
     try:
-        with _as_it_was(tokenizer):
+        with as_it_was(tokenizer):
             prior = zipf_prior(tokenizer, len(counts)).tolist()
     except KflatsError:  # characters only: no words to rank
         prior = [0.0] * len(counts)
@@ -265,63 +248,3 @@ def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: Any) -> list[int]:
 def _removed(vocabulary: Vocabulary, new: dict[int, int]) -> list[str]:
     gone = [row for row in sorted(vocabulary.own) if row not in new]
     return [vocabulary.bare(row) for row in gone[:: max(1, len(gone) // _TRIED)]]
-
-
-def _loaded(tokenizer: Any, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]) -> Any:
-    """A tokenizer of the same class from the trimmed ``state``, loaded as users will load it, and tried.
-
-    Raises:
-        KflatsError: the class makes something else of it.
-    """
-    from tokenizers import Tokenizer
-
-    expected = Tokenizer.from_str(json.dumps(state))
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        tokenizer.save_pretrained(folder)
-        for path in folder.iterdir():
-            if path.name in _SLOW_FILES | set(tokenizer.vocab_files_names.values()):
-                path.unlink()
-        (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
-        _renumber_settings(folder / "tokenizer_config.json", new)
-        made = type(tokenizer).from_pretrained(folder, local_files_only=True)
-    made.name_or_path = tokenizer.name_or_path
-    for name in ("name_or_path", "local_files_only", "is_local"):  # of where it was loaded from, not of what it is
-        if name in tokenizer.init_kwargs:
-            made.init_kwargs[name] = tokenizer.init_kwargs[name]
-        else:
-            made.init_kwargs.pop(name, None)
-    expected.no_truncation()
-    expected.no_padding()
-    same = made.get_vocab() == expected.get_vocab(with_added_tokens=True)
-    if same and tried:
-        ids = [encoding.ids for encoding in expected.encode_batch(list(tried))]
-        with _as_it_was(made):
-            same = made(list(tried), verbose=False)["input_ids"] == ids
-    if not same:
-        raise KflatsError(
-            f"{type(tokenizer).__name__} does not load the smaller vocabulary as it is",
-            cause="the class numbers or normalises its entries in its own way",
-            hint="transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) with the names "
-            "of its special tokens, trimmed in its place",
-        )
-    return made
-
-
-@contextmanager
-def _as_it_was(tokenizer: Any) -> Iterator[None]:
-    """Afterwards truncation and padding of the backend are those of before: every call sets its own."""
-    backend = tokenizer.backend_tokenizer
-    truncation, padding = backend.truncation, backend.padding
-    try:
-        yield
-    finally:
-        backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
-        backend.no_padding() if padding is None else backend.enable_padding(**padding)
-
-
-def _renumber_settings(path: Path, new: dict[int, int]) -> None:
-    settings = json.loads(path.read_text(encoding="utf-8"))
-    if isinstance(added := settings.get("added_tokens_decoder"), dict):
-        settings["added_tokens_decoder"] = {str(new[int(i)]): token for i, token in added.items() if int(i) in new}
-    path.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
