@@ -44,7 +44,7 @@ LINES: tuple[tuple[str, Any, str, bool], ...] = (
 
 
 def main() -> None:
-    options = arguments(__doc__, samples=1024, only="", data=os.environ.get("KFLATS_DATA", "../shared/data"))
+    options = arguments(__doc__, samples=512, only="", data=os.environ.get("KFLATS_DATA", "../shared/data"))
     source = packaged_model()
     original, tokenizer = load_model(source), load_tokenizer(source)
     stsb = Path(options.data) / "stsb"

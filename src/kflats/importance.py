@@ -143,7 +143,7 @@ class TokenFisher:
     power: float = 0.5
     smoothing: float = 0.5
     floor: float = 0.3
-    damping: float = 0.1
+    damping: float = 0.5
 
     needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "output_gram"})
     needs_texts: ClassVar[bool] = True
