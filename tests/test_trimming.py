@@ -425,6 +425,19 @@ print(model(**tokenizer("ba dulfa", return_tensors="pt")).last_hidden_state.shap
     assert wide.mean_cosine == pytest.approx(found.fidelity.mean_cosine, abs=1e-5)
 
 
+def test_two_vocabularies_of_one_size_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """Each folder is read with its own tokenizer, also where the tables have as many rows."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    trim_folder(folder, one, keep=170, texts=texts())
+    trim_folder(folder, two, keep=170)
+    read_by = [load_tokenizer(where) for where in (one, two)]
+    assert read_by[0].get_vocab() != read_by[1].get_vocab()
+    both = [load_model(where) for where in (one, two)]
+    wanted = kflats.fidelity(*both, read_by[0], texts(30), compressed_tokenizer=read_by[1], words=1)
+    found = kflats.compare(one, two, texts(30), pairs=1)
+    assert found.fidelity.mean_cosine == pytest.approx(wanted.mean_cosine, abs=1e-5)
+
+
 def test_trimming_in_front_of_compression(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     settings = {"method": kflats.SVD(), "texts": texts(), "quiet": True}

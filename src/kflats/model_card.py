@@ -77,7 +77,8 @@ def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | N
         "| | original | here | ratio |",
         "| --- | --- | --- | --- |",
         _row("weight files", *_sizes(files)),
-        *_trimmed_rows(report),
+        _entries(report),
+        _row("token tables, heads", *_sizes(report.table_bytes)),
         "",
         _resegmented(report),
     ]
@@ -160,7 +161,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         "| --- | --- | --- | --- |",
         _row("weight files", *_sizes(files)),
         _row("all tensors", *_sizes(whole)),
-        *([] if trimmed is None else _trimmed_rows(trimmed)),
+        *([] if trimmed is None else [_entries(trimmed)]),
         _row("compressed weights" if trimmed is None else "compressed weights, after trimming", *_sizes(named)),
         *([_row("the same in memory", *_sizes((named[0], memory)))] if memory != named[1] else []),
         "",
@@ -200,10 +201,9 @@ def _linked(name: str) -> str:
     return f"[{name}](https://huggingface.co/{name})"
 
 
-def _trimmed_rows(report: TrimReport) -> list[str]:
+def _entries(report: TrimReport) -> str:
     before, after = report.entries
-    entries = _row("vocabulary entries", f"{before:,}", f"{after:,}", share(after, before))
-    return [entries, _row("token tables, heads", *_sizes(report.table_bytes))]
+    return _row("vocabulary entries", f"{before:,}", f"{after:,}", share(after, before))
 
 
 def _resegmented(report: TrimReport) -> str:

@@ -102,7 +102,7 @@ def trim(
     if alphabet not in ("all", "seen"):
         raise KflatsError(f"no alphabet is called {alphabet!r}", hint="all or seen")
     if alphabet == "seen" and texts is None:
-        raise KflatsError("without texts no character is seen", hint="texts=, or alphabet='all'")
+        raise KflatsError("without texts no character is seen", hint="give texts, or keep all characters")
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     state = state_of(tokenizer)
     counted, shown = _held(texts), _held(judged)

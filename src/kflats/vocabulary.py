@@ -158,7 +158,7 @@ def choose(vocabulary: Vocabulary, required: Iterable[int], order: Iterable[int]
         raise KflatsError(
             f"{keep:,} entries are fewer than the {len(kept):,} that must stay: special and added tokens, and the "
             "single characters (or bytes) that everything else is spelled with",
-            hint=f"keep at least {len(kept):,}, or only characters that the texts show: alphabet='seen'",
+            hint=f"keep at least {len(kept):,}, or only the characters that texts show: alphabet 'seen' (kflats trim)",
         )
     for row in order:
         if len(kept) == keep:
