@@ -212,3 +212,14 @@ def test_a_share_of_ranks_is_no_number_of_bytes() -> None:
     ):
         with pytest.raises(KflatsError, match="ranks"):
             make()
+
+
+def test_a_file_budget_pays_for_the_bias_that_a_layer_may_gain() -> None:
+    budget = parse_budget("50kB", "file")
+
+    def left(role: str, bias: bool) -> int:
+        one = Weight("dense", (Place("dense", role),), (100, 200), "float32", 80_000, bias)
+        return budget.stored_bytes([one], 90_000, 4)
+
+    assert left("linear", True) == left("embedding", False)
+    assert left("linear", True) - left("linear", False) > len("dense") + 60

@@ -134,8 +134,13 @@ class Budget:
                 f"({model_file_bytes:,} bytes)",
                 hint="a smaller budget",
             )
-        # A factored weight is up to four tensors in place of one.
-        header = sum(_MORE_ENTRIES * (len(weight.name.encode()) + _HEADER_ENTRY) for weight in weights)
+        # A factored weight is up to four tensors in place of one; a layer without a bias may gain one, too.
+        gained = [not weight.bias and weight.places[0].role != "embedding" for weight in weights]
+        entries = [
+            (_MORE_ENTRIES + more) * (len(w.name.encode()) + _HEADER_ENTRY)
+            for w, more in zip(weights, gained, strict=True)
+        ]
+        header = sum(entries)
         rest = model_file_bytes - original + header
         if limit <= rest:
             raise KflatsError(

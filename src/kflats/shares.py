@@ -21,7 +21,7 @@ from kflats.plan import Decision
 from kflats.prices import Priced, bias_bytes
 from kflats.recipe import Recipe, brief
 from kflats.selection import Selected, weighting_of
-from kflats.storing import fixed_bytes, has_any_size
+from kflats.storing import has_any_size, whole_bytes
 from kflats.tables import number, size, visible
 
 __all__ = ["Allocation", "Shares", "bias_bytes", "share_out"]
@@ -104,7 +104,7 @@ def _settled(item: Priced, data: Data) -> Decision | None:
         if item.named:
             raise
         rounded = Recipe(Dense(), codec=Int8())
-        nbytes = fixed_bytes(Int8(), item.weight.shape, item.itemsize)
+        nbytes = whole_bytes(rounded, item.weight.shape, item.itemsize) or item.dense
         if is_best(item) and item.weight.places[0].role != "conv2d" and nbytes < item.dense:
             return Decision(item.weight, rounded, nbytes, f"8 bits: {_SILENT}")
         return replace(_dense(item, ""), note=f"dense: {_SILENT}")

@@ -32,6 +32,10 @@ from kflats.weighting import Weighting
 TRANSFORM_ACCEPTS = frozenset({"rows", "left", "right"})
 _TRIES = 6
 _LEAST_RANK = 1
+_HEAD = 160
+"""Bytes that a stream's head takes beside what it holds, at most; small matrices have nothing to save them with."""
+_ROTATED_HEAD = 400
+"""The same with a basis, whose rows have distributions of their own."""
 
 
 def accepted(recipe: Recipe) -> frozenset[str]:
@@ -94,11 +98,13 @@ def least_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int:
 
 
 def whole_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int | None:
-    """All that a recipe can make use of where that is one known number of bytes; None where any size will do."""
-    codec = recipe.codec
+    """A bound of what a recipe takes whatever it is given, as a file's bytes; None where any size will do."""
+    codec, blocks = recipe.codec, shape[0] * shape[1] // 2**14
     if isinstance(codec, Int8 | Int4) and not _is_pair(recipe):
-        return fixed_bytes(codec, shape, itemsize)
-    return fixed_bytes(codec, shape, itemsize) if isinstance(codec, Rotation) and codec.bits is not None else None
+        return fixed_bytes(codec, shape, itemsize) + blocks + _HEAD
+    if isinstance(codec, Rotation) and codec.bits is not None:
+        return fixed_bytes(codec, shape, itemsize) + blocks + _ROTATED_HEAD
+    return None
 
 
 def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
@@ -153,12 +159,20 @@ def _transformed(codec: Transform, problem: Problem, dtype: torch.dtype) -> Code
 
 
 def _rotated(codec: Rotation, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    shape, itemsize = problem.rows.shape, dtype.itemsize
-    fitting = (b for b in range(8, 0, -1) if fixed_bytes(Rotation(b), shape, itemsize) <= problem.nbytes)
-    bits = next(fitting, 0) if codec.bits is None else codec.bits
-    if not bits or fixed_bytes(Rotation(bits), shape, itemsize) > problem.nbytes:
-        wanted = Rotation(bits or 1)
-        raise refuse_bytes(problem, fixed_bytes(wanted, shape, itemsize), f"a rotation at {wanted.bits} bits")
+    tried = range(8, 0, -1) if codec.bits is None else [codec.bits]
+    least = 0
+    for bits in tried:
+        least = fixed_bytes(Rotation(bits), problem.rows.shape, dtype.itemsize)
+        if least > problem.nbytes:
+            continue
+        matrix = _at_bits(problem, bits, dtype)
+        # The head of a file may be longer than what the coder saves of a small matrix.
+        if (least := stored_bytes(matrix)) <= problem.nbytes:
+            return matrix
+    raise refuse_bytes(problem, least, f"a rotation at {tried[-1]} bits")
+
+
+def _at_bits(problem: Problem, bits: int, dtype: torch.dtype) -> CodedMatrix:
     code = rotation_code(problem.rows, bits, seed=problem.seed)
     basis = _int8_rows(code.rotation.matrix())
     return from_integers(
@@ -187,11 +201,25 @@ def _pair(codec: Int8 | Int4, problem: Problem, dtype: torch.dtype) -> CodedMatr
     if rank < _LEAST_RANK:
         raise refuse_bytes(problem, fixed_bytes(codec, shape, dtype.itemsize, _LEAST_RANK), "1 flat of rank 1")
     found = truncated_svd(problem.rows, rank, left=problem.weighting.left, right=problem.weighting.right)
-    size = found.coordinates.to(torch.float64).square().mean(0).sqrt()
+    while True:
+        matrix = _rounded_pair(codec, found.coordinates[:, :rank], found.basis[:rank], dtype)
+        # The head of a file may be longer than what the coder saves of a small matrix.
+        over = (least := stored_bytes(matrix)) - problem.nbytes
+        if over <= 0:
+            return matrix
+        most = fixed_bytes(codec, shape, dtype.itemsize, rank) - over
+        lower = range(rank - 1, 0, -1)
+        if not lower:
+            raise refuse_bytes(problem, least, "1 flat of rank 1")
+        # Heads shrink with the rank, too: rank 1 may fit where none below it seems to.
+        rank = next((r for r in lower if fixed_bytes(codec, shape, dtype.itemsize, r) <= most), _LEAST_RANK)
+
+
+def _rounded_pair(codec: Int8 | Int4, coordinates: Tensor, axes: Tensor, dtype: torch.dtype) -> CodedMatrix:
+    size = coordinates.to(torch.float64).square().mean(0).sqrt()
     size = torch.where(size > 0, size, torch.ones_like(size))
-    basis = _int8_rows(found.basis.to(torch.float64) * size.unsqueeze(1))
-    coordinates = (found.coordinates.to(torch.float64) / size).to(torch.float32)
-    return _integers(codec, coordinates, dtype, basis)
+    basis = _int8_rows(axes.to(torch.float64) * size.unsqueeze(1))
+    return _integers(codec, (coordinates.to(torch.float64) / size).to(torch.float32), dtype, basis)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from kflats.judging import weighted_error
 from kflats.numerics.rows import TensorRows
 from kflats.plan import Plan
 from kflats.problem import Problem
+from kflats.rates import measured_options
 from kflats.recipe import from_json, to_json
 from kflats.report import Report
 from kflats.storing import fixed_bytes, store, stored_bytes
@@ -170,8 +171,9 @@ def test_a_metric_that_couples_rows_counts_by_its_diagonal() -> None:
 @pytest.mark.parametrize("rank", [None, 5])
 def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
     rows = matrix(300)
-    share = fixed_bytes(codec, (300, 32), 4, rank) / rows.numel() / 4
-    made = store(Recipe(Dense() if rank is None else SVD(), codec=codec), problem(rows, share + 1e-9), torch.float32)
+    # Room for the head of a file, but for no rank more.
+    share = (fixed_bytes(codec, (300, 32), 4, rank) + 150) / rows.numel() / 4
+    made = store(Recipe(Dense() if rank is None else SVD(), codec=codec), problem(rows, share), torch.float32)
     assert made.matrix.nbytes <= fixed_bytes(codec, (300, 32), 4, rank)
     assert made.matrix.nbytes >= 0.95 * fixed_bytes(codec, (300, 32), 4, rank)
 
@@ -234,6 +236,39 @@ def test_matrices_with_next_to_nothing_in_them(rows, recipe) -> None:
     torch.testing.assert_close(made, rows, rtol=0.05, atol=0.05)
 
 
+@pytest.mark.parametrize("shape", [(8, 8), (20, 4), (1, 300), (300, 1), (16, 16), (40, 16)], ids=str)
+@pytest.mark.parametrize("recipe", [Recipe(m, codec=c) for m, c, _ in CASES[2:]], ids=str)
+def test_small_matrices_are_within_the_budget_or_refused(shape, recipe) -> None:
+    for budget in ("30%", "60%", "100%"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(*shape))
+        try:
+            report = kflats.compress_(model, {"0": recipe}, budget=budget, quiet=True)
+        except KflatsError:  # too small for its own head
+            assert not list(kflats.surgery.factored_layers(model))
+            continue
+        assert report.bytes_after <= float(budget[:-1]) / 100 * 4 * shape[0] * shape[1]
+
+
+@pytest.mark.parametrize("scale", [1e-8, 1e-4, 1.0])
+def test_half_precision_holds_codes_whatever_the_unit_of_the_error(scale) -> None:
+    rows = 0.02 * matrix(500)
+    metric = scale * torch.linspace(0.5, 2.0, 32, dtype=torch.float64)
+    weighting = Weighting(left=scale * torch.ones(500, dtype=torch.float64), right=metric)
+    tails = SVD().spectrum(TensorRows(rows), weighting)
+    found = {}
+    for dtype in (torch.float32, torch.float16):
+        there = rows.half().float()
+        options = measured_options(TensorRows(there), weighting, Recipe(SVD(), codec=Transform()), dtype, tails)
+        found[dtype] = {round(option.nbytes / 500): option.error / float(tails[0]) for option in options}
+    assert min(found[torch.float16].values()) < 1e-3
+    small = {size: error for size, error in found[torch.float32].items() if size <= 32}
+    for size, error in found[torch.float16].items():
+        near = min(small, key=lambda other: abs(other - size))
+        if abs(near - size) <= 1 and error > 1e-3:
+            assert error < 1.5 * small[near]
+
+
 # Best -------------------------------------------------------------------------------------------
 
 
@@ -292,6 +327,27 @@ def test_best_of_a_convolution_is_a_pair() -> None:
     assert all(decision.recipe.codec == kflats.Float("float16") for decision in made.decisions)
     report = kflats.compress_(model, made, quiet=True)
     assert report.bytes_after <= 0.3 * report.bytes_before
+
+
+def test_best_rounds_what_the_data_never_reaches_where_that_makes_it_smaller() -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used = nn.Linear(64, 64)
+            self.large, self.small, self.least = nn.Linear(64, 48), nn.Linear(9, 9), nn.Linear(64, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)
+
+    torch.manual_seed(0)
+    batches = [{"x": torch.randn(8, 64)} for _ in range(8)]
+    report = kflats.compress_(Reads(), {"all": Best()}, budget="40%", calibration=batches, quiet=True)
+    assert report.bytes_after <= 0.4 * report.bytes_before
+    assert {weight.name: weight.coded for weight in report.weights if weight.name != "used"} == {
+        "large": True,
+        "small": False,
+        "least": False,
+    }
 
 
 def test_uniform_shares_of_codes() -> None:

@@ -20,16 +20,31 @@ def from_transform(code: TransformCode, *, dtype: torch.dtype = torch.float32) -
     Raises:
         KflatsError: steps that ``dtype`` cannot hold.
     """
+    shift = _balance(code.steps, code.basis_scale)
     return from_integers(
         code.levels,
         code.labels,
-        code.steps.to(dtype),
+        (code.steps * shift).to(dtype),
         centers=code.centers,
         contexts=code.contexts,
         shrink=code.shrink.to(dtype),
         basis=code.basis,
-        basis_scale=code.basis_scale.to(dtype),
+        basis_scale=(code.basis_scale / shift).to(dtype),
     )
+
+
+def _balance(steps: Tensor, scales: Tensor) -> float:
+    """The power of two by which steps grow and scales of the basis shrink, so that both have about one magnitude.
+
+    Only their product counts. In units of a loss the one may be 1e-8 and the other 1e4, which float16 does not hold.
+    """
+    middles = []
+    for found in (steps, scales):
+        live = found[found > 0].to(torch.float64).log2()
+        if not live.numel():
+            return 1.0
+        middles.append((float(live.min()) + float(live.max())) / 2)
+    return float(2.0 ** round((middles[1] - middles[0]) / 2))
 
 
 def from_integers(
