@@ -154,7 +154,7 @@ def test_a_long_step_is_taken_first_where_that_is_better() -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(KflatsError, match="cannot hold rank 1 of all 2 weights"):
+    with pytest.raises(KflatsError, match="cannot hold the least of all 2 weights"):
         allocate([curve(5, 5, 1, 0.5), curve(9, 9, 1, 0.5)], 100)
     for errors in ([1.0, float("nan")], [1.0, -1.0], [float("inf"), 0.0]):
         with pytest.raises(KflatsError, match="a: its errors"):

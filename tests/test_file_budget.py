@@ -129,9 +129,11 @@ def test_what_the_options_mean() -> None:
     assert made == Recipe(kflats.SVD(), kflats.TokenCounts(), Transform())
     assert recipe_of(Asked(codec="int4 32"), counted=False).method == kflats.Dense()
     assert recipe_of(Asked(codec="float16"), counted=False).codec == kflats.Float("float16")
+    assert recipe_of(Asked(method="best", importance="uniform"), counted=False) == Recipe(Best())
     for wrong, said in (
         (Asked(method="best", codec="int8"), "decides itself what --codec"),
         (Asked(method="best", power=1.0), "--power is of an importance"),
+        (Asked(method="best", importance="kronecker"), "by what the data allows"),
         (Asked(method="flats", codec="transform"), "cannot store what Flats"),
     ):
         with pytest.raises(KflatsError, match=said):
@@ -144,3 +146,10 @@ def test_a_budget_that_nothing_fits_is_refused(encoder, tmp_path) -> None:
             encoder, tmp_path / "x", budget="6000B of all files", method=Best(), weights=("all",), quiet=True
         )
     assert not (tmp_path / "x").exists()
+
+
+def test_what_entropy_codes_is_missed_before_any_work(encoder, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(kflats.selection, "find_spec", lambda name: None)
+    for method in (Best(), Recipe(kflats.Dense(), codec=kflats.Int8())):
+        with pytest.raises(KflatsError, match="constriction"):
+            kflats.plan(transformers.AutoModel.from_pretrained(encoder), method, budget="20%")

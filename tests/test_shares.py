@@ -286,7 +286,7 @@ def test_flats_are_given_bytes_by_loss_too() -> None:
 
 
 def test_a_budget_below_rank_one_says_what_it_takes() -> None:
-    with pytest.raises(KflatsError, match="cannot hold rank 1 of all 3 weights"):
+    with pytest.raises(KflatsError, match="cannot hold the least of all 3 weights"):
         plan(model(), {"[abc]": KRONECKER}, budget="3%", statistics=statistics(model()))
 
 

@@ -253,8 +253,13 @@ def _best(asked: Asked) -> Any:
         if asked.power is not None:
             raise KflatsError("--power is of an importance", hint="--importance counts or zipf")
         return Best()
-    power = {} if asked.power is None else {"power": asked.power}
-    return Recipe(Best(), importances.from_name(asked.importance, **power))
+    value = importances.from_name(asked.importance)
+    if value.needs or getattr(value, "needs_tokenizer", False) or asked.power is not None:
+        raise KflatsError(
+            "--method best weighs each kind of weight by what the data allows",
+            hint="leave --importance out, or --importance uniform for none",
+        )
+    return Recipe(Best(), value)
 
 
 _OF_METHOD = {"flats": "k", "form": "form", "p": "p", "ellipsoid": "ellipsoid", "error": "error"}

@@ -105,11 +105,11 @@ def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dtype,
     steps = [size * 2.0**-power for power in _POWERS]
     weights, right = row_weights(weighting), weighting.right
     for code in transform_codes(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
+        if not code.rank:  # nothing but labels and scales, a size that is not one to ask for
+            break
         matrix = from_transform(code, dtype=dtype)
         error = weighted_error(rows, matrix, weighting).error
         found.append(Option(recipe, stored_bytes(matrix), error, ""))
-        if not code.rank:
-            break
     return found
 
 

@@ -64,6 +64,10 @@ class Recipe:
                     cause=f"it says {other[0] if other else 'whole recipe'}",
                     hint="Recipe(method, importance, codec), each of them optional but the first",
                 )
+        if isinstance(self.method, methods.Best) and self.codec != Float():
+            raise KflatsError(
+                f"Best() chooses the codec, so {brief(self.codec)} has no say", hint="leave one of them out"
+            )
         stands_on = self.codec.methods
         if stands_on is not None and type(self.method).__name__ not in stands_on:
             raise KflatsError(

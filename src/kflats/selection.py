@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
@@ -106,6 +107,10 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
             "the model is itself the layer that would be replaced",
             cause="a layer is replaced inside of what holds it, and nothing holds this one",
             hint="torch.nn.Sequential(layer)",
+        )
+    if (recipe.is_coded or isinstance(recipe.method, Best)) and find_spec("constriction") is None:
+        raise KflatsError(
+            f"{brief(recipe)} needs the library constriction, which codes integers", hint="pip install 'kflats[codes]'"
         )
     role, who = weight.places[0].role, type(recipe.importance).__name__
     weighs_tokens = bool(getattr(recipe.importance, "needs_tokenizer", False))

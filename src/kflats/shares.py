@@ -176,7 +176,7 @@ def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Dec
         raise KflatsError(
             f"{', '.join(visible(name) for name in list(found)[:3])}: codes of a fixed rate take {-allowed:,} bytes "
             "more than the budget has",
-            hint="a larger budget, Int4(), or Transform(), which takes any size",
+            hint="a larger budget, or Transform(), which takes any size",
         )
     while True:
         rest = [item for item in items if item.weight.name not in found]

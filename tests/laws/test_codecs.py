@@ -184,6 +184,7 @@ def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
         (lambda: Recipe(Flats(), codec=Transform()), "cannot store what Flats"),
         (lambda: Recipe(Dense(), codec=Transform()), "SVD\\(\\) as the method"),
         (lambda: Recipe(SVD(), codec=Rotation()), "Dense\\(\\) as the method"),
+        (lambda: Recipe(Best(), codec=Int8()), "Best\\(\\) chooses the codec"),
         (lambda: Int4(group=0), "cannot group 0"),
         (lambda: Int8(group=True), "cannot group True"),
         (lambda: Rotation(bits=9), "rotation at 9 bits"),
