@@ -96,7 +96,7 @@ def allocate(curves: Sequence[Curve], budget: int) -> Allocation:
         dear = max(tables, key=lambda table: table[0].cost)[0]
         raise KflatsError(
             f"a budget of {budget:,} bytes cannot hold the least of all {len(curves)} weights",
-            cause=f"rank 1 or the coarsest codes of each take {least:,} bytes, {size(dear.cost)} of them for {dear.name!r}",
+            cause=f"rank 1 or the coarsest codes take {least:,} bytes, {size(dear.cost)} of them for {dear.name!r}",
             hint="a larger budget, or fewer weights",
         )
     forced: dict[int, int] = {}
