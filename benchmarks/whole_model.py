@@ -39,7 +39,6 @@ LINES: tuple[tuple[str, Any, str, bool], ...] = (
     ("all int4", Recipe(Dense(), Uniform(), Int4()), "60MB", False),
     ("best, no data but the tokenizer", Best(), "8MB", False),
     ("transform, equal shares, every row alike", Recipe(SVD(), Uniform(), Transform()), "8MB", False),
-    ("best, calibrated", Best(), "5MB", True),
 )
 
 

@@ -179,7 +179,9 @@ def test_a_folder_with_calibration_texts(tiny_folder: Path, tmp_path: Path) -> N
     assert json.loads((tmp_path / "plan.json").read_text())["allocation"] == "loss"
     again = {"plan": Plan.load(tmp_path / "plan.json"), "statistics": Statistics.load(kept)}
     compress_folder(tiny_folder, tmp_path / "other", **again, quiet=True)
-    assert files(tmp_path / "other") == files(tmp_path / "small")
+    here, there = files(tmp_path / "other"), files(tmp_path / "small")
+    here.pop("README.md"), there.pop("README.md")  # the plan was made without the texts, and the card says so
+    assert here == there
 
 
 def test_calibration_texts_are_counted_too(tiny_folder: Path, tmp_path: Path) -> None:

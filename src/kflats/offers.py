@@ -42,8 +42,8 @@ def offers(model: nn.Module, item: Priced, data: Data) -> Offers:
     options = []
     for rank in filter(item.is_choice, range(1, item.full + 1)):
         note = f"rank {rank} of {item.full}" if pair else f"the bytes of rank {rank} of {item.full}"
-        note += "" if svd or not pair else ", judged by an SVD's error"
-        options.append(Option(item.recipe, item.cost(rank), float(errors[rank]), note, judged=pair))
+        judged = "relative error" if svd else "relative error of an SVD" if pair else ""
+        options.append(Option(item.recipe, item.cost(rank), float(errors[rank]), note, judged))
     return Offers(tuple(options), bias, float(errors[0]))
 
 

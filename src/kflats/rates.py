@@ -34,14 +34,14 @@ _A_BIT = 8  # sizes that are offered for each bit between two that were measured
 
 @dataclass(frozen=True)
 class Option:
-    """One way to store a weight: ``nbytes`` in a file, and the ``error`` it leaves; ``judged`` is whether that error is
-    this way's own, and not that of another method with as many bytes."""
+    """One way to store a weight: ``nbytes`` in a file, and the ``error`` it leaves; ``judged`` says what error that is,
+    nothing where it is another method's."""
 
     recipe: Recipe
     nbytes: int
     error: float
     note: str
-    judged: bool = True
+    judged: str = "relative error"
 
 
 def measured_options(

@@ -234,7 +234,7 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
             continue
         option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
         lost = number(choice.error / whole if whole > 0 else 0.0)
-        note = _joined(item.note, option.note + (f", relative error {lost}" if option.judged else ""))
+        note = _joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
         found[item.weight.name] = Decision(item.weight, option.recipe, choice.cost, note)
     return _topped_up(found, allowed - sum(found[item.weight.name].budget_bytes for item in judged))
 

@@ -68,7 +68,7 @@ def fixed_bytes(codec: Codes, shape: tuple[int, int], itemsize: int, rank: int |
         itemsize: bytes of a scale.
 
     >>> fixed_bytes(Int8(), (100, 8), 4)
-    1256
+    1252
     """
     n, d = shape
     r = d if rank is None else rank

@@ -173,6 +173,7 @@ def test_traced_graph_does_not_freeze_the_ids_it_saw(table, name):
         torch.testing.assert_close(traced(ids), net(ids))
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")  # inside torch
 def test_onnx(table, tmp_path):
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")

@@ -112,7 +112,7 @@ def entry_flats(
 
     >>> a = torch.cat([torch.ones(50, 8), torch.eye(8)[:1].repeat(50, 1)])
     >>> a[0, 3] = 10.0    # one wrong entry
-    >>> round(entry_flats(a, 2, 1).error, 2)
+    >>> round(entry_flats(a, 2, 1).error, 1)
     9.0
     """
     error = error or EntryPower()

@@ -41,7 +41,7 @@ def sweep(
         KflatsError: an unknown family, or sizes that are none.
 
     >>> [rival.name for rival in sweep((30522, 384), [2.0], ["pq", "svd"])]
-    ['PQ 128 x 6', 'SVD, 2 bits']
+    ['PQ 96 x 6', 'SVD, 2 bits']
     """
     if unknown := sorted(set(families) - set(FAMILIES)):
         raise KflatsError(f"no rivals are called {unknown[0]!r}", hint="of " + ", ".join(FAMILIES))
