@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "recipe",
+        "replacing",
         "plan",
         "roles",
         "places",
@@ -53,7 +54,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "budget",
     ),
     ("statistics",),
-    ("rivals",),
     ("folders", "headers", "sources", "coded_files", "plain_files", "transformers_plugin", "files"),
     (
         "encoding",
@@ -110,6 +110,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "front_matter",
         "model_card",
         "compress",
+        "rivals",
         "frontier_records",
         "frontier_trim",
         "frontier_entries",

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from kflats.description import DAMAGED, QUANT_METHOD
 from kflats.errors import KflatsError
-from kflats.folders import fsync
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import read_geometry
+from kflats.replacing import replaced
 from kflats.sources import weights_folder
 from kflats.streams import STREAM_VERSION, encode
 
@@ -130,21 +130,11 @@ def _checksum(names: list[str], tensor_of: Callable[[str], Tensor]) -> int:
 
 
 def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replaced(path) as aside:
         save_file(tensors, aside, metadata={"format": "pt", CHECKSUM: str(checksum(tensors))})
         shutil.copymode(path, aside)
-        fsync(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replaced(path) as aside:
         aside.write_text(text, encoding="utf-8")
-        fsync(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from kflats.errors import KflatsError
+from kflats.replacing import fsync
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _MODEL_MARKS = ("config.json", "modules.json", "kflats_report.json", "frontier.json", "*.safetensors")
@@ -135,17 +136,6 @@ class Partial:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.safetensors"
-
-
-def fsync(path: Path) -> None:
-    """Make a file's content, or a folder's list of names, survive a power cut."""
-    if os.name == "nt" and path.is_dir():
-        return  # Windows opens no folders; its renames are journaled
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def explain(error: Exception, path: Path) -> None:

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from kflats.errors import KflatsError
-from kflats.folders import fsync
+from kflats.replacing import replaced
 
 VERSION_KEY = "kflats_version"
 _LONGEST = 100_000_000  # bytes of a header, as the format allows
@@ -33,8 +33,7 @@ def stamp_(path: str | os.PathLike[str], **entries: str) -> None:
     ([('format', 'pt'), ('kflats_version', '1.0')], [1.0, 1.0, 1.0])
     """
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replaced(path) as aside:
         with path.open("rb") as source, aside.open("wb") as target:
             length = int.from_bytes(source.read(8), "little")
             head = source.read(length) if length <= _LONGEST else b""
@@ -49,7 +48,3 @@ def stamp_(path: str | os.PathLike[str], **entries: str) -> None:
             target.write(len(text).to_bytes(8, "little") + text)
             shutil.copyfileobj(source, target, 2**20)
         shutil.copymode(path, aside)
-        fsync(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)

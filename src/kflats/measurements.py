@@ -18,8 +18,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.folders import explain, fsync
+from kflats.folders import explain
 from kflats.measured import Measured
+from kflats.replacing import replaced
 from kflats.tables import plain, table, visible
 
 FIELDS: dict[str, str] = {
@@ -101,14 +102,11 @@ class Statistics:
             "unreached": list(self.unreached),
         }
         path = Path(path)
-        aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, aside, metadata={"kflats_statistics": json.dumps(note)})
-            fsync(aside)
-            os.replace(aside, path)
+            with replaced(path) as aside:
+                save_file(tensors, aside, metadata={"kflats_statistics": json.dumps(note)})
         except (OSError, SafetensorError) as error:
-            aside.unlink(missing_ok=True)
             explain(error, path)
             raise
 

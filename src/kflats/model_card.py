@@ -13,8 +13,8 @@ from pathlib import Path
 
 from kflats.errors import KflatsError
 from kflats.evaluate import Comparison
-from kflats.folders import fsync
 from kflats.front_matter import split, with_tag, with_value
+from kflats.replacing import replaced
 from kflats.report import Report
 from kflats.tables import call, number, share, size, visible
 from kflats.trim_report import TrimReport
@@ -111,13 +111,8 @@ def note_fidelity(folder: str | os.PathLike[str], found: Comparison) -> Path:
             cause="the folder was not made by kflats compress, or its card was rewritten",
         )
     made = re.sub(pattern, lambda _: _fidelity(found), text, flags=re.S)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
+    with replaced(path) as aside:
         aside.write_text(made, encoding="utf-8")
-        fsync(aside)
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
     return path
 
 

@@ -24,9 +24,10 @@ from kflats.analysis import stored_bytes
 from kflats.description import compute_dtype
 from kflats.encoding import evaluating
 from kflats.errors import KflatsError
-from kflats.folders import explain, fsync
+from kflats.folders import explain
 from kflats.onnx_graphs import Graph, graph_of
 from kflats.places import factored_layers
+from kflats.replacing import fsync
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18

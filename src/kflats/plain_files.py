@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from kflats.coded_files import check, checksum, coded_modules, stream_codes_
 from kflats.description import Module, describe, read_description
 from kflats.errors import KflatsError
-from kflats.folders import explain, fsync
+from kflats.folders import explain
 from kflats.headers import VERSION_KEY, stamp_
 from kflats.matching import match, put_, stored_dtype
 from kflats.nn.matrix import CodedMatrix, Matrix
 from kflats.places import Weight, is_sentence_transformer, pretrained_models
 from kflats.release import version
+from kflats.replacing import replaced
 
 
 def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = True) -> None:
@@ -50,15 +51,12 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
         stream_codes_(tensors, coded)
         note["checksum"] = checksum(tensors)
     path = Path(folder) / "model.safetensors"
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, aside, metadata={"kflats": json.dumps(note)})
-        stamp_(aside, format="pt", **{VERSION_KEY: version()})
-        os.replace(aside, path)
-        fsync(path.parent)
+        with replaced(path) as aside:
+            save_file(tensors, aside, metadata={"kflats": json.dumps(note)})
+            stamp_(aside, format="pt", **{VERSION_KEY: version()})
     except (OSError, SafetensorError) as error:
-        aside.unlink(missing_ok=True)
         explain(error, path)
         raise
 

@@ -16,6 +16,7 @@ from typing import Any
 from kflats.errors import KflatsError
 from kflats.recipe import Recipe, as_recipe, brief, from_json, to_json
 from kflats.records import decode
+from kflats.replacing import replaced
 from kflats.surgery import Weight
 from kflats.tables import plain, share, size, table
 
@@ -76,16 +77,11 @@ class Plan:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; an existing file is replaced in one step."""
-        target = Path(path)
         head = {"budget": self.budget, "model_bytes": self.model_bytes, "allocation": self.allocation}
         data = {"format": FORMAT, "version": VERSION, **head}
         text = json.dumps({**data, "decisions": [_decision_json(d) for d in self.decisions]}, indent=2)
-        aside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
+        with replaced(path) as aside:
             aside.write_text(text + "\n", encoding="utf-8")
-            aside.replace(target)
-        finally:
-            aside.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
@@ -44,7 +45,7 @@ class _Fitted:
     norm: Norm
 
 
-class _Pair:
+class _Pair(ABC):
     """What low-rank pairs have in common, whatever error they minimise."""
 
     accepts: ClassVar[frozenset[str]] = frozenset({"rows"})
@@ -85,8 +86,9 @@ class _Pair:
         check_accepts(type(self).__name__, self.accepts, weighting)
         return _PAIR.spectrum(rows, weighting)
 
+    @abstractmethod
     def _fitted(self, problem: Problem, rank: int) -> _Fitted:
-        raise NotImplementedError
+        """The pair of ``rank``."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.coding.rotation import rotation_code
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
+from kflats.one_flat import SVD
 from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
 from kflats.recipe import Recipe, brief
 from kflats.streams import encode
@@ -134,7 +135,7 @@ def row_weights(weighting: Weighting) -> Tensor | None:
 
 
 def _is_pair(recipe: Recipe) -> bool:
-    return type(recipe.method).__name__ == "SVD"
+    return isinstance(recipe.method, SVD)
 
 
 def _transformed(codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:

@@ -7,21 +7,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kflats.codec import Transform
 from kflats.errors import KflatsError
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_transform
-from kflats.numerics.coding.encode import transform_code
+from kflats.methods import SVD
+from kflats.numerics.rows import TensorRows
+from kflats.problem import Problem
+from kflats.recipe import Recipe
 from kflats.rivals.coded import Coded, checked
-from kflats.streams import encode
-
-_TRIES = 6
-_SHORT = 0.0005
-"""Share of the bytes by which a second try aims lower than what was missing."""
+from kflats.storing import store
+from kflats.weighting import Weighting
 
 
 @dataclass(frozen=True)
 class Transformed:
-    """``transform_code`` at ``bits`` per number, all of them in the stream that a file would hold.
+    """``Recipe(SVD(), codec=Transform())`` at ``bits`` per number, as a file holds it.
 
     >>> Transformed(1.5).name
     'kflats Transform, 1.5 bits'
@@ -55,20 +54,10 @@ class Transformed:
         """
         given = checked(self, table, weights)
         limit = int(self.bits * given.numel() / 8)
-        aim = limit
-        for _ in range(_TRIES):
-            code = transform_code(given, weights=weights, right=right, nbytes=aim)
-            size = file_bytes(from_transform(code))
-            if size <= limit:
-                return Coded(self.name, code.dense(), size)
-            aim -= size - limit + int(_SHORT * limit) + 1
-            if aim <= 0:
-                break
-        raise KflatsError(f"no code of {limit} bytes was found, all of its file counted", hint="more bits")
-
-
-def file_bytes(matrix: CodedMatrix) -> int:
-    """What a file holds of ``matrix``: its stream, and the few floats beside it."""
-    with torch.no_grad():
-        floats = [t for t in matrix.tensors().values() if t.is_floating_point()]
-        return encode(matrix).numel() + sum(t.numel() * t.element_size() for t in floats)
+        found = store(
+            Recipe(SVD(), codec=Transform()),
+            Problem(TensorRows(given), limit, given.element_size(), Weighting(left=weights, right=right)),
+            given.dtype,
+        )
+        with torch.no_grad():
+            return Coded(self.name, found.matrix.dense(), found.nbytes)
