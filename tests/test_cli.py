@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kflats import compress, files
+from kflats import cli_compress, cli_inspect
+from kflats.asked import Asked, recipe_of
 from kflats.cli import app
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform, ZipfPrior
@@ -20,7 +21,6 @@ from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Truncated
 from kflats.numerics.sketch import LewisSample
-from kflats.options import Asked, recipe_of
 from kflats.plan import Plan
 from kflats.recipe import Recipe, from_json
 from kflats.report import REPORT_FILE, Report
@@ -111,7 +111,7 @@ def test_a_path_that_cannot_be_used_is_named(tiny: Path, tmp_path: Path, monkeyp
     def full(path: object) -> None:
         raise OSError(28, "No space left on device", "/some/file[bold]")
 
-    monkeypatch.setattr(files, "resolve_model", full)
+    monkeypatch.setattr(cli_inspect, "resolve_model", full)
     assert "No space left on device: /some/file[bold]" in refused("inspect", tiny)
 
 
@@ -119,7 +119,7 @@ def test_a_defect_keeps_its_traceback(tiny: Path, monkeypatch: pytest.MonkeyPatc
     def broken(path: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(files, "resolve_model", broken)
+    monkeypatch.setattr(cli_inspect, "resolve_model", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         run("inspect", tiny)
 
@@ -129,9 +129,8 @@ def test_interrupted(command: str, note: bool, tiny: Path, tmp_path: Path, monke
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(files, "resolve_model", interrupt)
-    if command == "compress":
-        monkeypatch.setattr(compress, "compress_folder", interrupt)
+    monkeypatch.setattr(cli_inspect, "resolve_model", interrupt)
+    monkeypatch.setattr(cli_compress, "compress_folder", interrupt)
     extra = ("--budget", "60%", "--out", tmp_path / "out") if command == "compress" else ()
     result = run(command, tiny, *extra)
     assert result.exit_code == 130

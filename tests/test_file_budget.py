@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 import kflats
 from kflats import Best, KflatsError, Recipe, Transform
+from kflats.asked import Asked, recipe_of, weights_of
 from kflats.cli import app
 from kflats.compress import compress_folder
 from kflats.evaluate import weight_file_bytes
-from kflats.options import Asked, recipe_of, weights_of
 from kflats.plan import Plan
 
 transformers = pytest.importorskip("transformers")

@@ -7,14 +7,13 @@ from typing import Annotated
 
 import typer
 
-from kflats.cli_tasks import quiet_transformers
 from kflats.errors import KflatsError
+from kflats.export import export_dense
+from kflats.onnx_export import export_onnx
 from kflats.options import Force, Quiet
+from kflats.terminal import quiet_transformers
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-
-@app.command()
 def export(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="The model: a folder or a hub name.")],
     out: Annotated[
@@ -38,12 +37,8 @@ def export(
         raise KflatsError("--pooled is of --onnx, --drop-biases of --dense", hint="leave it out")
     quiet_transformers()
     if dense:
-        from kflats.export import export_dense
-
         made: object = export_dense(model, out, drop_biases=drop_biases, force=force)
     else:
-        from kflats.onnx_export import export_onnx
-
         made = export_onnx(model, out, pooled=pooled, force=force)
     if not quiet:
         typer.echo(str(made))

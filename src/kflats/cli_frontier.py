@@ -7,14 +7,15 @@ from typing import Annotated
 
 import typer
 
-from kflats.cli_tasks import quiet_transformers
 from kflats.errors import KflatsError
+from kflats.frontier import frontier as run
+from kflats.frontier_page import FRONTIER_PAGE
+from kflats.given import texts_of
 from kflats.options import Force, Model, Quiet, Seed, Texts
+from kflats.terminal import quiet_transformers
+from kflats.texts import read_texts
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-
-@app.command()
 def frontier(
     model: Model,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
@@ -49,16 +50,12 @@ def frontier(
     force: Force = False,
 ) -> None:
     """Size against quality: the token embedding in every way at every size, drawn. Interrupted, it resumes."""
-    from kflats.frontier import frontier as run
-    from kflats.frontier_page import FRONTIER_PAGE
-    from kflats.texts import read_texts
-
     if task is None and data is not None:
         raise KflatsError("--data is of a --task", hint="--task sts, say")
     quiet_transformers()
     made = run(
         model,
-        texts=None if texts is None else read_texts(texts),
+        texts=texts_of(texts),
         judge=None if not judge else [line for file in judge for line in read_texts(file)],
         sizes=_numbers(sizes),
         methods=None if methods is None else [name for name in methods.split(",") if name.strip()],

@@ -8,9 +8,11 @@ from typing import Annotated, Any
 import typer
 
 from kflats.errors import KflatsError
+from kflats.given import texts_of
 from kflats.options import Force, Quiet, Seed, Texts
-
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+from kflats.recover import recover_folder
+from kflats.scoring import evaluate_folder
+from kflats.terminal import quiet_transformers
 
 _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
 Data = Annotated[
@@ -19,7 +21,6 @@ Data = Annotated[
 MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens an example; longer ones are cut.")]
 
 
-@app.command()
 def evaluate(
     model: Annotated[str, typer.Argument(metavar="DIR", help="The model to judge: a folder or a hub name.")],
     task: Annotated[str, typer.Option("--task", help=_TASKS)],
@@ -34,8 +35,6 @@ def evaluate(
     seed: Annotated[int, typer.Option("--seed", help="Of the examples drawn by --limit.")] = 0,
 ) -> None:
     """Score on a task, with sizes, memory, latency and operations; beside the original's when it is given."""
-    from kflats.scoring import evaluate_folder
-
     quiet_transformers()
     typer.echo(
         str(
@@ -54,7 +53,6 @@ def evaluate(
     )
 
 
-@app.command()
 def recover(
     model: Annotated[str, typer.Argument(metavar="DIR", help="The compressed model: a folder or a hub name.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR2", help="The folder to make.")],
@@ -82,9 +80,6 @@ def recover(
     force: Force = False,
 ) -> None:
     """Train a compressed model on its task, towards the original, or both. Interrupted, the same command resumes."""
-    from kflats.recover import recover_folder
-    from kflats.texts import read_texts
-
     if texts is not None and (data is not None or limit is not None):
         raise KflatsError("--data and --limit are of a --task, not of --texts", hint="leave them out")
     chosen: dict[str, Any] = {"train": train, "lr": lr, "batch": batch, "epochs": epochs, "patience": patience}
@@ -96,7 +91,7 @@ def recover(
         model,
         out,
         task,
-        texts=None if texts is None else read_texts(texts),
+        texts=texts_of(texts),
         teacher=teacher,
         force=force,
         quiet=quiet,
@@ -105,14 +100,3 @@ def recover(
     if not quiet:
         typer.echo(str(done))
         typer.echo(f"\nmodel: {out}")
-
-
-def quiet_transformers() -> None:
-    """transformers' own progress bars and remarks would stand between ours."""
-    try:
-        from transformers.utils import logging as untyped
-    except ImportError:
-        return
-    logging: Any = untyped
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()

@@ -7,13 +7,12 @@ from typing import Annotated
 
 import typer
 
-from kflats.cli_tasks import quiet_transformers
-from kflats.options import Force, Model, Quiet, Texts, texts_of
+from kflats.given import texts_of
+from kflats.options import Force, Model, Quiet, Texts
+from kflats.terminal import quiet_transformers
+from kflats.trimming import trim_folder
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
 
-
-@app.command()
 def trim(
     model: Model,
     keep: Annotated[int, typer.Option("--keep", metavar="N", help="Entries of the new vocabulary, all told.")],
@@ -29,8 +28,6 @@ def trim(
     quiet: Quiet = False,
 ) -> None:
     """Keep the N commonest tokens of a vocabulary, in the model and its tokenizer; removed words become pieces."""
-    from kflats.trimming import trim_folder
-
     counted, judged = texts_of(texts), texts_of(judge)
     quiet_transformers()
     report = trim_folder(model, out, keep=keep, texts=counted, judged=judged, alphabet=alphabet, force=force)
