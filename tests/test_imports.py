@@ -71,6 +71,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "canvas",
+        "pages",
         "overview",
         "figures",
         "report",

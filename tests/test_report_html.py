@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kflats import report_html
 from kflats.errors import KflatsError
 from kflats.report import BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
 
@@ -153,7 +154,8 @@ def layer(kind: str, number: int, rank: int | None) -> WeightReport:
 
 
 @pytest.mark.parametrize("kinds", [2, 12])
-def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int) -> None:
+def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_html, "pictures", lambda weight: [])  # a hundred of them would be drawn
     names = [NASTY, *(f"kind{chr(97 + i)}" for i in range(kinds - 1))]
     layers = tuple(layer(kind, i, None if i == 1 else 4 + i) for i in range(4) for kind in names)
     report = Report("m", "50%", layers, 100_000, 88_000, 0, "0.1.0")
@@ -167,7 +169,10 @@ def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int) -> None
     assert len(overview(replace(report, weights=layers[:1]))) == 1
 
 
-def test_the_method_s_own_norm_has_columns_where_there_is_one(tmp_path: Path) -> None:
+def test_the_method_s_own_norm_has_columns_where_there_is_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_html, "pictures", lambda weight: [])
     report = Report("tiny", "60%", (replace(weight(), own=NormError(NASTY, 0.345, 0.456)), weight("b")), 9, 8, 0, "0")
     text = render(report, tmp_path / "own").read_text(encoding="utf-8")
     assert "<td>0.345</td><td>0.456</td>" in text

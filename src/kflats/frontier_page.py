@@ -5,16 +5,15 @@ Needs matplotlib and jinja2: ``pip install 'kflats[report]'``.
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kflats.canvas import Picture, Theme, missing_extra, picture
+from kflats.canvas import Picture, Theme, picture
 from kflats.frontier_records import Frontier, Point
 from kflats.overview import FLATS
-from kflats.tables import number, size, visible
+from kflats.pages import page_template
+from kflats.tables import number, visible
 
 FRONTIER_PAGE = "frontier.html"
 _WIDTH, _HEIGHT = 7.4, 4.6  # inches: a dozen curves and their names beside them
@@ -28,18 +27,11 @@ def draw(frontier: Frontier, folder: Path) -> Path:
     Raises:
         KflatsError: matplotlib or jinja2 is missing.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError as error:
-        raise missing_extra(error) from error
-    drawn = pictures(frontier)
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"size": size, "number": number, "visible": visible, "inline": _inline}
-    template = environment.from_string((files("kflats") / "templates" / "frontier.html").read_text(encoding="utf-8"))
+    template, drawn = page_template("frontier.html"), pictures(frontier)
+    page = template.render(frontier=frontier, pictures=drawn)
     for one in drawn:
         (folder / f"{one.stem}.png").write_bytes(one.light)
     target = folder / FRONTIER_PAGE
-    page = template.render(frontier=frontier, pictures=drawn)
     target.write_text(page, encoding="utf-8", errors="backslashreplace")
     return target
 
@@ -125,7 +117,3 @@ def _curves(
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=2, labelspacing=0.35)
 
     return picture(stem, title, alt, plot)
-
-
-def _inline(png: bytes) -> str:
-    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")
