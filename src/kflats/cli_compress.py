@@ -94,8 +94,9 @@ def plan(
     made.plan.save(out)
     if statistics is not None and known.statistics is None and made.data.statistics is not None:
         made.data.statistics.save(statistics)
-    typer.echo(str(made.plan))
-    typer.echo(f"\nplan: {out}")
+    if not quiet:
+        typer.echo(str(made.plan))
+        typer.echo(f"\nplan: {out}")
 
 
 def compress(

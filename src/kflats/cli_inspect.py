@@ -13,7 +13,7 @@ from kflats.evaluate import weight_file_bytes
 from kflats.files import load_model, resolve_model
 from kflats.given import texts_of
 from kflats.model_card import note_fidelity
-from kflats.options import Model, Texts
+from kflats.options import Model
 from kflats.places import factored_layers, find_weights
 from kflats.report import Report
 from kflats.report_html import render
@@ -62,7 +62,12 @@ def inspect(model: Model) -> None:
 def compare(
     original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The original: a folder or a hub name.")],
     compressed: Annotated[Path, typer.Argument(metavar="DIR", help="The compressed model's folder.")],
-    texts: Texts = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--texts", metavar="FILE", help="Sentences to compare on: UTF-8, one a line. Default: kflats' own."
+        ),
+    ] = None,
     card: Annotated[bool, typer.Option("--card", help="Write the figures into DIR's model card too.")] = False,
 ) -> None:
     """Sizes, fidelity of the outputs and latency of two models, side by side."""

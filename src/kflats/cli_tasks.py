@@ -9,7 +9,7 @@ import typer
 
 from kflats.errors import KflatsError
 from kflats.given import texts_of
-from kflats.options import Force, Quiet, Seed, Texts
+from kflats.options import Force, Quiet
 from kflats.recover import recover_folder
 from kflats.scoring import evaluate_folder
 from kflats.terminal import quiet_transformers
@@ -61,7 +61,12 @@ def recover(
     teacher: Annotated[
         str | None, typer.Option("--teacher", metavar="ORIGINAL", help="Train towards this model's outputs too.")
     ] = None,
-    texts: Texts = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--texts", metavar="FILE", help="Learn from these with --teacher, not from a task: UTF-8, one a line."
+        ),
+    ] = None,
     train: Annotated[str, typer.Option("--train", help="all, bases, coordinates or factors (both).")] = "all",
     split: Annotated[str, typer.Option("--split", help="The split to learn from.")] = "train",
     judged: Annotated[str, typer.Option("--judged", help="The split that says which epoch is kept.")] = "dev",
@@ -75,7 +80,7 @@ def recover(
     ] = 0.5,
     max_length: MaxLength = 128,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Learn from N examples.")] = None,
-    seed: Seed = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Of order and dropout, and of those drawn by --limit.")] = 0,
     quiet: Quiet = False,
     force: Force = False,
 ) -> None:

@@ -54,7 +54,9 @@ ErrorName = Annotated[
         'median"; with messi also manhattan and "entries 0.5".',
     ),
 ]
-FlatCount = Annotated[int | None, typer.Option("--flats", metavar="K", help="Number of flats.")]
+FlatCount = Annotated[
+    int | None, typer.Option("--flats", metavar="K", help="Number of flats; with flats, kmeans-svd and messi.")
+]
 Names = Annotated[
     list[str] | None,
     typer.Option(
@@ -68,15 +70,18 @@ Importance = Annotated[
     str | None,
     typer.Option(
         "--importance",
-        help="Whose error counts. Tokens: counts (needs --texts), zipf. Any weight: uniform; with --calibration: "
-        "kronecker, two-sided, row-fisher (FWSVD), element-fisher, input-gram.",
+        help="Whose error counts. Tokens: counts (needs --texts), zipf, token-fisher. Any weight: uniform; with "
+        "--calibration or --task: kronecker, two-sided, row-fisher (FWSVD), element-fisher, input-gram.",
     ),
 ]
 Power = Annotated[float | None, typer.Option("--power", help="Power of the counts or of the Zipf prior.")]
-Texts = Annotated[Path | None, typer.Option("--texts", metavar="FILE", help="UTF-8 text, one sentence a line.")]
+Texts = Annotated[
+    Path | None,
+    typer.Option("--texts", metavar="FILE", help="Texts whose tokens are counted: UTF-8, one sentence a line."),
+]
 Calibration = Annotated[
     Path | None,
-    typer.Option("--calibration", metavar="FILE", help="Texts to measure with (UTF-8, one a line), see --samples."),
+    typer.Option("--calibration", metavar="FILE", help="Texts to measure with: UTF-8, one a line; see --samples."),
 ]
 CalibrationTask = Annotated[
     str | None,
