@@ -18,10 +18,9 @@ from kflats.budget import Budget, parse_budget
 from kflats.calibration import SAMPLES, Data, gather, needed, statistics_digest
 from kflats.errors import KflatsError
 from kflats.evaluate import load_tokenizer, weight_file_bytes
-from kflats.files import annotate_, load_model, stream_folder
+from kflats.files import annotate_, load_model, save_model
 from kflats.fitting import Done, factorize
 from kflats.folders import Partial, new_folder
-from kflats.headers import VERSION_KEY, stamp_
 from kflats.measurements import Statistics
 from kflats.model_card import compressed_card, hub_name, rewrite_
 from kflats.plan import Plan, Recipe, as_recipe, to_json
@@ -168,10 +167,7 @@ def compress_folder(
         report = _finish(model, decided.plan, done, seed, name=_called(source))
         report = replace(report, trimming=None if trimmed is None else trimmed.report)
         inner = aside / weights_folder(folder).relative_to(folder)
-        model.save_pretrained(inner)
-        stream_folder(inner)
-        for file in inner.glob("*.safetensors"):
-            stamp_(file, **{VERSION_KEY: version()})
+        save_model(model, inner)
         if trimmed is None:
             copy_companions(folder, aside)
         else:

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,11 +17,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from kflats.coded_files import stream_folder
-from kflats.description import QUANT_METHOD, describe
+from kflats.describing import describe
+from kflats.description import QUANT_METHOD
 from kflats.errors import KflatsError
 from kflats.folders import Partial, new_folder
+from kflats.headers import VERSION_KEY, stamp_
 from kflats.places import pretrained_models
 from kflats.plain_files import load_, save
+from kflats.release import version
 from kflats.sources import copy_companions, resolve_model, weights_folder
 
 __all__ = [
@@ -33,6 +37,7 @@ __all__ = [
     "register_plugin",
     "resolve_model",
     "save",
+    "save_model",
     "stream_folder",
     "weights_folder",
 ]
@@ -77,6 +82,14 @@ def annotate_(model: nn.Module) -> None:
             part.config.quantization_config = description
         elif known is not None:
             del part.config.quantization_config
+
+
+def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Save an annotated transformers model into ``folder``: codes as streams, weight files that say who wrote them."""
+    model.save_pretrained(folder)
+    stream_folder(folder)
+    for file in Path(folder).glob("*.safetensors"):
+        stamp_(file, **{VERSION_KEY: version()})
 
 
 def load_model(folder: str | os.PathLike[str]) -> Any:

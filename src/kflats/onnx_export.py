@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.analysis import stored_bytes
-from kflats.description import compute_dtype
+from kflats.describing import compute_dtype
 from kflats.encoding import evaluating
 from kflats.errors import KflatsError
 from kflats.folders import explain

@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.coded_files import check, checksum, coded_modules, stream_codes_
-from kflats.description import Module, describe, read_description
+from kflats.describing import describe
+from kflats.description import Module, read_description
 from kflats.errors import KflatsError
 from kflats.folders import explain
 from kflats.headers import VERSION_KEY, stamp_

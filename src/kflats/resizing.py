@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kflats.description import redescribe_
+from kflats.describing import redescribe_
 from kflats.errors import KflatsError
 from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import Matrix

@@ -10,7 +10,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kflats.description import QUANT_METHOD, compute_dtype
+from kflats.describing import compute_dtype
+from kflats.description import QUANT_METHOD
 from kflats.errors import KflatsError
 from kflats.exchange import dense_layer_for, factored_layers_for, holders_of_bias, shift_bias_
 from kflats.nn.conv import FactoredConv2d

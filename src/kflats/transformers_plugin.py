@@ -24,7 +24,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.coded_files import check_files
-from kflats.description import QUANT_METHOD, Description, Module, describe, read_description
+from kflats.describing import describe
+from kflats.description import QUANT_METHOD, Description, Module, read_description
 from kflats.errors import KflatsError
 from kflats.matching import match, put_, stored_dtype
 from kflats.nn.conv import FactoredConv2d
