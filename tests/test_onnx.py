@@ -18,39 +18,18 @@ pytest.importorskip("onnxscript")
 
 import onnx
 import onnxruntime
+from matrices import coded, int4
 
 import kflats
 from kflats.cli import app
 from kflats.encoding import encode
 from kflats.errors import KflatsError
 from kflats.files import load_model
-from kflats.nn.coded_build import from_integers, from_transform
-from kflats.nn.matrix import CodedMatrix, LowRankMatrix
+from kflats.nn.coded_build import from_transform
+from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.coding.encode import transform_code
 from kflats.onnx_export import export_onnx
 from kflats.surgery import dense_weight, find_weight, swap_
-
-
-def coded(n: int, d: int, classes: int = 3) -> CodedMatrix:
-    gen = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, classes, (n,), generator=gen)
-    r = d // 2
-    spread = 4 * 0.8 ** torch.arange(r)
-    parts = [torch.randn(int((labels == c).sum()), r, generator=gen) * spread / (c + 1) for c in range(classes)]
-    return from_integers(
-        [part.round().to(torch.int16) for part in parts],
-        labels,
-        torch.rand(classes, generator=gen) * 0.05 + 0.01,
-        shrink=torch.tensor([0.1]),
-        basis=torch.randint(-127, 128, (r, d), generator=gen).to(torch.int8),
-        basis_scale=torch.rand(r, generator=gen) / 64,
-    )
-
-
-def int4(n: int, d: int) -> CodedMatrix:
-    gen = torch.Generator().manual_seed(1)
-    integers = torch.randint(-7, 8, (n, d), generator=gen).to(torch.int16)
-    return from_integers([integers], None, torch.rand(n * 4, generator=gen) * 0.1, scales="row", groups=4)
 
 
 def initialisers(path: Path) -> dict[str, int]:
@@ -89,13 +68,12 @@ def test_a_folder_with_flats(tiny_folder: Path, tmp_path: Path) -> None:
     assert 300 * 16 not in initialisers(made.path).values()  # no dense table
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_coded_table_and_layers(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_coded_table_and_layers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 7)).eval()
     table = coded(300, 16)
-    swap_(model, find_weight(model, "0"), table.to(dtype))
-    swap_(model, find_weight(model, "1"), int4(16, 24).to(dtype))
-    swap_(model, find_weight(model, "3"), coded(7, 24).to(dtype), rows="outputs")
+    swap_(model, find_weight(model, "0"), table)
+    swap_(model, find_weight(model, "1"), int4(16, 24))
+    swap_(model, find_weight(model, "3"), coded(7, 24), rows="outputs")
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"input": torch.randint(0, 300, (2, 7))})
     assert made.difference < 1e-5
     values = initialisers(made.path)
@@ -153,10 +131,15 @@ def test_decoders(tiny_model: Callable[[str], Any], tmp_path: Path) -> None:
 
 
 def test_half_precision_is_recorded_in_float32(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Embedding(30, 16)).half()
-    made = export_onnx(model, tmp_path / "model.onnx", inputs={"input": torch.randint(0, 30, (2, 7))})
+    model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 8)).half()
+    swap_(model, find_weight(model, "0"), coded(300, 16).half())
+    made = export_onnx(model, tmp_path / "model.onnx", inputs={"input": torch.randint(0, 300, (2, 7))})
     assert any("recorded in float32: the model computes in float16" in note for note in made.notes)
-    assert model[0].weight.dtype == torch.float16
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
+    assert 300 * 16 not in initialisers(made.path).values()
+    ids = torch.randint(0, 300, (3, 9))
+    with torch.no_grad():
+        torch.testing.assert_close(run(made.path, ids), model.float()(ids), rtol=1e-4, atol=1e-4)
 
 
 def test_any_module(tmp_path: Path) -> None:

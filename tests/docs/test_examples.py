@@ -91,6 +91,14 @@ def test_commands_exist(where: str, line: str) -> None:
             assert re.search(rf"{option}\b", known), f"{where}: {words[1]} has no {option}"
 
 
+def test_every_option_is_documented() -> None:
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    for command in app.registered_commands:
+        assert command.callback is not None
+        for option in re.findall(r"--[a-z][a-z-]+", help_of(command.callback.__name__)):
+            assert option == "--help" or re.search(rf"{option}\b(?!-)", text), f"{command.callback.__name__} {option}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     text = BLOCK.sub("", page.read_text(encoding="utf-8"))

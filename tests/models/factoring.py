@@ -1,8 +1,9 @@
-"""Factor a whole model at once, each layer in another form, beside the dense model that must compute the same."""
+"""Factored models beside dense models that must compute the same: whole ones, each layer in another form, or parts."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Iterable
 from itertools import cycle
 from typing import Any
 
@@ -11,7 +12,8 @@ from matrices import flats, interpolative, low_rank
 from torch import Tensor, nn
 
 from kflats.files import annotate_
-from kflats.places import Weight, find_weight, find_weights
+from kflats.nn.matrix import Matrix
+from kflats.places import Weight, dense_weight, find_weight, find_weights
 from kflats.surgery import swap_
 
 MAKERS = [low_rank, flats, interpolative]
@@ -36,6 +38,19 @@ def factor(model: Any) -> Any:
         table = matrix.dense() if rows == "inputs" else matrix.dense().T
         write(dense.get_submodule(weight.name), weight, table.detach(), shift)
         swap_(model, find_weight(model, weight.name), matrix, rows=rows, bias_shift=shift)
+    annotate_(model)
+    return dense
+
+
+def factor_named(model: Any, names: Iterable[str], make_matrix: Callable[[int, int], Matrix]) -> Any:
+    """Swap the named weights; the dense model that must compute the same."""
+    dense = copy.deepcopy(model)
+    for name in names:
+        weight = find_weight(model, name)
+        matrix = make_matrix(*weight.shape)
+        with torch.no_grad():
+            dense_weight(dense, find_weight(dense, name)).copy_(matrix.dense())
+        swap_(model, weight, matrix)
     annotate_(model)
     return dense
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from kflats.nn.coded_build import from_integers
 from kflats.nn.matrix import (
     Band,
+    CodedMatrix,
     FlatsMatrix,
     InterpolativeMatrix,
     LowRankMatrix,
@@ -43,3 +45,27 @@ def flats(n: int, d: int) -> Matrix:
         bands,
         flat_ranks,
     )
+
+
+def coded(n: int, d: int, classes: int = 3) -> CodedMatrix:
+    """Random codes on half of the columns' directions, in classes of rows."""
+    gen = torch.Generator().manual_seed(0)
+    labels = torch.randint(0, classes, (n,), generator=gen)
+    r = d // 2
+    spread = 4 * 0.8 ** torch.arange(r)
+    parts = [torch.randn(int((labels == c).sum()), r, generator=gen) * spread / (c + 1) for c in range(classes)]
+    return from_integers(
+        [part.round().to(torch.int16) for part in parts],
+        labels,
+        torch.rand(classes, generator=gen) * 0.05 + 0.01,
+        shrink=torch.tensor([0.1]),
+        basis=torch.randint(-127, 128, (r, d), generator=gen).to(torch.int8),
+        basis_scale=torch.rand(r, generator=gen) / 64,
+    )
+
+
+def int4(n: int, d: int) -> CodedMatrix:
+    """Random integers of four bits, four scales a row."""
+    gen = torch.Generator().manual_seed(1)
+    integers = torch.randint(-7, 8, (n, d), generator=gen).to(torch.int16)
+    return from_integers([integers], None, torch.rand(n * 4, generator=gen) * 0.1, scales="row", groups=4)

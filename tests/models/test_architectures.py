@@ -5,7 +5,6 @@ Configs are tiny and weights random: what is tested is the life of a factored vo
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,11 @@ from architectures import (
     tokens,
     weights_bytes,
 )
+from factoring import factor_named
 from transformers import AutoModel
 
-from kflats.files import annotate_
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.places import dense_weight, factored_layers, find_weight, find_weights
-from kflats.surgery import swap_
+from kflats.places import factored_layers, find_weight, find_weights
 
 every_architecture = pytest.mark.parametrize("case", ARCHITECTURES.values(), ids=ARCHITECTURES)
 tied_and_untied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -38,16 +36,7 @@ tied_and_untied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "u
 
 def compress(model: Any, case: Architecture, make_matrix: Any, tied: bool) -> Any:
     """Swap the vocabulary (both tables if untied); the dense model that must compute the same."""
-    dense = copy.deepcopy(model)
-    names = [case.table] if tied else [case.table, case.head]
-    for name in names:
-        weight = find_weight(model, name)
-        matrix = make_matrix(*weight.shape)
-        with torch.no_grad():
-            dense_weight(dense, find_weight(dense, name)).copy_(matrix.dense())
-        swap_(model, weight, matrix)
-    annotate_(model)
-    return dense
+    return factor_named(model, [case.table] if tied else [case.table, case.head], make_matrix)
 
 
 def assert_tied(model: Any, case: Architecture, tied: bool) -> None:

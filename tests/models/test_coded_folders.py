@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from matrices import coded, int4
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from transformers import (
 
 from kflats.errors import KflatsError
 from kflats.files import annotate_, load_, load_model, save, stream_folder
-from kflats.nn.coded_build import from_integers
 from kflats.nn.layers import FactoredEmbedding
 from kflats.nn.matrix import CodedMatrix
 from kflats.surgery import find_weight, restore_, swap_
@@ -37,35 +37,6 @@ pytest.importorskip("constriction")
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}
 IDS = torch.tensor([[5, 9, 150, 7], [8, 120, 6, 1]])
 TABLE = "bert.embeddings.word_embeddings"
-
-
-def coded(n: int, d: int, classes: int = 3) -> CodedMatrix:
-    gen = torch.Generator().manual_seed(0)
-    labels = torch.randint(0, classes, (n,), generator=gen)
-    r = d // 2
-    parts = [
-        (torch.randn(int((labels == c).sum()), r, generator=gen) * 4 * 0.8 ** torch.arange(r) / (c + 1)).round()
-        for c in range(classes)
-    ]
-    return from_integers(
-        [part.to(torch.int16) for part in parts],
-        labels,
-        torch.rand(classes, generator=gen) * 0.05 + 0.01,
-        shrink=torch.tensor([0.1]),
-        basis=torch.randint(-127, 128, (r, d), generator=gen).to(torch.int8),
-        basis_scale=torch.rand(r, generator=gen) / 64,
-    )
-
-
-def int4(n: int, d: int) -> CodedMatrix:
-    gen = torch.Generator().manual_seed(1)
-    return from_integers(
-        [torch.randint(-7, 8, (n, d), generator=gen).to(torch.int16)],
-        None,
-        torch.rand(n * 4, generator=gen) * 0.1,
-        scales="row",
-        groups=4,
-    )
 
 
 def model() -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from factoring import factor_named
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
@@ -34,7 +35,7 @@ from kflats.errors import KflatsError
 from kflats.files import annotate_, load_model
 from kflats.nn.layers import FactoredEmbedding, FactoredHead
 from kflats.nn.matrix import LowRankMatrix
-from kflats.surgery import dense_weight, find_weight, find_weights, restore_, swap_
+from kflats.surgery import find_weight, find_weights, restore_, swap_
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
 IDS = torch.tensor([[5, 9, 150, 7], [8, 120, 6, 1]])
@@ -51,15 +52,8 @@ def gpt2() -> Any:
 
 def compress(model: Any, make_matrix: Any, name: str = "") -> Any:
     """Swap the token embedding; the dense model that computes the same."""
-    dense = copy.deepcopy(model)
     name = name or next(n for n, module in model.named_modules() if module is model.get_input_embeddings())
-    weight = find_weight(model, name)
-    matrix = make_matrix(*weight.shape)
-    with torch.no_grad():
-        dense_weight(dense, find_weight(dense, name)).copy_(matrix.dense())
-    swap_(model, weight, matrix)
-    annotate_(model)
-    return dense
+    return factor_named(model, [name], make_matrix)
 
 
 def run(model: Any, ids: Tensor = IDS) -> Tensor:
