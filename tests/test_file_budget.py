@@ -24,13 +24,13 @@ TEXTS = tuple(f"w{a}{b} w{b}{a} waa" for a in "abcdefgh" for b in "ijklmnop")
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A BERT of .8 MB whose matrices have spectra that fall, and its tokenizer."""
+    """A BERT of .6 MB whose matrices have spectra that fall, and its tokenizer."""
     folder = tmp_path_factory.mktemp("encoder")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     words += [f"w{a}{b}" for a in "abcdefghijklmnopqrstuvwxyz" for b in "abcdefghijklmnopqrstuvwxyz"]
-    words += [f"x{i}" for i in range(2000 - len(words))]
+    words += [f"x{i}" for i in range(1200 - len(words))]
     config = transformers.BertConfig(
-        vocab_size=2000, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=192
+        vocab_size=1200, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=192
     )
     torch.manual_seed(0)
     model = transformers.BertModel(config)
@@ -46,35 +46,35 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("limit", "texts"), [(150_000, TEXTS), (250_000, None)])
-def test_the_file_is_within_one_per_cent_below_the_budget(encoder, tmp_path, limit, texts) -> None:
-    report = compress_folder(
-        encoder,
-        tmp_path / "small",
-        budget=f"{limit}B of all files",
-        method=Best(),
-        weights=("all",),
-        texts=texts,
-        quiet=True,
-    )
-    assert 0.99 * limit <= weight_file_bytes(tmp_path / "small") <= limit
-    assert report.model_bytes_after <= limit
+def kept(encoder: Path, small: Path) -> float:
+    """Mean cosine of the outputs for a few tokens."""
     with torch.no_grad():
         out, original = (
             transformers.AutoModel.from_pretrained(folder)(torch.tensor([[2, 7, 8, 3]])).last_hidden_state
-            for folder in (tmp_path / "small", encoder)
+            for folder in (small, encoder)
         )
-    assert float(torch.nn.functional.cosine_similarity(out, original, dim=-1).mean()) > (0.7 if limit < 2e5 else 0.9)
+    return float(torch.nn.functional.cosine_similarity(out, original, dim=-1).mean())
+
+
+def test_the_file_is_within_one_per_cent_below_the_budget(encoder, tmp_path) -> None:
+    limit = 200_000
+    report = compress_folder(
+        encoder, tmp_path / "small", budget=f"{limit}B of all files", method=Best(), weights=("all",), quiet=True
+    )
+    assert 0.99 * limit <= weight_file_bytes(tmp_path / "small") <= limit
+    assert report.model_bytes_after <= limit
+    assert kept(encoder, tmp_path / "small") > 0.9
 
 
 def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monkeypatch) -> None:
-    asked = {"budget": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": ("linear",), "quiet": True}
+    weights = ("encoder.*.attention.*",)
+    asked = {"budget": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": weights, "quiet": True}
     compress_folder(encoder, tmp_path / "whole", **asked)
     real, done = kflats.fitting.store, []
 
     def stops(*given):
         done.append(1)
-        if len(done) == 5:
+        if len(done) == 3:
             raise KeyboardInterrupt
         return real(*given)
 
@@ -92,7 +92,7 @@ def test_the_command_line_chooses_for_all_weights(encoder, tmp_path) -> None:
     texts.write_text("\n".join(TEXTS), encoding="utf-8")
     done = CliRunner().invoke(
         app,
-        ["plan", str(encoder), "--file-budget", "200kB", "--texts", str(texts), "--out", str(tmp_path / "plan.json")],
+        ["plan", str(encoder), "--file-budget", "150kB", "--texts", str(texts), "--out", str(tmp_path / "plan.json")],
     )
     assert done.exit_code == 0, done.output
     plan = Plan.load(tmp_path / "plan.json")
@@ -105,7 +105,8 @@ def test_the_command_line_chooses_for_all_weights(encoder, tmp_path) -> None:
         app, ["compress", str(encoder), "--plan", str(tmp_path / "plan.json"), "--texts", str(texts), "--out", str(out)]
     )
     assert done.exit_code == 0, done.output
-    assert 0.99 * 200_000 <= weight_file_bytes(out) <= 200_000
+    assert 0.99 * 150_000 <= weight_file_bytes(out) <= 150_000
+    assert kept(encoder, out) > 0.7
 
 
 def test_what_the_options_mean() -> None:

@@ -85,7 +85,8 @@ def annotate_(model: nn.Module) -> None:
 
 
 def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Save an annotated transformers model into ``folder``: codes as streams, weight files that say who wrote them."""
+    """Save a transformers model into ``folder``, annotated: codes as streams, weight files that say who wrote them."""
+    annotate_(model)
     model.save_pretrained(folder)
     stream_folder(folder)
     for file in Path(folder).glob("*.safetensors"):

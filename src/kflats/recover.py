@@ -28,15 +28,7 @@ from kflats.distill import Objective
 from kflats.encoding import evaluating
 from kflats.errors import KflatsError
 from kflats.evaluate import load_tokenizer
-from kflats.files import (
-    annotate_,
-    copy_companions,
-    load_model,
-    new_folder,
-    resolve_model,
-    save_model,
-    weights_folder,
-)
+from kflats.files import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.lessons import Lesson, lesson_of_batches, lesson_of_task
 from kflats.recovery import Epoch, Recovery, kept_epoch
 from kflats.schedule import Schedule
@@ -218,7 +210,6 @@ def recover_folder(
             max_length=max_length,
             **chosen,
         )
-        annotate_(model)
         save_model(model, aside / weights_folder(folder).relative_to(folder))
         (aside / RECOVERY_FILE).write_text(json.dumps(asdict(done), indent=1, allow_nan=False), encoding="utf-8")
         copy_companions(folder, aside)

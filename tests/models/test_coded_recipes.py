@@ -39,7 +39,7 @@ RECIPES = {
     "int8": (Recipe(Dense(), codec=Int8()), "40%", 0.9999),
     "int4": (Recipe(Dense(), codec=Int4(group=16)), "30%", 0.98),
 }
-BERT = ("embeddings.word_embeddings", "encoder.*")
+BERT = ("embeddings.word_embeddings", "encoder.layer.0.intermediate.dense")
 each = pytest.mark.parametrize("kind", RECIPES)
 
 
@@ -117,6 +117,10 @@ def test_half_precision_stays_what_it_was(kind: str, tmp_path: Path) -> None:
     wide = AutoModel.from_pretrained(tmp_path / "small", dtype=torch.float32)
     with torch.no_grad():
         torch.testing.assert_close(wide(IDS).last_hidden_state, ours.float(), rtol=0.1, atol=0.1)
+    dense = AutoModel.from_pretrained(kflats.export_dense(tmp_path / "small", tmp_path / "dense").folder)
+    assert {p.dtype for p in dense.parameters()} == {torch.bfloat16}
+    with torch.no_grad():
+        torch.testing.assert_close(dense(IDS).last_hidden_state, ours, rtol=0.1, atol=0.1)
 
 
 @each
@@ -130,6 +134,7 @@ def test_shards(kind: str, tmp_path: Path) -> None:
     compressed(tmp_path / "whole", tmp_path / "same", kind, BERT)
     loaded, same = (AutoModel.from_pretrained(tmp_path / name) for name in ("small", "same"))
     assert streams(tmp_path / "small") >= len(coded(loaded)) > 1
+    assert [path.name for path in (tmp_path / "small").glob("model*")] == ["model.safetensors"]  # no index of shards
     with torch.no_grad():
         ours = loaded(IDS).last_hidden_state
         assert torch.equal(ours, same(IDS).last_hidden_state)
@@ -177,7 +182,7 @@ def run(*arguments: object) -> str:
 
 @pytest.fixture(scope="module")
 def classifier(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> Path:
-    """``model`` classifies sentences, ``data`` is its task, ``small`` holds its table and encoder as codes."""
+    """``model`` classifies sentences, ``data`` is its task, ``small`` holds its table and a layer as codes."""
     folder = tmp_path_factory.mktemp("classifier")
     torch.manual_seed(0)
     BertForSequenceClassification(BertConfig(vocab_size=300, num_labels=2, **SIZES)).save_pretrained(folder / "model")
@@ -187,7 +192,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
     lines += [f"word{i} word{i + 1} {'the' if i % 2 else 'of'}\t\t{i % 2}" for i in range(40)]
     for split in ("train", "dev"):
         (folder / "data" / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    weights = ("--weights", "bert.embeddings.word_embeddings", "--weights", "bert.encoder.*")
+    weights = [word for name in BERT for word in ("--weights", f"bert.{name}")]
     recipe = ("--method", "svd", "--codec", "transform", "--importance", "uniform", "--budget", "30%")
     run("compress", folder / "model", *weights, *recipe, "--quiet", "--out", folder / "small")
     assert coded(load_model(folder / "small"))
