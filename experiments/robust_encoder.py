@@ -35,8 +35,10 @@ WEIGHED = [
     f"{name} + {by}" for by in ("zipf", "counts") for name in ("SVD", "ellipsoid 1", "entrywise 1 admm", "subspace 1")
 ]
 LOSSES = ["subspace huber 2 median", "subspace truncated 3 median"]
-LINEAR = [HALF, "SVD", *FAMILIES, *L1_PCA, "robust pca", *PRUNED]
-TABLE = [*LINEAR[:15], *LOSSES, *LINEAR[15:], *SYNFLOW, *WEIGHED, "flats", "flats + zipf", "flats + counts"]
+NORMS = [HALF, "SVD", *FAMILIES]
+OTHERS = [*L1_PCA, "robust pca", *PRUNED]
+LINEAR = [*NORMS, *OTHERS]
+TABLE = [*NORMS, *LOSSES, *OTHERS, *SYNFLOW, *WEIGHED, "flats", "flats + zipf", "flats + counts"]
 BEYOND = [
     *("SVD", "ellipsoid 1", "entrywise 1 admm", "subspace 1", "magnitude csr", "magnitude bitmap"),
     *("SVD + zipf", "SVD + counts", "flats", "flats + zipf", "flats + counts"),

@@ -14,13 +14,15 @@ from hypothesis import strategies as st
 from kflats.errors import KflatsError
 from kflats.numerics import entrywise_admm, entrywise_irls, refit
 from kflats.numerics.entrywise import entrywise_low_rank
+from kflats.numerics.entrywise_prox import Pull
+from kflats.numerics.factors import Factors, powers_
 from kflats.numerics.refit import refit_l1
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import truncated_svd
 from kflats.numerics.winsor import HeldBackRows
 
 F64 = torch.float64
-SOLVERS = [("admm", 1.0), ("irls", 1.0), ("irls", 1.5), ("irls", 0.5)]
+SOLVERS = [("admm", 1.0), ("admm", 1.5), ("irls", 1.0), ("irls", 1.5), ("irls", 0.5)]
 
 
 def draw(n, d, seed, dtype=F64):
@@ -285,7 +287,7 @@ def test_exponents_out_of_range_are_refused(p):
         ({"rank": 0}, "outside 1..4"),
         ({"rank": 5}, "outside 1..4"),
         ({"solver": "lp"}, "no solver"),
-        ({"solver": "admm", "p": 1.5}, "ADMM is for p=1"),
+        ({"solver": "admm", "p": 0.9}, "ADMM is for 1 <= p < 2, not for p=0.9"),
         ({"weights": torch.ones(3)}, "6 row weights"),
         ({"weights": torch.zeros(6)}, "all row weights are zero"),
         ({"tolerance": 1.0}, "tolerance"),
@@ -323,6 +325,69 @@ def test_a_basis_refitted_under_weights_against_linear_programs(n, d, rank):
     assert made.error == pytest.approx(sums.sum(), rel=2e-5)
     assert made.error == pytest.approx(sum_of(a, made, 1, weights), rel=1e-9)
     assert torch.equal(made.coordinates, u)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.001, 1.1, 1.25, 4 / 3, 1.5, 1.75, 1.9, 1.999])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_proximal_step_is_the_least_of_all(p, dtype):
+    """Against a bounded scalar search, and against its own condition over twenty decades."""
+    size, pull = 0.7, Pull(p)
+    for t in (-30.0, -1.3, -0.7, -0.2, 0.01, 0.5, 0.71, 2.0, 900.0):
+        kept = t - float(pull(torch.tensor([t], dtype=dtype), size))
+
+        def cost(x, t=t):
+            return size ** (2 - p) * abs(x) ** p / p + (x - t) ** 2 / 2
+
+        found = scipy.optimize.minimize_scalar(cost, bounds=(-1000, 1000), method="bounded", options={"xatol": 1e-10})
+        assert cost(kept) <= min(found.fun, cost(0.0), cost(t)) * (1 + 1e-5) + 1e-12
+    t = torch.logspace(-11, 6.8, 5000, dtype=F64).to(dtype)
+    held = pull(-t, size)
+    assert bool((held <= 0).all())
+    assert bool((-held <= t).all())
+    assert bool(((t + held).double().diff() >= -2e-6 * t[1:].double()).all())  # monotone, to rounding
+    if p > 1:
+        y, x = -held.double() / size, t.double() / size
+        torch.testing.assert_close(y + y ** (1 / (p - 1)), x, rtol=1e-5 / (p - 1), atol=0)
+
+
+def test_a_pull_beyond_its_table_is_a_share_all_the_same():
+    pull = Pull(1.5)
+    t = torch.tensor([0.0, 1e-30, 1e30, -1e30, math.inf])
+    assert bool((pull(t, 1.0)[:4].abs() <= t[:4].abs()).all())
+    assert pull(t, 1.0)[0] == 0
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 1.1, 1.25, 1.5, 1.75, 2.0])
+def test_powers_by_square_roots(p):
+    x = torch.cat([torch.zeros(1, dtype=F64), torch.logspace(-9, 9, 50, dtype=F64)])
+    torch.testing.assert_close(powers_(x.clone(), p), x**p, rtol=1e-13, atol=0)
+
+
+@pytest.mark.parametrize("p", [1.0, 1.1, 1.25, 1.5, 1.75, 1.95])
+@pytest.mark.parametrize(("n", "d", "rank", "seed"), [(60, 12, 3, 0), (80, 30, 15, 1), (12, 40, 4, 2)])
+def test_both_solvers_end_alike(p, n, d, rank, seed):
+    a = draw(n, rank, seed) @ draw(rank, d, seed + 10) + draw(n, d, seed + 20)
+    admm, irls = (
+        entrywise_low_rank(a, rank, p=p, solver=solver, tolerance=1e-6, max_iterations=1500)
+        for solver in ("admm", "irls")
+    )
+    assert admm.converged
+    assert admm.error <= 1.01 * irls.error
+
+
+@pytest.mark.parametrize("p", [1.25, 1.5, 1.75])
+def test_admm_rests_where_the_gradient_vanishes(p):
+    """For p > 1 the sum is smooth: U' and V' times the slopes are zero at a minimum."""
+    a = draw(40, 10, 40)
+    made = entrywise_low_rank(a, 3, p=p, solver="admm", tolerance=1e-9, max_iterations=5000)
+    rest = a - made.coordinates @ made.basis
+    slopes = rest.abs().pow(p - 1) * rest.sign()
+    size = float(slopes.norm())
+    assert float((slopes @ made.basis.T).norm()) < 2e-2 * size
+    lengths = made.coordinates.norm(dim=0)
+    assert float((slopes.T @ (made.coordinates / lengths)).norm()) < 2e-2 * size
+    start = Factors(*(lambda svd: (svd.coordinates, svd.basis))(truncated_svd(a, 3))).error(TensorRows(a), p)
+    assert made.error < start
 
 
 @settings(max_examples=40, deadline=None)

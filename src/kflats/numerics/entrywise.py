@@ -5,7 +5,7 @@
 Single wrong entries pull a squared error by their square; at p = 1 they count no more than how many they are. The
 problem is not convex (and NP-hard for p = 1: Gillis & Vavasis 2018): both solvers start from the SVD, or from that of
 the matrix with its far entries held back (``winsor``) where its sum is lower, and return the lowest sum they saw:
-``entrywise_admm`` (p = 1), ``entrywise_irls`` (any p).
+``entrywise_admm`` (1 <= p < 2), ``entrywise_irls`` (any p).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def entrywise_low_rank(
     p: float = 1.0,
     solver: Solver = "irls",
     weights: Tensor | None = None,
-    tolerance: float = 1e-4,
-    max_iterations: int = 200,
+    tolerance: float = 2e-5,
+    max_iterations: int = 300,
     progress: Progress | None = None,
 ) -> EntrywiseFit:
     """A local minimum of  sum_i w_i sum_j |A - U V|_ij^p  below the SVD.
@@ -78,19 +78,20 @@ def entrywise_low_rank(
         matrix: (n, d), a tensor or any ``Rows``; read in blocks.
         rank: 1..min(n, d).
         p: 0 < p <= 2. 1 forgets outliers already; below 1 the start matters more; 2 is the SVD, without iterations.
-        solver: "irls" for any p. "admm" for p = 1: as low on trained tables in a fifth of the time; where entries are
-            grossly wrong it ends a few per cent farther from the truth.
+        solver: "irls" for any p. "admm" for 1 <= p < 2: as low on trained tables or lower in a fraction of the time;
+            where entries are grossly wrong it ends a few per cent farther from the truth. Below 1 its step of |x|^p
+            jumps: a problem that is not convex inside another one.
         weights: (n,) w_i >= 0; rows of weight 0 judge nothing and get their projection.
         tolerance: stop when an iteration lowers the sum by less than this share, over the last ten.
         max_iterations: never more.
 
     An iteration of ADMM costs 2 n d (d + 2 r) operations and an eigenproblem of the smaller side, one of IRLS
-    about 40 n d r; both are matrix products. Memory beside the source: one table n x d of its type (where n < d a
-    second one) and four of n x r. Choose it where single entries may be wrong, or where absolute errors are what
+    about 40 n d r; both are matrix products. Memory beside the source: a table n x d of its type, for ADMM two (where
+    n < d one more), and four of n x r. Choose it where single entries may be wrong, or where absolute errors are what
     counts; where whole rows are wrong, ``robust_subspace``. Limit: outliers must be few in each row and column.
 
     Raises:
-        KflatsError: p outside (0, 2], ADMM for another p than 1, NaN or infinity, a rank outside 1..min(n, d),
+        KflatsError: p outside (0, 2], ADMM for p < 1, NaN or infinity, a rank outside 1..min(n, d),
             unusable weights, or a row so long that the others are rounding beside it.
 
     >>> a = torch.outer(torch.arange(1.0, 9.0), torch.ones(6))
@@ -117,7 +118,7 @@ def entrywise_low_rank(
     if chosen == "svd":
         found = replace(begun, converged=True)
     elif chosen == "admm":
-        found = admm(inside, begun, tolerance, max_iterations, progress, entries=scaled.entries)
+        found = admm(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries)
     else:
         found = irls(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries)
     coordinates, basis = (found.basis.T, found.coordinates.T) if scaled.turned else (found.coordinates, found.basis)
@@ -205,8 +206,12 @@ def _checked_solver(p: float, solver: str) -> str:
         )
     if solver not in ("irls", "admm"):
         raise KflatsError(f"no solver is called {solver!r}", hint='"irls" or "admm"')
-    if solver == "admm" and p != 1:
-        raise KflatsError(f"ADMM is for p=1, not for p={p:g}", hint='solver="irls"')
+    if solver == "admm" and p < 1:
+        raise KflatsError(
+            f"ADMM is for 1 <= p < 2, not for p={p:g}",
+            cause="below 1 the step of |x|^p is no convex problem, and its answer jumps",
+            hint='solver="irls"',
+        )
     if p == 2:
         return "svd"
     return solver

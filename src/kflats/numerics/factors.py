@@ -27,7 +27,7 @@ class Factors:
         total = torch.zeros((), dtype=torch.float64, device=rows.device)
         for first, block in rows.blocks(BLOCK):
             rest = torch.addmm(block, self.coordinates[first : first + len(block)], self.basis, alpha=-1).abs_()
-            total += (rest if p == 1 else rest.pow_(p)).sum(dtype=torch.float64)
+            total += powers_(rest, p).sum(dtype=torch.float64)
         return float(total)
 
     def usual(self, rows: Rows) -> float:
@@ -38,6 +38,23 @@ class Factors:
         rest = (rows.take(index) - self.coordinates[index] @ self.basis).abs()
         rest = rest[rest > 0]
         return 2 * float(rest.median()) if len(rest) else 0.0
+
+
+def powers_(x: Tensor, p: float) -> Tensor:
+    """x^p of x >= 0, in place; quarters by square roots, which take a fifth of the time.
+
+    >>> powers_(torch.tensor([16.0]), 1.25).tolist(), powers_(torch.tensor([16.0]), 1.75).tolist()
+    ([32.0], [128.0])
+    """
+    if p == 1:
+        return x
+    if p not in (1.25, 1.5, 1.75):
+        return x.pow_(p)
+    half = x.sqrt()
+    if p == 1.5:
+        return x.mul_(half)
+    quarter = half.sqrt()
+    return x.mul_(quarter) if p == 1.25 else x.mul_(half).mul_(quarter)
 
 
 def size_of_errors(rows: Rows, start: Factors, mean: float) -> float:
