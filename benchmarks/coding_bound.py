@@ -25,7 +25,7 @@ from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.coding.gaussian_bound import bound_bits
 from kflats.numerics.coding.rotation import rotation_code
 from kflats.statistics import zipf_prior
-from kflats.storing import stored_bytes
+from kflats.streams import stored_bytes
 
 
 def error_share(found: Tensor, table: Tensor, weights: Tensor) -> float:

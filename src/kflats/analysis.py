@@ -125,7 +125,8 @@ def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
     if isinstance(matrix, CodedMatrix):
         labels = matrix.tensors().get("labels")
         rows = torch.zeros(matrix.shape[0], dtype=torch.int64) if labels is None else labels.cpu().to(torch.int64)
-        return rows, [(0, used) for used in matrix.used]
+        used = [how.used for how in matrix.readings]
+        return rows, list(zip(matrix.geometry.flat_of, used, strict=True))
     return torch.zeros(matrix.shape[0], dtype=torch.int64), [(0, matrix.weight.shape[1])]
 
 

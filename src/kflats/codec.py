@@ -143,19 +143,20 @@ class Transform:
 
         minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= budget
 
-    Stands on ``SVD()``, whose rank it chooses itself: axes that do not pay get no bits. Of a metric that couples rows
-    only the diagonal is used. Stored bytes are those of the entropy-coded file; in memory codes have a fixed rate,
+    Stands on ``SVD()``, whose rank it chooses itself: axes that do not pay get no bits; or on ``Flats(k)``, each flat
+    with axes of its own, for tables of many hundred times as many rows as columns. Of a metric that couples rows only
+    the diagonal is used. Stored bytes are those of the entropy-coded file; in memory codes have a fixed rate,
     which takes more.
 
     Args:
-        classes: rows are told apart by weight and shape into at most so many classes, 1 to 256.
+        classes: rows are told apart by weight and shape into at most so many classes, 1 to 256, of all flats together.
 
     Choose it wherever bytes on disk count: at every size it loses least.
     """
 
     classes: int = 32
 
-    methods: ClassVar[frozenset[str] | None] = frozenset({"SVD"})
+    methods: ClassVar[frozenset[str] | None] = frozenset({"SVD", "Flats"})
 
     def __post_init__(self) -> None:
         if isinstance(self.classes, bool) or not isinstance(self.classes, int) or not 1 <= self.classes <= 256:

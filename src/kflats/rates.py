@@ -25,7 +25,9 @@ from kflats.numerics.coding.encode import transform_codes
 from kflats.numerics.rows import Rows
 from kflats.problem import Problem
 from kflats.recipe import Recipe
-from kflats.storing import row_weights, store, stored_bytes
+from kflats.storing import store
+from kflats.streams import stored_bytes
+from kflats.transforming import row_weights
 from kflats.weighting import Weighting
 
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps

@@ -76,6 +76,9 @@ class Recipe:
                 hint=" or ".join(f"{name}()" for name in sorted(stands_on)) + " as the method",
             )
 
+        if isinstance(self.method, methods.Flats) and isinstance(self.codec, codec.Transform):
+            _check_coded_flats(self.method)
+
     @property
     def is_dense(self) -> bool:
         """Whether the weight stays as it is."""
@@ -89,6 +92,16 @@ class Recipe:
     def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
         """The type of all floating-point numbers that are stored: where there are integers, of their scales."""
         return (self.codec if isinstance(self.codec, Float) else Float()).torch_dtype(original)
+
+
+def _check_coded_flats(method: methods.Flats) -> None:
+    kept = {name: getattr(method, name) for name in ("k", "start", "restarts", "tolerance", "max_iterations")}
+    if method != methods.Flats(**kept):
+        raise KflatsError(
+            f"Transform cannot store what {brief(method)} makes",
+            cause="its bits take the place of ranks, levels and exact rows, and errors are squared",
+            hint="Flats(k=...), with start, restarts, tolerance and max_iterations if need be",
+        )
 
 
 def as_recipe(value: Any) -> Recipe:

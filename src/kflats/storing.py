@@ -15,23 +15,20 @@ import torch
 from torch import Tensor
 
 from kflats.codec import Codes, Int4, Int8, Rotation, Transform
-from kflats.errors import KflatsError
+from kflats.methods import SVD, Flats
 from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_integers, from_transform
+from kflats.nn.coded_build import from_integers
 from kflats.nn.coded_geometry import CodedGeometry
 from kflats.numerics.coding.absmax import absmax_code
-from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.coding.rotation import rotation_code
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
-from kflats.one_flat import SVD
 from kflats.problem import Factored, Problem, check_accepts, refuse_bytes
 from kflats.recipe import Recipe, brief
-from kflats.streams import encode
-from kflats.weighting import Weighting
+from kflats.streams import stored_bytes
+from kflats.transforming import transformed
 
 TRANSFORM_ACCEPTS = frozenset({"rows", "left", "right"})
-_TRIES = 6
 _LEAST_RANK = 1
 _HEAD = 160
 """Bytes that a stream's head takes beside what it holds, at most; small matrices have nothing to save them with."""
@@ -50,16 +47,6 @@ def accepted(recipe: Recipe) -> frozenset[str]:
 def has_any_size(recipe: Recipe) -> bool:
     """Whether codes can be made as large as is wanted, within a hundredth."""
     return isinstance(recipe.codec, Transform)
-
-
-def stored_bytes(matrix: CodedMatrix) -> int:
-    """Bytes that a file holds of ``matrix``: its integers as a stream, and the floating-point tensors.
-
-    Raises:
-        KflatsError: ``constriction`` is not installed.
-    """
-    floats = sum(t.numel() * t.element_size() for t in matrix.tensors().values() if t.is_floating_point())
-    return len(encode(matrix)) + floats
 
 
 def fixed_bytes(codec: Codes, shape: tuple[int, int], itemsize: int, rank: int | None = None) -> int:
@@ -118,7 +105,8 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
     codec, weighting = recipe.codec, problem.weighting
     check_accepts(brief(codec), accepted(recipe), weighting)
     if isinstance(codec, Transform):
-        matrix = _transformed(codec, problem, dtype)
+        assert isinstance(recipe.method, SVD | Flats)
+        matrix = transformed(recipe.method, codec, problem, dtype)
     elif isinstance(codec, Rotation):
         matrix = _rotated(codec, problem, dtype)
     elif _is_pair(recipe):
@@ -128,35 +116,8 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
     return Factored(matrix, (), time.perf_counter() - start, stored_bytes=stored_bytes(matrix))
 
 
-def row_weights(weighting: Weighting) -> Tensor | None:
-    """(n,) how much the error of each row counts where errors of different rows do not go together."""
-    left = weighting.left
-    return left if left is None or left.ndim == 1 else left.diagonal()
-
-
 def _is_pair(recipe: Recipe) -> bool:
     return isinstance(recipe.method, SVD)
-
-
-def _transformed(codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    """The code whose file is at most ``nbytes``: a container and the ends of blocks come on top of the code's own."""
-    weights, right = row_weights(problem.weighting), problem.weighting.right
-    aim = problem.nbytes
-    for _ in range(_TRIES):
-        code = transform_code(problem.rows, weights=weights, right=right, nbytes=aim, classes=codec.classes)
-        matrix = from_transform(code, dtype=dtype)
-        over = stored_bytes(matrix) - problem.nbytes
-        if over <= 0:
-            return matrix
-        # A code may lie anywhere in the last hundredth below its aim: the next must not come out higher in it.
-        aim = min(aim - over, code.stored_bytes) - over // 4 - 1
-        if aim < 1:
-            break
-    raise KflatsError(
-        f"a budget of {problem.nbytes:,} bytes cannot hold codes of this matrix",
-        cause=f"the container takes {over:,} bytes more",
-        hint="a larger budget, or fewer classes",
-    )
 
 
 def _rotated(codec: Rotation, problem: Problem, dtype: torch.dtype) -> CodedMatrix:

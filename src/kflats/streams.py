@@ -124,7 +124,7 @@ def _decode(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, Te
     if [layout.row_bytes for layout in layouts] != [row_bytes for _, row_bytes in geometry.classes]:
         raise KflatsError("the codes are those of another matrix", cause=DAMAGED, hint=AGAIN)
     if geometry.basis == "int8":
-        scales = head.array((1, r))[0]
+        scales = head.array((1, geometry.axes))[0]
         found["basis"] = _get_basis(head, geometry.shape[1], scales)
     models = [] if geometry.levels else models_of(head.tables())
     found["codes"] = torch.empty(geometry.shapes["codes"], dtype=torch.uint8)
@@ -143,6 +143,16 @@ def _decode(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, Te
     if head.left or body.left:
         raise KflatsError("the codes are followed by something else", cause=DAMAGED, hint=AGAIN)
     return found
+
+
+def stored_bytes(matrix: CodedMatrix) -> int:
+    """Bytes that a file holds of ``matrix``: its integers as a stream, and the floating-point tensors.
+
+    Raises:
+        KflatsError: ``constriction`` is not installed.
+    """
+    floats = sum(t.numel() * t.element_size() for t in matrix.tensors().values() if t.is_floating_point())
+    return len(encode(matrix)) + floats
 
 
 # Blocks -----------------------------------------------------------------------------------------

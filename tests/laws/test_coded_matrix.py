@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.nn import coded
+from kflats.nn import codes
 from kflats.nn.coded_build import from_integers, from_transform
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import CodedMatrix, matrix_from_spec
@@ -33,7 +33,9 @@ def made(
     scales: str = "class",
     groups: int = 1,
     basis: str = "identity",
+    flats: tuple[tuple[int, int], ...] = (),
     shifted: bool = False,
+    level_bits: bool = False,
     n: int = N,
     seed: int = 0,
     dtype: torch.dtype = F64,
@@ -44,7 +46,9 @@ def made(
     labels = labels[torch.randperm(n, generator=gen)]
     parts = []
     for c, rows in enumerate(counts):
-        widths = [max(0, most - c - (j * most) // (2 * max(1, r))) for j in range(r)]
+        widths = [most if level_bits else max(0, most - c - (j * most) // (2 * max(1, r))) for j in range(r)]
+        rank = [rank for count, rank in flats for _ in range(count)][c] if flats else r
+        widths = [width if j < rank else 0 for j, width in enumerate(widths)]
         top = (1 << torch.tensor(widths, dtype=torch.int64)) - 1
         part = (torch.rand(rows, r, generator=gen) * (top + 1)).floor().to(torch.int64)
         parts.append((part - (levels or top + 1) // 2).to(torch.int16))
@@ -58,13 +62,16 @@ def made(
     integers["contexts"] = integers["contexts"].to(torch.uint8)
     if shifted:
         integers["centers"] = torch.randint(-9, 9, (len(counts), r), generator=gen).to(torch.int16)
+        for c, rank in enumerate(rank for count, rank in flats for _ in range(count)):
+            integers["centers"][c, rank:] = 0
+    axes = sum(rank for _, rank in flats) if flats else r
     if basis == "int8":
-        floats["basis"] = torch.randint(-127, 128, (r, D), generator=gen).to(torch.int8)
-        floats["basis_scale"] = wide(r).to(dtype) / 64
+        floats["basis"] = torch.randint(-127, 128, (axes, D), generator=gen).to(torch.int8)
+        floats["basis_scale"] = wide(axes).to(dtype) / 64
     elif basis == "float":
-        floats["basis"] = (wide(r, D) - 0.5).to(dtype)
+        floats["basis"] = (wide(axes, D) - 0.5).to(dtype)
     weight = (wide((len(counts) if scales == "class" else n) * groups) + 0.1).to(dtype)
-    return from_integers(parts, labels, weight, scales=scales, groups=groups, **integers, **floats)
+    return from_integers(parts, labels, weight, scales=scales, groups=groups, flats=flats, **integers, **floats)
 
 
 TABLE: dict[str, Callable[..., CodedMatrix]] = {
@@ -75,6 +82,11 @@ TABLE: dict[str, Callable[..., CodedMatrix]] = {
     "transform": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", shifted=True),
     "transform wide": partial(made, counts=(20, 40), most=13, basis="int8"),
     "float basis": partial(made, counts=(20, 40), r=5, basis="float", groups=5),
+    "flats": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", flats=((2, 6), (1, 4), (1, 5)), shifted=True),
+    "float flats": partial(made, counts=(40, 20), r=3, basis="float", flats=((1, 1), (1, 3)), scales="row"),
+    "flats of nothing": partial(made, counts=(0, 40, 20), r=4, basis="int8", flats=((1, 4), (1, 0), (1, 2))),
+    "bytes": partial(made, most=8, scales="row", shifted=True, level_bits=True),
+    "half bytes": partial(made, counts=(30, 30), most=4, level_bits=True),
     "empty classes": partial(made, counts=(0, 50, 0, 10, 0), basis="int8"),
     "no bits": partial(made, counts=(30, 20, 10), most=1, r=4, basis="int8", shifted=True),
     "nothing at all": partial(made, counts=(30, 30), most=0, basis="int8"),
@@ -116,7 +128,16 @@ def definition(matrix: CodedMatrix) -> Tensor:
     if "basis" not in found:
         return table
     basis = found["basis"].to(table.dtype)
-    return table @ (basis * found["basis_scale"][:, None] if "basis_scale" in found else basis)
+    basis = basis * found["basis_scale"][:, None] if "basis_scale" in found else basis
+    if not geometry.flats:
+        return table @ basis
+    first, owner, out = 0, [f for f, (count, _) in enumerate(geometry.flats) for _ in range(count)], []
+    starts = [first := first + rank for _, rank in ((0, 0), *geometry.flats)]
+    for i, label in enumerate(labels):
+        flat = owner[label]
+        axes = basis[starts[flat] : starts[flat + 1]]
+        out.append(table[i, : len(axes)] @ axes)
+    return torch.stack(out)
 
 
 @pytest.mark.parametrize("bits", [0.7, 3.0])
@@ -150,7 +171,7 @@ def assert_same_gradients(matrix: nn.Module, ours: Tensor, theirs: Tensor, *inpu
 
 @pytest.mark.parametrize("tile", [2**20, 24, 1])
 def test_every_operation_is_that_of_the_dense_matrix(make, tile, monkeypatch):
-    monkeypatch.setattr(coded, "TILE", tile)
+    monkeypatch.setattr(codes, "TILE", tile)
     matrix = make()
     n, d = matrix.shape
     dense = definition(matrix)

@@ -6,12 +6,17 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import MAX_CLASSES, CodedGeometry
+from kflats.numerics.coding.flats import FlatsCode, common_contexts
 from kflats.numerics.coding.packing import Layout, layout_of, pack
 from kflats.numerics.coding.transform import TransformCode
+
+_ALIGNED = 1.125
+"""How many times the bytes of the smallest layout one of equal columns may take."""
 
 
 def from_transform(code: TransformCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:
@@ -30,6 +35,39 @@ def from_transform(code: TransformCode, *, dtype: torch.dtype = torch.float32) -
         shrink=code.shrink.to(dtype),
         basis=code.basis,
         basis_scale=(code.basis_scale / shift).to(dtype),
+    )
+
+
+def from_flats(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:
+    """The matrix of a ``FlatsCode``: the classes of all flats, one after the other.
+
+    Raises:
+        KflatsError: as ``from_transform``; more than 256 classes.
+    """
+    codes, shared = code.codes, common_contexts(code.codes)
+    if len(codes) == 1:
+        return from_transform(codes[0], dtype=dtype)
+    rank, labels, first = max(one.rank for one in codes), torch.empty(len(code.flats), dtype=torch.int64), 0
+    for flat, one in enumerate(codes):
+        labels[code.members(flat)] = one.labels.to(torch.int64) + first
+        first += len(one.levels)
+    steps, scales = (torch.cat([getattr(one, name) for one in codes]) for name in ("steps", "basis_scale"))
+    shift = _balance(steps, scales)
+
+    def wide(values: Tensor) -> Tensor:
+        return F.pad(values, (0, rank - values.shape[1]))
+
+    contexts = [of[one.contexts.to(torch.int64)] for of, one in zip(shared.of, codes, strict=True)]
+    return from_integers(
+        [wide(levels) for one in codes for levels in one.levels],
+        labels,
+        (steps * shift).to(dtype),
+        centers=torch.cat([wide(one.centers) for one in codes]),
+        contexts=torch.cat([wide(of) for of in contexts]).to(torch.uint8),
+        shrink=shared.shrink.to(dtype),
+        basis=torch.cat([one.basis for one in codes]),
+        basis_scale=(scales / shift).to(dtype),
+        flats=tuple((len(one.levels), one.rank) for one in codes),
     )
 
 
@@ -60,6 +98,7 @@ def from_integers(
     groups: int = 1,
     basis: Tensor | None = None,
     basis_scale: Tensor | None = None,
+    flats: tuple[tuple[int, int], ...] = (),
 ) -> CodedMatrix:
     """Pack the integers of each class, (n_c, r), at the smallest fixed rate.
 
@@ -67,8 +106,8 @@ def from_integers(
         integers: of every class, its rows by row number; -(L // 2) and up where there are L ``levels``.
         labels: (n,) the class of each row; None for one class.
         weight: scales, flat: (class or row) x group, of the type that all floating-point parts get.
-        centers, contexts, shrink, levels, scales, groups, basis, basis_scale: as ``CodedMatrix``; zeros, or absent,
-            by default.
+        centers, contexts, shrink, levels, scales, groups, basis, basis_scale, flats: as ``CodedMatrix``; zeros, or
+            absent, by default.
 
     Raises:
         KflatsError: sizes that do not fit, scales that are not finite, or integers beyond 15 bits.
@@ -82,7 +121,7 @@ def from_integers(
     if not bool(torch.isfinite(weight).all()):
         raise KflatsError("scales that are not finite", cause=f"values beyond the range of {weight.dtype}")
     r, dtype, count = integers[0].shape[1], weight.dtype, len(integers)
-    layouts = [_centered(part) for part in integers]
+    layouts = [_centered(part) if flats else _aligned(_centered(part)) for part in integers]
     zeros = torch.zeros(count, r, dtype=torch.int16)
     kept = {
         "weight": weight.reshape(-1),
@@ -112,6 +151,7 @@ def from_integers(
         scales=scales,
         groups=groups,
         basis=kind,
+        flats=flats,
     )
     return CodedMatrix(geometry, kept)
 
@@ -124,3 +164,13 @@ def _centered(integers: Tensor) -> Layout:
     middle = -((1 << found.bits.to(torch.int64)) // 2)
     fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << found.bits.to(torch.int64)))
     return Layout(found.bits, torch.where(fits, middle, found.low.to(torch.int64)).to(torch.int16))
+
+
+def _aligned(found: Layout) -> Layout:
+    """Half bytes or bytes for all columns, where that takes little more: they are read several times as fast."""
+    width = int(found.bits.max()) if found.bits.numel() else 0
+    if width not in (4, 8) or found.bits.numel() % 2 or found.bits.numel() * width > _ALIGNED * 8 * found.row_bytes:
+        return found
+    low = torch.where(found.bits < width, torch.full_like(found.low, -(1 << width - 1)), found.low)
+    inside = (found.low >= low) & (found.low + (1 << found.bits.to(torch.int64)) <= low + (1 << width))
+    return Layout(torch.full_like(found.bits, width), torch.where(inside, low, found.low))

@@ -33,6 +33,8 @@ class CodedGeometry:
         scales: "class" or "row": whose scales ``weight`` holds.
         groups: scales a class or row has; each serves r / groups columns.
         basis: "int8", "float", or "identity" (none is stored).
+        flats: (classes, rank) of each flat that has rows of the basis of its own: the first flat the first classes and
+            rows, and so on; ``rank`` is then the largest. Empty where all classes share one basis.
 
     Raises:
         KflatsError: sizes that no matrix has.
@@ -49,6 +51,7 @@ class CodedGeometry:
     scales: str = "class"
     groups: int = 1
     basis: str = "identity"
+    flats: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         n, d = self.shape
@@ -69,8 +72,35 @@ class CodedGeometry:
             problem = f"scales {self.scales!r}, basis {self.basis!r}"
         elif self.groups < 1 or self.rank % self.groups:
             problem = f"{self.groups} groups of {self.rank} columns"
+        elif self.flats and not self._flats_fit():
+            problem = f"flats {self.flats[:8]} of {len(self.classes)} classes, rank {self.rank}, basis {self.basis!r}"
         if problem:
             raise KflatsError(f"impossible coded matrix: {problem}", cause=_DAMAGED)
+
+    def _flats_fit(self) -> bool:
+        counts, ranks = zip(*self.flats, strict=True)
+        whole = min(counts) >= 1 and sum(counts) == len(self.classes)
+        return whole and min(ranks) >= 0 and max(ranks) == self.rank and self.basis != "identity"
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """(classes, rank) of each flat, be there one or several."""
+        return self.flats or ((len(self.classes), self.rank),)
+
+    @property
+    def axes(self) -> int:
+        """Rows of the basis: the ranks of all flats."""
+        return sum(rank for _, rank in self.parts)
+
+    @property
+    def flat_of(self) -> tuple[int, ...]:
+        """The flat of each class."""
+        return tuple(flat for flat, (count, _) in enumerate(self.parts) for _ in range(count))
+
+    @property
+    def rank_of(self) -> tuple[int, ...]:
+        """Of each class, the rank of its flat."""
+        return tuple(rank for count, rank in self.parts for _ in range(count))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -88,9 +118,9 @@ class CodedGeometry:
             found["labels"] = (n,)
         found |= {"levels": (self.levels,)} if self.levels else {"shrink": (self.contexts,)}
         if self.basis != "identity":
-            found["basis"] = (r, d)
+            found["basis"] = (self.axes, d)
         if self.basis == "int8":
-            found["basis_scale"] = (r,)
+            found["basis_scale"] = (self.axes,)
         return found
 
     def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
@@ -112,6 +142,7 @@ class CodedGeometry:
             "scales": self.scales,
             "groups": self.groups,
             "basis": self.basis,
+            "flats": [list(sizes) for sizes in self.flats],
         }
 
 
@@ -125,7 +156,7 @@ INTEGERS = {
 }
 """Types of the stored integers; a basis may be one besides."""
 
-FIELDS = {"kind", "version", "shape", "rank", "classes", "contexts", "levels", "scales", "groups", "basis"}
+FIELDS = {"kind", "version", "shape", "rank", "classes", "contexts", "levels", "scales", "groups", "basis", "flats"}
 
 
 def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
@@ -144,8 +175,12 @@ def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
     if len(spec["classes"]) > MAX_CLASSES:
         raise KflatsError(f"more than {MAX_CLASSES} classes", cause=_DAMAGED)
     classes = tuple((read_count(rows), read_count(row_bytes)) for rows, row_bytes in spec["classes"])
-    counts = {name: read_count(spec[name]) for name in ("rank", "contexts", "levels", "groups")}
-    return CodedGeometry((n, d), classes=classes, scales=spec["scales"], basis=spec["basis"], **counts)
+    if len(spec["flats"]) > MAX_CLASSES:
+        raise KflatsError(f"more than {MAX_CLASSES} flats", cause=_DAMAGED)
+    flats = tuple((read_count(count), read_count(rank)) for count, rank in spec["flats"])
+    counts: dict[str, Any] = {name: read_count(spec[name]) for name in ("rank", "contexts", "levels", "groups")}
+    words = {"scales": spec["scales"], "basis": spec["basis"]}
+    return CodedGeometry((n, d), classes=classes, flats=flats, **words, **counts)
 
 
 def contradiction(geometry: CodedGeometry, found: dict[str, Tensor]) -> str:
@@ -159,6 +194,10 @@ def contradiction(geometry: CodedGeometry, found: dict[str, Tensor]) -> str:
         return "the bits of the columns do not add up to the bytes of a row"
     if not bits.numel():
         return ""
+    ranks = torch.tensor(geometry.rank_of, device=bits.device).unsqueeze(1)
+    beyond = torch.arange(geometry.rank, device=bits.device) >= ranks
+    if bool(((bits != 0) | (low != 0) | (found["centers"] != 0))[beyond].any()):
+        return "a class has more columns than its flat"
     if int(bits.max()) > MOST_BITS:
         return f"a column of more than {MOST_BITS} bits"
     if int(found["contexts"].max()) >= geometry.contexts:

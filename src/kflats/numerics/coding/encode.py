@@ -13,29 +13,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.numerics.coding.basis import CodedBasis
-from kflats.numerics.coding.frame import Frame, Source, source_of
-from kflats.numerics.coding.quantizers import TRADE, Quantizer, design
-from kflats.numerics.coding.transform import TransformCode, label_bits, side_bytes
+from kflats.numerics.coding.frame import Source, source_of
+from kflats.numerics.coding.sizing import at_size, at_step, estimate
+from kflats.numerics.coding.transform import TransformCode
 from kflats.numerics.rows import Rows, as_rows, check_finite, check_weights
 
-_PASSES = 3
-"""Quantise, redesign, quantise, ...: after the third pass the size changes by less than .1 %."""
-_TRIES = 12
-"""Corrections of the step, at most: on the sample, and again on all rows."""
 _ROWS_A_CLASS = 96
 """Fewer rows than that do not pay for a class of their own, nor for looking."""
-_WINDOW = 0.99
-"""A budget counts as met from this share of it on."""
-_AIM = 0.996
-_BASIS_ROW = 8 * 5
-"""Bits a basis row costs beside its levels: its scale and which distribution it follows."""
 
 
 def transform_code(
@@ -81,8 +69,8 @@ def transform_code(
     check_weights(weights, n)
     budget = int(value) if kind == "nbytes" else int(value * n * d / 8)
     target = (kind, value) if kind == "step" else ("bits", 8 * budget / (n * d))
-    source = _classed(source_of(rows, weights, right, target), classes)
-    return _at_step(source, value) if kind == "step" else _at_budget(source, budget)
+    source = classed(source_of(rows, weights, right, target), classes)
+    return at_step(source, value) if kind == "step" else at_size((source,), budget)[0]
 
 
 def transform_codes(
@@ -111,10 +99,10 @@ def transform_codes(
     check_finite(rows)
     check_weights(weights, rows.shape[0])
     middle = sorted(steps)[len(steps) // 2]
-    source = _classed(source_of(rows, weights, right, ("step", middle)), classes)
+    source = classed(source_of(rows, weights, right, ("step", middle)), classes)
     for step in steps:
         if step >= source.finest:
-            yield _at_step(source, step)
+            yield at_step(source, step)
 
 
 def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple[str, float]:
@@ -127,137 +115,11 @@ def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple
     return name, float(value)
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    """``size`` bytes of all rows at ``step``, how many symbols are not 0, their ``price`` (bits and the error at its
-    trade for bits), and the basis that pays, by a sample."""
-
-    step: float
-    size: float
-    live: float
-    price: float
-    basis: CodedBasis
-
-
-def _estimate(source: Source, scale: Tensor, step: float) -> _Estimate:
-    basis = source.code_axes(step)
-    frame = source.frame(basis, step)
-    quantizer: Quantizer | None = None
-    for _ in range(_PASSES):
-        tally, _ = frame.survey(quantizer)
-        quantizer = design(tally, scale=scale)
-    assert quantizer is not None
-    cost, each = tally.prices(quantizer), scale.unsqueeze(1)
-    error = tally.errors(quantizer)
-    # A centre other than 0 is lost with its direction.
-    whole = tally.uu + tally.rows.unsqueeze(1) * frame.centers.square()
-    gain = ((whole - error - TRADE * cost) * each).sum(0)
-    pays = gain > TRADE * (basis.bits + _BASIS_ROW)
-    kept = pays.nonzero().squeeze(1)
-    basis = basis.kept(kept)
-    sizes = torch.bincount(source.labels, minlength=len(scale)) * scale
-    total = float((cost[:, kept] * each).sum() + basis.bits.sum()) + label_bits(sizes)
-    centers, contexts = frame.centers[:, kept], quantizer.contexts[:, kept]
-    live = float((tally.knots[:, kept, 1:].sum(2) * each).sum())
-    size = total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables)
-    left = float((torch.where(pays, error, whole) * each).sum())
-    return _Estimate(step, size, live, 8 * size + left / TRADE, basis)
-
-
-def _classed(source: Source, classes: int) -> Source:
+def classed(source: Source, classes: int) -> Source:
     """The source with those classes that cost least, error and bytes together, at the step where the search begins."""
     classes = min(classes, max(1, len(source.labels) // _ROWS_A_CLASS))
     if source.first_step == 0 or classes == 1:
         return source
     ways = source.candidates(classes)
     step = max(source.first_step, *(way.finest for way in ways))
-    return ways[min(range(len(ways)), key=lambda i: _estimate(*ways[i].sample(), step).price)]
-
-
-def _designed(frame: Frame) -> Quantizer:
-    quantizer = design(frame.survey(None)[0])
-    for _ in range(_PASSES - 2):
-        quantizer = design(frame.survey(quantizer)[0])
-    return quantizer
-
-
-def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
-    tally, levels = frame.survey(quantizer, keep=True)
-    final, basis = design(tally, kill=False), frame.basis
-    return TransformCode(
-        labels=frame.source.labels.to(torch.uint8),
-        levels=levels,
-        steps=frame.steps,
-        centers=frame.centers.to(torch.int16),
-        contexts=final.contexts.to(torch.uint8),
-        tables=final.tables,
-        shrink=final.shrink,
-        basis=basis.levels,
-        basis_scale=basis.scale,
-        basis_contexts=basis.contexts,
-        basis_tables=basis.tables,
-    )
-
-
-def _at_step(source: Source, step: float) -> TransformCode:
-    sample, scale = source.sample()
-    frame = source.frame(_estimate(sample, scale, step).basis, step)
-    return _code(frame, _designed(frame))
-
-
-def _at_budget(source: Source, budget: int) -> TransformCode:
-    found = _search(source, budget)
-    step, finest = found.step, source.finest
-    # One quantizer for all tries: the size is then a falling function of the step.
-    quantizer = _designed(source.frame(found.basis, step))
-    best: TransformCode | None = None
-    low, high = 0.0, math.inf  # the coarsest step known to be too fine, the finest known to fit
-    for _ in range(_TRIES):
-        code = _code(source.frame(found.basis, step), quantizer)
-        size = code.stored_bytes
-        if size <= budget:
-            if best is None or size > best.stored_bytes:
-                best = code
-            high = min(high, step)
-            if size >= _WINDOW * budget or step <= finest * 1.01 or not code.rank:
-                break
-        else:
-            low = max(low, step)
-        # Bits fall by about one a live coordinate for each doubling of the step.
-        live = sum(float((q != 0).sum()) for q in code.levels) + 1.0
-        step = max(finest, step * 2 ** max(-1.0, min(1.0, 8 * (size - _AIM * budget) / live)))
-        if not low < step < high:
-            step = math.sqrt(low * high) if low > 0 and high < math.inf else min(step, high / 1.1)
-    if best is None:
-        raise KflatsError(f"no step was found whose code has {budget} bytes", hint="another budget")
-    return best
-
-
-def _search(source: Source, budget: int) -> _Estimate:
-    """The step whose size, by a sample, is the budget within half a percent: false position on the logarithms."""
-    sample, scale = source.sample()
-    # So coarse that not one coordinate is coded: what is left is what every code needs.
-    coarse = _estimate(sample, scale, 64 * source.reach if source.reach > 0 else 1.0)
-    if coarse.size > budget:
-        raise KflatsError(
-            f"{budget} bytes are fewer than the {math.ceil(coarse.size)} that labels and scales alone need",
-            hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
-        )
-    if source.reach == 0:
-        return coarse
-    least = low = math.log2(source.finest)
-    high, found = math.log2(coarse.step), coarse
-    at = max(low, math.log2(max(source.first_step, 1e-300)))
-    for _ in range(_TRIES):
-        found = _estimate(sample, scale, 2.0**at)
-        if abs(found.size - budget) <= 0.005 * budget or (found.size <= budget and at <= least):
-            break
-        low, high = (low, at) if found.size <= budget else (at, high)
-        # A live coordinate loses about one bit for each doubling of its step.
-        move = 8 * (found.size - budget) / max(found.live, 1.0)
-        at += max(-2.0, min(2.0, move))
-        if not low < at < high:
-            at = (low + high) / 2 if low > least or found.size > budget else least
-        if high - low < 1e-3:
-            break
-    return found
+    return ways[min(range(len(ways)), key=lambda i: estimate(*ways[i].sample(), step).price)]

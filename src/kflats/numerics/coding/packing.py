@@ -124,15 +124,20 @@ def places_of(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def read_codes(packed: Tensor, starts: Tensor, shifts: Tensor, masks: Tensor, span: int = 3) -> Tensor:
-    """(m, row_bytes) uint8 -> (k, m) int32, the codes of the k columns that lie at ``starts`` (see ``places_of``).
+    """(m, row_bytes) uint8 -> (k, m), the codes of the k columns that lie at ``starts`` (see ``places_of``).
 
-    ``span`` is in how many bytes a code may lie, 3 at most.
+    ``span`` is in how many bytes a code may lie, 3 at most; up to 2, codes are int16, and int32 otherwise.
     """
     # Columns first: the gather then moves whole blocks. Columns of 0 bits may begin where the row ends.
-    size = packed.shape[1]
-    found = torch.zeros(size + span, len(packed), dtype=torch.int32, device=packed.device)
+    size, kind = packed.shape[1], torch.int16 if span <= 2 else torch.int32
+    found = torch.empty(size + span, len(packed), dtype=kind, device=packed.device)
     found[:size] = packed.T
+    found[size:] = 0
     words = found[: size + 1]
-    for byte in range(1, span):
-        words = words | (found[byte : byte + size + 1] << 8 * byte)
-    return words.index_select(0, starts).bitwise_right_shift_(shifts.unsqueeze(1)).bitwise_and_(masks.unsqueeze(1))
+    if span > 1:
+        words = words | (found[1 : size + 2] << 8)
+    if span > 2:
+        words |= found[2 : size + 3] << 16
+    # A sign that a shift to the right draws in lies above every mask.
+    columns = words.index_select(0, starts)
+    return columns.bitwise_right_shift_(shifts.to(kind).unsqueeze(1)).bitwise_and_(masks.to(kind).unsqueeze(1))

@@ -1,0 +1,78 @@
+"""Packed integers of one class as numbers, in as few passes over them as their layout allows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kflats.numerics.coding.packing import read_codes
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a class are read.
+
+    ``used``: how many leading columns can be other than zero; ``span``: bytes that a code may lie in; ``width``: 4 or
+    8 where every column of a row has so many bits, 0 elsewhere; ``centered``: whether a center is other than zero.
+    """
+
+    used: int
+    span: int
+    width: int
+    centered: bool
+
+
+def reading_of(bits: Tensor, low: Tensor, centers: Tensor, shifts: Tensor, levels: int) -> Reading:
+    """How a class of this layout, (r,) each, is read; ``shifts`` as ``places_of`` gives them."""
+    moved = (bits > 0) | (low != 0) | (centers != 0) | bool(levels)
+    used = int(moved.nonzero().max()) + 1 if bool(moved.any()) else 0
+    span = max(1, int(((shifts + bits.to(torch.int32) + 7) >> 3).max())) if bits.numel() else 1
+    widths = set(bits.tolist())
+    same = len(widths) == 1 and used == len(bits)
+    width = widths.pop() if same and widths <= {4, 8} and len(bits) % 2 == 0 else 0
+    return Reading(used, span, width, bool((centers != 0).any()))
+
+
+def integers(packed: Tensor, fields: Tensor, how: Reading, dtype: torch.dtype) -> Tensor:
+    """(m, bytes) -> (columns in use, m) integers as numbers of ``dtype``; ``fields`` (4, r): as ``CodedMatrix`` has."""
+    starts, shifts, masks, low = fields[:, : how.used]
+    if not how.width:
+        codes = read_codes(packed, starts, shifts, masks, how.span)
+        return codes.to(dtype).add_(low.to(dtype).unsqueeze(1))
+    if how.width == 4:
+        packed = torch.stack([packed & 15, packed >> 4], dim=-1).view(len(packed), -1)
+    return packed.to(dtype).add_(low.to(dtype)).T
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows at places ``first``, ... of one class of one flat: coordinate j of row i is
+
+        rows_i columns_j (numbers_ji + centers_j)          factors of 1 and centers of 0 are None
+
+    ``numbers`` (columns in use, m). Products leave the factors to their inputs or results, which are smaller.
+    """
+
+    flat: int
+    first: int
+    numbers: Tensor
+    rows: Tensor | None
+    columns: Tensor | None
+    centers: Tensor | None
+
+    def as_type(self, dtype: torch.dtype) -> Tile:
+        """For products in ``dtype``; half types hold the sums of coordinates, but not those of integers."""
+        if dtype == self.numbers.dtype:
+            return self
+        if dtype.itemsize < 4:
+            return Tile(self.flat, self.first, self.whole().to(dtype), None, None, None)
+        others = (None if t is None else t.to(dtype) for t in (self.rows, self.columns, self.centers))
+        return Tile(self.flat, self.first, self.numbers.to(dtype), *others)
+
+    def whole(self) -> Tensor:
+        """(columns in use, m), all factors in it."""
+        found = self.numbers if self.centers is None else self.numbers + self.centers.unsqueeze(1)
+        found = found if self.columns is None else found * self.columns.unsqueeze(1)
+        return found if self.rows is None else found * self.rows
