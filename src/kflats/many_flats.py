@@ -91,8 +91,9 @@ error=Squared(), coreset=None)
             raise KflatsError(
                 f"levels={self.levels} with {self.ranks} ranks is not possible", hint='1 to 256, above 1 with "filled"'
             )
-        if self.restarts < 1 or self.max_iterations < 1 or not 0 <= self.tolerance < 1:
-            raise KflatsError("restarts and max_iterations start at 1, tolerance lies in [0, 1)")
+        number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
+        if self.restarts < 1 or self.max_iterations < 1 or not number or not 0 <= self.tolerance < 1:
+            raise KflatsError("restarts and max_iterations start at 1, tolerance is a number in [0, 1)")
         if not isinstance(self.error, Loss | EntryPower):
             raise KflatsError(
                 f"Flats has no error {self.error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)"

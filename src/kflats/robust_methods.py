@@ -265,5 +265,6 @@ def _check_power(name: str, p: float, largest: float) -> None:
 
 
 def _check_iterations(name: str, tolerance: float, limit: int) -> None:
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1 or not 0 <= tolerance < 1:
-        raise KflatsError(f"{name}: max_iterations is a whole number from 1, tolerance lies in [0, 1)")
+    number = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1 or not number or not 0 <= tolerance < 1:
+        raise KflatsError(f"{name}: max_iterations is a whole number from 1, tolerance a number in [0, 1)")

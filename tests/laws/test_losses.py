@@ -164,6 +164,9 @@ def test_unknown_units_and_names_are_refused_and_medians_need_data():
     for name in ("", "l7", "power", "power x", "squared 2", "huber", "huber 1 median 2"):
         with pytest.raises(KflatsError, match="no loss is called"):
             from_name(name)
+    for name in (None, 1, b"power 1", ["power", "1"]):
+        with pytest.raises(KflatsError, match="no loss is called"):
+            from_name(name)
     with pytest.raises(KflatsError, match="no unit 'mean'"):
         from_name("truncated 1 mean")
     for loss in (Huber(1.0, "median"), Truncated(1.0, "median")):

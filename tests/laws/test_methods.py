@@ -380,6 +380,8 @@ def test_rows_that_weigh_enough_are_kept_as_they_are():
         (lambda: Flats(restarts=0), "restarts"),
         (lambda: Flats(max_iterations=0), "max_iterations"),
         (lambda: Flats(tolerance=-1), "tolerance"),
+        (lambda: Flats(tolerance="x"), "tolerance"),
+        (lambda: Flats(tolerance=None), "tolerance"),
         (lambda: Flats(tolerance=float("nan")), "tolerance"),
         (lambda: KMeansSVD(k=0), "0 clusters"),
         (lambda: SVD(form="some"), "form='some'"),

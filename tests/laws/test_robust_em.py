@@ -18,7 +18,7 @@ from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, Shape
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.loss import FLOOR, Huber, Power, Squared, Truncated, absolute
-from kflats.numerics.robust_em import losses, reweighted, robust_em
+from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.starts import Start
 from kflats.numerics.subspace import robust_subspace
@@ -178,6 +178,26 @@ def test_outliers_of_any_size_leave_truncated_flats_there(size, dtype):
     if size == 100:
         assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(0.5))) <= 1.05 * alone
         assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(1))) > 3 * alone
+
+
+@pytest.mark.parametrize("size", [1e4, 1e6])
+def test_filled_ranks_begin_beside_power_one_as_well(size, monkeypatch):
+    """From the flats of Power(1) alone, which such outliers own, a fit ends with nearly all ranks spent on them."""
+    a, clean, _ = planted(0.03, size=size)
+
+    def lost(fit):
+        rows = TensorRows(a)
+        return float(distances_of(Cloud(rows, squared_norms(rows)), fit.bases, fit.labels)[clean].sum())
+
+    def made():
+        return fit_flats(a, 3, budget=2 * (len(a) + 48), error=Truncated(3.0, "median"))
+
+    both = made()
+    monkeypatch.setattr("kflats.numerics.fit._within_reach", lambda *_: False)
+    one = made()
+    assert both.error < 0.6 * one.error
+    assert lost(both) < 0.3 * lost(one)
+    assert both.ranks == (2, 2, 2)
 
 
 @pytest.mark.parametrize("loss", [Power(1), Huber(1.0, "median"), Power(0.5)], ids=str)

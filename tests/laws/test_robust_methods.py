@@ -303,6 +303,8 @@ def test_a_part_of_a_method_is_no_method(part):
         (lambda: Entrywise(solver="simplex"), "no solver 'simplex'"),
         (lambda: Entrywise(max_iterations=0), "max_iterations"),
         (lambda: Subspace(tolerance=1.0), "tolerance"),
+        (lambda: Subspace(tolerance="x"), "tolerance"),
+        (lambda: Entrywise(tolerance=None), "tolerance"),
         (lambda: Subspace("power 1"), "no error 'power 1'"),
         (lambda: Subspace(Lewis()), "no error Lewis"),
         (lambda: from_name("robust-svd", k=3), "robust-svd has no k.*p, ellipsoid, transposed"),

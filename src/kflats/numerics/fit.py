@@ -12,7 +12,7 @@ from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import Coreset, draw_sample
 from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
 from kflats.numerics.loss import Loss, Power, Squared, absolute, is_relative, stages
-from kflats.numerics.robust_em import losses, robust_em
+from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em
 from kflats.numerics.rows import Rows, as_rows, check_finite, check_spread, check_weights
 from kflats.numerics.starts import FILL_SAMPLE, SAMPLE, Start, start_filled, start_uniform
 
@@ -48,8 +48,8 @@ def fit_flats(
         exact: with a budget: let rows be kept as they are, where that pays.
         weights: (n,) w_i >= 0; rows of weight 0 are assigned but judge nothing.
         error: rho, a loss of ``numerics.loss``. Those that are not convex in t, and thresholds in medians of
-            distances, begin with a whole fit under ``Power(1)``; with a rank also with one to the rows brought to
-            length 1, which far rows cannot turn, and go on from where their own sum is lower.
+            distances, begin with a whole fit under ``Power(1)`` and with one to the rows brought to length 1, which
+            far rows cannot turn: with a rank they go on from where their own sum is lower, with a budget from both.
         start: a name in ``seeding.SEEDINGS``; "auto": the better of greedy and k-means seeds at low rank, then
             continuation (uniform), or weighted norms with a growing budget (filled).
         restarts: best of so many.
@@ -116,12 +116,22 @@ def fit_flats(
     assert best is not None
     for loss in later:
         loss = _resolved(loss, cloud, best)
-        begun = Start(best.labels, best.bases)
-        if rank is not None:
-            generator = torch.Generator().manual_seed(seed)
-            other = _by_direction(cloud, shape, start, sample, coreset, tolerance, max_iterations, generator, progress)
-            begun = min(begun, other, key=lambda flats: _reached(loss, cloud, flats))
-        best = robust_em(cloud, shape, loss, begun, tolerance, max_iterations, progress, price=best.price)
+        generator = torch.Generator().manual_seed(seed)
+        begun, alike = Start(best.labels, best.bases), _by_direction(cloud)
+        if rank is None:
+            fit = _fit_filled(alike, shape, _SQUARED, start, 0, tolerance, max_iterations, generator, progress)
+            # Ranks that are still to be filled differ: the sum at a start says little of where it ends.
+            ends = [robust_em(cloud, shape, loss, begun, tolerance, max_iterations, progress, price=best.price)]
+            other = Start(fit.labels, fit.bases)
+            if _within_reach(loss, cloud, other):
+                ends.append(robust_em(cloud, shape, loss, other, tolerance, max_iterations, progress, price=None))
+            best = min(ends, key=lambda end: end.error)
+        else:
+            fit = _fit_uniform(
+                alike, shape, _SQUARED, start, sample, coreset, tolerance, max_iterations, generator, progress
+            )
+            begun = min(begun, Start(fit.labels, fit.bases), key=lambda flats: _reached(loss, cloud, flats))
+            best = robust_em(cloud, shape, loss, begun, tolerance, max_iterations, progress)
     objective = tuple(scale * value for value in best.objective)
     return replace(best, objective=objective, spectra=scale * best.spectra, price=scale * best.price)
 
@@ -186,25 +196,13 @@ def _fit_filled(
     return _em(cloud, shape, loss, Start(labels), tolerance, limit, progress)
 
 
-def _by_direction(
-    cloud: Cloud,
-    shape: Shape,
-    start: str,
-    sample: int,
-    coreset: Coreset | None,
-    tolerance: float,
-    limit: int,
-    generator: torch.Generator,
-    progress: Progress | None,
-) -> Start:
-    """The flats of the rows brought to length 1, as which far rows are no farther than others."""
+def _by_direction(cloud: Cloud) -> Cloud:
+    """The rows brought to length 1, as which far rows are no farther than others."""
     inverse = torch.where(cloud.norms2 > 0, 1 / cloud.norms2.to(torch.float64), 0.0)
     mass = inverse if cloud.weights is None else inverse * cloud.weights
     if not bool(mass.any()):
         mass = torch.ones_like(mass)
-    alike = replace(cloud, weights=(mass / mass.mean()).to(cloud.norms2.dtype))
-    fit = _fit_uniform(alike, shape, _SQUARED, start, sample, coreset, tolerance, limit, generator, progress)
-    return Start(fit.labels, fit.bases)
+    return replace(cloud, weights=(mass / mass.mean()).to(cloud.norms2.dtype))
 
 
 def _reached(loss: Loss, cloud: Cloud, start: Start) -> float:
@@ -213,13 +211,20 @@ def _reached(loss: Loss, cloud: Cloud, start: Start) -> float:
     return float(losses(loss, step.dist2, cloud).sum(dtype=torch.float64))
 
 
+def _within_reach(loss: Loss, cloud: Cloud, start: Start) -> bool:
+    """Whether any row counts at the flats of a start: a truncated loss may lie below all distances."""
+    assert start.labels is not None
+    assert start.bases is not None
+    dist2 = distances_of(cloud, start.bases, start.labels)
+    return bool((reweighted(loss, dist2, cloud)[start.labels < len(start.bases)] > 0).any())
+
+
 def _resolved(loss: Loss, cloud: Cloud, fit: FlatsFit) -> Loss:
     """``loss`` with a threshold in medians of the distances of ``fit`` as a distance."""
     if not is_relative(loss):
         return loss
     k = len(fit.bases)
-    dist2 = assign(cloud.rows, fit.bases, cloud.norms2, before=fit.labels.clamp(max=k - 1)).stayed
-    assert dist2 is not None
+    dist2 = distances_of(cloud, fit.bases, fit.labels)
     # Rows kept exactly have no distance, and rows of zeros lie on every flat.
     near = (fit.labels < k) & (cloud.norms2 > 0)
     if cloud.weights is not None:

@@ -178,11 +178,13 @@ def from_name(name: str) -> Loss:
     """A loss from its ``name``: "squared", "power 1", "huber 0.5", "truncated 3 median".
 
     Raises:
-        KflatsError: an unknown loss or unit, or a number that is missing or outside its range.
+        KflatsError: no text, an unknown loss or unit, or a number that is missing or outside its range.
 
     >>> from_name("truncated 3 median")
     Truncated(threshold=3.0, unit='median')
     """
+    if not isinstance(name, str):
+        raise _unknown(name)
     kind, *rest = name.strip().lower().split() or [""]
     try:
         numbers = [float(part) for part in rest[:1]]
@@ -263,7 +265,7 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _unknown(name: str) -> KflatsError:
+def _unknown(name: object) -> KflatsError:
     return KflatsError(
         f"no loss is called {name!r}", hint='"squared", "power 1", "huber 0.5", "truncated 3", "truncated 3 median"'
     )

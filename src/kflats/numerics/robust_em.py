@@ -78,13 +78,13 @@ def robust_em(
     max_iterations: int = 100,
     progress: Progress | None = None,
     *,
-    price: float = 0.0,
+    price: float | None = 0.0,
 ) -> FlatsFit:
     """EM from ``start`` until a whole iteration lowers the loss by less than ``tolerance`` of itself.
 
     Thresholds are distances (``loss.absolute``). Uniform ranks may start from bases; ranks that fill a budget
-    from labels, and from bases with their ``price`` as well. Whole and partial E-steps alike count as iterations;
-    ``objective`` has the whole ones.
+    from labels, and from bases with their ``price`` as well, or (None) with ranks filled anew. Whole and partial
+    E-steps alike count as iterations; ``objective`` has the whole ones.
 
     Raises:
         KflatsError: a truncated loss whose threshold is below the distance of every row.
@@ -231,13 +231,15 @@ def _filled(
     tolerance: float,
     limit: int,
     progress: Progress | None,
-    price: float,
+    price: float | None,
 ) -> FlatsFit:
     assert start.labels is not None
     rows, k = cloud.rows, shape.k
     labels = start.labels
     if start.bases is None:
         fit = _fill_fit(cloud, shape, loss, labels, cloud.norms2)
+    elif price is None:
+        fit = _fill_fit(cloud, shape, loss, labels, distances_of(cloud, start.bases, labels))
     else:
         fit = FlatsFit(labels, start.bases, torch.empty(0), (), False, price, loss=loss)
     best = fit
@@ -274,6 +276,13 @@ def _filled(
         labels = found
         fit = _fill_fit(cloud, shape, loss, labels, dist2)
     return replace(best, objective=tuple(history), converged=False)
+
+
+def distances_of(cloud: Cloud, bases: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+    """(n,) squared distances of rows to their own flats; of rows kept exactly, to the last one."""
+    step = assign(cloud.rows, bases, cloud.norms2, before=labels.clamp(max=len(bases) - 1))
+    assert step.stayed is not None
+    return step.stayed
 
 
 def _fill_fit(cloud: Cloud, shape: Shape, loss: Loss, labels: Tensor, dist2: Tensor) -> FlatsFit:
