@@ -218,4 +218,6 @@ def _usual_method(asked: Asked, importance: Any, codec: Float | Codes) -> str:
     usual = "svd" if plain else "flats"
     if codec.methods is None or (usual == "svd" and "SVD" in codec.methods):
         return usual
+    if asked.flats is not None and "Flats" in codec.methods:
+        return "flats"
     return "dense" if "Dense" in codec.methods else "svd"

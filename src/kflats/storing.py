@@ -77,11 +77,11 @@ def fixed_bytes(codec: Codes, shape: tuple[int, int], itemsize: int, rank: int |
 
 
 def least_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int:
-    """The least that a recipe with a codec of integers may be given. Of ``Transform`` only a bound is known here:
-    what classes and distributions need is found when it is fitted."""
+    """The least that a recipe with a codec of integers may be given. Of ``Transform`` only a bound is known here, with
+    one axis: what classes and distributions need is found when it is fitted."""
     codec = recipe.codec
     if isinstance(codec, Transform):
-        return max(64, shape[0] // 64)
+        return _HEAD + shape[1] + max(64, shape[0] // 64)
     return fixed_bytes(codec, shape, itemsize, _LEAST_RANK if _is_pair(recipe) else None)
 
 

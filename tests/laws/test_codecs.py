@@ -393,3 +393,11 @@ def test_flats_heed_row_weights_and_metrics() -> None:
     for weighting in (Weighting(left=left), Weighting(right=right)):
         heeded = store(recipe, problem(rows, 0.05, weighting), torch.float32).matrix
         assert weighted_error(rows, heeded, weighting).error < weighted_error(rows, blind, weighting).error
+
+
+def test_tables_too_small_for_codes_stay_dense_beside_large_ones() -> None:
+    model = nn.ModuleDict({"large": nn.Embedding(3000, 32), "small": nn.Embedding(2, 32)})
+    made = kflats.plan(model, {"all": Recipe(SVD(), codec=Transform())}, budget="8%")
+    assert [decision.recipe.is_dense for decision in made.decisions] == [False, True]
+    report = kflats.compress_(model, made, quiet=True)
+    assert report.bytes_after <= 0.08 * report.bytes_before
