@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.nn import codes
+from kflats.nn import coded, codes
 from kflats.nn.coded_build import from_integers, from_transform
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import CodedMatrix, matrix_from_spec
@@ -169,9 +169,10 @@ def assert_same_gradients(matrix: nn.Module, ours: Tensor, theirs: Tensor, *inpu
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + float(b.detach().abs().sum())))
 
 
-@pytest.mark.parametrize("tile", [2**20, 24, 1])
-def test_every_operation_is_that_of_the_dense_matrix(make, tile, monkeypatch):
+@pytest.mark.parametrize(("tile", "many"), [(2**20, 1024), (2**20, 1), (24, 1024), (1, 1024)])
+def test_every_operation_is_that_of_the_dense_matrix(make, tile, many, monkeypatch):
     monkeypatch.setattr(codes, "TILE", tile)
+    monkeypatch.setattr(coded, "MANY", many)
     matrix = make()
     n, d = matrix.shape
     dense = definition(matrix)

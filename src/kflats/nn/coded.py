@@ -8,9 +8,12 @@ from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.nn.coded_geometry import CodedGeometry
-from kflats.nn.codes import Codes
+from kflats.nn.codes import TILE, Codes
 from kflats.nn.lookup import FEW, distinct, inverse_of, is_jit_tracing
 from kflats.nn.low_rank import check_rows, copy_trainable
+
+MANY = 1024
+"""Rows of an input from which on a small matrix is put together before it is multiplied by."""
 
 
 class CodedMatrix(Codes):
@@ -65,6 +68,8 @@ class CodedMatrix(Codes):
 
     def vecmat(self, x: Tensor) -> Tensor:
         self._check_filled()
+        if self._is_many(x):
+            return self._project(0, x @ self._all_coordinates(x).T)
         one = self._get("labels") is None
         ordered = x if one else x.index_select(-1, inverse_of(self.position))
         found: dict[int, Tensor] = {}
@@ -85,6 +90,8 @@ class CodedMatrix(Codes):
     def matvec(self, x: Tensor) -> Tensor:
         self._check_filled()
         bases = self._bases(x.dtype)
+        if self._is_many(x):
+            return (x if bases[0] is None else x @ bases[0].T) @ self._all_coordinates(x)
         inner = [x if basis is None else x @ basis.T for basis in bases]
         found = []
         for tile in self._tiles(_product_type(x)):
@@ -132,6 +139,20 @@ class CodedMatrix(Codes):
         kept["codes"] = torch.cat([part[: rows * size] for part, (rows, size) in zip(parts, sizes, strict=True)])
         smaller = CodedGeometry(**{**vars(geometry), "shape": (n, geometry.shape[1]), "classes": sizes})
         return copy_trainable(self, CodedMatrix(smaller, kept))
+
+    def _is_many(self, x: Tensor) -> bool:
+        """Whether ``x`` has so many rows that one product for all classes pays for putting them together."""
+        small = self.geometry.shape[0] * self.geometry.rank <= TILE and not self.geometry.flats
+        recorded = torch.compiler.is_compiling() or is_jit_tracing()
+        return small and not recorded and len(self.geometry.classes) > 1 and x.numel() >= MANY * x.shape[-1]
+
+    def _all_coordinates(self, x: Tensor) -> Tensor:
+        """(r, n) for products with ``x``, rows in their order."""
+        rank, parts = self.geometry.rank, []
+        for tile in self._tiles(self._wide):
+            numbers = tile.whole()
+            parts.append(F.pad(numbers, (0, 0, 0, rank - numbers.shape[0])))
+        return torch.cat(parts, dim=1).index_select(1, self.position).to(_product_type(x))
 
     def extra_repr(self) -> str:
         n, d = self.shape
