@@ -54,8 +54,10 @@ def table_lines(table: Tensor, rank: int) -> list[Line]:
     lines: list[Line] = [[f"real, rank {rank}: l1", "SVD", f"{base:.0f}", "1.000", "1.00", ""]]
     tries: dict[str, Callable[[], Tensor]] = {
         "entrywise p=1, ADMM": lambda: _product(entrywise_low_rank(table, rank, solver="admm")),
-        "entrywise p=1, IRLS": lambda: _product(entrywise_low_rank(table, rank, solver="irls")),
-        "entrywise p=1.5, IRLS": lambda: _product(entrywise_low_rank(table, rank, p=1.5)),
+        "entrywise p=1, ADMM to 1e-4": lambda: _product(entrywise_low_rank(table, rank, solver="admm", tolerance=1e-4)),
+        "entrywise p=1, IRLS to 1e-4": lambda: _product(entrywise_low_rank(table, rank, solver="irls", tolerance=1e-4)),
+        "entrywise p=1.25, ADMM": lambda: _product(entrywise_low_rank(table, rank, p=1.25, solver="admm")),
+        "entrywise p=1.5, ADMM": lambda: _product(entrywise_low_rank(table, rank, p=1.5, solver="admm")),
         "SVD's basis, l1 coordinates": lambda: _product(refit_l1(table, basis=svd.basis, max_iterations=100)),
         "subspace, sum of distances": lambda: _product(robust_subspace(table, rank)),
     }
