@@ -105,13 +105,18 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def part(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
+    """Where ``kept`` keeps what belongs to these settings."""
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"{name}-{digest}.json"
+
+
 def kept(folder: Path, name: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``make`` gives, or gave before for the same settings: an interrupted experiment goes on where it was.
 
     The code is not among the settings: empty ``folder`` after changing it.
     """
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    path = folder / f"{name}-{digest}.json"
+    path = part(folder, name, settings)
     if path.is_file():
         return dict(json.loads(path.read_text(encoding="utf-8")))
     found = make()

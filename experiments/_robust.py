@@ -260,6 +260,7 @@ def row_weights_of(tokenizer: Any, rows: int, texts: Sequence[str]) -> dict[str,
 def options(parser: argparse.ArgumentParser, *, seed: bool = True) -> None:
     """Where finished parts are kept, which methods and rates, and (unless another group of options has it) the seed."""
     parser.add_argument("--parts", type=Path, required=True, help="where finished parts are kept, to go on from")
+    parser.add_argument("--finished", action="store_true", help="tables of the finished parts alone: nothing is run")
     parser.add_argument("--methods", help="comma-separated names (see experiments/_robust.py); default: all")
     parser.add_argument("--rates", default=",".join(map(str, RATES)), help="shares of the bytes that are saved")
     if seed:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from _results import kept, markdown
+from _results import kept, markdown, part
 from _robust import FAMILIES, HALF, Known, compressed
 from torch import nn
 
@@ -56,6 +56,8 @@ def sweep(
             if not wanted(name, rate):
                 continue
             of = {**settings, "method": name, "rate": rate, "seed": asked.seed}
+            if asked.finished and not part(asked.parts, what, of).is_file():
+                continue
             rows.append({"of": what, "method": name, **kept(asked.parts, what, of, partial(make, rate))})
     return rows
 
@@ -135,4 +137,5 @@ def shown(asked: argparse.Namespace, script: str, **more: object) -> str:
     """The command that makes a table again."""
     chosen = {"methods": asked.methods, "rates": asked.rates, **more}
     given = " ".join(f'--{key} "{value}"' for key, value in chosen.items() if value)
+    given += " --finished" * asked.finished
     return f"python experiments/{script}.py --parts FOLDER {given} --write experiments/results"
