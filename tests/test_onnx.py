@@ -25,7 +25,8 @@ from kflats.cli import app
 from kflats.encoding import encode
 from kflats.errors import KflatsError
 from kflats.files import load_model
-from kflats.nn.coded_build import from_transform
+from kflats.nn.coded import CodedMatrix
+from kflats.nn.coded_build import from_integers, from_transform
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.coding.encode import transform_code
 from kflats.onnx_export import export_onnx
@@ -82,6 +83,30 @@ def test_coded_table_and_layers(tmp_path: Path) -> None:
     ids = torch.randint(0, 300, (5, 40))
     with torch.no_grad():
         torch.testing.assert_close(run(made.path, ids), model(ids), rtol=1e-4, atol=1e-4)
+
+
+def narrow(n: int, d: int) -> CodedMatrix:
+    """Codes of three bits on two flats: none lies in more than two bytes."""
+    gen = torch.Generator().manual_seed(0)
+    parts = [torch.randint(-4, 4, (rows, 5), generator=gen, dtype=torch.int16) for rows in (n // 2, n - n // 2)]
+    basis = torch.randint(-9, 9, (10, d), generator=gen).to(torch.int8)
+    labels, flats = (torch.arange(n) % 2 == 0).int(), ((1, 5), (1, 5))
+    return from_integers(
+        parts, labels, torch.tensor([0.1, 0.2]), basis=basis, basis_scale=torch.full((10,), 0.1), flats=flats
+    )
+
+
+def test_flats_of_codes_as_table_and_layer(tmp_path: Path) -> None:
+    # So large that nothing of it is folded into the file.
+    model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 6000), nn.Linear(6000, 8)).eval()
+    swap_(model, find_weight(model, "0"), narrow(40, 8))
+    swap_(model, find_weight(model, "1"), narrow(6000, 8), rows="outputs")
+    swap_(model, find_weight(model, "2"), narrow(6000, 8))
+    made = export_onnx(model, tmp_path / "model.onnx", inputs={"input": torch.randint(0, 40, (2, 7))})
+    ids = torch.randint(0, 40, (5, 20))
+    with torch.no_grad():
+        wanted = model(ids)
+    assert float((run(made.path, ids) - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
 
 
 def test_files_hold_codes_and_not_what_they_decode_to(tmp_path: Path) -> None:

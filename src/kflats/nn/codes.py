@@ -16,7 +16,7 @@ from kflats.nn.abstract import Matrix
 from kflats.nn.coded_geometry import CodedGeometry, contradiction
 from kflats.nn.decoding import Reading, Tile, integers, reading_of
 from kflats.nn.flats import refresh_after_load
-from kflats.nn.lookup import inverse_of, is_jit_tracing
+from kflats.nn.lookup import inverse_of, is_exporting, is_jit_tracing
 from kflats.numerics.coding.packing import places_of
 
 TILE = 2**20  # numbers that are decoded at a time
@@ -155,7 +155,7 @@ class Codes(Matrix):
         self, c: int, flat: int, first: int, packed: Tensor, rows: Tensor | None, tables: tuple[Tensor, ...]
     ) -> Tile:
         """(m, bytes) of class ``c`` as numbers; ``rows``: their row numbers, where scales are by row."""
-        how = self.readings[c]
+        how = self.readings[c].plain if is_exporting() else self.readings[c]
         less, centers, scales = (table[c, : how.used] for table in tables)
         q = integers(packed, self.fields[:, c], how, self._wide)
         levels, groups = self._get("levels"), self.geometry.groups

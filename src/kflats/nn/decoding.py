@@ -23,6 +23,11 @@ class Reading:
     width: int
     centered: bool
 
+    @property
+    def plain(self) -> Reading:
+        """The same in operators that other runtimes have, too: those of ONNX shift no 16 bits."""
+        return Reading(self.used, 3, 0, self.centered)
+
 
 def reading_of(bits: Tensor, low: Tensor, centers: Tensor, shifts: Tensor, levels: int) -> Reading:
     """How a class of this layout, (r,) each, is read; ``shifts`` as ``places_of`` gives them."""
