@@ -1,7 +1,7 @@
 """Rates: what a weight loses at every size, for sharing bytes between weights.
 
-Codes are made and judged at a few steps: a factor of two apart, where every live coordinate gains or loses about one
-bit, and farther apart where all are live. Between two of them the logarithm of the error is nearly straight in the
+Codes are counted at a few steps (of long matrices on some thousand rows): a factor of two apart, where every live
+coordinate gains or loses about one bit, and farther apart where all are live. Between two of them the logarithm of the error is nearly straight in the
 bytes (D ~ 2^(-2 R)), and is taken to be.
 Rounding to 8 and 4 bits is made and judged once; of float pairs every rank is known from the spectrum.
 """
@@ -20,17 +20,16 @@ from kflats.codec import Float, Int4, Int8, Transform
 from kflats.errors import KflatsError
 from kflats.judging import weighted_error
 from kflats.methods import SVD, Best, Dense
-from kflats.nn.coded_build import from_transform
-from kflats.numerics.coding.encode import transform_codes
+from kflats.numerics.coding.encode import transform_rates
 from kflats.numerics.rows import Rows
 from kflats.problem import Problem
 from kflats.recipe import Recipe
 from kflats.storing import store
-from kflats.streams import stored_bytes
 from kflats.transforming import row_weights
 from kflats.weighting import Weighting
 
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
+_CONTAINER = 160  # bytes of a stream beside what it holds
 _A_BIT = 8  # sizes that are offered for each bit between two that were measured
 
 
@@ -71,7 +70,7 @@ def measured_options(
             continue
         if isinstance(one.codec, Transform):
             if float(tails[0]) > 0:
-                found += _between(_coded(rows, weighting, one, dtype, float(tails[0])), n * d)
+                found += _between(_coded(rows, weighting, one, float(tails[0])), n * d)
         elif one.is_coded:
             with_room = Problem(rows, dense, dtype.itemsize, weighting)
             try:
@@ -99,19 +98,17 @@ def _expanded(recipe: Recipe) -> Iterator[Recipe]:
     yield replace(recipe, method=SVD(), codec=Float("float16"))
 
 
-def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dtype, total: float) -> list[Option]:
+def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, total: float) -> list[Option]:
     """Codes at a few steps, finest first. ``total``: the error if nothing were stored."""
     assert isinstance(recipe.codec, Transform)
     n, d = rows.shape
     size, found = math.sqrt(total / (n * d)), list[Option]()
     steps = [size * 2.0**-power for power in _POWERS]
     weights, right = row_weights(weighting), weighting.right
-    for code in transform_codes(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
-        if not code.rank:  # nothing but labels and scales, a size that is not one to ask for
+    for rate in transform_rates(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
+        if not rate.rank:  # nothing but labels and scales, a size that is not one to ask for
             break
-        matrix = from_transform(code, dtype=dtype)
-        error = weighted_error(rows, matrix, weighting).error
-        found.append(Option(recipe, stored_bytes(matrix), error, ""))
+        found.append(Option(recipe, rate.nbytes + _CONTAINER, rate.error, ""))
     return found
 
 

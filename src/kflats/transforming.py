@@ -100,23 +100,24 @@ def _labels(method: Flats, problem: Problem, k: int) -> Tensor:
 
 def _within(problem: Problem, build: Callable[[int], _Coded]) -> CodedMatrix:
     """A container and the ends of blocks come on top of a code's own bytes."""
-    aim, best, left = problem.nbytes, None, problem.nbytes
+    aim, best, left = problem.nbytes, None, problem.nbytes + 1
     for _ in range(_TRIES):
         made = build(aim)
         over = stored_bytes(made.matrix) - problem.nbytes
-        if over <= 0 and -over <= left:
-            again = best is None and -over > _SLACK * problem.nbytes
+        if over <= 0:
+            if -over >= left:  # no code lies between
+                break
             best, left = made.matrix, -over
-            if not again:
-                return best
-            aim -= over
+            if left <= _SLACK * problem.nbytes:
+                break
+            aim += left
             continue
-        if best is not None:
-            return best
         # A code may lie anywhere in the last hundredth below its aim: the next must not come out higher in it.
         aim = min(aim - over, made.nbytes) - over // 4 - 1
         if aim < 1:
             break
+    if best is not None:
+        return best
     raise KflatsError(
         f"a budget of {problem.nbytes:,} bytes cannot hold codes of this matrix",
         cause=f"the container takes {over:,} bytes more",

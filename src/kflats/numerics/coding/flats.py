@@ -84,8 +84,8 @@ def flats_code(
 
     >>> gen = torch.Generator().manual_seed(0)
     >>> parts = [torch.randn(2000, 2, generator=gen) @ torch.randn(2, 8, generator=gen) for _ in range(2)]
-    >>> code = flats_code(torch.cat(parts), torch.arange(4000) // 2000, nbytes=1500)
-    >>> code.stored_bytes <= 1500, [one.rank for one in code.codes]
+    >>> code = flats_code(torch.cat(parts), torch.arange(4000) // 2000, nbytes=4000)
+    >>> code.stored_bytes <= 4000, [one.rank for one in code.codes]
     (True, [2, 2])
     """
     rows = as_rows(matrix)

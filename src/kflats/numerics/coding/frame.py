@@ -94,6 +94,14 @@ class Source:
         """All axes, coded for this step."""
         return code_basis(self.metric.decoder(self.axes), self.energies, step)
 
+    def outside(self, step: float) -> float:
+        """Weighted energy of all rows outside the span of the axes as they are coded for this step: nothing where they
+        span everything, what integers turn them by where they do not."""
+        measured = self.metric.measured(self.code_axes(step).directions)
+        span = torch.linalg.qr(measured.to(torch.float64).T).Q
+        lost = 1.0 - (self.axes.to(torch.float64) @ span).square().sum(1)
+        return float((self.energies * lost.clamp_min(0.0)).sum())
+
     def frame(self, basis: CodedBasis, step: float) -> Frame:
         """Coordinates against a coded basis B, in steps: least squares in the metric, a R ~ y B R."""
         steps = (step / self.weights.sqrt()).to(torch.float32)

@@ -28,12 +28,13 @@ _BASIS_ROW = 8 * 5
 
 @dataclass(frozen=True)
 class Estimate:
-    """``size`` bytes of all rows at ``step``, how many symbols are not 0, their ``price`` (bits and the error at its
-    trade for bits), and the basis that pays, by a sample."""
+    """By a sample: ``size`` bytes of all rows at ``step``, how many symbols are not 0, the weighted squared ``error``,
+    the ``price`` (bits and the error at its trade for bits), and the basis that pays."""
 
     step: float
     size: float
     live: float
+    error: float
     price: float
     basis: CodedBasis
 
@@ -60,7 +61,7 @@ def estimate(source: Source, scale: Tensor, step: float) -> Estimate:
     live = float((tally.knots[:, kept, 1:].sum(2) * each).sum())
     size = total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables)
     left = float((torch.where(pays, error, whole) * each).sum())
-    return Estimate(step, size, live, 8 * size + left / TRADE, basis)
+    return Estimate(step, size, live, left * step**2, 8 * size + left / TRADE, basis)
 
 
 def _designed(frame: Frame) -> Quantizer:
