@@ -1,8 +1,8 @@
 """Rates: what a weight loses at every size, for sharing bytes between weights.
 
 Codes are counted at a few steps (of long matrices on some thousand rows): a factor of two apart, where every live
-coordinate gains or loses about one bit, and farther apart where all are live. Between two of them the logarithm of the error is nearly straight in the
-bytes (D ~ 2^(-2 R)), and is taken to be.
+coordinate gains or loses about one bit, and farther apart where all are live. Between two of them the logarithm of the
+error is nearly straight in the bytes (D ~ 2^(-2 R)), and is taken to be.
 Rounding to 8 and 4 bits is made and judged once; of float pairs every rank is known from the spectrum.
 """
 
