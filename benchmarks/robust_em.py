@@ -1,7 +1,7 @@
 """Questions: is EM on distances at most 1.3 x as dear as EM on their squares, and do 3 % gross outliers move truncated
 flats by under 5 %?
 
-Iterations: both EMs from the same flats; the seconds of four cycles of a whole E-step and six partial ones, after the
+Iterations: both EMs from the same flats; the CPU time of four cycles of a whole E-step and six partial ones, after the
 first such cycle, by the iterations they make. Whole fits: seeding and all, as ``Flats`` runs them. The converged inner
 loop is the published way: in every M-step one flat is reweighted until its sum of distances falls by less than 1e-7; it
 goes on from where ours ended. Planted: k flats in d dimensions with noise, 3 % of the rows replaced by Gaussian ones of
@@ -74,10 +74,10 @@ ROUND = PARTIAL + 1  # iterations from one whole E-step to the next
 
 
 def pace(run: Callable[[Progress], object]) -> float:
-    """Seconds an iteration, from the second whole E-step that ``run`` tells of to the last: the pass for the first
-    Grams, which squares make before they tell of anything, is nobody's iteration."""
+    """CPU seconds an iteration, from the second whole E-step that ``run`` tells of to the last: the pass for the
+    first Grams, which squares make before they tell of anything, is nobody's iteration."""
     heard: list[float] = []
-    run(lambda phase, step, value: heard.append(time.perf_counter()))
+    run(lambda phase, step, value: heard.append(time.process_time()))
     return (heard[-1] - heard[ROUND]) / (len(heard) - 1 - ROUND)
 
 
