@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kflats import streams
 from kflats.errors import KflatsError
@@ -41,6 +42,26 @@ def transform(sizes: tuple[int, ...] = (300, 0, 50, 150), r: int = 12, d: int = 
     )
 
 
+def flats() -> CodedMatrix:
+    """Three flats of ranks 5, 0 and 8; the last has two classes."""
+    gen = torch.Generator().manual_seed(0)
+    ranks, sizes, spread = (5, 0, 8, 8), (120, 40, 90, 0), 3.0 * 0.6 ** torch.arange(8)
+    parts = [
+        F.pad(laplace(n, 3.0 * 0.6 ** torch.arange(r), gen), (0, 8 - r)) for n, r in zip(sizes, ranks, strict=True)
+    ]
+    labels = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))[torch.randperm(250, generator=gen)]
+    return from_integers(
+        parts,
+        labels,
+        torch.rand(4, generator=gen),
+        contexts=(torch.arange(8) // 2).expand(4, 8).contiguous().to(torch.uint8),
+        shrink=torch.rand(4, generator=gen) / 2,
+        basis=torch.randint(-127, 128, (13, 16), generator=gen).to(torch.int8),
+        basis_scale=torch.rand(13, generator=gen),
+        flats=((1, 5), (1, 0), (2, 8)),
+    )
+
+
 def rotation() -> CodedMatrix:
     gen = torch.Generator().manual_seed(0)
     return from_integers(
@@ -64,6 +85,7 @@ MATRICES = {
     "tiny": lambda: transform((1, 2)),
     "wide": lambda: transform(scale=400.0),
     "zeros": lambda: transform(scale=0.0),
+    "flats": flats,
     "rotation": rotation,
     "int8": int8,
     "one row": lambda: transform((1,)),
@@ -123,7 +145,7 @@ def read(data: bytes, geometry: CodedGeometry) -> dict[str, Tensor] | None:
         return None
 
 
-@pytest.mark.parametrize("name", ["transform", "rotation", "tiny"])
+@pytest.mark.parametrize("name", ["transform", "flats", "rotation", "tiny"])
 def test_damage_is_noticed_wherever_it_is(name, monkeypatch):
     """Bits flipped, bytes lost, put in, swapped or cut off: a clear error or the right integers, nothing else."""
     monkeypatch.setattr(streams, "BLOCK", 500)

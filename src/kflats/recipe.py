@@ -21,6 +21,7 @@ AXES: dict[str, tuple[type, ...]] = {
     "codec": codec.VALUES,
 }
 """The independent choices of a recipe, and the values that a plan file may name for each."""
+_MOST_CODED = 256
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,12 @@ def _check_coded_flats(method: methods.Flats) -> None:
             f"Transform cannot store what {brief(method)} makes",
             cause="its bits take the place of ranks, levels and exact rows, and errors are squared",
             hint="Flats(k=...), with start, restarts, tolerance and max_iterations if need be",
+        )
+    if method.k is not None and method.k > _MOST_CODED:
+        raise KflatsError(
+            f"Transform codes {_MOST_CODED} flats at most, not {method.k}",
+            cause="each of them is a class of rows at least, whose label is a byte",
+            hint=f"Flats(k=8), or Flats(k={method.k}) without a codec",
         )
 
 

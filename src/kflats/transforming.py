@@ -19,15 +19,14 @@ from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.coding.flats import flats_code
 from kflats.numerics.coding.gaussian_bound import water_level
 from kflats.problem import Problem
-from kflats.spending import too_few
 from kflats.streams import stored_bytes
 from kflats.weighting import Weighting
 
 _TRIES = 6
 _SLACK = 0.01
 """Share of the bytes that may be left; of more, a second code makes use."""
-_CHOICES = (1, 2, 4, 8)
-"""Numbers of flats that are tried where none is given, as long as each loses less than the one before."""
+_CHOICES = (2, 4, 8)
+"""Numbers of flats that are tried beside one where none is given, as long as each loses less than the one before."""
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,34 @@ def transformed(method: SVD | Flats, codec: Transform, problem: Problem, dtype: 
 
         return _within(problem, alone)
     problem = replace(problem, weighting=Weighting(left=weights, right=right))
-    best: tuple[float, CodedMatrix] | None = None
-    for k in _CHOICES if method.k is None else (method.k,):
-        if method.k is None and k > 1 and rows.shape[0] < 2 * k:
+    if method.k is not None:
+        return _parted(method, method.k, codec, problem, dtype)
+    best = _parted(method, 1, codec, problem, dtype)
+    error = weighted_error(rows, best, problem.weighting).error
+    for k in _CHOICES:
+        if rows.shape[0] < 2 * k:
             break
-        labels = _labels(method, problem, k)
-
-        def parted(aim: int, labels: Tensor = labels) -> _Coded:
-            code = flats_code(rows, labels, nbytes=aim, weights=weights, right=right, classes=codec.classes)
-            return _Coded(from_flats(code, dtype=dtype), code.stored_bytes)
-
-        made = _within(problem, parted)
-        if method.k is not None:
-            return made
-        error = weighted_error(rows, made, problem.weighting).error
-        if best is not None and error >= best[0]:
+        try:
+            made = _parted(method, k, codec, problem, dtype)
+        except KflatsError:  # so many flats alone need more bytes than there are
             break
-        best = (error, made)
-    assert best is not None
-    return best[1]
+        if (less := weighted_error(rows, made, problem.weighting).error) >= error:
+            break
+        best, error = made, less
+    return best
+
+
+def _parted(method: Flats, k: int, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    """The code on ``k`` flats, or fewer where some are given up."""
+    rows, weighting, labels = problem.rows, problem.weighting, _labels(method, problem, k)
+
+    def build(aim: int) -> _Coded:
+        code = flats_code(
+            rows, labels, nbytes=aim, weights=weighting.left, right=weighting.right, classes=codec.classes
+        )
+        return _Coded(from_flats(code, dtype=dtype), code.stored_bytes)
+
+    return _within(problem, build)
 
 
 def row_weights(weighting: Weighting) -> Tensor | None:
@@ -87,7 +95,7 @@ def _labels(method: Flats, problem: Problem, k: int) -> Tensor:
     if k == 1:
         return torch.zeros(n, dtype=torch.int64)
     if n < 2 * k:
-        raise too_few(problem, k)
+        raise KflatsError(f"{k} flats for {n} rows", cause="each takes two rows at least", hint="fewer flats, or SVD()")
     energies = -method.spectrum(problem.rows, problem.weighting).diff().clamp_max(0.0) / n
     level = water_level(energies, 8 * problem.nbytes / (n * d)) if float(energies.max()) > 0 else 0.0
     rank = max(1, min(int((energies > level).sum()), d // 2, n // k))
@@ -102,7 +110,12 @@ def _within(problem: Problem, build: Callable[[int], _Coded]) -> CodedMatrix:
     """A container and the ends of blocks come on top of a code's own bytes."""
     aim, best, left = problem.nbytes, None, problem.nbytes + 1
     for _ in range(_TRIES):
-        made = build(aim)
+        try:
+            made = build(aim)
+        except KflatsError:
+            if aim == problem.nbytes:
+                raise
+            break  # less than labels and scales need, once the container has its bytes
         over = stored_bytes(made.matrix) - problem.nbytes
         if over <= 0:
             if -over >= left:  # no code lies between

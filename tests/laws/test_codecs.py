@@ -7,11 +7,15 @@ import json
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import kflats
-from kflats import SVD, Best, Dense, Flats, Int4, Int8, KflatsError, Recipe, Rotation, Transform, Uniform
+from kflats import SVD, Best, Dense, Flats, Int4, Int8, KflatsError, Recipe, Rotation, Transform, Uniform, transforming
 from kflats.codec import from_name
 from kflats.judging import weighted_error
+from kflats.nn.coded import CodedMatrix
+from kflats.numerics.coding import flats
+from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.rows import TensorRows
 from kflats.plan import Plan
 from kflats.problem import Problem
@@ -185,6 +189,7 @@ def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
         (lambda: Recipe(Flats(levels=3), codec=Transform()), "bits take the place of ranks"),
         (lambda: Recipe(Flats(ranks="uniform"), codec=Transform()), "bits take the place of ranks"),
         (lambda: Recipe(Flats(), codec=Int8()), "cannot store what Flats"),
+        (lambda: Recipe(Flats(k=257), codec=Transform()), "256 flats at most"),
         (lambda: Recipe(Dense(), codec=Transform()), "SVD\\(\\) as the method"),
         (lambda: Recipe(SVD(), codec=Rotation()), "Dense\\(\\) as the method"),
         (lambda: Recipe(Best(), codec=Int8()), "Best\\(\\) chooses the codec"),
@@ -376,6 +381,62 @@ def test_flats_of_their_own_pay_where_rows_lie_near_several() -> None:
     plain = matrix(2000, 12)
     several, single = (relative(plain, Recipe(m, codec=Transform()), 0.05) for m in (Flats(k=None), SVD()))
     assert several <= 1.001 * single
+
+
+def purity(labels: Tensor, truth: Tensor) -> float:
+    """Share of the rows that are with most of those whose flat is theirs, of two."""
+    same = float((labels == truth).double().mean())
+    return max(same, 1 - same)
+
+
+def test_rows_too_short_to_be_squared_take_no_flat_of_their_own() -> None:
+    truth = torch.arange(800) % 2
+    axes = [torch.linalg.qr(torch.randn(8, 8, generator=torch.Generator().manual_seed(i)))[0][:2] for i in range(2)]
+    rows = torch.randn(800, 2, generator=torch.Generator().manual_seed(2))
+    rows = torch.where(truth.unsqueeze(1) == 0, rows @ axes[0], rows @ axes[1])
+    rows[600:] *= 1e-30
+    first = (truth + (torch.arange(800) % 5 == 0)) % 2
+    found = cluster_rows(TensorRows(rows), first, torch.ones(800), 1e-3)
+    assert purity(found[:600], truth[:600]) > 0.95
+
+
+def test_columns_without_energy_leave_their_bits_to_the_others() -> None:
+    rows = flat_rows(1200, 6, 2)
+    wide = F.pad(rows, (0, 42))
+    narrow, same = (flats.flats_code(a, torch.arange(1200) % 2, nbytes=900, classes=2) for a in (rows, wide))
+    assert purity(narrow.flats, same.flats) > 0.98
+
+
+def test_flats_share_the_classes_among_them(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(flats, "classed", lambda source, classes: asked.append(classes) or source)
+    monkeypatch.setattr(flats, "cluster_rows", lambda rows, labels, weights, level: labels)
+    labels = torch.cat([torch.zeros(20), torch.ones(20), torch.full((560,), 2.0)]).long()
+    flats.flats_code(flat_rows(600, 4, 2), labels, nbytes=800, classes=5)
+    assert (len(asked), sum(asked)) == (3, 4)
+
+
+def test_searched_flats_are_one_where_two_do_not_fit(monkeypatch) -> None:
+    rows = matrix(200, 8)
+    given, parted = problem(rows, 0.2), transforming._parted
+
+    def crowded(method, k, *others):
+        if k > 1:
+            raise KflatsError("labels alone need more")
+        return parted(method, k, *others)
+
+    monkeypatch.setattr(transforming, "_parted", crowded)
+    found = store(Recipe(Flats(k=None), codec=Transform()), given, torch.float32)
+    assert isinstance(found.matrix, CodedMatrix)
+    assert found.matrix.geometry.flats == ()
+
+
+@pytest.mark.parametrize("method", [SVD(), Flats(k=2)], ids=str)
+def test_budgets_that_the_container_uses_up_are_named_as_they_were_given(method) -> None:
+    for nbytes in (190, 210):
+        given = Problem(TensorRows(flat_rows(40, 4, 2)), nbytes, 4)
+        with pytest.raises(KflatsError, match=f"a budget of {nbytes} bytes"):
+            store(Recipe(method, codec=Transform()), given, torch.float32)
 
 
 def test_flats_heed_row_weights_and_metrics() -> None:

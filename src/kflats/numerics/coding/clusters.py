@@ -71,7 +71,8 @@ def _shapes(block: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
     """Unit rows, and the squared norms of the weighted ones; rows of no weight or length have norm 0."""
     norms = block.norm(dim=1)
     sizes = norms.to(torch.float64) * roots
-    return block / norms.clamp_min(torch.finfo(block.dtype).tiny).unsqueeze(1), sizes.square()
+    # Of rows so short that their squares vanish the norm says nothing.
+    return block / norms.clamp_min(torch.finfo(block.dtype).tiny ** 0.5).unsqueeze(1), sizes.square()
 
 
 def _fitted(rows: Rows, roots: Tensor, labels: Tensor, count: int, fewest: int) -> list[_Flat]:

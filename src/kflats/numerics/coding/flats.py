@@ -74,7 +74,7 @@ def flats_code(
         labels: (n,) a first guess of the rows' flats; EM moves rows to where they cost least, and gives up flats of
             too few rows.
         weights, right: as ``transform_code``; only ratios count.
-        classes: of all flats together, at most.
+        classes: of all flats together, at most; one a flat at least.
 
     Choose it for tables of many hundred times as many rows as columns whose rows lie near several flats: each flat has
     a basis to store. Elsewhere ``transform_code`` is smaller. Nothing is random.
@@ -89,7 +89,7 @@ def flats_code(
     (True, [2, 2])
     """
     rows = as_rows(matrix)
-    n, d = rows.shape
+    n = rows.shape[0]
     if labels.shape != (n,) or labels.is_floating_point():
         raise KflatsError(f"labels of shape {tuple(labels.shape)} for {n} rows", hint="one whole number a row")
     if isinstance(nbytes, bool) or nbytes < 1:
@@ -99,7 +99,9 @@ def flats_code(
     w = torch.ones(n, dtype=torch.float64) if weights is None else weights.detach().to("cpu", torch.float64)
     w = w * (n / w.sum())
     whole = source_of(rows, w, right, ("step", 1.0))
-    level = water_level(whole.energies / n, 8 * nbytes / (n * d)) if len(whole.energies) else 0.0
+    # Columns without energy leave their bits to the others.
+    live = len(whole.energies)
+    level = water_level(whole.energies / n, 8 * nbytes / (n * live)) if live else 0.0
     measured = MetricRows(rows, whole.metric.factor)
     flats = cluster_rows(measured, labels.to("cpu", torch.int64), w, level)
     count = int(flats.max()) + 1
@@ -108,7 +110,7 @@ def flats_code(
     for flat in range(count):
         mine = (flats == flat).nonzero().squeeze(1)
         source = source_of(PartOfRows(rows, mine), w[mine], right, ("step", step))
-        sources.append(classed(source, max(1, classes * len(mine) // n)))
+        sources.append(classed(source, 1 + max(0, classes - count) * len(mine) // n))
     return FlatsCode(at_size(sources, nbytes, beside=_label_bytes(flats)), flats)
 
 
