@@ -46,9 +46,7 @@ def flats() -> CodedMatrix:
     """Three flats of ranks 5, 0 and 8; the last has two classes."""
     gen = torch.Generator().manual_seed(0)
     ranks, sizes, spread = (5, 0, 8, 8), (120, 40, 90, 0), 3.0 * 0.6 ** torch.arange(8)
-    parts = [
-        F.pad(laplace(n, 3.0 * 0.6 ** torch.arange(r), gen), (0, 8 - r)) for n, r in zip(sizes, ranks, strict=True)
-    ]
+    parts = [F.pad(laplace(n, spread[:r], gen), (0, 8 - r)) for n, r in zip(sizes, ranks, strict=True)]
     labels = torch.repeat_interleave(torch.arange(4), torch.tensor(sizes))[torch.randperm(250, generator=gen)]
     return from_integers(
         parts,
