@@ -149,7 +149,8 @@ class Transform:
     which takes more.
 
     Args:
-        classes: rows are told apart by weight and shape into at most so many classes, 1 to 256, of all flats together.
+        classes: rows are told apart by weight and shape into at most so many classes, 1 to 256, of all flats together
+            (each has one at least).
 
     Choose it wherever bytes on disk count: at every size it loses least.
     """

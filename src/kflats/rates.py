@@ -105,10 +105,11 @@ def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, total: float) -> li
     size, found = math.sqrt(total / (n * d)), list[Option]()
     steps = [size * 2.0**-power for power in _POWERS]
     weights, right = row_weights(weighting), weighting.right
+    judged = "relative error" if isinstance(recipe.method, SVD) else "relative error of one flat"
     for rate in transform_rates(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
         if not rate.rank:  # nothing but labels and scales, a size that is not one to ask for
             break
-        found.append(Option(recipe, rate.nbytes + _CONTAINER, rate.error, ""))
+        found.append(Option(recipe, rate.nbytes + _CONTAINER, rate.error, "", judged))
     return found
 
 

@@ -19,6 +19,7 @@ from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.rows import TensorRows
 from kflats.plan import Plan
 from kflats.problem import Problem
+from kflats.rates import measured_options
 from kflats.recipe import from_json, to_json
 from kflats.report import Report
 from kflats.storing import fixed_bytes, store
@@ -429,6 +430,14 @@ def test_searched_flats_are_one_where_two_do_not_fit(monkeypatch) -> None:
     found = store(Recipe(Flats(k=None), codec=Transform()), given, torch.float32)
     assert isinstance(found.matrix, CodedMatrix)
     assert found.matrix.geometry.flats == ()
+
+
+def test_a_plan_says_that_one_flat_was_judged_where_several_will_be_stored() -> None:
+    rows = flat_rows(400, 6, 2)
+    tails = SVD().spectrum(TensorRows(rows), Weighting())
+    for method, said in ((SVD(), "relative error"), (Flats(k=2), "relative error of one flat")):
+        found = measured_options(TensorRows(rows), Weighting(), Recipe(method, codec=Transform()), rows.dtype, tails)
+        assert {option.judged for option in found} == {said}
 
 
 @pytest.mark.parametrize("method", [SVD(), Flats(k=2)], ids=str)
