@@ -97,7 +97,7 @@ def _labels(method: Flats, problem: Problem, k: int) -> Tensor:
     if n < 2 * k:
         raise KflatsError(f"{k} flats for {n} rows", cause="each takes two rows at least", hint="fewer flats, or SVD()")
     energies = -method.spectrum(problem.rows, problem.weighting).diff().clamp_max(0.0) / n
-    level = water_level(energies, 8 * problem.nbytes / (n * d)) if float(energies.max()) > 0 else 0.0
+    level = water_level(energies, 8 * problem.nbytes / (n * len(energies))) if float(energies.max()) > 0 else 0.0
     rank = max(1, min(int((energies > level).sum()), d // 2, n // k))
     room = replace(problem, nbytes=4 * rank * (n + k * d), itemsize=4, free_labels=True)
     found = replace(method, k=k, ranks="uniform").fit(room).matrix

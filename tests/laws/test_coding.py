@@ -216,6 +216,17 @@ def test_equal_input_gives_equal_codes(table, code):
     assert all(map(torch.equal, code.levels, blocks.levels))
 
 
+def test_columns_of_zeros_cost_next_to_nothing():
+    gen = torch.Generator().manual_seed(0)
+    sizes = torch.exp(1.2 * torch.randn(3000, 1, generator=gen))
+    rows = torch.randn(3000, 6, generator=gen) * torch.linspace(1, 0.1, 6) * sizes
+    alone, padded = (
+        float((transform_code(a, nbytes=3000).dense() - a).square().sum())
+        for a in (rows, torch.nn.functional.pad(rows, (0, 58)))
+    )
+    assert padded < 1.04 * alone
+
+
 def test_two_matrices_at_one_step_lose_the_same_for_the_last_bit():
     a, b = cloud(3000, 16)[0], 0.25 * cloud(3000, 16, seed=1, decay=0.5)[0]
 

@@ -6,9 +6,10 @@ in its own principal axes V_f, and t the squared error of a coded coordinate, a 
     cost_if = 1/2 sum_r [ (u_i V_f')_r^2 / (v_fr + t / s_i^2)  +  ln(1 + v_fr s_i^2 / t) ]  -  ln(n_f / n)
 
 the length of its Gaussian code at that error: what reverse water-filling counts, without its corner. Assigning every
-row where it costs least and taking V_f, v_f anew falls to a local optimum: hard EM for a mixture of Gaussians of which
-each has a flat of its own, seen through the noise that quantisation adds (Effros, Chou and Gray, Weighted universal
-image compression, IEEE Trans. Image Processing 8, 1999, do so with transforms and real codes).
+row where it costs least and taking V_f, v_f anew is hard EM for a mixture of Gaussians of which each has a flat of its
+own, seen through the noise that quantisation adds (Effros, Chou and Gray, Weighted universal image compression, IEEE
+Trans. Image Processing 8, 1999, do so with transforms and real codes). Mean squares are what costs least where noise is
+small beside them; elsewhere the sum of all costs may rise a little, so rounds end when few rows move.
 """
 
 from __future__ import annotations

@@ -164,7 +164,8 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     known = int((energies[: min(n, d)] > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
     energies, axes = energies[:known], axes[:known]
     norms = torch.cat([block.norm(dim=1) for _, block in measured.blocks(GRAM_BLOCK)]).to(torch.float64)
-    level = value**2 / 12 if kind == "step" else water_level(energies / n, value) if known else 0.0
+    # Directions without energy leave their bits to the others.
+    level = value**2 / 12 if kind == "step" else water_level(energies / n, value * d / known) if known else 0.0
     none = torch.zeros(0)
     bare = Source(rows, metric, w, norms, axes, energies, math.sqrt(12 * level), none, (), none, none, 0.0)
     return bare.classed(torch.zeros(n, dtype=torch.int64))
