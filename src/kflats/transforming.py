@@ -23,6 +23,8 @@ from kflats.streams import stored_bytes
 from kflats.weighting import Weighting
 
 _TRIES = 6
+_FEW = 48
+"""Bytes that are not worth another code."""
 _SLACK = 0.01
 """Share of the bytes that may be left; of more, a second code makes use."""
 _CHOICES = (2, 4, 8)
@@ -121,7 +123,7 @@ def _within(problem: Problem, build: Callable[[int], _Coded]) -> CodedMatrix:
             if -over >= left:  # no code lies between
                 break
             best, left = made.matrix, -over
-            if left <= _SLACK * problem.nbytes:
+            if left <= max(_SLACK * problem.nbytes, _FEW):
                 break
             aim += left
             continue
