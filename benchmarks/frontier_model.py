@@ -43,10 +43,17 @@ def held(found: Frontier) -> list[list[str]]:
     return lines
 
 
+DEFAULTS = {
+    "sizes": ",".join(map(str, (*SIZES[:3], 1.2, *SIZES[3:]))),
+    "methods": "",
+    "judged": 0,
+    "data": "stsb",
+}
+
+
 def main() -> None:
-    options = arguments(
-        __doc__, sizes=",".join(map(str, (*SIZES[:3], 1.2, *SIZES[3:]))), methods="", judged=0, out="", data="stsb"
-    )
+    options = arguments(__doc__, out="", **DEFAULTS)
+    chosen = "".join(f' --{k} "{v}"' for k, v in vars(options).items() if k in DEFAULTS and v != DEFAULTS[k])
     texts = sentences(options.data)
     every = max(1, len(texts) // options.judged) if options.judged else 1
     folder = Path(os.environ.get("KFLATS_DATA", Path(__file__).resolve().parents[1].parent / "shared" / "data"))
@@ -61,11 +68,12 @@ def main() -> None:
         out=options.out or Path(tempfile.gettempdir()) / "kflats-frontier",
         force=True,
     )
+    said = f"**Samples**: {len(texts[::every])} of {len(texts)} sentences, and a choice of methods and sizes.\n\n"
     head = ["bits", "wanted", "ours", "its bits", "mean cosine, Spearman lost", "held", "best rival"]
     publish(
         "Size and quality of the embedding table of all-MiniLM-L6-v2",
-        "python benchmarks/frontier_model.py --write benchmarks/results/frontier_model.md",
-        f"{markdown(head, held(found))}\n\n" + found.markdown().split("\n", 2)[2],
+        f"python benchmarks/frontier_model.py{chosen} --write benchmarks/results/frontier_model.md",
+        f"{said if chosen else ''}{markdown(head, held(found))}\n\n" + found.markdown().split("\n", 2)[2],
         options.write,
     )
 
