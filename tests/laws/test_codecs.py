@@ -374,12 +374,12 @@ def flat_rows(n: int, d: int, k: int, seed: int = 0) -> Tensor:
 
 
 def test_flats_of_their_own_pay_where_rows_lie_near_several() -> None:
-    rows = flat_rows(4000, 12, 4)
+    rows = flat_rows(2400, 8, 4)
     one, four, asked = (relative(rows, Recipe(m, codec=Transform()), 0.05) for m in (SVD(), Flats(k=4), Flats(k=None)))
-    assert four < 0.5 * one
+    assert four < 0.6 * one
     assert asked <= 1.02 * four
     # Of a single Gaussian there is nothing to be parted; more flats than it has are given up, or cost little.
-    plain = matrix(2000, 12)
+    plain = matrix(800, 8)
     several, single = (relative(plain, Recipe(m, codec=Transform()), 0.05) for m in (Flats(k=None), SVD()))
     assert several <= 1.001 * single
 
@@ -449,9 +449,9 @@ def test_budgets_that_the_container_uses_up_are_named_as_they_were_given(method)
 
 
 def test_flats_heed_row_weights_and_metrics() -> None:
-    rows = flat_rows(3000, 12, 2)
-    left = torch.rand(3000, generator=torch.Generator().manual_seed(1)).pow(4) + 1e-3
-    right = torch.diag(torch.linspace(0.1, 3.0, 12))
+    rows = flat_rows(1600, 8, 2)
+    left = torch.rand(1600, generator=torch.Generator().manual_seed(1)).pow(4) + 1e-3
+    right = torch.diag(torch.linspace(0.1, 3.0, 8))
     recipe = Recipe(Flats(k=2), codec=Transform())
     blind = store(recipe, problem(rows, 0.05), torch.float32).matrix
     for weighting in (Weighting(left=left), Weighting(right=right)):
