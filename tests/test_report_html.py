@@ -169,9 +169,7 @@ def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int, monkeyp
     assert len(overview(replace(report, weights=layers[:1]))) == 1
 
 
-def test_the_method_s_own_norm_has_columns_where_there_is_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_method_s_own_norm_has_columns_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report_html, "pictures", lambda weight: [])
     report = Report("tiny", "60%", (replace(weight(), own=NormError(NASTY, 0.345, 0.456)), weight("b")), 9, 8, 0, "0")
     text = render(report, tmp_path / "own").read_text(encoding="utf-8")
