@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from kflats.errors import KflatsError
 from kflats.nn.coded_geometry import CodedGeometry
 from kflats.nn.codes import TILE, Codes
-from kflats.nn.lookup import FEW, distinct, inverse_of, is_jit_tracing
+from kflats.nn.lookup import FEW, distinct, inverse_of, is_recording
 from kflats.nn.low_rank import check_rows, copy_trainable
 
 MANY = 1024
@@ -57,9 +57,8 @@ class CodedMatrix(Codes):
         self._check_filled()
         flat = index.reshape(-1)
         dtype = dtype or self.weight.dtype
-        recorded = torch.compiler.is_compiling() or is_jit_tracing()
         # Class by class bytes are gathered in blocks, and not one by one, but every class has its own calls.
-        if recorded or index.device.type != "cpu" or flat.numel() < FEW:
+        if is_recording() or index.device.type != "cpu" or flat.numel() < FEW:
             out = self._recorded_rows(flat, dtype)
         else:
             values, inverse = distinct(self.position.index_select(0, flat))
@@ -143,8 +142,7 @@ class CodedMatrix(Codes):
     def _is_many(self, x: Tensor) -> bool:
         """Whether ``x`` has so many rows that one product for all classes pays for putting them together."""
         small = self.geometry.shape[0] * self.geometry.rank <= TILE and not self.geometry.flats
-        recorded = torch.compiler.is_compiling() or is_jit_tracing()
-        return small and not recorded and len(self.geometry.classes) > 1 and x.numel() >= MANY * x.shape[-1]
+        return small and not is_recording() and len(self.geometry.classes) > 1 and x.numel() >= MANY * x.shape[-1]
 
     def _all_coordinates(self, x: Tensor) -> Tensor:
         """(r, n) for products with ``x``, rows in their order."""

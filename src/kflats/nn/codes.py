@@ -16,7 +16,7 @@ from kflats.nn.abstract import Matrix
 from kflats.nn.coded_geometry import CodedGeometry, contradiction
 from kflats.nn.decoding import Reading, Tile, integers, reading_of
 from kflats.nn.flats import refresh_after_load
-from kflats.nn.lookup import inverse_of, is_exporting, is_jit_tracing
+from kflats.nn.lookup import inverse_of, is_exporting, is_recording
 from kflats.numerics.coding.packing import places_of
 
 TILE = 2**20  # numbers that are decoded at a time
@@ -179,7 +179,7 @@ class Codes(Matrix):
     def _is_shrunk(self) -> bool:
         """Whether any ``shrink`` can be other than 0; where looking is not free, or gradients are wanted, yes."""
         shrink = self._get("shrink")
-        if shrink is None or shrink.device.type != "cpu" or torch.compiler.is_compiling() or is_jit_tracing():
+        if shrink is None or shrink.device.type != "cpu" or is_recording():
             return shrink is not None
         return (torch.is_grad_enabled() and shrink.requires_grad) or bool(shrink.detach().any())
 

@@ -47,6 +47,11 @@ def is_exporting() -> bool:
     return is_jit_tracing() or _compiler_is_exporting()
 
 
+def is_recording() -> bool:
+    """True while a graph is recorded, for whichever use: nothing may depend on the values of tensors."""
+    return is_jit_tracing() or torch.compiler.is_compiling()
+
+
 def is_jit_tracing() -> bool:
     """True inside ``torch.jit.trace``."""
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]

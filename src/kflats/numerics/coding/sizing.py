@@ -40,6 +40,7 @@ class Estimate:
 
 
 def estimate(source: Source, scale: Tensor, step: float) -> Estimate:
+    """What a code at ``step`` takes and leaves, from a sample of rows; ``scale`` (C,): rows that each stands for."""
     basis = source.code_axes(step)
     frame = source.frame(basis, step)
     quantizer: Quantizer | None = None
@@ -90,6 +91,7 @@ def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
 
 
 def at_step(source: Source, step: float) -> TransformCode:
+    """The code at ``step``, on the axes that pay there."""
     sample, scale = source.sample()
     frame = source.frame(estimate(sample, scale, step).basis, step)
     return _code(frame, _designed(frame))
