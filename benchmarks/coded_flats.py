@@ -14,10 +14,10 @@ from _common import arguments, embedding_table, markdown, publish
 from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, Transform
-from kflats.judging import weighted_error
+from kflats.factorize.storing import store
+from kflats.methods.judging import weighted_error
+from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
-from kflats.problem import Problem
-from kflats.storing import store
 
 COLUMNS, FALL = 64, 4.0
 

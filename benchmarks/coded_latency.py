@@ -15,7 +15,7 @@ from _common import arguments, markdown, publish
 import kflats
 from kflats import SVD, Dense, Int8, Recipe, Transform, Uniform
 from kflats.demo import packaged_model
-from kflats.evaluate import latency, load_tokenizer
+from kflats.evaluate.comparing import latency, load_tokenizer
 from kflats.files import load_model
 
 SHORT = "A man with a hard hat is dancing."

@@ -27,14 +27,14 @@ import torch
 from _common import arguments, embedding_table, markdown, median_pair, publish
 from torch import Tensor
 
+from kflats.codecs.streams import decode, encode
 from kflats.demo import packaged_model
 from kflats.files import annotate_, load_model, stream_folder
 from kflats.nn.coded_build import from_transform
 from kflats.nn.layers import FactoredEmbedding
 from kflats.nn.matrix import CodedMatrix, LowRankMatrix
 from kflats.numerics.coding.encode import transform_code
-from kflats.streams import decode, encode
-from kflats.surgery import find_weight, swap_
+from kflats.swap.surgery import find_weight, swap_
 
 NAME = "embeddings.word_embeddings"
 RESIDENT = """

@@ -21,7 +21,7 @@ from _common import arguments, markdown, publish
 
 from kflats import MESSI, SVD, Flats, Float, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior, compress_
 from kflats.demo import packaged_model, round_rows_
-from kflats.evaluate import fidelity, load_tokenizer
+from kflats.evaluate.comparing import fidelity, load_tokenizer
 from kflats.files import load_model
 
 NAME = "embeddings.word_embeddings"

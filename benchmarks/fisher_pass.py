@@ -16,15 +16,15 @@ import torch
 from _common import arguments, markdown, median_pair, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from kflats.batches import text_batches
 from kflats.demo import packaged_model
-from kflats.measure import Statistics, measure
+from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.measure.batches import text_batches
+from kflats.measure.objectives import Objective, Projections, TaskLoss
+from kflats.measure.one_pass import Statistics, measure
+from kflats.methods.one_flat import SVD
+from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
-from kflats.objectives import Objective, Projections, TaskLoss
-from kflats.one_flat import SVD
-from kflats.places import dense_weight, find_weights
-from kflats.problem import Problem
-from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.swap.places import dense_weight, find_weights
 from kflats.texts import packaged_texts
 
 

@@ -35,14 +35,14 @@ from torch import Tensor
 
 from kflats.demo import packaged_model
 from kflats.errors import KflatsError
-from kflats.evaluate import load_tokenizer
+from kflats.evaluate.comparing import load_tokenizer
+from kflats.frontier.rivals.coded import Rival
+from kflats.frontier.rivals.sweeps import FAMILIES, sweep
+from kflats.frontier.rivals.transformed import Transformed
 from kflats.importance import TokenCounts
-from kflats.measured import Measured
+from kflats.importance.measured import Measured
+from kflats.measure.counting import count_tokens, zipf_prior
 from kflats.numerics.coding.gaussian_bound import bound_error
-from kflats.rivals.coded import Rival
-from kflats.rivals.sweeps import FAMILIES, sweep
-from kflats.rivals.transformed import Transformed
-from kflats.statistics import count_tokens, zipf_prior
 
 FIXED = ("absmax rows", "absmax groups", "torchao", "rotation")
 """Families whose sizes cannot be chosen."""

@@ -21,7 +21,7 @@ from fidelity import sentences
 
 import kflats
 from kflats.demo import packaged_model
-from kflats.frontier import SIZES, Frontier
+from kflats.frontier.sweep import SIZES, Frontier
 
 CLAIMS = ((0.70, 0.94, 0.5), (1.20, 0.98, 0.2), (2.0, 0.995, None))
 """Bits, least mean cosine, points of Spearman that may be lost."""

@@ -19,13 +19,13 @@ from _common import arguments, markdown, publish
 from fidelity import sentences
 
 from kflats import SVD, Recipe, Uniform, compress_, find_weights
-from kflats.batches import text_batches
 from kflats.demo import packaged_model
-from kflats.evaluate import fidelity, load_tokenizer
+from kflats.evaluate.comparing import fidelity, load_tokenizer
 from kflats.files import load_model
 from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.measure import measure
-from kflats.objectives import Projections
+from kflats.measure.batches import text_batches
+from kflats.measure.objectives import Projections
+from kflats.measure.one_pass import measure
 
 NUMBERS = 5_266_944
 LINES: dict[str, tuple[Any, str]] = {

@@ -16,12 +16,12 @@ import torch
 from _common import arguments, markdown, median_pair, publish, seconds
 from torch import Tensor
 
-from kflats.judging import weighted_error
-from kflats.measured import Measured
+from kflats.importance import RowFisher
+from kflats.importance.measured import Measured
 from kflats.methods import SVD, Problem
+from kflats.methods.judging import weighted_error
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.rows import TensorRows
-from kflats.sensitivity import RowFisher
 
 
 def layer(n: int, d: int) -> tuple[Tensor, Tensor]:

@@ -21,12 +21,12 @@ import torch
 from _common import arguments, markdown, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from kflats.batches import text_batches
 from kflats.demo import packaged_model
-from kflats.measure import measure
-from kflats.places import find_weights
-from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.sums import Sums
+from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.measure.batches import text_batches
+from kflats.measure.one_pass import measure
+from kflats.measure.sums import Sums
+from kflats.swap.places import find_weights
 from kflats.tables import size
 from kflats.texts import packaged_texts
 

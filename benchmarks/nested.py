@@ -12,12 +12,12 @@ import torch
 from _common import arguments, embedding_table, markdown, publish
 
 from kflats.demo import packaged_model
-from kflats.evaluate import load_tokenizer
+from kflats.evaluate.comparing import load_tokenizer
 from kflats.importance import Measured, ZipfPrior
+from kflats.importance.weighting import Weighting
+from kflats.measure.counting import zipf_prior
 from kflats.methods import SVD, Flats, Problem, row_errors
 from kflats.numerics.rows import TensorRows
-from kflats.statistics import zipf_prior
-from kflats.weighting import Weighting
 
 METHODS = {
     "k=5, uniform ranks": Flats(k=5, ranks="uniform", exact=False),

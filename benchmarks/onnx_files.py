@@ -23,8 +23,8 @@ import kflats
 from kflats.demo import packaged_model
 from kflats.nn.coded_build import from_transform
 from kflats.numerics.coding.encode import transform_code
-from kflats.places import Weight, dense_weight, find_weights
-from kflats.surgery import swap_
+from kflats.swap.places import Weight, dense_weight, find_weights
+from kflats.swap.surgery import swap_
 from kflats.texts import packaged_texts
 
 

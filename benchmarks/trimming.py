@@ -12,8 +12,8 @@ from fidelity import sentences
 
 from kflats import trim
 from kflats.demo import packaged_model
-from kflats.encoding import encode, rare_words
-from kflats.evaluate import fidelity_of, load_tokenizer
+from kflats.evaluate.comparing import fidelity_of, load_tokenizer
+from kflats.evaluate.encoding import encode, rare_words
 from kflats.files import load_model
 from kflats.tables import share
 

@@ -24,13 +24,13 @@ from fidelity import sentences
 from linear_fidelity import calibration
 
 from kflats import SVD, Best, Dense, Int4, Int8, Recipe, Transform, Uniform, compress_folder, find_weights, score
-from kflats.batches import text_batches
 from kflats.demo import packaged_model
-from kflats.evaluate import fidelity, load_tokenizer, weight_file_bytes
+from kflats.evaluate.comparing import fidelity, load_tokenizer, weight_file_bytes
 from kflats.files import load_model
-from kflats.measure import measure
-from kflats.objectives import Projections
-from kflats.sensitivity import KroneckerFisher
+from kflats.importance import KroneckerFisher
+from kflats.measure.batches import text_batches
+from kflats.measure.objectives import Projections
+from kflats.measure.one_pass import measure
 
 LINES: tuple[tuple[str, Any, str, bool], ...] = (
     ("best, calibrated", Best(), "8MB", True),

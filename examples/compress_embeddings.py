@@ -9,7 +9,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import kflats
 from kflats import Flats, Recipe, TokenCounts
-from kflats.encoding import encode
+from kflats.evaluate.encoding import encode
 from kflats.texts import packaged_texts
 
 

@@ -14,8 +14,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import kflats
 from kflats import Flats
-from kflats.recover import recover_
-from kflats.task_batches import collate, text_features
+from kflats.recover.recover import recover_
+from kflats.tasks.batches import collate, text_features
 from kflats.texts import packaged_texts
 
 

@@ -28,7 +28,9 @@ from baselines.synflow import synflow_masks
 from torch import Tensor, nn
 
 from kflats import Flats
-from kflats.measured import Measured
+from kflats.importance.measured import Measured
+from kflats.importance.weighting import Weighting
+from kflats.methods.problem import Problem
 from kflats.numerics.ellipsoid import Ellipsoid
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.lewis import Lewis
@@ -37,9 +39,7 @@ from kflats.numerics.robust import robust_svd
 from kflats.numerics.rows import Rows, TensorRows
 from kflats.numerics.subspace import robust_subspace
 from kflats.numerics.svd import truncated_svd
-from kflats.places import Weight, dense_weight
-from kflats.problem import Problem
-from kflats.weighting import Weighting
+from kflats.swap.places import Weight, dense_weight
 
 RATES = (0.15, 0.28, 0.41)
 """Compression as the paper counts it: the share of the bytes that is saved."""
@@ -249,7 +249,7 @@ def _synflow(
 def row_weights_of(tokenizer: Any, rows: int, texts: Sequence[str]) -> dict[str, Tensor]:
     """What " + zipf" (no text at all) and " + counts" (public text, none of the task's) weigh rows by."""
     from kflats.importance import TokenCounts, ZipfPrior
-    from kflats.statistics import count_tokens, zipf_prior
+    from kflats.measure.counting import count_tokens, zipf_prior
 
     prior = zipf_prior(tokenizer, rows)
     measured = Measured(rows, counts=count_tokens(texts, tokenizer, rows), prior=prior)

@@ -11,8 +11,8 @@ from _results import kept, markdown, part
 from _robust import FAMILIES, HALF, Known, compressed
 from torch import nn
 
-from kflats.metrics import spearman
-from kflats.places import Weight
+from kflats.swap.places import Weight
+from kflats.tasks.metrics import spearman
 
 STORED = (
     "Low rank stores two factors, a mask what its format stores (csr: values, column indices, row pointers; bitmap: "

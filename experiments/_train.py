@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from kflats.demo import packaged_model
-from kflats.evaluate import load_tokenizer
+from kflats.evaluate.comparing import load_tokenizer
 from kflats.files import load_model, new_folder
-from kflats.recover import RECOVERY_FILE, recover_
-from kflats.tasks import find_task
+from kflats.recover.recover import RECOVERY_FILE, recover_
+from kflats.tasks.task import find_task
 
 DATA = Path(os.environ.get("KFLATS_DATA") or Path(__file__).resolve().parents[2] / "shared" / "data")
 """Where the tasks lie (form: ``kflats.task_data``)."""
@@ -118,7 +118,7 @@ def fine_tuned(
     training goes on where it stopped.
 
     Args:
-        task, data, split, max_length, limit: as ``kflats.task_batches.task_batches``.
+        task, data, split, max_length, limit: as ``kflats.task_batches``.
         cache: the folder of all cached models; made if it is missing.
         lr, epochs, batch, seed: of the optimisation; ``seed`` draws the head too.
         device: "cpu" or "cuda".

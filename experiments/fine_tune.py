@@ -13,7 +13,7 @@ import time
 
 from _train import SHORT, arguments_of_models, task_model
 
-from kflats.scoring import score
+from kflats.tasks.scoring import score
 
 
 def main() -> None:

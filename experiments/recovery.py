@@ -25,8 +25,8 @@ from _train import TaskModel, with_head
 from task_scores import Bench, compressed, options
 
 from kflats import SVD, Projections, Recipe, compress_
-from kflats.recover import recover_
-from kflats.task_batches import task_batches
+from kflats.recover.recover import recover_
+from kflats.tasks.batches import task_batches
 
 
 def trained(model: Any, made: TaskModel, task: str, asked: argparse.Namespace) -> Any:

@@ -25,11 +25,11 @@ from torch import nn
 
 from kflats import find_weights
 from kflats.demo import packaged_model
-from kflats.encoding import encode
-from kflats.evaluate import load_tokenizer
+from kflats.evaluate.comparing import load_tokenizer
+from kflats.evaluate.encoding import encode
 from kflats.files import load_model
-from kflats.metrics import spearman
-from kflats.task_data import load_examples
+from kflats.tasks.data import load_examples
+from kflats.tasks.metrics import spearman
 
 WEIGHED = [
     f"{name} + {by}" for by in ("zipf", "counts") for name in ("SVD", "ellipsoid 1", "entrywise 1 admm", "subspace 1")

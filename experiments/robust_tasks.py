@@ -26,8 +26,8 @@ from torch import nn
 
 from kflats import find_weights
 from kflats.demo import packaged_model
-from kflats.evaluate import load_tokenizer
-from kflats.scoring import score
+from kflats.evaluate.comparing import load_tokenizer
+from kflats.tasks.scoring import score
 
 OURS = "ellipsoid 1"
 """What the paper calls RE-X: its algorithm 1 at p = 1, here through Lewis weights."""

@@ -33,10 +33,10 @@ from _results import (
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 
 from kflats import compress_, find_weights, measure
-from kflats.metrics import measure as measure_scores
-from kflats.scoring import score
-from kflats.task_batches import task_batches
-from kflats.task_data import load_examples
+from kflats.tasks.batches import task_batches
+from kflats.tasks.data import load_examples
+from kflats.tasks.metrics import measure as measure_scores
+from kflats.tasks.scoring import score
 
 METHODS = (
     "SVD,RowFisher,TwoSided,InputGram,KroneckerFisher,KroneckerFisher@logits,ElementFisher,"

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.allocate import Allocation, Curve, allocate
+from kflats.allocate.allocate import Allocation, Curve, allocate
 from kflats.errors import KflatsError
 
 

@@ -13,11 +13,11 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
-from kflats.compress import compress_, compress_folder
+from kflats.allocate.planning import plan
+from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
 from kflats.files import load_model
-from kflats.plan import Plan
-from kflats.planning import plan
+from kflats.recipes.plan import Plan
 from kflats.texts import read_texts
 
 TABLE = "embeddings.word_embeddings"

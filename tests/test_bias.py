@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import kflats
 from kflats.errors import KflatsError
 from kflats.nn.matrix import Band, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
-from kflats.surgery import find_weight, find_weights, restore_, swap_, unchanged_on_error
+from kflats.swap.surgery import find_weight, find_weights, restore_, swap_, unchanged_on_error
 
 
 def low_rank(n: int, d: int) -> Matrix:

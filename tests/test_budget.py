@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kflats.budget import Budget, parse_budget, split
 from kflats.errors import KflatsError
-from kflats.surgery import Place, Weight
+from kflats.recipes.budget import Budget, parse_budget, split
+from kflats.swap.surgery import Place, Weight
 
 
 def weight(

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kflats import cli_compress, cli_inspect
-from kflats.asked import Asked, recipe_of
-from kflats.cli import app
+from kflats.cli import compress as cli_compress
+from kflats.cli import inspect as cli_inspect
+from kflats.cli.app import app
+from kflats.cli.asked import Asked, recipe_of
 from kflats.errors import KflatsError
-from kflats.importance import TokenCounts, Uniform, ZipfPrior
-from kflats.measurements import Statistics
+from kflats.importance import InputGram, KroneckerFisher, RowFisher, TokenCounts, TwoSided, Uniform, ZipfPrior
+from kflats.measure.measurements import Statistics
 from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Truncated
 from kflats.numerics.sketch import LewisSample
-from kflats.plan import Plan
-from kflats.recipe import Recipe, from_json
-from kflats.report import REPORT_FILE, Report
-from kflats.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.recipes.plan import Plan
+from kflats.recipes.recipe import Recipe, from_json
+from kflats.report.report import REPORT_FILE, Report
 
 transformers = pytest.importorskip("transformers")
 
@@ -169,7 +169,9 @@ def test_report_draws_a_page(tmp_path: Path) -> None:
 
 
 def test_starts_without_loading_what_it_does_not_need() -> None:
-    program = "import sys, kflats.cli; print([n for n in ('transformers', 'matplotlib', 'jinja2') if n in sys.modules])"
+    program = (
+        "import sys, kflats.cli.app; print([n for n in ('transformers', 'matplotlib', 'jinja2') if n in sys.modules])"
+    )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, env=environment)
     assert done.stdout.strip() == "[]", done.stderr

@@ -16,15 +16,15 @@ from torch import nn
 
 import kflats
 from kflats import MESSI, SVD, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
-from kflats import compress as compress_module
-from kflats.codec import Float
-from kflats.compress import compress_, compress_folder
+from kflats.allocate.planning import plan
+from kflats.codecs.codec import Float
+from kflats.compress import pipeline as compress_module
+from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
-from kflats.evaluate import weight_file_bytes
+from kflats.evaluate.comparing import weight_file_bytes
 from kflats.nn.layers import FactoredEmbedding
-from kflats.plan import Plan
-from kflats.planning import plan
-from kflats.report import REPORT_FILE, Report
+from kflats.recipes.plan import Plan
+from kflats.report.report import REPORT_FILE, Report
 
 TEXTS = ("the word1 of word2", "word3 the the", "a b of")
 TWO = ("embeddings.word_embeddings", "encoder.layer.0.output.dense")
@@ -162,7 +162,7 @@ def test_a_failed_fit_leaves_the_model_as_it_was(recipes, spoil, message):
 def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name, where):
     model = tiny_model(name)
     linear = next(n for n, m in model.named_modules() if n.endswith(("output.dense", "mlp.c_fc")))
-    table = kflats.planning.token_embedding(model).name
+    table = kflats.allocate.planning.token_embedding(model).name
     before, modules, config = state(model), dict(model.named_modules()), model.config.to_dict()
     ties = dict(model.all_tied_weights_keys)
     tied = model.get_input_embeddings().weight
@@ -321,9 +321,9 @@ def test_a_run_into_the_original_s_own_folder_resumes(tiny_folder, tmp_path, mon
 KILLED = """
 import os, signal, sys
 import kflats
-from kflats.folders import Partial
+from kflats.files.folders import Partial
 from kflats import SVD
-from kflats.compress import compress_folder
+from kflats.compress.pipeline import compress_folder
 
 put = Partial.put
 def put_and_die(self, *args):

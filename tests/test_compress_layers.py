@@ -11,16 +11,16 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Flats, InputGram, KroneckerFisher, Projections, Recipe, RowFisher, Statistics, TaskLoss
-from kflats import calibration as calibration_module
-from kflats import compress as compress_module
-from kflats.calibration import Data, gather
-from kflats.compress import compress_, compress_folder
+from kflats.allocate import calibration as calibration_module
+from kflats.allocate.calibration import Data, gather
+from kflats.allocate.planning import plan
+from kflats.compress import pipeline as compress_module
+from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredLinear
-from kflats.plan import Plan
-from kflats.planning import plan
-from kflats.report import REPORT_FILE, Report
+from kflats.recipes.plan import Plan
+from kflats.report.report import REPORT_FILE, Report
 
 TEXTS = [f"the word{i} of word{2 * i} a b word{i % 7}" for i in range(40)]
 LAYERS = "encoder.layer.*"

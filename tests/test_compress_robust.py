@@ -27,15 +27,15 @@ from kflats import (
     TokenCounts,
     Truncated,
 )
-from kflats.judging import norm_error
+from kflats.importance.weighting import Weighting
+from kflats.methods.judging import norm_error
+from kflats.methods.problem import Problem
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.rows import TensorRows
-from kflats.plan import Plan
-from kflats.problem import Problem
-from kflats.report import REPORT_FILE, Report
-from kflats.weighting import Weighting
+from kflats.recipes.plan import Plan
+from kflats.report.report import REPORT_FILE, Report
 
 METHODS = {
     "robust svd": RobustSVD(p=1.0),
@@ -68,7 +68,9 @@ def batches() -> list[dict[str, torch.Tensor]]:
 @EVERY
 def test_embeddings_linear_and_convolutional_layers_are_replaced_saved_and_loaded(method, tmp_path: Path) -> None:
     model = network()
-    tables = {name: kflats.surgery.dense_weight(model, kflats.surgery.find_weight(model, name)) for name in model}
+    tables = {
+        name: kflats.swap.surgery.dense_weight(model, kflats.swap.surgery.find_weight(model, name)) for name in model
+    }
     names = ["words", "hidden"] if isinstance(method, Flats) else ["words", "hidden", "conv"]
     report = kflats.compress_(model, dict.fromkeys(names, method), budget="60%", quiet=True)
     kinds = {"words": FactoredEmbedding, "hidden": FactoredLinear, "conv": FactoredConv2d}
@@ -108,7 +110,7 @@ def test_a_model_folder_with_counted_tokens(method, tiny_folder: Path, tmp_path:
     (told,) = report.weights
     assert told.importance["type"] == "TokenCounts"
     assert told.own is not None
-    assert kflats.recipe.from_json(told.method) == method
+    assert kflats.recipes.recipe.from_json(told.method) == method
     assert Report.load(out) == report
     assert "own error" in str(report)
     model = transformers.AutoModel.from_pretrained(out)

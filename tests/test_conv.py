@@ -17,7 +17,7 @@ import kflats
 from kflats.errors import KflatsError
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.matrix import Band, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
-from kflats.surgery import dense_weight, find_weight, find_weights, restore_, swap_
+from kflats.swap.surgery import dense_weight, find_weight, find_weights, restore_, swap_
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3},

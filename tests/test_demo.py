@@ -16,14 +16,14 @@ from torch import nn
 from kflats import demo as demo_module
 from kflats.demo import packaged_model, round_rows_
 from kflats.errors import KflatsError
-from kflats.report import Report
+from kflats.report.report import Report
 
 OFFLINE = """
 import socket, sys
 def refuse(*a, **k): raise AssertionError(f"the demo used the network: {a}")
 socket.socket.connect = socket.socket.connect_ex = socket.create_connection = socket.getaddrinfo = refuse
 sys.argv = ["kflats", "demo", "--out", sys.argv[1]]
-from kflats.cli import main
+from kflats.cli.app import main
 main()
 """
 

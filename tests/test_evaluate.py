@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from kflats.encoding import encode, rare_words
 from kflats.errors import KflatsError
-from kflats.evaluate import (
+from kflats.evaluate.comparing import (
     Comparison,
     Fidelity,
     Latency,
@@ -25,6 +24,7 @@ from kflats.evaluate import (
     neighbour_overlap,
     weight_file_bytes,
 )
+from kflats.evaluate.encoding import encode, rare_words
 from kflats.texts import packaged_texts, read_texts
 
 transformers = pytest.importorskip("transformers")

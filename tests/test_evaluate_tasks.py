@@ -14,13 +14,13 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from kflats.errors import KflatsError
-from kflats.flops import count_flops
-from kflats.latency import paired, take_turns
+from kflats.evaluate.latency import paired, take_turns
 from kflats.nn.layers import FactoredLinear
 from kflats.nn.matrix import LowRankMatrix
-from kflats.places import find_weights
-from kflats.scoring import evaluate_folder, score
-from kflats.surgery import swap_
+from kflats.swap.places import find_weights
+from kflats.swap.surgery import swap_
+from kflats.tasks.flops import count_flops
+from kflats.tasks.scoring import evaluate_folder, score
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
@@ -256,7 +256,7 @@ def test_two_folders_side_by_side(folders: tuple[Path, Path], data: Path) -> Non
 
 
 def run(*arguments: object) -> Any:
-    from kflats.cli import app
+    from kflats.cli.app import app
 
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -16,12 +16,12 @@ from torch import nn
 from typer.testing import CliRunner
 
 import kflats
-from kflats.cli import app
+from kflats.cli.app import app
 from kflats.errors import KflatsError
-from kflats.export import export_dense
+from kflats.export.dense import export_dense
 from kflats.nn.coded_build import from_integers
 from kflats.nn.matrix import LowRankMatrix
-from kflats.surgery import find_weight, restore_, swap_
+from kflats.swap.surgery import find_weight, restore_, swap_
 
 IDS = torch.tensor([[2, 9, 150, 7, 3], [2, 120, 6, 3, 0]])
 

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 
 import kflats
 from kflats import Best, KflatsError, Recipe, Transform
-from kflats.asked import Asked, recipe_of, weights_of
-from kflats.cli import app
-from kflats.compress import compress_folder
-from kflats.evaluate import weight_file_bytes
-from kflats.plan import Plan
+from kflats.cli.app import app
+from kflats.cli.asked import Asked, recipe_of, weights_of
+from kflats.compress.pipeline import compress_folder
+from kflats.evaluate.comparing import weight_file_bytes
+from kflats.recipes.plan import Plan
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("constriction")
@@ -71,7 +71,7 @@ def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monke
     weights = ("encoder.*.attention.*",)
     asked = {"budget": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": weights, "quiet": True}
     compress_folder(encoder, tmp_path / "whole", **asked)
-    real, done = kflats.fitting.store, []
+    real, done = kflats.compress.fitting.store, []
 
     def stops(*given):
         done.append(1)

@@ -15,7 +15,7 @@ from torch import nn
 from kflats.errors import KflatsError
 from kflats.files import annotate_, copy_companions, load_, resolve_model, save, weights_folder
 from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix
-from kflats.surgery import find_weight, swap_
+from kflats.swap.surgery import find_weight, swap_
 
 
 class Net(nn.Module):
@@ -150,7 +150,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
         filename.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kflats.plain_files.save_file", full)
+    monkeypatch.setattr("kflats.files.plain.save_file", full)
     with pytest.raises(KflatsError, match="the disk ran full"):
         save(Net(), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model.safetensors": before}

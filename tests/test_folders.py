@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from kflats.errors import KflatsError
-from kflats.folders import Partial, new_folder
+from kflats.files.folders import Partial, new_folder
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -162,7 +162,7 @@ def process(program: str, *arguments: object, source: Path) -> Iterator[subproce
 WRITING = """
 import sys, time
 from pathlib import Path
-from kflats.folders import new_folder
+from kflats.files.folders import new_folder
 with new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("half")
     print("ready", flush=True)
@@ -171,7 +171,7 @@ with new_folder(sys.argv[1], force=True) as aside:
 REPLACING = """
 import sys, time
 from pathlib import Path
-import kflats.folders
+import kflats.files.folders
 rename = Path.rename
 def stop(self, target):
     if ".kflats-new-" in self.name:      # the old folder is aside, the new one is not yet in place
@@ -179,7 +179,7 @@ def stop(self, target):
         time.sleep(60)
     return rename(self, target)
 Path.rename = stop
-with kflats.folders.new_folder(sys.argv[1], force=True) as aside:
+with kflats.files.folders.new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("new")
 """
 
@@ -267,7 +267,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
         filename.write_bytes(b"half of it")
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
 
-    monkeypatch.setattr("kflats.folders.save_file", full)
+    monkeypatch.setattr("kflats.files.folders.save_file", full)
     for name in ("words", "linear"):
         with pytest.raises(KflatsError, match=r"disk ran full.*run the same command again"):
             partial.put(name, TENSORS, {})
@@ -278,7 +278,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
 
 KEEPS_PUTTING = """
 import sys, torch
-from kflats.folders import Partial
+from kflats.files.folders import Partial
 partial = Partial(sys.argv[1], "run")
 tensors = {"weight": torch.ones(1_000_000)}
 partial.put("words", tensors, {})

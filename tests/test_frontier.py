@@ -12,20 +12,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kflats.cli import app
+from kflats.cli.app import app
 from kflats.errors import KflatsError
-from kflats.evaluate import fidelity, load_tokenizer
+from kflats.evaluate.comparing import fidelity, load_tokenizer
 from kflats.files import load_model
-from kflats.frontier import frontier
-from kflats.frontier_entries import COUNTED, METHODS, UNCOUNTED, entries
-from kflats.frontier_judge import Judge
-from kflats.frontier_records import FRONTIER_FILE, Frontier, Point, Refused
+from kflats.frontier.entries import COUNTED, METHODS, UNCOUNTED, entries
+from kflats.frontier.judge import Judge
+from kflats.frontier.records import FRONTIER_FILE, Frontier, Point, Refused
+from kflats.frontier.rivals.rounding import Absmax, Half, Rotated
+from kflats.frontier.sweep import frontier
 from kflats.importance import TokenCounts
-from kflats.measured import Measured
-from kflats.rivals.rounding import Absmax, Half, Rotated
-from kflats.scoring import score
-from kflats.statistics import count_tokens, zipf_prior
-from kflats.trimming import trim
+from kflats.importance.measured import Measured
+from kflats.measure.counting import count_tokens, zipf_prior
+from kflats.tasks.scoring import score
+from kflats.trim.trimming import trim
 
 pytest.importorskip("transformers")
 
@@ -263,7 +263,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_nothing_in_a_name_can_act_on_a_page(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    from kflats.frontier_page import draw
+    from kflats.frontier.page import draw
 
     nasty = "$x^2$<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b"
     made = frontier_of(point(nasty), model=nasty, weight=nasty, refused=(Refused(nasty, nasty),))
@@ -303,7 +303,7 @@ def test_bad_wishes_are_refused(methods: list[str], sizes: list[float], counted:
 def test_a_missing_package_is_named_before_anything_is_measured(
     tiny_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from kflats import frontier_entries
+    from kflats.frontier import entries as frontier_entries
 
     monkeypatch.setattr(frontier_entries, "find_spec", lambda name: None if name == "faiss" else object())
     with pytest.raises(KflatsError, match=r"needs faiss.*kflats\[rivals\]"):

@@ -16,7 +16,6 @@ from kflats.importance import (
     ElementFisher,
     InputGram,
     KroneckerFisher,
-    Measured,
     RowFisher,
     TokenCounts,
     TwoSided,
@@ -24,7 +23,8 @@ from kflats.importance import (
     ZipfPrior,
     from_name,
 )
-from kflats.recipe import from_json, to_json
+from kflats.importance.measured import Measured
+from kflats.recipes.recipe import from_json, to_json
 
 F64 = torch.float64
 IMPORTANCES = {

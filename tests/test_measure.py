@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.batches import text_batches
 from kflats.errors import KflatsError
-from kflats.measure import Statistics, measure
-from kflats.objectives import Projections, SampledLabels, TaskLoss
-from kflats.places import find_weights
-from kflats.running import batch_size, take
-from kflats.sensitivity import InputGram, KroneckerFisher, RowFisher
-from kflats.sums import Sums
+from kflats.importance import InputGram, KroneckerFisher, RowFisher
+from kflats.measure.batches import text_batches
+from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
+from kflats.measure.one_pass import Statistics, measure
+from kflats.measure.running import batch_size, take
+from kflats.measure.sums import Sums
+from kflats.swap.places import find_weights
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

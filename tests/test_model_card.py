@@ -15,15 +15,15 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kflats
-from kflats.cli import app
-from kflats.codec import Transform
+from kflats.cli.app import app
+from kflats.codecs.codec import Transform
 from kflats.errors import KflatsError
-from kflats.export import export_dense
-from kflats.front_matter import split, with_tag, with_value
-from kflats.headers import stamp_
-from kflats.model_card import compressed_card, dense_card, hub_name, note_fidelity, without_section
+from kflats.export.dense import export_dense
+from kflats.files.headers import stamp_
 from kflats.release import version
-from kflats.report import Report
+from kflats.report.front_matter import split, with_tag, with_value
+from kflats.report.model_card import compressed_card, dense_card, hub_name, note_fidelity, without_section
+from kflats.report.report import Report
 
 yaml = pytest.importorskip("yaml")
 

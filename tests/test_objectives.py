@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.batches import text_batches
 from kflats.errors import KflatsError
-from kflats.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
-from kflats.running import take
+from kflats.measure.batches import text_batches
+from kflats.measure.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
+from kflats.measure.running import take
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

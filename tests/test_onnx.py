@@ -21,16 +21,16 @@ import onnxruntime
 from matrices import coded, int4
 
 import kflats
-from kflats.cli import app
-from kflats.encoding import encode
+from kflats.cli.app import app
 from kflats.errors import KflatsError
+from kflats.evaluate.encoding import encode
+from kflats.export.onnx import export_onnx
 from kflats.files import load_model
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_build import from_integers, from_transform
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.coding.encode import transform_code
-from kflats.onnx_export import export_onnx
-from kflats.surgery import dense_weight, find_weight, swap_
+from kflats.swap.surgery import dense_weight, find_weight, swap_
 
 
 def initialisers(path: Path) -> dict[str, int]:

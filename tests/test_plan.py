@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from kflats import codec, importance, methods
-from kflats.codec import Float
+from kflats import importance, methods
+from kflats.codecs import codec
+from kflats.codecs.codec import Float
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform
 from kflats.methods import SVD, Flats
-from kflats.plan import Decision, Plan, Recipe, as_recipe, from_json, to_json
-from kflats.surgery import Place, Weight
+from kflats.recipes.plan import Decision, Plan, Recipe, as_recipe, from_json, to_json
+from kflats.swap.surgery import Place, Weight
 
 TABLE = Weight(
     "embeddings.word_embeddings",

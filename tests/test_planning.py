@@ -10,11 +10,11 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
-from kflats.calibration import Data
-from kflats.codec import Float
+from kflats.allocate.calibration import Data
+from kflats.allocate.planning import decide, plan, token_embedding
+from kflats.codecs.codec import Float
 from kflats.errors import KflatsError
-from kflats.plan import Plan
-from kflats.planning import decide, plan, token_embedding
+from kflats.recipes.plan import Plan
 
 NAMES = ("words", "types", "project")
 

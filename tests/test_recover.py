@@ -16,23 +16,23 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from kflats import recover as recover_module
-from kflats.checkpoints import last_checkpoint
-from kflats.distill import Objective, distance
 from kflats.errors import KflatsError
 from kflats.files import annotate_, load_model
 from kflats.nn.layers import FactoredEmbedding
 from kflats.nn.matrix import LowRankMatrix, Matrix
-from kflats.places import factored_layers, find_weights
-from kflats.recover import RECOVERY_FILE, recover_, recover_folder
-from kflats.recovery import Recovery
-from kflats.surgery import swap_
+from kflats.recover import recover as recover_module
+from kflats.recover.checkpoints import last_checkpoint
+from kflats.recover.distill import Objective, distance
+from kflats.recover.recover import RECOVERY_FILE, recover_, recover_folder
+from kflats.recover.recovery import Recovery
+from kflats.swap.places import factored_layers, find_weights
+from kflats.swap.surgery import swap_
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("sklearn")
 
-from kflats.training import Mixed  # noqa: E402  it imports both
+from kflats.recover.training import Mixed  # noqa: E402  it imports both
 
 HEADER = "sentence1\tsentence2\tlabel\n"
 FAST = {"lr": 5e-3, "batch": 16, "epochs": 3, "quiet": True}
@@ -86,7 +86,7 @@ def test_a_task_is_learnt_and_the_best_epoch_kept(data: Path, tiny_tokenizer: An
     assert (done.metric, done.trained, done.distilled) == ("accuracy", model.num_parameters(), False)
     assert f"epoch {done.best_epoch} (kept)" in str(done)
     assert not model.training
-    from kflats.scoring import score
+    from kflats.tasks.scoring import score
 
     assert score(model, tiny_tokenizer, "sst2", data=data, costs=False).value == done.after
 
@@ -145,7 +145,7 @@ class Stop(KeyboardInterrupt):
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Let the judge stop the run when it is asked for the ``after``-th time."""
-    from kflats import lessons
+    from kflats.recover import lessons
 
     real, calls = lessons.judge, []
 
@@ -421,7 +421,7 @@ def test_models_that_cannot_be_recovered_are_refused(
     frozen.requires_grad_(False)
     with pytest.raises(KflatsError, match="nothing is left to train"):
         recover_(frozen, "sst2", **settings)
-    monkeypatch.setitem(sys.modules, "kflats.training", None)
+    monkeypatch.setitem(sys.modules, "kflats.recover.training", None)
     with pytest.raises(KflatsError, match=r"kflats\[tasks\]"):
         recover_(small(), "sst2", judged=None, **settings)
 
@@ -451,7 +451,7 @@ def folder(tmp_path: Path, tiny_tokenizer: Any) -> Path:
 
 
 def run(*arguments: object) -> Any:
-    from kflats.cli import app
+    from kflats.cli.app import app
 
     result = CliRunner().invoke(app, [str(a) for a in arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
-from kflats.report import REPORT_FILE, BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
+from kflats.report.report import REPORT_FILE, BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
 
 NASTY = "<script>alert(1)</script>\x1b[2J‮[bold]"
 

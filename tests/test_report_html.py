@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from kflats import report_html
 from kflats.errors import KflatsError
-from kflats.report import BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
+from kflats.report import html as report_html
+from kflats.report.report import BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from kflats.figures import overview, pictures
-from kflats.report_html import REPORT_PAGE, render
+from kflats.report.figures import overview, pictures
+from kflats.report.html import REPORT_PAGE, render
 
 NASTY = "$x^2$<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b‮$x^2$"
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from kflats import MESSI, SVD, Dense, Flats, KMeansSVD, Recipe, TokenCounts, Uniform
+from kflats.allocate.selection import Given, select, weighting_of
 from kflats.errors import KflatsError
-from kflats.places import find_weight
-from kflats.selection import Given, select, weighting_of
-from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.swap.places import find_weight
 
 MEASURED = Given(calibration=True)
 LAYER = "encoder.layer.0.attention.self.query"

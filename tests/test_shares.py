@@ -10,14 +10,13 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Dense, Flats, KroneckerFisher, Recipe, RowFisher, Statistics, Uniform
-from kflats.codec import Float
+from kflats.allocate.planning import plan
+from kflats.codecs.codec import Float
 from kflats.errors import KflatsError
-from kflats.importance import VALUES
-from kflats.measured import Measured
-from kflats.places import find_weights
-from kflats.plan import Plan
-from kflats.planning import plan
-from kflats.sensitivity import InputGram, TwoSided
+from kflats.importance import VALUES, InputGram, TwoSided
+from kflats.importance.measured import Measured
+from kflats.recipes.plan import Plan
+from kflats.swap.places import find_weights
 
 SHAPES = {"a": (24, 24), "b": (24, 48), "c": (48, 24), "head": (24, 1)}
 

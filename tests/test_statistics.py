@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kflats.batches import text_batches
 from kflats.errors import KflatsError
-from kflats.statistics import count_tokens, zipf_prior
+from kflats.measure.batches import text_batches
+from kflats.measure.counting import count_tokens, zipf_prior
 
 UNUSED, SIGNS, WORDS = 40, list("abcdefghijklmnopqrstuvwxyz0123456789.,!?"), 400
 

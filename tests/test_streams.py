@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kflats import streams
+from kflats.codecs import streams
 from kflats.errors import KflatsError
 from kflats.nn.coded_build import from_integers
 from kflats.nn.coded_geometry import CodedGeometry
@@ -197,7 +197,7 @@ import sys
 sys.modules["constriction"] = None
 import torch
 from kflats.nn.coded_build import from_integers
-from kflats.streams import encode
+from kflats.codecs.streams import encode
 try:
     encode(from_integers([torch.ones(3, 2)], None, torch.ones(1)))
 except Exception as error:

@@ -12,7 +12,7 @@ from torch import nn
 from kflats.errors import KflatsError
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix
-from kflats.surgery import dense_weight, find_weight, find_weights, restore_, swap_
+from kflats.swap.surgery import dense_weight, find_weight, find_weights, restore_, swap_
 
 
 def matrix(n: int, d: int, rank: int = 2) -> LowRankMatrix:

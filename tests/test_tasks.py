@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from kflats.errors import KflatsError
-from kflats.metrics import entity_f1, f1, matthews, measure, pearson, pearson_spearman, perplexity, spearman
-from kflats.task_batches import IGNORED, Feature, collate, features, task_batches, uncollate
-from kflats.task_data import load_examples
-from kflats.tasks import TASKS, Task, check_head, find_task, head_of
+from kflats.tasks.batches import IGNORED, Feature, collate, features, task_batches, uncollate
+from kflats.tasks.data import load_examples
+from kflats.tasks.metrics import entity_f1, f1, matthews, measure, pearson, pearson_spearman, perplexity, spearman
+from kflats.tasks.task import TASKS, Task, check_head, find_task, head_of
 
 HEADER = "sentence1\tsentence2\tlabel\n"
 

@@ -16,11 +16,11 @@ import torch
 
 import kflats
 from kflats.errors import KflatsError
-from kflats.evaluate import load_tokenizer
+from kflats.evaluate.comparing import load_tokenizer
 from kflats.files import load_model
-from kflats.report import Report
-from kflats.report_html import render
-from kflats.trimming import TRIM_FILE, trim, trim_folder
+from kflats.report.html import render
+from kflats.report.report import Report
+from kflats.trim.trimming import TRIM_FILE, trim, trim_folder
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 tokenizers = pytest.importorskip("tokenizers")
@@ -478,7 +478,7 @@ def test_trimming_in_front_of_compression(folder: Path, tmp_path: Path) -> None:
 def test_the_command(folder: Path, tmp_path: Path) -> None:
     from typer.testing import CliRunner
 
-    from kflats.cli import app
+    from kflats.cli.app import app
 
     (tmp_path / "texts.txt").write_text("\n".join(texts(50)))
     (tmp_path / "judge.txt").write_text("kilomedufa\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kflats.errors import KflatsError
-from kflats.vocabulary import choose, mentioned, read, reduced
+from kflats.trim.vocabulary import choose, mentioned, read, reduced
 
 tokenizers = pytest.importorskip("tokenizers")
 models, trainers, splits = tokenizers.models, tokenizers.trainers, tokenizers.pre_tokenizers

@@ -5,18 +5,30 @@
 5
 """
 
-from kflats.adapters import adapt_lora_
-from kflats.budget import Budget, parse_budget
-from kflats.codec import Float, Int4, Int8, Rotation, Transform
-from kflats.compress import compress_, compress_folder
+from kflats.allocate.planning import plan
+from kflats.codecs.codec import Float, Int4, Int8, Rotation, Transform
+from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
-from kflats.evaluate import compare, fidelity
-from kflats.export import export_dense
+from kflats.evaluate.comparing import compare, fidelity
+from kflats.export.adapters import adapt_lora_
+from kflats.export.dense import export_dense
+from kflats.export.onnx import export_onnx
 from kflats.files import annotate_, load_, register_plugin, save, stream_folder
-from kflats.frontier import Frontier, frontier
-from kflats.importance import TokenCounts, TokenFisher, Uniform, ZipfPrior
-from kflats.measure import measure
-from kflats.measurements import Statistics
+from kflats.frontier.sweep import Frontier, frontier
+from kflats.importance import (
+    ElementFisher,
+    InputGram,
+    KroneckerFisher,
+    RowFisher,
+    TokenCounts,
+    TokenFisher,
+    TwoSided,
+    Uniform,
+    ZipfPrior,
+)
+from kflats.measure.measurements import Statistics
+from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
+from kflats.measure.one_pass import measure
 from kflats.methods import MESSI, SVD, Best, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.entry_em import EntryPower
@@ -24,18 +36,15 @@ from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.sketch import LewisSample, Sketch
-from kflats.objectives import Projections, SampledLabels, TaskLoss
-from kflats.onnx_export import export_onnx
-from kflats.plan import Plan
-from kflats.planning import plan
-from kflats.recipe import Recipe
-from kflats.recover import recover_, recover_folder
-from kflats.report import Report
-from kflats.scoring import score
-from kflats.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.surgery import find_weights, restore_
-from kflats.task_batches import task_batches
-from kflats.trimming import Trimmed, trim, trim_folder
+from kflats.recipes.budget import Budget, parse_budget
+from kflats.recipes.plan import Plan
+from kflats.recipes.recipe import Recipe
+from kflats.recover.recover import recover_, recover_folder
+from kflats.report.report import Report
+from kflats.swap.surgery import find_weights, restore_
+from kflats.tasks.batches import task_batches
+from kflats.tasks.scoring import score
+from kflats.trim.trimming import Trimmed, trim, trim_folder
 
 __all__ = [
     "MESSI",

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from kflats.budget import parse_budget
-from kflats.compress import compress_, compress_folder
+from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
-from kflats.evaluate import Comparison, Fidelity, compare, fidelity, load_tokenizer
+from kflats.evaluate.comparing import Comparison, Fidelity, compare, fidelity, load_tokenizer
 from kflats.files import load_model
 from kflats.methods import SVD
-from kflats.model_card import note_fidelity
-from kflats.report import Report
-from kflats.report_html import render
-from kflats.surgery import dense_weight, find_weight
+from kflats.recipes.budget import parse_budget
+from kflats.report.html import render
+from kflats.report.model_card import note_fidelity
+from kflats.report.report import Report
+from kflats.swap.surgery import dense_weight, find_weight
 from kflats.tables import plain, share, size, table
 from kflats.texts import packaged_texts
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kflats.cli import app
+from kflats.cli.app import app
 from kflats.demo import PACKAGE, packaged_model
 from kflats.texts import packaged_texts
 

@@ -11,20 +11,20 @@ from torch.nn import functional as F
 
 import kflats
 from kflats import SVD, Best, Dense, Flats, Int4, Int8, KflatsError, Recipe, Rotation, Transform, Uniform, transforming
-from kflats.codec import from_name
-from kflats.judging import weighted_error
+from kflats.allocate.rates import measured_options
+from kflats.codecs.codec import from_name
+from kflats.codecs.streams import stored_bytes
+from kflats.factorize.storing import fixed_bytes, store
+from kflats.importance.weighting import Weighting
+from kflats.methods.judging import weighted_error
+from kflats.methods.problem import Problem
 from kflats.nn.coded import CodedMatrix
 from kflats.numerics.coding import flats
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.rows import TensorRows
-from kflats.plan import Plan
-from kflats.problem import Problem
-from kflats.rates import measured_options
-from kflats.recipe import from_json, to_json
-from kflats.report import Report
-from kflats.storing import fixed_bytes, store
-from kflats.streams import stored_bytes
-from kflats.weighting import Weighting
+from kflats.recipes.plan import Plan
+from kflats.recipes.recipe import from_json, to_json
+from kflats.report.report import Report
 
 pytest.importorskip("constriction")
 
@@ -255,7 +255,7 @@ def test_small_matrices_are_within_the_budget_or_refused(shape, recipe) -> None:
         try:
             report = kflats.compress_(model, {"0": recipe}, budget=budget, quiet=True)
         except KflatsError:  # too small for its own head
-            assert not list(kflats.surgery.factored_layers(model))
+            assert not list(kflats.swap.surgery.factored_layers(model))
             continue
         assert report.bytes_after <= float(budget[:-1]) / 100 * 4 * shape[0] * shape[1]
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
+from kflats.importance.weighting import Weighting
 from kflats.methods import SVD, Problem
 from kflats.numerics import elementwise
 from kflats.numerics.elementwise import prefix_errors, weighted_low_rank
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import truncated_svd
-from kflats.weighting import Weighting
 
 F64 = torch.float64
 

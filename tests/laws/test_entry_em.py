@@ -8,14 +8,14 @@ from sklearn.metrics import adjusted_rand_score
 
 from kflats.errors import KflatsError
 from kflats.importance import Uniform
+from kflats.importance.weighting import Weighting
 from kflats.methods import Flats, Problem
 from kflats.numerics.entry_em import EntryPower, _State, entry_flats, projected_sums
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.loss import Power
 from kflats.numerics.rows import TensorRows
-from kflats.recipe import Recipe, from_json, to_json
-from kflats.weighting import Weighting
+from kflats.recipes.recipe import Recipe, from_json, to_json
 
 F64 = torch.float64
 POWERS = pytest.mark.parametrize("p", [1.0, 0.7, 1.5, 2.0])

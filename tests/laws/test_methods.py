@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
-from kflats.judging import norm_error
+from kflats.importance.weighting import Weighting
 from kflats.methods import (
     MESSI,
     SVD,
@@ -26,11 +26,11 @@ from kflats.methods import (
     from_name,
     row_errors,
 )
+from kflats.methods.judging import norm_error
 from kflats.nn.matrix import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.numerics.loss import Huber, Truncated
 from kflats.numerics.rows import TensorRows
-from kflats.recipe import from_json, to_json
-from kflats.weighting import Weighting
+from kflats.recipes.recipe import from_json, to_json
 
 F64 = torch.float64
 METHODS = {

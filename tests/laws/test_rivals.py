@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from kflats.errors import KflatsError
-from kflats.rivals.codebooks import OPQ, PQ, Residual
-from kflats.rivals.coded import Coded, halved, unit_of
-from kflats.rivals.factored import METHODS, Factors
-from kflats.rivals.rounding import Absmax, Half, Rotated, TorchAO
-from kflats.rivals.sweeps import FAMILIES, sweep
-from kflats.rivals.transformed import Transformed
+from kflats.frontier.rivals.codebooks import OPQ, PQ, Residual
+from kflats.frontier.rivals.coded import Coded, halved, unit_of
+from kflats.frontier.rivals.factored import METHODS, Factors
+from kflats.frontier.rivals.rounding import Absmax, Half, Rotated, TorchAO
+from kflats.frontier.rivals.sweeps import FAMILIES, sweep
+from kflats.frontier.rivals.transformed import Transformed
 
 N, D = 700, 32
 

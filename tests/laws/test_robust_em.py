@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
 from kflats.errors import KflatsError
+from kflats.importance.weighting import Weighting
 from kflats.methods import Flats, Problem
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.assign import assign, squared_norms
@@ -22,7 +23,6 @@ from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_e
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.starts import Start
 from kflats.numerics.subspace import robust_subspace
-from kflats.weighting import Weighting
 
 F64 = torch.float64
 LOSSES = {

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
-from kflats.judging import Distances, EntryPowers, norm_error
+from kflats.importance.weighting import Weighting
 from kflats.methods import SVD, Entrywise, Problem, RobustSVD, Subspace, ellipsoid_of, from_name
+from kflats.methods.judging import Distances, EntryPowers, norm_error
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.sketch import LewisSample, Sketch
-from kflats.recipe import Recipe, as_recipe, brief, from_json, to_json
-from kflats.weighting import Weighting
+from kflats.recipes.recipe import Recipe, as_recipe, brief, from_json, to_json
 
 F64 = torch.float64
 DESCENDING = {

@@ -7,11 +7,11 @@ import scipy.linalg
 import torch
 
 from kflats.errors import KflatsError
-from kflats.judging import row_errors, weighted_error
+from kflats.importance.weighting import Weighting
 from kflats.methods import MESSI, SVD, Dense, Flats, KMeansSVD, Problem, from_name
+from kflats.methods.judging import row_errors, weighted_error
 from kflats.nn.matrix import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.numerics.rows import TensorRows
-from kflats.weighting import Weighting
 
 F64 = torch.float64
 METHODS = {
@@ -255,7 +255,7 @@ def test_a_wide_metric_is_applied_block_by_block(monkeypatch):
     a, w = table(200, 10).double(), Weighting(left=side("diagonal", 200, 1), right=side("full", 10, 1))
     method = Flats(k=2)
     held = method.fit(Problem(TensorRows(a), 9000, 8, w))
-    monkeypatch.setattr("kflats.many_flats._HELD", 0)
+    monkeypatch.setattr("kflats.methods.many_flats._HELD", 0)
     streamed = method.fit(Problem(TensorRows(a), 9000, 8, w))
     assert streamed.objective[-1] == pytest.approx(held.objective[-1], rel=1e-9)
     torch.testing.assert_close(streamed.matrix.dense(), held.matrix.dense())

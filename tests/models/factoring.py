@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from kflats.files import annotate_
 from kflats.nn.matrix import Matrix
-from kflats.places import Weight, dense_weight, find_weight, find_weights
-from kflats.surgery import swap_
+from kflats.swap.places import Weight, dense_weight, find_weight, find_weights
+from kflats.swap.surgery import swap_
 
 MAKERS = [low_rank, flats, interpolative]
 FORMS = [(make, rows) for rows in ("inputs", "outputs") for make in MAKERS]

@@ -15,12 +15,12 @@ pytest.importorskip("transformers")
 from transformers import BertConfig, BertModel
 
 import kflats
-from kflats.adapters import adapt_lora_
 from kflats.errors import KflatsError
+from kflats.export.adapters import adapt_lora_
 from kflats.nn.coded_build import from_integers
 from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import LowRankMatrix, Matrix
-from kflats.surgery import find_weight, swap_
+from kflats.swap.surgery import find_weight, swap_
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 IDS = torch.tensor([[5, 9, 150, 7], [8, 120, 6, 1]])

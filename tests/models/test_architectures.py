@@ -28,7 +28,7 @@ from factoring import factor_named
 from transformers import AutoModel
 
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.places import factored_layers, find_weight, find_weights
+from kflats.swap.places import factored_layers, find_weight, find_weights
 
 every_architecture = pytest.mark.parametrize("case", ARCHITECTURES.values(), ids=ARCHITECTURES)
 tied_and_untied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

@@ -18,7 +18,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMas
 from kflats.errors import KflatsError
 from kflats.files import annotate_, load_model
 from kflats.nn.matrix import LowRankMatrix
-from kflats.surgery import find_weight, swap_
+from kflats.swap.surgery import find_weight, swap_
 
 TABLE = "bert.embeddings.word_embeddings"
 
@@ -231,7 +231,7 @@ def test_a_cut_tie_in_the_config_is_refused(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_description_for_a_dense_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    from kflats.transformers_plugin import KflatsConfig
+    from kflats.files.transformers_plugin import KflatsConfig
 
     note = json.loads((folder / "config.json").read_text())["quantization_config"]
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}

@@ -30,7 +30,7 @@ from kflats.errors import KflatsError
 from kflats.files import annotate_, load_, load_model, save, stream_folder
 from kflats.nn.layers import FactoredEmbedding
 from kflats.nn.matrix import CodedMatrix
-from kflats.surgery import find_weight, restore_, swap_
+from kflats.swap.surgery import find_weight, restore_, swap_
 
 pytest.importorskip("constriction")
 

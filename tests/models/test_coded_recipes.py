@@ -25,12 +25,12 @@ from transformers import (
 
 import kflats
 from kflats import SVD, Dense, Int4, Int8, Recipe, Transform
-from kflats.cli import app
-from kflats.evaluate import weight_file_bytes
+from kflats.cli.app import app
+from kflats.evaluate.comparing import weight_file_bytes
 from kflats.files import load_model
 from kflats.nn.matrix import CodedMatrix
-from kflats.places import factored_layers
-from kflats.report import Report
+from kflats.report.report import Report
+from kflats.swap.places import factored_layers
 
 IDS = torch.tensor([[2, 9, 150, 7, 3], [2, 120, 6, 299, 3]])
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40}

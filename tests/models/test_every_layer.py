@@ -22,8 +22,8 @@ from transformers import AutoModel, AutoModelForImageClassification
 from kflats.errors import KflatsError
 from kflats.files import annotate_
 from kflats.nn.conv import FactoredConv2d
-from kflats.places import factored_layers, find_weight, find_weights
-from kflats.surgery import restore_, swap_
+from kflats.swap.places import factored_layers, find_weight, find_weights
+from kflats.swap.surgery import restore_, swap_
 
 IMAGES: dict[str, tuple[Any, str, str]] = {
     "resnet": (

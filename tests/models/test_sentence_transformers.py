@@ -22,7 +22,7 @@ from kflats.nn.coded_build import from_transform
 from kflats.nn.layers import FactoredEmbedding
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.coding.encode import transform_code
-from kflats.surgery import dense_weight, find_weight, find_weights, swap_
+from kflats.swap.surgery import dense_weight, find_weight, find_weights, swap_
 
 TEXTS = ["A small table is still a table.", "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich."]
 

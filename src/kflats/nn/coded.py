@@ -123,7 +123,7 @@ class CodedMatrix(Codes):
             raise KflatsError(
                 f"a coded table of {geometry.shape[0]} rows cannot grow to {n}",
                 cause="new rows have to be trained, and codes are constants",
-                hint="resize before compressing, or kflats.surgery.restore_(model) first",
+                hint="resize before compressing, or kflats.restore_(model) first",
             )
         kept = {name: value.detach().clone() for name, value in self.tensors().items()}
         counts = [n]

@@ -1,0 +1,225 @@
+"""What the user's data says: texts to count, batches to measure with, and what was measured, as one value."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kflats.allocate.selection import Given
+from kflats.errors import KflatsError
+from kflats.importance import Uniform
+from kflats.importance.measured import Measured
+from kflats.importance.weighting import Weighting
+from kflats.measure.batches import text_batches
+from kflats.measure.counting import count_tokens, zipf_prior
+from kflats.measure.measurements import Statistics
+from kflats.measure.one_pass import measure
+from kflats.methods import SVD
+from kflats.numerics.rows import TensorRows
+from kflats.recipes.recipe import Recipe, to_json
+from kflats.swap.places import Weight
+from kflats.texts import check_texts
+
+SAMPLES = 512
+"""Texts that are measured with where no number is given: a few hundred do; some thousands gain a little more."""
+
+
+@dataclass(frozen=True)
+class Data:
+    """All that recipes may draw on.
+
+    Args:
+        texts: what ``TokenCounts`` counts; calibration data too where there is no other.
+        tokenizer: the model's own.
+        calibration: texts, or batches: mappings of tensors for ``model(**batch)``, with labels for a task's loss.
+        objective: what gradients are taken of; None: the task's loss where batches have labels, else random
+            projections of the output, which need no labels.
+        statistics: what was measured before.
+        samples: how many texts are measured with, evenly spaced ones of a longer list; batches are all used.
+        curves: objectives by rank, once they are known (``curve``).
+    """
+
+    texts: tuple[str, ...] | None = None
+    tokenizer: Any = None
+    calibration: tuple[Any, ...] | None = None
+    objective: Any = None
+    statistics: Statistics | None = None
+    samples: int = SAMPLES
+    curves: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def given(self) -> Given:
+        """What kinds of data there are."""
+        there = self.calibration is not None or self.statistics is not None
+        return Given(self.texts is not None, self.tokenizer is not None, there)
+
+    def batches(self) -> list[Mapping[str, Any]]:
+        """The batches to measure with.
+
+        Raises:
+            KflatsError: none, texts without a tokenizer, or something else.
+        """
+        found = self.texts if self.calibration is None else self.calibration
+        if not found:
+            raise KflatsError("there is no calibration data", cause="an empty file or list", hint="a few hundred texts")
+        if all(isinstance(item, Mapping) for item in found):
+            return list(found)
+        if not all(isinstance(item, str) for item in found):
+            odd = next(type(item).__name__ for item in found if not isinstance(item, str))
+            raise KflatsError(
+                f"calibration data holds a {odd}",
+                cause="neither texts nor batches for model(**batch)",
+                hint="a list of strings with tokenizer=..., or a list of dicts of tensors",
+            )
+        if self.tokenizer is None:
+            raise KflatsError(
+                "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
+            )
+        return list(text_batches(_spread(found, self.samples), self.tokenizer))
+
+    def measured(self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True) -> Data:
+        """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed."""
+        needs = needed(recipes)
+        if not needs:
+            return self
+        if self.statistics is not None:
+            self.statistics.check(model)
+            return self
+        weights = [weight for weight, _ in recipes if weight.name in needs]
+        found = measure(model, weights, self.batches(), needs=needs, objective=self.objective, quiet=quiet)
+        return replace(self, statistics=found)
+
+    def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:
+        """How much errors of ``weight``'s own matrix count, rows being its inputs.
+
+        Raises:
+            KflatsError: as the importance; the message names the weight.
+        """
+        if isinstance(recipe.importance, Uniform):
+            return Weighting()
+        n, d = weight.shape
+        try:
+            found = Measured(n, columns=d)
+            if self.statistics is not None and recipe.importance.needs:
+                found = self.statistics.of(weight.name)
+            head = any(place.role == "head" for place in weight.places)
+            found = self._of_tokens(replace(found, head=head), recipe)
+            weighting: Weighting = recipe.importance.weigh(found)
+        except KflatsError as error:
+            raise type(error)(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        return weighting
+
+    def curve(self, table: Tensor, weight: Weight, recipe: Recipe, weighting: Weighting) -> Tensor:
+        """(R + 1,) float64: the objective of a low-rank pair by rank. Sharing a budget and reporting both need it.
+
+        Args:
+            table: ``weight``'s own matrix (n, d). weighting: of it.
+        """
+        key = f"{weight.name} {to_json(recipe.importance)} {recipe.rows}"
+        if key not in self.curves:
+            turned = recipe.rows == "outputs"
+            oriented = (weighting.transposed() if turned else weighting).to(table.device)
+            try:
+                self.curves[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
+            except KflatsError as error:
+                raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        return self.curves[key]
+
+    def _of_tokens(self, found: Measured, recipe: Recipe) -> Measured:
+        if self.tokenizer is None or not getattr(recipe.importance, "needs_tokenizer", False):
+            return found
+        found = replace(found, prior=zipf_prior(self.tokenizer, found.rows))
+        if self.texts is None:
+            return found
+        return replace(found, counts=count_tokens(self.texts, self.tokenizer, found.rows))
+
+    def digest(self) -> str:
+        """Of everything here that results depend on, but for the tokenizer."""
+        total = hashlib.sha256(json.dumps([self.texts, repr(self.objective), self.samples]).encode())
+        for item in self.calibration or ():
+            total.update(b"\0item")
+            if isinstance(item, Mapping):
+                for key in sorted(item):
+                    total.update(f"\0{key}".encode())
+                    _add(total, item[key])
+            else:
+                total.update(repr(item).encode())
+        return total.hexdigest()
+
+
+def gather(
+    texts: Iterable[str] | None,
+    tokenizer: Any,
+    calibration: Iterable[Any] | None,
+    objective: Any,
+    statistics: Statistics | None,
+    samples: int = SAMPLES,
+) -> Data:
+    """What was given, read once and checked.
+
+    Raises:
+        KflatsError: one string in place of several, texts that are none, or no samples at all.
+    """
+    if not isinstance(samples, int) or samples < 1:
+        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+    return Data(
+        None if texts is None else _kept(texts),
+        tokenizer,
+        None if calibration is None else _kept(calibration, batches=True),
+        objective,
+        statistics,
+        samples,
+    )
+
+
+def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]]:
+    """What must be measured of each weight, those left out that need nothing."""
+    return {
+        weight.name: recipe.importance.needs
+        for weight, recipe in recipes
+        if recipe.importance.needs and not recipe.is_dense
+    }
+
+
+def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> str:
+    """Of all that was measured of these weights."""
+    total = hashlib.sha256()
+    for name in names if statistics is not None else ():
+        assert statistics is not None
+        found = statistics.of(name)
+        for one in fields(found):
+            total.update(f"\0{name}\0{one.name}\0".encode())
+            _add(total, getattr(found, one.name))
+    return total.hexdigest()
+
+
+def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
+    if isinstance(data, Mapping):
+        raise KflatsError("calibration data must be a sequence of batches, not one batch", hint="calibration=[batch]")
+    check_texts(data)
+    found = tuple(data)
+    for item in found:
+        if not isinstance(item, str) and not (batches and isinstance(item, Mapping)):
+            what = "texts or batches (dicts of tensors)" if batches else "texts"
+            raise KflatsError(f"expected {what}, found {type(item).__name__}", hint="a list of strings")
+    return found
+
+
+def _spread(texts: Sequence[str], count: int) -> list[str]:
+    """At most ``count`` texts, evenly spaced: files are often sorted by topic."""
+    return [texts[i * len(texts) // count] for i in range(count)] if len(texts) > count else list(texts)
+
+
+def _add(total: Any, value: object) -> None:
+    if isinstance(value, Tensor):
+        held = value.detach().cpu().contiguous()
+        total.update(f"{held.dtype} {tuple(held.shape)} ".encode())
+        total.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
+    else:
+        total.update(repr(value).encode())

@@ -1,0 +1,96 @@
+"""Prices: what each rank of a weight costs in the bytes that a budget counts, and whether it is a choice at all."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kflats.factorize.storing import least_bytes, whole_bytes
+from kflats.importance.weighting import Weighting
+from kflats.methods import SVD
+from kflats.nn.matrix import label_dtype
+from kflats.recipes.recipe import Recipe
+from kflats.swap.places import Weight
+
+_FEW = 10  # outputs of a small head
+_LOPSIDED = 10  # inputs to an output
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One weight with its prices, in the bytes that the budget counts."""
+
+    weight: Weight
+    recipe: Recipe
+    named: bool
+    counts_labels: bool
+    note: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the matrix that the method is given."""
+        n, d = self.weight.shape
+        return (d, n) if self.recipe.rows == "outputs" else (n, d)
+
+    @property
+    def itemsize(self) -> int:
+        return self.recipe.torch_dtype(self.weight.dtype).itemsize
+
+    @property
+    def full(self) -> int:
+        """The largest rank."""
+        return min(self.shape)
+
+    @property
+    def dense(self) -> int:
+        """Bytes of the weight as it is."""
+        n, d = self.shape
+        return self.weight.nbytes if self.counts_labels else n * d * self.itemsize
+
+    @property
+    def low_rank(self) -> SVD:
+        """The method whose ranks measure bytes: other methods are given the bytes of a low-rank pair."""
+        return self.recipe.method if isinstance(self.recipe.method, SVD) else SVD()
+
+    def cost(self, rank: int) -> int:
+        """Bytes of a pair of ``rank``, without a bias."""
+        index = 0 if self.counts_labels else self.low_rank.index_bytes(self.shape)
+        return self.low_rank.cost(self.shape, rank, self.itemsize) - index
+
+    def is_choice(self, rank: int) -> bool:
+        """Whether the method can live on the bytes of ``rank``, and stores fewer numbers than the weight has."""
+        n, d = self.shape
+        numbers = self.low_rank.cost(self.shape, rank, 1) - self.low_rank.index_bytes(self.shape)
+        return self.cost(rank) >= self.least and numbers < n * d
+
+    @property
+    def is_small_head(self) -> bool:
+        """A linear layer of a few outputs, classes perhaps, from many inputs."""
+        n, d = self.weight.shape
+        return self.weight.places[0].role in ("linear", "conv1d") and 1 < d <= _FEW and n >= _LOPSIDED * d
+
+    def rank_within(self, nbytes: int) -> int:
+        """The largest rank that ``nbytes`` hold; 0 for none."""
+        return next((r for r in range(self.full, 0, -1) if self.cost(r) <= nbytes), 0)
+
+    @property
+    def least(self) -> int:
+        """The least bytes that the method can live on."""
+        if self.recipe.is_coded:
+            return least_bytes(self.recipe, self.shape, self.itemsize)
+        k = getattr(self.recipe.method, "k", None) or 1
+        n, d = self.shape
+        labels = n * label_dtype(k).itemsize if k > 1 and self.counts_labels else 0
+        return max(self.cost(1), (n + k * d) * self.itemsize + labels) if k > 1 else self.cost(1)
+
+    @property
+    def whole(self) -> int | None:
+        """The bytes it takes where that is one known number, whatever its share."""
+        return whole_bytes(self.recipe, self.shape, self.itemsize) if self.recipe.is_coded else None
+
+
+def bias_bytes(weight: Weight, recipe: Recipe, weighting: Weighting, counts_labels: bool) -> int:
+    """What a bias costs that the layer gains because its inputs are centred; 0 where it has one, or needs none."""
+    if weighting.mean is None or weight.bias or weight.places[0].role == "embedding":
+        return 0
+    n, d = weight.shape
+    return d * (weight.nbytes // (n * d) if counts_labels else recipe.torch_dtype(weight.dtype).itemsize)

@@ -1,0 +1,129 @@
+"""Rates: what a weight loses at every size, for sharing bytes between weights.
+
+Codes are counted at a few steps (of long matrices on some thousand rows): a factor of two apart, where every live
+coordinate gains or loses about one bit, and farther apart where all are live. Between two of them the logarithm of the
+error is nearly straight in the bytes (D ~ 2^(-2 R)), and is taken to be.
+Rounding to 8 and 4 bits is made and judged once; of float pairs every rank is known from the spectrum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from kflats.codecs.codec import Float, Int4, Int8, Transform
+from kflats.errors import KflatsError
+from kflats.factorize.storing import store
+from kflats.factorize.transforming import row_weights
+from kflats.importance.weighting import Weighting
+from kflats.methods import SVD, Best, Dense
+from kflats.methods.judging import weighted_error
+from kflats.methods.problem import Problem
+from kflats.numerics.coding.encode import transform_rates
+from kflats.numerics.rows import Rows
+from kflats.recipes.recipe import Recipe
+
+_POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
+_CONTAINER = 160  # bytes of a stream beside what it holds
+_A_BIT = 8  # sizes that are offered for each bit between two that were measured
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to store a weight: ``nbytes`` in a file, and the ``error`` it leaves; ``judged`` says what error that is,
+    nothing where it is another method's."""
+
+    recipe: Recipe
+    nbytes: int
+    error: float
+    note: str
+    judged: str = "relative error"
+
+
+def measured_options(
+    rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dtype, tails: Tensor, *, pairs_only: bool = False
+) -> tuple[Option, ...]:
+    """Ways to store ``rows`` by ``recipe``: those of its codec, or of all codecs where its method is ``Best()``.
+
+    Args:
+        weighting: of the rows as they are here (transposed where the recipe says so).
+        dtype: of the weight. tails: what an SVD of every rank loses, (R + 1,).
+        pairs_only: no codes: a convolution becomes two.
+
+    >>> from kflats.numerics.rows import TensorRows
+    >>> matrix = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+    >>> tails = SVD().spectrum(TensorRows(matrix), Weighting())
+    >>> found = measured_options(TensorRows(matrix), Weighting(), Recipe(Best()), torch.float32, tails)
+    >>> sorted({type(option.recipe.codec).__name__ for option in found})
+    ['Float', 'Int4', 'Int8', 'Transform']
+    """
+    n, d = rows.shape
+    dense = n * d * dtype.itemsize
+    found: list[Option] = []
+    for one in _expanded(recipe):
+        if pairs_only and one.is_coded:
+            continue
+        if isinstance(one.codec, Transform):
+            if float(tails[0]) > 0:
+                found += _between(_coded(rows, weighting, one, float(tails[0])), n * d)
+        elif one.is_coded:
+            with_room = Problem(rows, dense, dtype.itemsize, weighting)
+            try:
+                made = store(one, with_room, dtype)
+            except KflatsError:  # a matrix so small that scales alone outgrow it
+                continue
+            error = weighted_error(rows, made.matrix, weighting).error
+            found.append(Option(one, made.nbytes, error, f"{8 * made.nbytes / (n * d):.2f} bits a number"))
+        else:
+            itemsize = one.torch_dtype(dtype).itemsize
+            for rank in range(1, min(n, d) + 1):
+                cost = one.method.cost((n, d), rank, itemsize)
+                if cost < dense and rank * (n + d) < n * d:
+                    found.append(Option(one, cost, float(tails[rank]), f"rank {rank} of {min(n, d)}"))
+    return tuple(option for option in found if 0 < option.nbytes < dense and math.isfinite(option.error))
+
+
+def _expanded(recipe: Recipe) -> Iterator[Recipe]:
+    if not isinstance(recipe.method, Best):
+        yield recipe
+        return
+    yield replace(recipe, method=SVD(), codec=Transform())
+    yield replace(recipe, method=Dense(), codec=Int8())
+    yield replace(recipe, method=Dense(), codec=Int4())
+    yield replace(recipe, method=SVD(), codec=Float("float16"))
+
+
+def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, total: float) -> list[Option]:
+    """Codes at a few steps, finest first. ``total``: the error if nothing were stored."""
+    assert isinstance(recipe.codec, Transform)
+    n, d = rows.shape
+    size, found = math.sqrt(total / (n * d)), list[Option]()
+    steps = [size * 2.0**-power for power in _POWERS]
+    weights, right = row_weights(weighting), weighting.right
+    judged = "relative error" if isinstance(recipe.method, SVD) else "relative error of one flat"
+    for rate in transform_rates(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
+        if not rate.rank:  # nothing but labels and scales, a size that is not one to ask for
+            break
+        found.append(Option(recipe, rate.nbytes + _CONTAINER, rate.error, "", judged))
+    return found
+
+
+def _between(measured: Sequence[Option], numbers: int) -> list[Option]:
+    """The measured ones and, between each two, those on the straight line of log errors; ``numbers`` of the matrix."""
+    found = []
+    for fine, coarse in pairwise(measured):
+        whole = fine.nbytes - coarse.nbytes
+        if whole <= 0 or not 0 < fine.error < coarse.error:
+            continue
+        parts = max(2, round(_A_BIT * math.log(coarse.error / fine.error, 4)))
+        for part in range(parts):
+            share = part / parts
+            error = fine.error ** (1 - share) * coarse.error**share
+            found.append(replace(fine, nbytes=fine.nbytes - int(whole * share), error=error))
+    found += list(measured[-1:])
+    return [replace(one, note=f"{8 * one.nbytes / numbers:.2f} bits a number") for one in found]

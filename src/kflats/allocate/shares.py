@@ -1,0 +1,298 @@
+"""Shares: a budget divided among weights, uniformly or by what the loss says; some stay dense."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from torch import nn
+
+from kflats.allocate.allocate import allocate
+from kflats.allocate.calibration import Data
+from kflats.allocate.offers import curve_of, is_best, offers
+from kflats.allocate.prices import Priced, bias_bytes
+from kflats.allocate.selection import Selected, weighting_of
+from kflats.codecs.codec import Int8
+from kflats.errors import KflatsError, UnreachedError
+from kflats.factorize.storing import has_any_size, whole_bytes
+from kflats.methods import Dense
+from kflats.recipes.budget import Budget, split
+from kflats.recipes.plan import Decision
+from kflats.recipes.recipe import Recipe, brief
+from kflats.swap.places import dense_weight
+from kflats.tables import number, size, visible
+
+__all__ = ["Allocation", "Shares", "bias_bytes", "share_out"]
+
+Allocation = Literal["auto", "uniform", "loss"]
+"""How weights share a budget: "uniform": the same share of bytes (or ranks) for each; "loss": where they save most
+loss, weights being left dense where that pays; "auto": by loss where every importance is in its units."""
+
+_SILENT = "the calibration data says nothing about it (never reached, or no loss depends on it)"
+_UNJUDGED = "the data says nothing about it: its share of the budget, every row counting the same"
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each weight gets, and how that was decided: "uniform" or "loss"."""
+
+    decisions: tuple[Decision, ...]
+    allocation: str
+
+
+def share_out(
+    model: nn.Module,
+    selected: Sequence[Selected],
+    notes: Sequence[str],
+    budget: Budget,
+    data: Data,
+    allocation: Allocation,
+    model_bytes: int,
+) -> Shares:
+    """Decide the bytes of every weight; ``notes`` are kept with them.
+
+    Args:
+        model_bytes: of all weight files, for budgets that bound those.
+
+    Raises:
+        KflatsError: a budget that cannot be met, or shared by errors that cannot be compared.
+    """
+    if allocation not in ("auto", "uniform", "loss"):
+        raise KflatsError(f"allocation={allocation!r} is unknown", hint='"auto", "uniform" or "loss"')
+    items = [
+        Priced(chosen.weight, chosen.recipe, chosen.named, budget.counts_labels, note)
+        for chosen, note in zip(selected, notes, strict=True)
+    ]
+    settled = {item.weight.name: made for item in items if (made := _settled(item, data)) is not None}
+    open_items = [item for item in items if item.weight.name not in settled]
+    kept = sum(_price(item, settled[item.weight.name]) for item in items if item.weight.name in settled)
+    sizes = {item.itemsize for item in open_items or items}
+    if budget.kind in ("params", "ranks") and any(item.recipe.is_coded or is_best(item) for item in open_items):
+        raise KflatsError(
+            f"a budget of {budget} says nothing of codes",
+            cause="integers of different lengths are stored, not numbers",
+            hint='a budget in bytes or per cent: "4MB", "10%"',
+        )
+    if budget.kind == "params" and len(sizes) > 1:
+        raise KflatsError("a budget of parameters needs weights of one stored type", hint="a budget in bytes")
+    by_loss = _by_loss(open_items, allocation)
+    if budget.kind == "ranks":
+        shared = _at_ranks(model, open_items, budget.amount, data, by_loss)
+        return _shares(items, settled | shared, by_loss)
+    allowed = budget.stored_bytes([item.weight for item in items], model_bytes, sizes.pop())
+    total = sum(item.dense for item in items)
+    ready = [_settle_bias(model, item, allowed * item.dense // total, data) for item in open_items]
+    if by_loss:
+        found = _loss(model, ready, allowed - kept, data)
+    else:
+        found = _uniform(ready, allowed - kept, data)
+    return _shares(items, settled | found, by_loss)
+
+
+def _settled(item: Priced, data: Data) -> Decision | None:
+    """What is done with a weight whatever the budget: it is left as it is, or, where ``Best()`` may choose and the data
+    knows nothing of it, rounded to 8 bits. None where it takes its share."""
+    if item.recipe.is_dense:
+        return replace(_dense(item, ""), note=item.note or "dense: asked for")
+    if not item.recipe.importance.needs:
+        return None
+    try:
+        data.weigh(item.weight, item.recipe)
+    except UnreachedError:
+        if item.named:
+            raise
+        rounded = Recipe(Dense(), codec=Int8())
+        nbytes = whole_bytes(rounded, item.weight.shape, item.itemsize) or item.dense
+        if is_best(item) and item.weight.places[0].role != "conv2d" and nbytes < item.dense:
+            return Decision(item.weight, rounded, nbytes, f"8 bits: {_SILENT}")
+        return replace(_dense(item, ""), note=f"dense: {_SILENT}")
+    return None
+
+
+def _price(item: Priced, decision: Decision) -> int:
+    """What a decision takes of the budget, as that counts."""
+    return item.dense if decision.recipe.is_dense else decision.budget_bytes
+
+
+def _by_loss(items: Sequence[Priced], allocation: str) -> bool:
+    """Whether errors are in units of the loss; refused where that is asked for and is not so."""
+    if any(map(is_best, items)):
+        if allocation == "uniform":
+            raise KflatsError("Best() chooses by what each byte saves", hint='allocation="auto", or another method')
+        return True
+    strange = _strange(items)
+    if allocation == "loss" and strange:
+        raise KflatsError(
+            f'allocation="loss" cannot compare {brief(strange[0].recipe.importance)} of {strange[0].weight.name!r}',
+            cause="its errors are not in units of a loss",
+            hint='KroneckerFisher(), TwoSided() or RowFisher() for every weight, or allocation="uniform"',
+        )
+    return allocation == "loss" or (allocation == "auto" and not strange and len(items) > 1)
+
+
+def _strange(items: Sequence[Priced]) -> list[Priced]:
+    """Those whose errors are not in units of a loss."""
+    return [item for item in items if not weighting_of(item.recipe, item.weight).loss_units]
+
+
+def _settle_bias(model: nn.Module, item: Priced, share: int, data: Data) -> Priced:
+    """A layer without a bias gets one where that loses less in ``share`` bytes than doing without."""
+    if not item.recipe.importance.needs:
+        return item
+    weighting = data.weigh(item.weight, item.recipe)
+    price = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
+    if not price:
+        return item
+    bare = replace(item, recipe=replace(item.recipe, importance=replace(item.recipe.importance, centred=False)))
+    with_bias, without = item.rank_within(share - price), item.rank_within(share)
+    if with_bias:
+        table, other = dense_weight(model, item.weight), data.weigh(item.weight, bare.recipe)
+        gained = data.curve(table, item.weight, item.recipe, weighting)[with_bias]
+        if gained < data.curve(table, item.weight, bare.recipe, other)[without]:
+            return item
+    return bare
+
+
+def _bias(item: Priced, data: Data) -> int:
+    if not item.recipe.importance.needs:
+        return 0
+    weighting = data.weigh(item.weight, item.recipe)
+    return bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
+
+
+def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:
+    """The same share of bytes for each; those found by a pattern that cannot live on theirs stay dense."""
+    found: dict[str, Decision] = {}
+    least = {item.weight.name: item.least + _bias(item, data) for item in items if not item.named}
+    for item in items:
+        if item.whole is not None:
+            price = item.whole + _bias(item, data)
+            made = Decision(item.weight, item.recipe, min(price, item.dense), item.note)
+            found[item.weight.name] = made if price < item.dense else _dense(item, "dense: codes would not shrink it")
+            allowed -= found[item.weight.name].budget_bytes
+    if found and allowed < 0:
+        raise KflatsError(
+            f"{', '.join(visible(name) for name in list(found)[:3])}: codes of a fixed rate take {-allowed:,} bytes "
+            "more than the budget has",
+            hint="a larger budget, or Transform(), which takes any size",
+        )
+    while True:
+        rest = [item for item in items if item.weight.name not in found]
+        if allowed < (1 if rest else 0):
+            raise KflatsError(
+                "the budget is spent on weights that stay dense; nothing is left for the others",
+                cause=f"{len(found)} weights cannot be factored in their share" if found else "weights left dense",
+                hint="a larger budget, or fewer weights",
+            )
+        if not rest:
+            return found
+        total = sum(item.dense for item in rest)
+        if allowed >= total:
+            shares: Sequence[int] = [item.dense for item in rest]
+        else:
+            shares = split(allowed, [item.weight for item in rest]) if rest[0].counts_labels else _parts(allowed, rest)
+        stuck = [item for item, share in zip(rest, shares, strict=True) if share < least.get(item.weight.name, 0)]
+        if not stuck:
+            pairs = zip(rest, shares, strict=True)
+            return found | {
+                item.weight.name: Decision(item.weight, item.recipe, share, item.note) for item, share in pairs
+            }
+        for item in stuck:
+            reason = f"dense: its share of the budget holds no {brief(item.recipe.method)} of it"
+            found[item.weight.name] = _dense(item, reason)
+            allowed -= item.dense
+
+
+def _parts(allowed: int, items: Sequence[Priced]) -> list[int]:
+    total, done = sum(item.dense for item in items), 0
+    parts: list[int] = []
+    for item in items:
+        done += item.dense
+        parts.append(allowed * done // total - sum(parts))
+    return parts
+
+
+def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:
+    """Where bytes save most loss; weights of which the data says nothing get their share of bytes.
+
+    For ``Best()`` without units of a loss: where they save most of the sum of relative errors.
+    """
+    relative = any(map(is_best, items)) and bool(_strange(items))
+    judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
+    unjudged = [replace(item, note=_joined(item.note, _UNJUDGED)) for item in items if item not in judged]
+    part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
+    found = _uniform(unjudged, part, data) if unjudged else {}
+    allowed -= sum(decision.budget_bytes for decision in found.values())
+    made = [offers(model, item, data) for item in judged]
+    curves = [curve_of(item, offered, relative) for item, offered in zip(judged, made, strict=True)]
+    for item, curve, offered, choice in zip(judged, curves, made, allocate(curves, allowed).choices, strict=True):
+        if choice.rank is None:
+            what = "codes" if item.recipe.is_coded or is_best(item) else "factors"
+            found[item.weight.name] = _dense(item, f"dense: {what} of it would lose more than they save elsewhere")
+            continue
+        option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
+        lost = number(choice.error / whole if whole > 0 else 0.0)
+        note = _joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
+        found[item.weight.name] = Decision(item.weight, option.recipe, choice.cost, note)
+    return _topped_up(found, allowed - sum(found[item.weight.name].budget_bytes for item in judged))
+
+
+def _topped_up(found: dict[str, Decision], spare: int) -> dict[str, Decision]:
+    """What the steps between sizes leave over goes to the largest weight that can have any size."""
+    largest = max((d for d in found.values() if has_any_size(d.recipe)), key=lambda d: d.budget_bytes, default=None)
+    if largest is None:
+        return found
+    nbytes = min(largest.budget_bytes + max(spare, 0), largest.weight.nbytes)
+    return found | {largest.weight.name: replace(largest, budget_bytes=nbytes)}
+
+
+def _at_ranks(
+    model: nn.Module, items: Sequence[Priced], ratio: float, data: Data, by_loss: bool
+) -> dict[str, Decision]:
+    """The same share of the full rank for each (FWSVD's rank ratio); by loss, all of these bytes shared out anew."""
+    settled, found = [], {}
+    for item in items:
+        rank = max(1, round(ratio * item.full))
+        one = _settle_bias(model, item, item.cost(rank), data)
+        price = item.cost(rank) + _bias(one, data)
+        settled.append(one)
+        if price >= item.dense:
+            what = f"rank {rank} of {item.full} takes {size(price)} of {size(item.dense)}"
+            found[item.weight.name] = _dense(item, f"dense: {what}, so it would not shrink")
+        else:
+            note = _joined(item.note, f"rank {rank} of {item.full}")
+            found[item.weight.name] = Decision(one.weight, one.recipe, price, note)
+    if by_loss:
+        allowed = sum(
+            item.dense if _is_dense(found[item.weight.name]) else found[item.weight.name].budget_bytes
+            for item in settled
+        )
+        found = _loss(model, settled, allowed, data)
+    return found
+
+
+def _is_dense(decision: Decision | None) -> bool:
+    return decision is None or decision.recipe.is_dense
+
+
+def _dense(item: Priced, note: str) -> Decision:
+    return Decision(item.weight, Recipe(Dense()), item.weight.nbytes, _joined(item.note, note))
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)
+
+
+def _shares(items: Sequence[Priced], found: dict[str, Decision], by_loss: bool) -> Shares:
+    """All decisions in the order of ``items``, with a warning where small heads were cut without being judged."""
+    few = [i for i in items if i.is_small_head and not i.named and not _is_dense(found.get(i.weight.name))]
+    if few and not by_loss:
+        names = ", ".join(visible(item.weight.name) for item in few[:3]) + (", ..." if len(few) > 3 else "")
+        warnings.warn(
+            f"{names}: of so few outputs some are lost with the ranks, and shares are equal whatever that costs; "
+            'Dense() keeps such a head, allocation="loss" weighs it',
+            stacklevel=2,
+        )
+    return Shares(tuple(found[item.weight.name] for item in items), "loss" if by_loss else "uniform")

@@ -1,0 +1,82 @@
+"""The command line: each command parses, calls one function, and prints.
+
+Exit codes: 0 done; 2 the request cannot be carried out (the message says why and what to try);
+130 interrupted. Any other failure is a defect and shows its traceback.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from kflats.cli.compress import compress, demo, plan
+from kflats.cli.export import export
+from kflats.cli.frontier import frontier
+from kflats.cli.inspect import compare, inspect, report
+from kflats.cli.tasks import evaluate, recover
+from kflats.cli.terminal import complain
+from kflats.cli.trim import trim
+from kflats.errors import KflatsError
+
+
+class _Group(TyperGroup):
+    """Turns what a user should read into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KflatsError as error:
+            complain(str(error))
+            raise typer.Exit(2) from None
+        except OSError as error:
+            if error.filename is None:  # a broken pipe, say: not about a path, so not the user's to mend
+                raise
+            complain(f"{error.strerror or 'cannot be used'}: {error.filename}")
+            raise typer.Exit(2) from None
+        except KeyboardInterrupt:
+            resumes = ctx.invoked_subcommand in ("compress", "recover", "frontier")
+            complain("interrupted" + ("; the same command resumes where it stopped" if resumes else ""))
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(
+    cls=_Group,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Cover weight matrices with flats: smaller embeddings and layers in an ordinary Hugging Face folder.",
+)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        try:
+            typer.echo(f"kflats {version('kflats')}")
+        except PackageNotFoundError:  # run from a checkout that was never installed
+            typer.echo("kflats (not installed)")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (inspect, plan, compress, trim, compare, evaluate, recover, frontier, export, report, demo):
+    app.command()(command)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""What the options ask for, from their text into values: budget, recipe, weights, allocation, plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_args
+
+from kflats import importance as importances
+from kflats import methods
+from kflats.allocate.shares import Allocation
+from kflats.codecs.codec import Codes, Float
+from kflats.codecs.codec import from_name as codec_of
+from kflats.errors import KflatsError
+from kflats.methods import Best
+from kflats.numerics.entry_em import EntryPower
+from kflats.numerics.loss import Loss
+from kflats.numerics.loss import from_name as loss_of
+from kflats.recipes.budget import Budget, parse_budget
+from kflats.recipes.plan import Plan
+from kflats.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options that make a recipe, as they were given; None: left to kflats."""
+
+    method: str | None = None
+    flats: int | None = None
+    importance: str | None = None
+    power: float | None = None
+    rows: str | None = None
+    form: str | None = None
+    p: float | None = None
+    ellipsoid: str | None = None
+    error: str | None = None
+    codec: str | None = None
+
+    @property
+    def nothing(self) -> bool:
+        """Whether all is left to kflats."""
+        return all(getattr(self, field.name) is None for field in fields(self))
+
+    @property
+    def given(self) -> dict[str, object]:
+        """By the option's name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+
+_OF_METHOD = {"flats": "k", "form": "form", "p": "p", "ellipsoid": "ellipsoid", "error": "error"}
+"""Options that are of the method, and what its fields call them."""
+
+
+def recipe_of(asked: Asked, *, counted: bool, measured: bool = False, whole_file: bool = False) -> Recipe | Best | None:
+    """The recipe that the options ask for; None where they leave it all to kflats.
+
+    Texts are there to be counted. Without them flats use the Zipf prior, and a baseline is what was
+    published: every row counts the same. What is measured goes with SVD.
+
+    Args:
+        asked: the options.
+        counted: whether there are texts to count. measured: whether there is data to measure with.
+        whole_file: whether the budget bounds all weight files; then nothing asked means ``Best()``.
+    """
+    if asked.nothing:
+        return Best() if whole_file else None
+    if (asked.method or "").strip().lower() == "best":
+        return _best(asked)
+    importance = _usual_importance(asked, counted, measured) if asked.importance is None else asked.importance
+    value = importances.from_name(importance, **({} if asked.power is None else {"power": asked.power}))
+    stored = Float() if asked.codec is None else codec_of(asked.codec)
+    geometry = method_of(asked, _usual_method(asked, value, stored))
+    counts = getattr(value, "needs_texts", False)
+    if counts and not counted:
+        raise KflatsError(f"--importance {importance} needs --texts FILE", hint="--importance zipf needs no texts")
+    if value.needs and not (measured or counted):
+        raise KflatsError(
+            f"--importance {importance} needs --calibration FILE or --task NAME", hint="texts, one a line"
+        )
+    if counted and not (counts or value.needs):
+        raise KflatsError(
+            f"--importance {importance} counts no texts", hint="leave --texts out, or --importance counts"
+        )
+    if asked.rows not in (None, "inputs", "outputs"):
+        raise KflatsError(f"--rows {asked.rows} is unknown", hint="inputs or outputs")
+    return Recipe(geometry, value, stored, rows="outputs" if asked.rows == "outputs" else "inputs")
+
+
+def weights_of(names: list[str] | None, recipe: Any, whole_file: bool) -> tuple[str, ...]:
+    """The weights that are named; for a budget of the whole file and ``Best()`` all of them by default."""
+    return tuple(names or (("all",) if whole_file and isinstance(recipe, Best) else ()))
+
+
+def method_of(asked: Asked, default: str) -> Any:
+    """The method with its own options.
+
+    Raises:
+        KflatsError: an option of another method, or a value that it cannot have.
+    """
+    name = (asked.method or default).strip().lower()
+    fields_of = methods.options_of(name)
+    options: dict[str, Any] = {}
+    for option, field in _OF_METHOD.items():
+        given = getattr(asked, option)
+        if given is None:
+            continue
+        if field not in fields_of:
+            able = [other for other in methods.NAMES if field in methods.options_of(other)]
+            said = "" if asked.method else ", the default"
+            raise KflatsError(f"--{option} is of {', '.join(able)}, not of {name}{said}", hint=f"--method {able[0]}")
+        options[field] = given
+    if asked.form not in (None, "factors", "interpolative"):
+        raise KflatsError(f"--form {asked.form} is unknown", hint="factors or interpolative")
+    if asked.error is not None:
+        options["error"] = error_of(asked.error)
+        if name in ("flats", "subspace") and isinstance(options["error"], EntryPower):
+            several = "flats whose ranks differ" if name == "flats" else "distances to one flat"
+            raise KflatsError(
+                f"--error {asked.error!r} is of messi, not of {name}",
+                cause=f"{several} have no fit for powers of single entries",
+                hint="--method messi (flats of one rank), or --method entrywise --p P (one flat)",
+            )
+    if asked.ellipsoid is not None:
+        options["ellipsoid"] = methods.ellipsoid_of(asked.ellipsoid)
+    return methods.from_name(name, **options)
+
+
+def error_of(text: str) -> Loss | EntryPower:
+    """What a distance costs: a loss by its name, or "entries P" and "manhattan" for powers of single entries.
+
+    Raises:
+        KflatsError: no error is called that.
+
+    >>> error_of("power 1"), error_of("manhattan")
+    (Power(q=1.0), EntryPower(p=1.0))
+    """
+    kind, *rest = text.strip().lower().split() or [""]
+    if kind == "manhattan" and not rest:
+        return EntryPower(1.0)
+    if kind == "entries" and len(rest) == 1:
+        try:
+            power = float(rest[0])
+        except ValueError:
+            raise KflatsError(f"--error {text}: {rest[0]!r} is no number", hint='"entries 1"') from None
+        return EntryPower(power)
+    return loss_of(text)
+
+
+def budget_of(budget: str | None, file_budget: str | None) -> Budget:
+    """The one budget that was given."""
+    if (budget is None) == (file_budget is None):
+        raise KflatsError(
+            "give one of --budget and --file-budget",
+            hint="--budget 60% (kept of the named weights), or --file-budget 40MB (all weight files)",
+        )
+    return parse_budget(budget) if budget is not None else parse_budget(file_budget or "", scope="file")
+
+
+def allocation_of(text: str | None) -> Allocation:
+    """One of the three, by default "auto"."""
+    known: tuple[Allocation, ...] = get_args(Allocation)
+    for name in known:
+        if name == ("auto" if text is None else text):
+            return name
+    raise KflatsError(f"--allocation {text} is unknown", hint=", ".join(known[:-1]) + f" or {known[-1]}")
+
+
+def plan_of(path: Path, budget: str | None, file_budget: str | None, counted: bool, **decided: object) -> Plan:
+    """The plan; what is given beside it must not contradict it.
+
+    Raises:
+        KflatsError: another budget, an option that the plan decides, or texts that it does not count.
+    """
+    if extra := ["--" + name for name, value in decided.items() if value is not None]:
+        raise KflatsError(f"--plan already decides what {', '.join(extra)} would", hint="leave one of them out")
+    found = Plan.load(path)
+    if budget is not None or file_budget is not None:
+        asked = str(budget_of(budget, file_budget))
+        if asked != found.budget:
+            raise KflatsError(
+                f"the plan was made for a budget of {found.budget}, not {asked}",
+                hint="leave the budget out, or make the plan again: kflats plan",
+            )
+    importances = [decision.recipe.importance for decision in found.decisions]
+    if counted and not any(getattr(value, "needs_texts", False) or value.needs for value in importances):
+        raise KflatsError("this plan counts no texts", hint="leave --texts out, or make the plan with --texts")
+    return found
+
+
+def _best(asked: Asked) -> Recipe | Best:
+    """``Best()``, by the importance that the data allows or by the one asked for."""
+    decided = [name for name in ("codec", "rows", *_OF_METHOD) if getattr(asked, name) is not None]
+    if decided:
+        raise KflatsError(f"--method best decides itself what --{decided[0]} would", hint="leave one of them out")
+    if asked.importance is None:
+        if asked.power is not None:
+            raise KflatsError("--power is of an importance", hint="--importance counts or zipf")
+        return Best()
+    value = importances.from_name(asked.importance)
+    if value.needs or getattr(value, "needs_tokenizer", False) or asked.power is not None:
+        raise KflatsError(
+            "--method best weighs each kind of weight by what the data allows",
+            hint="leave --importance out, or --importance uniform for none",
+        )
+    return Recipe(Best(), value)
+
+
+def _usual_importance(asked: Asked, counted: bool, measured: bool) -> str:
+    if measured and asked.power is None:
+        one_sided = asked.method not in (None, "svd") or asked.flats is not None or asked.error is not None
+        return "row-fisher" if one_sided else "kronecker"
+    baseline = asked.power is None and asked.method not in (None, "flats")
+    return "counts" if counted else "uniform" if baseline else "zipf"
+
+
+def _usual_method(asked: Asked, importance: Any, codec: Float | Codes) -> str:
+    plain = asked.flats is None and asked.error is None and (importance.needs or asked.form is not None)
+    usual = "svd" if plain else "flats"
+    if codec.methods is None or (usual == "svd" and "SVD" in codec.methods):
+        return usual
+    if asked.flats is not None and "Flats" in codec.methods:
+        return "flats"
+    return "dense" if "Dense" in codec.methods else "svd"

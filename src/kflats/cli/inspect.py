@@ -1,0 +1,91 @@
+"""The commands that look at a model: ``kflats inspect``, ``compare`` and ``report``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kflats.cli.given import texts_of
+from kflats.cli.options import Model
+from kflats.cli.terminal import quiet_transformers, show_table
+from kflats.errors import KflatsError
+from kflats.evaluate.comparing import compare as run
+from kflats.evaluate.comparing import weight_file_bytes
+from kflats.files import load_model, resolve_model
+from kflats.report.html import render
+from kflats.report.model_card import note_fidelity
+from kflats.report.report import Report
+from kflats.swap.places import factored_layers, find_weights
+from kflats.tables import share, size, table, visible
+
+
+def inspect(model: Model) -> None:
+    """List every weight that can be compressed: tied places, shape, bytes, share of the model."""
+    quiet_transformers()
+    folder = resolve_model(model)
+    loaded = load_model(folder)
+    total = weight_file_bytes(folder)
+    weights = find_weights(loaded)
+    rows = [
+        [
+            w.name + "".join(f" = {place.name}" for place in w.places[1:]),
+            w.places[0].role,
+            " x ".join(map(str, w.shape)),
+            w.dtype,
+            size(w.nbytes),
+            share(w.nbytes, total),
+        ]
+        for w in weights
+    ]
+    together = sum(w.nbytes for w in weights)
+    show_table(
+        table(
+            ["weight (= tied places)", "role", "shape", "type", "bytes", "share"],
+            rows,
+            left=2,
+            totals=[
+                ["all of these", "", "", "", size(together), share(together, total)],
+                ["whole model (weight files)", "", "", "", size(total), share(total, total)],
+            ],
+        )
+    )
+    for name, layer in factored_layers(loaded):
+        if layer.owns_matrix:
+            n, d = layer.matrix.shape
+            typer.echo(
+                f"compressed already: {visible(name)}, {n} x {d}, {layer.matrix.kind}, {size(layer.matrix.nbytes)}"
+            )
+
+
+def compare(
+    original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The original: a folder or a hub name.")],
+    compressed: Annotated[Path, typer.Argument(metavar="DIR", help="The compressed model's folder.")],
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--texts", metavar="FILE", help="Sentences to compare on: UTF-8, one a line. Default: kflats' own."
+        ),
+    ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Write the figures into DIR's model card too.")] = False,
+) -> None:
+    """Sizes, fidelity of the outputs and latency of two models, side by side."""
+    data = texts_of(texts)
+    if not compressed.is_dir():
+        raise KflatsError(f"there is no folder {compressed}", hint="the folder that kflats compress wrote")
+    quiet_transformers()
+    found = run(original, compressed, data)
+    typer.echo(str(found))
+    if card:
+        typer.echo(f"\ncard: {note_fidelity(compressed, found)}")
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that kflats compress wrote.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Default: DIR/report.")] = None,
+) -> None:
+    """Draw what a compression did: one HTML file that needs nothing else, and its pictures as PNG."""
+    loaded = Report.load(folder)
+    page = render(loaded, out or (folder if folder.is_dir() else folder.parent) / "report")
+    typer.echo(str(page))

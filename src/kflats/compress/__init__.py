@@ -1,0 +1,1 @@
+"""The pipeline: select, measure, allocate, factorize, swap, report."""

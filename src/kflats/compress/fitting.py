@@ -1,0 +1,202 @@
+"""Measure and factorize: every decision of a plan becomes a matrix, resumably, with progress shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress as Bar
+from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+from kflats.allocate.calibration import Data
+from kflats.allocate.shares import bias_bytes
+from kflats.errors import KflatsError
+from kflats.factorize.storing import has_any_size, store
+from kflats.files.folders import Partial
+from kflats.importance.weighting import Weighting
+from kflats.methods.problem import Problem
+from kflats.nn.matrix import Matrix, matrix_from_spec
+from kflats.numerics.flats import Progress
+from kflats.numerics.rows import TensorRows
+from kflats.recipes.budget import parse_budget
+from kflats.recipes.plan import Decision, Plan
+from kflats.release import version
+from kflats.report.analysis import analyse, left_dense
+from kflats.report.report import Report, WeightReport
+from kflats.swap.surgery import Weight, dense_weight
+
+_SHIFT = "bias shift"
+
+
+@dataclass(frozen=True)
+class Done:
+    """One weight, fitted: what was decided, the matrix to swap in, and what to report of it.
+
+    ``matrix`` is None for a weight that stays dense. ``bias_shift`` (d,) is what the layer's bias takes over of
+    the matrix' error: its mean, mean' (M - M^).
+    """
+
+    decision: Decision
+    matrix: Matrix | None
+    report: WeightReport
+    bias_shift: Tensor | None = None
+
+    @property
+    def packed(self) -> int:
+        """Bytes that a file saves over memory."""
+        memory = self.report.memory_bytes
+        return 0 if self.matrix is None or memory is None else memory - self.report.bytes_after
+
+
+def factorize(
+    model: nn.Module, decided: Plan, data: Data, seed: int, quiet: bool, partial: Partial | None
+) -> list[Done]:
+    """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed."""
+    found: dict[str, Done] = {}
+    free = not parse_budget(decided.budget).counts_labels if decided.budget else False
+    last = _filler(decided)
+    spare = 0
+    with _progress(quiet) as told:
+        for decision in sorted(decided.decisions, key=lambda one: one is last):
+            name = decision.weight.name
+            if decision.recipe.is_dense:
+                found[name] = Done(decision, None, left_dense(decision))
+                continue
+            if decision is last:
+                decision = replace(decision, budget_bytes=min(decision.budget_bytes + spare, decision.weight.nbytes))
+            stored = partial.get(decision.weight.name) if partial else None
+            done = None if stored is None else _restored(decision, *stored)
+            if done is None:
+                done = _fit(model, decision, data, seed, free, told(name))
+                if partial and done.matrix is not None:
+                    meta = {"spec": done.matrix.spec(), "report": _alone(done.report).to_json()}
+                    shift = {} if done.bias_shift is None else {_SHIFT: done.bias_shift}
+                    partial.put(decision.weight.name, done.matrix.tensors() | shift, meta)
+            found[name] = done
+            spare += decision.budget_bytes - done.report.bytes_after
+    return [found[decision.weight.name] for decision in decided.decisions]
+
+
+def _filler(decided: Plan) -> Decision | None:
+    """The weight that takes what the others leave of a budget they share: the largest whose codes can have any size."""
+    open_ones = [d for d in decided.decisions if has_any_size(d.recipe)]
+    return max(open_ones, key=lambda d: d.budget_bytes, default=None) if decided.allocation == "loss" else None
+
+
+def _fit(
+    model: nn.Module, decision: Decision, data: Data, seed: int, free_labels: bool, progress: Progress | None
+) -> Done:
+    weight, recipe = decision.weight, decision.recipe
+    turned = recipe.rows == "outputs"
+    table = dense_weight(model, weight)
+    if table.is_meta:
+        raise KflatsError(
+            f"{weight.name} has a shape but no values",
+            cause="the model is on the meta device, or offloaded by a device_map",
+            hint="load it with its weights, on one device",
+        )
+    rows = TensorRows(table.T if turned else table)
+    weighting = data.weigh(weight, recipe)
+    nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
+    tails = data.curve(table, weight, recipe, weighting)
+    weighting = (weighting.transposed() if turned else weighting).to(table.device)
+    dtype = recipe.torch_dtype(weight.dtype)
+    problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
+    try:
+        factored = store(recipe, problem, dtype) if recipe.is_coded else recipe.method.fit(problem)
+    except KflatsError as error:
+        raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+    matrix = factored.matrix if recipe.is_coded else factored.matrix.to(dtype)
+    if not all(bool(torch.isfinite(t).all()) for t in matrix.tensors().values()):
+        raise KflatsError(
+            f"{weight.name}: its coordinates overflow {str(dtype).removeprefix('torch.')}",
+            cause="rows with very large values",
+            hint="a type of more range: Float('bfloat16') or Float('float32')",
+        )
+    factored = replace(factored, matrix=matrix)
+    if not free_labels and factored.nbytes > nbytes:
+        raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {nbytes}")
+    if not recipe.is_coded and matrix.num_values >= weight.shape[0] * weight.shape[1]:
+        raise KflatsError(
+            f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
+            cause="nothing is left to factorize",
+            hint="a smaller budget, or cast the model to that type",
+        )
+    report = analyse(decision, rows, factored, weighting, tails, _tokens(weight, data.tokenizer))
+    shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
+    gained = 0 if shift is None or weight.bias else len(shift)
+    itemsize = weight.nbytes // (weight.shape[0] * weight.shape[1])
+    report = replace(
+        report,
+        bytes_after=factored.nbytes + gained * itemsize,
+        memory_bytes=matrix.nbytes + gained * itemsize,
+        values_after=matrix.num_values + gained,
+    )
+    return Done(decision, matrix, report, shift)
+
+
+def _bias_shift(table: Tensor, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
+    """mean' (M - M^): what the bias must add so that the mean input keeps its output."""
+    if weighting.mean is None:
+        return None
+    with torch.no_grad():
+        stored = (matrix.dense().T if turned else matrix.dense()).to(torch.float64)
+        shift = weighting.mean.to(torch.float64) @ (table.to(torch.float64) - stored)
+    return shift.to(torch.float32)
+
+
+def _tokens(weight: Weight, tokenizer: Any) -> list[str] | None:
+    if tokenizer is None or weight.places[0].role != "embedding":
+        return None
+    names = [""] * weight.shape[0]
+    for token, row in tokenizer.get_vocab().items():
+        if 0 <= row < len(names):
+            names[row] = token
+    return names
+
+
+def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Done | None:
+    """A finished weight from an interrupted run; None if it does not fit, and it is fitted again."""
+    try:
+        report = Report.from_json(meta["report"]).weights[0]
+        shift = tensors.get(_SHIFT)
+        matrix = matrix_from_spec(meta["spec"], dtype=tensors["weight"].dtype, device="cpu")
+        with torch.no_grad():
+            for name, tensor in matrix.tensors().items():
+                tensor.copy_(tensors[name])
+        matrix.refresh()
+    except (KflatsError, KeyError, IndexError, RuntimeError):
+        return None
+    shape = decision.weight.shape
+    fits = matrix.shape == (shape[::-1] if decision.recipe.rows == "outputs" else shape)
+    return Done(decision, matrix, report, shift) if fits else None
+
+
+def _alone(report: WeightReport) -> Report:
+    return Report("", "", (report,), 0, 0, 0, version())
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Any]:
+    """A function that, given a weight's name, gives the callback that a method reports to."""
+    if quiet:
+        yield lambda name: None
+        return
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def told(name: str) -> Progress:
+            task = bar.add_task(name, total=None)
+
+            def tell(phase: str, iteration: int, objective: float) -> None:
+                value = f", objective {objective:.6g}" if objective else ""
+                bar.update(task, description=f"{name}: {phase}, step {iteration}{value}")
+
+            return tell
+
+        yield told

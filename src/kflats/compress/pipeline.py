@@ -1,0 +1,290 @@
+"""The pipeline on one page: select -> measure -> allocate -> factorize -> swap -> report."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kflats.allocate.calibration import SAMPLES, Data, gather, needed, statistics_digest
+from kflats.allocate.planning import Decided, decide, required
+from kflats.allocate.shares import Allocation
+from kflats.compress.fitting import Done, factorize
+from kflats.errors import KflatsError
+from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
+from kflats.files import annotate_, load_model, save_model
+from kflats.files.folders import Partial, new_folder
+from kflats.files.sources import check_apart, copy_companions, resolve_model, weights_folder
+from kflats.measure.measurements import Statistics
+from kflats.recipes.budget import Budget, parse_budget
+from kflats.recipes.plan import Plan, Recipe, as_recipe, to_json
+from kflats.release import version
+from kflats.report.analysis import stored_bytes
+from kflats.report.model_card import compressed_card, hub_name, rewrite_
+from kflats.report.report import REPORT_FILE, Report
+from kflats.swap.surgery import Weight, swap_, unchanged_on_error
+from kflats.trim.trimming import trim as trimmed_to
+from kflats.trim.trimming import write_vocabulary
+
+
+def compress_(
+    model: nn.Module,
+    recipes: Any = None,
+    *,
+    budget: str | Budget | None = None,
+    data: Iterable[str] | None = None,
+    tokenizer: Any = None,
+    calibration: Iterable[Any] | None = None,
+    objective: Any = None,
+    statistics: Statistics | None = None,
+    samples: int = SAMPLES,
+    allocation: Allocation = "auto",
+    seed: int = 0,
+    quiet: bool = False,
+) -> Report:
+    """Replace the named weights of ``model`` by factored ones, in place, within the budget.
+
+        minimise  sum_i w_i dist(a_i, S_c(i))^2   with   stored bytes <= budget
+
+    All weights are fitted before the first is swapped: after an error the model is as it was.
+
+    Args:
+        model, recipes, budget, data, tokenizer, calibration, objective, statistics, samples, allocation: as ``plan``;
+            or ``recipes`` is a ``Plan``, without a budget.
+        seed: of every random step. Equal seed, data and threads give equal factors.
+        quiet: no progress bar.
+
+    Inputs of linear layers are centred where importance asks for it: the mean's error goes into the bias.
+
+    Returns:
+        What was done, for ``print``, ``report.save`` and ``kflats report``. The model then saves itself
+        with ``model.save_pretrained`` (transformers) or ``kflats.save`` (plain torch).
+
+    Raises:
+        KflatsError: as ``plan``; NaN in a weight; a budget too small for its method.
+
+    >>> import kflats, torch
+    >>> model = torch.nn.ModuleDict({"words": torch.nn.Embedding(200, 16)})
+    >>> report = kflats.compress_(model, {"words": kflats.Flats(k=2)}, budget="50%", quiet=True)
+    >>> report.weights[0].bytes_after <= 0.5 * 200 * 16 * 4
+    True
+    """
+    given = gather(data, tokenizer, calibration, objective, statistics, samples)
+    decided = decide(model, recipes, budget, given, allocation=allocation, quiet=quiet)
+    done = factorize(model, decided.plan, decided.data, seed, quiet, None)
+    return _finish(model, decided.plan, done, seed)
+
+
+def compress_folder(
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    budget: str | Budget | None = None,
+    method: Any = None,
+    weights: tuple[str, ...] = (),
+    plan: Plan | None = None,
+    texts: Iterable[str] | None = None,
+    calibration: Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None = None,
+    objective: Any = None,
+    statistics: Statistics | None = None,
+    keep_statistics: str | os.PathLike[str] | None = None,
+    samples: int = SAMPLES,
+    allocation: Allocation = "auto",
+    trim: int | None = None,
+    seed: int = 0,
+    force: bool = False,
+    quiet: bool = False,
+) -> Report:
+    """Compress a model folder (or hub name) into a new folder that transformers loads after ``import kflats``.
+
+    Finished weights are kept beside ``out`` until the end, so an interrupted run resumes; ``out`` itself
+    appears whole or not at all. Tokenizer, pooling and all else that is no weight are copied. The model card
+    says what was done and keeps the original's.
+
+    Args:
+        source: a local folder or a hub name. out: the folder to be.
+        budget, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
+            words. Or a ``plan``.
+        texts: what importance counts, with the folder's own tokenizer; default: calibration texts.
+        calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
+            makes batches for the model and its tokenizer. What was measured is kept beside ``out`` until the end too.
+        keep_statistics: a file to keep it in for later (``Statistics.load``).
+        trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
+            cent are then of the trimmed model.
+        force: replace an existing model folder.
+
+    Raises:
+        KflatsError: as ``compress_``; ``out`` exists or holds the original, a full disk, a folder without a model.
+    """
+    folder = resolve_model(source)
+    check_apart(folder, out)
+    if trim is not None and plan is not None:
+        raise KflatsError(
+            "a plan is of one vocabulary, and trimming makes another",
+            hint="trim the model first (kflats trim), then plan and compress what that made",
+        )
+    make = calibration if callable(calibration) else None
+    data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
+    made_before = any(not isinstance(item, str) for item in data.calibration or ())
+    if trim is not None and (statistics is not None or made_before):
+        raise KflatsError(
+            f"{'statistics' if statistics is not None else 'batches of ids'} are of one vocabulary, and trimming makes "
+            "another",
+            hint="give texts, or trim the model first (kflats trim) and measure what that made",
+        )
+    if data.texts is None and data.calibration and not made_before:
+        data = replace(data, texts=data.calibration)
+    with new_folder(out, force) as aside:
+        model = load_model(folder)
+        data = replace(data, tokenizer=_tokenizer(folder, data, method, plan))
+        before = weight_file_bytes(folder)
+        trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
+        if trimmed is not None:
+            model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
+            before -= trimmed.report.saved
+        if make is not None:
+            made = gather(None, None, make(model, data.tokenizer), None, None)
+            data = replace(data, calibration=made.calibration)
+        about = _fingerprint(folder, data, trim)
+
+        def measured(recipes: Sequence[tuple[Weight, Recipe]]) -> Data:
+            return _measured(model, recipes, data, Partial(out, about), quiet)
+
+        recipes = plan or (dict.fromkeys(weights, method) if weights else method)
+        allowed = budget if plan else required(budget)
+        decided = decide(model, recipes, allowed, data, allocation=allocation, file_bytes=before, measured=measured)
+        if keep_statistics is not None and decided.data.statistics is not None:
+            decided.data.statistics.save(keep_statistics)
+        partial = Partial(out, _work_fingerprint(about, decided, seed))
+        done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
+        report = _finish(model, decided.plan, done, seed, name=_called(source))
+        report = replace(report, trimming=None if trimmed is None else trimmed.report)
+        inner = aside / weights_folder(folder).relative_to(folder)
+        save_model(model, inner)
+        if trimmed is None:
+            copy_companions(folder, aside)
+        else:
+            write_vocabulary(trimmed, folder, aside)
+        after = _check_file(aside, decided.plan, before)
+        report.save(aside / REPORT_FILE)
+        _write_card(aside, report, (weight_file_bytes(folder), after), data, hub_name(source))
+    partial.discard()
+    return report
+
+
+def _measured(
+    model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], data: Data, partial: Partial, quiet: bool
+) -> Data:
+    """The data with its statistics: measured, or what an interrupted run measured of the same."""
+    needs = needed(recipes)
+    if not needs or data.statistics is not None:
+        return data
+    asked = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
+    name = hashlib.sha256(f"{partial.fingerprint} {asked}".encode()).hexdigest()[:24]
+    path = partial.folder / f"statistics-{name}.safetensors"
+    if path.is_file() and not path.is_symlink():
+        with suppress(KflatsError):  # damaged: measured again
+            return replace(data, statistics=Statistics.load(path))
+    found = data.measured(model, recipes, quiet)
+    assert found.statistics is not None
+    found.statistics.save(path)
+    return found
+
+
+def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: str = "") -> Report:
+    before = stored_bytes(model)
+    with unchanged_on_error(model):
+        for one in done:
+            if one.matrix is not None:
+                rows = one.decision.recipe.rows
+                swap_(model, one.decision.weight, one.matrix, rows=rows, bias_shift=one.bias_shift)
+        annotate_(model)
+    return Report(
+        model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
+        budget=decided.budget,
+        weights=tuple(one.report for one in done),
+        model_bytes_before=before,
+        model_bytes_after=stored_bytes(model) - sum(one.packed for one in done),
+        seed=seed,
+        version=version(),
+    )
+
+
+def _called(source: str | os.PathLike[str]) -> str:
+    """A hub name as it is; of a local folder the end of its path: where it lay is nobody else's business."""
+    folder = Path(source)
+    return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
+
+
+def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
+    """The folder's tokenizer; missing is an error only where something needs it."""
+    recipes = [d.recipe for d in plan.decisions] if plan else [as_recipe(method)] if method is not None else []
+    wanted = data.texts is not None or any(getattr(r.importance, "needs_tokenizer", False) for r in recipes)
+    try:
+        return load_tokenizer(folder)
+    except KflatsError:
+        if wanted:
+            raise
+        return None
+
+
+def _fingerprint(folder: Path, data: Data, trim: int | None) -> str:
+    """The model, and all data: what measurements depend on."""
+    # The weights, and the tokenizer's files: counts and priors come from those.
+    kinds = (".safetensors", ".json", ".txt", ".model")
+    found = (p for p in folder.rglob("*") if p.suffix in kinds)
+    # Hidden ones are not the model's: what an interrupted run keeps lies there too where ``out`` is inside the folder.
+    shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
+    about = [str(folder), files, data.digest(), version(), trim]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def _work_fingerprint(about: str, decided: Decided, seed: int) -> str:
+    """Everything the factors depend on."""
+    made = decided.plan
+    recipes = [
+        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in made.decisions
+    ]
+    names = needed((d.weight, d.recipe) for d in made.decisions)
+    found = [about, recipes, made.budget, statistics_digest(decided.data.statistics, names), seed]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+
+
+def _check_file(folder: Path, decided: Plan, before: int) -> int:
+    """Bytes of the new weight files; refuses more than there were, or than were asked for."""
+    after = weight_file_bytes(folder)
+    if after > before:
+        raise KflatsError(
+            f"the new weight files take {after:,} bytes, more than the original's {before:,}",
+            cause="the model was stored in a narrower type than it was loaded in",
+            hint="a smaller budget, or a codec such as Float('float16')",
+        )
+    budget = parse_budget(decided.budget) if decided.budget else None
+    if budget is None or budget.scope != "file":
+        return after
+    limit = budget.amount * before if budget.kind == "fraction" else budget.amount
+    if after > limit:
+        raise KflatsError(
+            f"the new weight files take {after:,} bytes, more than the {int(limit):,} asked for",
+            cause="more tensors are stored than the original's files had",
+            hint="a slightly smaller file budget",
+        )
+    return after
+
+
+def _write_card(folder: Path, report: Report, files: tuple[int, int], data: Data, base_model: str | None) -> None:
+    used = [f"{len(data.texts):,} texts, counted"] if data.texts is not None else []
+    if data.calibration is not None:
+        used.append(f"{len(data.calibration):,} texts or batches, passed through the model")
+    elif data.statistics is not None:
+        used.append("statistics measured before")
+    loader = "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
+    rewrite_(folder, lambda original: compressed_card(report, files, used, base_model, original, loader))

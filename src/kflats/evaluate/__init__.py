@@ -1,0 +1,1 @@
+"""A compressed model beside its original: sizes, outputs, times."""

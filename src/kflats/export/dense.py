@@ -1,0 +1,167 @@
+"""A compressed model for stacks that know nothing of kflats: dense tables again, in the type the model computes in.
+
+Nothing is gained in size; what the model says is what the compressed one says.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_model
+from torch import nn
+
+from kflats.errors import KflatsError
+from kflats.files import load_model
+from kflats.files.folders import new_folder
+from kflats.files.sources import check_apart, copy_companions, resolve_model, weights_folder
+from kflats.nn.conv import FactoredConv2d
+from kflats.nn.layers import FactoredLinear
+from kflats.report.model_card import CARD, dense_card
+from kflats.swap.places import factored_layers, is_sentence_transformer, pretrained_models
+from kflats.swap.surgery import restore_
+
+
+@dataclass(frozen=True)
+class DenseExport:
+    """What ``export_dense`` made.
+
+    Args:
+        folder: where it is.
+        weight_bytes: of its weight files.
+        weights: names of the weights that are dense tables again.
+        dropped_biases: layers that lost a bias which compression gave them; empty unless that was allowed.
+    """
+
+    folder: Path
+    weight_bytes: int
+    weights: tuple[str, ...]
+    dropped_biases: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"{self.folder}: {self.weight_bytes:,} bytes of weights, {len(self.weights)} of them dense again"]
+        if self.dropped_biases:
+            lines.append(f"biases left out, so outputs differ by a constant: {', '.join(self.dropped_biases)}")
+        return "\n".join(lines)
+
+
+def export_dense(
+    model: nn.Module | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    *,
+    drop_biases: bool = False,
+    force: bool = False,
+) -> DenseExport:
+    """Write ``model`` with dense tables into the new folder ``out``, which loads where kflats is not installed.
+
+    Each factored matrix M is multiplied out, in the type that its layer computes in. Outputs are those of the
+    compressed model up to rounding, sizes those of the original. For servers, converters and runtimes that read
+    ordinary checkpoints; anything that can ``import kflats`` is better served by the compressed folder.
+
+    Args:
+        model: a compressed folder or hub name (tokenizer, sentence-transformers modules and prompts come along), a
+            transformers model, a SentenceTransformer, or any torch module, which is left as it is.
+        out: the folder to be. Of a plain torch module it holds ``model.safetensors``, for
+            ``safetensors.torch.load_model``: tied parameters are stored once.
+        drop_biases: allow layers to lose a bias that compression gave them, where the architecture has no place for
+            it. Their outputs then differ from the compressed model's by that constant.
+        force: replace an existing model folder.
+
+    Raises:
+        KflatsError: nothing in ``model`` is factored; a bias would be lost; ``out`` exists; a full disk.
+
+    >>> import kflats, tempfile, torch
+    >>> from safetensors.torch import load_model
+    >>> model = torch.nn.ModuleDict({"words": torch.nn.Embedding(200, 16)})
+    >>> report = kflats.compress_(model, {"words": kflats.SVD()}, budget="50%", quiet=True)
+    >>> made = export_dense(model, tempfile.mkdtemp() + "/dense")
+    >>> plain = torch.nn.ModuleDict({"words": torch.nn.Embedding(200, 16)})
+    >>> load_model(plain, made.folder / "model.safetensors")
+    (set(), [])
+    >>> torch.allclose(plain["words"].weight, model["words"].matrix.dense())
+    True
+    """
+    if isinstance(model, nn.Module):
+        return _written(_dense_copy(model), out, _check(model, drop_biases), force)
+    folder = resolve_model(model)
+    check_apart(folder, out)
+    loaded = load_model(folder)
+    lost = _check(loaded, drop_biases)
+    names = _weights(loaded)
+    restore_(loaded)
+
+    def write(aside: Path) -> None:
+        loaded.save_pretrained(aside / weights_folder(folder).relative_to(folder))
+        copy_companions(folder, aside)
+        if (card := aside / CARD).is_file():
+            text = card.read_text(encoding="utf-8", errors="surrogateescape")
+            card.write_text(dense_card(text), encoding="utf-8", errors="surrogateescape")
+
+    return _in_folder(out, force, write, names, lost)
+
+
+def _written(
+    made: tuple[nn.Module, tuple[str, ...]], out: str | os.PathLike[str], lost: tuple[str, ...], force: bool
+) -> DenseExport:
+    dense, names = made
+    saved: Any = dense
+
+    def write(aside: Path) -> None:
+        if is_sentence_transformer(dense):
+            saved.save(str(aside))
+        elif any(part is dense for _, part in pretrained_models(dense)):
+            saved.save_pretrained(aside)
+        else:
+            save_model(dense, str(aside / "model.safetensors"), metadata={"format": "pt"})
+
+    return _in_folder(out, force, write, names, lost)
+
+
+def _in_folder(
+    out: str | os.PathLike[str],
+    force: bool,
+    write: Callable[[Path], None],
+    names: tuple[str, ...],
+    lost: tuple[str, ...],
+) -> DenseExport:
+    with new_folder(out, force) as aside:
+        write(aside)
+        size = sum(path.stat().st_size for path in aside.rglob("*.safetensors"))
+    return DenseExport(Path(out).expanduser().resolve(), size, names, lost)
+
+
+def _dense_copy(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    found = copy.deepcopy(model)
+    names = _weights(found)
+    restore_(found)
+    return found, names
+
+
+def _weights(model: nn.Module) -> tuple[str, ...]:
+    return tuple(name for name, layer in factored_layers(model) if layer.owns_matrix)
+
+
+def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:
+    """Layers that will lose a bias."""
+    layers = list(factored_layers(model))
+    if not layers:
+        raise KflatsError(
+            f"nothing in this {type(model).__name__} is factored, so it is dense already",
+            hint="a folder that kflats compress wrote, or a model after kflats.compress_",
+        )
+    gained = tuple(
+        name for name, layer in layers if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias
+    )
+    if gained and not drop_biases:
+        raise KflatsError(
+            f"{gained[0]!r} and {len(gained) - 1} more layers have a bias that an ordinary checkpoint cannot hold"
+            if len(gained) > 1
+            else f"{gained[0]!r} has a bias that an ordinary checkpoint cannot hold",
+            cause="centred inputs put the error's mean into a bias, and this architecture has none there",
+            hint="drop_biases=True (--drop-biases) leaves it out: outputs then differ by that constant",
+        )
+    return gained

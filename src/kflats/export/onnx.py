@@ -1,0 +1,234 @@
+"""A model as one ONNX file of standard operators, factored and coded tables as they are stored, checked by running it.
+
+Lookups are recorded, not unpacked: the file holds factors or codes, and the runtime computes the rows it is asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kflats.errors import KflatsError
+from kflats.evaluate.encoding import evaluating
+from kflats.export.onnx_graphs import Graph, graph_of
+from kflats.files.folders import explain
+from kflats.files.replacing import fsync
+from kflats.report.analysis import stored_bytes
+from kflats.swap.describing import compute_dtype
+from kflats.swap.places import factored_layers
+
+_LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
+_OPSET = 18
+_SMALL = 1024  # numbers of a constant
+
+
+@dataclass(frozen=True)
+class OnnxExport:
+    """What ``export_onnx`` made, and how near it is to PyTorch.
+
+    Args:
+        path: the file; a model beyond 1.9 GB has its numbers in ``<path>.data`` beside it.
+        nbytes: of all of it.
+        inputs, outputs: names, in order.
+        difference: largest absolute difference between onnxruntime and PyTorch over all shapes tried.
+        notes: what a user should know of the file.
+    """
+
+    path: Path
+    nbytes: int
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    difference: float
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.path}: {self.nbytes:,} bytes, {', '.join(self.inputs)} -> {', '.join(self.outputs)}",
+            f"onnxruntime differs from PyTorch by {self.difference:.1e} at most",
+        ]
+        return "\n".join([*lines, *self.notes])
+
+
+def export_onnx(
+    model: nn.Module | str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    inputs: Mapping[str, Tensor] | None = None,
+    pooled: bool = False,
+    tolerance: float = 1e-4,
+    force: bool = False,
+) -> OnnxExport:
+    """Write ``model`` as an ONNX file with dynamic batch and length, and run it before it gets its name.
+
+    Factors and codes stay what they are: a low-rank table is two initialisers, a coded one its bytes, which are
+    gathered, shifted and masked by standard operators (opset 18). The file is run by onnxruntime on several shapes,
+    padded texts and single tokens among them, and refused unless
+
+        max |onnxruntime - PyTorch| <= tolerance max(1, max |PyTorch|).
+
+    A model in half precision is recorded in float32: few runtimes compute in less on a CPU.
+
+    Args:
+        model: a folder or hub name, a transformers model, a SentenceTransformer, or any torch module.
+        path: the file to be, ``model.onnx`` by custom.
+        inputs: an example of each input by name, for a module that does not read text: it is called with
+            ``model(**inputs)``, the first axis of each is the batch, the second of integers with two axes the length.
+        pooled: one vector a text, named ``sentence_embedding``: by the folder's own sentence-transformers modules
+            where it has some (pooling, dense layers, normalisation), else the masked mean of the last hidden states,
+            of length 1, as ``kflats.fidelity`` judges it. Without it: ``logits`` of a model with a head, else
+            ``last_hidden_state``. A SentenceTransformer is always pooled.
+        tolerance: of the check.
+        force: replace an existing file.
+
+    Raises:
+        KflatsError: the extra "onnx" is not installed; ``path`` exists; a tolerance that is none; a model that cannot
+            be recorded; outputs that differ; a full disk. Nothing is left of a file that was refused.
+    """
+    _require("onnx", "onnxruntime", "onnxscript")
+    goal = Path(path).expanduser().resolve()
+    if goal.is_dir() or (goal.exists() and not force):
+        raise KflatsError(f"{goal} exists already", hint="another name, or --force (force=True) to replace a file")
+    if not 0 < tolerance < math.inf:
+        raise KflatsError(f"tolerance={tolerance!r} is no bound", hint="a small positive number such as 1e-4")
+    graph = graph_of(model, inputs, pooled)
+    notes = []
+    if (dtype := compute_dtype(graph.model)) != torch.float32:
+        graph = graph.of(copy.deepcopy(graph.model).cpu().float())
+        notes.append(f"recorded in float32: the model computes in {str(dtype).removeprefix('torch.')}")
+    elif any(not tensor.is_cpu for tensor in graph.model.state_dict().values()):
+        graph = graph.of(copy.deepcopy(graph.model).cpu())
+    with evaluating(graph), torch.no_grad(), _written_aside(goal) as aside:
+        _record(graph, aside, external=stored_bytes(graph.model) > _LARGEST)
+        difference = _check(graph, aside, tolerance)
+        size = sum(file.stat().st_size for file in aside.parent.iterdir())
+    if more := _derived(graph.model):
+        notes.append(
+            f"flats and codes take {more:,} bytes in it beside those of their fixed-rate form: "
+            "where each row and column lies"
+        )
+    return OnnxExport(goal, size, graph.names, graph.outputs, difference, tuple(notes))
+
+
+def _derived(model: nn.Module) -> int:
+    """Bytes of what matrices derive from their stored tensors, and a graph must hold to find their rows."""
+    found = 0
+    for _, layer in factored_layers(model):
+        if layer.owns_matrix:
+            buffers = layer.matrix.named_buffers()
+            hidden = layer.matrix._non_persistent_buffers_set
+            found += sum(t.numel() * t.element_size() for name, t in buffers if name in hidden)
+    return found
+
+
+def _record(graph: Graph, path: Path, *, external: bool) -> None:
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+    from onnxscript.optimizer import optimize
+
+    example = graph.example
+    shapes = tuple({axis: torch.export.Dim(name) for axis, name in axes.items()} for axes in graph.axes)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's and onnxscript's remarks on their own insides
+            program = torch.onnx.export(
+                graph,
+                tuple(example),
+                dynamo=True,
+                opset_version=_OPSET,
+                dynamic_shapes={"tensors": shapes},
+                input_names=list(graph.names),
+                output_names=list(graph.outputs),
+                optimize=False,
+                verbose=False,
+            )
+            assert program is not None
+            # What is constant is folded where it is small: codes must not be decoded into the file.
+            optimize(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
+            ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
+            program.save(str(path), external_data=external)
+    except OSError as error:
+        explain(error, path)
+        raise
+    except Exception as error:  # torch.export raises whatever the model's own code raised, in many classes
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise KflatsError(
+            f"this {type(graph.model).__name__} cannot be recorded: {reason[:200]}",
+            cause="its forward has steps that depend on data, or operators that ONNX lacks",
+            hint="torch.onnx.export(model, ..., dynamo=True, report=True) on the original model shows the details",
+        ) from error
+
+
+def _check(graph: Graph, path: Path, tolerance: float) -> float:
+    """The largest difference; refuses more than ``tolerance``."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    worst = 0.0
+    for given in graph.trials():
+        wanted = graph(*given)
+        feed = {name: tensor.numpy() for name, tensor in zip(graph.names, given, strict=True)}
+        for name, here, there in zip(graph.outputs, _as_tuple(wanted), session.run(None, feed), strict=True):
+            found = torch.from_numpy(there)
+            shapes = [tuple(t.shape) for t in given]
+            if found.shape != here.shape:
+                raise KflatsError(
+                    f"{name} of the recorded model is {tuple(found.shape)} for inputs of {shapes}, "
+                    f"not {tuple(here.shape)}",
+                    cause="a size that the model's forward fixes when it is recorded",
+                )
+            difference = float((found - here).abs().max()) if here.numel() else 0.0
+            if not difference <= tolerance * max(1.0, float(here.abs().max())):
+                raise KflatsError(
+                    f"{name} of the recorded model differs by {difference:.2g} for inputs of {shapes}, "
+                    f"more than {tolerance:g}",
+                    cause="a step of the model's forward that depends on data, or a defect of the exporter",
+                )
+            worst = max(worst, difference)
+    return worst
+
+
+def _as_tuple(value: Any) -> Sequence[Tensor]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+@contextmanager
+def _written_aside(goal: Path) -> Iterator[Path]:
+    """A path to write at, in a folder of its own; all files there get their names at the end, or never."""
+    try:
+        goal.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{goal.name}.kflats-new-", dir=goal.parent))
+    except OSError as error:
+        explain(error, goal)
+        raise
+    try:
+        yield folder / goal.name
+        # The numbers first: a graph without them would be half a model.
+        for file in sorted(folder.iterdir(), key=lambda file: file.name == goal.name):
+            fsync(file)
+            os.replace(file, goal.parent / file.name)
+        fsync(goal.parent)
+    except OSError as error:
+        explain(error, goal)
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _require(*packages: str) -> None:
+    from importlib.util import find_spec
+
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise KflatsError(f"{', '.join(missing)} not installed", hint="pip install 'kflats[onnx]'")

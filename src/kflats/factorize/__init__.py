@@ -1,0 +1,1 @@
+"""Codecs carried out: rows become coded matrices that take at most so many bytes."""

@@ -1,0 +1,140 @@
+"""Coded matrices in safetensors files: their integers as a stream, and a checksum of all tensors beside them.
+
+``model.save_pretrained`` writes the fixed-rate form, which is valid and larger; ``stream_folder`` then makes streams
+of it. Both load alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kflats.codecs.streams import STREAM_VERSION, encode
+from kflats.errors import KflatsError
+from kflats.files.replacing import replaced
+from kflats.files.sources import weights_folder
+from kflats.nn.coded import CodedMatrix
+from kflats.nn.coded_geometry import read_geometry
+from kflats.swap.description import DAMAGED, QUANT_METHOD
+
+CHECKSUM = "kflats_checksum"
+_INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+
+
+def stream_folder(folder: str | os.PathLike[str]) -> None:
+    """Replace the codes in a transformers or sentence-transformers folder by streams; each file in one step.
+
+    ``save_pretrained`` writes codes at fixed rates; streams are smaller, and decoded when the folder is loaded. A
+    folder without coded matrices, or with streams already, is left as it is.
+
+    Raises:
+        KflatsError: the constriction library is missing, or the folder is damaged.
+    """
+    root = weights_folder(folder)
+    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    coded = coded_modules(config.get("quantization_config"))
+    if not coded:
+        return
+    index = json.loads((root / _INDEX).read_text(encoding="utf-8")) if (root / _INDEX).is_file() else None
+    places: dict[str, str] = index["weight_map"] if index else {}
+    names = sorted(set(places.values())) or [_WEIGHTS]
+    files = {name: load_file(root / name) for name in names}
+    tensors = {key: tensor for file in files.values() for key, tensor in file.items()}
+    stream_codes_(tensors, coded)
+    for name, before in files.items():
+        after = {key: tensors[key] for key in before if key in tensors}
+        _replace(root / name, after)
+    if index:
+        index["weight_map"] = {key: file for key, file in places.items() if key in tensors}
+        index["metadata"]["total_size"] = sum(t.numel() * t.element_size() for t in tensors.values())
+        _write(root / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    _write(root / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def coded_modules(description: Any) -> dict[str, dict[str, Any]]:
+    """The entries of a written description whose codes are not a stream yet, by name."""
+    if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
+        return {}
+    modules = description["modules"].items()
+    return {name: entry for name, entry in modules if entry["matrix"]["kind"] == "coded" and "stream" not in entry}
+
+
+def stream_codes_(tensors: dict[str, Tensor], modules: dict[str, dict[str, Any]]) -> None:
+    """Replace the integers of ``modules`` in ``tensors`` by a stream each, and note it in their entries."""
+    for name, entry in modules.items():
+        geometry = read_geometry(entry["matrix"])
+        own = {key: tensors[f"{name}.{key}"] for key in geometry.shapes}
+        stream = encode(CodedMatrix(geometry, own))
+        for key, value in own.items():
+            if not value.is_floating_point():
+                del tensors[f"{name}.{key}"]
+        tensors[f"{name}.codes"] = stream
+        entry["stream"] = {"version": STREAM_VERSION, "bytes": len(stream)}
+
+
+def checksum(tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 of all tensors: names, types, shapes and bytes.
+
+    >>> checksum({"a": torch.zeros(2)}) == checksum({"a": torch.zeros(2)}) != checksum({"b": torch.zeros(2)})
+    True
+    """
+    return _checksum(sorted(tensors), tensors.__getitem__)
+
+
+def check_files(paths: Sequence[str | os.PathLike[str]]) -> None:
+    """Refuse safetensors files whose tensors are not those that their checksum was made of; others pass.
+
+    Raises:
+        KflatsError: a damaged file.
+    """
+    for path in paths:
+        if not str(path).endswith(".safetensors"):
+            continue
+        try:
+            with safe_open(path, framework="pt") as file:
+                if (text := (file.metadata() or {}).get(CHECKSUM)) is not None:
+                    check(file, json.loads(text), Path(path))
+        except (SafetensorError, ValueError) as error:
+            if isinstance(error, KflatsError):
+                raise
+            raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
+
+
+def check(file: Any, expected: Any, path: Path) -> None:
+    """Refuse an open safetensors file whose tensors are not those of the checksum ``expected``."""
+    if _checksum(sorted(file.keys()), file.get_tensor) != expected:
+        raise KflatsError(
+            f"the tensors in {path} are damaged: their checksum differs",
+            cause=DAMAGED,
+            hint="restore the file or compress again",
+        )
+
+
+def _checksum(names: list[str], tensor_of: Callable[[str], Tensor]) -> int:
+    total = 0
+    for name in names:
+        tensor = tensor_of(name).detach().cpu().contiguous()
+        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), total)
+        total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
+    return total
+
+
+def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
+    with replaced(path) as aside:
+        save_file(tensors, aside, metadata={"format": "pt", CHECKSUM: str(checksum(tensors))})
+        shutil.copymode(path, aside)
+
+
+def _write(path: Path, text: str) -> None:
+    with replaced(path) as aside:
+        aside.write_text(text, encoding="utf-8")

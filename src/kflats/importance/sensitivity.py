@@ -1,0 +1,238 @@
+"""Importance by what the data does to a weight: activations and Fisher information.
+
+    RowFisher        sum_i  I_i ||e_i||^2                        FWSVD (Hsu et al., ICLR 2022, eq. 5-6)
+    TwoSided         sum_ij r_i c_j E_ij^2                       the Fisher information's rank-one part
+    ElementFisher    sum_ij F_ij E_ij^2                          all of its diagonal, no closed form
+    InputGram        E ||x'E||^2 = trace(E' G E)                 the error of the layer's output
+    KroneckerFisher  trace(S^{1/2} E' G E S^{1/2})               that error, by how much the loss minds it
+
+with E = M - M^ the error of the matrix, G the inputs' Gram, S the Gram of the outputs' gradients. Values in
+units of the loss may be compared between layers, and a budget may then be shared by them: all but InputGram.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError, UnreachedError
+from kflats.importance.measured import Measured
+from kflats.importance.weighting import Weighting
+
+Unreached = Literal["refuse", "uniform"]
+"""What to do with a weight that the data never reached: an error, or every row counts the same."""
+
+_ROUNDING = 1e-5  # of a mean square, above what products in float32 leave
+
+
+@dataclass(frozen=True)
+class RowFisher:
+    """w_i = I_i / d: the mean Fisher information of row i's entries (FWSVD, eq. 5-6).
+
+    Rows are input neurons (or tokens). Zero rows need no special care: weights are never undone. Choose it to
+    compare with the paper; ``KroneckerFisher`` loses less at equal bytes.
+
+    Needs gradients: of a task's loss, or label-free ones.
+    """
+
+    unreached: Unreached = "refuse"
+
+    needs = frozenset({"row_fisher"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached)
+
+    def weigh(self, measured: Measured) -> Weighting:
+        """Row weights; raises KflatsError without a measured Fisher, or where all of it is zero."""
+        fisher = _measured(measured.row_fisher, "RowFisher", "row_fisher")
+        if not _reached(fisher, self.unreached):
+            return Weighting()
+        return Weighting(left=fisher.to(torch.float64) / max(measured.columns, 1), loss_units=True)
+
+
+@dataclass(frozen=True)
+class TwoSided:
+    """F_ij ~ r_i c_j / sum F with r, c the Fisher information's row and column sums: closed form, both sides.
+
+    A Fisher matrix is nearly of rank one, so this nearly solves ``ElementFisher``'s problem at the price of an SVD.
+    """
+
+    unreached: Unreached = "refuse"
+    floor: float = 1e-4
+
+    needs = frozenset({"row_fisher", "column_fisher"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, floor=self.floor)
+
+    def weigh(self, measured: Measured) -> Weighting:
+        """Row and column weights; columns are floored at ``floor`` of their mean, since they are divided by."""
+        rows = _measured(measured.row_fisher, "TwoSided", "row_fisher").to(torch.float64)
+        columns = _measured(measured.column_fisher, "TwoSided", "column_fisher").to(torch.float64)
+        if not _reached(rows, self.unreached):
+            return Weighting()
+        return Weighting(left=rows, right=_floored(columns, self.floor) / columns.sum(), loss_units=True)
+
+
+@dataclass(frozen=True)
+class ElementFisher:
+    """sum_ij F_ij E_ij^2, every entry by its own Fisher information (the paper's limitation 2).
+
+    No closed form: solved by alternating weighted least squares from the ``TwoSided`` solution; dearer, for small
+    gains over it. Only ``SVD`` can take it.
+    """
+
+    unreached: Unreached = "refuse"
+    floor: float = 1e-4
+
+    needs = frozenset({"element_fisher"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, floor=self.floor)
+
+    def weigh(self, measured: Measured) -> Weighting:
+        """Element weights, with their rank-one part as the start."""
+        fisher = _measured(measured.element_fisher, "ElementFisher", "element_fisher").to(torch.float64)
+        if not _reached(fisher, self.unreached):
+            return Weighting()
+        rows, columns = fisher.sum(1), fisher.sum(0)
+        right = _floored(columns, self.floor) / columns.sum()
+        return Weighting(left=rows, right=right, elements=fisher, loss_units=True)
+
+
+@dataclass(frozen=True)
+class InputGram:
+    """E ||x'E||^2: the layer's own output must stay ("whitening", activation-aware SVD).
+
+    Args:
+        centred: measure x around its mean, and let the bias repair the mean's error.
+        damping: share of the Gram's mean diagonal that is added to it: what few samples have not shown.
+
+    Needs only forward passes. Its values are not in units of a loss: layers cannot be compared by them.
+    """
+
+    centred: bool = True
+    damping: float = 1e-3
+    unreached: Unreached = "refuse"
+
+    needs = frozenset({"input_gram"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, damping=self.damping)
+
+    def weigh(self, measured: Measured) -> Weighting:
+        """A left metric (row weights for one-hot inputs), and the mean where it is centred."""
+        gram = _measured(measured.input_gram, "InputGram", "input_gram")
+        if not _reached(gram, self.unreached):
+            return Weighting()
+        left, mean = _input_side(gram, measured.input_mean if self.centred else None, self.damping)
+        return Weighting(left=left, mean=mean)
+
+
+@dataclass(frozen=True)
+class KroneckerFisher:
+    """trace(S^{1/2} E' G E S^{1/2}): Fisher information with its correlations, F ~ G (x) S (as in K-FAC).
+
+    G counts each position by the square of its output's gradient, G = sum ||g||^2 x x' / sum ||g||^2, so that
+    positions the loss does not mind do not shape it; trace(G) trace(S) is then the layer's whole Fisher information.
+
+    Args:
+        centred: measure x around its mean, and let the bias repair the mean's error.
+        damping: share of each Gram's mean diagonal that is added to it.
+
+    Choose it for linear layers: of all closed forms it loses least, and its values can be compared between layers.
+    """
+
+    centred: bool = True
+    damping: float = 1e-3
+    unreached: Unreached = "refuse"
+
+    needs = frozenset({"fisher_gram", "fisher_mean", "output_gram"})
+
+    def __post_init__(self) -> None:
+        _check(self, self.unreached, damping=self.damping)
+
+    def weigh(self, measured: Measured) -> Weighting:
+        """Metrics on both sides."""
+        gram = _measured(measured.fisher_gram, "KroneckerFisher", "fisher_gram")
+        outputs = _measured(measured.output_gram, "KroneckerFisher", "output_gram")
+        if not (_reached(gram, self.unreached) and _reached(outputs, self.unreached)):
+            return Weighting()
+        left, mean = _input_side(gram, measured.fisher_mean if self.centred else None, self.damping)
+        return Weighting(left=left, right=_damped(outputs, self.damping), mean=mean, loss_units=True)
+
+
+def is_number(value: object, low: float, high: float = math.inf) -> bool:
+    """Whether ``value`` is a finite number from ``low`` to ``high``.
+
+    >>> is_number(0.5, 0, 1), is_number("0.5", 0, 1), is_number(float("nan"), 0)
+    (True, False, False)
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and low <= value <= high
+
+
+def _check(importance: object, unreached: object, **shares: float) -> None:
+    who = type(importance).__name__
+    if unreached not in ("refuse", "uniform"):
+        raise KflatsError(f"{who} does not know unreached={unreached!r}", hint='"refuse" or "uniform"')
+    for name, value in shares.items():
+        if not is_number(value, 0):
+            raise KflatsError(f"{who} cannot use {name}={value!r}", hint="a share, 0 or more")
+
+
+def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
+    if value is None:
+        raise KflatsError(
+            f"{who} needs {what.replace('_', ' ')} measured",
+            cause="no calibration data was given, or the statistics were measured for another importance",
+            hint="data=texts with tokenizer=..., or statistics=kflats.measure(..., needs=importance.needs)",
+        )
+    if not bool(torch.isfinite(value).all()):
+        raise KflatsError(
+            f"the measured {what.replace('_', ' ')} holds NaN or infinity",
+            cause="a loss that is not finite, or squares that overflow half precision",
+            hint="measure with the model in float32",
+        )
+    return value
+
+
+def _reached(value: Tensor, unreached: Unreached) -> bool:
+    if bool((value != 0).any()):
+        return True
+    if unreached == "refuse":
+        raise UnreachedError(
+            "the data says nothing about this weight: all that was measured of it is zero",
+            cause="the layer was never reached, or its loss does not depend on it",
+            hint='other calibration data, leave the weight dense, or unreached="uniform" for plain SVD',
+        )
+    return False
+
+
+def _floored(values: Tensor, floor: float) -> Tensor:
+    return values.clamp_min(floor * float(values.mean()))
+
+
+def _input_side(gram: Tensor, mean: Tensor | None, damping: float) -> tuple[Tensor, Tensor | None]:
+    gram = gram.to(torch.float64)
+    if gram.ndim == 1:  # one-hot inputs: an embedding has no bias that could take a mean
+        return _floored(gram, damping), None
+    if mean is not None:
+        mean = mean.to(torch.float64)
+        # Inputs that hardly vary (the first [CLS]) leave the difference of two equal numbers: rounding, of either sign.
+        gram = gram - torch.outer(mean, mean) + torch.diag(_ROUNDING * gram.diagonal())
+    return _damped(gram, damping), mean
+
+
+def _damped(gram: Tensor, damping: float) -> Tensor:
+    gram = gram.to(torch.float64)
+    if gram.ndim == 1:
+        return gram + damping * gram.mean()
+    gram = (gram + gram.T) / 2
+    shift = damping * float(gram.diagonal().mean())
+    return gram + shift * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)

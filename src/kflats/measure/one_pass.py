@@ -1,0 +1,299 @@
+"""One streamed pass over a calibration set: Fisher information and activations of any weights, bounded in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from torch import Tensor, nn
+
+from kflats.errors import KflatsError
+from kflats.importance.measured import Measured
+from kflats.measure.capture import Tap, Use, frozen
+from kflats.measure.layouts import ALONE, Layout, find_layouts, places
+from kflats.measure.measurements import FIELDS, Statistics, fingerprint
+from kflats.measure.objectives import Objective, Projections, TaskLoss, describe, objective_of
+from kflats.measure.running import batch_size, run, take, to_device
+from kflats.measure.sums import GRADIENTS, Inputs, Sums
+from kflats.swap.places import Weight
+from kflats.tables import size, visible
+
+__all__ = ["Statistics", "measure"]
+
+
+def measure(
+    model: nn.Module,
+    weights: Sequence[Weight],
+    batches: Iterable[Mapping[str, Any]],
+    *,
+    needs: Mapping[str, frozenset[str]] | frozenset[str],
+    objective: Objective | None = None,
+    memory_bytes: int = 2_000_000_000,
+    quiet: bool = False,
+) -> Statistics:
+    """Measure what importances need, from each single sample's own gradient:
+
+        row_fisher      I_i  = sum_j  mean_s (dL_s / dM_ij)^2           (FWSVD, Hsu et al., ICLR 2022, eq. 3, 5)
+        column_fisher   the same over rows; element_fisher: not summed
+        input_gram      mean over positions of x x'; input_mean comes with it
+        output_gram     mean over samples of sum_t g_t g_t'             (K-FAC, Martens and Grosse 2015)
+        fisher_gram     as input_gram, a position's share being ||g_t||^2; fisher_mean comes with it
+        counts          how often a table's rows are read
+
+    A sample is one row of a batch: a sequence, an image. Its positions, and all uses of a shared layer or a tied
+    table, add before squaring. Padding (``attention_mask``) is left out. The model runs in eval mode with frozen
+    parameters; afterwards it is as it was, after exceptions too.
+
+    Cost: a plain forward and backward, or less, for row_fisher; grams add n^2 + d^2 products a position. A layer
+    that sees all samples as one (a table of positions) is run sample by sample. Sums beyond ``memory_bytes`` are
+    measured in several passes. A few hundred samples do: a Gram of fewer positions than neurons is of low rank,
+    and importances damp it.
+
+    A table tied to an output head has two terms, reads (x) gradients and logit gradients (x) hidden states; asked
+    for output_gram, both Grams are those of the nearest single product, the input's summing to 1; asked for
+    input_gram alone, reads plus the mean square of hidden states.
+
+    Args:
+        model: any torch module.
+        weights: from ``find_weights``.
+        batches: dicts of tensors, as for ``model(**batch)``; kept in memory.
+        needs: what to measure, of all weights or by weight name: an importance's ``needs``.
+        objective: whose gradients; by default ``TaskLoss()`` where batches have labels, ``Projections()`` where none
+            has.
+        memory_bytes: of sums at once, float64, on the model's device; what they come to is kept on the CPU.
+        quiet: no progress bar, and no line on weights that were never reached.
+
+    Raises:
+        KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
+            beyond the model's vocabulary, a loss or a sum that is not finite, a weight whose sums alone exceed
+            ``memory_bytes``.
+
+    >>> from kflats.swap.places import find_weights
+    >>> model = nn.Sequential(nn.Linear(3, 2))
+    >>> batches = [{"input": torch.eye(3), "labels": torch.tensor([0, 1, 1])}]
+    >>> found = measure(model, find_weights(model), batches, needs=frozenset({"row_fisher"}), quiet=True)
+    >>> found.of("0").row_fisher.shape, found.samples
+    (torch.Size([3]), 3)
+    """
+    wanted = _wanted(weights, needs)
+    kept = _checked(batches)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    gradients = any(fields & GRADIENTS for fields in wanted.values())
+    chosen = objective_of(kept, objective) if gradients else Projections()
+    _check_ids(model, kept)
+    with frozen(model), _progress(quiet) as told:
+        first = to_device(kept[0], device)
+        forward: Callable[[dict[str, Any]], object] = lambda batch: run(model, batch)  # noqa: E731
+        if gradients:
+            if isinstance(chosen, TaskLoss):
+                chosen = chosen.resolved(model, first)
+            asked = chosen
+            forward = lambda batch: asked.losses(model, batch)  # noqa: E731
+        layouts = find_layouts(model, weights, first, forward)
+        job = _Job(model, kept, device, chosen, layouts, wanted, told)
+        single = {w.name for module, w, _ in places(model, weights) if layouts.get(id(module)) == ALONE}
+        found: dict[str, Measured] = {}
+        for group in _groups([w for w in weights if w.name not in single], wanted, memory_bytes):
+            done, late = job.run(group, alone=False)
+            single |= late
+            # Before the next group begins: then what it waits with is gone, and its sums are off the device.
+            found |= {name: one.measured() for name, one in done.items()}
+        for group in _groups([w for w in weights if w.name in single], wanted, memory_bytes):
+            found |= {name: one.measured() for name, one in job.run(group, alone=True)[0].items()}
+    measured = {w.name: found[w.name] for w in weights}
+    reached = {name for name, one in measured.items() if not wanted[name] or not _is_unreached(one)}
+    return _statistics(model, measured, reached, describe(chosen) if gradients else {}, quiet)
+
+
+class _Job:
+    """Passes over one calibration set."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batches: Sequence[Mapping[str, Any]],
+        device: torch.device,
+        objective: Objective,
+        layouts: Mapping[int, Layout],
+        wanted: Mapping[str, frozenset[str]],
+        told: Callable[[int], Callable[[], None]],
+    ) -> None:
+        self._model, self._batches, self._device = model, batches, device
+        self._objective, self._layouts, self._wanted, self._told = objective, layouts, wanted, told
+
+    def run(self, weights: Sequence[Weight], alone: bool) -> tuple[dict[str, Sums], set[str]]:
+        """Sums by weight, and the weights that have to be run sample by sample instead."""
+        inputs = Inputs()
+        sums = {w.name: Sums(w, self._wanted[w.name], self._device, inputs) for w in weights}
+        gradients = frozenset(name for name, one in sums.items() if one.wants_gradients)
+
+        def entered(use: Use, given: Tensor) -> None:
+            sums[use.weight].enter(use, given)
+
+        def left(name: str, uses: list[Use]) -> None:
+            sums[name].leave(uses)
+
+        tap = Tap(self._model, weights, entered, left, self._layouts, gradients, alone)
+        step = self._told(len(self._batches))
+        first = 0
+        with tap.attached(), torch.set_grad_enabled(bool(gradients)):
+            for whole in self._batches:
+                there = to_device(whole, self._device)
+                samples = batch_size(there)
+                for batch in [take(there, torch.tensor([s])) for s in range(samples)] if alone else [there]:
+                    tap.start(batch)
+                    self._pass(batch, first, bool(gradients))
+                    tap.finish()
+                    inputs.forget()
+                    first += batch_size(batch)
+                step()
+        for one in sums.values():
+            one.samples = first
+        return {name: one for name, one in sums.items() if name not in tap.late}, tap.late
+
+    def _pass(self, batch: dict[str, Any], first: int, gradients: bool) -> None:
+        if not gradients:
+            run(self._model, batch)
+            return
+        losses = self._objective.losses(self._model, batch, first)
+        if losses.shape != (batch_size(batch),):
+            raise KflatsError(
+                f"the objective gave losses of shape {tuple(losses.shape)} for {batch_size(batch)} samples",
+                hint="one loss a sample, (B,)",
+            )
+        finite = torch.isfinite(losses.detach())
+        if not bool(finite.all()):
+            raise KflatsError(
+                f"the loss of sample {first + int((~finite).nonzero()[0])} is NaN or infinite",
+                cause="training that diverged, half precision that overflows, or NaN among the labels",
+                hint="the model in float32, or another checkpoint",
+            )
+        if losses.requires_grad:
+            # The sum, not the mean: then each activation's gradient is that of its own sample's loss.
+            losses.sum().backward()
+
+
+def _wanted(
+    weights: Sequence[Weight], needs: Mapping[str, frozenset[str]] | frozenset[str]
+) -> dict[str, frozenset[str]]:
+    if not weights:
+        raise KflatsError("there are no weights to measure", hint="find_weights(model)")
+    if not isinstance(needs, Mapping | Set):
+        raise KflatsError(f"needs={needs!r} must be a set of fields", hint="an importance's needs, or {'row_fisher'}")
+    found = {}
+    for weight in weights:
+        fields = frozenset(needs.get(weight.name, frozenset()) if isinstance(needs, Mapping) else needs)
+        if unknown := sorted(fields - set(FIELDS)):
+            raise KflatsError(f"{unknown[0]!r} cannot be measured", hint="one of " + ", ".join(FIELDS))
+        found[weight.name] = fields
+    if isinstance(needs, Mapping) and (unknown := sorted(set(needs) - set(found))):
+        raise KflatsError(f"{unknown[0]!r} is none of the weights to measure")
+    return found
+
+
+def _checked(batches: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+    if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
+        raise KflatsError(
+            f"calibration batches must be a list of dicts, not one {type(batches).__name__}", hint="[batch]"
+        )
+    kept = []
+    for batch in batches:
+        if not isinstance(batch, Mapping):
+            raise KflatsError(
+                f"a calibration batch must be a dict of tensors, not {type(batch).__name__}",
+                hint="text_batches(texts, tokenizer), or dicts as for model(**batch)",
+            )
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(ids) != len(mask):
+            raise KflatsError(f"a calibration batch has {len(ids)} texts and attention masks of {len(mask)}")
+        if batch_size(batch):
+            kept.append(dict(batch))
+    if not kept:
+        raise KflatsError(
+            "the calibration set is empty",
+            cause="no batches, or a generator that is used up",
+            hint="a few hundred samples",
+        )
+    return tuple(kept)
+
+
+def _check_ids(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    for batch in batches:
+        ids = batch.get("input_ids")
+        if not isinstance(ids, Tensor) or not ids.numel() or not isinstance(vocabulary, int):
+            continue
+        if int(ids.max()) >= vocabulary or int(ids.min()) < 0:
+            wrong = int(ids.max()) if int(ids.max()) >= vocabulary else int(ids.min())
+            raise KflatsError(
+                f"the calibration batches hold the token id {wrong}, the model's vocabulary has {vocabulary}",
+                cause="a tokenizer of another model",
+                hint="the tokenizer of the model's own folder",
+            )
+
+
+def _groups(
+    weights: Sequence[Weight], wanted: Mapping[str, frozenset[str]], memory_bytes: int
+) -> Iterator[list[Weight]]:
+    """Weights whose sums fit into memory together, in the model's order."""
+    group: list[Weight] = []
+    used = 0
+    for weight in weights:
+        cost = Sums.nbytes(weight, wanted[weight.name])
+        if cost > memory_bytes:
+            raise KflatsError(
+                f"the statistics of {weight.name} take {size(cost)}, and {size(memory_bytes)} are allowed",
+                cause="a Gram of a wide side, such as a vocabulary's",
+                hint=f"memory_bytes={cost}, or leave the weight out, or RowFisher for it",
+            )
+        if group and used + cost > memory_bytes:
+            yield group
+            group, used = [], 0
+        group.append(weight)
+        used += cost
+    if group:
+        yield group
+
+
+def _statistics(
+    model: nn.Module, measured: Mapping[str, Measured], reached: set[str], about: dict[str, Any], quiet: bool
+) -> Statistics:
+    unreached = tuple(name for name in measured if name not in reached)
+    if unreached and not quiet:
+        names = ", ".join(map(visible, unreached[:5])) + (
+            f" and {len(unreached) - 5} more" if len(unreached) > 5 else ""
+        )
+        Console(stderr=True).print(
+            f"never reached by this data: {names}; what was measured there is zero", markup=False, highlight=False
+        )
+    samples = max(one.samples for one in measured.values())
+    return Statistics(measured, samples, about, fingerprint(model), unreached)
+
+
+def _is_unreached(one: Measured) -> bool:
+    if one.positions == 0:
+        return True
+    # Entries that are squares, and the diagonals of Grams: zero only where all is.
+    found = [one.row_fisher, one.column_fisher, one.element_fisher, one.output_gram]
+    return any(not bool((g.diagonal() if g is one.output_gram else g).any()) for g in found if g is not None)
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Callable[[int], Callable[[], None]]]:
+    """A function that, given a pass's number of batches, gives what to call after each."""
+    if quiet:
+        yield lambda total: lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
+
+        def told(total: int) -> Callable[[], None]:
+            task = bar.add_task("measuring", total=total)
+            return lambda: bar.advance(task)
+
+        yield told

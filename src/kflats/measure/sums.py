@@ -1,0 +1,249 @@
+"""What is summed of one weight while a calibration set passes, and what it comes to."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.importance.measured import Measured
+from kflats.measure.capture import Use
+from kflats.measure.measurements import shape_of
+from kflats.numerics.fisher import COLUMN, ELEMENT, ROW, add_lookup_squares, add_squares, add_tied_squares, wide
+from kflats.numerics.moments import Moments, Products, nearest_product
+from kflats.swap.places import Weight
+
+GRADIENTS = frozenset({ROW, COLUMN, ELEMENT, "output_gram", "fisher_gram", "fisher_mean"})
+_SQUARES = (ROW, COLUMN, ELEMENT)
+_UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
+
+
+class Inputs:
+    """The last input's rows: queries, keys and values are given one tensor, and one product serves all three."""
+
+    def __init__(self) -> None:
+        self.products = Products()
+        self._given: Tensor | None = None
+        self._rows: Tensor | None = None
+
+    def rows(self, given: Tensor, use: Use) -> Tensor:
+        """(P, n) of the positions that ``use`` sees, padding left out; a copy, since layers behind may overwrite."""
+        if given is not self._given or self._rows is None:
+            x = use.x
+            self._given, self._rows = given, wide(x.flatten(0, 1).clone() if use.mask is None else x[use.mask])
+        return self._rows
+
+    def forget(self) -> None:
+        """After a batch: tensors are not kept alive for it."""
+        self._given = self._rows = None
+
+
+class Sums:
+    """Float64 sums of one weight, filled use by use; ``measured`` divides them."""
+
+    def __init__(self, weight: Weight, needs: frozenset[str], device: torch.device, inputs: Inputs) -> None:
+        self.weight, self.needs = weight, needs
+        self._device, self._from = device, inputs
+        roles = {place.role for place in weight.places}
+        self._lookup, self._head = "embedding" in roles, "head" in roles
+        self.samples = self._positions = self._head_positions = 0
+        n, d = weight.shape
+        self._squares = {key: self._new(*shape_of(key, n, d)) for key in _SQUARES if key in needs}
+        grams = bool(needs & {"input_gram", "input_mean"})
+        fisher = bool(needs & {"fisher_gram", "fisher_mean"})
+        tied = self._head and bool(needs & {"input_gram", "output_gram"})
+        self._reads = self._new(n) if self._lookup else None
+        self._inputs = Moments(n, inputs.products, device) if "input_gram" in needs and not self._lookup else None
+        self._mean = self._new(n) if grams and self._inputs is None and not self._lookup else None
+        self._outputs = Moments(d, None, device) if "output_gram" in needs else None
+        # Shares of positions by their gradients: a product of its own, even where the input is shared.
+        self._fisher = Moments(n, None, device) if fisher and not self._lookup else None
+        self._fisher_reads = self._new(n) if fisher and self._lookup else None
+        self._fisher_sum = self._new(n if self._fisher is not None else 0)
+        self._fisher_total = 0.0
+        # A tied head: its inputs are (d,), its outputs (n,).
+        self._hidden = Moments(d, inputs.products, device) if tied else None
+        self._logits = self._new(n) if tied and "output_gram" in needs else None
+
+    @staticmethod
+    def nbytes(weight: Weight, needs: frozenset[str]) -> int:
+        """What the sums take in memory, at most."""
+        n, d = weight.shape
+        roles = {place.role for place in weight.places}
+        total = 8 * (n + sum(math.prod(shape_of(key, n, d)) for key in _SQUARES if key in needs))
+        if "input_gram" in needs and "embedding" not in roles:
+            total += Moments.nbytes(n)
+        if "output_gram" in needs:
+            total += Moments.nbytes(d)
+        if needs & {"fisher_gram", "fisher_mean"}:
+            total += 8 * n if "embedding" in roles else Moments.nbytes(n)
+        if "head" in roles and needs & {"input_gram", "output_gram"}:
+            total += Moments.nbytes(d) + 8 * n
+        return total
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether a backward pass is needed."""
+        return bool(self.needs & GRADIENTS)
+
+    def enter(self, use: Use, given: Tensor) -> None:
+        """A use of the weight, in forward."""
+        if use.role == "embedding":
+            assert self._reads is not None
+            ids = use.x.flatten() if use.mask is None else use.x[use.mask]
+            self._reads += torch.bincount(ids, minlength=len(self._reads))
+            self._positions += ids.numel()
+        elif use.role == "head":
+            self._head_positions += _count(use)
+            if self._hidden is not None:
+                self._hidden.add(self._from.rows(given, use))
+        elif use.role == "conv2d":
+            self._enter_convolution(use)
+        else:
+            self._positions += _count(use)
+            if self._inputs is not None:
+                self._inputs.add(self._from.rows(given, use))
+            elif self._mean is not None:
+                self._mean += self._from.rows(given, use).sum(0)
+
+    def leave(self, uses: list[Use]) -> None:
+        """The gradients of one batch, all uses together: positions of all of them add before squaring."""
+        if self._lookup:
+            self._leave_table(uses)
+            return
+        samples = uses[0].samples
+        step = samples
+        if uses[0].role == "conv2d":
+            each = sum(_gradient(use).shape[1] for use in uses) * self.weight.shape[0]
+            step = max(1, _UNFOLDED // max(1, each))
+        for start in range(0, samples, step):
+            end = min(start + step, samples)
+            g = torch.cat([_gradient(use)[start:end] for use in uses], 1) if len(uses) > 1 else _gradient(uses[0])
+            g = g if len(uses) > 1 else g[start:end]
+            if self._squares or self._fisher is not None:
+                parts = [use.inputs(start, end) for use in uses]
+                x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+                if self._squares:
+                    add_squares(self._squares, x, g)
+                if self._fisher is not None:
+                    self._add_shares(self._fisher, x.flatten(0, 1), g.flatten(0, 1))
+            if self._outputs is not None:
+                self._outputs.add(_reached(g.flatten(0, 1)))
+
+    def _add_shares(self, moments: Moments, x: Tensor, g: Tensor) -> None:
+        """Rows x (P, n) scaled by the lengths of their gradients g (P, d)."""
+        size = torch.linalg.vector_norm(wide(g), dim=1)
+        kept = size != 0
+        if not bool(kept.all()):
+            x, size = x[kept], size[kept]
+        x = wide(x)
+        moments.add(x * size.unsqueeze(1))
+        self._fisher_sum += x.T @ size.square()
+        self._fisher_total += float(size.square().sum(dtype=torch.float64))
+
+    def measured(self) -> Measured:
+        """The means; raises KflatsError where a sum is not finite. The sums are used up."""
+        samples, positions = max(self.samples, 1), max(self._positions, 1)
+        found = {key: value.div_(samples) for key, value in self._squares.items()}
+        if self._reads is not None:
+            if "input_gram" in self.needs:
+                found["input_gram"] = self._reads / positions
+            if "input_mean" in self.needs:
+                found["input_mean"] = self._reads / positions
+            if "counts" in self.needs:
+                found["counts"] = self._reads.to(torch.int64)
+        elif self._inputs is not None:
+            gram, total = self._inputs.finish()
+            found |= {"input_gram": gram.div_(positions), "input_mean": total.div_(positions)}
+        elif self._mean is not None:
+            found["input_mean"] = self._mean.div_(positions)
+        shares = self._fisher_total or 1.0
+        if self._fisher is not None:
+            found |= {"fisher_gram": self._fisher.finish()[0].div_(shares), "fisher_mean": self._fisher_sum / shares}
+        elif self._fisher_reads is not None:
+            found |= {"fisher_gram": self._fisher_reads / shares, "fisher_mean": self._fisher_reads / shares}
+        if self._outputs is not None:
+            found["output_gram"] = self._outputs.finish()[0].div_(samples)
+        if self._hidden is not None:
+            self._tie(found, self._hidden)
+        for key, value in found.items():
+            # A sum of what is not finite is not finite either, and needs no copy.
+            if not bool(torch.isfinite(value.sum())):
+                raise KflatsError(
+                    f"the {key.replace('_', ' ')} of {self.weight.name} holds NaN or infinity",
+                    cause="activations or gradients that overflow half precision",
+                    hint="measure with the model in float32",
+                )
+        n, d = self.weight.shape
+        kept = {key: value.cpu() for key, value in found.items()}
+        seen = self._positions or self._head_positions
+        return Measured(n, head=self._head, samples=self.samples, positions=seen, columns=d, **kept)
+
+    def _enter_convolution(self, use: Use) -> None:
+        each = use.inputs(0, 1)
+        self._positions += use.samples * each.shape[1]
+        if self._mean is None and self._inputs is None:
+            return
+        step = max(1, _UNFOLDED // max(1, each.numel()))
+        for start in range(0, use.samples, step):
+            rows = use.inputs(start, min(start + step, use.samples)).flatten(0, 1)
+            if self._inputs is not None:
+                self._inputs.add(rows)
+            elif self._mean is not None:
+                self._mean += rows.sum(0)
+
+    def _leave_table(self, uses: list[Use]) -> None:
+        read = [use for use in uses if use.role == "embedding"]
+        heads = [use for use in uses if use.role == "head"]
+        d, samples = self.weight.shape[1], uses[0].samples
+        like = _gradient(uses[0])
+        index = torch.cat([use.x for use in read], 1) if read else like.new_zeros(samples, 0, dtype=torch.int64)
+        g = torch.cat([wide(_gradient(use)) for use in read], 1) if read else wide(like.new_zeros(samples, 0, d))
+        if self._squares and not heads:
+            add_lookup_squares(self._squares, index, g)
+        elif self._squares:
+            hidden = torch.cat([use.x for use in heads], 1)
+            add_tied_squares(self._squares, index, g, hidden, torch.cat([_gradient(use) for use in heads], 1))
+        if self._outputs is not None:
+            self._outputs.add(_reached(g[index >= 0]))
+        if self._fisher_reads is not None:
+            size = g[index >= 0].square().sum(1, dtype=torch.float64)
+            self._fisher_reads.index_add_(0, index[index >= 0], size)
+            self._fisher_total += float(size.sum())
+        if self._logits is not None:
+            for use in heads:
+                self._logits += torch.linalg.vector_norm(wide(_gradient(use)), dim=(0, 1)).square()
+
+    def _tie(self, found: dict[str, Tensor], moments: Moments) -> None:
+        """Both roles of a tied table in one Gram a side."""
+        hidden = moments.finish()[0] / max(moments.rows, 1)
+        if self._logits is not None:
+            assert self._reads is not None
+            reads = found.get("fisher_gram", self._reads / max(self._positions, 1))
+            pairs = [(reads, found["output_gram"]), (self._logits / max(self.samples, 1), hidden)]
+            left, found["output_gram"] = nearest_product(pairs)
+            found |= dict.fromkeys(found.keys() & {"input_gram", "fisher_gram"}, left)
+        elif "input_gram" in found:
+            # ||e' h||^2 summed over hidden states, by its mean over directions: each is the head's output error.
+            found["input_gram"] = found["input_gram"] + hidden.diagonal().mean()
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+
+def _gradient(use: Use) -> Tensor:
+    assert use.g is not None
+    return use.g
+
+
+def _count(use: Use) -> int:
+    return use.x.shape[:2].numel() if use.mask is None else int(use.mask.sum())
+
+
+def _reached(g: Tensor) -> Tensor:
+    """A copy of the rows that are not zero: a loss that reads one position reaches few of the last layer's."""
+    g = wide(g)
+    kept = torch.linalg.vector_norm(g, dim=1) != 0  # a row whose square underflows adds nothing to the Gram
+    return g.clone() if bool(kept.all()) else g[kept]

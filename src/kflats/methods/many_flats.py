@@ -1,0 +1,256 @@
+"""The method of several flats, fitted by EM."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.importance.weighting import Weighting
+from kflats.methods.coordinates import from_flats, from_nested
+from kflats.methods.judging import Distances, EntryPowers
+from kflats.methods.one_flat import tails
+from kflats.methods.problem import Factored, Problem, check_accepts
+from kflats.methods.spending import flats_cost, spent, too_few
+from kflats.numerics.coreset import Coreset
+from kflats.numerics.entry_em import EntryFlats, EntryPower, entry_flats
+from kflats.numerics.fit import fit_flats
+from kflats.numerics.flats import FlatsFit
+from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated
+from kflats.numerics.metric import Metric, right_metric
+from kflats.numerics.nested import NestedFit
+from kflats.numerics.nested_fit import fit_nested
+from kflats.numerics.rows import MetricRows, Rows, TensorRows, check_finite
+from kflats.numerics.svd import weighted_spectrum
+
+_HELD = 2**28  # numbers of a table that is kept in memory in another metric
+_CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
+
+
+@dataclass(frozen=True)
+class Flats:
+    """k flats through the rows (MESSI, section 2), by default with ranks that follow importance.
+
+        minimise  sum_i w_i rho(dist(a_i, S_c(i)))   with   sum_c j_c (n_c + d) + d n_exact + labels <= bytes
+
+    Under a right metric R distances are those of the rows of A R, dist(a_i R, S R)^2: flats are found there
+    and mapped back.
+
+    Args:
+        k: number of flats; None searches (appendix D) by the objective, under the threshold (if any) of the first.
+        ranks: "filled": ranks flat by flat, by water-filling inside EM. "uniform": all flats of rank
+            j = (numbers) / (n + k d), as published.
+        exact: with filled ranks, let rows whose weight pays for it be kept as they are.
+        levels: with filled ranks, how many ranks the rows of one flat may choose from, each a prefix of the
+            flat's ordered basis; 1: all rows of a flat have its rank. ``Flats(k=1, levels=8)`` is one basis
+            with a rank per row.
+        start: how EM starts: "auto", or continuation, greedy, plus_plus, kmeans, random, norms.
+        restarts: best of so many.
+        tolerance: EM stops when an iteration lowers the objective by less than this share.
+        max_iterations: EM stops there in any case.
+        error: rho, what a distance costs: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
+            some rows lie far from all others (MESSI, appendix E.1). One level only. With uniform ranks also
+            ``EntryPower(1)``, the Manhattan distance sum_j |a_ij - m_ij|, where single entries are wrong.
+        coreset: with uniform ranks, ``Coreset()`` lets EM converge on a sample before it sees all rows: for tables of
+            a million rows.
+
+    Choose it for tables with many more rows than columns. Limit: each flat costs a basis, so very short
+    tables prefer fewer flats, down to ``SVD``.
+
+    >>> Flats(k=5)
+    Flats(k=5, ranks='filled', exact=True, levels=1, start='auto', restarts=1, tolerance=0.001, max_iterations=60, \
+error=Squared(), coreset=None)
+    """
+
+    k: int | None = 5
+    ranks: Literal["filled", "uniform"] = "filled"
+    exact: bool = True
+    levels: int = 1
+    start: str = "auto"
+    restarts: int = 1
+    tolerance: float = 1e-3
+    max_iterations: int = 60
+    error: Loss | EntryPower = Squared()
+    coreset: Coreset | None = None
+
+    accepts = frozenset({"rows", "right"})
+
+    def __post_init__(self) -> None:
+        counts = (1 if self.k is None else self.k, self.levels, self.restarts, self.max_iterations)
+        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
+            raise KflatsError("k, levels, restarts and max_iterations are whole numbers", hint="Flats(k=5)")
+        if self.k is not None and (self.k < 1 or self.k > 4096):
+            raise KflatsError(f"{self.k} flats are not possible", hint="k from 1 to 4096, or None to search")
+        if self.ranks not in ("filled", "uniform"):
+            raise KflatsError(f"ranks={self.ranks!r} is unknown", hint='"filled" or "uniform"')
+        if not 1 <= self.levels <= 256 or (self.levels > 1 and self.ranks == "uniform"):
+            raise KflatsError(
+                f"levels={self.levels} with {self.ranks} ranks is not possible", hint='1 to 256, above 1 with "filled"'
+            )
+        number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
+        if self.restarts < 1 or self.max_iterations < 1 or not number or not 0 <= self.tolerance < 1:
+            raise KflatsError("restarts and max_iterations start at 1, tolerance is a number in [0, 1)")
+        if not isinstance(self.error, Loss | EntryPower):
+            raise KflatsError(
+                f"Flats has no error {self.error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)"
+            )
+        if self.levels > 1 and not self._squared:
+            raise KflatsError(
+                f"levels={self.levels} minimises squares only",
+                cause="prefixes are chosen by what they save of a square",
+                hint="levels=1",
+            )
+        if isinstance(self.error, EntryPower) and (self.ranks != "uniform" or self.coreset is not None):
+            raise KflatsError(
+                f"error={self.error!r} goes with uniform ranks and no coreset",
+                cause="entries have no spectrum that ranks could be filled by, and no sampling bound",
+                hint='ranks="uniform", coreset=None',
+            )
+        if self.coreset is not None and (not isinstance(self.coreset, Coreset) or self.ranks != "uniform"):
+            raise KflatsError(
+                f"coreset={self.coreset!r} is not possible with {self.ranks} ranks",
+                hint='Coreset() with ranks="uniform"',
+            )
+
+    @property
+    def _squared(self) -> bool:
+        return isinstance(self.error, Squared) or self.error == Power(2)
+
+    def fit(self, problem: Problem) -> Factored:
+        """A FlatsMatrix within the bytes.
+
+        Raises:
+            KflatsError: the bytes do not hold k flats of rank 1, or the rows cannot be fitted.
+        """
+        start = time.perf_counter()
+        check_accepts("Flats", self.accepts, problem.weighting)
+        inside, metric = _in_metric(problem)
+        if isinstance(self.error, EntryPower) and metric is not None:
+            raise KflatsError(
+                f"Flats(error={self.error!r}) cannot take a right metric",
+                cause="a metric mixes the entries that are to be told apart",
+                hint="Uniform() or row weights, or another error",
+            )
+        method = replace(self, error=_measured(self.error, metric))
+        if self.k is None:
+            found = method._searched(inside)
+        else:
+            found = method._fit(inside, self.k)
+        if isinstance(found, NestedFit):
+            matrix = from_nested(problem.rows, found, metric)
+            return Factored(matrix, _scaled(found.objective, metric, 2), time.perf_counter() - start)
+        if isinstance(found, EntryFlats):
+            flats = FlatsFit(found.labels, found.bases, torch.empty(0), found.objective, found.converged)
+            matrix = from_flats(problem.rows, flats, coordinates=found.coordinates)
+            return Factored(matrix, found.objective, time.perf_counter() - start, EntryPowers(_degree(self.error)))
+        if self._squared:
+            found = spent(inside, found, uniform=self.ranks == "uniform")
+        matrix = from_flats(problem.rows, found, metric)
+        objective = _scaled(found.objective, metric, _degree(self.error))
+        norm = None if self._squared or metric is not None else Distances(found.loss)
+        return Factored(matrix, objective, time.perf_counter() - start, norm)
+
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """Stored bytes where all flats have ``rank``, labels included (one flat if k is None)."""
+        return flats_cost(shape, rank, itemsize, self.k or 1)
+
+    def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
+        """(min(n, d) + 1,) float64: the objective of *one* flat of rank 0, 1, ...: k of those ranks lose less."""
+        check_accepts("Flats", self.accepts, weighting)
+        return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
+
+    def _fits(self, problem: Problem, k: int) -> bool:
+        n, d = problem.rows.shape
+        return k <= n and problem.values(k) >= n + k * d
+
+    def _searched(self, problem: Problem) -> FlatsFit | NestedFit | EntryFlats:
+        method, fits = self, []
+        for k in _CHOICES:
+            if not self._fits(problem, k):
+                continue
+            fits.append(found := method._fit(problem, k))
+            if isinstance(found, FlatsFit) and found.loss != method.error:
+                # Medians differ from k to k, and sums under different thresholds cannot be compared.
+                method = replace(self, error=found.loss)
+        if not fits:
+            raise too_few(problem, 1)
+        return min(fits, key=_error)
+
+    def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit | EntryFlats:
+        return self._fit_bands(problem, k, self.exact and self.ranks == "filled")
+
+    def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit | EntryFlats:
+        n, d = problem.rows.shape
+        settings: dict[str, Any] = {
+            "weights": problem.weights,
+            "start": self.start,
+            "restarts": self.restarts,
+            "tolerance": self.tolerance,
+            "max_iterations": self.max_iterations,
+            "seed": problem.seed,
+            "progress": problem.progress,
+        }
+        if self.levels > 1 and k <= n and problem.values(k * self.levels + exact) >= n + k * d:
+            held = problem.values(k * self.levels + exact)
+            found = fit_nested(problem.rows, k, self.levels, budget=held, exact=exact, **settings)
+            if found.bands_in_use > 1:  # of one band, without labels to pay for, the rank below uses their bytes
+                return found
+        values = problem.values(k + exact)
+        if exact and values < n + k * d:  # one more band may need labels, or wider ones
+            exact, values = False, problem.values(k)
+        rank = min(values // (n + k * d), n, d)
+        if rank < 1:
+            raise too_few(problem, k)
+        fit: FlatsFit | EntryFlats
+        if isinstance(self.error, EntryPower):
+            fit = entry_flats(problem.rows, k, rank, self.error, **settings)
+        elif self.ranks == "filled":
+            fit = fit_flats(problem.rows, k, budget=values, exact=exact, error=self.error, **settings)
+        else:
+            fit = fit_flats(problem.rows, k, rank=rank, error=self.error, coreset=self.coreset, **settings)
+        if self._squared:
+            return fit
+        # What flats and labels that no row uses would take is given to the others: one fit more, with fewer.
+        counts = torch.bincount(fit.labels.to(torch.int64), minlength=k + 1)
+        used, kept = int((counts[:k] > 0).sum()), int(counts[k]) > 0
+        fewer = max(used, 1) < k or (k == 1 and exact and not kept)
+        return self._fit_bands(problem, max(used, 1), exact and kept) if fewer else fit
+
+
+def _error(fit: FlatsFit | NestedFit | EntryFlats) -> float:
+    return fit.error
+
+
+def _degree(error: Loss | EntryPower) -> float:
+    """q of rho_{s t0}(s t) = s^q rho_{t0}(t)."""
+    if isinstance(error, EntryPower):
+        return error.p
+    return error.q if isinstance(error, Power) else 1 if isinstance(error, Truncated) else 2
+
+
+def _measured(error: Loss | EntryPower, metric: Metric | None) -> Loss | EntryPower:
+    """``error`` for distances that are all 1 / sqrt(scale) of the metric's."""
+    if metric is None or not isinstance(error, Huber | Truncated) or error.unit != "absolute":
+        return error
+    return replace(error, threshold=error.threshold / metric.scale**0.5)
+
+
+def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:
+    """The problem of the rows of A R, without R."""
+    rows, right = problem.rows, problem.weighting.right
+    if right is None:
+        return problem, None
+    check_finite(rows)
+    metric = right_metric(right.to(rows.device), rows.shape[1])
+    inside: Rows = MetricRows(rows, metric.factor)
+    if rows.shape[0] * rows.shape[1] <= _HELD:  # EM reads its rows many times: multiply once where memory allows
+        inside = TensorRows(torch.cat([block for _, block in inside.blocks(rows.shape[0])]))
+    return replace(problem, rows=inside, weighting=replace(problem.weighting, right=None)), metric
+
+
+def _scaled(objective: tuple[float, ...], metric: Metric | None, degree: float) -> tuple[float, ...]:
+    return objective if metric is None else tuple(metric.scale ** (degree / 2) * value for value in objective)

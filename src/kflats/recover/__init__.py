@@ -1,0 +1,1 @@
+"""A compressed model trained again: on its task, towards its original, or both."""

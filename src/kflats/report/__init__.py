@@ -1,0 +1,1 @@
+"""What was done, for people: tables, pictures, pages and model cards."""

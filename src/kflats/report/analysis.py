@@ -1,0 +1,188 @@
+"""What a factorization did to one weight: errors by flat, by importance and by row, for the report."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from kflats.importance.weighting import Weighting
+from kflats.methods.judging import norm_error, row_errors, weighted_error
+from kflats.methods.problem import Factored
+from kflats.nn.matrix import CodedMatrix, FlatsMatrix, LowRankMatrix, Matrix
+from kflats.numerics.assign import squared_norms
+from kflats.numerics.rows import Rows
+from kflats.numerics.svd import truncated_svd
+from kflats.recipes.plan import Decision, to_json
+from kflats.report.report import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
+
+_BINS = (100, 1000, 10000)
+_WORST = 12
+
+
+def analyse(
+    decision: Decision,
+    rows: Rows,
+    factored: Factored,
+    weighting: Weighting,
+    tails: Tensor,
+    names: Sequence[str] | None = None,
+) -> WeightReport:
+    """Measure ``factored`` against its ``rows`` under ``weighting``.
+
+    Args:
+        tails: what an SVD of every rank loses. names: tokens by row.
+    """
+    matrix, weight = factored.matrix, decision.weight
+    n, d = rows.shape
+    w = _row_weights(weighting, n)
+    dist2 = row_errors(rows, matrix)
+    norm2 = squared_norms(rows).cpu().to(torch.float64)
+    by_rows = weighting.kinds <= {"rows"}
+    error = _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting).relative
+    eigenvalues = (tails[:-1] - tails[1:]).clamp_min(0)
+    total = float(eigenvalues.sum())
+    itemsize = weight.nbytes // (n * d) if decision.recipe.is_coded else matrix.weight.element_size()
+    rank = min(factored.nbytes // itemsize // (n + d), len(eigenvalues))
+    labels, bands = _bands(matrix)
+    ranks = torch.tensor([float(rank) for _, rank in bands])[labels]
+    return WeightReport(
+        name=weight.name,
+        places=tuple(place.name for place in weight.places),
+        shape=weight.shape,
+        dtype=weight.dtype,
+        method=to_json(decision.recipe.method),
+        importance=to_json(decision.recipe.importance),
+        codec=to_json(decision.recipe.codec),
+        bytes_before=weight.nbytes,
+        bytes_after=factored.nbytes,
+        memory_bytes=matrix.nbytes,
+        values_after=matrix.num_values,
+        error=error,
+        error_unweighted=_ratio(dist2.sum(), norm2.sum()),
+        svd_error=_ratio(tails[rank], tails[0]),
+        spectrum=tuple(float(v) / total if total else 0.0 for v in eigenvalues),
+        bands=tuple(
+            BandReport(
+                flat,
+                rank,
+                int((labels == b).sum()),
+                _ratio(w[labels == b].sum(), w.sum()),
+                _ratio(dist2[labels == b].sum(), norm2[labels == b].sum()),
+            )
+            for b, (flat, rank) in enumerate(bands)
+        ),
+        frequency=_bins(w, dist2, norm2, ranks),
+        worst=_worst(w, dist2, norm2, names),
+        objective=tuple(float(v) for v in factored.objective),
+        seconds=factored.seconds,
+        note=decision.note,
+        rows=decision.recipe.rows,
+        condition=_condition(matrix),
+        own=_own(factored, rows, weighting, rank),
+    )
+
+
+def left_dense(decision: Decision) -> WeightReport:
+    """The report of a weight that stays as it is, with the reason why."""
+    weight = decision.weight
+    return WeightReport(
+        name=weight.name,
+        places=tuple(place.name for place in weight.places),
+        shape=weight.shape,
+        dtype=weight.dtype,
+        method=to_json(decision.recipe.method),
+        importance=to_json(decision.recipe.importance),
+        codec=to_json(decision.recipe.codec),
+        bytes_before=weight.nbytes,
+        bytes_after=weight.nbytes,
+        memory_bytes=weight.nbytes,
+        values_after=weight.shape[0] * weight.shape[1],
+        error=0.0,
+        error_unweighted=0.0,
+        svd_error=0.0,
+        spectrum=(),
+        bands=(),
+        frequency=(),
+        worst=(),
+        objective=(),
+        seconds=0.0,
+        note=decision.note,
+    )
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes that a file of ``model`` holds: its state, shared tensors once, derived buffers not."""
+    held = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
+    if isinstance(matrix, FlatsMatrix):
+        return matrix.labels.cpu().to(torch.int64), [(band.flat, band.rank) for band in matrix.bands]
+    if isinstance(matrix, CodedMatrix):
+        labels = matrix.tensors().get("labels")
+        rows = torch.zeros(matrix.shape[0], dtype=torch.int64) if labels is None else labels.cpu().to(torch.int64)
+        used = [how.used for how in matrix.readings]
+        return rows, list(zip(matrix.geometry.flat_of, used, strict=True))
+    return torch.zeros(matrix.shape[0], dtype=torch.int64), [(0, matrix.weight.shape[1])]
+
+
+def _row_weights(weighting: Weighting, n: int) -> Tensor:
+    """(n,) how much each row counts by itself."""
+    if weighting.elements is not None:
+        found = weighting.elements.sum(1)
+    elif weighting.left is None:
+        return torch.ones(n, dtype=torch.float64)
+    else:
+        found = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
+    return found.detach().cpu().to(torch.float64)
+
+
+def _condition(matrix: Matrix) -> float | None:
+    found = getattr(matrix, "condition", None)
+    return None if found is None else float(found)
+
+
+def _own(factored: Factored, rows: Rows, weighting: Weighting, rank: int) -> NormError | None:
+    """The error in the norm that was minimised, and there that of the SVD of ``rank``."""
+    norm = factored.norm
+    if norm is None:
+        return None
+    found = norm_error(rows, factored.matrix, norm, weighting.rows)
+    if rank < 1:
+        return NormError(norm.name, found.relative, 1.0)
+    svd = truncated_svd(rows, rank, left=weighting.rows)
+    best = norm_error(rows, LowRankMatrix(svd.coordinates, svd.basis), norm, weighting.rows)
+    return NormError(norm.name, found.relative, best.relative)
+
+
+def _bins(w: Tensor, dist2: Tensor, norm2: Tensor, ranks: Tensor) -> tuple[FrequencyBin, ...]:
+    order = torch.argsort(w, descending=True, stable=True)
+    edges = [0, *(edge for edge in _BINS if edge < len(w)), len(w)]
+    found = []
+    for first, end in itertools.pairwise(edges):
+        part = order[first:end]
+        found.append(
+            FrequencyBin(
+                f"{first + 1:,}-{end:,}",
+                len(part),
+                float(ranks[part].mean()),
+                _ratio(dist2[part].sum(), norm2[part].sum()),
+            )
+        )
+    return tuple(found)
+
+
+def _worst(w: Tensor, dist2: Tensor, norm2: Tensor, names: Sequence[str] | None) -> tuple[WorstRow, ...]:
+    relative = torch.where(norm2 > 0, dist2 / norm2.clamp_min(1e-300), torch.zeros_like(dist2))
+    found = relative.topk(min(_WORST, len(relative))).indices.tolist()
+    return tuple(
+        WorstRow(row, names[row] if names is not None else "", float(w[row]), float(relative[row])) for row in found
+    )
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part) / float(whole) if float(whole) > 0 else 0.0

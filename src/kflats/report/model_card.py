@@ -1,0 +1,258 @@
+"""The model card (README.md) of a compressed folder: sizes, method, data, measured fidelity, how to load it.
+
+The original's card is kept: its YAML at the top, with ``base_model`` and a tag added, its text below ours. Our part
+stands between two comments, so that it can be found and written anew.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kflats.errors import KflatsError
+from kflats.evaluate.comparing import Comparison
+from kflats.files.replacing import replaced
+from kflats.report.front_matter import split, with_tag, with_value
+from kflats.report.report import Report
+from kflats.report.trimmed import TrimReport
+from kflats.report.weights import WeightReport
+from kflats.tables import call, number, share, size, visible
+
+CARD = "README.md"
+_BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"
+_MEASURED, _AFTER = "<!-- kflats: measured -->", "<!-- kflats: measured ends -->"
+_SHOWN = 12  # weights listed one by one
+_HUB_CACHE = "models--"
+
+
+def compressed_card(
+    report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, original: str, loader: str
+) -> str:
+    """The text of the card.
+
+    Args:
+        report: what was done.
+        files: bytes of the weight files, before and after.
+        data: what importance was measured on, a phrase each; none: the weights alone.
+        base_model: the original's name on the hub, where that is known.
+        original: the original's card, "" where it has none.
+        loader: "transformers" or "sentence-transformers".
+    """
+    head, body = split(original)
+    head = with_tag(head, "kflats")
+    if base_model is not None:
+        head = with_value(with_value(head, "base_model", base_model), "base_model_relation", "quantized")
+    ours = _section(report, files, data, base_model, loader)
+    kept = without_section(body).strip()
+    below = f"\n\n# The original's card\n\n{kept}" if kept else ""
+    return "\n".join(["---", *head, "---", "", ours]) + below + "\n"
+
+
+def dense_card(original: str) -> str:
+    """The card of a dense export: the compressed folder's, which says of what its tables were made."""
+    head, body = split(original)
+    if _BEGIN not in body:
+        return original
+    note = "Weights multiplied out of a model compressed by kflats: an ordinary checkpoint, in the original's size."
+    text = f"{_BEGIN}\n{note}\n{_END}\n\n{without_section(body).strip()}\n"
+    return "\n".join(["---", *head, "---", "", text]) if head else text
+
+
+def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | None, original: str) -> str:
+    """The card of a model that has fewer vocabulary entries and is otherwise as it was; arguments as above.
+
+    It has no marks: compressed later, the model keeps it as its original's card.
+    """
+    head, body = split(original)
+    head = with_tag(head, "kflats")
+    head = head if base_model is None else with_value(head, "base_model", base_model)
+    lines = [
+        "# Vocabulary trimmed by kflats",
+        "",
+        f"{_linked(base_model) if base_model else 'The original'} with fewer tokens. It is called as the original is; "
+        "kflats is not needed for that.",
+        "",
+        "| | original | here | ratio |",
+        "| --- | --- | --- | --- |",
+        _row("weight files", *_sizes(files)),
+        _entries(report),
+        _row("token tables, heads", *_sizes(report.table_bytes)),
+        "",
+        _resegmented(report),
+    ]
+    below = f"\n\n# The original's card\n\n{body.strip()}" if body.strip() else ""
+    return "\n".join(["---", *head, "---", "", *lines]) + below + "\n"
+
+
+def without_section(body: str) -> str:
+    """``body`` without our part and the heading that followed it.
+
+    >>> without_section(f"{_BEGIN}\\nours\\n{_END}\\n\\n# The original's card\\n\\ntheirs")
+    'theirs'
+    """
+    pattern = re.escape(_BEGIN) + r".*?" + re.escape(_END) + r"\s*(# The original's card\s*)?"
+    return re.sub(pattern, "", body, count=1, flags=re.S)
+
+
+def note_fidelity(folder: str | os.PathLike[str], found: Comparison) -> Path:
+    """Write what ``kflats.compare`` measured into the card of a compressed folder; the file is replaced in one step.
+
+    Raises:
+        KflatsError: the folder has no card that kflats wrote.
+    """
+    path = Path(folder) / CARD
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    pattern = re.escape(_MEASURED) + r".*?" + re.escape(_AFTER)
+    if len(re.findall(pattern, text, flags=re.S)) != 1:
+        raise KflatsError(
+            f"{path} has no place for measurements",
+            cause="the folder was not made by kflats compress, or its card was rewritten",
+        )
+    made = re.sub(pattern, lambda _: _fidelity(found), text, flags=re.S)
+    with replaced(path) as aside:
+        aside.write_text(made, encoding="utf-8")
+    return path
+
+
+def rewrite_(folder: Path, make: Callable[[str], str]) -> None:
+    """Write what ``make`` makes of the folder's card, of "" where it has none. For folders that are not shown yet."""
+    path = folder / CARD
+    # Whatever its encoding is, the original's text comes out as it went in.
+    original = path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""
+    path.write_text(make(original), encoding="utf-8", errors="surrogateescape")
+
+
+def hub_name(source: str | os.PathLike[str]) -> str | None:
+    """The hub's name of a model: ``source`` where it is no folder, or what the hub's cache calls that folder.
+
+    >>> hub_name("owner/model"), hub_name(".")
+    ('owner/model', None)
+    """
+    folder = Path(source).expanduser()
+    if not folder.is_dir():
+        return os.fspath(source)
+    for part in reversed(folder.resolve().parts):
+        if part.startswith(_HUB_CACHE):
+            return part.removeprefix(_HUB_CACHE).replace("--", "/")
+    return None
+
+
+def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, loader: str) -> str:
+    of = _linked(base_model) if base_model else _cell(report.model)
+    trimmed = report.trimming
+    named = (report.bytes_before, report.bytes_after)
+    start = report.model_bytes_before if trimmed is None else trimmed.model_bytes[0]
+    whole = (start, report.model_bytes_after)
+    memory = sum(w.bytes_after if w.memory_bytes is None else w.memory_bytes for w in report.weights)
+    lines = [
+        _BEGIN,
+        f"# {_cell(report.model.rpartition('/')[2])}, compressed by kflats",
+        "",
+        f"{of} with smaller weights. It is called as the original is, after `import kflats`.",
+        "",
+        "| | original | here | ratio |",
+        "| --- | --- | --- | --- |",
+        _row("weight files", *_sizes(files)),
+        _row("all tensors", *_sizes(whole)),
+        *([] if trimmed is None else [_entries(trimmed)]),
+        _row("compressed weights" if trimmed is None else "compressed weights, after trimming", *_sizes(named)),
+        *([_row("the same in memory", *_sizes((named[0], memory)))] if memory != named[1] else []),
+        "",
+        "| weight | method | importance | numbers | kept | before | after | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        *(_row(*_weight(w)) for w in report.weights[:_SHOWN]),
+    ]
+    if more := len(report.weights) - _SHOWN:
+        lines += [_row(f"{more} more: kflats_report.json", *[""] * 7)] if more > 0 else []
+    lines += [
+        "",
+        *([] if trimmed is None else ["The vocabulary was trimmed first. " + _resegmented(trimmed)]),
+        "Error: relative squared error, rows weighted by importance.",
+        f"Budget {_cell(report.budget)}; seed {report.seed}; kflats {_cell(report.version)}.",
+        f"Data: {'; '.join(data) if data else 'none but the weights themselves'}.",
+        "",
+        "## Measured fidelity",
+        "",
+        _MEASURED,
+        "Not measured yet: `kflats compare ORIGINAL FOLDER --card`.",
+        _AFTER,
+        "",
+        "## Loading",
+        "",
+        "```python",
+        *_loading(loader),
+        "```",
+        "",
+        "Without kflats: `kflats export FOLDER --dense --out DIR` writes an ordinary checkpoint, "
+        "`kflats export FOLDER --onnx --out model.onnx` an ONNX file.",
+        _END,
+    ]
+    return "\n".join(lines)
+
+
+def _linked(name: str) -> str:
+    return f"[{name}](https://huggingface.co/{name})"
+
+
+def _entries(report: TrimReport) -> str:
+    before, after = report.entries
+    return _row("vocabulary entries", f"{before:,}", f"{after:,}", share(after, before))
+
+
+def _resegmented(report: TrimReport) -> str:
+    """What became of the texts, in a sentence or two."""
+    lost = "Removed tokens are spelled with kept ones, by this folder's own tokenizer."
+    told = report.segmentation
+    if told is None:
+        return f"{lost} Which are common was told by the order of the vocabulary; no text was counted."
+    kind = "counted" if report.counted else "judged"
+    return (
+        f"{lost} Of {told.texts:,} {kind} texts {share(told.texts_changed, told.texts)} are segmented anew, with "
+        f"{share(told.tokens_changed, told.tokens_before)} of their tokens; they take {told.tokens_after:,} tokens "
+        f"instead of {told.tokens_before:,}."
+    )
+
+
+def _loading(loader: str) -> list[str]:
+    first = "import kflats  # pip install kflats"
+    if loader == "sentence-transformers":
+        return [first, "from sentence_transformers import SentenceTransformer", "", 'SentenceTransformer("FOLDER")']
+    return [first, "from transformers import AutoModel", "", 'AutoModel.from_pretrained("FOLDER")']
+
+
+def _fidelity(found: Comparison) -> str:
+    f = found.fidelity
+    rows = [
+        _row(f"mean cosine of sentence vectors, {f.sentences:,} sentences", f"{f.mean_cosine:.4f}"),
+        _row("its 5th percentile", f"{f.p5_cosine:.4f}"),
+    ]
+    if f.rare_mean_cosine is not None:
+        rows.append(_row(f"mean cosine of {f.rare_words:,} rare words, each alone", f"{f.rare_mean_cosine:.4f}"))
+    if f.neighbour_overlap is not None:
+        rows.append(_row("of the 10 nearest sentences, kept", share(f.neighbour_overlap)))
+    t = found.latency
+    rows.append(
+        _row("time of a batch, share of the original's", f"{number(t.ratio)} ({number(t.low)}-{number(t.high)})")
+    )
+    return "\n".join([_MEASURED, "| against the original | |", "| --- | --- |", *rows, _AFTER])
+
+
+def _weight(w: WeightReport) -> list[str]:
+    error = number(w.error)
+    method = "left as it is" if w.dense else call(w.method)
+    return [w.name, method, call(w.importance), call(w.codec), w.kept, size(w.bytes_before), size(w.bytes_after), error]
+
+
+def _sizes(pair: tuple[int, int]) -> tuple[str, str, str]:
+    return size(pair[0]), size(pair[1]), share(pair[1], pair[0])
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+
+
+def _cell(text: str) -> str:
+    """Names come out of files: they must not end a cell, or be taken for markup."""
+    return re.sub(r"([|<>`*\[\]\\])", r"\\\1", visible(text))

@@ -1,0 +1,43 @@
+"""HTML pages that are one file and need nothing else: the frame that they share, and how texts come into it.
+
+No script, no font, no address to load: the pages' own content policy forbids them. Every text goes
+through jinja2's escaping, since token names and notes come out of files.
+
+Needs jinja2: ``pip install 'kflats[report]'``.
+"""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from kflats.report.canvas import missing_extra
+from kflats.tables import number, size, visible
+
+
+def page_template(name: str) -> Any:
+    """jinja2's template of a page, ``templates/<name>``, with the words that all pages use.
+
+    Raises:
+        KflatsError: jinja2 is missing.
+    """
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+        from markupsafe import Markup
+    except ImportError as error:
+        raise missing_extra(error) from error
+    environment = Environment(
+        loader=PackageLoader("kflats"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"size": size, "number": number, "visible": visible, "inline": _inline}
+    # Module paths are long and have no blanks: they may break after a dot. Markup.join escapes the parts.
+    environment.filters["path"] = lambda name: Markup(".<wbr>").join(visible(name).split("."))
+    return environment.get_template(name)
+
+
+def _inline(png: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(png).decode("ascii")

@@ -1,0 +1,1 @@
+"""Tasks with labels: their examples, batches and scores."""

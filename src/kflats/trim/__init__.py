@@ -1,0 +1,1 @@
+"""Vocabulary trimming: fewer entries, in the tokenizer and in the model."""

@@ -1,0 +1,114 @@
+"""Fast tokenizers: read as their ``tokenizer.json``, and loaded from a changed one as users will load it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from kflats.errors import KflatsError
+from kflats.swap.places import is_sentence_transformer
+
+_FORMS = frozenset(
+    ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model")
+    + ("sentencepiece.model", "tokenizer.model", "tekken.json", "bpe.codes", "dict.txt", "unigram.json")
+)
+
+
+def vocabulary_files(tokenizer: Any) -> frozenset[str]:
+    """Names of files that hold the vocabulary, ``tokenizer.json`` among them: beside a new one they hold the old."""
+    return _FORMS | set(tokenizer.vocab_files_names.values())
+
+
+def state_of(tokenizer: Any) -> dict[str, Any]:
+    """A fast tokenizer as its ``tokenizer.json``."""
+    if tokenizer is None:
+        raise KflatsError("a tokenizer is needed", hint="tokenizer=, that of the model's folder")
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "to_str"):
+        raise KflatsError(
+            f"{type(tokenizer).__name__} is no fast tokenizer, so it has no tokenizer.json to trim",
+            cause="a tokenizer in Python, or a SentencePiece model that could not be converted",
+            hint="transformers.AutoTokenizer with the package 'tokenizers' (and 'sentencepiece' to convert)",
+        )
+    state: dict[str, Any] = json.loads(backend.to_str())
+    return state
+
+
+def loaded(tokenizer: Any, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]) -> Any:
+    """A tokenizer of the same class from the trimmed ``state``, loaded as users will load it, and tried.
+
+    Raises:
+        KflatsError: the class makes something else of it.
+    """
+    from tokenizers import Tokenizer
+
+    expected = Tokenizer.from_str(json.dumps(state))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer.save_pretrained(folder)
+        for path in folder.iterdir():
+            if path.name in vocabulary_files(tokenizer):
+                path.unlink()
+        (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
+        _renumber_settings(folder / "tokenizer_config.json", new)
+        made = type(tokenizer).from_pretrained(folder, local_files_only=True)
+    made.name_or_path = tokenizer.name_or_path
+    for name in ("name_or_path", "local_files_only", "is_local"):  # of where it was loaded from, not of what it is
+        if name in tokenizer.init_kwargs:
+            made.init_kwargs[name] = tokenizer.init_kwargs[name]
+        else:
+            made.init_kwargs.pop(name, None)
+    expected.no_truncation()
+    expected.no_padding()
+    same = made.get_vocab() == expected.get_vocab(with_added_tokens=True)
+    if same and tried:
+        ids = [encoding.ids for encoding in expected.encode_batch(list(tried))]
+        with as_it_was(made):
+            same = made(list(tried), verbose=False)["input_ids"] == ids
+    if not same:
+        raise KflatsError(
+            f"{type(tokenizer).__name__} does not load the smaller vocabulary as it is",
+            cause="the class numbers or normalises its entries in its own way",
+            hint="transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) with the names "
+            "of its special tokens, trimmed in its place",
+        )
+    return made
+
+
+def use_(model: nn.Module, tokenizer: Any) -> None:
+    """Let a SentenceTransformer read with ``tokenizer``; other models have none of their own."""
+    if not is_sentence_transformer(model):
+        return
+    first: Any = next(model.children())
+    processor = getattr(first, "processor", None)
+    if processor is None:  # older sentence-transformers
+        first.tokenizer = tokenizer
+    elif hasattr(processor, "backend_tokenizer"):
+        first.processor = tokenizer
+    else:
+        processor.tokenizer = tokenizer
+
+
+@contextmanager
+def as_it_was(tokenizer: Any) -> Iterator[None]:
+    """Afterwards truncation and padding of the backend are those of before: every call sets its own."""
+    backend = tokenizer.backend_tokenizer
+    truncation, padding = backend.truncation, backend.padding
+    try:
+        yield
+    finally:
+        backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
+        backend.no_padding() if padding is None else backend.enable_padding(**padding)
+
+
+def _renumber_settings(path: Path, new: dict[int, int]) -> None:
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(added := settings.get("added_tokens_decoder"), dict):
+        settings["added_tokens_decoder"] = {str(new[int(i)]): token for i, token in added.items() if int(i) in new}
+    path.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
