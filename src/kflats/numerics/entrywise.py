@@ -30,6 +30,7 @@ from kflats.numerics.rows import (
     TensorRows,
     as_rows,
     check_finite,
+    check_rank,
     check_spread,
     check_weights,
 )
@@ -103,8 +104,7 @@ def entrywise_low_rank(
     rows = as_rows(matrix)
     n, d = rows.shape
     chosen = _checked_solver(p, solver)
-    if not 1 <= rank <= min(n, d):
-        raise KflatsError(f"rank {rank} is outside 1..{min(n, d)} for a {n} x {d} matrix", hint="a rank in that range")
+    check_rank(rank, min(n, d))
     if not 0 <= tolerance < 1 or max_iterations < 1:
         raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
     check_finite(rows)

@@ -13,7 +13,7 @@ from kflats.numerics.coreset import Coreset, draw_sample
 from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
 from kflats.numerics.loss import Loss, Power, Squared, absolute, is_relative, stages
 from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em
-from kflats.numerics.rows import Rows, as_rows, check_finite, check_spread, check_weights
+from kflats.numerics.rows import Rows, as_rows, check_finite, check_rank, check_spread, check_weights
 from kflats.numerics.starts import FILL_SAMPLE, SAMPLE, Start, start_filled, start_uniform
 
 _SQUARED = Squared()
@@ -83,8 +83,8 @@ def fit_flats(
             cause="ranks that fill a budget are found on a sample of their own",
             hint="give a rank, or leave the coreset out",
         )
-    if rank is not None and not 1 <= rank <= d:
-        raise KflatsError(f"rank {rank} is outside 1..{d}")
+    if rank is not None:
+        check_rank(rank, d)
     if coreset is not None and rank is not None and coreset.rows < min(n, 2 * k * (rank + 1)):
         raise KflatsError(
             f"a coreset of {coreset.rows} rows cannot show {k} flats of rank {rank}",

@@ -20,7 +20,6 @@ the rows to the flats of a fit with ``Power(1)``: a rank that suits the data mak
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, TypeAlias
 
@@ -95,15 +94,19 @@ class Power:
         return _alive(self.q / 2 * floored(dist2, norms2, floor).pow(self.q / 2 - 1), norms2)
 
 
+_LEAST = 1e-15  # a threshold whose square, and that of its reciprocal, float32 still has
+
+
 @dataclass(frozen=True)
 class _Thresholded:
     threshold: float
     unit: Unit = "absolute"
 
     def __post_init__(self) -> None:
-        if not _number(self.threshold) or not 0 < self.threshold < math.inf:
+        if not _number(self.threshold) or not _LEAST < self.threshold < 1 / _LEAST:
             raise KflatsError(
                 f"a threshold of {self.threshold!r} is not possible",
+                cause="it must be positive, and its square a number" if _number(self.threshold) else "",
                 hint='a positive distance, or a positive number of medians with unit="median"',
             )
         if self.unit not in ("absolute", "median"):

@@ -11,6 +11,7 @@ which theorem 5 relaxes to d sigma_k+1^p. Note that U D_k V' = A V_k V_k': an or
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from kflats.numerics.rows import (
     TensorRows,
     as_rows,
     check_finite,
+    check_rank,
     check_weights,
 )
 from kflats.numerics.svd import project
@@ -94,8 +96,7 @@ def robust_svd(
     """
     rows = as_rows(matrix)
     n, d = rows.shape
-    if not 1 <= rank <= min(n, d):
-        raise KflatsError(f"rank {rank} is outside 1..{min(n, d)} for a {n} x {d} matrix")
+    check_rank(rank, min(n, d))
     check_finite(rows)
     check_weights(weights, n)
     if transposed:
@@ -108,7 +109,11 @@ def robust_svd(
 
 def _algorithm_1(rows: Rows, rank: int, p: float, way: Fits, weights: Tensor | None) -> RobustLowRank:
     n, d = rows.shape
-    found = way.fit(rows, p) if weights is None else _weighted(rows, p, way, weights.to(rows.device, torch.float64))
+    largest = 1.0 if weights is None else float(weights.max())
+    if weights is None:
+        found = way.fit(rows, p)
+    else:
+        found = _weighted(rows, p, way, weights.to(rows.device, torch.float64) / largest)
     kept = min(rank, found.rank)
     roots, leading = found.axes[:kept].sqrt(), found.directions[:kept]
     if kept and rows.dtype == torch.float32 and not _ROOTS[0] < float(roots[-1]) <= float(roots[0]) < _ROOTS[1]:
@@ -123,21 +128,33 @@ def _algorithm_1(rows: Rows, rank: int, p: float, way: Fits, weights: Tensor | N
     basis[:kept] = roots.unsqueeze(1) * leading
     coordinates[:, :kept] = project(rows, (leading / roots.unsqueeze(1)).to(rows.dtype))
     error, total = _errors(rows, coordinates, basis, p, weights)
-    left_out = torch.linalg.vector_norm(found.factor[kept:], dim=0).pow(p).sum()
-    least = float(left_out)
-    return RobustLowRank(coordinates, basis, found.axes, found.bound, error, total, least, found.bound * least, found)
+    least = largest * float(torch.linalg.vector_norm(found.factor[kept:], dim=0).pow(p).sum())
+    try:
+        scaled = replace(found, axes=largest ** (1 / p) * found.axes)
+    except OverflowError:
+        raise _extreme_weights(largest, p) from None
+    vanished = total == 0 and found.rank > 0
+    if vanished or not math.isfinite(error) or not bool(((scaled.axes > 0) & (scaled.axes < math.inf)).all()):
+        raise _extreme_weights(largest, p)
+    return RobustLowRank(coordinates, basis, scaled.axes, found.bound, error, total, least, found.bound * least, scaled)
 
 
 def _weighted(rows: Rows, p: float, way: Fits, weights: Tensor) -> Ellipsoid:
-    """The ellipsoid of sum_i w_i |a_i'x|^p; scaled by the largest weight, of which a small p makes a huge factor."""
-    largest = float(weights.max())
-    factors = (weights / largest).pow(1 / p)
+    """The ellipsoid of sum_i w_i |a_i'x|^p for weights up to 1: of a larger one a small p makes a huge factor."""
+    factors = weights.pow(1 / p)
     factors = torch.where(factors > torch.finfo(torch.float64).tiny, factors, 0.0)
     alive = factors[factors > 0]
     if float(alive.min()) < _SMALL and rows.dtype != torch.float64:  # float32 would lose what such rows are
         rows = MetricRows(rows, torch.ones(rows.shape[1]), torch.float64)
-    found = way.fit(ScaledRows(rows, factors), p)
-    return replace(found, axes=largest ** (1 / p) * found.axes)
+    return way.fit(ScaledRows(rows, factors), p)
+
+
+def _extreme_weights(largest: float, p: float) -> KflatsError:
+    return KflatsError(
+        f"sums of p-th powers leave double precision: p = {p:g}, and the largest row weight is {largest:.0e}",
+        cause="extreme values or weights: axes go with weights to the power 1/p, errors with values to the power p",
+        hint="divide the weights by their largest, scale the matrix to values near 1, or take a p nearer to 2",
+    )
 
 
 def _errors(rows: Rows, left: Tensor, right: Tensor, p: float, weights: Tensor | None) -> tuple[float, float]:

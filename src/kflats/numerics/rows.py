@@ -139,8 +139,35 @@ class PartOfRows:
 
 
 def as_rows(matrix: Tensor | Rows) -> Rows:
-    """A tensor as ``Rows``; a source as it is."""
-    return TensorRows(matrix) if isinstance(matrix, Tensor) else matrix
+    """A tensor as ``Rows``; a source as it is.
+
+    Raises:
+        KflatsError: neither of the two.
+    """
+    if isinstance(matrix, Tensor):
+        return TensorRows(matrix)
+    if not isinstance(matrix, Rows):
+        raise KflatsError(
+            f"expected a torch tensor of shape (n, d), found {type(matrix).__name__}",
+            hint="torch.as_tensor(matrix), or an object with the methods of kflats.numerics.rows.Rows",
+        )
+    return matrix
+
+
+def check_rank(rank: int, most: int) -> None:
+    """Refuse a rank that a matrix of ``most`` rows or columns, whichever are fewer, cannot have.
+
+    Raises:
+        KflatsError: not a whole number in 1..``most``.
+    """
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise KflatsError(f"a rank is a whole number, not {rank!r}", hint=f"one in 1..{most}")
+    if not 1 <= rank <= most:
+        raise KflatsError(
+            f"rank {rank} is outside 1..{most}",
+            cause="a matrix has no more directions than rows or columns",
+            hint="choose a rank in that range, or a budget instead of a rank",
+        )
 
 
 def check_finite(rows: Rows, what: str = "matrix") -> None:
@@ -217,6 +244,8 @@ def check_weights(weights: Tensor | None, n: int) -> None:
         return
     if tuple(weights.shape) != (n,):
         raise KflatsError(f"expected {n} row weights, found shape {tuple(weights.shape)}")
+    if weights.requires_grad:
+        raise KflatsError("row weights carry gradients", cause="a parameter, or a loss", hint="weights.detach()")
     if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
         raise KflatsError("row weights must be finite and not negative", cause="an importance measure went wrong")
     if float(weights.sum()) <= 0:

@@ -22,6 +22,8 @@ from kflats.numerics.lewis import Lewis, State, iterate, lewis_weights, sweep
 from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, as_rows, check_finite
 from kflats.numerics.whitening import narrow, row_lengths, row_space, too_different
 
+_LOST = 1e-13  # of a sketch's largest singular value: below, only rounding is left of a direction
+
 
 def _counts(rows_per_column: int, seed: int) -> bool:
     whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (rows_per_column, seed))
@@ -55,7 +57,8 @@ class Sketch:
         """The ellipsoid of ``matrix`` (n, d) at power p, certified; equal for equal seeds.
 
         Raises:
-            KflatsError: an impossible p, "cauchy" with p other than 1, or values that are not finite.
+            KflatsError: an impossible p, "cauchy" with p other than 1, values that are not finite, or a draw that
+                loses a direction of the matrix.
         """
         rows = as_rows(matrix)
         check_power(p, *rows.shape)
@@ -67,19 +70,26 @@ class Sketch:
         if not bool(lengths.any()):
             return lifted(empty(rows, p), lift)
         whitening = row_space(rows, torch.ones_like(lengths), lengths)
-        sketch = self._sketch(rows, whitening, p)
-        _, values, turn = torch.linalg.svd(sketch, full_matrices=False)
+        _, values, turn = torch.linalg.svd(self._sketch(rows, whitening, p, lengths > 0), full_matrices=False)
+        if not float(values[-1]) > _LOST * float(values[0]):
+            raise KflatsError(
+                f"this sketch of {self.rows_per_column} rows a column has lost a direction of the matrix",
+                cause="rows that alone have some direction met in one row of it, or one row was drawn far too long",
+                hint="another seed, more rows_per_column, or Lewis()",
+            )
         # Q = L^-T (Pi A L)'(Pi A L) L^-1, and its eigenvectors by the SVD of a square root of its inverse.
         left, inverse, _ = torch.linalg.svd(whitening @ (turn.T / values), full_matrices=False)
         raw = Ellipsoid(1 / inverse.flip(0), left.flip(1).T.contiguous(), float(p), math.inf, 1, True)
         return lifted(certified(rows, raw), lift)
 
-    def _sketch(self, rows: Rows, whitening: Tensor, p: float) -> Tensor:
+    def _sketch(self, rows: Rows, whitening: Tensor, p: float, alive: Tensor) -> Tensor:
         n, r = rows.shape[0], whitening.shape[1]
         generator = torch.Generator().manual_seed(self.seed)
         count = self.rows_per_column * r
-        # Few enough rows have one of the sketch's each: no two must meet.
-        buckets = torch.arange(n) if n <= count else torch.randint(count, (n,), generator=generator)
+        # Few enough rows have one of the sketch's each: no two must meet. Rows of zeros may lie anywhere.
+        few = int(alive.sum()) <= count
+        place = alive.to("cpu", torch.int64).cumsum(0).sub(1).clamp_(0, count - 1)
+        buckets = place if few else torch.randint(count, (n,), generator=generator)
         uniform = torch.rand(n, generator=generator, dtype=torch.float64).clamp_min(1e-300)
         if self.kind == "cauchy":
             factors = torch.tan(math.pi * (uniform - 0.5))

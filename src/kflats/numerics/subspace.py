@@ -19,7 +19,17 @@ from kflats.errors import KflatsError
 from kflats.numerics.flats import Progress
 from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
 from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, out_of_reach, stages
-from kflats.numerics.rows import BLOCK, MetricRows, Rows, TensorRows, as_rows, check_finite, check_spread, check_weights
+from kflats.numerics.rows import (
+    BLOCK,
+    MetricRows,
+    Rows,
+    TensorRows,
+    as_rows,
+    check_finite,
+    check_rank,
+    check_spread,
+    check_weights,
+)
 from kflats.numerics.svd import project
 
 _SPREAD = 1e8  # a row on the flat weighs 1 / (floor of its distance): beyond, float64 leaves nothing of the others
@@ -86,8 +96,7 @@ def robust_subspace(
         raise KflatsError(f"no loss of distances is {loss!r}", hint="Power(1), Huber(...), Truncated(...)")
     rows = as_rows(matrix)
     n, d = rows.shape
-    if not 1 <= rank <= min(n, d):
-        raise KflatsError(f"rank {rank} is outside 1..{min(n, d)} for a {n} x {d} matrix", hint="a rank in that range")
+    check_rank(rank, min(n, d))
     if not 0 <= tolerance < 1 or max_iterations < 1:
         raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
     check_finite(rows)

@@ -19,7 +19,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.metric import FLOOR, NEGATIVE, Metric, check_gram, left_gram, right_metric, scale_of
-from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, as_rows, check_finite, check_weights
+from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, as_rows, check_finite, check_rank, check_weights
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def truncated_svd(
     9.0
     """
     rows = as_rows(matrix)
-    _check_rank(rank, *rows.shape)
+    check_rank(rank, min(rows.shape))
     check_finite(rows)
     small = _small_problem(rows, left, right)
     spectrum, vectors = top_eigenvectors(small.gram, rank)
@@ -110,7 +110,7 @@ def range_finder_svd(
     """
     rows = as_rows(matrix)
     n, d = rows.shape
-    _check_rank(rank, n, d)
+    check_rank(rank, min(n, d))
     check_finite(rows)
     check_weights(left, n)
     generator = torch.Generator().manual_seed(seed)
@@ -220,11 +220,3 @@ def _whole(rows: Rows) -> Tensor:
 
 def _symmetric(gram: Tensor) -> Tensor:
     return (gram + gram.T) / 2
-
-
-def _check_rank(rank: int, n: int, d: int) -> None:
-    if not 1 <= rank <= min(n, d):
-        raise KflatsError(
-            f"rank {rank} is outside 1..{min(n, d)} for a {n} x {d} matrix",
-            hint="choose a rank in that range, or a budget instead of a rank",
-        )

@@ -16,6 +16,10 @@ from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, ScaledRows, Tenso
 RANK_FLOOR = 1e-12
 """Least eigenvalue that counts, in units of the largest, of a Gram with unit diagonal: 1e-6 of a singular value."""
 
+COLUMN_FLOOR = 1e-10
+"""Shortest column that counts, in units of the longest: dead neurons, or what a QR leaves of directions that are not
+there. Of shorter ones the leading axes would be lost: an SVD is as exact as its largest value, here the reciprocal."""
+
 _PANEL = 96  # columns: wide enough for a fast product
 
 
@@ -56,15 +60,19 @@ def symmetric(x: Tensor) -> Tensor:
     return product
 
 
-def whiten(matrix: Tensor) -> Tensor:
-    """L (d, r) with L' ``matrix`` L = I; columns are brought to one scale first, so their units do not matter."""
-    scale = matrix.diagonal().clamp_min(0.0).sqrt()
-    scale = torch.where(scale > 0, scale, 1.0)
-    values, vectors = torch.linalg.eigh(matrix / scale / scale.unsqueeze(1))
+def whiten(matrix: Tensor, floor: float = COLUMN_FLOOR) -> Tensor:
+    """L (d, r) with L' ``matrix`` L = I; columns are brought to one scale first, so their units hardly matter: only
+    those below ``floor`` count as zeros."""
+    lengths = matrix.diagonal().clamp_min(0.0).sqrt()
+    counts = lengths > floor * lengths.max()
+    scale = torch.where(counts, lengths, 1.0)
+    values, vectors = torch.linalg.eigh(
+        torch.where(counts & counts.unsqueeze(1), matrix / scale / scale.unsqueeze(1), 0.0)
+    )
     kept = values > RANK_FLOOR * float(values[-1])
     whitening: Tensor = vectors[:, kept] / values[kept].sqrt() / scale.unsqueeze(1)
     if whitening.shape[1] < len(matrix):  # brought back into the row space, which the scales have led it out of
-        space = torch.linalg.qr(vectors[:, kept] * scale.unsqueeze(1)).Q
+        space = torch.linalg.qr(torch.where(counts.unsqueeze(1), vectors[:, kept] * scale.unsqueeze(1), 0.0)).Q
         whitening = space @ (space.T @ whitening)
     return whitening
 
@@ -81,7 +89,8 @@ def row_space(rows: Rows, factors: Tensor, lengths: Tensor) -> Tensor:
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
     # In float64: float32 has no number that brings the shortest rows to length 1.
     unit = ScaledRows(MetricRows(rows, torch.ones(rows.shape[1]), torch.float64), inverse)
-    if whiten(gram(unit)).shape[1] > found.shape[1]:
+    # A column must be well above the floor here to be missed there: one near it is short in both.
+    if whiten(gram(unit), 1e3 * COLUMN_FLOOR).shape[1] > found.shape[1]:
         raise too_different(lengths)
     return found
 
