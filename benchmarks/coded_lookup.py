@@ -40,7 +40,7 @@ NAME = "embeddings.word_embeddings"
 RESIDENT = """
 import ctypes, sys, torch
 torch.set_num_threads(1)
-import constriction, kflats.transformers_plugin, transformers.models.bert.modeling_bert
+import constriction, kflats.files.transformers_plugin, transformers.models.bert.modeling_bert
 from kflats.files import load_model
 def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))

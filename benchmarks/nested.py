@@ -13,7 +13,8 @@ from _common import arguments, embedding_table, markdown, publish
 
 from kflats.demo import packaged_model
 from kflats.evaluate.comparing import load_tokenizer
-from kflats.importance import Measured, ZipfPrior
+from kflats.importance import ZipfPrior
+from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
 from kflats.measure.counting import zipf_prior
 from kflats.methods import SVD, Flats, Problem, row_errors

@@ -406,11 +406,11 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
     from transformers import PreTrainedModel
 
     target = {
-        "partial": (kflats.folders, "save_file"),
+        "partial": (kflats.files.folders, "save_file"),
         "model": (PreTrainedModel, "save_pretrained"),
         "companions": (shutil, "copyfile"),
-        "durable": (kflats.folders, "_make_durable"),
-        "rename": (kflats.folders, "_put_in_place"),
+        "durable": (kflats.files.folders, "_make_durable"),
+        "rename": (kflats.files.folders, "_put_in_place"),
     }[what]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)

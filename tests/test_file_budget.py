@@ -79,7 +79,7 @@ def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monke
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(kflats.fitting, "store", stops)
+    monkeypatch.setattr(kflats.compress.fitting, "store", stops)
     with pytest.raises(KeyboardInterrupt):
         compress_folder(encoder, tmp_path / "parts", **asked)
     monkeypatch.undo()
@@ -143,7 +143,7 @@ def test_a_budget_that_nothing_fits_is_refused(encoder, tmp_path) -> None:
 
 
 def test_what_entropy_codes_is_missed_before_any_work(encoder, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(kflats.selection, "find_spec", lambda name: None)
+    monkeypatch.setattr(kflats.allocate.selection, "find_spec", lambda name: None)
     for method in (Best(), Recipe(kflats.Dense(), codec=kflats.Int8())):
         with pytest.raises(KflatsError, match="constriction"):
             kflats.plan(transformers.AutoModel.from_pretrained(encoder), method, budget="20%")

@@ -220,7 +220,7 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 import torch
-import kflats, kflats.cli, kflats.report, kflats.evaluate, kflats.files
+import kflats, kflats.cli.app, kflats.report.report, kflats.evaluate.comparing, kflats.files
 model = torch.nn.Sequential(torch.nn.Embedding(60, 16))
 with torch.no_grad():
     report = kflats.compress_(model, {{"0": kflats.Flats(k=2)}}, budget="60%", quiet=True)

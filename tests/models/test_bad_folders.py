@@ -80,7 +80,7 @@ def test_the_plugin_registers_in_either_order(first: str, folder: Path, reposito
     use = "from transformers import AutoModel"
     lines = [use, check, register] if first == "transformers" else [register, check, use]
     if first == "the plug-in":  # as a tool that imports every module does
-        lines.insert(2, "import kflats.transformers_plugin")
+        lines.insert(2, "import kflats.files.transformers_plugin")
     program = "\n".join(["import sys", *lines, "print(AutoModel.from_pretrained(sys.argv[1]).get_input_embeddings())"])
     imported, layer = run(program, folder, kflats=repository / "src").splitlines()
     assert imported == str(first == "transformers")  # registering alone does not import it
