@@ -199,6 +199,20 @@ def test_compress_makes_a_folder_within_the_budget(tiny: Path, texts: Path, tmp_
     assert run("compare", tiny, out, "--texts", texts).exit_code == 0
 
 
+def test_all_numbers_in_half_precision(tiny: Path, tmp_path: Path) -> None:
+    result = run(
+        "compress", tiny, "--method", "dense", "--codec", "float16", "--budget", "60%", "--out", tmp_path / "a"
+    )
+    assert result.exit_code == 0, result.output
+    (weight,) = Report.load(tmp_path / "a").weights
+    assert (weight.kept, 2 * weight.bytes_after) == ("float16", weight.bytes_before)
+    assert "embeddings.word_embeddings, 400 x 32, dense, 25.6 kB" in run("inspect", tmp_path / "a").output
+    asked = ("--method", "dense", "--codec", "bfloat16", "--weights", "all", "--file-budget", "60%")
+    assert run("compress", tiny, *asked, "--out", tmp_path / "b").exit_code == 0
+    sizes = [(folder / "model.safetensors").stat().st_size for folder in (tiny, tmp_path / "b")]
+    assert sizes[1] <= 0.6 * sizes[0]
+
+
 def test_compress_is_quiet_when_asked_and_reproducible(tiny: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         result = run("compress", tiny, "--budget", "20kB", "--seed", 3, "--quiet", "--out", tmp_path / name)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kflats.nn.matrix import (
     Band,
+    DenseMatrix,
     FlatsMatrix,
     InterpolativeMatrix,
     LowRankMatrix,
@@ -58,6 +59,11 @@ def low_rank(rank: int, *, n: int = ROWS, seed: int = 0, dtype: torch.dtype = to
     return LowRankMatrix(weight, torch.randn(rank, COLUMNS, generator=gen, dtype=torch.float64).to(dtype))
 
 
+def dense(*, n: int = ROWS, seed: int = 0, dtype: torch.dtype = torch.float64) -> DenseMatrix:
+    gen = torch.Generator().manual_seed(seed)
+    return DenseMatrix(torch.randn(n, COLUMNS, generator=gen, dtype=torch.float64).to(dtype))
+
+
 def interpolative(
     rank: int, *, n: int = ROWS, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> InterpolativeMatrix:
@@ -70,6 +76,7 @@ def interpolative(
 
 TABLE: dict[str, Case] = {
     "low_rank": partial(low_rank, 3),
+    "dense": dense,
     "low_rank_0": partial(low_rank, 0),
     "interpolative": partial(interpolative, 2),
     "interpolative_0": partial(interpolative, 0),
@@ -111,6 +118,8 @@ def define() -> Callable[[Matrix], Tensor]:
 
 def definition(matrix: Matrix) -> Tensor:
     """The dense matrix, row by row from the stored tensors: what the class texts say, in plain loops."""
+    if isinstance(matrix, DenseMatrix):
+        return torch.stack(list(matrix.weight))
     if isinstance(matrix, LowRankMatrix):
         return torch.stack([(a[:, None] * matrix.basis).sum(0) for a in matrix.weight])
     if isinstance(matrix, InterpolativeMatrix):

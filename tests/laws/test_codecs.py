@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import kflats
-from kflats import SVD, Best, Dense, Flats, Int4, Int8, KflatsError, Recipe, Rotation, Transform, Uniform, transforming
+from kflats import SVD, Best, Dense, Flats, Int4, Int8, KflatsError, Recipe, Rotation, Transform, Uniform
 from kflats.allocate.rates import measured_options
 from kflats.codecs.codec import from_name
 from kflats.codecs.streams import stored_bytes
+from kflats.factorize import transforming
 from kflats.factorize.storing import fixed_bytes, store
 from kflats.importance.weighting import Weighting
 from kflats.methods.judging import weighted_error
@@ -25,6 +26,7 @@ from kflats.numerics.rows import TensorRows
 from kflats.recipes.plan import Plan
 from kflats.recipes.recipe import from_json, to_json
 from kflats.report.report import Report
+from kflats.tables import number
 
 pytest.importorskip("constriction")
 
@@ -315,6 +317,34 @@ def test_best_loses_no_more_than_the_same_share_for_each() -> None:
 def test_best_leaves_dense_what_a_large_budget_holds() -> None:
     made = kflats.plan(small(), {"all": Best()}, budget="100%")
     assert all(decision.recipe.is_dense for decision in made.decisions)
+
+
+@pytest.mark.parametrize("layer", [nn.Embedding(300, 16), nn.Linear(48, 64), nn.Conv2d(8, 16, 3)], ids=str)
+def test_best_keeps_all_numbers_in_half_precision_where_the_budget_holds_them(layer) -> None:
+    model = nn.Sequential(layer)
+    made = kflats.plan(model, {"all": Best()}, budget="50%").decisions[0]
+    assert (made.recipe.method, made.recipe.codec) == (Dense(), kflats.Float("float16"))
+    found = kflats.compress_(model, {"all": Best()}, budget="50%", quiet=True).weights[0]
+    assert 0 < found.error < 1e-6
+    assert found.note.endswith(f"relative error {number(found.error)}")  # what was promised was measured
+
+
+@pytest.mark.parametrize("right", [False, True])
+@pytest.mark.parametrize("largest", [1e5, 1e8])
+def test_best_leaves_out_what_half_precision_cannot_hold(largest, right) -> None:
+    rows = matrix(300, 16)
+    rows[:, 0] = largest
+    weighting = Weighting(right=torch.linspace(0.5, 2.0, 16, dtype=torch.float64)) if right else NOTHING
+    given = TensorRows(rows)
+    found = measured_options(given, weighting, Recipe(Best()), rows.dtype, SVD().spectrum(given, weighting))
+    assert found
+    assert not any(isinstance(option.recipe.codec, kflats.Float) for option in found)
+    for budget in ("10%", "30%", "60%"):
+        model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone()))
+        assert kflats.compress_(model, {"0": Best()}, budget=budget, quiet=True).weights[0].error < 1e-3
+    rows[:, 0] = 6e4  # which it does hold
+    found = measured_options(given, weighting, Recipe(Best()), rows.dtype, SVD().spectrum(given, weighting))
+    assert any(option.recipe.is_cast for option in found)
 
 
 def test_best_is_a_choice_and_fits_nothing() -> None:

@@ -42,7 +42,7 @@ def calls(matrix: Matrix, seed: int = 0) -> dict[str, tuple[Any, Any, Tensor]]:
 
 def gradients(matrix: Matrix, out: Tensor, *inputs: Tensor) -> list[Tensor]:
     probe = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=out.dtype)
-    wanted = [matrix.weight, matrix.get_parameter("basis"), *inputs]
+    wanted = [*matrix.parameters(), *inputs]
     if not out.requires_grad:
         return [torch.zeros_like(t) for t in wanted]
     found = torch.autograd.grad((out * probe).sum(), wanted, allow_unused=True)
@@ -190,8 +190,8 @@ def test_resized_keeps_rows_and_appends_the_mean_of_a_band(make, change):
         torch.testing.assert_close(new, rows.mean(0).expand_as(new), rtol=1e-6, atol=1e-6)
     assert all(torch.equal(value, before[name]) for name, value in matrix.tensors().items())
     with torch.no_grad():  # independent of its source
-        found.weight.add_(1)
-        found.get_parameter("basis").add_(1)
+        for factor in found.parameters():
+            factor.add_(1)
     assert all(torch.equal(value, before[name]) for name, value in matrix.tensors().items())
     assert matrix_from_spec(found.spec(), dtype=F64).spec() == found.spec()
 

@@ -183,7 +183,7 @@ def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]
     return {
         weight.name: recipe.importance.needs
         for weight, recipe in recipes
-        if recipe.importance.needs and not recipe.is_dense
+        if recipe.importance.needs and not (recipe.is_dense or recipe.is_cast)
     }
 
 

@@ -57,7 +57,8 @@ def plan(
             tokenizer, ``Uniform`` without both. A name may be a pattern ("encoder.layer.*.attention.*") or one of
             the words "linear", "conv", "embeddings" and "all". A value of None in a mapping means the default for
             the token embedding; for other layers ``SVD`` with ``KroneckerFisher`` if there is calibration data,
-            else ``Flats(k=5)`` (convolutions: ``SVD``) with ``Uniform``. ``Dense()`` keeps a weight as it is.
+            else ``Flats(k=5)`` (convolutions: ``SVD``) with ``Uniform``. ``Dense()`` keeps a weight as it is,
+            ``Recipe(Dense(), codec=Float("float16"))`` all of its numbers in that type.
         budget: "60%", "12MB", "5.2M params" of the *named weights*, kept; or "33% ranks": that share of each
             weight's full rank (FWSVD's rank ratio).
         data: texts that importance may count. tokenizer: the model's own.
@@ -130,7 +131,7 @@ def _checked(model: nn.Module, made: Plan, budget: str | Budget | None, data: Da
 def _note(chosen: Selected, data: Data) -> str:
     recipe = chosen.recipe
     embedding = chosen.weight.places[0].role == "embedding"
-    if not embedding or not isinstance(recipe.importance, Uniform) or recipe.is_dense:
+    if not embedding or not isinstance(recipe.importance, Uniform) or recipe.is_dense or recipe.is_cast:
         return ""
     if data.texts is not None:
         return "the texts are not counted: every row counts the same"

@@ -3,7 +3,8 @@
 Codes are counted at a few steps (of long matrices on some thousand rows): a factor of two apart, where every live
 coordinate gains or loses about one bit, and farther apart where all are live. Between two of them the logarithm of the
 error is nearly straight in the bytes (D ~ 2^(-2 R)), and is taken to be.
-Rounding to 8 and 4 bits is made and judged once; of float pairs every rank is known from the spectrum.
+Rounding to 8 and 4 bits and to half precision is made and judged once; of float pairs every rank is known from the
+spectrum, and offered where half precision holds its numbers.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kflats.methods.judging import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.coding.encode import transform_rates
 from kflats.numerics.rows import Rows
+from kflats.numerics.svd import truncated_svd
 from kflats.recipes.recipe import Recipe
 
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
@@ -79,9 +81,17 @@ def measured_options(
                 continue
             error = weighted_error(rows, made.matrix, weighting).error
             found.append(Option(one, made.nbytes, error, f"{8 * made.nbytes / (n * d):.2f} bits a number"))
+        elif one.is_cast:
+            kind = one.torch_dtype(dtype)
+            cost = n * d * kind.itemsize
+            if cost < dense:  # values beyond the type make the error infinite, and no option
+                whole = one.method.fit(Problem(rows, cost, kind.itemsize, weighting)).matrix.to(kind)
+                error = weighted_error(rows, whole, weighting).error
+                found.append(Option(one, cost, error, f"all numbers in {str(kind).removeprefix('torch.')}"))
         else:
-            itemsize = one.torch_dtype(dtype).itemsize
-            for rank in range(1, min(n, d) + 1):
+            kind = one.torch_dtype(dtype)
+            itemsize, most = kind.itemsize, torch.finfo(kind).max
+            for rank in range(1, _ranks_held(rows, weighting, most) + 1):
                 cost = one.method.cost((n, d), rank, itemsize)
                 if cost < dense and rank * (n + d) < n * d:
                     found.append(Option(one, cost, float(tails[rank]), f"rank {rank} of {min(n, d)}"))
@@ -95,7 +105,18 @@ def _expanded(recipe: Recipe) -> Iterator[Recipe]:
     yield replace(recipe, method=SVD(), codec=Transform())
     yield replace(recipe, method=Dense(), codec=Int8())
     yield replace(recipe, method=Dense(), codec=Int4())
+    yield replace(recipe, method=Dense(), codec=Float("float16"))
     yield replace(recipe, method=SVD(), codec=Float("float16"))
+
+
+def _ranks_held(rows: Rows, weighting: Weighting, most: float) -> int:
+    """The largest rank up to which coordinates in an orthonormal basis are ``most`` at most."""
+    full = min(rows.shape)
+    found = truncated_svd(rows, full, left=weighting.left, right=weighting.right)
+    sizes = found.coordinates.abs() * found.basis.norm(dim=1).to(found.coordinates)
+    # A right metric leaves the basis oblique; made orthonormal, a coordinate may take up those of all later axes.
+    bounds = sizes.amax(0).cummax(0).values if weighting.right is None else sizes.cumsum(1).amax(0)
+    return int((bounds <= most).sum())
 
 
 def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, total: float) -> list[Option]:

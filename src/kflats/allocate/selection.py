@@ -107,6 +107,8 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
             cause="a layer is replaced inside of what holds it, and nothing holds this one",
             hint="torch.nn.Sequential(layer)",
         )
+    if recipe.is_cast:  # of any layer, and no importance has a say
+        return
     if (recipe.is_coded or isinstance(recipe.method, Best)) and find_spec("constriction") is None:
         raise KflatsError(
             f"{brief(recipe)} needs the library constriction, which codes integers", hint="pip install 'kflats[codes]'"

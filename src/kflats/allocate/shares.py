@@ -19,7 +19,7 @@ from kflats.errors import KflatsError, UnreachedError
 from kflats.factorize.storing import has_any_size, whole_bytes
 from kflats.methods import Dense
 from kflats.recipes.budget import Budget, split
-from kflats.recipes.plan import Decision
+from kflats.recipes.plan import Decision, as_cast
 from kflats.recipes.recipe import Recipe, brief
 from kflats.swap.places import dense_weight
 from kflats.tables import number, size, visible
@@ -75,6 +75,12 @@ def share_out(
             cause="integers of different lengths are stored, not numbers",
             hint='a budget in bytes or per cent: "4MB", "10%"',
         )
+    if budget.kind in ("params", "ranks") and any(made.recipe.is_cast for made in settled.values()):
+        raise KflatsError(
+            f"a budget of {budget} says nothing of types",
+            cause="a weight has as many numbers in float16 as in float32",
+            hint='a budget in bytes or per cent: "4MB", "60%"',
+        )
     if budget.kind == "params" and len(sizes) > 1:
         raise KflatsError("a budget of parameters needs weights of one stored type", hint="a budget in bytes")
     by_loss = _by_loss(open_items, allocation)
@@ -82,6 +88,7 @@ def share_out(
         shared = _at_ranks(model, open_items, budget.amount, data, by_loss)
         return _shares(items, settled | shared, by_loss)
     allowed = budget.stored_bytes([item.weight for item in items], model_bytes, sizes.pop())
+    _check_casts(settled, budget, kept, allowed)
     total = sum(item.dense for item in items)
     ready = [_settle_bias(model, item, allowed * item.dense // total, data) for item in open_items]
     if by_loss:
@@ -92,10 +99,12 @@ def share_out(
 
 
 def _settled(item: Priced, data: Data) -> Decision | None:
-    """What is done with a weight whatever the budget: it is left as it is, or, where ``Best()`` may choose and the data
-    knows nothing of it, rounded to 8 bits. None where it takes its share."""
+    """What is done with a weight whatever the budget: it is left as it is, stored in another type, or, where ``Best()``
+    may choose and the data knows nothing of it, rounded to 8 bits. None where it takes its share."""
     if item.recipe.is_dense:
         return replace(_dense(item, ""), note=item.note or "dense: asked for")
+    if item.recipe.is_cast:
+        return _cast(item)
     if not item.recipe.importance.needs:
         return None
     try:
@@ -109,6 +118,28 @@ def _settled(item: Priced, data: Data) -> Decision | None:
             return Decision(item.weight, rounded, nbytes, f"8 bits: {_SILENT}")
         return replace(_dense(item, ""), note=f"dense: {_SILENT}")
     return None
+
+
+def _cast(item: Priced) -> Decision:
+    """All numbers in the type that is asked for; as they are where that takes no fewer bytes."""
+    kind, (n, d) = item.recipe.torch_dtype(item.weight.dtype), item.weight.shape
+    name, nbytes = str(kind).removeprefix("torch."), n * d * kind.itemsize
+    if nbytes >= item.weight.nbytes:
+        why = f"it is {name} already" if name == item.weight.dtype else f"{name} would not make it smaller"
+        return replace(_dense(item, ""), note=_joined(item.note, f"dense: {why}"))
+    return Decision(item.weight, as_cast(item.weight, item.recipe), nbytes, _joined(item.note, f"{name}: asked for"))
+
+
+def _check_casts(settled: dict[str, Decision], budget: Budget, kept: int, allowed: int) -> None:
+    """Refuse types that take more than the budget, which for them is no matter of choice."""
+    casts = [name for name, made in settled.items() if made.recipe.is_cast]
+    if casts and kept > allowed:
+        raise KflatsError(
+            f"a budget of {budget} ({allowed:,} bytes) cannot hold {', '.join(visible(name) for name in casts[:3])} "
+            "in the type that is asked for",
+            cause=f"what is asked for takes {kept:,} bytes, whatever the budget",
+            hint="a larger budget, Int8() (--codec int8) for fewer bytes, or Best(), which chooses",
+        )
 
 
 def _price(item: Priced, decision: Decision) -> int:
@@ -235,7 +266,7 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
         option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
         lost = number(choice.error / whole if whole > 0 else 0.0)
         note = _joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
-        found[item.weight.name] = Decision(item.weight, option.recipe, choice.cost, note)
+        found[item.weight.name] = Decision(item.weight, as_cast(item.weight, option.recipe), choice.cost, note)
     return _topped_up(found, allowed - sum(found[item.weight.name].budget_bytes for item in judged))
 
 
@@ -287,7 +318,8 @@ def _joined(*notes: str) -> str:
 
 def _shares(items: Sequence[Priced], found: dict[str, Decision], by_loss: bool) -> Shares:
     """All decisions in the order of ``items``, with a warning where small heads were cut without being judged."""
-    few = [i for i in items if i.is_small_head and not i.named and not _is_dense(found.get(i.weight.name))]
+    whole = {name for name, decision in found.items() if decision.recipe.is_dense or decision.recipe.is_cast}
+    few = [i for i in items if i.is_small_head and not i.named and i.weight.name not in whole]
     if few and not by_loss:
         names = ", ".join(visible(item.weight.name) for item in few[:3]) + (", ..." if len(few) > 3 else "")
         warnings.warn(

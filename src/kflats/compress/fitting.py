@@ -24,7 +24,7 @@ from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
 from kflats.recipes.budget import parse_budget
-from kflats.recipes.plan import Decision, Plan
+from kflats.recipes.plan import Decision, Plan, as_cast
 from kflats.release import version
 from kflats.report.analysis import analyse, left_dense
 from kflats.report.report import Report, WeightReport
@@ -62,12 +62,13 @@ def factorize(
     last = _filler(decided)
     spare = 0
     with _progress(quiet) as told:
-        for decision in sorted(decided.decisions, key=lambda one: one is last):
-            name = decision.weight.name
+        for planned in sorted(decided.decisions, key=lambda one: one is last):
+            name = planned.weight.name
+            decision = replace(planned, recipe=as_cast(planned.weight, planned.recipe))
             if decision.recipe.is_dense:
                 found[name] = Done(decision, None, left_dense(decision))
                 continue
-            if decision is last:
+            if planned is last:
                 decision = replace(decision, budget_bytes=min(decision.budget_bytes + spare, decision.weight.nbytes))
             stored = partial.get(decision.weight.name) if partial else None
             done = None if stored is None else _restored(decision, *stored)
@@ -121,7 +122,7 @@ def _fit(
     factored = replace(factored, matrix=matrix)
     if not free_labels and factored.nbytes > nbytes:
         raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {nbytes}")
-    if not recipe.is_coded and matrix.num_values >= weight.shape[0] * weight.shape[1]:
+    if not (recipe.is_coded or recipe.is_cast) and matrix.num_values >= weight.shape[0] * weight.shape[1]:
         raise KflatsError(
             f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
             cause="nothing is left to factorize",

@@ -12,10 +12,10 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Factored, Problem, check_accepts, refuse_bytes
-from kflats.nn.matrix import InterpolativeMatrix, LowRankMatrix, Matrix, order_dtype
+from kflats.nn.matrix import DenseMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, order_dtype
 from kflats.numerics.elementwise import prefix_errors, weighted_low_rank
 from kflats.numerics.interpolative import interpolate
-from kflats.numerics.rows import Rows
+from kflats.numerics.rows import GRAM_BLOCK, Rows
 from kflats.numerics.svd import truncated_svd, weighted_spectrum
 
 Form = Literal["factors", "interpolative"]
@@ -98,7 +98,8 @@ class SVD:
 
 @dataclass(frozen=True)
 class Dense:
-    """The weight as it is: what a plan writes where factors would not save anything. Nothing is fitted.
+    """The weight itself: as it is, which is what a plan writes where factors would not save anything, or all of its
+    numbers in the type or the integers of a codec.
 
     >>> Dense().cost((10, 4), 3, 4)
     160
@@ -107,12 +108,18 @@ class Dense:
     accepts = frozenset({"rows", "left", "right", "elements"})
 
     def fit(self, problem: Problem) -> Factored:
-        """Nothing to fit.
+        """A DenseMatrix of the rows themselves; what stores it has the type.
 
         Raises:
-            KflatsError: always.
+            KflatsError: fewer bytes than all numbers take.
         """
-        raise KflatsError("Dense keeps a weight as it is and fits nothing", hint="leave the weight out, or SVD()")
+        start = time.perf_counter()
+        check_accepts("Dense", self.accepts, problem.weighting)
+        least = self.cost(problem.rows.shape, 0, problem.itemsize)
+        if problem.nbytes < least:
+            raise refuse_bytes(problem, least, f"all numbers at {problem.itemsize} bytes")
+        whole = torch.cat([block for _, block in problem.rows.blocks(GRAM_BLOCK)])
+        return Factored(DenseMatrix(whole), (), time.perf_counter() - start)
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """Bytes of the whole matrix, whatever the rank."""
@@ -127,8 +134,9 @@ class Dense:
 class Best:
     """Of several ways to store a weight the one that loses least for its bytes, judged beside all other weights.
 
-    Transform codes at any size, 8 and 4 bits a number, low rank in float16, or the weight as it is. What each loses is
-    measured under the importance by doing it; then bytes go where they save most. A plan names what was chosen.
+    Transform codes at any size, 8 and 4 bits a number, all numbers in float16, low rank in float16, or the weight as it
+    is. What each loses is measured under the importance by doing it, for a pair read from the spectrum; then bytes go
+    where they save most. A plan names what was chosen.
 
     Choose it for a budget in bytes over a whole model.
     """

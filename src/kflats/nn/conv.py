@@ -10,12 +10,13 @@ from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
+from kflats.nn.dense import DenseMatrix
 from kflats.nn.interpolative import InterpolativeMatrix
 from kflats.nn.layers import HoldsMatrix, check_bias
 from kflats.nn.lookup import inverse_of
 from kflats.nn.low_rank import LowRankMatrix
 
-CONVOLVED = (LowRankMatrix.kind, InterpolativeMatrix.kind)  # kinds of matrices that can be a kernel
+CONVOLVED = (LowRankMatrix.kind, InterpolativeMatrix.kind, DenseMatrix.kind)  # kinds of matrices that can be a kernel
 
 
 class FactoredConv2d(HoldsMatrix, nn.Module):
@@ -28,7 +29,8 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
 
     Args:
         matrix: (in * kh * kw, out), or its transpose with ``rows="outputs"``; a LowRankMatrix or an
-            InterpolativeMatrix. Flats need every patch of the image as a row: they are refused.
+            InterpolativeMatrix, or a DenseMatrix, which is one convolution as before. Flats need every patch of the
+            image as a row: they are refused.
         like: the layer to stand in for; its geometry is read, its tensors are not.
         bias: (out,).
         rows: "inputs" (rows of M are the numbers of a patch, channel by channel) or "outputs".
@@ -79,6 +81,9 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""
         matrix = self.matrix
         bias = None if self.bias is None else self.bias.to(x.dtype)
+        if isinstance(matrix, DenseMatrix):
+            kernel = matrix.weight.T if self.row_side == "inputs" else matrix.weight
+            return self._convolved(x, kernel.to(x.dtype), bias)
         weight, basis = matrix.weight.to(x.dtype), cast(Tensor, matrix.basis).to(x.dtype)
         if weight.shape[1] == 0:  # torch has no convolution of no outputs: one that is zero stands for it
             weight, basis = F.pad(weight, (0, 1)), F.pad(basis, (0, 0, 0, 1))
@@ -99,11 +104,14 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
 
     def _thin(self, x: Tensor, kernel: Tensor) -> Tensor:
         """The convolution with ``kernel``, (r, in * kh * kw)."""
+        return self._convolved(x, kernel, None)
+
+    def _convolved(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding
         if self.padding_mode != "zeros":
             x, padding = F.pad(x, self._margins, mode=self.padding_mode), (0, 0)
         kernel = kernel.reshape(-1, self.in_channels, *self.kernel_size)
-        return F.conv2d(x, kernel, None, self.stride, padding, self.dilation)
+        return F.conv2d(x, kernel, bias, self.stride, padding, self.dilation)
 
     def extra_repr(self) -> str:
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
+from kflats.nn.dense import DenseMatrix
 from kflats.nn.flats import refresh_after_load
 from kflats.nn.low_rank import LowRankMatrix
 
@@ -69,13 +70,13 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         padding_idx: ids there receive no gradient, in coordinates or bases.
         scale: factor on the output, rounded to the table's dtype (Gemma, BART).
         sparse: sparse gradients for the coordinates (the basis keeps a dense one); only a
-            LowRankMatrix can give them.
+            LowRankMatrix and a DenseMatrix can give them.
         own: False when another layer owns the matrix (a tied table).
         dtype: of the output, where the factors are stored in another (float16 factors in a float32 model).
             It follows ``.half()``, ``.to(dtype)`` and the like.
 
     Raises:
-        KflatsError: sparse gradients asked of another matrix than a LowRankMatrix, or a padding_idx outside the table.
+        KflatsError: sparse gradients asked of another matrix than those, or a padding_idx outside the table.
 
     >>> layer = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
     >>> layer(torch.tensor([[0, 4]])).shape
@@ -93,10 +94,10 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        if sparse and not isinstance(matrix, LowRankMatrix):
+        if sparse and not isinstance(matrix, LowRankMatrix | DenseMatrix):
             raise KflatsError(
                 f"a matrix of kind {matrix.kind!r} gives no sparse gradients",
-                cause="only the coordinates of a low-rank matrix are read row by row",
+                cause="only the numbers of a whole matrix and the coordinates of a low-rank one are read row by row",
                 hint="build the original layer with sparse=False, or compress with SVD",
             )
         self.num_embeddings, self.embedding_dim = matrix.shape
@@ -123,7 +124,7 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
 
     def _look_up(self, input: Tensor) -> Tensor:
         matrix = self.matrix
-        if self.sparse and isinstance(matrix, LowRankMatrix):
+        if self.sparse and isinstance(matrix, LowRankMatrix | DenseMatrix):
             out = matrix.rows(input, dtype=self.out_dtype, sparse=True)
         else:
             out = matrix.rows(input, dtype=self.out_dtype)

@@ -10,6 +10,7 @@ from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import FIELDS, CodedGeometry, read_geometry
+from kflats.nn.dense import DenseMatrix
 from kflats.nn.flats import FlatsMatrix
 from kflats.nn.geometry import (
     MAX_BANDS,
@@ -28,6 +29,7 @@ __all__ = [
     "Band",
     "CodedGeometry",
     "CodedMatrix",
+    "DenseMatrix",
     "FlatsMatrix",
     "InterpolativeMatrix",
     "LowRankMatrix",
@@ -67,6 +69,8 @@ def matrix_from_spec(spec: dict[str, Any], *, dtype: torch.dtype, device: torch.
             return _empty_coded(read_geometry(spec), dtype, torch.device(device))
         n, d = (read_count(value) for value in spec["shape"])
         check_shape(n, d)
+        if kind == DenseMatrix.kind:
+            return DenseMatrix(torch.empty(n, d, dtype=dtype, device=device))
         if kind == LowRankMatrix.kind:
             return _empty_low_rank(n, d, read_count(spec["rank"]), dtype, torch.device(device))
         if kind == InterpolativeMatrix.kind:
@@ -88,6 +92,7 @@ def matrix_from_spec(spec: dict[str, Any], *, dtype: torch.dtype, device: torch.
 
 
 _FIELDS = {
+    DenseMatrix.kind: {"kind", "shape"},
     LowRankMatrix.kind: {"kind", "shape", "rank"},
     InterpolativeMatrix.kind: {"kind", "shape", "rank"},
     FlatsMatrix.kind: {"kind", "shape", "bands", "flat_ranks"},

@@ -15,8 +15,10 @@ from typing import Any
 
 from kflats.errors import KflatsError
 from kflats.files.replacing import replaced
+from kflats.importance import Uniform
 from kflats.recipes.recipe import Recipe, as_recipe, brief, from_json, to_json
 from kflats.records import decode
+from kflats.swap.places import own_rows
 from kflats.swap.surgery import Weight
 from kflats.tables import plain, share, size, table
 
@@ -146,6 +148,14 @@ class Plan:
         blank = [""] * (len(columns) - 5)
         how = ", shared by what each byte saves of the loss" if self.allocation == "loss" else ""
         return f"budget {self.budget}{how}\n\n" + plain(table(columns, rows, totals=[t + blank for t in totals]))
+
+
+def as_cast(weight: Weight, recipe: Recipe) -> Recipe:
+    """``recipe`` as it is carried out where it stores all numbers of ``weight`` in another type: in the order in which
+    the layer has them, and weighed by nothing, because nothing is chosen. Other recipes are handed back."""
+    if not recipe.is_cast:
+        return recipe
+    return dataclasses.replace(recipe, importance=Uniform(), rows=own_rows(weight))
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,12 @@ class Recipe:
     @property
     def is_dense(self) -> bool:
         """Whether the weight stays as it is."""
-        return isinstance(self.method, methods.Dense) and isinstance(self.codec, Float)
+        return isinstance(self.method, methods.Dense) and self.codec == Float()
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether all numbers of the weight itself are stored, in a type that is named."""
+        return isinstance(self.method, methods.Dense) and isinstance(self.codec, Float) and not self.is_dense
 
     @property
     def is_coded(self) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kflats.importance.weighting import Weighting
 from kflats.methods.judging import norm_error, row_errors, weighted_error
 from kflats.methods.problem import Factored
-from kflats.nn.matrix import CodedMatrix, FlatsMatrix, LowRankMatrix, Matrix
+from kflats.nn.matrix import CodedMatrix, DenseMatrix, FlatsMatrix, LowRankMatrix, Matrix
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
@@ -72,7 +72,7 @@ def analyse(
                 _ratio(w[labels == b].sum(), w.sum()),
                 _ratio(dist2[labels == b].sum(), norm2[labels == b].sum()),
             )
-            for b, (flat, rank) in enumerate(bands)
+            for b, (flat, rank) in enumerate(() if isinstance(matrix, DenseMatrix) else bands)
         ),
         frequency=_bins(w, dist2, norm2, ranks),
         worst=_worst(w, dist2, norm2, names),

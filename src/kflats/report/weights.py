@@ -96,7 +96,12 @@ class WeightReport:
     @property
     def dense(self) -> bool:
         """Whether the weight was left as it is; ``note`` says why."""
-        return bool(self.method.get("type") == "Dense") and not self.coded
+        return self._whole and self.codec.get("dtype", "same") == "same"
+
+    @property
+    def _whole(self) -> bool:
+        """Whether all numbers are there, be it in another type."""
+        return self.method.get("type") == "Dense" and not self.coded
 
     @property
     def coded(self) -> bool:
@@ -116,17 +121,19 @@ class WeightReport:
 
     @property
     def mean_rank(self) -> float:
-        """Coordinates a row keeps, on average over all rows; the full rank where it stays dense."""
-        if self.dense:
+        """Coordinates a row keeps, on average over all rows; the full rank where all numbers are kept."""
+        if self._whole:
             return float(self.full_rank)
         rows = sum(b.rows for b in self.bands)
         return sum(b.rows * b.rank for b in self.bands) / rows if rows else math.nan
 
     @property
     def kept(self) -> str:
-        """The (mean) rank beside the largest possible one, bits a number, or "dense"."""
+        """The (mean) rank beside the largest possible one, bits a number, the type of all numbers, or "dense"."""
         if self.dense:
             return "dense"
+        if self._whole:
+            return str(self.codec["dtype"])
         if self.coded:
             return f"{number(self.bits)} bits"
         if not self.bands:

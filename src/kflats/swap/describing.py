@@ -10,7 +10,7 @@ from torch import nn
 from kflats.errors import KflatsError
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.nn.matrix import CodedMatrix
+from kflats.nn.matrix import CodedMatrix, DenseMatrix
 from kflats.swap.description import FORMAT_VERSION, QUANT_METHOD
 from kflats.swap.places import factored_layers, spellings
 from kflats.swap.roles import FactoredLayer
@@ -104,6 +104,8 @@ def _layer_role(layer: FactoredLayer) -> str:
 def _check_collision(name: str, layer: FactoredLayer) -> None:
     if isinstance(layer, FactoredConv2d):
         return  # a dense kernel has four dimensions
+    if isinstance(layer.matrix, DenseMatrix):
+        return  # it holds the table's own numbers in the table's own order
     n, d = layer.matrix.shape
     # Conv1D keeps M, torch's linear layers M.T; with output neurons as rows M is M.T already.
     turned = isinstance(layer, FactoredLinear) and (_layer_role(layer) == "linear") == (layer.row_side == "inputs")

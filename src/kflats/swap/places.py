@@ -11,7 +11,7 @@ import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import Tensor, nn
 
@@ -101,6 +101,15 @@ def find_weight(model: nn.Module, name: str) -> Weight:
         cause="a misspelled name, or the name of another architecture",
         hint=f"one of: {', '.join(near)}" if near else "a model with embeddings, linear layers or convolutions",
     )
+
+
+def own_rows(weight: Weight) -> Literal["inputs", "outputs"]:
+    """The side of M that the layer keeps as the rows of its table: "inputs" (M itself) or "outputs" (M.T).
+
+    >>> own_rows(Weight("out", (Place("out", "linear"),), (4, 9), "float32", 144))
+    'outputs'
+    """
+    return "outputs" if weight.places[0].role in ("linear", "conv2d") else "inputs"
 
 
 def dense_weight(model: nn.Module, weight: Weight) -> Tensor:

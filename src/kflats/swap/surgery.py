@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from kflats.errors import KflatsError
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.nn.matrix import Matrix
+from kflats.nn.matrix import DenseMatrix, Matrix
 from kflats.swap.describing import compute_dtype
 from kflats.swap.description import QUANT_METHOD
 from kflats.swap.exchange import dense_layer_for, factored_layers_for, holders_of_bias, shift_bias_
@@ -24,6 +24,7 @@ from kflats.swap.places import (
     factored_layers,
     find_weight,
     find_weights,
+    own_rows,
     pretrained_models,
     submodule,
 )
@@ -58,9 +59,9 @@ def swap_(
         scales: embedding scales by place, for a model on the meta device, where they cannot be read.
 
     Raises:
-        KflatsError: another shape, a model that has changed since ``find_weight``, sparse gradients with
-            flats, flats in a convolution, a bias for an embedding or for a bias that two layers share, a
-            layer that accelerate moves about. The model is then as it was.
+        KflatsError: another shape, a DenseMatrix that does not lie as the layer's own table does, a model that has
+            changed since ``find_weight``, sparse gradients with flats, flats in a convolution, a bias for an embedding
+            or for a bias that two layers share, a layer that accelerate moves about. The model is then as it was.
 
     >>> from kflats.nn.matrix import LowRankMatrix
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
@@ -75,6 +76,12 @@ def swap_(
         raise KflatsError(
             f"a matrix of shape {matrix.shape} cannot replace {weight.name!r} of shape {weight.shape}",
             cause="the matrix was made for another weight, or in the other orientation",
+        )
+    if isinstance(matrix, DenseMatrix) and rows != own_rows(weight):
+        raise KflatsError(
+            f"the whole matrix of {weight.name!r} has {rows} as rows, its layer's own table the other side",
+            cause="its file would look like the layer's own with another order of numbers",
+            hint=f"rows={own_rows(weight)!r}",
         )
     group = [place.name for place in weight.places]
     old = [model.get_submodule(name) for name in group]
