@@ -276,6 +276,40 @@ def test_half_precision_holds_codes_whatever_the_unit_of_the_error(scale) -> Non
         assert half < 1.1 * single + 1e-4
 
 
+@table
+def test_tables_of_small_numbers_lose_no_more_in_half_precision(method, codec, share) -> None:
+    """Down to 1e-5, where float16 has next to no digits left; in memory, through layers, and in products."""
+    if isinstance(codec, Int4 | Int8):
+        share *= 2  # of half precision, which has half the bytes
+    plain, ids, found = matrix(300, 32), torch.arange(300), {}
+    for size in (1.0, 1e-3, 1e-5):
+        rows = (size * plain / plain.square().mean().sqrt()).half()
+        model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone(), freeze=False))
+        kflats.compress_(model, {"0": Recipe(method, codec=codec)}, budget=f"{min(95.0, 160 * share)}%", quiet=True)
+        coded = model[0].matrix
+        with torch.no_grad():
+            read = coded.dense(), model(ids), coded.vecmat(torch.eye(300).half()), coded.matvec(torch.eye(32).half()).T
+        errors = [float((a.double() - rows.double()).square().sum() / rows.double().square().sum()) for a in read]
+        assert all(b < 1.5 * a + 1e-6 for a, b in zip(found.setdefault("at 1", errors), errors, strict=True)), size
+
+
+@pytest.mark.parametrize("codec", [Int4(), Int8(group=64)], ids=str)
+@pytest.mark.parametrize("columns", [64, 100, 127, 130, 514])
+def test_groups_take_the_same_bits_whatever_number_of_columns_there_is(codec, columns, tmp_path) -> None:
+    rows = torch.randn(200, columns, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone(), freeze=False))
+    report = kflats.compress_(model, {"0": Recipe(Dense(), codec=codec)}, budget="60%", quiet=True).weights[0]
+    groups = -(-columns // 64)
+    assert model[0].matrix.geometry.groups == groups
+    bits = 8 * report.memory_bytes / rows.numel()
+    assert bits <= codec.bits + 32 * groups / columns + 8 * (8 * columns + 16) / rows.numel() + 0.1
+    assert report.error < (3e-4 if codec.bits == 8 else 2e-2)
+    kflats.save(model, tmp_path)
+    fresh = nn.Sequential(nn.Embedding(200, columns))
+    kflats.load_(fresh, tmp_path)
+    assert torch.equal(fresh[0].matrix.dense(), model[0].matrix.dense())
+
+
 # Best -------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import json
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -36,6 +37,7 @@ def made(
     flats: tuple[tuple[int, int], ...] = (),
     shifted: bool = False,
     level_bits: bool = False,
+    unit: int = 0,
     n: int = N,
     seed: int = 0,
     dtype: torch.dtype = F64,
@@ -71,12 +73,18 @@ def made(
     elif basis == "float":
         floats["basis"] = (wide(axes, D) - 0.5).to(dtype)
     weight = (wide((len(counts) if scales == "class" else n) * groups) + 0.1).to(dtype)
-    return from_integers(parts, labels, weight, scales=scales, groups=groups, flats=flats, **integers, **floats)
+    how: dict[str, Any] = {"scales": scales, "groups": groups, "flats": flats, "unit": unit}
+    return from_integers(parts, labels, weight, **how, **integers, **floats)
 
 
 TABLE: dict[str, Callable[..., CodedMatrix]] = {
     "int8 rows": partial(made, most=8, scales="row"),
     "int4 groups": partial(made, most=4, scales="row", groups=4),
+    "ragged groups": partial(made, most=4, scales="row", groups=3),
+    "ragged bytes": partial(made, most=8, scales="row", groups=3, level_bits=True, unit=3),
+    "ragged classes": partial(made, counts=(20, 40), r=7, basis="int8", groups=2, shifted=True),
+    "unit": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", shifted=True, unit=-2),
+    "unit of levels": partial(made, most=2, levels=4, scales="row", basis="int8", unit=5),
     "levels": partial(made, most=2, levels=4, scales="row", basis="float"),
     "levels alone": partial(made, most=3, levels=9),
     "transform": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", shifted=True),
@@ -106,7 +114,7 @@ def definition(matrix: CodedMatrix) -> Tensor:
     found, geometry = matrix.tensors(), matrix.geometry
     labels = found["labels"].tolist() if "labels" in found else [0] * matrix.shape[0]
     data, rows, begin = bytes(found["codes"].tolist()), {}, 0
-    each = geometry.rank // geometry.groups
+    each = math.ceil(geometry.rank / geometry.groups)
     for c, (_, row_bytes) in enumerate(geometry.classes):
         for row in [i for i, label in enumerate(labels) if label == c]:
             string = int.from_bytes(data[begin : begin + row_bytes], "little")
@@ -121,7 +129,7 @@ def definition(matrix: CodedMatrix) -> Tensor:
                     less = found["shrink"][int(found["contexts"][c, j])]
                     value = q - ((q > 0) - (q < 0)) * less + int(found["centers"][c, j])
                 line = c if geometry.scales == "class" else row
-                numbers.append(value * found["weight"][line * geometry.groups + j // each])
+                numbers.append(value * found["weight"][line * geometry.groups + j // each] * 2.0**geometry.unit)
             rows[row] = torch.stack(numbers) if numbers else found["weight"].new_zeros(0)
     assert begin == len(data)
     table = torch.stack([rows[i] for i in range(len(labels))])
@@ -278,7 +286,7 @@ def batches(matrix: CodedMatrix) -> list[Tensor]:
     return [*found, torch.full((2, 6), n - 1), found[0].repeat(5, 4)]
 
 
-RECORDED = ["int4 groups", "levels", "transform", "no bits"]
+RECORDED = ["ragged groups", "levels", "transform", "no bits"]
 
 
 @pytest.mark.usefixtures("_fresh")
@@ -347,6 +355,14 @@ def test_a_matrix_survives_its_description(make):
     assert torch.equal(other.dense(), matrix.dense())
 
 
+def test_files_say_the_first_version_that_can_read_them(make):
+    """What was written before units and groups of unequal size is written, and read, as it was."""
+    spec, geometry = make().spec(), make().geometry
+    newer = bool(geometry.unit or geometry.rank % geometry.groups)
+    assert (spec["version"], "unit" in spec) == (2 if newer else 1, newer)
+    assert matrix_from_spec(spec, dtype=F64).geometry == geometry
+
+
 @pytest.mark.parametrize("n", [1, 20, N])
 def test_resized_drops_the_last_rows_and_never_adds_one(make, n):
     matrix = make()
@@ -396,6 +412,13 @@ GOOD = TABLE["transform"]().spec()
     "change",
     [
         {"version": 2},
+        {"version": 2, "unit": 0},
+        {"version": 2, "unit": True},
+        {"version": 2, "unit": 1.0},
+        {"version": 2, "unit": 301},
+        {"version": 3, "unit": 1},
+        {"unit": 1},
+        {"rank": 5, "groups": 2},
         {"version": True},
         {"version": None},
         {"extra": 1},

@@ -75,7 +75,7 @@ class Int8:
     coordinates, each column by its own size, of a pair whose basis has 8 bits too.
 
     Args:
-        group: None: one scale a row. Otherwise as many equal groups as have at most so many columns.
+        group: None: one scale a row. Otherwise as few groups as have at most so many columns, equal but for the last.
 
     Choose it where nothing may be lost and a quarter of float32 is small enough; ``Transform`` is smaller at any error.
 
@@ -205,5 +205,4 @@ def _check_group(group: int | None, who: str) -> None:
 
 
 def _groups(group: int | None, columns: int) -> int:
-    least = 1 if group is None else -(-columns // group)
-    return next(count for count in range(least, columns + 1) if columns % count == 0)
+    return 1 if group is None else -(-columns // group)

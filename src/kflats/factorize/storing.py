@@ -20,7 +20,7 @@ from kflats.factorize.transforming import transformed
 from kflats.methods import SVD, Flats
 from kflats.methods.problem import Factored, Problem, check_accepts, refuse_bytes
 from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_integers
+from kflats.nn.coded_build import from_integers, in_range
 from kflats.nn.coded_geometry import CodedGeometry
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.coding.rotation import rotation_code
@@ -137,14 +137,16 @@ def _rotated(codec: Rotation, problem: Problem, dtype: torch.dtype) -> CodedMatr
 def _at_bits(problem: Problem, bits: int, dtype: torch.dtype) -> CodedMatrix:
     code = rotation_code(problem.rows, bits, seed=problem.seed)
     basis = _int8_rows(code.rotation.matrix())
+    scales = in_range(code.scales.to(torch.float64) * code.unit, dtype)
     return from_integers(
         [code.levels.to(torch.int16) - len(code.values) // 2],
         None,
-        (code.scales.to(torch.float64) * code.unit).to(dtype),
+        scales.values,
         levels=code.values.to(dtype),
         scales="row",
         basis=basis.levels,
         basis_scale=basis.scale.to(dtype),
+        unit=scales.unit,
     )
 
 
@@ -203,13 +205,16 @@ def _integers(
 ) -> CodedMatrix:
     width = rows.shape[1]
     groups = codec.groups(width)
-    code = absmax_code(rows, codec.bits, group=width // groups)
+    code = absmax_code(rows, codec.bits, group=-(-width // groups))
+    scales = in_range(code.scales.to(torch.float64) * code.unit, dtype)
+    of_basis = None if basis is None else in_range(basis.scale, dtype)
     return from_integers(
         [code.levels],
         None,
-        (code.scales.to(torch.float64) * code.unit).to(dtype),
+        scales.values,
         scales="row",
         groups=groups,
         basis=None if basis is None else basis.levels,
-        basis_scale=None if basis is None else basis.scale.to(dtype),
+        basis_scale=None if of_basis is None else of_basis.values,
+        unit=scales.unit + (0 if of_basis is None else of_basis.unit),
     )

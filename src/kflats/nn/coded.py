@@ -29,7 +29,7 @@ class CodedMatrix(Codes):
     Args:
         geometry: all sizes.
         tensors: by name, of the shapes and types the geometry states:
-            weight: the scales, flat: (class or row) x group.
+            weight: the scales, flat: (class or row) x group, in units of 2^unit.
             codes: uint8, the packed rows of class 0, then of class 1, ...; inside a class by row number.
             labels: (n,) uint8, the class of each row; absent where there is one class.
             bits, low: (C, r), column j of class c holds low .. low + 2^bits - 1.
@@ -107,7 +107,7 @@ class CodedMatrix(Codes):
     def dense(self) -> Tensor:
         self._check_filled()
         dtype = self.weight.dtype
-        parts = [self._project(tile.flat, tile.whole().T.to(dtype)) for tile in self._tiles(self._wide)]
+        parts = [self._project(tile.flat, tile.whole().T).to(dtype) for tile in self._tiles(self._wide)]
         return torch.cat(parts).index_select(0, self.position)
 
     def resized(self, n: int) -> CodedMatrix:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,15 +28,17 @@ def from_transform(code: TransformCode, *, dtype: torch.dtype = torch.float32) -
         KflatsError: steps that ``dtype`` cannot hold.
     """
     shift = _balance(code.steps, code.basis_scale)
+    steps, scales = in_range(code.steps * shift, dtype), in_range(code.basis_scale / shift, dtype)
     return from_integers(
         code.levels,
         code.labels,
-        (code.steps * shift).to(dtype),
+        steps.values,
         centers=code.centers,
         contexts=code.contexts,
         shrink=code.shrink.to(dtype),
         basis=code.basis,
-        basis_scale=(code.basis_scale / shift).to(dtype),
+        basis_scale=scales.values,
+        unit=steps.unit + scales.unit,
     )
 
 
@@ -53,6 +57,7 @@ def from_flats(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedM
         first += len(one.levels)
     steps, scales = (torch.cat([getattr(one, name) for one in codes]) for name in ("steps", "basis_scale"))
     shift = _balance(steps, scales)
+    held, held_scales = in_range(steps * shift, dtype), in_range(scales / shift, dtype)
 
     def wide(values: Tensor) -> Tensor:
         return F.pad(values, (0, rank - values.shape[1]))
@@ -61,14 +66,37 @@ def from_flats(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedM
     return from_integers(
         [wide(levels) for one in codes for levels in one.levels],
         labels,
-        (steps * shift).to(dtype),
+        held.values,
         centers=torch.cat([wide(one.centers) for one in codes]),
         contexts=torch.cat([wide(of) for of in contexts]).to(torch.uint8),
         shrink=shared.shrink.to(dtype),
         basis=torch.cat([one.basis for one in codes]),
-        basis_scale=(scales / shift).to(dtype),
+        basis_scale=held_scales.values,
         flats=tuple((len(one.levels), one.rank) for one in codes),
+        unit=held.unit + held_scales.unit,
     )
+
+
+@dataclass(frozen=True)
+class InRange:
+    """``values`` of some type in units of 2^unit."""
+
+    values: Tensor
+    unit: int
+
+
+def in_range(values: Tensor, dtype: torch.dtype) -> InRange:
+    """Positive ``values`` (0 aside) as ``dtype``, in a unit of their own where it does not hold all of them in full.
+
+    >>> in_range(torch.tensor([1.0, 0.5]), torch.float16).unit, in_range(torch.tensor([3e-6]), torch.float16).unit
+    (0, -19)
+    """
+    wide, limits = values.to(torch.float64), torch.finfo(dtype)
+    live = wide[wide > 0]
+    if not live.numel() or (float(live.min()) >= limits.smallest_normal and float(live.max()) <= limits.max):
+        return InRange(values.to(dtype), 0)
+    unit = math.floor(math.log2(float(live.max()))) if bool(torch.isfinite(live).all()) else 0
+    return InRange((wide * 2.0**-unit).to(dtype), unit)
 
 
 def _balance(steps: Tensor, scales: Tensor) -> float:
@@ -99,6 +127,7 @@ def from_integers(
     basis: Tensor | None = None,
     basis_scale: Tensor | None = None,
     flats: tuple[tuple[int, int], ...] = (),
+    unit: int = 0,
 ) -> CodedMatrix:
     """Pack the integers of each class, (n_c, r), at the smallest fixed rate.
 
@@ -106,8 +135,8 @@ def from_integers(
         integers: of every class, its rows by row number; -(L // 2) and up where there are L ``levels``.
         labels: (n,) the class of each row; None for one class.
         weight: scales, flat: (class or row) x group, of the type that all floating-point parts get.
-        centers, contexts, shrink, levels, scales, groups, basis, basis_scale, flats: as ``CodedMatrix``; zeros, or
-            absent, by default.
+        centers, contexts, shrink, levels, scales, groups, basis, basis_scale, flats, unit: as ``CodedMatrix``; zeros,
+            or absent, by default.
 
     Raises:
         KflatsError: sizes that do not fit, scales that are not finite, or integers beyond 15 bits.
@@ -152,6 +181,7 @@ def from_integers(
         groups=groups,
         basis=kind,
         flats=flats,
+        unit=unit,
     )
     return CodedMatrix(geometry, kept)
 

@@ -12,11 +12,13 @@ from kflats.errors import KflatsError
 from kflats.nn.geometry import check_shape, read_count
 from kflats.numerics.coding.packing import MOST_BITS
 
-VERSION = 1
+VERSION = 2
+"""1: no ``unit``, and all groups of equal size. It is still written where that holds."""
 MAX_CLASSES = MAX_CONTEXTS = 256  # labels and contexts are bytes
 MAX_LEVELS = 2**MOST_BITS
 BASES = ("int8", "float", "identity")
 SCALES = ("class", "row")
+_FARTHEST_UNIT = 300  # of what float64 can hold, products included
 _DAMAGED = "a damaged or hand-edited file"
 
 
@@ -31,10 +33,12 @@ class CodedGeometry:
         contexts: distributions that the integers of a column may follow.
         levels: how many levels a code may mean; 0 for uniform steps.
         scales: "class" or "row": whose scales ``weight`` holds.
-        groups: scales a class or row has; each serves r / groups columns.
+        groups: scales a class or row has; each serves ceil(r / groups) columns, the last one those that are left.
         basis: "int8", "float", or "identity" (none is stored).
         flats: (classes, rank) of each flat that has rows of the basis of its own: the first flat the first classes and
             rows, and so on; ``rank`` is then the largest. Empty where all classes share one basis.
+        unit: a binary logarithm: all numbers are 2^unit times what the tensors say, so that half precision holds the
+            scales of small ones.
 
     Raises:
         KflatsError: sizes that no matrix has.
@@ -52,6 +56,7 @@ class CodedGeometry:
     groups: int = 1
     basis: str = "identity"
     flats: tuple[tuple[int, int], ...] = ()
+    unit: int = 0
 
     def __post_init__(self) -> None:
         n, d = self.shape
@@ -70,8 +75,10 @@ class CodedGeometry:
             problem = f"{self.contexts} contexts and {self.levels} levels"
         elif self.scales not in SCALES or self.basis not in BASES:
             problem = f"scales {self.scales!r}, basis {self.basis!r}"
-        elif self.groups < 1 or self.rank % self.groups:
+        elif self.groups < 1 or (self.rank and -(-self.rank // self.group) != self.groups):
             problem = f"{self.groups} groups of {self.rank} columns"
+        elif not -_FARTHEST_UNIT <= self.unit <= _FARTHEST_UNIT:
+            problem = f"numbers in units of 2^{self.unit}"
         elif self.flats and not self._flats_fit():
             problem = f"flats {self.flats[:8]} of {len(self.classes)} classes, rank {self.rank}, basis {self.basis!r}"
         if problem:
@@ -81,6 +88,16 @@ class CodedGeometry:
         counts, ranks = zip(*self.flats, strict=True)
         whole = min(counts) >= 1 and sum(counts) == len(self.classes)
         return whole and min(ranks) >= 0 and max(ranks) == self.rank and self.basis != "identity"
+
+    @property
+    def group(self) -> int:
+        """Columns that share a scale; the last group may have fewer."""
+        return -(-self.rank // self.groups)
+
+    @property
+    def version(self) -> int:
+        """The first version of the format that can say this."""
+        return 2 if self.unit or self.rank % self.groups else 1
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
@@ -131,9 +148,9 @@ class CodedGeometry:
 
     def spec(self) -> dict[str, Any]:
         """As JSON."""
-        return {
+        found = {
             "kind": "coded",
-            "version": VERSION,
+            "version": self.version,
             "shape": list(self.shape),
             "rank": self.rank,
             "classes": [list(sizes) for sizes in self.classes],
@@ -144,6 +161,7 @@ class CodedGeometry:
             "basis": self.basis,
             "flats": [list(sizes) for sizes in self.flats],
         }
+        return found | ({"unit": self.unit} if self.version > 1 else {})
 
 
 INTEGERS = {
@@ -156,7 +174,20 @@ INTEGERS = {
 }
 """Types of the stored integers; a basis may be one besides."""
 
-FIELDS = {"kind", "version", "shape", "rank", "classes", "contexts", "levels", "scales", "groups", "basis", "flats"}
+FIELDS = {
+    "kind",
+    "version",
+    "shape",
+    "rank",
+    "classes",
+    "contexts",
+    "levels",
+    "scales",
+    "groups",
+    "basis",
+    "flats",
+    "unit",
+}
 
 
 def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
@@ -165,9 +196,10 @@ def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
     Raises:
         KflatsError: another version, or impossible numbers. TypeError, ValueError: a field of another form.
     """
-    if spec["version"] != VERSION or isinstance(spec["version"], bool):
+    version = spec["version"]
+    if isinstance(version, bool) or version not in range(1, VERSION + 1):
         raise KflatsError(
-            f"coded matrices of version {str(spec['version'])[:20]} are unknown here (this kflats reads {VERSION})",
+            f"coded matrices of version {str(version)[:20]} are unknown here (this kflats reads 1 to {VERSION})",
             cause="a file of a newer kflats",
             hint="pip install -U kflats",
         )
@@ -180,7 +212,13 @@ def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
     flats = tuple((read_count(count), read_count(rank)) for count, rank in spec["flats"])
     counts: dict[str, Any] = {name: read_count(spec[name]) for name in ("rank", "contexts", "levels", "groups")}
     words = {"scales": spec["scales"], "basis": spec["basis"]}
-    return CodedGeometry((n, d), classes=classes, flats=flats, **words, **counts)
+    unit = spec["unit"] if version > 1 else 0
+    if isinstance(unit, bool) or not isinstance(unit, int):
+        raise KflatsError(f"expected a whole number as unit, found {str(unit)[:40]}", cause=_DAMAGED)
+    found = CodedGeometry((n, d), classes=classes, flats=flats, unit=unit, **words, **counts)
+    if found.version != version or ("unit" in spec) != (version > 1):
+        raise KflatsError(f"a coded matrix that is not of version {version}", cause=_DAMAGED)
+    return found
 
 
 def contradiction(geometry: CodedGeometry, found: dict[str, Tensor]) -> str:

@@ -20,6 +20,9 @@ from kflats.nn.lookup import inverse_of, is_exporting, is_recording
 from kflats.numerics.coding.packing import places_of
 
 TILE = 2**20  # numbers that are decoded at a time
+_BASIS_UNIT = 128.0
+"""What an integer basis is divided by, so that coordinates in it are about as large as the numbers they stand for: half
+precision, in which products may be taken, does not hold much smaller ones. A power of two: exact."""
 
 
 class Codes(Matrix):
@@ -148,7 +151,8 @@ class Codes(Matrix):
                     found.append(F.pad(numbers, (0, 0, 0, rank - numbers.shape[0])))
             first += count
             if found:
-                parts.append(self._project(flat, torch.cat(found, dim=1).T.to(dtype)))
+                # In half precision only at the end: coordinates may be too small for it where numbers are not.
+                parts.append(self._project(flat, torch.cat(found, dim=1).T).to(dtype))
         return torch.cat(parts)
 
     def _tile(
@@ -171,9 +175,9 @@ class Codes(Matrix):
         if groups == 1:
             return Tile(flat, first, q, self._row_scales(rows).squeeze(1), by_class, middle)
         q = q if middle is None else q + middle.unsqueeze(1)
-        if how.used < self.geometry.rank:
+        if how.used < self.geometry.rank or self.geometry.rank % groups:
             return Tile(flat, first, q * self._row_scales(rows)[:, : how.used].T, None, by_class, None)
-        by_group = self.weight.to(self._wide).view(-1, groups).index_select(0, rows).T.unsqueeze(1)
+        by_group = self._scales().index_select(0, rows).T.unsqueeze(1)
         return Tile(flat, first, (q.unflatten(0, (groups, -1)) * by_group).flatten(0, 1), None, by_class, None)
 
     def _is_shrunk(self) -> bool:
@@ -189,10 +193,10 @@ class Codes(Matrix):
         centers, shrink = self.get_buffer("centers").to(dtype), self._get("shrink")
         scales = torch.ones_like(centers)
         if geometry.scales == "class":
-            steps = self.weight.to(dtype).view(-1, geometry.groups)
-            scales = steps.repeat_interleave(geometry.rank // geometry.groups, dim=1)
+            scales = self._spread(self._scales())
         if (basis_scale := self._get("basis_scale")) is not None:
-            parts = zip(geometry.parts, basis_scale.to(dtype).split([rank for _, rank in geometry.parts]), strict=True)
+            whole = basis_scale.to(dtype) * _BASIS_UNIT
+            parts = zip(geometry.parts, whole.split([rank for _, rank in geometry.parts]), strict=True)
             each = [F.pad(of, (0, geometry.rank - rank)).expand(count, -1) for (count, rank), of in parts]
             scales = scales * torch.cat(each)
         if shrink is None:
@@ -212,9 +216,17 @@ class Codes(Matrix):
 
     def _row_scales(self, rows: Tensor) -> Tensor:
         """(m,) rows -> (m, r), or (m, 1) where all columns have one scale."""
-        groups = self.geometry.groups
-        scales = self.weight.to(self._wide).view(-1, groups).index_select(0, rows)
-        return scales if groups == 1 else scales.repeat_interleave(self.geometry.rank // groups, dim=1)
+        scales = self._scales().index_select(0, rows)
+        return scales if self.geometry.groups == 1 else self._spread(scales)
+
+    def _scales(self) -> Tensor:
+        """(classes or rows, groups), wide."""
+        scales = self.weight.to(self._wide).view(-1, self.geometry.groups)
+        return scales * 2.0**self.geometry.unit if self.geometry.unit else scales
+
+    def _spread(self, scales: Tensor) -> Tensor:
+        """(m, groups) -> (m, r)."""
+        return scales.repeat_interleave(self.geometry.group, dim=1)[:, : self.geometry.rank]
 
     def _coordinates(self, index: Tensor) -> Tensor:
         """(t,) rows -> (t, r) coordinates: one gather for all classes, in plain operators whose sizes are known."""
@@ -244,9 +256,9 @@ class Codes(Matrix):
 
     def _recorded_rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) rows -> (t, d), in plain operators whose sizes are known."""
-        coordinates = self._coordinates(index).to(dtype)
+        coordinates = self._coordinates(index)
         if not self.geometry.flats:
-            return self._project(0, coordinates)
+            return self._project(0, coordinates).to(dtype)
         labels = self._get("labels")
         flat_of = torch.tensor(self.geometry.flat_of, device=index.device)
         flats = flat_of[torch.zeros_like(index) if labels is None else labels.index_select(0, index).to(torch.int64)]
@@ -254,14 +266,16 @@ class Codes(Matrix):
         for flat, (_, rank) in enumerate(self.geometry.flats):
             own = torch.where((flats == flat).unsqueeze(1), coordinates[:, :rank], 0.0)
             found.append(self._project(flat, own))
-        return sum(found[1:], start=found[0])
+        return sum(found[1:], start=found[0]).to(dtype)
 
     def _bases(self, dtype: torch.dtype) -> list[Tensor | None]:
-        """The basis of each flat, without its scales; None for the identity."""
+        """The basis of each flat, without its scales, integers in units of 1/128; None for the identity."""
         basis = self._get("basis")
         if basis is None:
             return [None]
-        return [part.to(dtype) for part in basis.split([rank for _, rank in self.geometry.parts])]
+        unit = 1.0 if basis.is_floating_point() else 1.0 / _BASIS_UNIT
+        parts = basis.split([rank for _, rank in self.geometry.parts])
+        return [part.to(dtype) if unit == 1.0 else part.to(dtype) * unit for part in parts]
 
     def _project(self, flat: int, coordinates: Tensor) -> Tensor:
         """(..., columns in use) -> (..., d), in the coordinates' type."""

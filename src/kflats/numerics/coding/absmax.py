@@ -2,7 +2,8 @@
 
     a_ij  ~  scale_ig q_ij,      q_ij whole, |q_ij| <= 2^(bits-1) - 1,      scale_ig = max_j |a_ij| / (2^(bits-1) - 1)
 
-Scales are kept in float16, in units of ``unit``, a power of two, so that tables of any magnitude have them.
+Scales are kept in float16, in units of ``unit``, a power of two, so that tables of any magnitude have them. Where that
+rounds a scale down, by 2^-11 of it at most, the largest entry loses as much: a sixteenth of a step.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
-
-_HALF = 65504.0
 
 
 @dataclass(frozen=True)
@@ -77,10 +76,7 @@ def absmax_code(matrix: Tensor | Rows, bits: int, group: int | None = None) -> A
     scales = torch.empty(n, groups, dtype=torch.float16)
     for start, block in rows.blocks(GRAM_BLOCK):
         padded = torch.nn.functional.pad(block, (0, groups * size - d)).view(len(block), groups, size)
-        wanted = padded.abs().amax(2) / (most * unit)
-        here = wanted.to(torch.float16)
-        # Rounded down, the largest entry would not fit.
-        here = torch.where(here.to(wanted.dtype) < wanted, torch.nextafter(here.float(), here.float() + 1).half(), here)
+        here = (padded.abs().amax(2) / (most * unit)).to(torch.float16)
         real = here.to(block.dtype).unsqueeze(2) * unit
         q = torch.where(real > 0, padded / real, torch.zeros_like(padded)).round().clamp(-most, most)
         levels[start : start + len(block)] = q.flatten(1)[:, :d].to(torch.int8)
