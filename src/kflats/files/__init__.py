@@ -22,6 +22,7 @@ from kflats.files.folders import Partial, new_folder
 from kflats.files.headers import VERSION_KEY, stamp_
 from kflats.files.plain import load_, save
 from kflats.files.sources import copy_companions, resolve_model, weights_folder
+from kflats.files.together import check_whole
 from kflats.release import version
 from kflats.swap.describing import describe
 from kflats.swap.description import QUANT_METHOD
@@ -107,6 +108,7 @@ def load_model(folder: str | os.PathLike[str]) -> Any:
     except ImportError as error:
         raise KflatsError("transformers is not installed", hint="pip install 'kflats[hf]'") from error
     where = weights_folder(folder)
+    check_whole(where)
     try:
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
         known: Sequence[str] = getattr(config, "architectures", None) or ()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,50 +20,68 @@ from torch import Tensor
 
 from kflats.codecs.streams import STREAM_VERSION, encode
 from kflats.errors import KflatsError
-from kflats.files.replacing import replaced
+from kflats.files.folders import explain
+from kflats.files.headers import VERSION_KEY, stamp_
 from kflats.files.sources import weights_folder
+from kflats.files.together import check_whole, put_back, replaced_together
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import read_geometry
-from kflats.swap.description import DAMAGED, QUANT_METHOD
+from kflats.release import version
+from kflats.swap.description import DAMAGED, QUANT_METHOD, read_description
 
 CHECKSUM = "kflats_checksum"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
+_UNREADABLE = "a damaged or incomplete file"
 
 
 def stream_folder(folder: str | os.PathLike[str]) -> None:
-    """Replace the codes in a transformers or sentence-transformers folder by streams; each file in one step.
+    """Replace the codes in a transformers or sentence-transformers folder by streams: all its files, or none.
 
     ``save_pretrained`` writes codes at fixed rates; streams are smaller, and decoded when the folder is loaded. A
-    folder without coded matrices, or with streams already, is left as it is.
+    folder without coded matrices, or with streams already, is left as it is. After an exception it is as it was. One
+    whose change was killed while files took their places is refused when it is loaded; called again, this puts the old
+    files back and begins anew.
 
     Raises:
-        KflatsError: the constriction library is missing, or the folder is damaged.
+        KflatsError: the constriction library is missing, the disk is full, or the folder is damaged.
     """
     root = weights_folder(folder)
-    config = json.loads((root / "config.json").read_text(encoding="utf-8"))
+    try:
+        put_back(root)
+        _stream(root)
+    except (OSError, SafetensorError) as error:
+        explain(error, root)
+        raise KflatsError(f"the weights in {root} cannot be read or written: {error}", cause=_UNREADABLE) from error
+
+
+def _stream(root: Path) -> None:
+    config = _read(root / "config.json")
     coded = coded_modules(config.get("quantization_config"))
     if not coded:
         return
-    index = json.loads((root / _INDEX).read_text(encoding="utf-8")) if (root / _INDEX).is_file() else None
+    index = _read(root / _INDEX) if (root / _INDEX).is_file() else None
     places: dict[str, str] = index["weight_map"] if index else {}
     names = sorted(set(places.values())) or [_WEIGHTS]
     files = {name: load_file(root / name) for name in names}
     tensors = {key: tensor for file in files.values() for key, tensor in file.items()}
     stream_codes_(tensors, coded)
-    for name, before in files.items():
-        after = {key: tensors[key] for key in before if key in tensors}
-        _replace(root / name, after)
-    if index:
-        index["weight_map"] = {key: file for key, file in places.items() if key in tensors}
-        index["metadata"]["total_size"] = sum(t.numel() * t.element_size() for t in tensors.values())
-        _write(root / _INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    _write(root / "config.json", json.dumps(config, indent=2, sort_keys=True) + "\n")
+    with replaced_together(root) as aside:
+        for name, before in files.items():
+            after = {key: tensors[key] for key in before if key in tensors}
+            save_file(after, aside / name, metadata={CHECKSUM: str(checksum(after))})
+            stamp_(aside / name, format="pt", **{VERSION_KEY: version()})
+        if index:
+            index["weight_map"] = {key: file for key, file in places.items() if key in tensors}
+            index["metadata"]["total_size"] = sum(t.numel() * t.element_size() for t in tensors.values())
+            _write(aside / _INDEX, index)
+        _write(aside / "config.json", config)
 
 
 def coded_modules(description: Any) -> dict[str, dict[str, Any]]:
     """The entries of a written description whose codes are not a stream yet, by name."""
     if not isinstance(description, dict) or description.get("quant_method") != QUANT_METHOD:
         return {}
+    read_description(description)
     modules = description["modules"].items()
     return {name: entry for name, entry in modules if entry["matrix"]["kind"] == "coded" and "stream" not in entry}
 
@@ -73,6 +90,12 @@ def stream_codes_(tensors: dict[str, Tensor], modules: dict[str, dict[str, Any]]
     """Replace the integers of ``modules`` in ``tensors`` by a stream each, and note it in their entries."""
     for name, entry in modules.items():
         geometry = read_geometry(entry["matrix"])
+        if lost := [key for key in geometry.shapes if f"{name}.{key}" not in tensors]:
+            raise KflatsError(
+                f"the weights of {name!r} lack {lost[0]!r}",
+                cause="a damaged folder: config.json and the weight files do not belong together",
+                hint="save the model again, or restore the folder",
+            )
         own = {key: tensors[f"{name}.{key}"] for key in geometry.shapes}
         stream = encode(CodedMatrix(geometry, own))
         for key, value in own.items():
@@ -95,8 +118,10 @@ def check_files(paths: Sequence[str | os.PathLike[str]]) -> None:
     """Refuse safetensors files whose tensors are not those that their checksum was made of; others pass.
 
     Raises:
-        KflatsError: a damaged file.
+        KflatsError: a damaged file, or a folder whose change to streams was killed half way.
     """
+    for folder in {Path(path).parent for path in paths}:
+        check_whole(folder)
     for path in paths:
         if not str(path).endswith(".safetensors"):
             continue
@@ -107,7 +132,7 @@ def check_files(paths: Sequence[str | os.PathLike[str]]) -> None:
         except (SafetensorError, ValueError) as error:
             if isinstance(error, KflatsError):
                 raise
-            raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
+            raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE) from error
 
 
 def check(file: Any, expected: Any, path: Path) -> None:
@@ -129,12 +154,15 @@ def _checksum(names: list[str], tensor_of: Callable[[str], Tensor]) -> int:
     return total
 
 
-def _replace(path: Path, tensors: dict[str, Tensor]) -> None:
-    with replaced(path) as aside:
-        save_file(tensors, aside, metadata={"format": "pt", CHECKSUM: str(checksum(tensors))})
-        shutil.copymode(path, aside)
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE) from error
+    if not isinstance(found, dict):
+        raise KflatsError(f"{path} holds no object", cause=DAMAGED)
+    return found
 
 
-def _write(path: Path, text: str) -> None:
-    with replaced(path) as aside:
-        aside.write_text(text, encoding="utf-8")
+def _write(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n", encoding="utf-8")
