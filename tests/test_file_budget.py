@@ -67,6 +67,45 @@ def test_the_file_is_within_one_per_cent_below_the_budget(encoder, tmp_path) -> 
     assert kept(encoder, tmp_path / "small") > 0.9
 
 
+@pytest.fixture(scope="module")
+def with_dense(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The encoder with pooling and a dense layer of its own weight file."""
+    modules = pytest.importorskip("sentence_transformers.models")
+    from sentence_transformers import SentenceTransformer
+
+    words = modules.Transformer(str(encoder))
+    torch.manual_seed(0)
+    parts = [words, modules.Pooling(64), modules.Dense(64, 512)]
+    folder = tmp_path_factory.mktemp("dense") / "model"
+    SentenceTransformer(modules=parts, device="cpu").save(str(folder))
+    return folder
+
+
+def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> None:
+    """They are kept as they are, and the transformer gets the rest."""
+
+    def on_disk(folder: Path) -> int:
+        return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+
+    dense = on_disk(with_dense / "2_Dense")
+    assert dense > 512 * 64 * 4
+    assert weight_file_bytes(with_dense) == on_disk(with_dense)
+    limit = 300_000
+    asked = {"method": Best(), "weights": ("all",), "quiet": True}
+    report = compress_folder(with_dense, tmp_path / "small", budget=f"{limit}B of all files", **asked)
+    small = tmp_path / "small"
+    assert 0.97 * limit <= on_disk(small) == weight_file_bytes(small) <= limit
+    assert (small / "2_Dense" / "model.safetensors").stat().st_size == dense
+    assert dense < report.model_bytes_after <= limit
+    assert report.model_bytes_before == pytest.approx(on_disk(with_dense), rel=0.02)
+    shown = "weight files", f"{on_disk(with_dense) / 1000:.1f} kB", f"{on_disk(small) / 1000:.1f} kB"
+    row = next(line for line in (small / "README.md").read_text().splitlines() if line.startswith("| weight files"))
+    assert all(part in row for part in shown)
+    with pytest.raises(KflatsError, match="leaves nothing for the named weights"):
+        compress_folder(with_dense, tmp_path / "none", budget="130kB of all files", **asked)
+    assert not (tmp_path / "none").exists()
+
+
 def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monkeypatch) -> None:
     weights = ("encoder.*.attention.*",)
     asked = {"budget": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": weights, "quiet": True}

@@ -21,7 +21,7 @@ from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model, save_model
 from kflats.files.folders import Partial, new_folder
-from kflats.files.sources import check_apart, copy_companions, resolve_model, weights_folder
+from kflats.files.sources import check_apart, copy_companions, module_files, resolve_model, weights_folder
 from kflats.measure.measurements import Statistics
 from kflats.recipes.budget import Budget, parse_budget
 from kflats.recipes.plan import Plan, Recipe, as_recipe, to_json
@@ -165,7 +165,13 @@ def compress_folder(
         partial = Partial(out, _work_fingerprint(about, decided, seed))
         done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
         report = _finish(model, decided.plan, done, seed, name=_called(source))
-        report = replace(report, trimming=None if trimmed is None else trimmed.report)
+        others = sum(path.stat().st_size for path in module_files(folder))  # they stay as they are
+        report = replace(
+            report,
+            trimming=None if trimmed is None else trimmed.report,
+            model_bytes_before=report.model_bytes_before + others,
+            model_bytes_after=report.model_bytes_after + others,
+        )
         inner = aside / weights_folder(folder).relative_to(folder)
         save_model(model, inner)
         if trimmed is None:

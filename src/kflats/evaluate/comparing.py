@@ -22,6 +22,7 @@ from kflats.errors import KflatsError
 from kflats.evaluate.encoding import encode, evaluating, last_hidden_state, pad, rare_words, tokenize
 from kflats.evaluate.latency import Latency, paired, take_turns
 from kflats.files import load_model, resolve_model, weights_folder
+from kflats.files.sources import weight_files
 from kflats.tables import number, plain, share, size, table, visible
 from kflats.texts import packaged_texts
 
@@ -55,7 +56,8 @@ class Fidelity:
 class Comparison:
     """Two model folders side by side; printing it gives a table. Sizes are in bytes.
 
-    ``disk`` counts weight files, ``memory`` parameters and buffers once loaded (shared ones once).
+    ``disk`` counts weight files, those of a sentence-transformers folder's other modules too; ``memory`` parameters and
+    buffers of the transformer once loaded (shared ones once).
     """
 
     original: str
@@ -268,8 +270,8 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
 
 
 def weight_file_bytes(folder: str | os.PathLike[str]) -> int:
-    """Bytes of the weight files (safetensors) in a model's folder."""
-    return sum(file.stat().st_size for file in weights_folder(folder).glob("*.safetensors"))
+    """Bytes of the weight files in a model's folder, those of all modules of a sentence-transformers folder."""
+    return sum(file.stat().st_size for file in weight_files(folder))
 
 
 def memory_bytes(model: nn.Module) -> int:

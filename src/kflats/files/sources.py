@@ -15,9 +15,8 @@ from kflats.files.folders import explain
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.txt", "*.safetensors", "*.model"]
-_WEIGHTS = re.compile(
-    r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|ot|gguf|tflite|mlmodel|pkl|pickle)|.*\.index\.json"
-)
+_TENSORS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|ot|gguf|tflite|mlmodel|pkl|pickle)")
+_WEIGHTS = re.compile(_TENSORS.pattern + r"|.*\.index\.json")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
 _OWN = {"config.json", "generation_config.json", "kflats_report.json", "kflats_report.html"}
 _SKIPPED = {"onnx", "openvino", "coreml", "flax", "original", "__pycache__"}
@@ -108,6 +107,28 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
     return found
 
 
+def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Every weight file that counts as the model's size: the transformer's safetensors, and ``module_files``.
+
+    Raises:
+        KflatsError: as ``weights_folder``.
+    """
+    return sorted(weights_folder(folder).glob("*.safetensors")) + module_files(folder)
+
+
+def module_files(folder: str | os.PathLike[str]) -> list[Path]:
+    """Weight files, in any format, of the other modules of a sentence-transformers folder (``Dense`` has some).
+
+    ``copy_companions`` copies them as they are; a file of two names counts twice, as it does on the disk of a copy.
+    """
+    root = Path(folder).resolve()
+    modules = _module_folders(root)
+    if not modules:
+        return []
+    found = _files(root, (root, *_blobs(root)))
+    return [path for path in found if _TENSORS.fullmatch(path.name) and _is_inside(path, modules)]
+
+
 def check_apart(folder: Path, out: str | os.PathLike[str]) -> None:
     """Raises KflatsError where replacing ``out`` would remove ``folder``, a model that is read, with it."""
     where = Path(out).expanduser().resolve()
@@ -131,11 +152,10 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
     source, target = Path(source_folder).resolve(), Path(target_folder)
     allowed = (source, *_blobs(source))
     own = weights_folder(source)
-    modules = {(source / m["path"]).resolve() for m in _modules(source) if m["path"]} - {own.resolve()}
+    modules = _module_folders(source)
     for path in _files(source, allowed):
         relative = path.relative_to(source)
-        module = any(parent.resolve() in modules for parent in path.parents)
-        if not module and (relative.parts[0] in _SKIPPED or _is_weights(path, own)):
+        if not _is_inside(path, modules) and (relative.parts[0] in _SKIPPED or _is_weights(path, own)):
             continue
         goal = target / relative
         if os.path.lexists(goal):
@@ -146,6 +166,16 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
         except OSError as error:
             explain(error, goal)
             raise
+
+
+def _module_folders(root: Path) -> set[Path]:
+    """Those of modules beside the transformer."""
+    found = {(root / m["path"]).resolve() for m in _modules(root) if m["path"]}
+    return found - {weights_folder(root).resolve()} if found else found
+
+
+def _is_inside(path: Path, folders: set[Path]) -> bool:
+    return any(parent.resolve() in folders for parent in path.parents)
 
 
 def _is_weights(path: Path, own: Path) -> bool:

@@ -143,7 +143,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
     of = _linked(base_model) if base_model else _cell(report.model)
     trimmed = report.trimming
     named = (report.bytes_before, report.bytes_after)
-    start = report.model_bytes_before if trimmed is None else trimmed.model_bytes[0]
+    start = report.model_bytes_before + (0 if trimmed is None else trimmed.saved)
     whole = (start, report.model_bytes_after)
     memory = sum(w.bytes_after if w.memory_bytes is None else w.memory_bytes for w in report.weights)
     lines = [

@@ -44,9 +44,9 @@ _REASONS = 12  # weights left dense whose reasons are
 class Report:
     """What ``compress_`` did to a model. ``print(report)`` shows it; ``kflats report`` draws it.
 
-    Sizes are bytes of weights: ``model_bytes_*`` of everything the model stores, the weights' own
-    in ``weights``; where the vocabulary was trimmed first, of the trimmed model. Round trip:
-    ``Report.from_json(report.to_json()) == report``.
+    Sizes are bytes of weights: ``model_bytes_*`` of everything the model stores (with the weight files of a
+    sentence-transformers folder's other modules), the weights' own in ``weights``; where the vocabulary was trimmed
+    first, of the trimmed model. Round trip: ``Report.from_json(report.to_json()) == report``.
 
     >>> empty = Report("tiny", "60%", (), 10, 10, 0, "0.1.0")
     >>> Report.from_json(empty.to_json()) == empty
