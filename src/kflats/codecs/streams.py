@@ -206,7 +206,10 @@ def _decode_block(data: memoryview, rows: int, layout: Layout, contexts: Tensor,
     parts = decode_symbols(data, [count * rows for _, count in groups], chosen)
     levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, rows)
     levels[order] = torch.from_numpy(np.concatenate(parts)).view(len(order), rows)
-    return pack(levels.T, layout)
+    try:
+        return pack(levels.T, layout)
+    except KflatsError as error:
+        raise KflatsError(f"the codes are damaged: {error.symptom}", cause=DAMAGED, hint=AGAIN) from error
 
 
 def _label_model(geometry: CodedGeometry) -> Model:

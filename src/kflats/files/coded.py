@@ -10,6 +10,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from kflats.files.sources import weights_folder
 from kflats.files.together import check_whole, put_back, replaced_together
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import read_geometry
+from kflats.nn.codes import CHECK, floats_checksum
 from kflats.release import version
-from kflats.swap.description import DAMAGED, QUANT_METHOD, read_description
+from kflats.swap.description import DAMAGED, QUANT_METHOD, Module, read_description
 
 CHECKSUM = "kflats_checksum"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
@@ -97,12 +99,16 @@ def stream_codes_(tensors: dict[str, Tensor], modules: dict[str, dict[str, Any]]
                 hint="save the model again, or restore the folder",
             )
         own = {key: tensors[f"{name}.{key}"] for key in geometry.shapes}
-        stream = encode(CodedMatrix(geometry, own))
+        matrix, floats = CodedMatrix(geometry, own), floats_checksum(own)
+        check = tensors.pop(f"{name}.{CHECK}", None)
+        if matrix.checksum() != entry["checksum"] or (check is not None and check.tolist() != [floats]):
+            raise _damaged(name)
+        stream = encode(matrix)
         for key, value in own.items():
             if not value.is_floating_point():
                 del tensors[f"{name}.{key}"]
         tensors[f"{name}.codes"] = stream
-        entry["stream"] = {"version": STREAM_VERSION, "bytes": len(stream)}
+        entry |= {"stream": {"version": STREAM_VERSION, "bytes": len(stream)}, "floats": floats}
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
@@ -112,6 +118,51 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
     True
     """
     return _checksum(sorted(tensors), tensors.__getitem__)
+
+
+def check_modules(paths: Sequence[str | os.PathLike[str]], modules: Sequence[Module]) -> set[str]:
+    """Refuse coded matrices whose tensors in safetensors files are not those that a description says.
+
+    Shapes are compared, and the checksum of floating-point tensors: one that the description states, or that the files
+    hold beside the tensors; where neither is (files of before, or of another program), those are read as they are.
+    Integers are checked where they are decoded.
+
+    Returns:
+        Names of the modules with a checksum beside their tensors.
+
+    Raises:
+        KflatsError: files of another description, or damaged ones.
+    """
+    coded = [module for module in modules if isinstance(module.empty, CodedMatrix)]
+    checked = set()
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in paths if coded else ():
+            if str(path).endswith(".safetensors"):
+                file = stack.enter_context(_open(path))
+                files |= dict.fromkeys(file.keys(), file)
+        for module in coded:
+            own = {key: tensor for key, tensor in module.empty.tensors().items() if f"{module.name}.{key}" in files}
+            for key, tensor in own.items():
+                name = f"{module.name}.{key}"
+                if (there := tuple(files[name].get_slice(name).get_shape())) != tensor.shape:
+                    raise KflatsError(
+                        f"size mismatch: {name} is {there} in the checkpoint, {tuple(tensor.shape)} in its description",
+                        cause="config.json was edited, or belongs to other weights",
+                        hint="restore the folder, or save the model again",
+                    )
+            expected, name = module.floats, f"{module.name}.{CHECK}"
+            if name in files:
+                checked.add(module.name)
+                expected = int(files[name].get_tensor(name).sum())
+            floats = {
+                key: files[f"{module.name}.{key}"].get_tensor(f"{module.name}.{key}")
+                for key, tensor in own.items()
+                if tensor.is_floating_point() and expected is not None
+            }
+            if expected is not None and floats_checksum(floats) != expected:
+                raise _damaged(module.name)
+    return checked
 
 
 def check_files(paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -125,19 +176,14 @@ def check_files(paths: Sequence[str | os.PathLike[str]]) -> None:
     for path in paths:
         if not str(path).endswith(".safetensors"):
             continue
-        try:
-            with safe_open(path, framework="pt") as file:
-                if (text := (file.metadata() or {}).get(CHECKSUM)) is not None:
-                    check(file, json.loads(text), Path(path))
-        except (SafetensorError, ValueError) as error:
-            if isinstance(error, KflatsError):
-                raise
-            raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE) from error
+        with _open(path) as file:
+            if (text := (file.metadata() or {}).get(CHECKSUM)) is not None:
+                check(file, text, Path(path))
 
 
 def check(file: Any, expected: Any, path: Path) -> None:
     """Refuse an open safetensors file whose tensors are not those of the checksum ``expected``."""
-    if _checksum(sorted(file.keys()), file.get_tensor) != expected:
+    if str(_checksum(sorted(file.keys()), file.get_tensor)) != str(expected):
         raise KflatsError(
             f"the tensors in {path} are damaged: their checksum differs",
             cause=DAMAGED,
@@ -152,6 +198,21 @@ def _checksum(names: list[str], tensor_of: Callable[[str], Tensor]) -> int:
         total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), total)
         total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
     return total
+
+
+def _open(path: str | os.PathLike[str]) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, ValueError) as error:
+        raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE) from error
+
+
+def _damaged(name: str) -> KflatsError:
+    return KflatsError(
+        f"the tensors of {name!r} are damaged: their checksum differs",
+        cause=DAMAGED,
+        hint="restore the file or compress again",
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
     Args:
         model: a torch module; a transformers model has ``save_pretrained``.
         folder: made if missing; other files in it are left alone.
-        streams: entropy code coded matrices, with a checksum of all tensors; they are decoded when loaded. False
-            stores their fixed-rate form, which takes more bytes and no library to read.
+        streams: entropy code coded matrices; they are decoded when loaded. False stores their fixed-rate form, which
+            takes more bytes and no library to read. Either has a checksum of all tensors.
 
     Raises:
         KflatsError: a transformers or sentence-transformers model, a full disk, or streams without the constriction
@@ -48,8 +48,9 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
         raise KflatsError(f"{type(model).__name__} saves itself", hint="model.save(folder)")
     tensors, shared = _distinct(model)
     note: dict[str, Any] = {"layers": describe(model), "shared": shared}
-    if streams and (coded := coded_modules(note["layers"])):
-        stream_codes_(tensors, coded)
+    if coded := coded_modules(note["layers"]):
+        if streams:
+            stream_codes_(tensors, coded)
         note["checksum"] = checksum(tensors)
     path = Path(folder) / "model.safetensors"
     try:

@@ -24,9 +24,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.errors import KflatsError
-from kflats.files.coded import check_files
+from kflats.files.coded import check_files, check_modules
+from kflats.nn.codes import CHECK
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredLinear
+from kflats.nn.matrix import CodedMatrix
 from kflats.swap.describing import describe
 from kflats.swap.description import QUANT_METHOD, Description, Module, read_description
 from kflats.swap.matching import match, put_, stored_dtype
@@ -90,12 +92,18 @@ class KflatsQuantizer(HfQuantizer):
         same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         dtype = kwargs.get("dtype")
         forget_ties_(model, {s for module in description.modules for n in module.untied for s in spellings(model, n)})
-        check_files(kwargs.get("checkpoint_files") or ())
+        files = kwargs.get("checkpoint_files") or ()
+        check_files(files)
+        checked = check_modules(files, description.modules)
         self._modules: list[tuple[str, Module]] = []
         for weight, module in match(model, description, strict=same_class):
             own = model.get_submodule(weight.name).weight.dtype
             target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
-            put_(model, weight, module, module.new(target))
+            matrix = module.new(target)
+            if module.name in checked:
+                # For transformers a tensor like any other, so that it does not warn of it.
+                matrix._buffers[CHECK] = torch.empty(1, dtype=torch.int64, device="meta")
+            put_(model, weight, module, matrix)
             self._modules.append((weight.name, module))
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
@@ -103,6 +111,8 @@ class KflatsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, layer in factored_layers(model):
             if layer.owns_matrix:
+                if isinstance(layer.matrix, CodedMatrix):
+                    layer.matrix._buffers[CHECK] = None
                 for key, tensor in _stored(layer).items():
                     # transformers only warns of a missing tensor, and fills it with random numbers.
                     if tensor.is_meta or not getattr(tensor, "_is_hf_initialized", False):

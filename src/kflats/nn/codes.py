@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any
 
@@ -23,6 +23,8 @@ TILE = 2**20  # numbers that are decoded at a time
 _BASIS_UNIT = 128.0
 """What an integer basis is divided by, so that coordinates in it are about as large as the numbers they stand for: half
 precision, in which products may be taken, does not hold much smaller ones. A power of two: exact."""
+CHECK = "check"
+"""Name, beside the tensors of a coded matrix, of a checksum that files hold and models do not."""
 
 
 class Codes(Matrix):
@@ -56,6 +58,7 @@ class Codes(Matrix):
         self.fields: Tensor
         self.register_buffer("position", empty, persistent=False)
         self.register_buffer("fields", empty, persistent=False)
+        self.register_buffer(CHECK, None)  # the name is taken: a state has it
         self.register_load_state_dict_post_hook(refresh_after_load)  # type: ignore[no-untyped-call]
         self.refresh()
 
@@ -85,12 +88,16 @@ class Codes(Matrix):
 
     def checksum(self) -> int:
         """CRC-32 of all integers: they never change, in whatever type the rest is loaded or trained."""
-        total = 0
-        for name, value in sorted(self.tensors().items()):
-            if not value.is_floating_point():
-                data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                total = zlib.crc32(data.numpy().tobytes(), zlib.crc32(name.encode(), total))
-        return total
+        return _crc({name: value for name, value in self.tensors().items() if not value.is_floating_point()})
+
+    def current_check(self) -> Tensor | None:
+        """(1,) int64: ``floats_checksum`` of what the matrix holds now; None where there are no plain numbers to read,
+        as on the meta device, in shards of several devices, or in a graph."""
+        floats = {name: value for name, value in self.tensors().items() if value.is_floating_point()}
+        plain = all(type(value) in (Tensor, nn.Parameter) and not value.is_meta for value in floats.values())
+        if not self.ready or not plain or is_recording():
+            return None
+        return torch.tensor([floats_checksum(floats)], dtype=torch.int64)
 
     def spec(self) -> dict[str, Any]:
         return self.geometry.spec()
@@ -283,3 +290,22 @@ class Codes(Matrix):
         if basis is None:
             return F.pad(coordinates, (0, self.geometry.rank - used))
         return coordinates @ basis[:used]
+
+
+def floats_checksum(tensors: Mapping[str, Tensor]) -> int:
+    """CRC-32 of the floating-point ones among the tensors of a coded matrix, by name: types and bytes.
+
+    >>> half, single = ({"weight": torch.ones(2, dtype=t), "low": torch.zeros(1, dtype=torch.int16)}
+    ...                 for t in (torch.float16, torch.float32))
+    >>> floats_checksum(half) == floats_checksum({"weight": half["weight"]}) != floats_checksum(single)
+    True
+    """
+    return _crc({f"{name} {value.dtype}": value for name, value in tensors.items() if value.is_floating_point()})
+
+
+def _crc(tensors: Mapping[str, Tensor]) -> int:
+    total = 0
+    for name, value in sorted(tensors.items()):
+        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        total = zlib.crc32(data.numpy().tobytes(), zlib.crc32(name.encode(), total))
+    return total

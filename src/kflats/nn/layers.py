@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
 from kflats.nn.dense import DenseMatrix
+from kflats.nn.codes import CHECK, Codes
 from kflats.nn.flats import refresh_after_load
 from kflats.nn.low_rank import LowRankMatrix
 
@@ -41,7 +42,11 @@ class HoldsMatrix:
         if own:
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 self.__dict__[table] = getattr(matrix, table)
-            cast(nn.Module, self).register_load_state_dict_post_hook(refresh_after_load)
+            module = cast(nn.Module, self)
+            module.register_load_state_dict_post_hook(refresh_after_load)
+            if isinstance(matrix, Codes):
+                module.register_state_dict_post_hook(_add_check)
+                module.register_load_state_dict_pre_hook(_drop_check)
 
     @property
     def weight(self) -> Tensor:
@@ -58,6 +63,18 @@ class HoldsMatrix:
             cause="its copies hold views instead of parameters, which a shared matrix would not see",
             hint="use DistributedDataParallel (torchrun), or let one GPU be visible",
         )
+
+
+def _add_check(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """To what is on its way into a file; ``keep_vars`` asks for the layer's own tensors, which are on no such way."""
+    matrix = layer.matrix
+    if state.get(prefix + "weight") is not matrix.weight and (check := matrix.current_check()) is not None:
+        state[prefix + CHECK] = check
+
+
+def _drop_check(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    # Numbers that come as a state may be averages of several, or of another type.
+    state.pop(prefix + CHECK, None)
 
 
 class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
