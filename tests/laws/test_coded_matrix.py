@@ -229,7 +229,7 @@ def test_layers_hold_it_as_any_other(make):
     n = matrix.shape[0]
     emb = FactoredEmbedding(matrix, padding_idx=0)
     net = nn.ModuleDict({"emb": emb, "head": FactoredHead(matrix, nn.Parameter(torch.zeros(n, dtype=F64)))})
-    assert set(net.state_dict()) == {f"emb.{name}" for name in matrix.tensors()} | {"head.bias"}
+    assert set(net.state_dict()) == {f"emb.{name}" for name in [*matrix.tensors(), "check"]} | {"head.bias"}
     assert matrix.nbytes == sum(t.numel() * t.element_size() for t in matrix.state_dict().values())
     assert matrix.num_values == sum(p.numel() for p in matrix.parameters())
     ids = torch.randint(0, n, (3, 7), generator=torch.Generator().manual_seed(3))
