@@ -20,6 +20,7 @@ from kflats.codecs.codec import Transform
 from kflats.errors import KflatsError
 from kflats.export.dense import export_dense
 from kflats.files.headers import stamp_
+from kflats.measure.batches import text_batches
 from kflats.release import version
 from kflats.report.front_matter import split, with_tag, with_value
 from kflats.report.model_card import compressed_card, dense_card, hub_name, note_fidelity, without_section
@@ -72,11 +73,91 @@ def test_the_card_of_a_compressed_folder(small: Path, with_card: Path) -> None:
     assert "Flats(k=2" in body
     assert "TokenCounts(" in body
     assert "Budget 60%; seed 0" in body
-    assert "Data: 3 texts, counted." in body
+    assert "Data: 3 texts, counted; a Zipf prior of the tokenizer's vocabulary." in body
     assert "AutoModel.from_pretrained" in body
     assert body.index("# The original's card") < body.index("It maps words to numbers.")
     assert str(with_card.parent) not in text
     assert not any(line in text for line in TEXTS)  # the data is nobody else's business
+
+
+MANY = tuple(f"the word{i} of word{i * 7 % 283}" for i in range(40))
+PRIOR = "a Zipf prior of the tokenizer's vocabulary"
+FREE = "gradients of random projections of the output: label-free"
+LINEAR = "encoder.layer.0.attention.self.query"
+
+
+@pytest.mark.parametrize(
+    ("weights", "importance", "given", "said"),
+    [
+        ((), kflats.Uniform(), {"texts": MANY}, "none but the weights themselves"),
+        ((), kflats.ZipfPrior(), {}, PRIOR),
+        ((), kflats.ZipfPrior(), {"texts": MANY}, PRIOR),
+        ((), kflats.TokenCounts(), {"texts": MANY}, f"40 texts, counted; {PRIOR}"),
+        ((), kflats.TokenCounts(smoothing=0), {"texts": MANY}, "40 texts, counted"),
+        (
+            (),
+            kflats.TokenFisher(),
+            {"texts": MANY, "samples": 10},
+            f"40 texts, counted; {PRIOR}; 10 of 40 texts passed through the model ({FREE})",
+        ),
+        (
+            (LINEAR,),
+            kflats.InputGram(),
+            {"texts": MANY},
+            "40 of 40 texts passed through the model (no gradients taken)",
+        ),
+        (
+            (LINEAR,),
+            kflats.KroneckerFisher(),
+            {"texts": TEXTS, "calibration": lambda model, tokenizer: batches(tokenizer)},
+            f"40 samples, in 3 batches, passed through the model ({FREE})",
+        ),
+        ((LINEAR,), kflats.Uniform(), {"texts": MANY}, "none but the weights themselves"),
+    ],
+)
+def test_the_card_says_what_was_used(
+    weights: tuple[str, ...], importance: Any, given: dict[str, Any], said: str, tiny_folder: Path, tmp_path: Path
+) -> None:
+    method = kflats.Recipe(kflats.SVD(), importance)
+    out = tmp_path / "out"
+    kflats.compress_folder(tiny_folder, out, budget="40%", method=method, weights=weights, quiet=True, **given)
+    assert f"\nData: {said}.\n" in (out / "README.md").read_text()
+
+
+def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
+    method = kflats.Recipe(kflats.SVD(), kflats.RowFisher())
+    model, tokens = tiny_model("bert-lm"), kflats.evaluate.comparing.load_tokenizer(tiny_folder)
+    model.save_pretrained(tmp_path / "lm")
+    tokens.save_pretrained(tmp_path / "lm")
+    labelled = batches(tokens, language_model=True)
+    for name, objective, said in (
+        ("task", None, "gradients of the task's loss, with labels"),
+        ("drawn", kflats.SampledLabels(), "label-free"),
+    ):
+        kept = tmp_path / f"{name}.safetensors"
+        asked = {"weights": ("bert." + LINEAR,), "method": method, "budget": "40%", "quiet": True}
+        kflats.compress_folder(
+            tmp_path / "lm", tmp_path / name, calibration=labelled, objective=objective, keep_statistics=kept, **asked
+        )
+        (line,) = re.findall("Data: .*", (tmp_path / name / "README.md").read_text())
+        assert line.startswith("Data: 40 samples, in 3 batches, passed through the model (")
+        assert said in line
+        statistics = kflats.Statistics.load(kept)
+        kflats.compress_folder(tmp_path / "lm", tmp_path / f"{name}2", statistics=statistics, **asked)
+        (again,) = re.findall("Data: .*", (tmp_path / f"{name}2" / "README.md").read_text())
+        assert again.startswith("Data: statistics measured before on 40 samples (")
+        assert said in again
+
+
+def test_best_is_told_with_all_that_it_used(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("constriction")
+    kflats.compress_folder(tiny_folder, tmp_path / "b", budget="20%", method=kflats.Best(), texts=MANY, quiet=True)
+    passed = f"40 of 40 texts passed through the model ({FREE})"
+    assert f"\nData: 40 texts, counted; {PRIOR}; {passed}.\n" in (tmp_path / "b" / "README.md").read_text()
+
+
+def batches(tokenizer: Any, *, language_model: bool = False) -> list[Any]:
+    return text_batches(MANY, tokenizer, language_model=language_model)
 
 
 def test_weight_files_say_who_wrote_them(small: Path, tmp_path: Path) -> None:

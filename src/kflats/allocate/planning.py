@@ -27,10 +27,14 @@ Measure = Callable[[Sequence[tuple[Weight, Recipe]]], Data]
 
 @dataclass(frozen=True)
 class Decided:
-    """A plan, and the data it was made from, with all that was measured."""
+    """A plan, the data it was made from, with all that was measured, and the recipes as they were asked for.
+
+    A budget may turn a recipe into another (``Best``, or "keep dense"); ``asked`` says whose error was judged.
+    """
 
     plan: Plan
     data: Data
+    asked: tuple[tuple[Weight, Recipe], ...]
 
 
 def plan(
@@ -100,14 +104,16 @@ def decide(
     measured = measured or (lambda pairs: data.measured(model, pairs, quiet))
     if isinstance(recipes, Plan):
         resolved = _checked(model, recipes, budget, data)
-        return Decided(resolved, measured([(d.weight, d.recipe) for d in resolved.decisions]))
+        planned = tuple((d.weight, d.recipe) for d in resolved.decisions)
+        return Decided(resolved, measured(planned), planned)
     allowed = parse_budget(required(budget))
     selected = select(model, recipes, data.given)
-    data = measured([(chosen.weight, chosen.recipe) for chosen in selected])
+    asked = tuple((chosen.weight, chosen.recipe) for chosen in selected)
+    data = measured(asked)
     total = stored_bytes(model)
     notes = [_note(chosen, data) for chosen in selected]
     shares = share_out(model, selected, notes, allowed, data, allocation, file_bytes or total)
-    return Decided(Plan(shares.decisions, str(allowed), total, shares.allocation), data)
+    return Decided(Plan(shares.decisions, str(allowed), total, shares.allocation), data, asked)
 
 
 def required(budget: str | Budget | None) -> str | Budget:

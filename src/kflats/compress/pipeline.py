@@ -16,6 +16,7 @@ from torch import nn
 from kflats.allocate.calibration import SAMPLES, Data, gather, needed, statistics_digest
 from kflats.allocate.planning import Decided, decide, required
 from kflats.allocate.shares import Allocation
+from kflats.compress.data_used import data_used
 from kflats.compress.fitting import Done, factorize
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
@@ -180,7 +181,9 @@ def compress_folder(
             write_vocabulary(trimmed, folder, aside)
         after = _check_file(aside, decided.plan, before)
         report.save(aside / REPORT_FILE)
-        _write_card(aside, report, (weight_file_bytes(folder), after), data, hub_name(source))
+        by_texts = trimmed is not None and data.texts is not None
+        used = data_used(decided, data, trimmed_by_texts=by_texts)
+        _write_card(aside, report, (weight_file_bytes(folder), after), used, hub_name(source))
     partial.discard()
     return report
 
@@ -286,11 +289,6 @@ def _check_file(folder: Path, decided: Plan, before: int) -> int:
     return after
 
 
-def _write_card(folder: Path, report: Report, files: tuple[int, int], data: Data, base_model: str | None) -> None:
-    used = [f"{len(data.texts):,} texts, counted"] if data.texts is not None else []
-    if data.calibration is not None:
-        used.append(f"{len(data.calibration):,} texts or batches, passed through the model")
-    elif data.statistics is not None:
-        used.append("statistics measured before")
+def _write_card(folder: Path, report: Report, files: tuple[int, int], used: list[str], base_model: str | None) -> None:
     loader = "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
     rewrite_(folder, lambda original: compressed_card(report, files, used, base_model, original, loader))
