@@ -14,6 +14,7 @@ from kflats import SVD, Best, Dense, Flats, Int4, Int8, KflatsError, Recipe, Rot
 from kflats.allocate.rates import measured_options
 from kflats.codecs.codec import from_name
 from kflats.codecs.streams import stored_bytes
+from kflats.evaluate.comparing import memory_bytes
 from kflats.factorize import transforming
 from kflats.factorize.storing import fixed_bytes, store
 from kflats.importance.weighting import Weighting
@@ -116,10 +117,22 @@ def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None
     found = report.weights[0]
     assert found.coded
     assert not found.dense
-    assert found.bytes_after == stored_bytes(model["b"].matrix) <= found.memory_bytes == model["b"].matrix.nbytes
+    assert found.bytes_after == stored_bytes(model["b"].matrix) <= model["b"].matrix.nbytes < found.memory_bytes
+    assert found.memory_bytes == memory_bytes(model) == memory_bytes(fresh)  # as ``kflats compare`` counts
     assert report.model_bytes_after == found.bytes_after
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
     assert "bits" in str(report)
+
+
+@pytest.mark.parametrize(
+    "method", [SVD(), SVD(form="interpolative"), Flats(k=2), kflats.KMeansSVD(k=2), kflats.MESSI(k=2)]
+)
+@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+def test_factors_too_are_reported_as_memory_holds_them(method, rows) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 48, bias=False))
+    report = kflats.compress_(model, {"0": Recipe(method, rows=rows)}, budget="60%", quiet=True)
+    assert report.weights[0].memory_bytes == memory_bytes(model)
 
 
 @table

@@ -55,6 +55,12 @@ def test_dense_is_the_definition(make, define):
     assert matrix.shape == tuple(matrix.dense().shape)
 
 
+def test_memory_is_all_that_is_held(make):
+    matrix = make()
+    held = [*matrix.named_parameters(), *matrix.named_buffers()]
+    assert matrix.memory_bytes == sum(t.numel() * t.element_size() for _, t in held) >= matrix.nbytes
+
+
 @pytest.mark.parametrize("name", ["rows", "vecmat", "matvec"])
 def test_operations_and_their_gradients_are_those_of_the_dense_matrix(make, define, name):
     matrix = make()

@@ -48,9 +48,11 @@ class Done:
 
     @property
     def packed(self) -> int:
-        """Bytes that a file saves over memory."""
-        memory = self.report.memory_bytes
-        return 0 if self.matrix is None or memory is None else memory - self.report.bytes_after
+        """Bytes of the model's state that a file of streams does not hold."""
+        if self.matrix is None:
+            return 0
+        weight = self.decision.weight
+        return self.matrix.nbytes + _gained(weight, self.bias_shift) * _itemsize(weight) - self.report.bytes_after
 
 
 def factorize(
@@ -130,15 +132,23 @@ def _fit(
         )
     report = analyse(decision, rows, factored, weighting, tails, _tokens(weight, data.tokenizer))
     shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
-    gained = 0 if shift is None or weight.bias else len(shift)
-    itemsize = weight.nbytes // (weight.shape[0] * weight.shape[1])
+    gained, itemsize = _gained(weight, shift), _itemsize(weight)
     report = replace(
         report,
         bytes_after=factored.nbytes + gained * itemsize,
-        memory_bytes=matrix.nbytes + gained * itemsize,
+        memory_bytes=matrix.memory_bytes + gained * itemsize,
         values_after=matrix.num_values + gained,
     )
     return Done(decision, matrix, report, shift)
+
+
+def _gained(weight: Weight, shift: Tensor | None) -> int:
+    """Numbers of a bias that the layer did not have before."""
+    return 0 if shift is None or weight.bias else len(shift)
+
+
+def _itemsize(weight: Weight) -> int:
+    return weight.nbytes // (weight.shape[0] * weight.shape[1])
 
 
 def _bias_shift(table: Tensor, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:

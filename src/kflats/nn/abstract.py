@@ -89,6 +89,11 @@ class Matrix(nn.Module):
         """Stored bytes, labels included."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes held in memory: of all parameters and buffers, those that are derived from stored tensors included."""
+        return sum(t.numel() * t.element_size() for t in [*self.parameters(), *self.buffers()])
+
     def refresh(self) -> None:
         """Recompute what is derived from stored tensors (call after loading into them)."""
 

@@ -58,7 +58,7 @@ def analyse(
         codec=to_json(decision.recipe.codec),
         bytes_before=weight.nbytes,
         bytes_after=factored.nbytes,
-        memory_bytes=matrix.nbytes,
+        memory_bytes=matrix.memory_bytes,
         values_after=matrix.num_values,
         error=error,
         error_unweighted=_ratio(dist2.sum(), norm2.sum()),

@@ -65,7 +65,8 @@ class WeightReport:
     fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
     largest entry beside the identity block of an interpolative form, None for other forms. ``own`` is the error in
     the method's own norm, None where that is the squared error. ``bytes_after`` are those of a file;
-    ``memory_bytes`` what the matrix takes in memory, which is more where a file holds entropy-coded integers.
+    ``memory_bytes`` those of all parameters and buffers once loaded: more where a file holds entropy-coded integers,
+    or where each row's place is kept.
     """
 
     name: str
