@@ -16,7 +16,7 @@ from kflats.cli.app import app
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import fidelity, load_tokenizer
 from kflats.files import load_model
-from kflats.frontier.entries import COUNTED, METHODS, UNCOUNTED, entries
+from kflats.frontier.entries import COUNTED, METHODS, UNCOUNTED, UNWEIGHED, entries
 from kflats.frontier.judge import Judge
 from kflats.frontier.records import FRONTIER_FILE, Frontier, Point, Refused
 from kflats.frontier.rivals.rounding import Absmax, Half, Rotated
@@ -37,7 +37,7 @@ TABLE = "embeddings.word_embeddings"
 
 @pytest.fixture(scope="module")
 def made(tiny_folder: Path) -> Frontier:
-    return frontier(tiny_folder, texts=COUNTS, judge=JUDGED, sizes=[4.0, 8.0], methods=QUICK, quiet=True)
+    return frontier(tiny_folder, texts=COUNTS, judge=JUDGED, sizes=[4.0, 8.0, 16.0], methods=QUICK, quiet=True)
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_sizes_that_cannot_be_are_told(tiny_folder: Path) -> None:
 
 
 def test_trimmed_vocabularies_are_read_with_their_own_tokenizer(tiny_folder: Path) -> None:
-    made = frontier(tiny_folder, texts=COUNTS, judge=JUDGED, sizes=[0.1, 4.0], methods=["trim", "fp16"], quiet=True)
+    made = frontier(tiny_folder, texts=COUNTS, judge=JUDGED, sizes=[0.1, 4.0], methods=["trim"], quiet=True)
     (found,) = [p for p in made.points if p.family == "trimmed vocabulary"]
     kept = 300 * 4 // 16
     assert (found.nbytes, found.bits) == (kept * 16 * 2, 4.0)
@@ -134,7 +134,7 @@ def test_trimmed_vocabularies_are_read_with_their_own_tokenizer(tiny_folder: Pat
 def test_the_folder_is_whole_and_loads(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    given = {"texts": COUNTS, "judge": JUDGED, "sizes": [4.0], "methods": QUICK, "quiet": True}
+    given = {"texts": COUNTS, "judge": JUDGED, "sizes": [4.0, 16.0], "methods": QUICK, "quiet": True}
     made = frontier(tiny_folder, out=tmp_path / "f", **given)
     assert Frontier.load(tmp_path / "f") == made
     assert sorted(p.name for p in (tmp_path / "f").iterdir()) == [
@@ -153,9 +153,8 @@ def test_the_folder_is_whole_and_loads(tiny_folder: Path, tmp_path: Path) -> Non
 def test_an_interrupted_run_goes_on(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     pytest.importorskip("jinja2")
-    asked = {"texts": COUNTS, "judge": JUDGED, "sizes": [0.1, 4.0], "methods": ["fp16", "absmax", "svd"]}
-    asked |= {"quiet": True, "out": tmp_path / "f"}
-    asked["sizes"] = [0.1, 8.0]
+    asked = {"texts": COUNTS, "judge": JUDGED, "methods": ["fp16", "absmax", "svd"]}
+    asked |= {"quiet": True, "out": tmp_path / "f", "sizes": [0.1, 4.0, 8.0, 16.0]}
     coded: list[str] = []
     for kind in (Half, Absmax):
         real = kind.code
@@ -176,7 +175,7 @@ def test_an_interrupted_run_goes_on(tiny_folder: Path, tmp_path: Path, monkeypat
     assert coded.count("int8, a scale a row") == 1
     assert coded.count("int4, a scale a row") == 2
     assert {p.name for p in made.points} >= {"fp16", "int8, a scale a row", "int4, a scale a row"}
-    assert [r.name for r in made.refused] == ["SVD, 0.1 bits"]
+    assert [r.name for r in made.refused][-1] == "SVD, 0.1 bits"
     monkeypatch.undo()
     fresh = frontier(tiny_folder, **{**asked, "out": None})
     assert [(p.name, p.error, p.mean_cosine) for p in fresh.points] == [
@@ -228,7 +227,7 @@ def test_a_task_is_scored_and_drawn(tiny_folder: Path, sts: Path, tmp_path: Path
     for package in ("scipy", "matplotlib", "jinja2"):
         pytest.importorskip(package)
     made = frontier(
-        tiny_folder, judge=JUDGED, sizes=[4.0], methods=["fp16", "absmax"], task="sts", data=sts, quiet=True,
+        tiny_folder, judge=JUDGED, sizes=[4.0, 16.0], methods=["fp16", "absmax"], task="sts", data=sts, quiet=True,
         out=tmp_path / "f",
     )  # fmt: skip
     assert made.metric == "spearman"
@@ -276,10 +275,75 @@ def test_nothing_in_a_name_can_act_on_a_page(tmp_path: Path) -> None:
 def test_what_is_asked_by_default_is_known() -> None:
     shape = (30522, 384)
     for methods, counted in ((COUNTED, True), (UNCOUNTED, False)):
-        found = entries(shape, [1.0, 4.0], methods, counted=counted)
+        found, _ = entries(shape, [1.0, 4.0, 16.0], methods, counted=counted)
         assert len({entry.name for entry in found}) == len(found)
         assert {entry.ours for entry in found} == {True, False}
     assert {m.partition("+")[0] for m in COUNTED} == set(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(5000, 32), (30522, 384)])
+def test_every_size_that_is_asked_is_an_entry_or_told(method: str, shape: tuple[int, int]) -> None:
+    """Of each way alone: the sizes without a point at or next below them are those that are refused."""
+    sizes = [0.02, 0.5, 1.0, 3.0, 4.0, 7.5, 8.0, 11.0, 12.0, 16.0, 40.0]
+    everywhere, refused = entries(shape, sizes, [method], counted=False)
+    told = [float(size) for r in refused for size in sizes_of(r)]
+    assert len(set(told)) == len(told)
+    for size in sizes:
+        if size in told:
+            with pytest.raises(KflatsError, match="nothing that was asked is possible"):
+                entries(shape, [size], [method], counted=False)
+        else:
+            alone, none = entries(shape, [size], [method], counted=False)
+            assert none == []
+            assert alone
+            assert set(alone) <= set(everywhere)
+
+
+def sizes_of(refused: Refused) -> list[str]:
+    return refused.name.partition(", ")[2].partition(" bits")[0].split(", ")
+
+
+def test_roundings_are_those_at_and_next_below() -> None:
+    found, refused = entries((300, 64), [3.0, 5.0, 9.0], ["rotation", "absmax", "fp16"], counted=False)
+    assert [entry.name for entry in found] == [
+        "rotation, 3 bits", "rotation, 5 bits", "rotation, 8 bits",
+        "int8, a scale a row", "int4, a scale a row", "int4, a scale for 32",
+    ]  # fmt: skip
+    assert {r.name: r.reason for r in refused} == {
+        "absmax, 3 bits": "the smallest takes 4 bits",
+        "fp16, 3, 5, 9 bits": "the smallest takes 16 bits",
+    }
+
+
+def test_nothing_possible_is_an_error_and_leaves_nothing(tiny_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("jinja2")
+    for sizes, methods, message in (
+        ([40.0], ["transform"], "Transform, 40 bits: its finest steps"),
+        ([0.1], ["svd"], "SVD, 0.1 bits: .*cannot hold"),  # known only once it is tried
+    ):
+        with pytest.raises(KflatsError, match=f"nothing that was asked is possible.*{message}"):
+            frontier(tiny_folder, judge=JUDGED, sizes=sizes, methods=methods, out=tmp_path / "f", quiet=True)
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_that_tokens_do_not_enter_all_count_the_same(tiny_folder: Path) -> None:
+    asked = {"texts": COUNTS, "judge": JUDGED, "weight": "embeddings.position_embeddings", "quiet": True}
+    made = frontier(tiny_folder, sizes=[8.0], methods=["absmax", "svd"], **asked)  # type: ignore[arg-type]
+    assert (made.weight, made.shape) == (asked["weight"], (32, 16))
+    assert (made.importance, made.counted) == ("Uniform()", 0)
+    assert "tokens do not enter it, so that every row counts the same" in str(made)
+    assert all(p.weighted_error == pytest.approx(p.error) for p in made.points)
+    for method in ("svd+counts", "transform+zipf", "trim"):
+        with pytest.raises(KflatsError, match="tokens do not enter this table"):
+            frontier(tiny_folder, sizes=[8.0], methods=[method], **asked)  # type: ignore[arg-type]
+
+
+def test_a_table_of_positions_has_defaults_of_its_own() -> None:
+    found, _ = entries((512, 64), [4.0, 16.0], UNWEIGHED, counted=True, tokens=False)
+    assert {entry.importance for entry in found} == {""}
+    assert {entry.ours for entry in found} == {True, False}
 
 
 @pytest.mark.parametrize(
@@ -293,6 +357,12 @@ def test_what_is_asked_by_default_is_known() -> None:
         (["svd"], [float("nan")], False, "sizes of"),
         (["svd"], [], False, "sizes of"),
         ([], [4.0], False, "no methods"),
+        (
+            ["transform", "fp16"],
+            [15.0],
+            False,
+            "nothing that was asked is possible.*kflats Transform, 15 bits.*fp16, 15",
+        ),
     ],
 )
 def test_bad_wishes_are_refused(methods: list[str], sizes: list[float], counted: bool, message: str) -> None:
@@ -323,7 +393,7 @@ def test_the_command(tiny_folder: Path, sts: Path, tmp_path: Path) -> None:
     for name, lines in (("texts", COUNTS), ("one", JUDGED[:20]), ("two", JUDGED[20:])):
         (tmp_path / name).write_text("\n".join(lines) + "\n", encoding="utf-8")
     given = ["--texts", tmp_path / "texts", "--judge", tmp_path / "one", "--judge", tmp_path / "two"]
-    given += ["--sizes", ".5,4", "--methods", "fp16,absmax,svd+counts", "--task", "sts", "--data", sts]
+    given += ["--sizes", ".5,4,16", "--methods", "fp16,absmax,svd+counts", "--task", "sts", "--data", sts]
     code, said = run("frontier", tiny_folder, *given, "--out", tmp_path / "f")
     assert code == 0
     assert "int4, a scale a row" in said

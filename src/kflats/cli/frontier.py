@@ -32,8 +32,8 @@ def frontier(
         typer.Option(
             "--methods",
             metavar="LIST",
-            help="transform, flats, fp16, absmax, torchao, rotation, pq, opq, rq, svd, robust-svd, messi, trim; those "
-            "that can weigh rows also with +counts or +zipf. Default: all.",
+            help="transform, flats, float16, fp16, absmax, torchao, rotation, pq, opq, rq, svd, robust-svd, messi, "
+            "trim; those that can weigh rows also with +counts or +zipf. Default: all.",
         ),
     ] = None,
     task: Annotated[str | None, typer.Option("--task", help="Score this task, too: sts (by cosine), cola, ...")] = None,

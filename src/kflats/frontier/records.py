@@ -152,7 +152,10 @@ class Frontier:
 
     def _about(self) -> str:
         n, d = self.shape
-        said = [f"{visible(self.weight)}: {n:,} x {d}; weighted errors by {self.importance}"]
+        by = f"weighted errors by {self.importance}"
+        if self.importance == "Uniform()":
+            by = "tokens do not enter it, so that every row counts the same"
+        said = [f"{visible(self.weight)}: {n:,} x {d}; {by}"]
         said += [f"{self.counted:,} texts counted"] if self.counted else []
         said += [f"{self.judged:,} sentences judged"]
         if self.score is not None:

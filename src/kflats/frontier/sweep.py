@@ -25,7 +25,16 @@ from kflats.evaluate.comparing import load_tokenizer
 from kflats.files import load_model
 from kflats.files.folders import Partial, new_folder
 from kflats.files.sources import check_apart, resolve_model
-from kflats.frontier.entries import COUNTED, SIZES, UNCOUNTED, Entry, check_installed, entries, importance_of
+from kflats.frontier.entries import (
+    COUNTED,
+    SIZES,
+    UNCOUNTED,
+    UNWEIGHED,
+    Entry,
+    check_installed,
+    entries,
+    importance_of,
+)
 from kflats.frontier.judge import Judge
 from kflats.frontier.page import draw
 from kflats.frontier.records import FRONTIER_FILE, Frontier, Point, Refused
@@ -62,19 +71,21 @@ def frontier(
 ) -> Frontier:
     """Store an embedding table in every way at every size, and judge the model with what comes back.
 
-    All bytes that a decoder needs are counted: codebooks, scales, rotations, labels, distributions. kflats' own
-    entries are measured as the streams that their files hold.
+    What was asked is a point, or it is told why it cannot be (``Frontier.refused``). All bytes that a decoder needs are
+    counted: codebooks, scales, rotations, labels, distributions. kflats' own entries are measured as the streams that
+    their files hold.
 
     Args:
         model: a folder or a hub name.
-        texts: what is counted, for row weights and for ``weighted_error``; None: the Zipf prior.
+        texts: what is counted, for row weights and for ``weighted_error``; None: the Zipf prior. Words that they
+            show are not taken for rare.
         judge: sentences to judge on, of another kind than ``texts``; None: those that come with kflats.
         sizes: bits per number of the original.
-        methods: of ``frontier_entries.METHODS``, each alone or with "+counts" or "+zipf" (transform: or
-            "+fisher"); None: all, and two rivals
-            with weights, too.
+        methods: of ``frontier.entries.METHODS``, each alone or with "+counts" or "+zipf" (transform: or "+fisher");
+            None: all, and two rivals with weights, too.
         task, data, split: a task to score, as ``kflats.score``.
-        weight: the embedding's name; None: the token embedding.
+        weight: the embedding's name; None: the token embedding. Of one that tokens do not enter (of positions, say)
+            every row counts the same.
         out: a folder to write: JSON, Markdown, PNG and one HTML page. Finished points are kept beside it until the
             end, so that an interrupted run resumes.
         seed: of rotations, codebooks and random starts.
@@ -85,7 +96,8 @@ def frontier(
     Choose it before deciding on a size. Limit: tables are decoded to judge them; latency is not measured here.
 
     Raises:
-        KflatsError: as the loaders; methods, sizes, tasks or weights that are none; an extra that is missing.
+        KflatsError: as the loaders; methods, sizes, tasks or weights that are none; an extra that is missing; nothing
+            that was asked is possible.
     """
     for given in (texts, judge):
         if given is not None:
@@ -97,11 +109,13 @@ def frontier(
     chosen = _embedding(original, weight)
     judged = list(packaged_texts("judge") if judge is None else judge)
     counted = None if texts is None else list(texts)
-    wanted = (UNCOUNTED if counted is None else COUNTED) if methods is None else methods
-    asked = entries(chosen.shape, sizes, wanted, counted=bool(counted))
+    tokens = _enter_tokens(original, chosen)
+    usual = UNWEIGHED if not tokens else UNCOUNTED if counted is None else COUNTED
+    wanted = usual if methods is None else methods
+    asked, refused = entries(chosen.shape, sizes, wanted, counted=bool(counted), tokens=tokens)
     check_installed(asked, drawn=out is not None)
     table = dense_weight(original, chosen).detach().float().clone()
-    scale = "zipf" if counted is None else "counts"
+    scale = "" if not tokens else "zipf" if counted is None else "counts"
     weights = _weights(original, chosen, counted, tokenizer, {scale, *(entry.importance for entry in asked)})
     about = _fingerprint(folder, chosen.name, counted, judged, task, data, split, seed)
     partial = None if out is None else Partial(out, about)
@@ -110,7 +124,6 @@ def frontier(
         coded = copy.deepcopy(original)
         bench = _Bench(original, coded, tokenizer, chosen, table, weights, scale, counted, judged, panel, seed, partial)
         points: list[Point] = []
-        refused: list[Refused] = []
         with _bar(quiet) as bar:
             going = bar.add_task("", total=len(asked))
             for entry in asked:
@@ -121,12 +134,20 @@ def frontier(
                 else:
                     refused.append(found)
                 bar.advance(going)
+        if not points:
+            if partial is not None:
+                partial.discard()
+            raise KflatsError(
+                "nothing that was asked is possible",
+                cause="; ".join(f"{one.name}: {one.reason}" for one in refused),
+                hint="other sizes or methods",
+            )
         made = Frontier(
             model="/".join(folder.parts[-2:]) if Path(model).is_dir() else str(model),
             weight=chosen.name,
             shape=chosen.shape,
             importance=repr(importance_of(scale)),
-            counted=len(counted or ()),
+            counted=len(counted or ()) if tokens else 0,
             judged=len(judged),
             task=task or "",
             metric=panel.metric,
@@ -150,6 +171,14 @@ def _embedding(model: nn.Module, name: str | None) -> Weight:
     if found.places[0].role != "embedding":
         raise KflatsError(f"{found.name} is no embedding", hint="kflats inspect MODEL lists them")
     return found
+
+
+def _enter_tokens(model: nn.Module, weight: Weight) -> bool:
+    """Whether token ids are what enters the table, and not positions or types."""
+    try:
+        return token_embedding(model).name == weight.name
+    except KflatsError:  # the model's own is factored already
+        return False
 
 
 def _weights(

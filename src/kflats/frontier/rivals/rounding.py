@@ -19,19 +19,17 @@ from kflats.numerics.coding.rotation import rotation_code
 
 @dataclass(frozen=True)
 class Half:
-    """float16, number by number.
+    """float16, number by number; what kflats' ``Recipe(Dense(), codec=Float("float16"))`` stores, by another name.
 
     >>> Half().code(torch.tensor([[1.0, 2.0]])).nbytes
     4
     """
 
-    @property
-    def name(self) -> str:
-        return "fp16"
+    name: str = "fp16"
 
     @property
     def family(self) -> str:
-        return "fp16"
+        return self.name
 
     @property
     def weighs(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import product
 
 from kflats.errors import KflatsError
 from kflats.frontier.rivals.codebooks import OPQ, PQ, Residual
@@ -33,9 +34,10 @@ def sweep(
 ) -> list[Rival]:
     """The rivals of ``families`` for a table of this shape at ``sizes``, in bits per number.
 
-    Roundings and rotations have sizes of their own: all of them between half the least and twice the largest size.
-    Of codebooks, for every size the largest that is not above it; with ``every`` that and the smallest above, for
-    each number of bits a code.
+    Roundings, rotations and codebooks have sizes of their own: for every size the largest that is not above it, of
+    roundings for each number of columns that share a scale. With ``every``, for curves to be read between them: all
+    roundings from half the least size to twice the largest; of codebooks that and the smallest above, for each number
+    of bits a code. Roundings go by the bits of a number: the scale of a row comes on top.
 
     Raises:
         KflatsError: an unknown family, or sizes that are none.
@@ -53,23 +55,62 @@ def sweep(
     return found
 
 
+def left_out(shape: tuple[int, int], sizes: Sequence[float], family: str) -> dict[str, list[float]]:
+    """The sizes at which ``sweep`` has no rival of a family, by the reason.
+
+    >>> left_out((30522, 384), [2.0, 9.0], "svd"), left_out((30522, 384), [2.0, 9.0], "absmax")
+    ({'factors above 8 bits are not tried: rounding alone takes fewer': [9.0]}, {'the smallest takes 4 bits': [2.0]})
+    """
+    found: dict[str, list[float]] = {}
+    for size in sorted(sizes):
+        if not sweep(shape, [size], [family]):
+            found.setdefault(_why(family, shape), []).append(size)
+    return found
+
+
+def _why(family: str, shape: tuple[int, int]) -> str:
+    if family in _FACTORS:
+        return f"factors above {_LARGEST_FACTORS:g} bits are not tried: rounding alone takes fewer"
+    if family in ("pq", "opq", "rq"):
+        sizes = [8 * rival.size(shape) / (shape[0] * shape[1]) for rival in _codebooks(family, shape)]
+    else:
+        sizes = [bits for bits, *_ in _fixed(family, shape[1])]
+    if sizes:
+        return f"the smallest takes {min(sizes):.3g} bits"
+    most = f": codebooks of whole rows above {_LARGEST_RESIDUAL:g} bits are not tried" if family == "rq" else ""
+    return f"it has no codebooks for a table of this shape{most}"
+
+
 def _of_family(family: str, shape: tuple[int, int], sizes: Sequence[float], every: bool) -> list[Rival]:
     d = shape[1]
     if family in _FACTORS:
         return [Factors(_FACTORS[family], size) for size in sizes if size <= _LARGEST_FACTORS]
     if family in ("pq", "opq", "rq"):
         return _nearest(_codebooks(family, shape), shape, sizes, every)
+    fixed = _fixed(family, d)
+    if every:
+        return [rival for bits, _, rival in fixed if sizes[0] / 2 <= bits <= 2 * sizes[-1]]
+    kept = set()
+    for size, group in product(sizes, {group for _, group, _ in fixed}):
+        below = [bits for bits, other, _ in fixed if other == group and bits <= size]
+        kept |= {(bits, group) for bits in sorted(below)[-1:]}
+    return [rival for bits, group, rival in fixed if (bits, group) in kept]
+
+
+def _fixed(family: str, d: int) -> list[tuple[float, int | None, Rival]]:
+    """(bits per number, columns that share a scale, None for all, the rival) of each rounding of a family."""
     groups = [g for g in (32, 128) if not d % g]
-    fixed: dict[str, list[tuple[float, Rival]]] = {
-        "fp16": [(16, Half())],
-        "absmax": [(8, Absmax(8)), (4, Absmax(4)), *((4 + 16 / g, Absmax(4, g)) for g in groups)],
-        "torchao": [(8, TorchAO(8)), (4, TorchAO(4)), *((4 + 16 / g, TorchAO(4, g)) for g in groups)],
-        "rotation": [(bits, Rotated(bits)) for bits in range(1, 9)],
-    }
-    if family == "torchao":
-        fixed[family] += [(bits, TorchAO(bits)) for bits in (3, 2)]
-        fixed[family] += [(bits + 0.5, TorchAO(bits, 32)) for bits in (3, 2) if not d % 32]
-    return [rival for bits, rival in fixed[family] if sizes[0] / 2 <= bits <= 2 * sizes[-1]]
+    if family == "fp16":
+        return [(16, None, Half())]
+    if family == "rotation":
+        return [(bits, None, Rotated(bits)) for bits in range(1, 9)]
+    kind = Absmax if family == "absmax" else TorchAO
+    found: list[tuple[float, int | None, Rival]] = [(8, None, kind(8)), (4, None, kind(4))]
+    found += [(4 + 16 / g, g, kind(4, g)) for g in groups]
+    if kind is TorchAO:
+        found += [(bits, None, TorchAO(bits)) for bits in (3, 2)]
+        found += [(bits + 0.5, 32, TorchAO(bits, 32)) for bits in (3, 2) if not d % 32]
+    return found
 
 
 def _codebooks(family: str, shape: tuple[int, int]) -> list[PQ | OPQ | Residual]:
