@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
+from kflats import SVD, Dense, Int8, Recipe, Transform, compress_
 from kflats.errors import KflatsError
 from kflats.files import annotate_, load_model
 from kflats.nn.layers import FactoredEmbedding
@@ -25,6 +26,7 @@ from kflats.recover.checkpoints import last_checkpoint
 from kflats.recover.distill import Objective, distance
 from kflats.recover.recover import RECOVERY_FILE, recover_, recover_folder
 from kflats.recover.recovery import Recovery
+from kflats.recover.trainable import only
 from kflats.swap.places import factored_layers, find_weights
 from kflats.swap.surgery import swap_
 
@@ -424,6 +426,21 @@ def test_models_that_cannot_be_recovered_are_refused(
     monkeypatch.setitem(sys.modules, "kflats.recover.training", None)
     with pytest.raises(KflatsError, match=r"kflats\[tasks\]"):
         recover_(small(), "sst2", judged=None, **settings)
+
+
+def test_codes_have_no_bases_to_train(tiny_model: Any) -> None:
+    """Integers are constants: the error names them, scales train, and every flag is what it was."""
+    pytest.importorskip("constriction")
+    for recipe in (Recipe(SVD(), codec=Transform()), Recipe(Dense(), codec=Int8())):
+        model = tiny_model("bert")
+        compress_(model, {"embeddings.word_embeddings": recipe}, budget="40%", quiet=True)
+        before = {name: p.requires_grad for name, p in model.named_parameters()}
+        with pytest.raises(KflatsError, match=r"codes have no bases.*integers.*--train all"), only(model, "bases"):
+            pass
+        assert {name: p.requires_grad for name, p in model.named_parameters()} == before
+        for train in ("coordinates", "factors"):
+            with only(model, train) as chosen:
+                assert sum(p.numel() for p in chosen)
 
 
 def test_batches_are_of_similar_length_and_differ_by_epoch() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
+from kflats.nn.codes import Codes
 from kflats.nn.layers import FactoredEmbedding
 from kflats.swap.places import factored_layers
 
@@ -30,7 +31,8 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
         The parameters that train.
 
     Raises:
-        KflatsError: another word, no factored layer where factors should train, or nothing left to train.
+        KflatsError: another word, no factored layer where factors should train, codes where bases should, or nothing
+            left to train.
 
     >>> model = nn.Linear(2, 3)
     >>> with only(model, "all") as chosen:
@@ -52,6 +54,12 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
                 hint="compress it first, or train='all' (--train all)",
             )
         chosen = [p for matrix in matrices for name, p in matrix.named_parameters() if name in names]
+        if not chosen and all(isinstance(matrix, Codes) for matrix in matrices):
+            raise KflatsError(
+                f"the model's codes have no {train} that could train",
+                cause="it is stored as integers by a codec; their scales and levels are what can be learned",
+                hint="train='all' or 'coordinates' (--train all), or kflats.restore_(model) and recover before coding",
+            )
     if not sum(p.numel() for p in chosen):
         raise KflatsError("nothing is left to train", cause="every parameter was frozen (requires_grad=False)")
     try:
