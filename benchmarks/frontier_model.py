@@ -2,9 +2,9 @@
 cosine of .94 and STS-B within .5 points; in 1.2 bits .98 and .2 points; in 2 bits .995. Every rival is measured beside.
 
 Counted on WikiText-2 (train), judged on the sentences of STS-B (dev) and its Spearman correlation. While defaults were
-chosen, CoLA's sentences were judged (``--data cola`` does so); no table of those comparisons is kept. The 5th percentile
-and 500 rare words, which neither text shows, stand beside the means. The data come from the folder KFLATS_DATA or the
-hub, as in ``fidelity.py``.
+chosen, CoLA's sentences were judged (``--data cola`` does so); no table of those comparisons is kept. The 5th
+percentile and 500 rare words, which neither text shows, stand beside the means. The data come from the folder
+KFLATS_DATA or the hub, as in ``fidelity.py``.
 
     python benchmarks/frontier_model.py --write benchmarks/results/frontier_model.md
 
