@@ -17,6 +17,7 @@ from kflats.numerics.lewis import Lewis, lewis_weights
 from kflats.numerics.loewner import Loewner, _cut, _cut_both, _gradient, _norms
 from kflats.numerics.rows import ScaledRows, TensorRows
 from kflats.numerics.sketch import LewisSample, Sketch
+from kflats.numerics.whitening import COLUMN_FLOOR
 
 F64 = torch.float64
 POWERS = (0.3, 0.5, 1.0, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0, 8.0)
@@ -57,6 +58,11 @@ MATRICES = {
     "rank 3": (gaussian(100, 3) @ gaussian(3, 9, 1), 3),
     "rank 3 in float32": (gaussian(100, 3).float() @ gaussian(3, 9, 1).float(), 3),
     "wide": (gaussian(4, 30), 4),
+    "wide, rank 5": (gaussian(60, 5) @ gaussian(5, 200, 1), 5),
+    "wide, rank 5 in float32": ((gaussian(60, 5) @ gaussian(5, 200, 1)).float(), 5),
+    "wide ones": (torch.ones(8, 30), 1),
+    "wide, repeated rows": (gaussian(4, 40).repeat(5, 1), 4),
+    "wide, few columns": (torch.cat([gaussian(9, 3), torch.zeros(9, 30, dtype=F64)], 1), 3),
     "square": (gaussian(7, 7), 7),
     "one row": (gaussian(1, 5), 1),
     "one column": (gaussian(50, 1), 1),
@@ -65,7 +71,11 @@ MATRICES = {
     "bfloat16": (gaussian(300, 6, dtype=torch.bfloat16), 6),
     "sparse": (gaussian(400, 5) * (gaussian(400, 5, 3) > 1), 5),
 }
-LEWIS_POWERS = dict.fromkeys(MATRICES, POWERS) | {"a huge row": (0.5, 1.0, 1.5), "rows of many sizes": POWERS[:7]}
+LEWIS_POWERS = (
+    dict.fromkeys(MATRICES, POWERS)
+    | {name: (0.5, 1.0, 3.0) for name in MATRICES if name.startswith("wide, ")}
+    | {"a huge row": (0.5, 1.0, 1.5), "rows of many sizes": POWERS[:7]}
+)
 
 
 def ratios(a, ellipsoid, x):
@@ -237,12 +247,25 @@ def test_rows_are_read_by_blocks():
     seed=st.integers(0, 10**6),
     spread=st.floats(0, 1),
     zeros=st.floats(0, 0.9),
+    inner=st.none() | st.integers(1, 3),
+    tiny=st.sampled_from([1.0, 1e-3, 1e-6, 1e-12, 1e-20, 1e-30]),
+    width=st.sampled_from([1, 1, 9]),
 )
-def test_any_matrix_at_all(n, d, p, seed, spread, zeros):
+def test_any_matrix_at_all(n, d, p, seed, spread, zeros, inner, tiny, width):
+    """Among them wide ones, ones of low rank, and ones of which every other column is tiny."""
     gen = torch.Generator().manual_seed(seed)
-    a = torch.randn(n, d, generator=gen, dtype=F64) * 10 ** (spread * torch.randn(n, 1, generator=gen, dtype=F64) / 2)
-    a *= torch.rand(n, d, generator=gen, dtype=F64) >= zeros
+    d *= width
+    a = torch.randn(n, d, generator=gen, dtype=F64)
+    if inner is not None:
+        a = a[:, :1].expand(n, inner) * torch.randn(n, inner, generator=gen, dtype=F64) @ a[:1].expand(inner, d)
+        a = a + torch.randn(n, inner, generator=gen, dtype=F64) @ torch.randn(inner, d, generator=gen, dtype=F64)
+    a = a * 10 ** (spread * torch.randn(n, 1, generator=gen, dtype=F64) / 2)
+    if inner is None:
+        a *= torch.rand(n, d, generator=gen, dtype=F64) >= zeros
+    a[:, 1::2] *= tiny
     found = Lewis(iterations=60).fit(a, p)
+    if inner is not None:
+        assert found.rank <= min(inner + 1, n, d)
     if found.rank:
         ratio = ratios(a, found, found.directions.T @ torch.randn(found.rank, 50, generator=gen, dtype=F64))
         assert ratio.min() >= 1 - 1e-6
@@ -430,9 +453,41 @@ def test_a_sample_that_misses_a_direction_says_so():
         LewisSample(rows_per_column=1)
 
 
-# Bad input
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sketch_of_few_rows_that_are_not_zero(seed):
+    """Ten of a thousand: each has a row of the sketch to itself, so no two can cancel."""
+    a = torch.zeros(1000, 5, dtype=F64)
+    a[torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:10]] = gaussian(10, 5, seed)
+    for p in (0.5, 1.0, 3.0):
+        found = Sketch(seed=seed).fit(a, p)
+        assert found.rank == 5
+        assert distortion_found(a, found, directions=4, steps=5).least >= 1 - 1e-6
+
+
+# Columns that are nearly or altogether dead
 
 WAYS = {"lewis": Lewis(), "sample": LewisSample(), "loewner": Loewner(), "sketch": Sketch()}
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("size", [1e-6, 1e-9, 1e-11, 1e-15, 1e-20, 1e-30, 0.0])
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+def test_columns_below_the_floor_count_as_zeros(way, size, dtype):
+    a = (gaussian(150, 5) * torch.tensor([1, 1, size, 0.5, size], dtype=F64)).to(dtype)
+    for p in (0.5, 1.0, 3.0):
+        if isinstance(way, Loewner) and p < 1:
+            continue
+        if isinstance(way, Loewner) and size == 1e-9:  # not below the floor, and squared beyond float64
+            with pytest.raises(KflatsError, match="algorithm A1 refuses singular values"):
+                way.fit(a, p)
+            continue
+        found = way.fit(a, p)
+        assert found.rank == (5 if size > COLUMN_FLOOR else 3)
+        assert torch.isfinite(found.axes).all()
+        holds(a, found, slack=1e-6 if dtype == F64 else 1e-5)
+
+
+# Bad input
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -478,7 +533,9 @@ def test_zeros_have_no_axes(way):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize("name", ["wide", "constant columns", "one row", "one column", "float16"])
+@pytest.mark.parametrize(
+    "name", [*(name for name in MATRICES if "wide" in name), "constant columns", "one row", "one column", "float16"]
+)
 def test_odd_shapes_and_types(way, name):
     a, rank = MATRICES[name]
     found = way.fit(a, 1.5)

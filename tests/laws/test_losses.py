@@ -152,7 +152,7 @@ def test_powers_out_of_range_are_refused(q):
 
 
 @pytest.mark.parametrize("kind", [Huber, Truncated])
-@pytest.mark.parametrize("threshold", [0, -1.0, math.inf, math.nan, True, "1"])
+@pytest.mark.parametrize("threshold", [0, -1.0, 1e-200, 1e200, math.inf, math.nan, True, "1"])
 def test_thresholds_out_of_range_are_refused(kind, threshold):
     with pytest.raises(KflatsError, match="is not possible"):
         kind(threshold)

@@ -11,11 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
+from kflats.numerics.entrywise import entrywise_low_rank
+from kflats.numerics.fit import fit_flats
 from kflats.numerics.lewis import Lewis
-from kflats.numerics.loewner import Loewner, _cut
+from kflats.numerics.loewner import Loewner, _cut, _gradient, _norms
 from kflats.numerics.robust import robust_svd
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.sketch import LewisSample, Sketch
+from kflats.numerics.subspace import robust_subspace
 from kflats.numerics.svd import truncated_svd
 
 F64 = torch.float64
@@ -130,6 +133,46 @@ def test_weights_that_their_root_takes_beyond_float32(p, least):
     assert found.error_at_least * 0.999 <= found.error <= found.error_at_most
 
 
+@pytest.mark.parametrize(("weight", "p"), [(1e-26, 0.5), (1e-20, 0.25), (1e30, 0.5), (1e30, 1.0), (1e-26, 1.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
+def test_equal_weights_of_any_size_only_scale(weight, p, dtype):
+    a = draw(100, 5, dtype=dtype)
+    plain, found = robust_svd(a, 2, p), robust_svd(a, 2, p, weights=torch.full((100,), weight, dtype=F64))
+    torch.testing.assert_close(built(found), built(plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found.axes, weight ** (1 / p) * plain.axes, rtol=1e-5, atol=0)
+    for ours, theirs in zip(
+        (found.error, found.total, found.error_at_least, found.error_at_most),
+        (plain.error, plain.total, plain.error_at_least, plain.error_at_most),
+        strict=True,
+    ):
+        assert ours == pytest.approx(weight * theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("size", [1e-6, 1e-9, 1e-11, 1e-15, 1e-20, 1e-30, 0.0])
+@pytest.mark.parametrize("dtype", [F64, torch.float32], ids=str)
+def test_dead_columns_leave_the_bounds_and_the_svd(way, size, dtype):
+    a = (draw(150, 5) / torch.linspace(2, 0.2, 5) * torch.tensor([1, 1, size, 0.5, size], dtype=F64)).to(dtype)
+    for p in (0.5, 1.0, 1.5, 2.0, 3.0):
+        if isinstance(way, Loewner) and (p < 1 or (size == 1e-9 and p != 2)):  # what it refuses
+            continue
+        found = robust_svd(a, 2, p, ellipsoid=way)
+        assert found.error == pytest.approx(powers(a - built(found), p), rel=1e-4)
+        assert found.error_at_least <= found.error * (1 + 1e-6)
+        assert found.error <= found.error_at_most * (1 + 1e-6)
+        if p == 2 and not isinstance(way, Sketch):
+            assert found.error == pytest.approx(truncated_svd(a, 2).error, rel=1e-5)
+
+
+@pytest.mark.parametrize("p", [0.5, 1.0, 3.0])
+@pytest.mark.parametrize("shape", [(8, 30), (30, 8), (6, 6)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_matrix_of_ones_has_one_axis(p, shape, transposed):
+    found = robust_svd(torch.ones(shape), 3, p, transposed=transposed)
+    assert len(found.axes) == 1
+    torch.testing.assert_close(built(found), torch.ones(shape, dtype=F64), atol=1e-5, rtol=0)
+
+
 def test_axes_beyond_single_precision_are_refused():
     a = torch.randn(100_000, 2, generator=torch.Generator().manual_seed(0))
     with pytest.raises(KflatsError, match=r"single precision no room.*p nearer to 2"):
@@ -154,6 +197,39 @@ def test_beyond_the_rank_there_are_zeros():
     torch.testing.assert_close(built(found), a)
     nothing = robust_svd(torch.zeros(9, 3), 2, 1.0)
     assert nothing.error == nothing.total == nothing.error_at_most == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "p", "weight"), [(1e8, 40.0, None), (1e-8, 64.0, None), (1.0, 0.1, 1e40), (1.0, 0.1, 1e-40)]
+)
+def test_sums_beyond_double_precision_are_refused(size, p, weight):
+    weights = None if weight is None else torch.full((60,), weight, dtype=F64)
+    with pytest.raises(KflatsError, match=rf"leave double precision: p = {p:g}.*p nearer to 2"):
+        robust_svd(size * draw(60, 5), 2, p, weights=weights)
+
+
+RANKED = {
+    "robust_svd": robust_svd,
+    "robust_subspace": robust_subspace,
+    "entrywise_low_rank": entrywise_low_rank,
+    "truncated_svd": truncated_svd,
+    "fit_flats": lambda matrix, rank, **more: fit_flats(matrix, 2, rank=rank, **more),
+}
+
+
+@pytest.mark.parametrize("fit", RANKED.values(), ids=RANKED.keys())
+def test_what_is_no_matrix_and_no_rank_is_named(fit):
+    a = draw(60, 5)
+    with pytest.raises(KflatsError, match=r"expected a torch tensor of shape \(n, d\), found ndarray.*as_tensor"):
+        fit(a.numpy(), 1)
+    for rank in (2.0, "2", True):
+        with pytest.raises(KflatsError, match=r"a rank is a whole number, not .*1\.\.5"):
+            fit(a, rank)
+    with pytest.raises(KflatsError, match="a rank"):
+        fit(a, None)
+    if fit is not truncated_svd:
+        with pytest.raises(KflatsError, match=r"carry gradients.*detach"):
+            fit(a, 1, weights=torch.ones(60, requires_grad=True))
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -219,12 +295,12 @@ def test_theorem_5s_upper_bound_needs_the_next_sigma():
 
 
 def test_line_4_must_square_the_radius():
-    """For A = I/10, ||Ax||_1 <= 1 reaches 10; the least enclosing ball is F = 100 I, and F = r I stops at sqrt 10."""
-    x = torch.tensor([10.0, 0.0], dtype=F64)
-    a = torch.eye(2, dtype=F64) / 10
-    assert float((a @ x).abs().sum()) == 1
-    assert float(x @ x) / 10.0 > 1
-    assert float(x @ x) / 10.0**2 <= 1
+    """For A = (I; I)/20, ||Ax||_1 <= 1 reaches 10: its ball is F = 100 I, and F = r I stops at sqrt 10."""
+    a, x = torch.eye(2, dtype=F64).repeat(2, 1) / 20, torch.tensor([10.0, 0.0], dtype=F64)
+    assert float(_norms(a @ x, 1.0)) == pytest.approx(1)
+    found = Loewner().fit(a, 1.0)
+    assert float(found.norm(x)) <= 1 + 1e-9
+    assert float(x @ x) / float(1 / found.axes[-1]) > 1  # the same radius, not squared
 
 
 def test_the_printed_cut_loses_a_part_of_the_body():
@@ -259,7 +335,9 @@ def test_the_printed_gradient_is_not_one():
         y = a @ x
         printed = (a * x / y.abs().unsqueeze(1)).sum(0)
         assert float(printed.norm()) > 1 / gap
-        assert float((a.T @ y.sign()).norm()) <= 4
+        slope = _gradient(a, x, 1.0)
+        assert float(slope.norm()) <= 4
+        assert float(slope @ x) == pytest.approx(float(_norms(y, 1.0)))
 
 
 def test_a_square_matrix_leaves_nothing_to_iterate():

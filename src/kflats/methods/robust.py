@@ -103,8 +103,8 @@ class RobustSVD(_Pair):
     Args:
         p: 0 < p <= 16. 2 is the SVD; below, long rows turn the flat less.
         ellipsoid: how it is found. ``Lewis()``: Lewis weights, any p, milliseconds to seconds. ``LewisSample()``: of
-            sampled rows, in a third of that. ``Loewner()``: the paper's ellipsoid method, p >= 1, for a dozen columns.
-            ``Sketch()``: its randomized version, far worse.
+            sampled rows, in two fifths of that. ``Loewner()``: the paper's ellipsoid method, p >= 1, for a dozen
+            columns. ``Sketch()``: its randomized version, far worse.
         transposed: of A' instead (the paper's remark 8), without row weights. Where A has more rows than columns that
             is the SVD for every p.
 

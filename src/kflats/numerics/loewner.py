@@ -31,6 +31,8 @@ from kflats.numerics.whitening import narrow, row_lengths, row_space
 
 Contraction = Literal["1/sqrt(d)", "1/d"]
 
+_FLATTEST = 2e-7  # least singular value, of the largest: F holds their squares, and below loses the shortest axes
+
 
 @dataclass(frozen=True)
 class Loewner:
@@ -66,7 +68,8 @@ class Loewner:
         """The ellipsoid of ``matrix`` (n, d) at power p >= 1; a float64 copy of it is held, in its r directions.
 
         Raises:
-            KflatsError: p < 1 or infinite, values that are not finite, a rank above ``max_columns``, too many steps.
+            KflatsError: p < 1 or infinite, values that are not finite, singular values of too different size, a rank
+                above ``max_columns``, too many steps.
         """
         rows = as_rows(matrix)
         check_power(p, *rows.shape, least=1.0)
@@ -86,6 +89,13 @@ class Loewner:
                 f"algorithm A1 on {r} columns is refused above {self.max_columns}",
                 cause="its steps grow like d^4, and each costs a product with the matrix",
                 hint="use Lewis(), or Loewner(max_columns=...) with patience",
+            )
+        if float(singular[-1]) < _FLATTEST * float(singular[0]):
+            raise KflatsError(
+                f"algorithm A1 refuses singular values from {float(singular[0]):.0e} to {float(singular[-1]):.0e}",
+                cause="columns in different units, or a direction that is all but missing: squares of such lie too far "
+                "apart for double precision",
+                hint="use Lewis(), or bring the columns to one scale",
             )
         work = torch.cat([block.to(torch.float64) @ directions.T for _, block in rows.blocks(GRAM_BLOCK)])
         # ||Ax||_p >= n^min(0, 1/p - 1/2) ||Ax||_2

@@ -94,7 +94,7 @@ class Power:
         return _alive(self.q / 2 * floored(dist2, norms2, floor).pow(self.q / 2 - 1), norms2)
 
 
-_LEAST = 1e-15  # a threshold whose square, and that of its reciprocal, float32 still has
+_LEAST = 1e-30  # thresholds and their reciprocals; farther out squares vanish and float32 has no such number
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class _Thresholded:
         if not _number(self.threshold) or not _LEAST < self.threshold < 1 / _LEAST:
             raise KflatsError(
                 f"a threshold of {self.threshold!r} is not possible",
-                cause="it must be positive, and its square a number" if _number(self.threshold) else "",
-                hint='a positive distance, or a positive number of medians with unit="median"',
+                cause=f"it lies between {_LEAST:g} and {1 / _LEAST:g}" if _number(self.threshold) else "",
+                hint='a positive distance, or a positive number of medians with unit="median"; or scale the matrix',
             )
         if self.unit not in ("absolute", "median"):
             raise KflatsError(f"a threshold has no unit {self.unit!r}", hint='"absolute" or "median"')
@@ -239,7 +239,9 @@ def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: T
     if weights is not None:
         alive &= weights > 0
     counted = counted[alive] if bool(alive.any()) else counted
-    return replace(loss, threshold=loss.threshold * float(counted.median().sqrt()), unit="absolute")
+    median = counted.median()
+    nowhere = float(median) <= torch.finfo(counted.dtype).tiny  # rows of zeros: any threshold does
+    return replace(loss, threshold=loss.threshold * (1.0 if nowhere else float(median.sqrt())), unit="absolute")
 
 
 def out_of_reach(loss: Truncated) -> KflatsError:

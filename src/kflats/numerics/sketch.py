@@ -106,7 +106,7 @@ class Sketch:
 
 @dataclass(frozen=True)
 class LewisSample:
-    """Lewis weights of ``rows_per_column`` x d sampled rows, then one iteration on all: a third of ``Lewis``' time.
+    """Lewis weights of ``rows_per_column`` x d sampled rows, then one iteration on all: two fifths of ``Lewis``' time.
 
     Half of the rows are drawn evenly, half by |a|^min(p, 2), and scaled so that sums of powers keep their expectation.
     The ellipsoid is certified on the whole matrix, with a constant tens of per cent above r^|1-p/2| (a row, not the

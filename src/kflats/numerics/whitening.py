@@ -30,12 +30,19 @@ def row_lengths(rows: Rows) -> Tensor:
 
 
 def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
-    """A wide matrix (n < d) as C (n, n) and orthonormal K (n, d) with A = C K; others as they are, and None."""
+    """A wide matrix (n < d) as C (n, r) and orthonormal K (r, d) with A = C K, r its rank where its rows have length 1;
+    others as they are, and None."""
     n, d = rows.shape
     if n >= d:
         return rows, None
     q, t = torch.linalg.qr(rows.take(torch.arange(n, device=rows.device)).to(torch.float64).T)
-    return TensorRows(t.T.contiguous()), q.T
+    lengths = torch.linalg.vector_norm(t, dim=0)
+    # What a QR leaves of directions that are not there would pass for short columns.
+    _, values, turn = torch.linalg.svd((t / torch.where(lengths > 0, lengths, 1.0)).T, full_matrices=False)
+    kept = values.square() > RANK_FLOOR * float(values[0]) ** 2
+    if bool(kept.all()) or not bool(lengths.any()):
+        return TensorRows(t.T.contiguous()), q.T
+    return TensorRows(t.T @ turn[kept].T), turn[kept] @ q.T
 
 
 def gram(rows: Rows, factors: Tensor | None = None) -> Tensor:
