@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.nn.abstract import Matrix
-from kflats.nn.dense import DenseMatrix
 from kflats.nn.codes import CHECK, Codes
+from kflats.nn.dense import DenseMatrix
 from kflats.nn.flats import refresh_after_load
 from kflats.nn.low_rank import LowRankMatrix
 
