@@ -8,8 +8,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
+import kflats
+from kflats import SVD, Recipe, Transform
 from kflats.errors import KflatsError
+from kflats.factorize.storing import store
+from kflats.importance.weighting import Weighting
+from kflats.methods.problem import Problem
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.encode import transform_code
@@ -19,6 +25,7 @@ from kflats.numerics.coding.rotation import lloyd_max, random_rotation, rotation
 from kflats.numerics.coding.tables import KNOTS, Tables, table_for
 from kflats.numerics.coding.transform import context_moves, label_bits
 from kflats.numerics.rows import PartOfRows, TensorRows
+from kflats.swap.surgery import find_weight, swap_
 
 
 def cloud(n, d, seed=0, decay=1.0):
@@ -159,7 +166,7 @@ def test_near_the_gaussian_bound(bits, weighted):
     """Symbols and distributions of a true Gaussian, for which .254 bits at high rates are all scalars can do; where
     every row has a weight of its own, .03 more for sharing its class's step.
 
-    Labels and basis do not grow with both n and d: they are counted on a real table by benchmarks/coding_bound.py.
+    Labels and basis do not grow with both n and d: they are counted in files, below.
     """
     matrix, spectrum = cloud(8000, 32)
     weights = torch.logspace(-1, 1, 8000)[torch.randperm(8000, generator=torch.Generator().manual_seed(1))]
@@ -169,6 +176,24 @@ def test_near_the_gaussian_bound(bits, weighted):
     beside = basis + label_bits(torch.bincount(code.labels.long()))
     found = (8 * code.stored_bytes - beside) / matrix.numel()
     assert found <= bound_bits(spectrum, lost, weights if weighted else None) + (0.33 if weighted else 0.30)
+
+
+@pytest.mark.parametrize(("bits", "weighted", "above"), [(3.0, False, 0.30), (2.0, True, 0.30), (1.0, True, 0.22)])
+def test_files_are_near_the_gaussian_bound(bits, weighted, above, tmp_path):
+    """Bytes of a file, all counted: labels, axes, layouts, distributions, checksums, scales and the container."""
+    pytest.importorskip("constriction")
+    matrix, spectrum = cloud(20_000, 64)
+    draw = torch.Generator().manual_seed(1)
+    weights = torch.logspace(-1, 1, len(matrix))[torch.randperm(len(matrix), generator=draw)] if weighted else None
+    given = Problem(TensorRows(matrix), int(bits * matrix.numel() / 8), 4, Weighting(left=weights))
+    coded = store(Recipe(SVD(), codec=Transform()), given, torch.float32).matrix
+    model = nn.Sequential(nn.Embedding.from_pretrained(matrix, freeze=False))
+    swap_(model, find_weight(model, "0"), coded)
+    kflats.save(model, tmp_path)
+    nbytes = (tmp_path / "model.safetensors").stat().st_size
+    with torch.no_grad():
+        lost = share(coded, matrix, weights)
+    assert 8 * nbytes / matrix.numel() <= bound_bits(spectrum, lost, weights) + above
 
 
 def test_more_bytes_less_error_and_fewer_than_any_uniform_code(table):

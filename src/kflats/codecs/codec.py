@@ -13,6 +13,8 @@ import torch
 
 from kflats.errors import KflatsError
 
+_ROUNDED = frozenset({"Dense", "SVD", "RobustSVD", "Entrywise", "Subspace"})
+"""The methods whose matrix is a table or a pair: columns that integers with scales can stand for."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -71,8 +73,8 @@ class Int8:
 
         a_ij  ~  scale_ig q_ij,      |q_ij| <= 127,      scale_ig = max_j |a_ij| / 127
 
-    With ``Dense()`` the matrix itself: nearly lossless, a little over a quarter of float32. With ``SVD()`` the
-    coordinates, each column by its own size, of a pair whose basis has 8 bits too.
+    With ``Dense()`` the matrix itself: nearly lossless, a little over a quarter of float32. With ``SVD()`` or another
+    method that makes a pair the coordinates, each column by its own size, of a basis that has 8 bits too.
 
     Args:
         group: None: one scale a row. Otherwise as few groups as have at most so many columns, equal but for the last.
@@ -86,7 +88,7 @@ class Int8:
     group: int | None = None
 
     bits: ClassVar[int] = 8
-    methods: ClassVar[frozenset[str] | None] = frozenset({"Dense", "SVD"})
+    methods: ClassVar[frozenset[str] | None] = _ROUNDED
 
     def __post_init__(self) -> None:
         _check_group(self.group, "Int8")
@@ -107,7 +109,7 @@ class Int4:
     group: int | None = 64
 
     bits: ClassVar[int] = 4
-    methods: ClassVar[frozenset[str] | None] = frozenset({"Dense", "SVD"})
+    methods: ClassVar[frozenset[str] | None] = _ROUNDED
 
     def __post_init__(self) -> None:
         _check_group(self.group, "Int4")

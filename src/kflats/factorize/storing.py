@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from torch import Tensor
 from kflats.codecs.codec import Codes, Int4, Int8, Rotation, Transform
 from kflats.codecs.streams import stored_bytes
 from kflats.factorize.transforming import transformed
-from kflats.methods import SVD, Flats
+from kflats.methods import PAIRS, SVD, Flats
+from kflats.methods.judging import Norm
 from kflats.methods.problem import Factored, Problem, check_accepts, refuse_bytes
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_build import from_integers, in_range
@@ -104,20 +106,22 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
     start = time.perf_counter()
     codec, weighting = recipe.codec, problem.weighting
     check_accepts(brief(codec), accepted(recipe), weighting)
+    norm = None
     if isinstance(codec, Transform):
         assert isinstance(recipe.method, SVD | Flats)
         matrix = transformed(recipe.method, codec, problem, dtype)
     elif isinstance(codec, Rotation):
         matrix = _rotated(codec, problem, dtype)
     elif _is_pair(recipe):
-        matrix = _pair(codec, problem, dtype)
+        made = _pair(recipe.method, codec, problem, dtype)
+        matrix, norm = made.matrix, made.norm
     else:
         matrix = _rounded(codec, problem, dtype)
-    return Factored(matrix, (), time.perf_counter() - start, stored_bytes=stored_bytes(matrix))
+    return Factored(matrix, (), time.perf_counter() - start, norm, stored_bytes=stored_bytes(matrix))
 
 
 def _is_pair(recipe: Recipe) -> bool:
-    return isinstance(recipe.method, SVD)
+    return isinstance(recipe.method, PAIRS)
 
 
 def _rotated(codec: Rotation, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
@@ -157,26 +161,60 @@ def _rounded(codec: Int8 | Int4, problem: Problem, dtype: torch.dtype) -> CodedM
     return matrix
 
 
-def _pair(codec: Int8 | Int4, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    """An SVD, each of its columns brought to one size before it is rounded: every coordinate has as many bits."""
+def _pair(method: Any, codec: Int8 | Int4, problem: Problem, dtype: torch.dtype) -> _Stored:
+    """A pair, each of its columns brought to one size before it is rounded: every coordinate has as many bits."""
     shape = problem.rows.shape
     ranks = range(min(shape), 0, -1)
     rank = next((r for r in ranks if fixed_bytes(codec, shape, dtype.itemsize, r) <= problem.nbytes), 0)
     if rank < _LEAST_RANK:
         raise refuse_bytes(problem, fixed_bytes(codec, shape, dtype.itemsize, _LEAST_RANK), "1 flat of rank 1")
-    found = truncated_svd(problem.rows, rank, left=problem.weighting.left, right=problem.weighting.right)
+    found = _factors(method, problem, rank)
     while True:
-        matrix = _rounded_pair(codec, found.coordinates[:, :rank], found.basis[:rank], dtype)
+        if found.coordinates.shape[1] > rank:
+            found = found.first(rank) if isinstance(method, SVD) else _factors(method, problem, rank)
+        matrix = _rounded_pair(codec, found.coordinates, found.basis, dtype)
         # The head of a file may be longer than what the coder saves of a small matrix.
         over = (least := stored_bytes(matrix)) - problem.nbytes
         if over <= 0:
-            return matrix
+            return _Stored(matrix, found.norm)
         most = fixed_bytes(codec, shape, dtype.itemsize, rank) - over
         lower = range(rank - 1, 0, -1)
         if not lower:
             raise refuse_bytes(problem, least, "1 flat of rank 1")
         # Heads shrink with the rank, too: rank 1 may fit where none below it seems to.
         rank = next((r for r in lower if fixed_bytes(codec, shape, dtype.itemsize, r) <= most), _LEAST_RANK)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A matrix, and what was minimised where that is not the squared error."""
+
+    matrix: CodedMatrix
+    norm: Norm | None = None
+
+
+@dataclass(frozen=True)
+class _Factors:
+    coordinates: Tensor
+    basis: Tensor
+    norm: Norm | None = None
+
+    def first(self, rank: int) -> _Factors:
+        """Of the closed form the best pair of every lower rank is part of a higher one's."""
+        return _Factors(self.coordinates[:, :rank], self.basis[:rank], self.norm)
+
+
+def _factors(method: Any, problem: Problem, rank: int) -> _Factors:
+    """The method's pair of ``rank``."""
+    rows, weighting = problem.rows, problem.weighting
+    if isinstance(method, SVD):
+        found = truncated_svd(rows, rank, left=weighting.left, right=weighting.right)
+        return _Factors(found.coordinates, found.basis)
+    made = method.fit(replace(problem, nbytes=method.cost(rows.shape, rank, 4), itemsize=4))
+    coordinates, basis = (factor.detach().to(torch.float64) for factor in (made.matrix.weight, made.matrix.basis))
+    # In an orthonormal basis the same matrix is rounded without its columns cancelling each other.
+    q, t = torch.linalg.qr(basis.T)
+    return _Factors(coordinates @ t.T, q.T, made.norm)
 
 
 def _rounded_pair(codec: Int8 | Int4, coordinates: Tensor, axes: Tensor, dtype: torch.dtype) -> CodedMatrix:

@@ -23,6 +23,12 @@ AXES: dict[str, tuple[type, ...]] = {
 }
 """The independent choices of a recipe, and the values that a plan file may name for each."""
 _MOST_CODED = 256
+_UNFIT: dict[type, str] = {
+    codec.Int8: "its scales are of a table or of one pair; flats have ranks and exact rows of their own",
+    codec.Int4: "its scales are of a table or of one pair; flats have ranks and exact rows of their own",
+    codec.Rotation: "it makes all columns alike, of which axes and flats are the opposite",
+    codec.Transform: "it chooses axes, ranks and bits itself, by the squared error",
+}
 
 
 @dataclass(frozen=True)
@@ -74,10 +80,16 @@ class Recipe:
         if stands_on is not None and type(self.method).__name__ not in stands_on:
             raise KflatsError(
                 f"{brief(self.codec)} cannot store what {brief(self.method)} makes",
-                cause="each codec of integers has a decoder for certain matrices",
+                cause=_UNFIT.get(type(self.codec), "each codec of integers has a decoder for certain matrices"),
                 hint=" or ".join(f"{name}()" for name in sorted(stands_on)) + " as the method",
             )
 
+        if self.is_coded and getattr(self.method, "form", "factors") != "factors":
+            raise KflatsError(
+                f"{brief(self.codec)} cannot store what {brief(self.method)} makes",
+                cause="the block that the interpolative form saves is there again once columns are brought to one size",
+                hint="SVD()",
+            )
         if isinstance(self.method, methods.Flats) and isinstance(self.codec, codec.Transform):
             _check_coded_flats(self.method)
 
