@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from kflats.allocate.calibration import Data
 from kflats.allocate.shares import bias_bytes
+from kflats.compress.done import Done, bytes_of_one, gained_numbers
+from kflats.compress.filling import room_in_file
 from kflats.errors import KflatsError
 from kflats.factorize.storing import has_any_size, store
 from kflats.files.folders import Partial
@@ -33,32 +35,20 @@ from kflats.swap.surgery import Weight, dense_weight
 _SHIFT = "bias shift"
 
 
-@dataclass(frozen=True)
-class Done:
-    """One weight, fitted: what was decided, the matrix to swap in, and what to report of it.
-
-    ``matrix`` is None for a weight that stays dense. ``bias_shift`` (d,) is what the layer's bias takes over of
-    the matrix' error: its mean, mean' (M - M^).
-    """
-
-    decision: Decision
-    matrix: Matrix | None
-    report: WeightReport
-    bias_shift: Tensor | None = None
-
-    @property
-    def packed(self) -> int:
-        """Bytes of the model's state that a file of streams does not hold."""
-        if self.matrix is None:
-            return 0
-        weight = self.decision.weight
-        return self.matrix.nbytes + _gained(weight, self.bias_shift) * _itemsize(weight) - self.report.bytes_after
-
-
 def factorize(
-    model: nn.Module, decided: Plan, data: Data, seed: int, quiet: bool, partial: Partial | None
+    model: nn.Module,
+    decided: Plan,
+    data: Data,
+    seed: int,
+    quiet: bool,
+    partial: Partial | None,
+    file_limit: int | None = None,
 ) -> list[Done]:
-    """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed."""
+    """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed.
+
+    ``file_limit``: bytes of the one weight file that the model will be, header and all; what the others leave of it is
+    the last weight's, if its codes can have any size.
+    """
     found: dict[str, Done] = {}
     free = not parse_budget(decided.budget).counts_labels if decided.budget else False
     last = _filler(decided)
@@ -71,7 +61,9 @@ def factorize(
                 found[name] = Done(decision, None, left_dense(decision))
                 continue
             if planned is last:
-                decision = replace(decision, budget_bytes=min(decision.budget_bytes + spare, decision.weight.nbytes))
+                room = None if file_limit is None else room_in_file(model, found, decision, file_limit)
+                room = decision.budget_bytes + spare if room is None else room
+                decision = replace(decision, budget_bytes=min(room, decision.weight.nbytes))
             stored = partial.get(decision.weight.name) if partial else None
             done = None if stored is None else _restored(decision, *stored)
             if done is None:
@@ -132,7 +124,7 @@ def _fit(
         )
     report = analyse(decision, rows, factored, weighting, tails, _tokens(weight, data.tokenizer))
     shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
-    gained, itemsize = _gained(weight, shift), _itemsize(weight)
+    gained, itemsize = gained_numbers(weight, shift), bytes_of_one(weight)
     report = replace(
         report,
         bytes_after=factored.nbytes + gained * itemsize,
@@ -140,15 +132,6 @@ def _fit(
         values_after=matrix.num_values + gained,
     )
     return Done(decision, matrix, report, shift)
-
-
-def _gained(weight: Weight, shift: Tensor | None) -> int:
-    """Numbers of a bias that the layer did not have before."""
-    return 0 if shift is None or weight.bias else len(shift)
-
-
-def _itemsize(weight: Weight) -> int:
-    return weight.nbytes // (weight.shape[0] * weight.shape[1])
 
 
 def _bias_shift(table: Tensor, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:

@@ -17,7 +17,8 @@ from kflats.allocate.calibration import SAMPLES, Data, gather, needed, statistic
 from kflats.allocate.planning import Decided, decide, required
 from kflats.allocate.shares import Allocation
 from kflats.compress.data_used import data_used
-from kflats.compress.fitting import Done, factorize
+from kflats.compress.done import Done
+from kflats.compress.fitting import factorize
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model, save_model
@@ -164,9 +165,11 @@ def compress_folder(
         if keep_statistics is not None and decided.data.statistics is not None:
             decided.data.statistics.save(keep_statistics)
         partial = Partial(out, _work_fingerprint(about, decided, seed))
-        done = factorize(model, decided.plan, decided.data, seed, quiet, partial)
-        report = _finish(model, decided.plan, done, seed, name=_called(source))
         others = sum(path.stat().st_size for path in module_files(folder))  # they stay as they are
+        limit = _file_limit(decided.plan, before)
+        own_limit = None if limit is None else limit - others
+        done = factorize(model, decided.plan, decided.data, seed, quiet, partial, own_limit)
+        report = _finish(model, decided.plan, done, seed, name=_called(source))
         report = replace(
             report,
             trimming=None if trimmed is None else trimmed.report,
@@ -267,6 +270,14 @@ def _work_fingerprint(about: str, decided: Decided, seed: int) -> str:
     return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
+def _file_limit(decided: Plan, before: int) -> int | None:
+    """Bytes that all weight files may take, of ``before``; None where the budget bounds the named weights."""
+    budget = parse_budget(decided.budget) if decided.budget else None
+    if budget is None or budget.scope != "file":
+        return None
+    return int(budget.amount * before if budget.kind == "fraction" else budget.amount)
+
+
 def _check_file(folder: Path, decided: Plan, before: int) -> int:
     """Bytes of the new weight files; refuses more than there were, or than were asked for."""
     after = weight_file_bytes(folder)
@@ -276,13 +287,10 @@ def _check_file(folder: Path, decided: Plan, before: int) -> int:
             cause="the model was stored in a narrower type than it was loaded in",
             hint="a smaller budget, or a codec such as Float('float16')",
         )
-    budget = parse_budget(decided.budget) if decided.budget else None
-    if budget is None or budget.scope != "file":
-        return after
-    limit = budget.amount * before if budget.kind == "fraction" else budget.amount
-    if after > limit:
+    limit = _file_limit(decided, before)
+    if limit is not None and after > limit:
         raise KflatsError(
-            f"the new weight files take {after:,} bytes, more than the {int(limit):,} asked for",
+            f"the new weight files take {after:,} bytes, more than the {limit:,} asked for",
             cause="more tensors are stored than the original's files had",
             hint="a slightly smaller file budget",
         )
