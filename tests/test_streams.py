@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kflats.codecs import streams
+from kflats.codecs import blocks, opening, streams
 from kflats.errors import KflatsError
 from kflats.nn.coded_build import from_integers
 from kflats.nn.coded_geometry import CodedGeometry
@@ -93,7 +93,7 @@ MATRICES = {
 @pytest.mark.parametrize("block", [2**18, 100, 1])
 @pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES)
 def test_every_integer_returns(make, block, monkeypatch):
-    monkeypatch.setattr(streams, "BLOCK", block)
+    monkeypatch.setattr(blocks, "BLOCK", block)
     matrix = make()
     if block == 1 and matrix.shape[0] > 200:
         pytest.skip("hundreds of blocks of one row")
@@ -106,6 +106,55 @@ def test_every_integer_returns(make, block, monkeypatch):
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
     assert torch.equal(streams.encode(matrix), stream)
+
+
+def excerpt(matrix: CodedMatrix, stream: Tensor, index: Tensor) -> CodedMatrix:
+    """A matrix of the rows at ``index`` alone, its integers read from the stream."""
+    geometry, found = streams.decode_rows(stream, matrix.geometry, index)
+    floats = {name: t.detach() for name, t in matrix.tensors().items() if t.is_floating_point()}
+    if geometry.scales == "row":
+        floats["weight"] = floats["weight"].view(matrix.shape[0], -1)[index].reshape(-1)
+    return CodedMatrix(geometry, found | floats)
+
+
+@pytest.mark.parametrize("block", [2**18, 100])
+@pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES)
+def test_chosen_rows_are_those_of_the_whole(make, block, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", block)
+    matrix = make()
+    n, stream = matrix.shape[0], streams.encode(matrix)
+    gen = torch.Generator().manual_seed(1)
+    for index in (
+        torch.tensor([0]),
+        torch.tensor([n - 1, 0, n - 1]),
+        torch.randperm(n, generator=gen),
+        torch.arange(n),
+    ):
+        torch.testing.assert_close(excerpt(matrix, stream, index).dense(), matrix.dense()[index], rtol=1e-4, atol=1e-3)
+    for wrong in ([], [-1], [n], [[0]]):
+        with pytest.raises(IndexError, match=f"of {n}"):
+            streams.decode_rows(stream, matrix.geometry, torch.tensor(wrong, dtype=torch.int64))
+
+
+def test_only_blocks_that_hold_the_rows_are_decoded(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK", 100)
+    matrix = transform((300, 0, 50, 150))
+    stream, decoded = streams.encode(matrix), []
+    real = opening.decode_block
+    monkeypatch.setattr(opening, "decode_block", lambda *given: decoded.append(given[1]) or real(*given))
+    streams.decode(stream, matrix.geometry)
+    whole = len(decoded)
+    decoded.clear()
+    streams.decode_rows(stream, matrix.geometry, torch.tensor([5, 5, 311]))
+    assert whole > 50
+    assert 1 <= len(decoded) <= 2
+    damaged = stream.clone()
+    damaged[-1] ^= 1  # in the last block: that of the last rows of the last class
+    last = torch.nonzero(matrix.get_buffer("labels") == 3)[-1]
+    right, found = [streams.decode_rows(one, matrix.geometry, torch.tensor([5]))[1] for one in (stream, damaged)]
+    assert torch.equal(found["codes"], right["codes"])
+    with pytest.raises(KflatsError):
+        streams.decode_rows(damaged, matrix.geometry, last)
 
 
 def test_a_stream_is_about_as_long_as_its_entropy():
@@ -146,7 +195,7 @@ def read(data: bytes, geometry: CodedGeometry) -> dict[str, Tensor] | None:
 @pytest.mark.parametrize("name", ["transform", "flats", "rotation", "tiny"])
 def test_damage_is_noticed_wherever_it_is(name, monkeypatch):
     """Bits flipped, bytes lost, put in, swapped or cut off: a clear error or the right integers, nothing else."""
-    monkeypatch.setattr(streams, "BLOCK", 500)
+    monkeypatch.setattr(blocks, "BLOCK", 500)
     matrix = MATRICES[name]()
     data, draw = bytes(streams.encode(matrix).tolist()), random.Random(1)
     right = {key: t for key, t in matrix.tensors().items() if not t.is_floating_point()}

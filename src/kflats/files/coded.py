@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from kflats.codecs.streams import STREAM_VERSION, encode
+from kflats.codecs.opening import STREAM_VERSION
+from kflats.codecs.streams import encode
 from kflats.errors import KflatsError
 from kflats.files.folders import explain
 from kflats.files.headers import VERSION_KEY, stamp_

@@ -22,7 +22,8 @@ from typing import Any, cast
 
 import torch
 
-from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
+from kflats.codecs.opening import STREAM_VERSION
+from kflats.codecs.streams import expand_, expect_
 from kflats.errors import KflatsError
 from kflats.nn.conv import CONVOLVED
 from kflats.nn.matrix import CodedMatrix, Matrix, matrix_from_spec
