@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from sklearn.metrics import adjusted_rand_score
@@ -10,7 +12,8 @@ from kflats.errors import KflatsError
 from kflats.importance import Uniform
 from kflats.importance.weighting import Weighting
 from kflats.methods import Flats, Problem
-from kflats.numerics.entry_em import EntryPower, _State, entry_flats, projected_sums
+from kflats.numerics.entry_em import EntryPower, entry_flats
+from kflats.numerics.entry_state import EntryState, projected_sums
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.loss import Power
@@ -32,8 +35,8 @@ def row_of_1e30():
 
 
 def stored(fit):
-    rows = [u @ fit.bases[c] for u, c in zip(fit.coordinates, fit.labels.tolist(), strict=True)]
-    return torch.stack(rows).double()
+    rows = [u.double() @ fit.bases[c].double() for u, c in zip(fit.coordinates, fit.labels.tolist(), strict=True)]
+    return torch.stack(rows)
 
 
 def entries(a, fit, p, w=None):
@@ -49,12 +52,26 @@ def test_the_sum_never_rises_and_is_that_of_what_is_returned(p, weighted, dtype)
     w = torch.rand(120, generator=generator(1)) if weighted else None
     if w is not None:
         w[:7] = 0
-    fit = entry_flats(a, 3, 2, EntryPower(p), weights=w)
-    assert all(later < earlier for earlier, later in zip(fit.objective, fit.objective[1:], strict=False))
+    sums = []  # of every iteration, whether it was kept or not
+    fit = entry_flats(a, 3, 2, EntryPower(p), weights=w, progress=lambda *step: sums.append(step[2]))
+    assert len(sums) > 1
+    assert all(later <= earlier * (1 + 1e-6) for earlier, later in pairwise(sums))
     assert fit.error == pytest.approx(entries(a, fit, p, w), rel=1e-4)
     assert fit.objective[-1] < fit.objective[0]
     for basis in fit.bases:
         torch.testing.assert_close(basis @ basis.T, torch.eye(2, dtype=basis.dtype), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("p", [1.0, 0.7, 0.5])
+@pytest.mark.parametrize("power", [1.0, 1.5, 3.0])
+def test_weights_that_spread_are_no_damaged_rows(p, power):
+    """w^(1/p) of 400^-3 at p = 1/2 is 2e-16: rows are as long as they came, whatever they count."""
+    a = torch.randn(400, 20, generator=generator())
+    w = torch.arange(1, 401.0) ** -power
+    fit = entry_flats(a, 3, 3, EntryPower(p), weights=w, max_iterations=4)
+    assert fit.error == pytest.approx(entries(a, fit, p, w), rel=1e-4)
+    assert fit.error < fit.objective[0]
+    assert {fit.coordinates.dtype, *(basis.dtype for basis in fit.bases)} == {torch.float32}
 
 
 def test_sums_of_projections_are_their_definition():
@@ -131,7 +148,7 @@ def test_a_cluster_of_fewer_rows_than_its_rank(p):
     gen = generator(3)
     a = torch.randn(60, 12, generator=gen)
     bases = tuple(torch.linalg.qr(torch.randn(12, 4, generator=gen)).Q.T.contiguous() for _ in range(2))
-    state = _State(TensorRows(a), (torch.arange(60) >= 58).long(), bases, p)
+    state = EntryState(TensorRows(a), (torch.arange(60) >= 58).long(), bases, p)
     before = state.total
     state.fit_(1e-3)
     assert state.total < before

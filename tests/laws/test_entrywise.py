@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -60,14 +61,13 @@ def least_l1(a, v):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(1, 20), d=st.integers(1, 12), seed=st.integers(0, 10**6), data=st.data())
-def test_the_sum_never_rises_and_is_that_of_the_factors(n, d, seed, data):
+def test_the_sum_is_that_of_the_factors(n, d, seed, data):
     rank = data.draw(st.integers(1, min(n, d)))
     solver, p = data.draw(st.sampled_from(SOLVERS))
     dtype = data.draw(st.sampled_from([torch.float32, F64]))
     a = draw(n, d, seed, dtype)
     weights = data.draw(st.sampled_from([None, torch.rand(n, generator=torch.Generator().manual_seed(seed)) + 0.1]))
     made = entrywise_low_rank(a, rank, p=p, solver=solver, weights=weights, max_iterations=30)
-    assert all(later < earlier for earlier, later in zip(made.objective, made.objective[1:], strict=False))
     total = float(a.double().abs().pow(p).sum())
     slack = 1e-3 * total if p < 1 else 1e-5 * total
     assert made.error == pytest.approx(sum_of(a, made, p, weights), rel=1e-4, abs=slack)
@@ -269,10 +269,52 @@ def test_the_limit_is_kept_and_said(solver, p):
     assert made.error == min(made.objective[0], *(step[2] for step in steps))
 
 
-def test_auto_says_what_it_chose():
-    a = draw(9, 4, 15)
-    assert entrywise_low_rank(a, 1).solver == "irls"
-    assert entrywise_low_rank(a, 1, p=1.5).solver == "irls"
+@pytest.mark.parametrize(("solver", "p"), [pair for pair in SOLVERS if pair != ("admm", 1.0)])
+@pytest.mark.parametrize("shape", [(60, 12), (12, 60)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_no_iteration_raises_the_sum(solver, p, shape, weighted):
+    """As reported by every iteration, kept or not; for p < 1 the smoothing falls too, and its bound a little behind."""
+    for seed in range(4):
+        a = draw(shape[0], 3, seed) @ draw(3, shape[1], seed + 9) + draw(*shape, seed + 50)
+        w = torch.rand(shape[0], generator=torch.Generator().manual_seed(seed)) + 0.1 if weighted else None
+        sums = []
+        entrywise_low_rank(a, 3, p=p, solver=solver, weights=w, progress=lambda *step, to=sums: to.append(step[2]))
+        assert len(sums) > 10
+        assert all(later <= earlier * (1 + (1e-4 if p < 1 else 1e-9)) for earlier, later in pairwise(sums))
+
+
+SPREAD = {
+    "six decades": torch.logspace(-6, 0, 600)[torch.randperm(600, generator=torch.Generator().manual_seed(5))],
+    "i^-1.5": torch.arange(1, 601.0) ** -1.5,
+    "some idle": torch.arange(600.0) % 7,
+}
+
+
+@pytest.mark.parametrize("weights", SPREAD.values(), ids=SPREAD.keys())
+def test_both_solvers_end_alike_under_weights_that_spread(weights):
+    """One threshold for all rows left ADMM up to 14 per cent above after 300 iterations."""
+    a, _ = planted(600, 60, 5, 0.03, 0.05, seed=2)
+    admm, irls = (entrywise_low_rank(a.float(), 5, solver=solver, weights=weights) for solver in ("admm", "irls"))
+    assert admm.converged
+    assert admm.error <= 1.01 * irls.error
+    assert admm.error == pytest.approx(sum_of(a, admm, 1, weights), rel=1e-4)
+
+
+@pytest.mark.parametrize(("p", "least"), [(0.1, -5), (0.1, -9), (0.25, -12), (0.5, -6)])
+def test_rows_whose_factor_single_precision_has_not_still_count(p, least):
+    a, _ = planted(300, 40, 4, 0.03, 0.05, seed=2)
+    weights = torch.logspace(least, 0, 300)
+    made = entrywise_low_rank(a.float(), 4, p=p, weights=weights)
+    assert made.coordinates.dtype == torch.float32
+    assert made.error == pytest.approx(sum_of(a.float(), made, p, weights), rel=1e-4)
+    assert torch.isfinite(made.coordinates).all()
+
+
+def test_weights_without_a_root_are_refused():
+    a, weights = draw(30, 6, 1), torch.ones(30)
+    weights[4] = 1e-5
+    with pytest.raises(KflatsError, match=r"row weights of 1e-05 of the largest have no root.*p=0\.01"):
+        entrywise_low_rank(a, 2, p=0.01, weights=weights)
 
 
 @pytest.mark.parametrize("p", [0, -1, 2.5, math.inf, math.nan, True, "1"])

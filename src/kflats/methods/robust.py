@@ -154,7 +154,8 @@ class Entrywise(_Pair):
     Args:
         p: 0 < p <= 2; 2 is the SVD.
         solver: "irls" for any p. "admm" for p >= 1: as low on trained tables or lower in a fraction of the time; where
-            entries are grossly wrong it ends a few per cent farther from the truth.
+            entries are grossly wrong it ends a few per cent farther from the truth, and where a few rows have nearly
+            all the weight it may end in a far higher minimum.
         tolerance: stops when an iteration lowers the sum by less than this share.
         max_iterations: stops there in any case.
 

@@ -22,25 +22,23 @@ import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.numerics.entrywise import entrywise_low_rank
-from kflats.numerics.entrywise_admm import admm
-from kflats.numerics.entrywise_irls import irls
-from kflats.numerics.factors import Factors
+from kflats.numerics.entry_state import EntryState, entry_sums, projected, projected_sums
+from kflats.numerics.entrywise import SINGLE, SMALL, entrywise_low_rank
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Progress
 from kflats.numerics.loss import Power
-from kflats.numerics.refit import refit_l1
-from kflats.numerics.rows import BLOCK, Rows, TensorRows, as_rows, check_finite, check_spread, check_weights
-from kflats.numerics.svd import truncated_svd
-
-INNER = 40
-"""Iterations of the low-rank solver in one M-step."""
-
-QUICK = 1.02
-"""What divides ADMM's threshold every iteration: in so few, falling as slowly as for a whole fit ends higher."""
+from kflats.numerics.rows import (
+    BLOCK,
+    Rows,
+    TensorRows,
+    as_rows,
+    check_finite,
+    check_spread,
+    check_weights,
+    row_factors,
+)
 
 _SPREAD = 1e6  # as in ``entrywise``
-_REFIT = 1e-2  # tolerance of the coordinates that a row would have in another flat
 
 
 @dataclass(frozen=True)
@@ -106,8 +104,8 @@ def entry_flats(
         start, restarts: of the fit to sums of distances (``Power(1)``) that this one begins from.
         tolerance: stop when an iteration lowers the sum by less than this share of it.
 
-    Choose it where single entries are wrong and the table has several flats. It costs tens of times what distances
-    do, mostly in the M-step, and only equal ranks are offered. Limit: candidates are judged by projections, so a row
+    Choose it where single entries are wrong and the table has several flats. It takes longer than
+    distances do, whose fit it begins from, and only equal ranks are offered. Limit: candidates are judged by projections, so a row
     whose projection misleads stays where it is.
 
     Raises:
@@ -132,15 +130,18 @@ def entry_flats(
     table = torch.cat([block for _, block in rows.blocks(BLOCK)])
     check_spread(table.to(torch.float64).square().sum(1), weights, _SPREAD)
     # w sum |r|^p = sum |w^(1/p) r|^p: rows are scaled, flats stay where they are.
-    mass = torch.ones(n, dtype=torch.float64) if weights is None else weights.to(torch.float64) / weights.max()
+    mass = torch.ones(n, dtype=torch.float64) if weights is None else row_factors(weights.cpu(), 1 / p)
     counted = (mass > 0).nonzero().squeeze(1).to(table.device)
-    back = mass[counted].pow(1 / p).to(table)
-    scaled = table[counted] * back.unsqueeze(1)
+    alive = mass[counted.cpu()]
+    inner = table.to(_type_for(table[counted], alive))
+    back = alive.to(inner)
+    scaled = inner[counted] * back.unsqueeze(1)
     unit = float(scaled.abs().mean(dtype=torch.float64)) or 1.0
     inside = TensorRows(scaled / unit)
+    plain, factors = (inside, None) if weights is None else (TensorRows(table[counted]), back)
+    sources = _sources(plain, k, rank, p, factors)
     state = min(
-        (_begun(inside, source, k, rank, p, start, restarts, seed) for source in _sources(inside, k, rank, p)),
-        key=_reached,
+        (_begun(inside, source, k, rank, p, factors, start, restarts, seed) for source in sources), key=_reached
     )
     history, converged = [state.total], False
     for iteration in range(max_iterations):
@@ -156,120 +157,64 @@ def entry_flats(
             break
     labels = torch.empty(n, dtype=torch.int64, device=table.device)
     coordinates = torch.empty(n, rank, dtype=table.dtype, device=table.device)
-    labels[counted], coordinates[counted] = state.labels, state.coordinates * (unit / back).unsqueeze(1)
+    labels[counted], coordinates[counted] = state.labels, (state.coordinates * (unit / back).unsqueeze(1)).to(table)
+    bases = tuple(basis.to(table) for basis in state.bases)
     idle = (mass <= 0).nonzero().squeeze(1).to(table.device)
     if len(idle):
-        labels[idle] = projected_sums(TensorRows(table[idle]), state.bases, p).argmin(1)
-        coordinates[idle] = _projected(table[idle], labels[idle], state.bases)
+        labels[idle] = projected_sums(TensorRows(table[idle]), bases, p).argmin(1)
+        coordinates[idle] = projected(table[idle], labels[idle], bases)
     scale = unit**p * (1.0 if weights is None else float(weights.max()))
+    objective = tuple(scale * value for value in history)
+    if inner.dtype != table.dtype:  # a small p makes much of what the narrower type rounds
+        reached = float(
+            (
+                entry_sums(table, labels, coordinates, bases, p)
+                * (1.0 if weights is None else weights.to(table.device))
+            ).sum()
+        )
+        objective = (*(value for value in objective if value > reached), reached)
     kept = labels.to(torch.uint8 if k <= 256 else torch.int16)
-    return EntryFlats(kept, coordinates, state.bases, tuple(scale * value for value in history), converged)
+    return EntryFlats(kept, coordinates, bases, objective, converged)
 
 
-def _sources(rows: TensorRows, k: int, rank: int, p: float) -> list[TensorRows]:
+def _type_for(table: Tensor, factors: Tensor) -> torch.dtype:
+    """What scaled rows are worked on in: the table's type, but float64 where they spread too far for float32."""
+    lengths = torch.linalg.vector_norm(table.to(torch.float64), dim=1) * factors.to(table.device)
+    spread = float(lengths.max() / lengths.median().clamp_min(torch.finfo(torch.float64).tiny))
+    wide = spread > SINGLE or float(factors.min()) < SMALL
+    return torch.float64 if wide else table.dtype
+
+
+def _sources(rows: TensorRows, k: int, rank: int, p: float, factors: Tensor | None) -> list[TensorRows]:
     """What flats are first looked for in: the rows, and the rows cleaned by one low rank that holds all k flats."""
     n, d = rows.shape
     together = k * rank
     if k == 1 or p == 2 or 2 * together > min(n, d):
         return [rows]
-    found = entrywise_low_rank(rows, together, p=min(p, 0.5))
+    low = min(p, 0.5)
+    found = entrywise_low_rank(rows, together, p=low, weights=None if factors is None else factors.pow(low))
     return [rows, TensorRows(found.coordinates @ found.basis)]
 
 
 def _begun(
-    rows: TensorRows, source: TensorRows, k: int, rank: int, p: float, start: str, restarts: int, seed: int
-) -> _State:
+    rows: TensorRows,
+    source: TensorRows,
+    k: int,
+    rank: int,
+    p: float,
+    factors: Tensor | None,
+    start: str,
+    restarts: int,
+    seed: int,
+) -> EntryState:
+    """Flats under sums of distances of the ``source``: not scaled, its rows weigh what the others are scaled by."""
     k = min(k, rows.shape[0])
-    first = fit_flats(source, k, rank=rank, error=Power(1.0), start=start, restarts=restarts, seed=seed)
-    return _State(rows, first.labels.to(torch.int64), first.bases, p)
+    first = fit_flats(
+        source, k, rank=rank, error=Power(1.0), weights=factors, start=start, restarts=restarts, seed=seed
+    )
+    bases = tuple(basis.to(rows.dtype) for basis in first.bases)
+    return EntryState(rows, first.labels.to(torch.int64), bases, p, factors)
 
 
-def _reached(state: _State) -> float:
+def _reached(state: EntryState) -> float:
     return state.total
-
-
-def projected_sums(rows: Rows, bases: tuple[Tensor, ...], p: float) -> Tensor:
-    """(n, k) float64: sum_j |a - V_c' V_c a|_j^p of every row and flat."""
-    found = []
-    for _, block in rows.blocks(BLOCK):
-        rests = [torch.addmm(block, block @ v.T, v, alpha=-1).abs_() for v in bases]
-        found.append(torch.stack([(r if p == 1 else r.pow_(p)).sum(1, dtype=torch.float64) for r in rests], 1))
-    return torch.cat(found)
-
-
-def _projected(table: Tensor, labels: Tensor, bases: tuple[Tensor, ...]) -> Tensor:
-    out = table.new_empty(len(table), len(bases[0]))
-    for c, basis in enumerate(bases):
-        out[labels == c] = table[labels == c] @ basis.T
-    return out
-
-
-class _State:
-    """Labels, coordinates and orthonormal bases on their way, and what every row costs, for entries of size 1."""
-
-    def __init__(self, rows: TensorRows, labels: Tensor, bases: tuple[Tensor, ...], p: float) -> None:
-        self.rows, self.table, self.p = rows, rows.matrix, p
-        self.labels, self.bases = labels, bases
-        self.coordinates = self.table.new_empty(len(labels), len(bases[0]))
-        self.costs = torch.empty(len(labels), dtype=torch.float64, device=labels.device)
-        for c, basis in enumerate(bases):
-            inside = labels == c
-            if bool(inside.any()):
-                self.coordinates[inside] = self._made(self.table[inside], basis)
-                self._judge_(c)
-
-    @property
-    def total(self) -> float:
-        return float(self.costs.sum())
-
-    def fit_(self, tolerance: float) -> None:
-        """M-step: every cluster's low rank, from its own factors."""
-        bases = list(self.bases)
-        for c, basis in enumerate(bases):
-            inside = (self.labels == c).nonzero().squeeze(1)
-            if not len(inside):
-                continue
-            part, begun = TensorRows(self.table[inside]), Factors(self.coordinates[inside], basis)
-            if len(inside) <= len(basis):  # so few rows lie on a flat of their own
-                held = torch.linalg.qr(torch.cat([part.matrix, basis]).T).Q.T[: len(basis)]
-                found = Factors(part.matrix @ held.T, held)
-            elif self.p == 2:
-                svd = truncated_svd(part, len(basis))
-                found = Factors(svd.coordinates, svd.basis)
-            elif self.p == 1:
-                found = admm(part, begun, 1.0, tolerance / 10, INNER, None, shrink=QUICK)
-            else:
-                found = irls(part, begun, self.p, tolerance / 10, INNER, None)
-            if found.error(part, self.p) >= float(self.costs[inside].sum()):
-                continue
-            q, r = torch.linalg.qr(found.basis.T)
-            bases[c], self.coordinates[inside] = q.T.contiguous(), found.coordinates @ r.T
-            self.bases = tuple(bases)
-            self._judge_(c)
-
-    def move_(self) -> None:
-        """E-step: rows go to the flat whose projection is nearest, if that lowers what they cost."""
-        sums = projected_sums(self.rows, self.bases, self.p)
-        candidates = sums.argmin(1)
-        for c, basis in enumerate(self.bases):
-            movers = ((candidates == c) & (self.labels != c)).nonzero().squeeze(1)
-            if not len(movers):
-                continue
-            block = self.table[movers]
-            made = self._made(block, basis)
-            costs = self._costs(block, made, basis)
-            better = costs < self.costs[movers]
-            going = movers[better]
-            self.labels[going], self.coordinates[going], self.costs[going] = c, made[better], costs[better]
-
-    def _made(self, block: Tensor, basis: Tensor) -> Tensor:
-        """Coordinates in a flat: least in the sum for p = 1, the projection's else."""
-        return refit_l1(block, basis=basis, tolerance=_REFIT).coordinates if self.p == 1 else block @ basis.T
-
-    def _judge_(self, c: int) -> None:
-        inside = self.labels == c
-        self.costs[inside] = self._costs(self.table[inside], self.coordinates[inside], self.bases[c])
-
-    def _costs(self, block: Tensor, coordinates: Tensor, basis: Tensor) -> Tensor:
-        rest = torch.addmm(block, coordinates, basis, alpha=-1).abs_()
-        return (rest if self.p == 1 else rest.pow_(self.p)).sum(1, dtype=torch.float64)

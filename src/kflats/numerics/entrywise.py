@@ -20,7 +20,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.entrywise_admm import admm
 from kflats.numerics.entrywise_irls import irls
-from kflats.numerics.factors import Factors
+from kflats.numerics.factors import Factors, powers_
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import (
     BLOCK,
@@ -33,6 +33,7 @@ from kflats.numerics.rows import (
     check_rank,
     check_spread,
     check_weights,
+    row_factors,
 )
 from kflats.numerics.svd import project, truncated_svd
 from kflats.numerics.winsor import HeldBackRows
@@ -40,7 +41,14 @@ from kflats.numerics.winsor import HeldBackRows
 Solver = Literal["irls", "admm"]
 
 _SPREAD = 1e6  # squares of rows so much longer than the others leave float64 few digits of these
-_SINGLE = 1e3  # the same for float32
+SINGLE = 1e3
+"""How many times the longest row may be as long as the median row in float32."""
+
+SMALL = 1e-12
+"""Least row factor: rows of smaller ones are projected onto a flat that they do not turn."""
+
+_ROUNDED = 1e-5  # the least that float32 takes
+
 _NOTHING = 1e-6  # of an entry's mean size
 
 
@@ -80,9 +88,11 @@ def entrywise_low_rank(
         rank: 1..min(n, d).
         p: 0 < p <= 2. 1 forgets outliers already; below 1 the start matters more; 2 is the SVD, without iterations.
         solver: "irls" for any p. "admm" for 1 <= p < 2: as low on trained tables or lower in a fraction of the time;
-            where entries are grossly wrong it ends a few per cent farther from the truth. Below 1 its step of |x|^p
+            where entries are grossly wrong it ends a few per cent farther from the truth, and where weights fall so
+            fast that a few rows decide (i^-2) it may end in a far higher minimum. Below 1 its step of |x|^p
             jumps: a problem that is not convex inside another one.
-        weights: (n,) w_i >= 0; rows of weight 0 judge nothing and get their projection.
+        weights: (n,) w_i >= 0; rows of weight 0 judge nothing and get their projection. So do, in fits by "irls", rows
+            of w^(1/p) below 1e-12 of the largest, but the sum at the end counts them.
         tolerance: stop when an iteration lowers the sum by less than this share, over the last ten.
         max_iterations: never more.
 
@@ -109,16 +119,16 @@ def entrywise_low_rank(
         raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
     check_finite(rows)
     check_weights(weights, n)
-    scaled = _scaled(rows, weights, p)
+    scaled = _scaled(rows, weights, p, 0.5 if chosen == "admm" else 1 / p)
     if scaled is None:
         basis = torch.eye(rank, d, dtype=rows.dtype, device=rows.device)
         return EntrywiseFit(project(rows, basis), basis, (0.0,), True, chosen)
-    inside = scaled.rows
-    begun = _begun(inside, rank, p)
+    inside, sizes = scaled.rows, scaled.sizes
+    begun = _begun(inside, rank, p, sizes)
     if chosen == "svd":
         found = replace(begun, converged=True)
     elif chosen == "admm":
-        found = admm(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries)
+        found = admm(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries, sizes=sizes)
     else:
         found = irls(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries)
     coordinates, basis = (found.basis.T, found.coordinates.T) if scaled.turned else (found.coordinates, found.basis)
@@ -129,43 +139,60 @@ def entrywise_low_rank(
         coordinates[idle] = rows.take(idle) @ basis.T
     sums = begun.objective + tuple(value for value in found.objective if value < begun.objective[-1])
     objective = tuple(scaled.unit * value for value in sums)
+    faint = weights is not None and bool((weights.to(rows.device)[scaled.back == 0] > 0).any())
+    if scaled.widened or faint:  # a small p makes much of what the narrower type rounds
+        error = _stored(rows, coordinates, basis, p, weights)
+        objective = (*(value for value in objective if value > error), error)
     return EntrywiseFit(coordinates, basis, objective, found.converged, chosen)
 
 
-def _begun(rows: Rows, rank: int, p: float) -> Factors:
+def _stored(rows: Rows, coordinates: Tensor, basis: Tensor, p: float, weights: Tensor | None) -> float:
+    """The sum of what is returned, in float64."""
+    total = 0.0
+    for first, block in rows.blocks(BLOCK):
+        here = slice(first, first + len(block))
+        rest = block.to(torch.float64) - coordinates[here].to(torch.float64) @ basis.to(torch.float64)
+        sums = powers_(rest.abs_(), p).sum(1)
+        total += float(sums.sum() if weights is None else (sums * weights[here].to(sums)).sum())
+    return total
+
+
+def _begun(rows: Rows, rank: int, p: float, sizes: Tensor | None) -> Factors:
     """The SVD, or that of the rows with far entries held back if its sum is lower; ``objective``: both, falling."""
     svd = truncated_svd(rows, rank)
     plain = Factors(svd.coordinates, svd.basis)
-    plain = replace(plain, objective=(plain.error(rows, p),))
+    plain = replace(plain, objective=(plain.error(rows, p, sizes),))
     inside = HeldBackRows(rows)
     if p == 2 or inside.largest < _NOTHING:
         return plain
     svd = truncated_svd(inside, rank)
     held = Factors(svd.coordinates, svd.basis)
-    error = held.error(rows, p)
+    error = held.error(rows, p, sizes)
     return replace(held, objective=(*plain.objective, error)) if error < plain.objective[0] else plain
 
 
 @dataclass(frozen=True)
 class _Scaled:
-    """diag(w^(1/p)) A / s, entries of mean about 1; ``back`` (n,): what brings coordinates to the rows as given (0 for
+    """diag(w^e) A / s, entries of mean about 1; ``back`` (n,): what brings coordinates to the rows as given (0 for
     idle rows); ``unit``: what brings objectives back; ``entries``: those that count; ``turned``: it is the transpose
-    that is fitted, n < d."""
+    that is fitted, n < d; ``widened``: in a wider type than the rows'. ``sizes`` c, if e is not 1/p: what is to be
+    minimised is then sum c^(2-p) |.|^p."""
 
     rows: Rows
     back: Tensor
     unit: float
     entries: int
     turned: bool
+    widened: bool
+    sizes: Tensor | None
 
 
-def _scaled(rows: Rows, weights: Tensor | None, p: float) -> _Scaled | None:
+def _scaled(rows: Rows, weights: Tensor | None, p: float, power: float) -> _Scaled | None:
     n, d = rows.shape
     factor = torch.ones(n, dtype=torch.float64, device=rows.device)
     if weights is not None:
-        factor = (weights.to(rows.device, torch.float64) / float(weights.max())).pow(1 / p)
-    # What vanishes beside the largest would come back multiplied by rounding.
-    factor = torch.where(factor > torch.finfo(rows.dtype).tiny, factor, 0.0)
+        factor = row_factors(weights.to(rows.device), power)
+        factor = torch.where(factor > SMALL, factor, 0.0)  # beside the largest, the rest would come back as rounding
     total, lengths2 = 0.0, []
     for first, block in rows.blocks(BLOCK):
         sums = block.abs().sum(1, dtype=torch.float64)
@@ -179,12 +206,18 @@ def _scaled(rows: Rows, weights: Tensor | None, p: float) -> _Scaled | None:
     size = 2.0 ** round(math.log2(total / entries))
     unit = size**p * (1.0 if weights is None else float(weights.max()))
     back = torch.where(factor > 0, size / factor.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
-    inside: Rows = ScaledRows(rows, factor / size)
-    if spread > _SINGLE and rows.dtype != torch.float64:
+    wide = rows.dtype == torch.float64
+    tiny = float(factor[factor > 0].min()) < _ROUNDED
+    source = MetricRows(rows, torch.ones(d), torch.float64) if tiny and not wide else rows
+    inside: Rows = ScaledRows(source, factor / size)
+    if spread > SINGLE and inside.dtype != torch.float64:
         inside = MetricRows(inside, torch.ones(d), torch.float64)
+    sizes = None
+    if weights is not None and power != 1 / p:
+        sizes = factor.clamp_min(torch.finfo(inside.dtype).tiny).to(inside.dtype).unsqueeze(0 if n < d else 1)
     if n < d:
         inside = TensorRows(torch.cat([block for _, block in inside.blocks(BLOCK)]).T.contiguous())
-    return _Scaled(inside, back, unit, entries, n < d)
+    return _Scaled(inside, back, unit, entries, n < d, tiny and not wide, sizes)
 
 
 def _ordered(coordinates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

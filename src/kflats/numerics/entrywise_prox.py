@@ -40,9 +40,9 @@ class Pull:
             self._slopes = (share.diff() / nodes.diff()).to(device, torch.float32)
             self._shares = share[:-1].to(device, torch.float32)
 
-    def __call__(self, t: Tensor, size: float) -> Tensor:
+    def __call__(self, t: Tensor, size: float | Tensor) -> Tensor:
         if self.p == 1:
-            return t.clamp(-size, size)
+            return torch.minimum(torch.maximum(t, -size), size) if isinstance(size, Tensor) else t.clamp(-size, size)
         x = (t.abs() / size).to(torch.float32).clamp_(_LEAST, _LARGEST)
         bits = x.view(torch.int32) >> _DROPPED
         x.sub_((bits << _DROPPED).view(torch.float32))

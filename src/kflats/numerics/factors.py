@@ -22,20 +22,24 @@ class Factors:
     objective: tuple[float, ...] = ()
     converged: bool = False
 
-    def error(self, rows: Rows, p: float) -> float:
-        """sum_ij |A - U V|_ij^p, by blocks."""
+    def error(self, rows: Rows, p: float, sizes: Tensor | None = None) -> float:
+        """sum_ij s_ij^(2-p) |A - U V|_ij^p, by blocks; ``sizes`` s (n, 1) or (1, d), by default 1."""
         total = torch.zeros((), dtype=torch.float64, device=rows.device)
         for first, block in rows.blocks(BLOCK):
-            rest = torch.addmm(block, self.coordinates[first : first + len(block)], self.basis, alpha=-1).abs_()
-            total += powers_(rest, p).sum(dtype=torch.float64)
+            here = slice(first, first + len(block))
+            rest = torch.addmm(block, self.coordinates[here], self.basis, alpha=-1).abs_()
+            total += sized_(powers_(rest, p), p, sizes, here).sum(dtype=torch.float64)
         return float(total)
 
-    def usual(self, rows: Rows) -> float:
-        """Twice the median |A - U V|_ij that is not 0, of a sample of rows: a size of errors that a few gross ones do
-        not change. Of normal errors it exceeds their mean."""
+    def usual(self, rows: Rows, sizes: Tensor | None = None) -> float:
+        """Twice the median |A - U V|_ij / s_ij that is not 0, of a sample of rows: a size of errors that a few gross
+        ones do not change. Of normal errors it exceeds their mean."""
         step = max(1, -(-rows.shape[0] // _SAMPLE))
         index = torch.arange(0, rows.shape[0], step, device=rows.device)
         rest = (rows.take(index) - self.coordinates[index] @ self.basis).abs()
+        if sizes is not None:
+            here = sizes[index] if len(sizes) > 1 else sizes
+            rest = torch.where(here > 0, rest / here, 0.0)
         rest = rest[rest > 0]
         return 2 * float(rest.median()) if len(rest) else 0.0
 
@@ -57,9 +61,17 @@ def powers_(x: Tensor, p: float) -> Tensor:
     return x.mul_(quarter) if p == 1.25 else x.mul_(half).mul_(quarter)
 
 
-def size_of_errors(rows: Rows, start: Factors, mean: float) -> float:
+def sized_(powers: Tensor, p: float, sizes: Tensor | None, here: slice) -> Tensor:
+    """Powers (m, d) of the rows ``here`` times s^(2-p), in place."""
+    if sizes is None or p == 2:
+        return powers
+    part = sizes[here] if len(sizes) > 1 else sizes
+    return powers.mul_(part if p == 1 else part.pow(2 - p))
+
+
+def size_of_errors(rows: Rows, start: Factors, mean: float, sizes: Tensor | None = None) -> float:
     """The unit of thresholds and of smoothing: the ``mean`` error, or the usual one where few gross ones make that."""
-    return min(mean, max(start.usual(rows), _LEAST * mean))
+    return min(mean, max(start.usual(rows, sizes), _LEAST * mean))
 
 
 def stalled(objective: list[float], tolerance: float, window: int = 10) -> bool:

@@ -254,3 +254,28 @@ def check_weights(weights: Tensor | None, n: int) -> None:
             cause="the data never touched this matrix",
             hint="use more data, or Uniform() importance",
         )
+
+
+_IDLE = 1e-12  # of the largest weight: one whose root vanishes altogether must be less
+
+
+def row_factors(weights: Tensor, power: float) -> Tensor:
+    """(w / max w)^power (n,) in float64; below 1e-12 of the largest weight 0 where double precision has no such number.
+
+    Raises:
+        KflatsError: it has none for a larger one.
+
+    >>> row_factors(torch.tensor([4.0, 0.0, 1.0]), 2.0).tolist()
+    [1.0, 0.0, 0.0625]
+    """
+    shares = weights.to(torch.float64) / float(weights.max())
+    factors = shares.pow(power)
+    factors = torch.where(factors > torch.finfo(torch.float64).tiny, factors, 0.0)
+    lost = shares[factors == 0]
+    if len(lost) and float(lost.max()) > _IDLE:
+        raise KflatsError(
+            f"row weights of {float(lost.max()):.0e} of the largest have no root in double precision: p={1 / power:g}",
+            cause="rows are scaled by their weights to the power 1/p",
+            hint="a p nearer to 2, or weights that are zero or nearer to each other",
+        )
+    return factors
