@@ -88,6 +88,15 @@ def test_greedy_bases_are_nested_and_orthonormal(find: object) -> None:
     torch.testing.assert_close(find(a, 2).basis, four[:2])  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("find", [fixed_point, greedy_bit_flipping])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_greedy_bases_beyond_the_rank_are_completed(find: object, dtype: torch.dtype) -> None:
+    for a in (torch.ones(20, 6), torch.zeros(20, 6), drawn(20, 2) @ drawn(2, 6, 1)):
+        found = find(a.to(dtype), 4)  # type: ignore[operator]
+        torch.testing.assert_close(found.basis @ found.basis.T, torch.eye(4, dtype=dtype), atol=1e-5, rtol=0)
+        torch.testing.assert_close(found.approximate(a.to(dtype)), a.to(dtype), atol=1e-4, rtol=0)
+
+
 def test_l1_pca_resists_an_outlier_row() -> None:
     clean = drawn(300, 1) @ drawn(1, 10, 1) + 0.01 * drawn(300, 10, 2)
     spoilt = clean.clone()

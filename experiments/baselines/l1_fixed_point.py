@@ -35,6 +35,8 @@ class L1Basis:
 def fixed_point(matrix: Tensor, rank: int, *, together: bool = False, max_iterations: int = 500) -> L1Basis:
     """From the directions of the SVD: ``rank`` of them greedily (Kwak), or ``together`` (Nie et al.).
 
+    Beyond the matrix's rank greedy directions are any that complete the basis.
+
     Greedy bases are nested: the first q directions are the basis of rank q.
 
     >>> found = fixed_point(torch.tensor([[3.0, 0.0], [2.0, 0.0], [0.0, 4.0]]), 1)
@@ -67,14 +69,24 @@ def deflated(matrix: Tensor, rank: int, one: Callable[[Tensor, int], L1Basis]) -
     """Directions one after the other, each of what the ones before leave over."""
     rest = matrix.clone()
     basis = matrix.new_zeros(rank, matrix.shape[1])
+    least = 100 * torch.finfo(matrix.dtype).eps * float(torch.linalg.vector_norm(matrix))
     steps, converged = 0, True
     for place in range(rank):
+        if not float(torch.linalg.vector_norm(rest)) > least:  # rounding has directions too
+            basis[place:] = completion(basis[:place], rank - place)
+            break
         found = one(rest, place)
         direction = found.basis[0] - basis[:place].T @ (basis[:place] @ found.basis[0])
         basis[place] = direction / torch.linalg.vector_norm(direction)
         rest -= torch.outer(rest @ basis[place], basis[place])
         steps, converged = steps + found.steps, converged and found.converged
     return L1Basis(basis, float((matrix @ basis.T).abs().sum(dtype=torch.float64)), steps, converged)
+
+
+def completion(basis: Tensor, count: int) -> Tensor:
+    """(count, d) orthonormal rows, orthogonal to those of ``basis`` (r, d)."""
+    vectors = torch.linalg.svd(basis, full_matrices=True).Vh if len(basis) else torch.eye(basis.shape[1]).to(basis)
+    return vectors[len(basis) : len(basis) + count]
 
 
 def _climb(matrix: Tensor, basis: Tensor, max_iterations: int) -> L1Basis:

