@@ -16,6 +16,7 @@ from kflats import (
     Entrywise,
     Flats,
     Huber,
+    Int8,
     KflatsError,
     KroneckerFisher,
     LewisSample,
@@ -153,6 +154,24 @@ def test_a_plan_with_a_damaged_value_inside_a_method_is_refused(tmp_path: Path) 
         with pytest.raises(KflatsError, match=message) as caught:
             Plan.load(tmp_path / "bad.json")
         assert "bad.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        Entrywise(max_iterations=2),
+        Entrywise(solver="admm", max_iterations=2),
+        Subspace(max_iterations=1),
+        Flats(k=3, max_iterations=1),
+        Recipe(Entrywise(max_iterations=2), codec=Int8()),
+    ],
+    ids=str,
+)
+def test_the_report_says_where_a_limit_ended_the_fit(recipe) -> None:
+    cut = kflats.compress_(network(), {"words": recipe}, budget="40%", quiet=True)
+    assert "limit of iterations" in cut.weights[0].note
+    whole = kflats.compress_(network(), {"words": Flats(k=1)}, budget="40%", quiet=True)
+    assert "limit of iterations" not in whole.weights[0].note
 
 
 def test_rows_as_outputs_are_the_columns() -> None:

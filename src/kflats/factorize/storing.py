@@ -106,7 +106,7 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
     start = time.perf_counter()
     codec, weighting = recipe.codec, problem.weighting
     check_accepts(brief(codec), accepted(recipe), weighting)
-    norm = None
+    norm, converged = None, True
     if isinstance(codec, Transform):
         assert isinstance(recipe.method, SVD | Flats)
         matrix = transformed(recipe.method, codec, problem, dtype)
@@ -114,10 +114,11 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
         matrix = _rotated(codec, problem, dtype)
     elif _is_pair(recipe):
         made = _pair(recipe.method, codec, problem, dtype)
-        matrix, norm = made.matrix, made.norm
+        matrix, norm, converged = made.matrix, made.norm, made.converged
     else:
         matrix = _rounded(codec, problem, dtype)
-    return Factored(matrix, (), time.perf_counter() - start, norm, stored_bytes=stored_bytes(matrix))
+    seconds = time.perf_counter() - start
+    return Factored(matrix, (), seconds, norm, stored_bytes=stored_bytes(matrix), converged=converged)
 
 
 def _is_pair(recipe: Recipe) -> bool:
@@ -176,7 +177,7 @@ def _pair(method: Any, codec: Int8 | Int4, problem: Problem, dtype: torch.dtype)
         # The head of a file may be longer than what the coder saves of a small matrix.
         over = (least := stored_bytes(matrix)) - problem.nbytes
         if over <= 0:
-            return _Stored(matrix, found.norm)
+            return _Stored(matrix, found.norm, found.converged)
         most = fixed_bytes(codec, shape, dtype.itemsize, rank) - over
         lower = range(rank - 1, 0, -1)
         if not lower:
@@ -187,10 +188,11 @@ def _pair(method: Any, codec: Int8 | Int4, problem: Problem, dtype: torch.dtype)
 
 @dataclass(frozen=True)
 class _Stored:
-    """A matrix, and what was minimised where that is not the squared error."""
+    """A matrix, what was minimised where that is not the squared error, and whether the fit came to its end."""
 
     matrix: CodedMatrix
     norm: Norm | None = None
+    converged: bool = True
 
 
 @dataclass(frozen=True)
@@ -198,10 +200,11 @@ class _Factors:
     coordinates: Tensor
     basis: Tensor
     norm: Norm | None = None
+    converged: bool = True
 
     def first(self, rank: int) -> _Factors:
         """Of the closed form the best pair of every lower rank is part of a higher one's."""
-        return _Factors(self.coordinates[:, :rank], self.basis[:rank], self.norm)
+        return _Factors(self.coordinates[:, :rank], self.basis[:rank], self.norm, self.converged)
 
 
 def _factors(method: Any, problem: Problem, rank: int) -> _Factors:
@@ -214,7 +217,7 @@ def _factors(method: Any, problem: Problem, rank: int) -> _Factors:
     coordinates, basis = (factor.detach().to(torch.float64) for factor in (made.matrix.weight, made.matrix.basis))
     # In an orthonormal basis the same matrix is rounded without its columns cancelling each other.
     q, t = torch.linalg.qr(basis.T)
-    return _Factors(coordinates @ t.T, q.T, made.norm)
+    return _Factors(coordinates @ t.T, q.T, made.norm, made.converged)
 
 
 def _rounded_pair(codec: Int8 | Int4, coordinates: Tensor, axes: Tensor, dtype: torch.dtype) -> CodedMatrix:

@@ -12,7 +12,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods.coordinates import from_flats, from_nested
-from kflats.methods.judging import Distances, EntryPowers
+from kflats.methods.judging import Distances, EntryPowers, Norm
 from kflats.methods.one_flat import tails
 from kflats.methods.problem import Factored, Problem, check_accepts
 from kflats.methods.spending import flats_cost, spent, too_few
@@ -136,23 +136,25 @@ error=Squared(), coreset=None)
                 hint="Uniform() or row weights, or another error",
             )
         method = replace(self, error=_measured(self.error, metric))
+        norm: Norm | None
         if self.k is None:
             found = method._searched(inside)
         else:
             found = method._fit(inside, self.k)
         if isinstance(found, NestedFit):
-            matrix = from_nested(problem.rows, found, metric)
-            return Factored(matrix, _scaled(found.objective, metric, 2), time.perf_counter() - start)
-        if isinstance(found, EntryFlats):
+            matrix, norm = from_nested(problem.rows, found, metric), None
+            objective = _scaled(found.objective, metric, 2)
+        elif isinstance(found, EntryFlats):
             flats = FlatsFit(found.labels, found.bases, torch.empty(0), found.objective, found.converged)
             matrix = from_flats(problem.rows, flats, coordinates=found.coordinates)
-            return Factored(matrix, found.objective, time.perf_counter() - start, EntryPowers(_degree(self.error)))
-        if self._squared:
-            found = spent(inside, found, uniform=self.ranks == "uniform")
-        matrix = from_flats(problem.rows, found, metric)
-        objective = _scaled(found.objective, metric, _degree(self.error))
-        norm = None if self._squared or metric is not None else Distances(found.loss)
-        return Factored(matrix, objective, time.perf_counter() - start, norm)
+            objective, norm = found.objective, EntryPowers(_degree(self.error))
+        else:
+            if self._squared:
+                found = spent(inside, found, uniform=self.ranks == "uniform")
+            matrix = from_flats(problem.rows, found, metric)
+            objective = _scaled(found.objective, metric, _degree(self.error))
+            norm = None if self._squared or metric is not None else Distances(found.loss)
+        return Factored(matrix, objective, time.perf_counter() - start, norm, converged=found.converged)
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """Stored bytes where all flats have ``rank``, labels included (one flat if k is None)."""

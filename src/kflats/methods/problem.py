@@ -53,7 +53,8 @@ class Factored:
     """A method's result: the matrix, the objective per iteration (falling), and seconds taken.
 
     ``norm`` is what was minimised where that is not the squared error: reports judge by it too. ``stored_bytes`` are
-    those of a file where that holds the matrix in less than memory does.
+    those of a file where that holds the matrix in less than memory does. ``converged``: False where a limit of
+    iterations ended the fit.
     """
 
     matrix: Matrix
@@ -61,6 +62,7 @@ class Factored:
     seconds: float
     norm: Norm | None = None
     stored_bytes: int | None = None
+    converged: bool = True
 
     @property
     def nbytes(self) -> int:

@@ -43,6 +43,7 @@ class _Fitted:
     basis: Tensor
     objective: tuple[float, ...]
     norm: Norm
+    converged: bool = True
 
 
 class _Pair(ABC):
@@ -67,7 +68,7 @@ class _Pair(ABC):
                 f"the error in the norm of {type(self).__name__} overflows", hint="a smaller p, or scale the matrix"
             )
         matrix = LowRankMatrix(found.coordinates, found.basis)
-        return Factored(matrix, found.objective, time.perf_counter() - start, found.norm)
+        return Factored(matrix, found.objective, time.perf_counter() - start, found.norm, converged=found.converged)
 
     def rank(self, shape: tuple[int, int], nbytes: int, itemsize: int) -> int:
         """The largest rank that ``nbytes`` hold, 0 if none."""
@@ -154,8 +155,8 @@ class Entrywise(_Pair):
     Args:
         p: 0 < p <= 2; 2 is the SVD.
         solver: "irls" for any p. "admm" for p >= 1: as low on trained tables or lower in a fraction of the time; where
-            entries are grossly wrong it ends a few per cent farther from the truth, and where a few rows have nearly
-            all the weight it may end in a far higher minimum.
+            entries are grossly wrong it ends a few per cent farther from the truth. With row weights take "irls": on
+            matrices wider than long, or where a few rows have nearly all the weight, ADMM ended up to 45 % higher.
         tolerance: stops when an iteration lowers the sum by less than this share.
         max_iterations: stops there in any case.
 
@@ -190,7 +191,7 @@ class Entrywise(_Pair):
             max_iterations=self.max_iterations,
             progress=problem.progress,
         )
-        return _Fitted(found.coordinates, found.basis, found.objective, EntryPowers(self.p))
+        return _Fitted(found.coordinates, found.basis, found.objective, EntryPowers(self.p), found.converged)
 
 
 @dataclass(frozen=True)
@@ -231,7 +232,7 @@ class Subspace(_Pair):
             max_iterations=self.max_iterations,
             progress=problem.progress,
         )
-        return _Fitted(found.coordinates, found.basis, found.objective, Distances(found.loss))
+        return _Fitted(found.coordinates, found.basis, found.objective, Distances(found.loss), found.converged)
 
 
 def ellipsoid_of(name: str) -> EllipsoidWay:

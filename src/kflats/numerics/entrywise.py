@@ -88,9 +88,9 @@ def entrywise_low_rank(
         rank: 1..min(n, d).
         p: 0 < p <= 2. 1 forgets outliers already; below 1 the start matters more; 2 is the SVD, without iterations.
         solver: "irls" for any p. "admm" for 1 <= p < 2: as low on trained tables or lower in a fraction of the time;
-            where entries are grossly wrong it ends a few per cent farther from the truth, and where weights fall so
-            fast that a few rows decide (i^-2) it may end in a far higher minimum. Below 1 its step of |x|^p
-            jumps: a problem that is not convex inside another one.
+            where entries are grossly wrong it ends a few per cent farther from the truth. With row weights take "irls":
+            on matrices wider than long, or where a few rows have nearly all the weight, ADMM ended up to 45 % higher,
+            and says that it converged. Below 1 its step of |x|^p jumps: a problem that is not convex inside another.
         weights: (n,) w_i >= 0; rows of weight 0 judge nothing and get their projection. So do, in fits by "irls", rows
             of w^(1/p) below 1e-12 of the largest, but the sum at the end counts them.
         tolerance: stop when an iteration lowers the sum by less than this share, over the last ten.

@@ -20,6 +20,7 @@ from kflats.report.report import BandReport, FrequencyBin, NormError, WeightRepo
 
 _BINS = (100, 1000, 10000)
 _WORST = 12
+_CUT_OFF = "the fit was ended by its limit of iterations (max_iterations)"
 
 
 def analyse(
@@ -78,7 +79,7 @@ def analyse(
         worst=_worst(w, dist2, norm2, names),
         objective=tuple(float(v) for v in factored.objective),
         seconds=factored.seconds,
-        note=decision.note,
+        note="; ".join(filter(None, (decision.note, "" if factored.converged else _CUT_OFF))),
         rows=decision.recipe.rows,
         condition=_condition(matrix),
         own=_own(factored, rows, weighting, rank),
