@@ -323,10 +323,11 @@ def test_flats_lose_less_than_their_spectrum_says(method):
         assert made.objective[-1] <= float(errors[rank]) * (1 + 1e-6)
 
 
-def test_dense_is_for_plans_only():
+def test_dense_keeps_all_numbers_or_refuses():
     a = torch.randn(10, 4)
-    with pytest.raises(KflatsError, match="fits nothing"):
-        Dense().fit(Problem(TensorRows(a), 1000, 4))
+    assert torch.equal(Dense().fit(Problem(TensorRows(a), 160, 4)).matrix.dense(), a)
+    with pytest.raises(KflatsError, match="budget"):
+        Dense().fit(Problem(TensorRows(a), 159, 4))
     assert Dense().cost((10, 4), 3, 2) == 80
     assert Dense().spectrum(TensorRows(a), Weighting()).tolist() == [0.0] * 5
     assert from_name("svd", form="interpolative") == SVD(form="interpolative")

@@ -220,7 +220,8 @@ BAD = {
     "floats of text": (("floats",), "7", "has the checksum 7"),
     "another checksum": (("checksum",), 7, "checksum differs"),
     "a checksum of text": (("checksum",), "7", "has the checksum"),
-    "a newer matrix": (("matrix", "version"), 2, "version 2"),
+    "a newer matrix": (("matrix", "version"), 3, "version 3"),
+    "a version without its field": (("matrix", "version"), 2, "unit"),
     "other classes": (
         ("matrix", "classes"),
         [[199, 4]],
