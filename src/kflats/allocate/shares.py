@@ -14,13 +14,12 @@ from kflats.allocate.calibration import Data
 from kflats.allocate.offers import curve_of, is_best, offers
 from kflats.allocate.prices import Priced, bias_bytes
 from kflats.allocate.selection import Selected, weighting_of
-from kflats.codecs.codec import Int8
-from kflats.errors import KflatsError, UnreachedError
-from kflats.factorize.storing import has_any_size, whole_bytes
-from kflats.methods import Dense
+from kflats.allocate.settled import check_casts, joined, left_dense, settle
+from kflats.errors import KflatsError
+from kflats.factorize.storing import has_any_size
 from kflats.recipes.budget import Budget, split
 from kflats.recipes.plan import Decision, as_cast
-from kflats.recipes.recipe import Recipe, brief
+from kflats.recipes.recipe import brief
 from kflats.swap.places import dense_weight
 from kflats.tables import number, size, visible
 
@@ -30,7 +29,6 @@ Allocation = Literal["auto", "uniform", "loss"]
 """How weights share a budget: "uniform": the same share of bytes (or ranks) for each; "loss": where they save most
 loss, weights being left dense where that pays; "auto": by loss where every importance is in its units."""
 
-_SILENT = "the calibration data says nothing about it (never reached, or no loss depends on it)"
 _UNJUDGED = "the data says nothing about it: its share of the budget, every row counting the same"
 
 
@@ -65,7 +63,7 @@ def share_out(
         Priced(chosen.weight, chosen.recipe, chosen.named, budget.counts_labels, note)
         for chosen, note in zip(selected, notes, strict=True)
     ]
-    settled = {item.weight.name: made for item in items if (made := _settled(item, data)) is not None}
+    settled = {item.weight.name: made for item in items if (made := settle(item, data)) is not None}
     open_items = [item for item in items if item.weight.name not in settled]
     kept = sum(_price(item, settled[item.weight.name]) for item in items if item.weight.name in settled)
     sizes = {item.itemsize for item in open_items or items}
@@ -88,7 +86,7 @@ def share_out(
         shared = _at_ranks(model, open_items, budget.amount, data, by_loss)
         return _shares(items, settled | shared, by_loss)
     allowed = budget.stored_bytes([item.weight for item in items], model_bytes, sizes.pop())
-    _check_casts(settled, budget, kept, allowed)
+    check_casts(settled, budget, kept, allowed)
     total = sum(item.dense for item in items)
     ready = [_settle_bias(model, item, allowed * item.dense // total, data) for item in open_items]
     if by_loss:
@@ -96,50 +94,6 @@ def share_out(
     else:
         found = _uniform(ready, allowed - kept, data)
     return _shares(items, settled | found, by_loss)
-
-
-def _settled(item: Priced, data: Data) -> Decision | None:
-    """What is done with a weight whatever the budget: it is left as it is, stored in another type, or, where ``Best()``
-    may choose and the data knows nothing of it, rounded to 8 bits. None where it takes its share."""
-    if item.recipe.is_dense:
-        return replace(_dense(item, ""), note=item.note or "dense: asked for")
-    if item.recipe.is_cast:
-        return _cast(item)
-    if not item.recipe.importance.needs:
-        return None
-    try:
-        data.weigh(item.weight, item.recipe)
-    except UnreachedError:
-        if item.named:
-            raise
-        rounded = Recipe(Dense(), codec=Int8())
-        nbytes = whole_bytes(rounded, item.weight.shape, item.itemsize) or item.dense
-        if is_best(item) and item.weight.places[0].role != "conv2d" and nbytes < item.dense:
-            return Decision(item.weight, rounded, nbytes, f"8 bits: {_SILENT}")
-        return replace(_dense(item, ""), note=f"dense: {_SILENT}")
-    return None
-
-
-def _cast(item: Priced) -> Decision:
-    """All numbers in the type that is asked for; as they are where that takes no fewer bytes."""
-    kind, (n, d) = item.recipe.torch_dtype(item.weight.dtype), item.weight.shape
-    name, nbytes = str(kind).removeprefix("torch."), n * d * kind.itemsize
-    if nbytes >= item.weight.nbytes:
-        why = f"it is {name} already" if name == item.weight.dtype else f"{name} would not make it smaller"
-        return replace(_dense(item, ""), note=_joined(item.note, f"dense: {why}"))
-    return Decision(item.weight, as_cast(item.weight, item.recipe), nbytes, _joined(item.note, f"{name}: asked for"))
-
-
-def _check_casts(settled: dict[str, Decision], budget: Budget, kept: int, allowed: int) -> None:
-    """Refuse types that take more than the budget, which for them is no matter of choice."""
-    casts = [name for name, made in settled.items() if made.recipe.is_cast]
-    if casts and kept > allowed:
-        raise KflatsError(
-            f"a budget of {budget} ({allowed:,} bytes) cannot hold {', '.join(visible(name) for name in casts[:3])} "
-            "in the type that is asked for",
-            cause=f"what is asked for takes {kept:,} bytes, whatever the budget",
-            hint="a larger budget, Int8() (--codec int8) for fewer bytes, or Best(), which chooses",
-        )
 
 
 def _price(item: Priced, decision: Decision) -> int:
@@ -201,7 +155,9 @@ def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Dec
         if item.whole is not None:
             price = item.whole + _bias(item, data)
             made = Decision(item.weight, item.recipe, min(price, item.dense), item.note)
-            found[item.weight.name] = made if price < item.dense else _dense(item, "dense: codes would not shrink it")
+            found[item.weight.name] = (
+                made if price < item.dense else left_dense(item, "dense: codes would not shrink it")
+            )
             allowed -= found[item.weight.name].budget_bytes
     if found and allowed < 0:
         raise KflatsError(
@@ -232,7 +188,7 @@ def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Dec
             }
         for item in stuck:
             reason = f"dense: its share of the budget holds no {brief(item.recipe.method)} of it"
-            found[item.weight.name] = _dense(item, reason)
+            found[item.weight.name] = left_dense(item, reason)
             allowed -= item.dense
 
 
@@ -252,7 +208,7 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
     """
     relative = any(map(is_best, items)) and bool(_strange(items))
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
-    unjudged = [replace(item, note=_joined(item.note, _UNJUDGED)) for item in items if item not in judged]
+    unjudged = [replace(item, note=joined(item.note, _UNJUDGED)) for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
     found = _uniform(unjudged, part, data) if unjudged else {}
     allowed -= sum(decision.budget_bytes for decision in found.values())
@@ -261,11 +217,11 @@ def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -
     for item, curve, offered, choice in zip(judged, curves, made, allocate(curves, allowed).choices, strict=True):
         if choice.rank is None:
             what = "codes" if item.recipe.is_coded or is_best(item) else "factors"
-            found[item.weight.name] = _dense(item, f"dense: {what} of it would lose more than they save elsewhere")
+            found[item.weight.name] = left_dense(item, f"dense: {what} of it would lose more than they save elsewhere")
             continue
         option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
         lost = number(choice.error / whole if whole > 0 else 0.0)
-        note = _joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
+        note = joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
         found[item.weight.name] = Decision(item.weight, as_cast(item.weight, option.recipe), choice.cost, note)
     return _topped_up(found, allowed - sum(found[item.weight.name].budget_bytes for item in judged))
 
@@ -291,9 +247,9 @@ def _at_ranks(
         settled.append(one)
         if price >= item.dense:
             what = f"rank {rank} of {item.full} takes {size(price)} of {size(item.dense)}"
-            found[item.weight.name] = _dense(item, f"dense: {what}, so it would not shrink")
+            found[item.weight.name] = left_dense(item, f"dense: {what}, so it would not shrink")
         else:
-            note = _joined(item.note, f"rank {rank} of {item.full}")
+            note = joined(item.note, f"rank {rank} of {item.full}")
             found[item.weight.name] = Decision(one.weight, one.recipe, price, note)
     if by_loss:
         allowed = sum(
@@ -306,14 +262,6 @@ def _at_ranks(
 
 def _is_dense(decision: Decision | None) -> bool:
     return decision is None or decision.recipe.is_dense
-
-
-def _dense(item: Priced, note: str) -> Decision:
-    return Decision(item.weight, Recipe(Dense()), item.weight.nbytes, _joined(item.note, note))
-
-
-def _joined(*notes: str) -> str:
-    return "; ".join(note for note in notes if note)
 
 
 def _shares(items: Sequence[Priced], found: dict[str, Decision], by_loss: bool) -> Shares:

@@ -1,0 +1,73 @@
+"""What is done with a weight whatever the budget: left as it is, or stored in the type that was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kflats.allocate.calibration import Data
+from kflats.allocate.offers import is_best
+from kflats.allocate.prices import Priced
+from kflats.codecs.codec import Int8
+from kflats.errors import KflatsError, UnreachedError
+from kflats.factorize.storing import whole_bytes
+from kflats.methods import Dense
+from kflats.recipes.budget import Budget
+from kflats.recipes.plan import Decision, as_cast
+from kflats.recipes.recipe import Recipe
+from kflats.tables import visible
+
+_SILENT = "the calibration data says nothing about it (never reached, or no loss depends on it)"
+
+
+def settle(item: Priced, data: Data) -> Decision | None:
+    """What is done with a weight whatever the budget: it is left as it is, stored in another type, or, where ``Best()``
+    may choose and the data knows nothing of it, rounded to 8 bits. None where it takes its share."""
+    if item.recipe.is_dense:
+        return replace(left_dense(item, ""), note=item.note or "dense: asked for")
+    if item.recipe.is_cast:
+        return _cast(item)
+    if not item.recipe.importance.needs:
+        return None
+    try:
+        data.weigh(item.weight, item.recipe)
+    except UnreachedError:
+        if item.named:
+            raise
+        rounded = Recipe(Dense(), codec=Int8())
+        nbytes = whole_bytes(rounded, item.weight.shape, item.itemsize) or item.dense
+        if is_best(item) and item.weight.places[0].role != "conv2d" and nbytes < item.dense:
+            return Decision(item.weight, rounded, nbytes, f"8 bits: {_SILENT}")
+        return replace(left_dense(item, ""), note=f"dense: {_SILENT}")
+    return None
+
+
+def _cast(item: Priced) -> Decision:
+    """All numbers in the type that is asked for; as they are where that takes no fewer bytes."""
+    kind, (n, d) = item.recipe.torch_dtype(item.weight.dtype), item.weight.shape
+    name, nbytes = str(kind).removeprefix("torch."), n * d * kind.itemsize
+    if nbytes >= item.weight.nbytes:
+        why = f"it is {name} already" if name == item.weight.dtype else f"{name} would not make it smaller"
+        return replace(left_dense(item, ""), note=joined(item.note, f"dense: {why}"))
+    return Decision(item.weight, as_cast(item.weight, item.recipe), nbytes, joined(item.note, f"{name}: asked for"))
+
+
+def check_casts(settled: dict[str, Decision], budget: Budget, kept: int, allowed: int) -> None:
+    """Refuse types that take more than the budget, which for them is no matter of choice."""
+    casts = [name for name, made in settled.items() if made.recipe.is_cast]
+    if casts and kept > allowed:
+        raise KflatsError(
+            f"a budget of {budget} ({allowed:,} bytes) cannot hold {', '.join(visible(name) for name in casts[:3])} "
+            "in the type that is asked for",
+            cause=f"what is asked for takes {kept:,} bytes, whatever the budget",
+            hint="a larger budget, Int8() (--codec int8) for fewer bytes, or Best(), which chooses",
+        )
+
+
+def left_dense(item: Priced, note: str) -> Decision:
+    """A weight that stays as it is, and why."""
+    return Decision(item.weight, Recipe(Dense()), item.weight.nbytes, joined(item.note, note))
+
+
+def joined(*notes: str) -> str:
+    """Notes as one; empty ones are left out."""
+    return "; ".join(note for note in notes if note)
