@@ -27,7 +27,8 @@ from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import PARTIAL, Cloud, Progress, Shape, em
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
-from kflats.numerics.robust_em import losses, reweighted, robust_em
+from kflats.numerics.robust_bound import losses, reweighted
+from kflats.numerics.robust_em import robust_em
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.starts import Start
 

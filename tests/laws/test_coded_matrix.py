@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.nn import coded, codes
+from kflats.nn import coded, coded_tiles
 from kflats.nn.coded_build import from_integers, from_transform
 from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.nn.matrix import CodedMatrix, matrix_from_spec
@@ -179,7 +179,7 @@ def assert_same_gradients(matrix: nn.Module, ours: Tensor, theirs: Tensor, *inpu
 
 @pytest.mark.parametrize(("tile", "many"), [(2**20, 1024), (2**20, 1), (24, 1024), (1, 1024)])
 def test_every_operation_is_that_of_the_dense_matrix(make, tile, many, monkeypatch):
-    monkeypatch.setattr(codes, "TILE", tile)
+    monkeypatch.setattr(coded_tiles, "TILE", tile)
     monkeypatch.setattr(coded, "MANY", many)
     matrix = make()
     n, d = matrix.shape

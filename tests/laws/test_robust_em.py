@@ -19,7 +19,8 @@ from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud, Shape
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.loss import FLOOR, Huber, Power, Squared, Truncated, absolute
-from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em
+from kflats.numerics.robust_bound import losses, reweighted
+from kflats.numerics.robust_em import distances_of, robust_em
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.starts import Start
 from kflats.numerics.subspace import robust_subspace

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from kflats.allocate.calibration import SAMPLES, Data, gather, needed, statistics_digest
-from kflats.allocate.planning import Decided, decide, required
+from kflats.allocate.calibration import SAMPLES, Data, gather
+from kflats.allocate.planning import decide, required
 from kflats.allocate.shares import Allocation
 from kflats.compress.data_used import data_used
 from kflats.compress.done import Done
 from kflats.compress.fitting import factorize
+from kflats.compress.resuming import measured_once, model_fingerprint, work_fingerprint
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model, save_model
@@ -26,7 +24,7 @@ from kflats.files.folders import Partial, new_folder
 from kflats.files.sources import check_apart, copy_companions, module_files, resolve_model, weights_folder
 from kflats.measure.measurements import Statistics
 from kflats.recipes.budget import Budget, parse_budget
-from kflats.recipes.plan import Plan, Recipe, as_recipe, to_json
+from kflats.recipes.plan import Plan, Recipe, as_recipe
 from kflats.release import version
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import compressed_card, hub_name, rewrite_
@@ -154,17 +152,17 @@ def compress_folder(
         if make is not None:
             made = gather(None, None, make(model, data.tokenizer), None, None)
             data = replace(data, calibration=made.calibration)
-        about = _fingerprint(folder, data, trim)
+        about = model_fingerprint(folder, data, trim)
 
         def measured(recipes: Sequence[tuple[Weight, Recipe]]) -> Data:
-            return _measured(model, recipes, data, Partial(out, about), quiet)
+            return measured_once(model, recipes, data, Partial(out, about), quiet)
 
         recipes = plan or (dict.fromkeys(weights, method) if weights else method)
         allowed = budget if plan else required(budget)
         decided = decide(model, recipes, allowed, data, allocation=allocation, file_bytes=before, measured=measured)
         if keep_statistics is not None and decided.data.statistics is not None:
             decided.data.statistics.save(keep_statistics)
-        partial = Partial(out, _work_fingerprint(about, decided, seed))
+        partial = Partial(out, work_fingerprint(about, decided, seed))
         others = sum(path.stat().st_size for path in module_files(folder))  # they stay as they are
         limit = _file_limit(decided.plan, before)
         own_limit = None if limit is None else limit - others
@@ -189,25 +187,6 @@ def compress_folder(
         _write_card(aside, report, (weight_file_bytes(folder), after), used, hub_name(source))
     partial.discard()
     return report
-
-
-def _measured(
-    model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], data: Data, partial: Partial, quiet: bool
-) -> Data:
-    """The data with its statistics: measured, or what an interrupted run measured of the same."""
-    needs = needed(recipes)
-    if not needs or data.statistics is not None:
-        return data
-    asked = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
-    name = hashlib.sha256(f"{partial.fingerprint} {asked}".encode()).hexdigest()[:24]
-    path = partial.folder / f"statistics-{name}.safetensors"
-    if path.is_file() and not path.is_symlink():
-        with suppress(KflatsError):  # damaged: measured again
-            return replace(data, statistics=Statistics.load(path))
-    found = data.measured(model, recipes, quiet)
-    assert found.statistics is not None
-    found.statistics.save(path)
-    return found
 
 
 def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: str = "") -> Report:
@@ -245,29 +224,6 @@ def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
         if wanted:
             raise
         return None
-
-
-def _fingerprint(folder: Path, data: Data, trim: int | None) -> str:
-    """The model, and all data: what measurements depend on."""
-    # The weights, and the tokenizer's files: counts and priors come from those.
-    kinds = (".safetensors", ".json", ".txt", ".model")
-    found = (p for p in folder.rglob("*") if p.suffix in kinds)
-    # Hidden ones are not the model's: what an interrupted run keeps lies there too where ``out`` is inside the folder.
-    shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
-    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
-    about = [str(folder), files, data.digest(), version(), trim]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
-
-
-def _work_fingerprint(about: str, decided: Decided, seed: int) -> str:
-    """Everything the factors depend on."""
-    made = decided.plan
-    recipes = [
-        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in made.decisions
-    ]
-    names = needed((d.weight, d.recipe) for d in made.decisions)
-    found = [about, recipes, made.budget, statistics_digest(decided.data.statistics, names), seed]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def _file_limit(decided: Plan, before: int) -> int | None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.nn.coded_geometry import CodedGeometry
-from kflats.nn.codes import TILE, Codes
+from kflats.nn.coded_tiles import TILE, TiledCodes
 from kflats.nn.lookup import FEW, distinct, inverse_of, is_recording
 from kflats.nn.low_rank import check_rows, copy_trainable
 
@@ -16,7 +16,7 @@ MANY = 1024
 """Rows of an input from which on a small matrix is put together before it is multiplied by."""
 
 
-class CodedMatrix(Codes):
+class CodedMatrix(TiledCodes):
     """Row i of class c is ``(scale * value(q_i)) @ basis``: r integers q_i, in as many bits as its class gives each.
     Where there are several flats, ``basis`` is that of the class' flat.
 

@@ -140,9 +140,8 @@ def entry_flats(
     inside = TensorRows(scaled / unit)
     plain, factors = (inside, None) if weights is None else (TensorRows(table[counted]), back)
     sources = _sources(plain, k, rank, p, factors)
-    state = min(
-        (_begun(inside, source, k, rank, p, factors, start, restarts, seed) for source in sources), key=_reached
-    )
+    search = _Search(min(k, len(scaled)), rank, p, start, restarts, seed)
+    state = min((_begun(inside, source, search, factors) for source in sources), key=_reached)
     history, converged = [state.total], False
     for iteration in range(max_iterations):
         state.fit_(tolerance)
@@ -196,24 +195,33 @@ def _sources(rows: TensorRows, k: int, rank: int, p: float, factors: Tensor | No
     return [rows, TensorRows(found.coordinates @ found.basis)]
 
 
-def _begun(
-    rows: TensorRows,
-    source: TensorRows,
-    k: int,
-    rank: int,
-    p: float,
-    factors: Tensor | None,
-    start: str,
-    restarts: int,
-    seed: int,
-) -> EntryState:
+@dataclass(frozen=True)
+class _Search:
+    """``k`` flats of dimension ``rank`` under entries to the power ``p``; ``start``, ``restarts`` and ``seed`` are of
+    the fit to sums of distances that comes first."""
+
+    k: int
+    rank: int
+    p: float
+    start: str
+    restarts: int
+    seed: int
+
+
+def _begun(rows: TensorRows, source: TensorRows, search: _Search, factors: Tensor | None) -> EntryState:
     """Flats under sums of distances of the ``source``: not scaled, its rows weigh what the others are scaled by."""
-    k = min(k, rows.shape[0])
     first = fit_flats(
-        source, k, rank=rank, error=Power(1.0), weights=factors, start=start, restarts=restarts, seed=seed
+        source,
+        search.k,
+        rank=search.rank,
+        error=Power(1.0),
+        weights=factors,
+        start=search.start,
+        restarts=search.restarts,
+        seed=search.seed,
     )
     bases = tuple(basis.to(rows.dtype) for basis in first.bases)
-    return EntryState(rows, first.labels.to(torch.int64), bases, p, factors)
+    return EntryState(rows, first.labels.to(torch.int64), bases, search.p, factors)
 
 
 def _reached(state: EntryState) -> float:

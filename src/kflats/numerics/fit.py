@@ -12,7 +12,8 @@ from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import Coreset, draw_sample
 from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
 from kflats.numerics.loss import Loss, Power, Squared, absolute, is_relative, stages
-from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em
+from kflats.numerics.robust_bound import losses, reweighted
+from kflats.numerics.robust_em import distances_of, robust_em
 from kflats.numerics.rows import Rows, as_rows, check_finite, check_rank, check_spread, check_weights
 from kflats.numerics.starts import FILL_SAMPLE, SAMPLE, Start, start_filled, start_uniform
 

@@ -1,0 +1,63 @@
+"""What an interrupted run left, and whether it is of the same model, data and plan: only then is it taken up again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from kflats.allocate.calibration import Data, needed, statistics_digest
+from kflats.allocate.planning import Decided
+from kflats.errors import KflatsError
+from kflats.files.folders import Partial
+from kflats.measure.measurements import Statistics
+from kflats.recipes.plan import Recipe, to_json
+from kflats.release import version
+from kflats.swap.surgery import Weight
+
+
+def measured_once(
+    model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], data: Data, partial: Partial, quiet: bool
+) -> Data:
+    """The data with its statistics: measured, or what an interrupted run measured of the same."""
+    needs = needed(recipes)
+    if not needs or data.statistics is not None:
+        return data
+    asked = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
+    name = hashlib.sha256(f"{partial.fingerprint} {asked}".encode()).hexdigest()[:24]
+    path = partial.folder / f"statistics-{name}.safetensors"
+    if path.is_file() and not path.is_symlink():
+        with suppress(KflatsError):  # damaged: measured again
+            return replace(data, statistics=Statistics.load(path))
+    found = data.measured(model, recipes, quiet)
+    assert found.statistics is not None
+    found.statistics.save(path)
+    return found
+
+
+def model_fingerprint(folder: Path, data: Data, trim: int | None) -> str:
+    """The model, and all data: what measurements depend on."""
+    # The weights, and the tokenizer's files: counts and priors come from those.
+    kinds = (".safetensors", ".json", ".txt", ".model")
+    found = (p for p in folder.rglob("*") if p.suffix in kinds)
+    # Hidden ones are not the model's: what an interrupted run keeps lies there too where ``out`` is inside the folder.
+    shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
+    about = [str(folder), files, data.digest(), version(), trim]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+
+
+def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
+    """Everything the factors depend on."""
+    made = decided.plan
+    recipes = [
+        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in made.decisions
+    ]
+    names = needed((d.weight, d.recipe) for d in made.decisions)
+    found = [about, recipes, made.budget, statistics_digest(decided.data.statistics, names), seed]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
