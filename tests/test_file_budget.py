@@ -16,6 +16,7 @@ from kflats.cli.asked import Asked, recipe_of, weights_of
 from kflats.compress.pipeline import compress_folder
 from kflats.evaluate.comparing import weight_file_bytes
 from kflats.recipes.plan import Plan
+from kflats.tables import size
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("constriction")
@@ -137,6 +138,20 @@ def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> Non
     with pytest.raises(KflatsError, match="leaves nothing for the named weights"):
         compress_folder(with_dense, tmp_path / "none", budget="130kB of all files", **asked)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_plan_and_its_report_tell_of_one_model(with_dense: Path, tmp_path: Path) -> None:
+    """Whose size has the weights of other modules in it."""
+    path = tmp_path / "plan.json"
+    done = CliRunner().invoke(app, ["plan", str(with_dense), "--file-budget", "300kB", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    made = Plan.load(path)
+    report = compress_folder(with_dense, tmp_path / "small", plan=made, quiet=True)
+    assert made.model_bytes == report.model_bytes_before
+    shown = next(line for line in done.output.splitlines() if "whole model" in line)
+    assert size(report.model_bytes_before) in shown
+    given = sum(decision.budget_bytes - decision.weight.nbytes for decision in made.decisions)
+    assert size(made.model_bytes + given) in shown
 
 
 def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monkeypatch) -> None:

@@ -93,12 +93,14 @@ def decide(
     *,
     allocation: Allocation = "auto",
     file_bytes: int | None = None,
+    beside: int = 0,
     quiet: bool = True,
     measured: Measure | None = None,
 ) -> Decided:
     """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights.
 
     Args:
+        beside: bytes of other modules' weight files: of the whole model, too, and left as they are.
         measured: how the data gets its statistics; default: by measuring.
     """
     measured = measured or (lambda pairs: data.measured(model, pairs, quiet))
@@ -110,7 +112,7 @@ def decide(
     selected = select(model, recipes, data.given)
     asked = tuple((chosen.weight, chosen.recipe) for chosen in selected)
     data = measured(asked)
-    total = stored_bytes(model)
+    total = stored_bytes(model) + beside
     notes = [_note(chosen, data) for chosen in selected]
     shares = share_out(model, selected, notes, allowed, data, allocation, file_bytes or total)
     return Decided(Plan(shares.decisions, str(allowed), total, shares.allocation), data, asked)

@@ -44,6 +44,7 @@ from kflats.demo import demo as run_demo
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import weight_file_bytes
 from kflats.files import load_model, resolve_model
+from kflats.files.sources import module_bytes
 
 
 def plan(
@@ -89,8 +90,9 @@ def plan(
     batches = known.calibration if known.examples is None else known.examples(loaded, tokenizer)
     counted = known.calibration if known.texts is None else known.texts
     gathered = gather(counted, tokenizer, batches, None, known.statistics, known.samples)
-    recipes, before = dict.fromkeys(names, recipe) if names else recipe, weight_file_bytes(folder)
-    made = decide(loaded, recipes, allowed, gathered, allocation=how, file_bytes=before, quiet=quiet)
+    recipes = dict.fromkeys(names, recipe) if names else recipe
+    before, beside = weight_file_bytes(folder), module_bytes(folder)
+    made = decide(loaded, recipes, allowed, gathered, allocation=how, file_bytes=before, beside=beside, quiet=quiet)
     made.plan.save(out)
     if statistics is not None and known.statistics is None and made.data.statistics is not None:
         made.data.statistics.save(statistics)

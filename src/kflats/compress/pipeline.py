@@ -21,7 +21,7 @@ from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model, save_model
 from kflats.files.folders import Partial, new_folder
-from kflats.files.sources import check_apart, copy_companions, module_files, resolve_model, weights_folder
+from kflats.files.sources import check_apart, copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.measure.measurements import Statistics
 from kflats.recipes.budget import Budget, parse_budget
 from kflats.recipes.plan import Plan, Recipe, as_recipe
@@ -158,12 +158,12 @@ def compress_folder(
             return measured_once(model, recipes, data, Partial(out, about), quiet)
 
         recipes = plan or (dict.fromkeys(weights, method) if weights else method)
-        allowed = budget if plan else required(budget)
-        decided = decide(model, recipes, allowed, data, allocation=allocation, file_bytes=before, measured=measured)
+        allowed, others = budget if plan else required(budget), module_bytes(folder)  # these stay as they are
+        asked: dict[str, Any] = {"allocation": allocation, "file_bytes": before, "beside": others}
+        decided = decide(model, recipes, allowed, data, measured=measured, **asked)
         if keep_statistics is not None and decided.data.statistics is not None:
             decided.data.statistics.save(keep_statistics)
         partial = Partial(out, work_fingerprint(about, decided, seed))
-        others = sum(path.stat().st_size for path in module_files(folder))  # they stay as they are
         limit = _file_limit(decided.plan, before)
         own_limit = None if limit is None else limit - others
         done = factorize(model, decided.plan, decided.data, seed, quiet, partial, own_limit)

@@ -129,6 +129,11 @@ def module_files(folder: str | os.PathLike[str]) -> list[Path]:
     return [path for path in found if _TENSORS.fullmatch(path.name) and _is_inside(path, modules)]
 
 
+def module_bytes(folder: str | os.PathLike[str]) -> int:
+    """Bytes of ``module_files``: part of the model's size, whatever becomes of the transformer."""
+    return sum(path.stat().st_size for path in module_files(folder))
+
+
 def check_apart(folder: Path, out: str | os.PathLike[str]) -> None:
     """Raises KflatsError where replacing ``out`` would remove ``folder``, a model that is read, with it."""
     where = Path(out).expanduser().resolve()

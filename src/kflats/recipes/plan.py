@@ -45,7 +45,7 @@ class Plan:
     Args:
         decisions: one for each named weight.
         budget: what the user asked for, as text.
-        model_bytes: bytes of the whole model before.
+        model_bytes: bytes of the whole model before; of a folder's other modules, their weight files.
         allocation: how weights share the budget: "uniform" or "loss".
 
     Raises:
