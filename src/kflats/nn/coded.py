@@ -107,7 +107,7 @@ class CodedMatrix(TiledCodes):
     def dense(self) -> Tensor:
         self._check_filled()
         dtype = self.weight.dtype
-        parts = [self._project(tile.flat, tile.whole().T).to(dtype) for tile in self._tiles(self._wide)]
+        parts = [self._ended(self._project(tile.flat, tile.whole().T), dtype) for tile in self._tiles(self._wide)]
         return torch.cat(parts).index_select(0, self.position)
 
     def resized(self, n: int) -> CodedMatrix:

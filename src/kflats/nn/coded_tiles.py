@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kflats.nn.codes import Codes
-from kflats.nn.decoding import Tile, integers
+from kflats.nn.decoding import Tile, integers, limited
 from kflats.nn.lookup import inverse_of, is_exporting, is_recording
 
 TILE = 2**20  # numbers that are decoded at a time
@@ -30,15 +30,19 @@ class TiledCodes(Codes):
     def _tiles(self, dtype: torch.dtype) -> Iterator[Tile]:
         """All rows, ``TILE`` numbers at a time."""
         most, first, tables = max(1, TILE // max(1, self.geometry.rank)), 0, self._tables()
-        flat_of = self.geometry.flat_of
+        flat_of, final = self.geometry.flat_of, self.geometry.basis == "identity" and dtype == self.weight.dtype
         by_row = inverse_of(self.position) if self.geometry.scales == "row" else None
         for c, (rows, _) in enumerate(self.geometry.classes):
             packed = self._packed(c)
             for a in range(0, rows, most):
                 part = packed[a : a + most]
                 at = None if by_row is None else by_row[first + a : first + a + len(part)]
-                yield self._tile(c, flat_of[c], first + a, part, at, tables).as_type(dtype)
+                yield self._tile(c, flat_of[c], first + a, part, at, tables).as_type(dtype, final=final)
             first += rows
+
+    def _ended(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        """Numbers of the table as ``dtype``; what another type than the table's own does not hold is infinite there."""
+        return limited(numbers, dtype) if dtype == self.weight.dtype else numbers.to(dtype)
 
     def _packed(self, c: int) -> Tensor:
         """(rows, bytes) of class ``c``."""
@@ -65,7 +69,7 @@ class TiledCodes(Codes):
             first += count
             if found:
                 # In half precision only at the end: coordinates may be too small for it where numbers are not.
-                parts.append(self._project(flat, torch.cat(found, dim=1).T).to(dtype))
+                parts.append(self._ended(self._project(flat, torch.cat(found, dim=1).T), dtype))
         return torch.cat(parts)
 
     def _tile(
@@ -171,7 +175,7 @@ class TiledCodes(Codes):
         """(t,) rows -> (t, d), in plain operators whose sizes are known."""
         coordinates = self._coordinates(index)
         if not self.geometry.flats:
-            return self._project(0, coordinates).to(dtype)
+            return self._ended(self._project(0, coordinates), dtype)
         labels = self._get("labels")
         flat_of = torch.tensor(self.geometry.flat_of, device=index.device)
         flats = flat_of[torch.zeros_like(index) if labels is None else labels.index_select(0, index).to(torch.int64)]
@@ -179,7 +183,7 @@ class TiledCodes(Codes):
         for flat, (_, rank) in enumerate(self.geometry.flats):
             own = torch.where((flats == flat).unsqueeze(1), coordinates[:, :rank], 0.0)
             found.append(self._project(flat, own))
-        return sum(found[1:], start=found[0]).to(dtype)
+        return self._ended(sum(found[1:], start=found[0]), dtype)
 
     def _bases(self, dtype: torch.dtype) -> list[Tensor | None]:
         """The basis of each flat, without its scales, integers in units of 1/128; None for the identity."""

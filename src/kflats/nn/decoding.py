@@ -51,6 +51,19 @@ def integers(packed: Tensor, fields: Tensor, how: Reading, dtype: torch.dtype) -
     return packed.to(dtype).add_(low.to(dtype)).T
 
 
+def limited(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """``numbers`` as ``dtype``, at most the largest that it holds: codes of a table reach a little beyond its ends, and
+    where these are near its type's own, finite numbers would come back as infinite ones.
+
+    >>> limited(torch.tensor([70000.0, -1.0]), torch.float16)
+    tensor([65504.,    -1.], dtype=torch.float16)
+    """
+    if dtype.itemsize >= numbers.dtype.itemsize:
+        return numbers.to(dtype)
+    limit = torch.finfo(dtype).max
+    return numbers.clamp(-limit, limit).to(dtype)
+
+
 @dataclass(frozen=True)
 class Tile:
     """Rows at places ``first``, ... of one class of one flat: coordinate j of row i is
@@ -67,12 +80,17 @@ class Tile:
     columns: Tensor | None
     centers: Tensor | None
 
-    def as_type(self, dtype: torch.dtype) -> Tile:
-        """For products in ``dtype``; half types hold the sums of coordinates, but not those of integers."""
+    def as_type(self, dtype: torch.dtype, *, final: bool) -> Tile:
+        """For products in ``dtype``; half types hold the sums of coordinates, but not those of integers.
+
+        ``final``: coordinates are numbers of a table of this type. Others may be beyond it where those are not;
+        infinite they do not pass for right ones.
+        """
         if dtype == self.numbers.dtype:
             return self
         if dtype.itemsize < 4:
-            return Tile(self.flat, self.first, self.whole().to(dtype), None, None, None)
+            whole = limited(self.whole(), dtype) if final else self.whole().to(dtype)
+            return Tile(self.flat, self.first, whole, None, None, None)
         others = (None if t is None else t.to(dtype) for t in (self.rows, self.columns, self.centers))
         return Tile(self.flat, self.first, self.numbers.to(dtype), *others)
 
