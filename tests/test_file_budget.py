@@ -115,6 +115,19 @@ def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
         assert small.get_output_embeddings().matrix is small.get_input_embeddings().matrix
 
 
+@pytest.mark.parametrize("share", [0.5, 0.7])
+def test_what_is_left_of_a_file_buys_nothing_more(share: float, tmp_path: Path) -> None:
+    """Most weights keep all numbers in some type here, which takes no more of the header than the original did."""
+    source = tiny("T5", tmp_path / "source")
+    limit = int(weight_file_bytes(source) * share)
+    asked = {"budget": f"{limit}B of all files", "method": Best(), "weights": ("all",), "quiet": True}
+    report = compress_folder(source, tmp_path / "small", **asked)
+    left = limit - weight_file_bytes(tmp_path / "small")
+    steps = [found.bytes_before - found.bytes_after for found in report.weights if found.kept == "float16"]
+    assert steps
+    assert 0 <= left < max(0.01 * limit, min(steps))
+
+
 def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> None:
     """They are kept as they are, and the transformer gets the rest."""
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from torch import nn
 
-from kflats.allocate.allocate import allocate
+from kflats.allocate.allocate import Choice, Curve, allocate
 from kflats.allocate.calibration import Data
-from kflats.allocate.offers import curve_of, is_best, offers
+from kflats.allocate.equal import bias_of, uniform
+from kflats.allocate.offers import Offers, curve_of, is_best, offers
 from kflats.allocate.prices import Priced, bias_bytes
 from kflats.allocate.selection import Selected, weighting_of
 from kflats.allocate.settled import check_casts, joined, left_dense, settle
 from kflats.errors import KflatsError
 from kflats.factorize.storing import has_any_size
-from kflats.recipes.budget import Budget, split
+from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Decision, as_cast
 from kflats.recipes.recipe import brief
 from kflats.swap.places import dense_weight
@@ -29,6 +30,7 @@ Allocation = Literal["auto", "uniform", "loss"]
 """How weights share a budget: "uniform": the same share of bytes (or ranks) for each; "loss": where they save most
 loss, weights being left dense where that pays; "auto": by loss where every importance is in its units."""
 
+_REFILLS = 4
 _UNJUDGED = "the data says nothing about it: its share of the budget, every row counting the same"
 
 
@@ -90,9 +92,15 @@ def share_out(
     total = sum(item.dense for item in items)
     ready = [_settle_bias(model, item, allowed * item.dense // total, data) for item in open_items]
     if by_loss:
-        found = _loss(model, ready, allowed - kept, data)
+
+        def room(found: dict[str, Decision]) -> int:
+            """Bytes for the open weights if ``found`` is what becomes of them."""
+            whole = _of_one_tensor([*settled.values(), *found.values()])
+            return budget.stored_bytes([item.weight for item in items], model_bytes, items[0].itemsize, whole) - kept
+
+        found = _loss(model, ready, allowed - kept, data, room if budget.scope == "file" else None)
     else:
-        found = _uniform(ready, allowed - kept, data)
+        found = uniform(ready, allowed - kept, data)
     return _shares(items, settled | found, by_loss)
 
 
@@ -140,90 +148,68 @@ def _settle_bias(model: nn.Module, item: Priced, share: int, data: Data) -> Pric
     return bare
 
 
-def _bias(item: Priced, data: Data) -> int:
-    if not item.recipe.importance.needs:
-        return 0
-    weighting = data.weigh(item.weight, item.recipe)
-    return bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
+def _of_one_tensor(decisions: Iterable[Decision]) -> frozenset[str]:
+    """Names of weights that a file holds as it did, under one name, if in another type."""
+    return frozenset(made.weight.name for made in decisions if made.recipe.is_dense or made.recipe.is_cast)
 
 
-def _uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:
-    """The same share of bytes for each; those found by a pattern that cannot live on theirs stay dense."""
-    found: dict[str, Decision] = {}
-    least = {item.weight.name: item.least + _bias(item, data) for item in items if not item.named}
-    for item in items:
-        if item.whole is not None:
-            price = item.whole + _bias(item, data)
-            made = Decision(item.weight, item.recipe, min(price, item.dense), item.note)
-            found[item.weight.name] = (
-                made if price < item.dense else left_dense(item, "dense: codes would not shrink it")
-            )
-            allowed -= found[item.weight.name].budget_bytes
-    if found and allowed < 0:
-        raise KflatsError(
-            f"{', '.join(visible(name) for name in list(found)[:3])}: codes of a fixed rate take {-allowed:,} bytes "
-            "more than the budget has",
-            hint="a larger budget, or Transform(), which takes any size",
-        )
-    while True:
-        rest = [item for item in items if item.weight.name not in found]
-        if allowed < (1 if rest else 0):
-            raise KflatsError(
-                "the budget is spent on weights that stay dense; nothing is left for the others",
-                cause=f"{len(found)} weights cannot be factored in their share" if found else "weights left dense",
-                hint="a larger budget, or fewer weights",
-            )
-        if not rest:
-            return found
-        total = sum(item.dense for item in rest)
-        if allowed >= total:
-            shares: Sequence[int] = [item.dense for item in rest]
-        else:
-            shares = split(allowed, [item.weight for item in rest]) if rest[0].counts_labels else _parts(allowed, rest)
-        stuck = [item for item, share in zip(rest, shares, strict=True) if share < least.get(item.weight.name, 0)]
-        if not stuck:
-            pairs = zip(rest, shares, strict=True)
-            return found | {
-                item.weight.name: Decision(item.weight, item.recipe, share, item.note) for item, share in pairs
-            }
-        for item in stuck:
-            reason = f"dense: its share of the budget holds no {brief(item.recipe.method)} of it"
-            found[item.weight.name] = left_dense(item, reason)
-            allowed -= item.dense
-
-
-def _parts(allowed: int, items: Sequence[Priced]) -> list[int]:
-    total, done = sum(item.dense for item in items), 0
-    parts: list[int] = []
-    for item in items:
-        done += item.dense
-        parts.append(allowed * done // total - sum(parts))
-    return parts
-
-
-def _loss(model: nn.Module, items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:
+def _loss(
+    model: nn.Module,
+    items: Sequence[Priced],
+    allowed: int,
+    data: Data,
+    room: Callable[[dict[str, Decision]], int] | None = None,
+) -> dict[str, Decision]:
     """Where bytes save most loss; weights of which the data says nothing get their share of bytes.
 
-    For ``Best()`` without units of a loss: where they save most of the sum of relative errors.
+    For ``Best()`` without units of a loss: where they save most of the sum of relative errors. ``room``: more than
+    ``allowed`` where decisions are such that a file's header needs less than was kept free for it.
     """
     relative = any(map(is_best, items)) and bool(_strange(items))
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
     unjudged = [replace(item, note=joined(item.note, _UNJUDGED)) for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
-    found = _uniform(unjudged, part, data) if unjudged else {}
-    allowed -= sum(decision.budget_bytes for decision in found.values())
+    equal = uniform(unjudged, part, data) if unjudged else {}
     made = [offers(model, item, data) for item in judged]
     curves = [curve_of(item, offered, relative) for item, offered in zip(judged, made, strict=True)]
-    for item, curve, offered, choice in zip(judged, curves, made, allocate(curves, allowed).choices, strict=True):
-        if choice.rank is None:
-            what = "codes" if item.recipe.is_coded or is_best(item) else "factors"
-            found[item.weight.name] = left_dense(item, f"dense: {what} of it would lose more than they save elsewhere")
-            continue
-        option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
-        lost = number(choice.error / whole if whole > 0 else 0.0)
-        note = joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
-        found[item.weight.name] = Decision(item.weight, as_cast(item.weight, option.recipe), choice.cost, note)
-    return _topped_up(found, allowed - sum(found[item.weight.name].budget_bytes for item in judged))
+
+    def shared(nbytes: int) -> dict[str, Decision]:
+        rest, found = nbytes - sum(decision.budget_bytes for decision in equal.values()), dict(equal)
+        for item, curve, offered, choice in zip(judged, curves, made, allocate(curves, rest).choices, strict=True):
+            found[item.weight.name] = _chosen(item, curve, offered, choice)
+        return _topped_up(found, rest - sum(found[item.weight.name].budget_bytes for item in judged))
+
+    found = shared(allowed)
+    return found if room is None else _refilled(shared, found, allowed, room)
+
+
+def _chosen(item: Priced, curve: Curve, offered: Offers, choice: Choice) -> Decision:
+    if choice.rank is None:
+        what = "codes" if item.recipe.is_coded or is_best(item) else "factors"
+        return left_dense(item, f"dense: {what} of it would lose more than they save elsewhere")
+    option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
+    lost = number(choice.error / whole if whole > 0 else 0.0)
+    note = joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
+    return Decision(item.weight, as_cast(item.weight, option.recipe), choice.cost, note)
+
+
+def _refilled(
+    shared: Callable[[int], dict[str, Decision]],
+    found: dict[str, Decision],
+    allowed: int,
+    room: Callable[[dict[str, Decision]], int],
+) -> dict[str, Decision]:
+    """Shared out again while the header needs less than was kept free for it: it is for codes that most is kept."""
+    more = room(found)
+    for _ in range(_REFILLS):
+        if more <= allowed:
+            break
+        other = shared(more)
+        able = room(other)
+        if able >= more:  # what was chosen of more bytes leaves them free
+            found, allowed = other, more
+        more = able
+    return found
 
 
 def _topped_up(found: dict[str, Decision], spare: int) -> dict[str, Decision]:
@@ -243,7 +229,7 @@ def _at_ranks(
     for item in items:
         rank = max(1, round(ratio * item.full))
         one = _settle_bias(model, item, item.cost(rank), data)
-        price = item.cost(rank) + _bias(one, data)
+        price = item.cost(rank) + bias_of(one, data)
         settled.append(one)
         if price >= item.dense:
             what = f"rank {rank} of {item.full} takes {size(price)} of {size(item.dense)}"

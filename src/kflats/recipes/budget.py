@@ -9,7 +9,7 @@ the size bounds all weight files of the model instead of the named weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -26,6 +26,10 @@ _FILES = " of all files"
 _HEADER_ENTRY = 78
 """Bytes that one more tensor may add to a safetensors header, its name not counted."""
 _MORE_ENTRIES = 3
+_HEADER_TYPE = 4
+"""What a type's name, and offsets of more digits, may add to an entry."""
+_METADATA = 128
+"""Bytes of a header that say who wrote the file, with a checksum, and of its end, which is padded."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,9 @@ class Budget:
                 break
         return f"{amount:f}{prefix}B{files}" if self.kind == "bytes" else f"{amount:f}{prefix} params"
 
-    def stored_bytes(self, weights: Sequence[Weight], model_file_bytes: int, itemsize: int) -> int:
+    def stored_bytes(
+        self, weights: Sequence[Weight], model_file_bytes: int, itemsize: int, whole: Collection[str] = ()
+    ) -> int:
         """Bytes that the factored ``weights`` may take in all, labels included (see ``counts_labels``).
 
         Args:
@@ -92,6 +98,7 @@ class Budget:
             model_file_bytes: all weight files of the original; used by ``scope="file"`` alone, where
                 everything that is not named, and the longer file header, is paid first.
             itemsize: bytes of one stored number, to turn parameters into bytes.
+            whole: names of weights that stay one tensor of their name; of the others a file's header may need more.
 
         Raises:
             KflatsError: no weights, more than the original, or nothing left; the message has the sizes.
@@ -102,7 +109,7 @@ class Budget:
         if not weights or original <= 0:
             raise KflatsError("no weights are named, so a budget means nothing", hint="kflats inspect MODEL lists them")
         if self.scope == "file":
-            return self._stored_in_file(weights, original, model_file_bytes)
+            return self._stored_in_file(weights, original, model_file_bytes, whole)
         if self.kind == "fraction":
             allowed = int(Decimal(repr(self.amount)) * original)
         else:
@@ -117,7 +124,9 @@ class Budget:
             raise KflatsError(f"a budget of {self} of {original:,} bytes keeps nothing", hint="a larger budget")
         return allowed
 
-    def _stored_in_file(self, weights: Sequence[Weight], original: int, model_file_bytes: int) -> int:
+    def _stored_in_file(
+        self, weights: Sequence[Weight], original: int, model_file_bytes: int, whole: Collection[str]
+    ) -> int:
         if model_file_bytes < original:
             raise KflatsError(
                 f"the named weights take {original:,} bytes but the model's files only {model_file_bytes:,}",
@@ -134,13 +143,7 @@ class Budget:
                 f"({model_file_bytes:,} bytes)",
                 hint="a smaller budget",
             )
-        # A factored weight is up to four tensors in place of one; a layer without a bias may gain one, too.
-        gained = [not weight.bias and weight.places[0].role != "embedding" for weight in weights]
-        entries = [
-            (_MORE_ENTRIES + more) * (len(w.name.encode()) + _HEADER_ENTRY)
-            for w, more in zip(weights, gained, strict=True)
-        ]
-        header = sum(entries)
+        header = _METADATA + sum(_longer_header(weight, weight.name in whole) for weight in weights)
         rest = model_file_bytes - original + header
         if limit <= rest:
             raise KflatsError(
@@ -218,6 +221,16 @@ def split(budget_bytes: int, weights: Sequence[Weight]) -> tuple[int, ...]:
         parts.append(budget_bytes * done // original - given)
         given += parts[-1]
     return tuple(parts)
+
+
+def _longer_header(weight: Weight, whole: bool) -> int:
+    """Bytes that the entries of a weight may gain in a file's header."""
+    lengths = [len(place.name.encode()) for place in weight.places]
+    if whole:  # of a tied table another name may be stored than was
+        return max(lengths) - min(lengths) + _HEADER_TYPE
+    # A factored weight is up to four tensors in place of one; a layer without a bias may gain one, too.
+    more = _MORE_ENTRIES + (not weight.bias and weight.places[0].role != "embedding")
+    return more * (len(weight.name.encode()) + _HEADER_ENTRY)
 
 
 def _whole(amount: Decimal, text: str) -> int:
