@@ -32,13 +32,16 @@ from kflats.codecs.codec import from_name
 from kflats.codecs.streams import stored_bytes
 from kflats.evaluate.comparing import memory_bytes
 from kflats.factorize import transforming
-from kflats.factorize.storing import fixed_bytes, store
+from kflats.factorize.sizes import fixed_bytes
+from kflats.factorize.storing import store
 from kflats.importance.weighting import Weighting
 from kflats.methods.judging import weighted_error
 from kflats.methods.problem import Problem
 from kflats.nn.coded import CodedMatrix
 from kflats.numerics.coding import flats
 from kflats.numerics.coding.clusters import cluster_rows
+from kflats.numerics.entry_em import EntryPower
+from kflats.numerics.loss import Power
 from kflats.numerics.rows import TensorRows
 from kflats.recipes.plan import Plan
 from kflats.recipes.recipe import from_json, to_json
@@ -61,6 +64,22 @@ CASES = [
     (RobustSVD(p=1.0), Int8(), 0.20),
     (Entrywise(p=1.0), Int4(), 0.12),
     (Subspace(), Int8(group=16), 0.20),
+    (SVD(), Rotation(), 0.20),
+    (RobustSVD(p=1.0), Rotation(bits=4), 0.20),
+    (Flats(k=2), Int8(), 0.25),
+    (Flats(k=2, levels=2), Int4(group=16), 0.20),
+    (Flats(k=2, error=Power(1.0)), Int4(), 0.20),
+    (Flats(k=2), Rotation(), 0.25),
+    (kflats.MESSI(k=2), Int8(), 0.25),
+    (kflats.MESSI(k=2, error=EntryPower(1.0)), Rotation(bits=3), 0.25),
+    (kflats.KMeansSVD(k=2), Int4(), 0.20),
+    (kflats.KMeansSVD(k=2), Rotation(), 0.25),
+    (kflats.MESSI(k=2), Transform(), 0.14),
+    (kflats.KMeansSVD(k=2), Transform(), 0.14),
+    (Flats(k=2, error=Power(1.0)), Transform(), 0.14),
+    (RobustSVD(p=1.0), Transform(), 0.12),
+    (Entrywise(p=1.0), Transform(), 0.12),
+    (Subspace(), Transform(classes=1), 0.12),
 ]
 table = pytest.mark.parametrize(
     ("method", "codec", "share"), CASES, ids=lambda v: str(v) if not isinstance(v, float) else ""
@@ -136,7 +155,9 @@ def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None
     found = report.weights[0]
     assert found.coded
     assert not found.dense
-    assert found.bytes_after == stored_bytes(model["b"].matrix) <= model["b"].matrix.nbytes < found.memory_bytes
+    assert found.bytes_after == stored_bytes(model["b"].matrix)
+    head = 600 if isinstance(codec, Rotation) else 0  # of which the coder finds next to nothing to save
+    assert found.bytes_after <= model["b"].matrix.nbytes + head < found.memory_bytes + head
     assert found.memory_bytes == memory_bytes(model) == memory_bytes(fresh)  # as ``kflats compare`` counts
     assert report.model_bytes_after == found.bytes_after
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
@@ -222,15 +243,14 @@ def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
     ("make", "said"),
     [
         (lambda: Recipe(Flats(levels=3), codec=Transform()), "bits take the place of ranks"),
-        (lambda: Recipe(Flats(ranks="uniform"), codec=Transform()), "bits take the place of ranks"),
-        (lambda: Recipe(Flats(), codec=Int8()), "cannot store what Flats.*of one pair"),
-        (lambda: Recipe(kflats.KMeansSVD(), codec=Int4()), "cannot store what KMeansSVD.*of one pair"),
-        (lambda: Recipe(Entrywise(), codec=Transform()), "cannot store what Entrywise.*by the squared error"),
-        (lambda: Recipe(Subspace(), codec=Rotation()), "cannot store what Subspace.*makes all columns alike"),
+        (lambda: Recipe(Flats(levels=3), codec=Rotation()), "cannot store what Flats.*makes all columns alike"),
         (lambda: Recipe(SVD(form="interpolative"), codec=Int8()), "interpolative"),
-        (lambda: Recipe(Flats(k=257), codec=Transform()), "256 flats at most"),
+        (lambda: Recipe(SVD(form="interpolative"), codec=Transform()), "interpolative"),
+        (lambda: Recipe(Flats(k=257), codec=Transform()), "256 classes of rows apart.*may be 257"),
+        (lambda: Recipe(Flats(k=65, levels=4), codec=Int8()), "may be 260.*fewer flats or levels"),
+        (lambda: Recipe(Flats(k=None, levels=18), codec=Int4()), "may be 270"),
+        (lambda: Recipe(kflats.KMeansSVD(k=300), codec=Rotation()), "may be 300"),
         (lambda: Recipe(Dense(), codec=Transform()), "SVD\\(\\) as the method"),
-        (lambda: Recipe(SVD(), codec=Rotation()), "Dense\\(\\) as the method"),
         (lambda: Recipe(Best(), codec=Int8()), "Best\\(\\) chooses the codec"),
         (lambda: Int4(group=0), "cannot group 0"),
         (lambda: Int8(group=True), "cannot group True"),
@@ -271,24 +291,36 @@ def test_values_that_are_not_finite_are_refused(method, codec, share) -> None:
         kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget="50%", quiet=True)
 
 
-@pytest.mark.parametrize(
-    "rows", [torch.zeros(50, 8), torch.ones(50, 8), torch.randn(1, 8)], ids=["zero", "constant", "one"]
-)
-@pytest.mark.parametrize(
-    "recipe",
-    [Recipe(SVD(), codec=Transform()), Recipe(Dense(), codec=Int8()), Recipe(Dense(), codec=Rotation())],
-    ids=str,
-)
-def test_matrices_with_next_to_nothing_in_them(rows, recipe) -> None:
-    made = store(recipe, Problem(TensorRows(rows), 10_000, 4), torch.float32).matrix.dense()
-    torch.testing.assert_close(made, rows, rtol=0.05, atol=0.05)
+FEW = {
+    "zero": torch.zeros(50, 8),
+    "constant": torch.ones(50, 8),
+    "one": torch.linspace(-1.0, 2.0, 8).unsqueeze(0),
+    "column": torch.linspace(-1.0, 2.0, 60).unsqueeze(1),
+    "rank 2": torch.linspace(0.5, 2.0, 80).unsqueeze(1) * torch.eye(8)[:2][torch.arange(80) % 2],
+}
 
 
-@pytest.mark.parametrize("recipe", [Recipe(m, codec=c) for m, c, _ in CASES[2:]], ids=str)
+@pytest.mark.parametrize("rows", FEW.values(), ids=FEW)
+@table
+def test_matrices_with_next_to_nothing_in_them(method, codec, share, rows) -> None:
+    k, given = getattr(method, "k", None) or 1, Problem(TensorRows(rows), 10_000, 4)
+    if k > len(rows):
+        with pytest.raises(KflatsError, match=r"fit 1 rows|for 1 rows"):
+            store(Recipe(method, codec=codec), given, torch.float32)
+        return
+    made = store(Recipe(method, codec=codec), given, torch.float32).matrix.dense().detach()
+    lost = {2: 0.5, 3: 0.3, 4: 0.15}.get(getattr(codec, "bits", None) or 8, 0.05)
+    assert float((made - rows).norm()) <= lost * float(rows.norm())
+
+
+FITTED = [Recipe(m, codec=c) for m, c, _ in CASES if not isinstance(c, Transform) or m in (Flats(k=2), Subspace())]
+
+
+@pytest.mark.parametrize("recipe", FITTED, ids=str)
 def test_small_matrices_are_within_the_budget_or_refused(recipe) -> None:
     """The smallest are too small for a head; of those with a few hundred numbers every recipe holds some."""
     accepted = set()
-    for shape, budget in product([(8, 8), (20, 4), (1, 300), (300, 1), (16, 16), (40, 16)], ("30%", "60%", "100%")):
+    for shape, budget in product([(8, 8), (1, 300), (300, 1), (40, 16)], ("60%", "100%")):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(*shape))
         try:
@@ -298,7 +330,9 @@ def test_small_matrices_are_within_the_budget_or_refused(recipe) -> None:
             continue
         assert report.bytes_after <= float(budget[:-1]) / 100 * 4 * shape[0] * shape[1]
         accepted.add((shape, budget))
-    assert {((40, 16), "60%"), ((40, 16), "100%")} <= accepted, accepted
+    assert ((40, 16), "100%") in accepted, accepted
+    if getattr(recipe.method, "k", None) is None:
+        assert ((40, 16), "60%") in accepted, accepted
 
 
 @pytest.mark.parametrize("scale", [1e-8, 1e-4, 1.0])
@@ -366,6 +400,99 @@ def test_a_pair_is_its_methods_own_rounded(method, codec) -> None:
     assert near < (1e-3 if codec.bits == 8 else 3e-2) * float(exact.square().sum())
     if isinstance(method, Subspace):
         assert near < 0.1 * far
+
+
+OWN = [
+    (RobustSVD(p=1.0), 1),
+    (Entrywise(p=1.0), 1),
+    (Subspace(), 1),
+    (kflats.KMeansSVD(k=3), 3),
+    (Flats(k=3, error=Power(1.0)), 3),
+    (kflats.MESSI(k=3, error=EntryPower(1.0)), 3),
+]
+
+
+@pytest.mark.parametrize("codec", [Transform(), Int8(), Rotation(bits=8)], ids=str)
+@pytest.mark.parametrize(("method", "k"), OWN, ids=str)
+def test_codes_stand_for_what_the_method_fits(method, k, codec) -> None:
+    """Some rows are far off, so that what is fitted is no SVD: codes leave that fit as it is, and say how it is
+    judged."""
+    rows = flat_rows(600, 24, 3, seed=5)
+    rows[::40] = 8 * torch.randn(15, 24, generator=torch.Generator().manual_seed(1))
+    made = store(Recipe(method, codec=codec), problem(rows, 0.16), torch.float32)
+    parts = [rank for _, rank in made.matrix.geometry.parts]
+    assert len(parts) <= k
+    own = method.fit(Problem(TensorRows(rows), method.cost((600, 24), max(parts), 4), 4))
+    assert made.norm == own.norm
+    judged = [weighted_error(rows, one).relative for one in (made.matrix, own.matrix)]
+    assert judged[0] == pytest.approx(judged[1], rel=0.1, abs=0.02)
+    apart = float((made.matrix.dense() - own.matrix.dense()).detach().square().sum() / rows.square().sum())
+    assert apart < 0.02
+
+
+@pytest.mark.parametrize("method", [SVD(), Flats(k=3), kflats.MESSI(k=3), kflats.KMeansSVD(k=3)], ids=str)
+@pytest.mark.parametrize("codec", [Int8(), Int4(group=8), Rotation()], ids=str)
+def test_rounded_coordinates_lose_less_than_numbers_in_the_same_bytes(method, codec) -> None:
+    rows = matrix(3000, 32)
+    plain = method.fit(problem(rows, 0.15)).matrix
+    coded = store(Recipe(method, codec=codec), problem(rows, 0.15), torch.float32).matrix
+    assert weighted_error(rows, coded).error < 0.7 * weighted_error(rows, plain).error
+
+
+SEVERAL = [
+    (Flats(k=3), Int8()),
+    (Flats(k=3), Int4()),
+    (Flats(k=3), Rotation(bits=2)),
+    (Flats(k=3, levels=3), Int8()),
+    (Flats(k=3, levels=3), Int4()),
+    (Flats(k=None), Int8()),
+    (kflats.MESSI(k=3), Int4()),
+    (kflats.MESSI(k=3), Rotation(bits=2)),
+]
+
+
+@pytest.mark.parametrize(("method", "codec"), SEVERAL, ids=str)
+@pytest.mark.parametrize("share", [0.06, 0.2])
+def test_codes_of_several_flats_fill_their_bytes(method, codec, share) -> None:
+    """Sizes are known only once flats have ranks: fits go on until bytes are used up, or ranks are whole."""
+    rows = matrix(2000, 48)
+    given = problem(rows, share)
+    made = store(Recipe(method, codec=codec), given, torch.float32).matrix
+    assert made.nbytes <= given.nbytes
+    k, uniform = len(made.geometry.parts), getattr(method, "ranks", "") == "uniform"
+    two = fixed_bytes(codec, (2000, 48), 4, 3, k) - fixed_bytes(codec, (2000, 48), 4, 1, k)
+    whole = min(rank for _, rank in made.geometry.parts) == 48
+    assert whole or made.nbytes >= (given.nbytes - two if uniform else 0.95 * given.nbytes)
+
+
+def test_an_error_by_entries_is_heeded_by_rounded_pairs() -> None:
+    rows, gen = matrix(300), torch.Generator().manual_seed(3)
+    elements = torch.rand(300, 32, generator=gen, dtype=torch.float64).pow(6)
+    weighting = Weighting(elements=elements)
+    blind = store(Recipe(SVD(), codec=Int8()), problem(rows, 0.12), torch.float32).matrix
+    assert (
+        relative(rows, Recipe(SVD(), codec=Int8()), 0.12, weighting)
+        < 0.8 * weighted_error(rows, blind, weighting).relative
+    )
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4(group=16), Rotation(), Rotation(bits=3)], ids=str)
+@pytest.mark.parametrize("method", [SVD(), RobustSVD(p=1.0), Flats(k=2)], ids=str)
+def test_what_a_rank_is_said_to_take_and_to_lose_is_so(method, codec) -> None:
+    """So that a budget over several weights can be shared by what each of them loses."""
+    rows, recipe = matrix(600, 32), Recipe(method, codec=codec)
+    source, nothing = TensorRows(rows), Weighting()
+    found = measured_options(source, nothing, recipe, torch.float32, SVD().spectrum(source, nothing))
+    sizes = [option.nbytes for option in found]
+    assert sizes == sorted(sizes)
+    assert len(found) > 20
+    for option in found[4 :: len(found) // 4]:
+        made = store(recipe, Problem(source, option.nbytes, 4), torch.float32)
+        assert made.nbytes <= option.nbytes
+        least = min(other.error for other in found if other.nbytes <= option.nbytes)
+        ratio = weighted_error(rows, made.matrix).error / least
+        assert ratio < 1.25
+        assert ratio > 0.75 or isinstance(method, Flats)  # several flats lose less than one of their rank
 
 
 # Best -------------------------------------------------------------------------------------------
@@ -543,10 +670,10 @@ def test_searched_flats_are_one_where_two_do_not_fit(monkeypatch) -> None:
     rows = matrix(200, 8)
     given, parted = problem(rows, 0.2), transforming._parted
 
-    def crowded(method, k, *others):
-        if k > 1:
+    def crowded(rows, labels, *others):
+        if int(labels.max()) > 0:
             raise KflatsError("labels alone need more")
-        return parted(method, k, *others)
+        return parted(rows, labels, *others)
 
     monkeypatch.setattr(transforming, "_parted", crowded)
     found = store(Recipe(Flats(k=None), codec=Transform()), given, torch.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kflats.factorize.storing import least_bytes, whole_bytes
+from kflats.factorize.sizes import least_bytes, whole_bytes
 from kflats.importance.weighting import Weighting
 from kflats.methods import SVD
 from kflats.nn.matrix import label_dtype

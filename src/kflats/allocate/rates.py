@@ -4,7 +4,8 @@ Codes are counted at a few steps (of long matrices on some thousand rows): a fac
 coordinate gains or loses about one bit, and farther apart where all are live. Between two of them the logarithm of the
 error is nearly straight in the bytes (D ~ 2^(-2 R)), and is taken to be.
 Rounding to 8 and 4 bits and to half precision is made and judged once; of float pairs every rank is known from the
-spectrum, and offered where half precision holds its numbers.
+spectrum, and offered where half precision holds its numbers; of rounded pairs and flats, too, beside what rounding
+loses of whatever the rank keeps.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kflats.codecs.codec import Float, Int4, Int8, Transform
+from kflats.codecs.codec import Float, Int4, Int8, Rotation, Transform
 from kflats.errors import KflatsError
+from kflats.factorize.sizes import fixed_bytes, flats_of, has_rank
 from kflats.factorize.storing import store
 from kflats.factorize.transforming import row_weights
 from kflats.importance.weighting import Weighting
@@ -26,6 +28,7 @@ from kflats.methods import SVD, Best, Dense
 from kflats.methods.judging import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.coding.encode import transform_rates
+from kflats.numerics.coding.rotation import gaussian_share
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
 from kflats.recipes.recipe import Recipe
@@ -73,6 +76,8 @@ def measured_options(
         if isinstance(one.codec, Transform):
             if float(tails[0]) > 0:
                 found += _between(_coded(rows, weighting, one, float(tails[0])), n * d)
+        elif one.is_coded and has_rank(one):
+            found += _at_ranks(rows, weighting, one, dtype, tails)
         elif one.is_coded:
             with_room = Problem(rows, dense, dtype.itemsize, weighting)
             try:
@@ -109,6 +114,31 @@ def _expanded(recipe: Recipe) -> Iterator[Recipe]:
     yield replace(recipe, method=SVD(), codec=Float("float16"))
 
 
+def _at_ranks(rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dtype, tails: Tensor) -> list[Option]:
+    """Integers of flats at every rank: what a pair of that rank loses, and what rounding loses of the rest.
+
+    That share is a Gaussian's for a rotation; for others it is measured once, on an SVD of all ranks.
+    """
+    (n, d), codec, k, found = rows.shape, recipe.codec, flats_of(recipe), list[Option]()
+    total = float(tails[0])
+    if isinstance(codec, Rotation):
+        coded = [(Rotation(b), gaussian_share(b)) for b in ((codec.bits,) if codec.bits else range(1, 9))]
+    elif total > 0:
+        room = 2 * fixed_bytes(codec, (n, d), dtype.itemsize, min(n, d)) + _CONTAINER
+        closed = replace(weighting, elements=None)
+        made = store(replace(recipe, method=SVD()), Problem(rows, room, dtype.itemsize, closed), dtype)
+        coded = [(codec, min(1.0, weighted_error(rows, made.matrix, closed).relative))]
+    else:
+        coded = [(codec, 0.0)]
+    judged = "relative error" if isinstance(recipe.method, SVD) else "relative error of an SVD"
+    for one, lost in coded:
+        for rank in range(1, min(n, d) + 1):
+            nbytes = fixed_bytes(one, (n, d), dtype.itemsize, rank, k) + _CONTAINER
+            error = float(tails[rank]) + lost * (total - float(tails[rank]))
+            found.append(Option(recipe, nbytes, error, f"rank {rank} of {min(n, d)}, {one.bits} bits a number", judged))
+    return sorted(found, key=lambda option: option.nbytes)
+
+
 def _ranks_held(rows: Rows, weighting: Weighting, most: float) -> int:
     """The largest rank up to which coordinates in an orthonormal basis are ``most`` at most."""
     full = min(rows.shape)
@@ -126,7 +156,10 @@ def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, total: float) -> li
     size, found = math.sqrt(total / (n * d)), list[Option]()
     steps = [size * 2.0**-power for power in _POWERS]
     weights, right = row_weights(weighting), weighting.right
-    judged = "relative error" if isinstance(recipe.method, SVD) else "relative error of one flat"
+    method = recipe.method
+    judged = "relative error" + (
+        "" if isinstance(method, SVD) else f" of {'one flat' if hasattr(method, 'k') else 'squares'}"
+    )
     for rate in transform_rates(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
         if not rate.rank:  # nothing but labels and scales, a size that is not one to ask for
             break

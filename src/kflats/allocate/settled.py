@@ -9,7 +9,7 @@ from kflats.allocate.offers import is_best
 from kflats.allocate.prices import Priced
 from kflats.codecs.codec import Int8
 from kflats.errors import KflatsError, UnreachedError
-from kflats.factorize.storing import whole_bytes
+from kflats.factorize.sizes import whole_bytes
 from kflats.methods import Dense
 from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Decision, as_cast

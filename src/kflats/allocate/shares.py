@@ -17,7 +17,7 @@ from kflats.allocate.prices import Priced, bias_bytes
 from kflats.allocate.selection import Selected, weighting_of
 from kflats.allocate.settled import check_casts, joined, left_dense, settle
 from kflats.errors import KflatsError
-from kflats.factorize.storing import has_any_size
+from kflats.factorize.sizes import has_any_size
 from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Decision, as_cast
 from kflats.recipes.recipe import brief

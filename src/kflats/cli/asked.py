@@ -9,7 +9,7 @@ from typing import Any, get_args
 from kflats import importance as importances
 from kflats import methods
 from kflats.allocate.shares import Allocation
-from kflats.codecs.codec import Codes, Float
+from kflats.codecs.codec import Codes, Float, Transform
 from kflats.codecs.codec import from_name as codec_of
 from kflats.errors import KflatsError
 from kflats.methods import Best
@@ -216,8 +216,6 @@ def _usual_importance(asked: Asked, counted: bool, measured: bool) -> str:
 def _usual_method(asked: Asked, importance: Any, codec: Float | Codes) -> str:
     plain = asked.flats is None and asked.error is None and (importance.needs or asked.form is not None)
     usual = "svd" if plain else "flats"
-    if codec.methods is None or (usual == "svd" and "SVD" in codec.methods):
+    if isinstance(codec, Float) or usual == "svd" or asked.flats is not None or asked.error is not None:
         return usual
-    if asked.flats is not None and "Flats" in codec.methods:
-        return "flats"
-    return "dense" if "Dense" in codec.methods else "svd"
+    return "svd" if isinstance(codec, Transform) else "dense"

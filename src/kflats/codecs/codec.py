@@ -1,7 +1,8 @@
 """Codecs: frozen values that say how a Matrix's numbers are stored. One axis of a recipe, beside method and importance.
 
 ``Float`` stores the factors of any method. The others store integers (``CodedMatrix``), which an entropy coder makes
-smaller still on disk, and each stands on certain methods: ``methods`` names them.
+smaller still on disk. ``Int8``, ``Int4`` and ``Rotation`` round whatever a method fits, ``Transform`` takes part in the
+fit of those that minimise squares.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ import torch
 
 from kflats.errors import KflatsError
 
-_ROUNDED = frozenset({"Dense", "SVD", "RobustSVD", "Entrywise", "Subspace"})
-"""The methods whose matrix is a table or a pair: columns that integers with scales can stand for."""
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -35,8 +34,6 @@ class Float:
     """
 
     dtype: str = "same"
-
-    methods: ClassVar[frozenset[str] | None] = None  # any
 
     def __post_init__(self) -> None:
         if self.dtype not in ("same", *_DTYPES):
@@ -73,8 +70,9 @@ class Int8:
 
         a_ij  ~  scale_ig q_ij,      |q_ij| <= 127,      scale_ig = max_j |a_ij| / 127
 
-    With ``Dense()`` the matrix itself: nearly lossless, a little over a quarter of float32. With ``SVD()`` or another
-    method that makes a pair the coordinates, each column by its own size, of a basis that has 8 bits too.
+    With ``Dense()`` the matrix itself: nearly lossless, a little over a quarter of float32. With any other method the
+    coordinates in its flats, each column by its own size, of bases that have 8 bits too; of ``Flats`` all rows are
+    rounded, none is kept exactly.
 
     Args:
         group: None: one scale a row. Otherwise as few groups as have at most so many columns, equal but for the last.
@@ -88,7 +86,6 @@ class Int8:
     group: int | None = None
 
     bits: ClassVar[int] = 8
-    methods: ClassVar[frozenset[str] | None] = _ROUNDED
 
     def __post_init__(self) -> None:
         _check_group(self.group, "Int8")
@@ -109,7 +106,6 @@ class Int4:
     group: int | None = 64
 
     bits: ClassVar[int] = 4
-    methods: ClassVar[frozenset[str] | None] = _ROUNDED
 
     def __post_init__(self) -> None:
         _check_group(self.group, "Int4")
@@ -124,15 +120,14 @@ class Rotation:
     """A random rotation, then 2^bits values of least squared error for a Gaussian: nothing is fitted.
 
     The error is that of a Gaussian source whatever the matrix: a share of .363, .117, .035, .0095 at 1 to 4 bits (Max,
-    IRE Trans. IT 6, 1960). Stands on ``Dense()``. Choose it where no decision may depend on the data.
+    IRE Trans. IT 6, 1960). With ``Dense()`` it is the matrix itself that is turned, and no decision depends on the
+    data; with any other method the coordinates in each of its flats.
 
     Args:
-        bits: 1 to 8; None: as many as the budget holds.
+        bits: 1 to 8; None: as many as the budget holds, or those at which a method's rank and they lose least.
     """
 
     bits: int | None = None
-
-    methods: ClassVar[frozenset[str] | None] = frozenset({"Dense"})
 
     def __post_init__(self) -> None:
         if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in range(1, 9)):
@@ -145,10 +140,11 @@ class Transform:
 
         minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= budget
 
-    Stands on ``SVD()``, whose rank it chooses itself: axes that do not pay get no bits; or on ``Flats(k)``, each flat
-    with axes of its own, for tables of many hundred times as many rows as columns. Of a metric that couples rows only
-    the diagonal is used. Stored bytes are those of the entropy-coded file; in memory codes have a fixed rate,
-    which takes more.
+    With ``SVD()`` it chooses the rank itself: axes that do not pay get no bits; with ``Flats(k)`` each flat has axes of
+    its own, for tables of many hundred times as many rows as columns. Of a metric that couples rows only the diagonal
+    is used. What minimises other errors (``Entrywise()``, ``Flats(error=Power(1))``, ...) fits flats of the rank that
+    the bytes give bits to, and its own rows are coded. Stored bytes are those of the entropy-coded file; in memory
+    codes have a fixed rate, which takes more.
 
     Args:
         classes: rows are told apart by weight and shape into at most so many classes, 1 to 256, of all flats together
@@ -158,8 +154,6 @@ class Transform:
     """
 
     classes: int = 32
-
-    methods: ClassVar[frozenset[str] | None] = frozenset({"SVD", "Flats"})
 
     def __post_init__(self) -> None:
         if isinstance(self.classes, bool) or not isinstance(self.classes, int) or not 1 <= self.classes <= 256:

@@ -18,7 +18,8 @@ from kflats.allocate.shares import bias_bytes
 from kflats.compress.done import Done, bytes_of_one, gained_numbers
 from kflats.compress.filling import room_in_file
 from kflats.errors import KflatsError
-from kflats.factorize.storing import has_any_size, store
+from kflats.factorize.sizes import has_any_size
+from kflats.factorize.storing import store
 from kflats.files.folders import Partial
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Problem

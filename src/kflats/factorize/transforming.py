@@ -1,9 +1,15 @@
-"""``Transform`` carried out: rows as one code, on one flat or several, whose file takes at most so many bytes."""
+"""``Transform`` carried out: rows as one code, on one flat or several, whose file takes at most so many bytes.
+
+Of methods that minimise squares it takes the place of the fit: ``SVD`` and ``Flats`` say how many flats there are, and
+axes, ranks and bits follow from the bytes. What other methods fit stays theirs: they fit flats of the rank that the
+bytes would give bits to, and the code is one of the rows that lie in these flats.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,16 +17,20 @@ from torch import Tensor
 from kflats.codecs.codec import Transform
 from kflats.codecs.streams import stored_bytes
 from kflats.errors import KflatsError
+from kflats.factorize.fixed_rate import Rounded
+from kflats.factorize.parts import MatrixRows
 from kflats.importance.weighting import Weighting
 from kflats.methods import SVD, Flats
 from kflats.methods.judging import weighted_error
-from kflats.methods.problem import Problem
+from kflats.methods.problem import Factored, Problem
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_build import from_flats, from_transform
 from kflats.nn.flats import FlatsMatrix
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.coding.flats import flats_code
 from kflats.numerics.coding.gaussian_bound import water_level
+from kflats.numerics.loss import Power, Squared
+from kflats.numerics.rows import Rows
 
 _TRIES = 6
 _FEW = 48
@@ -39,42 +49,73 @@ class _Coded:
     nbytes: int
 
 
-def transformed(method: SVD | Flats, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+def heeds_metrics(method: object) -> bool:
+    """Whether the code itself minimises what the method would: squares, under row weights and metrics."""
+    return isinstance(method, SVD) or (
+        isinstance(method, Flats) and (isinstance(method.error, Squared) or method.error == Power(2))
+    )
+
+
+def transformed(method: Any, codec: Transform, problem: Problem, dtype: torch.dtype) -> Rounded:
     """The code whose file is at most ``problem.nbytes``; row weights and a right metric are heeded.
 
     Raises:
-        KflatsError: too few bytes.
+        KflatsError: too few bytes, or whatever the method refuses.
     """
+    if not heeds_metrics(method):
+        return _of_fit(method, codec, problem, dtype)
     rows, right = problem.rows, problem.weighting.right
     weights = row_weights(problem.weighting)
     if isinstance(method, SVD):
-
-        def alone(aim: int) -> _Coded:
-            code = transform_code(rows, weights=weights, right=right, nbytes=aim, classes=codec.classes)
-            return _Coded(from_transform(code, dtype=dtype), code.stored_bytes)
-
-        return _within(problem, alone)
+        return Rounded(_alone(rows, codec, replace(problem, weighting=Weighting(left=weights, right=right)), dtype))
     problem = replace(problem, weighting=Weighting(left=weights, right=right))
     if method.k is not None:
-        return _parted(method, method.k, codec, problem, dtype)
-    best = _parted(method, 1, codec, problem, dtype)
+        return Rounded(_parted(rows, _labels(method, problem, method.k), codec, problem, dtype))
+    best = _parted(rows, _labels(method, problem, 1), codec, problem, dtype)
     error = weighted_error(rows, best, problem.weighting).error
     for k in _CHOICES:
         if rows.shape[0] < 2 * k:
             break
         try:
-            made = _parted(method, k, codec, problem, dtype)
+            made = _parted(rows, _labels(method, problem, k), codec, problem, dtype)
         except KflatsError:  # so many flats alone need more bytes than there are
             break
         if (less := weighted_error(rows, made, problem.weighting).error) >= error:
             break
         best, error = made, less
-    return best
+    return Rounded(best)
 
 
-def _parted(method: Flats, k: int, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    """The code on ``k`` flats, or fewer where some are given up."""
-    rows, weighting, labels = problem.rows, problem.weighting, _labels(method, problem, k)
+def _of_fit(method: Any, codec: Transform, problem: Problem, dtype: torch.dtype) -> Rounded:
+    """The code of what the method fits, in its flats."""
+    shape, k = problem.rows.shape, getattr(method, "k", None) or 1
+    if isinstance(method, Flats):
+        method = replace(method, exact=False)  # all rows are coded
+    nbytes = method.cost(shape, _rank_in_reach(method, problem, k), 4)
+    made: Factored = method.fit(replace(problem, nbytes=nbytes, itemsize=4, free_labels=False))
+    rows = MatrixRows(made.matrix)
+    if isinstance(made.matrix, FlatsMatrix):
+        labels = made.matrix.labels.detach().cpu().to(torch.int64)
+        matrix = _parted(rows, labels, codec, problem, dtype)
+    else:
+        matrix = _alone(rows, codec, problem, dtype)
+    return Rounded(matrix, made.norm, made.converged)
+
+
+def _alone(rows: Rows, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    """The code of ``rows`` on one flat."""
+    weighting = problem.weighting
+
+    def build(aim: int) -> _Coded:
+        code = transform_code(rows, weights=weighting.left, right=weighting.right, nbytes=aim, classes=codec.classes)
+        return _Coded(from_transform(code, dtype=dtype), code.stored_bytes)
+
+    return _within(problem, build)
+
+
+def _parted(rows: Rows, labels: Tensor, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    """The code of ``rows`` on the flats that ``labels`` tell apart, or fewer where some are given up."""
+    weighting = problem.weighting
 
     def build(aim: int) -> _Coded:
         code = flats_code(
@@ -98,14 +139,20 @@ def _labels(method: Flats, problem: Problem, k: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int64)
     if n < 2 * k:
         raise KflatsError(f"{k} flats for {n} rows", cause="each takes two rows at least", hint="fewer flats, or SVD()")
-    energies = -method.spectrum(problem.rows, problem.weighting).diff().clamp_max(0.0) / n
-    level = water_level(energies, 8 * problem.nbytes / (n * len(energies))) if float(energies.max()) > 0 else 0.0
-    rank = max(1, min(int((energies > level).sum()), d // 2, n // k))
+    rank = max(1, min(_rank_in_reach(method, problem, k), d // 2))
     room = replace(problem, nbytes=4 * rank * (n + k * d), itemsize=4, free_labels=True)
     found = replace(method, k=k, ranks="uniform").fit(room).matrix
     if not isinstance(found, FlatsMatrix):  # one flat holds all rows exactly
         return torch.zeros(n, dtype=torch.int64)
     return found.labels.detach().cpu().to(torch.int64)
+
+
+def _rank_in_reach(method: Any, problem: Problem, k: int) -> int:
+    """How many axes get bits in the bytes that there are, by the method's spectrum."""
+    n, d = problem.rows.shape
+    energies = -method.spectrum(problem.rows, problem.weighting).diff().clamp_max(0.0) / n
+    level = water_level(energies, 8 * problem.nbytes / (n * len(energies))) if float(energies.max()) > 0 else 0.0
+    return max(1, min(int((energies > level).sum()), d, n // k))
 
 
 def _within(problem: Problem, build: Callable[[int], _Coded]) -> CodedMatrix:

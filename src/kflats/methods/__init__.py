@@ -9,7 +9,7 @@ from typing import Any, get_args
 from kflats.errors import KflatsError
 from kflats.methods.judging import row_errors
 from kflats.methods.kmeans_svd import KMeansSVD
-from kflats.methods.many_flats import Flats
+from kflats.methods.many_flats import MOST_SEARCHED, Flats
 from kflats.methods.one_flat import SVD, Best, Dense
 from kflats.methods.problem import Factored, Problem
 from kflats.methods.robust import EllipsoidWay, Entrywise, RobustSVD, Subspace, ellipsoid_of
@@ -19,6 +19,7 @@ from kflats.numerics.loss import Loss, Squared
 
 __all__ = [
     "MESSI",
+    "MOST_SEARCHED",
     "SVD",
     "VALUES",
     "Best",

@@ -29,6 +29,8 @@ from kflats.numerics.svd import weighted_spectrum
 
 _HELD = 2**28  # numbers of a table that is kept in memory in another metric
 _CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
+MOST_SEARCHED = _CHOICES[-1]
+"""The largest number of flats that a search tries."""
 
 
 @dataclass(frozen=True)

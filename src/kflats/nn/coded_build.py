@@ -151,6 +151,8 @@ def from_integers(
         raise KflatsError("scales that are not finite", cause=f"values beyond the range of {weight.dtype}")
     r, dtype, count = integers[0].shape[1], weight.dtype, len(integers)
     layouts = [_centered(part) if flats else _aligned(_centered(part)) for part in integers]
+    if levels is not None:
+        layouts = [_below(at, len(levels) - len(levels) // 2) for at in layouts]
     zeros = torch.zeros(count, r, dtype=torch.int16)
     kept = {
         "weight": weight.reshape(-1),
@@ -194,6 +196,11 @@ def _centered(integers: Tensor) -> Layout:
     middle = -((1 << found.bits.to(torch.int64)) // 2)
     fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << found.bits.to(torch.int64)))
     return Layout(found.bits, torch.where(fits, middle, found.low.to(torch.int64)).to(torch.int16))
+
+
+def _below(found: Layout, end: int) -> Layout:
+    """The same bits, in ranges that end before ``end``: what lies there means no level."""
+    return Layout(found.bits, torch.minimum(found.low, end - (1 << found.bits.to(torch.int64))).to(torch.int16))
 
 
 def _aligned(found: Layout) -> Layout:

@@ -73,8 +73,11 @@ class Codes(Matrix):
         bits, low = self.get_buffer("bits").to(torch.int64), self.get_buffer("low")
         starts, shifts, masks = places_of(bits)
         self.fields = torch.stack([starts, shifts, masks, low.to(torch.int32)])
-        layout = (bits.cpu(), low.cpu(), self.get_buffer("centers").cpu(), shifts.cpu())
-        self.readings = [reading_of(*of, geometry.levels) for of in zip(*layout, strict=True)]
+        lows, centers, kept = low.cpu(), self.get_buffer("centers").cpu(), shifts.cpu()
+        self.readings = [
+            reading_of(bits[c].cpu(), lows[c], centers[c], kept[c], geometry.levels, rank)
+            for c, rank in enumerate(geometry.rank_of)
+        ]
         n = geometry.shape[0]
         ordered = torch.arange(n, device=codes.device) if labels is None else torch.argsort(labels, stable=True)
         self.position = inverse_of(ordered).to(torch.int32)

@@ -29,10 +29,10 @@ class Reading:
         return Reading(self.used, 3, 0, self.centered)
 
 
-def reading_of(bits: Tensor, low: Tensor, centers: Tensor, shifts: Tensor, levels: int) -> Reading:
-    """How a class of this layout, (r,) each, is read; ``shifts`` as ``places_of`` gives them."""
+def reading_of(bits: Tensor, low: Tensor, centers: Tensor, shifts: Tensor, levels: int, rank: int) -> Reading:
+    """How a class of this layout, (r,) each, is read; ``shifts`` as ``places_of`` gives them, ``rank`` of its flat."""
     moved = (bits > 0) | (low != 0) | (centers != 0) | bool(levels)
-    used = int(moved.nonzero().max()) + 1 if bool(moved.any()) else 0
+    used = min(int(moved.nonzero().max()) + 1, rank) if bool(moved.any()) else 0
     span = max(1, int(((shifts + bits.to(torch.int32) + 7) >> 3).max())) if bits.numel() else 1
     widths = set(bits.tolist())
     same = len(widths) == 1 and used == len(bits)

@@ -23,12 +23,6 @@ AXES: dict[str, tuple[type, ...]] = {
 }
 """The independent choices of a recipe, and the values that a plan file may name for each."""
 _MOST_CODED = 256
-_UNFIT: dict[type, str] = {
-    codec.Int8: "its scales are of a table or of one pair; flats have ranks and exact rows of their own",
-    codec.Int4: "its scales are of a table or of one pair; flats have ranks and exact rows of their own",
-    codec.Rotation: "it makes all columns alike, of which axes and flats are the opposite",
-    codec.Transform: "it chooses axes, ranks and bits itself, by the squared error",
-}
 
 
 @dataclass(frozen=True)
@@ -76,22 +70,8 @@ class Recipe:
             raise KflatsError(
                 f"Best() chooses the codec, so {brief(self.codec)} has no say", hint="leave one of them out"
             )
-        stands_on = self.codec.methods
-        if stands_on is not None and type(self.method).__name__ not in stands_on:
-            raise KflatsError(
-                f"{brief(self.codec)} cannot store what {brief(self.method)} makes",
-                cause=_UNFIT.get(type(self.codec), "each codec of integers has a decoder for certain matrices"),
-                hint=" or ".join(f"{name}()" for name in sorted(stands_on)) + " as the method",
-            )
-
-        if self.is_coded and getattr(self.method, "form", "factors") != "factors":
-            raise KflatsError(
-                f"{brief(self.codec)} cannot store what {brief(self.method)} makes",
-                cause="the block that the interpolative form saves is there again once columns are brought to one size",
-                hint="SVD()",
-            )
-        if isinstance(self.method, methods.Flats) and isinstance(self.codec, codec.Transform):
-            _check_coded_flats(self.method)
+        if self.is_coded:
+            _check_coded(self)
 
     @property
     def is_dense(self) -> bool:
@@ -113,20 +93,28 @@ class Recipe:
         return (self.codec if isinstance(self.codec, Float) else Float()).torch_dtype(original)
 
 
-def _check_coded_flats(method: methods.Flats) -> None:
-    kept = {name: getattr(method, name) for name in ("k", "start", "restarts", "tolerance", "max_iterations")}
-    if method != methods.Flats(**kept):
-        raise KflatsError(
-            f"Transform cannot store what {brief(method)} makes",
-            cause="its bits take the place of ranks, levels and exact rows, and errors are squared",
-            hint="Flats(k=...), with start, restarts, tolerance and max_iterations if need be",
-        )
-    if method.k is not None and method.k > _MOST_CODED:
-        raise KflatsError(
-            f"Transform codes {_MOST_CODED} flats at most, not {method.k}",
-            cause="each of them is a class of rows at least, whose label is a byte",
-            hint=f"Flats(k=8), or Flats(k={method.k}) without a codec",
-        )
+def _check_coded(recipe: Recipe) -> None:
+    """Refuse what integers cannot say: forms, levels and numbers of flats that a coded matrix has no place for."""
+    method, made = recipe.method, recipe.codec
+    rounds = not isinstance(made, codec.Transform)
+    flats, levels = getattr(method, "k", None), getattr(method, "levels", 1)
+    classes = (flats or methods.MOST_SEARCHED) * levels if isinstance(method, methods.Flats) else flats or 1
+    cause = hint = ""
+    if getattr(method, "form", "factors") != "factors":
+        cause = "the block that the interpolative form saves is there again once columns are brought to one size"
+        hint = "SVD()"
+    elif isinstance(method, methods.Dense) and not rounds:
+        cause = "it chooses axes, and the matrix as it is has none"
+        hint = "SVD() as the method: it may choose all axes"
+    elif levels > 1 and not rounds:
+        cause, hint = "its bits take the place of ranks and levels", f"levels=1, or Int8() for {levels} levels"
+    elif levels > 1 and isinstance(made, codec.Rotation):
+        cause, hint = "it makes all columns alike, of which levels are the opposite", "levels=1, Int8() or Int4()"
+    elif classes > _MOST_CODED:
+        cause = f"it tells {_MOST_CODED} classes of rows apart by a byte, and there may be {classes}"
+        hint = f"fewer flats{' or levels' if levels > 1 else ''}, or no codec of integers"
+    if cause:
+        raise KflatsError(f"{brief(made)} cannot store what {brief(method)} makes", cause=cause, hint=hint)
 
 
 def as_recipe(value: Any) -> Recipe:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -144,6 +145,12 @@ def lloyd_max(bits: int) -> Tensor:
     >>> lloyd_max(1).tolist()
     [-0.7978845834732056, 0.7978845834732056]
     """
+    return _lloyd_max(bits).to(torch.float32)
+
+
+@cache
+def _lloyd_max(bits: int) -> Tensor:
+    """As ``lloyd_max``, in float64; read only."""
     count = 2**bits
     normal = torch.distributions.Normal(torch.tensor(0.0).double(), torch.tensor(1.0).double())
     # Quantiles of the cube root of the density, which high-resolution theory gives, are a start near the end.
@@ -159,7 +166,20 @@ def lloyd_max(bits: int) -> Tensor:
         values = means
         if moved < 1e-9:
             break
-    return values.to(torch.float32)
+    return values
+
+
+@cache
+def gaussian_share(bits: int) -> float:
+    """The share of a Gaussian's square that rounding to ``lloyd_max(bits)`` loses: 1 - sum_i p_i c_i^2.
+
+    >>> [round(gaussian_share(bits), 4) for bits in (1, 2, 4)]
+    [0.3634, 0.1175, 0.0095]
+    """
+    values = _lloyd_max(bits)
+    end = torch.tensor([math.inf], dtype=torch.float64)
+    mass = torch.special.ndtr(torch.cat([-end, (values[1:] + values[:-1]) / 2, end])).diff()
+    return 1.0 - float(mass @ values.square())
 
 
 def _hadamard(rows: Tensor) -> Tensor:

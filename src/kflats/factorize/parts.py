@@ -1,0 +1,103 @@
+"""What a method has fitted, as coordinates in orthonormal bases: the form in which codecs round numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.nn.flats import FlatsMatrix
+from kflats.nn.geometry import tables_of
+from kflats.nn.matrix import LowRankMatrix, Matrix
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Rows of class c are ``coordinates[c]`` (n_c, r_c) times the first r_c rows of ``bases[flat_of[c]]``.
+
+    ``labels``: (n,) int64, the class of each row; inside a class rows stand by row number. ``flat_of``: ascending, a
+    flat or more for each class. ``bases``: of each flat (r, d), orthonormal. All in float64.
+    """
+
+    labels: Tensor
+    coordinates: tuple[Tensor, ...]
+    flat_of: tuple[int, ...]
+    bases: tuple[Tensor, ...]
+
+    @property
+    def rank(self) -> int:
+        """The largest of all flats."""
+        return max(len(basis) for basis in self.bases)
+
+    def members(self, c: int) -> Tensor:
+        """(n_c,) int64, the rows of class ``c``, ascending."""
+        return (self.labels == c).nonzero().squeeze(1)
+
+    def first(self, rank: int) -> Parts:
+        """The first ``rank`` coordinates of every row: of a closed form the best of that rank."""
+        kept = tuple(part[:, :rank] for part in self.coordinates)
+        return Parts(self.labels, kept, self.flat_of, tuple(basis[:rank] for basis in self.bases))
+
+
+def parts_of(matrix: Matrix) -> Parts:
+    """A low-rank pair or flats as ``Parts``: the same rows, in bases that rounding leaves alone.
+
+    Raises:
+        KflatsError: a matrix of another kind, or one that keeps rows exactly.
+
+    >>> found = parts_of(LowRankMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]])))
+    >>> (found.coordinates[0] @ found.bases[0]).tolist(), float(found.bases[0].norm())
+    ([[3.0, 4.0], [6.0, 8.0]], 1.0)
+    """
+    if isinstance(matrix, LowRankMatrix):
+        labels = torch.zeros(matrix.shape[0], dtype=torch.int64)
+        return _orthonormal(labels, [matrix.weight], (0,), [matrix.basis])
+    if not isinstance(matrix, FlatsMatrix) or any(band.flat is None for band in matrix.bands):
+        raise KflatsError(f"a matrix of the kind {matrix.kind!r} has no coordinates in flats alone")
+    flats = tuple(band.flat for band in matrix.bands if band.flat is not None)
+    tables = tables_of(matrix.weight, matrix.bands)
+    bases = torch.split(matrix.basis, list(matrix.flat_ranks))
+    return _orthonormal(matrix.labels.cpu().to(torch.int64), tables, flats, bases)
+
+
+def _orthonormal(
+    labels: Tensor, tables: list[Tensor], flat_of: tuple[int, ...], bases: list[Tensor] | tuple[Tensor, ...]
+) -> Parts:
+    """Of an oblique basis T Q, T lower triangular, Q has the same rows for every prefix."""
+    turned = []
+    for basis in bases:
+        q, t = torch.linalg.qr(basis.detach().cpu().to(torch.float64).T)
+        turned.append((q.T.contiguous(), t.T))
+    coordinates = []
+    for table, flat in zip(tables, flat_of, strict=True):
+        rank = table.shape[1]
+        coordinates.append(table.detach().cpu().to(torch.float64) @ turned[flat][1][:rank, :rank])
+    return Parts(labels, tuple(coordinates), flat_of, tuple(q for q, _ in turned))
+
+
+class MatrixRows:
+    """The rows that a matrix stands for, decoded block by block.
+
+    >>> pair = LowRankMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]))
+    >>> [block.tolist() for _, block in MatrixRows(pair).blocks(1)]
+    [[[3.0, 4.0]], [[6.0, 8.0]]]
+    """
+
+    def __init__(self, matrix: Matrix) -> None:
+        self.matrix, self.shape = matrix, matrix.shape
+        first = next(iter(matrix.parameters()))
+        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self.device = first.device
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """As ``Rows.blocks``."""
+        for start in range(0, self.shape[0], size):
+            yield start, self.take(torch.arange(start, min(start + size, self.shape[0]), device=self.device))
+
+    def take(self, index: Tensor) -> Tensor:
+        """As ``Rows.take``."""
+        with torch.no_grad():
+            return self.matrix.rows(index.to(torch.int64), dtype=self.dtype)
