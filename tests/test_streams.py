@@ -72,6 +72,22 @@ def rotation() -> CodedMatrix:
     )
 
 
+def rotated_flats() -> CodedMatrix:
+    """Two flats of ranks 3 and 6, a scale a row."""
+    gen = torch.Generator().manual_seed(0)
+    parts = [torch.randint(-2, 2, (n, rank), generator=gen) for n, rank in ((60, 3), (40, 6))]
+    return from_integers(
+        [F.pad(part, (0, 6 - part.shape[1])) for part in parts],
+        (torch.arange(100) % 5 > 2).to(torch.int64),
+        torch.rand(100, generator=gen),
+        levels=torch.rand(4, generator=gen),
+        scales="row",
+        basis=torch.randint(-127, 128, (9, 8), generator=gen).to(torch.int8),
+        basis_scale=torch.rand(9, generator=gen),
+        flats=((1, 3), (1, 6)),
+    )
+
+
 def int8() -> CodedMatrix:
     gen = torch.Generator().manual_seed(0)
     return from_integers([laplace(70, torch.full((8,), 20.0), gen)], None, torch.rand(70), scales="row")
@@ -85,6 +101,7 @@ MATRICES = {
     "zeros": lambda: transform(scale=0.0),
     "flats": flats,
     "rotation": rotation,
+    "rotated flats": rotated_flats,
     "int8": int8,
     "one row": lambda: transform((1,)),
 }

@@ -53,7 +53,9 @@ def made(
         widths = [width if j < rank else 0 for j, width in enumerate(widths)]
         top = (1 << torch.tensor(widths, dtype=torch.int64)) - 1
         part = (torch.rand(rows, r, generator=gen) * (top + 1)).floor().to(torch.int64)
-        parts.append((part - (levels or top + 1) // 2).to(torch.int16))
+        part = part - (levels or top + 1) // 2
+        part[:, rank:] = 0
+        parts.append(part.to(torch.int16))
     floats: dict[str, Tensor] = {}
     wide = partial(torch.rand, generator=gen, dtype=F64)
     if levels:
@@ -93,6 +95,12 @@ TABLE: dict[str, Callable[..., CodedMatrix]] = {
     "flats": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", flats=((2, 6), (1, 4), (1, 5)), shifted=True),
     "float flats": partial(made, counts=(40, 20), r=3, basis="float", flats=((1, 1), (1, 3)), scales="row"),
     "flats of nothing": partial(made, counts=(0, 40, 20), r=4, basis="int8", flats=((1, 4), (1, 0), (1, 2))),
+    "rounded flats": partial(
+        made, counts=(10, 30, 20), r=5, basis="int8", flats=((1, 5), (2, 3)), scales="row", groups=2
+    ),
+    "rotated flats": partial(
+        made, counts=(40, 20), r=4, most=2, levels=4, basis="int8", flats=((1, 2), (1, 4)), scales="row", unit=1
+    ),
     "bytes": partial(made, most=8, scales="row", shifted=True, level_bits=True),
     "half bytes": partial(made, counts=(30, 30), most=4, level_bits=True),
     "empty classes": partial(made, counts=(0, 50, 0, 10, 0), basis="int8"),
@@ -286,7 +294,7 @@ def batches(matrix: CodedMatrix) -> list[Tensor]:
     return [*found, torch.full((2, 6), n - 1), found[0].repeat(5, 4)]
 
 
-RECORDED = ["ragged groups", "levels", "transform", "no bits"]
+RECORDED = ["ragged groups", "levels", "transform", "no bits", "rounded flats", "rotated flats"]
 
 
 @pytest.mark.usefixtures("_fresh")
