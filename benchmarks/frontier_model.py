@@ -2,9 +2,9 @@
 cosine of .94 and STS-B within .5 points; in 1.2 bits .98 and .2 points; in 2 bits .995. Every rival is measured beside.
 
 Counted on WikiText-2 (train), judged on the sentences of STS-B (dev) and its Spearman correlation. Defaults are chosen
-on CoLA's sentences, of which ``defaults.py`` makes a table (``--data cola`` judges on them here). The 5th percentile and
-500 rare words, which neither text shows, stand beside the means. The data come from the folder KFLATS_DATA or the hub,
-as in ``fidelity.py``.
+on CoLA's sentences, of which ``defaults.py`` makes a table (``--data cola`` judges on them here). The 5th percentile
+and 500 rare words, which neither text shows, stand beside the means. The data come from the folder KFLATS_DATA or the
+hub, as in ``fidelity.py``.
 
     python benchmarks/frontier_model.py --write benchmarks/results/frontier_model.md
 
