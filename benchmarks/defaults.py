@@ -37,11 +37,11 @@ from kflats.swap.places import dense_weight, find_weight
 
 ROWS: dict[str, tuple[float, ...]] = {
     "power": (0.25, 0.75, 1.0),
-    "smoothing": (0.0, 0.25, 1.0),
+    "smoothing": (0.0, 1.0),
     "floor": (0.1, 1.0),
 }
 """What else was tried of the fields that both importances of counts have."""
-DAMPING = (0.1, 0.25, 1.0)
+DAMPING = (0.1, 1.0)
 CLASSES = (8, 16, 32, 64)
 KEPT = 0.6
 """Share of the bytes that ``Flats()`` is given."""
@@ -55,10 +55,10 @@ def moved(kind: Any, fields: Mapping[str, Sequence[float]]) -> list[Any]:
     return [kind(), *(kind(**{name: value}) for name, values in fields.items() for value in values)]
 
 
-def called(value: Any) -> str:
-    """The call that makes it, with only what is not at its default."""
+def called(value: Any, every: bool = False) -> str:
+    """The call that makes it, with only what is not at its default, or with every field."""
     fields = [(field.name, getattr(value, field.name), field.default) for field in dataclasses.fields(value)]
-    return f"{type(value).__name__}({', '.join(f'{n}={v:g}' for n, v, usual in fields if v != usual)})"
+    return f"{type(value).__name__}({', '.join(f'{n}={v:g}' for n, v, usual in fields if every or v != usual)})"
 
 
 def figures(found: Fidelity) -> tuple[float, ...]:
@@ -91,7 +91,7 @@ def shown(found: Found, defaults: Sequence[str], sizes: Sequence[str]) -> str:
 
 
 def main() -> None:
-    options = arguments(__doc__, bits="0.7,1.2,2", only="")
+    options = arguments(__doc__, bits="0.7,1.2,2")
     bits = [float(part) for part in options.bits.split(",")]
     counted, judged = sentences("wikitext2"), sentences("cola")
     source = packaged_model()
@@ -126,9 +126,7 @@ def main() -> None:
 
     def tried(candidates: Mapping[str, Callable[[float], Tensor]], sizes: Sequence[float], unit: str) -> Found:
         return {
-            name: [verdict(name, f"{size:g} {unit}", make(size)) for size in sizes]
-            for name, make in candidates.items()
-            if options.only in name
+            name: [verdict(name, f"{size:g} {unit}", make(size)) for size in sizes] for name, make in candidates.items()
         }
 
     counts, plain = moved(TokenCounts, ROWS), [ZipfPrior(), Uniform()]
@@ -139,12 +137,13 @@ def main() -> None:
         bits,
         "bits",
     )
-    classed = tried(
-        {f"Transform(classes={k})": lambda s, k=k: coded(TokenFisher(), k, s) for k in CLASSES}, bits, "bits"
+    usual = called(Transform(), every=True)
+    others = {called(one, every=True): one.classes for one in map(Transform, CLASSES) if one != Transform()}
+    classed = {usual: weighed["TokenFisher()"]} | tried(
+        {name: lambda s, k=k: coded(TokenFisher(), k, s) for name, k in others.items()}, bits, "bits"
     )
     floated = tried({called(one): lambda s, one=one: floats(one, s) for one in (*counts, *plain)}, [100 * KEPT], "%")
     share = f"{KEPT:.0%} of the bytes"
-    usual = f"Transform(classes={Transform().classes})"
     of_counts = {name: values for name, values in weighed.items() if name.startswith("TokenCounts")}
     parts = [
         f"{len(judged)} sentences of CoLA (dev), all of them; {len(counted):,} texts of WikiText-2 (train) counted.",
