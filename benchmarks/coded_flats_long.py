@@ -3,8 +3,8 @@
 The longest real table of embeddings here has 80 rows a column (``coded_flats.py``). Long ones are made of what
 all-MiniLM-L6-v2 says about sentences of WikiText-2 (train), 384 numbers each: its hidden states before the first layer
 and after the last, one row a token; and, as a table of phrases would hold them, one row for every pair of neighbouring
-words, the mean of the last hidden states of both over all places where they were read together. Every table at its
-first rows, at all of them, and at all bits asked; seconds are those of one fit, coding included.
+words, the mean of the last hidden states of both over all places where they were read together. Seconds are processor
+time of one fit on one thread, coding included.
 
     python benchmarks/coded_flats_long.py --write benchmarks/results/coded_flats_long.md
 """
@@ -104,9 +104,9 @@ def measured(name: str, table: Tensor, bits: float, flats: list[int]) -> list[li
     lines, first = [], 0.0
     for k in flats:
         given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
-        began = time.perf_counter()
+        began = time.process_time()
         found = store(Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()), given, torch.float32)
-        took = time.perf_counter() - began
+        took = time.process_time() - began
         error = weighted_error(table, found.matrix).relative
         first = first or error
         lines.append([name, f"{n:,}", f"{n / d:.0f}", f"{bits:g}", str(k), str(len(found.matrix.geometry.parts))])
@@ -116,7 +116,9 @@ def measured(name: str, table: Tensor, bits: float, flats: list[int]) -> list[li
 
 
 def main() -> None:
-    options = arguments(__doc__, bits="1,2", rows="30000,120000", flats="1,2,4,8", only="")
+    usual = {"bits": "1,2", "rows": "30000,120000", "flats": "1,2,4,8", "only": ""}
+    options = arguments(__doc__, **usual)
+    chosen = "".join(f' --{k} "{v}"' for k, v in vars(options).items() if k in usual and v != usual[k])
     lengths, flats = (sorted(int(part) for part in given.split(",")) for given in (options.rows, options.flats))
     tables, said = vectors(lengths[-1])
     lines = []
@@ -136,11 +138,11 @@ def main() -> None:
         "bits stored",
         "error",
         "of one flat's",
-        "s",
+        "seconds",
     ]
     publish(
         "Transform codes on one flat and on several: long tables of hidden states",
-        "python benchmarks/coded_flats_long.py --write benchmarks/results/coded_flats_long.md",
+        f"python benchmarks/coded_flats_long.py{chosen} --write benchmarks/results/coded_flats_long.md",
         f"{markdown(head, lines)}\n\nRead: {said}",
         options.write,
     )
