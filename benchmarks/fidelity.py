@@ -1,10 +1,11 @@
 """Claim: with 40 % of the embedding table's bytes gone, the default recipe keeps a mean cosine of at least .990 to
 the original's sentence embeddings on text of another domain than the counted one, and of .970 without any data.
 
-Counted: WikiText-2 (train). Judged: STS-B (dev) by default. While defaults were chosen, CoLA's sentences were judged
-(``--judged cola``); no table of those comparisons is kept. Rare words: 500 words of the vocabulary's tail that neither
-text shows, each alone. The data come from a local folder (environment variable KFLATS_DATA, default ../shared/data) in
-GLUE's TSV form, or from the Hugging Face hub (``pip install datasets``) where there is no such folder.
+Counted: WikiText-2 (train). Judged: STS-B (dev) by default. Defaults are chosen on CoLA's sentences, of which
+``defaults.py`` makes a table (``--judged cola`` judges on them here). Rare words: 500 words of the vocabulary's tail
+that neither text shows, each alone. The data come from a local folder (environment variable KFLATS_DATA, default
+../shared/data) in GLUE's TSV form, or from the Hugging Face hub (``pip install datasets``) where there is no such
+folder.
 
     python benchmarks/fidelity.py --write benchmarks/results/fidelity.md
 """

@@ -1,10 +1,10 @@
 """Claim: the embedding table of all-MiniLM-L6-v2 alone, no fine-tuning, in at most .70 bits per number keeps a mean
 cosine of .94 and STS-B within .5 points; in 1.2 bits .98 and .2 points; in 2 bits .995. Every rival is measured beside.
 
-Counted on WikiText-2 (train), judged on the sentences of STS-B (dev) and its Spearman correlation. While defaults were
-chosen, CoLA's sentences were judged (``--data cola`` does so); no table of those comparisons is kept. The 5th
-percentile and 500 rare words, which neither text shows, stand beside the means. The data come from the folder
-KFLATS_DATA or the hub, as in ``fidelity.py``.
+Counted on WikiText-2 (train), judged on the sentences of STS-B (dev) and its Spearman correlation. Defaults are chosen
+on CoLA's sentences, of which ``defaults.py`` makes a table (``--data cola`` judges on them here). The 5th percentile
+and 500 rare words, which neither text shows, stand beside the means. The data come from the folder KFLATS_DATA or the
+hub, as in ``fidelity.py``.
 
     python benchmarks/frontier_model.py --write benchmarks/results/frontier_model.md
 
@@ -69,12 +69,16 @@ def main() -> None:
         out=options.out or Path(tempfile.gettempdir()) / "kflats-frontier",
         force=True,
     )
-    said = f"**Samples**: {len(texts[::every])} of {len(texts)} sentences, and a choice of methods and sizes.\n\n"
+    judged = f"**A sample** of {len(texts[::every])} of {len(texts)} sentences" if every > 1 else "All sentences"
+    tried = [
+        f"{part} chosen" if vars(options)[part] != DEFAULTS[part] else f"all {part}" for part in ("methods", "sizes")
+    ]
+    said = f"{judged}, {', '.join(tried)}.\n\n"
     head = ["bits", "wanted", "ours", "its bits", "mean cosine, Spearman lost", "held", "best rival"]
     publish(
         "Size and quality of the embedding table of all-MiniLM-L6-v2",
         f"python benchmarks/frontier_model.py{chosen} --write benchmarks/results/frontier_model.md",
-        f"{said if chosen else ''}{markdown(head, held(found))}\n\n" + found.markdown().split("\n", 2)[2],
+        f"{said}{markdown(head, held(found))}\n\n" + found.markdown().split("\n", 2)[2],
         options.write,
     )
 

@@ -1,0 +1,152 @@
+"""Question: on long tables of real vectors, does a transform code lose less on several flats than on one?
+
+The longest real table of embeddings here has 80 rows a column (``coded_flats.py``). Long ones are made of what
+all-MiniLM-L6-v2 says about sentences of WikiText-2 (train), 384 numbers each: its hidden states before the first layer
+and after the last, one row a token; and, as a table of phrases would hold them, one row for every pair of neighbouring
+words, the mean of the last hidden states of both over all places where they were read together. Seconds are processor
+time of one fit on one thread, coding included.
+
+    python benchmarks/coded_flats_long.py --write benchmarks/results/coded_flats_long.md
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import torch
+from _common import arguments, markdown, publish
+from linear_fidelity import calibration
+from torch import Tensor
+
+from kflats import SVD, Flats, Recipe, Transform
+from kflats.demo import packaged_model
+from kflats.evaluate.comparing import load_tokenizer
+from kflats.factorize.storing import store
+from kflats.files import load_model
+from kflats.methods.judging import weighted_error
+from kflats.methods.problem import Problem
+from kflats.numerics.rows import TensorRows
+
+SENTENCES, BATCH, LONGEST = 10**6, 32, 128
+"""All sentences that there are, until the tables are full."""
+
+
+class Pairs:
+    """Means of pairs of neighbouring words, up to ``most`` different pairs."""
+
+    def __init__(self, most: int, columns: int) -> None:
+        self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+        self.sums, self.counts, self.most = torch.zeros(most, columns), torch.zeros(most), most
+
+    @property
+    def full(self) -> bool:
+        return len(self.known) == self.most
+
+    def add(self, ids: list[int], words: list[int | None], hidden: Tensor) -> None:
+        """The pairs of one sentence; ``words``: which word each token is part of, None for special ones."""
+        spans: dict[int, list[int]] = {}
+        for place, word in enumerate(words):
+            if word is not None:
+                spans.setdefault(word, []).append(place)
+        parts = [(tuple(ids[p] for p in places), places) for _, places in sorted(spans.items())]
+        for (one, first), (other, second) in itertools.pairwise(parts):
+            if (row := self.known.get((one, other))) is None:
+                if self.full:
+                    continue
+                row = self.known[(one, other)] = len(self.known)
+            self.sums[row] += hidden[first + second].mean(0)
+            self.counts[row] += 1
+
+    @property
+    def means(self) -> Tensor:
+        count = len(self.known)
+        return self.sums[:count] / self.counts[:count].unsqueeze(1)
+
+
+def vectors(rows: int) -> tuple[dict[str, Tensor], str]:
+    """The three tables, at most ``rows`` rows each, and what was read for them."""
+    source = packaged_model()
+    model: Any = load_model(source).eval()
+    tokenizer = load_tokenizer(source)
+    texts, read, tokens, words = calibration(SENTENCES), 0, 0, 0
+    pairs = Pairs(rows, model.config.hidden_size)
+    kept: dict[str, list[Tensor]] = {"before the first layer": [], "after the last layer": []}
+    while read < len(texts) and not (pairs.full and tokens >= rows):
+        batch = tokenizer(
+            texts[read : read + BATCH], truncation=True, max_length=LONGEST, padding=True, return_tensors="pt"
+        )
+        read += BATCH
+        with torch.inference_mode():
+            states = model(**batch, output_hidden_states=True).hidden_states
+        for i, ids in enumerate(batch["input_ids"].tolist()):
+            own = batch.word_ids(i)
+            real = [place for place, word in enumerate(own) if word is not None]
+            pairs.add(ids, own, states[-1][i])
+            words += len(set(own) - {None})
+            if tokens < rows:
+                for name, hidden in zip(kept, (states[0], states[-1]), strict=True):
+                    kept[name].append(hidden[i, real])
+                tokens += len(real)
+    found = {name: torch.cat(parts)[:rows].clone() for name, parts in kept.items()}
+    # The first pairs are the commonest: in any order, the first rows are like all of them.
+    found["pairs of words"] = pairs.means[torch.randperm(len(pairs.known), generator=torch.Generator().manual_seed(0))]
+    times = float(pairs.counts.sum()) / max(1, len(pairs.known))
+    return (
+        found,
+        f"{min(read, len(texts)):,} of {len(texts):,} sentences, {words:,} words; a pair was read {times:.2f} times.",
+    )
+
+
+def measured(name: str, table: Tensor, bits: float, flats: list[int]) -> list[list[str]]:
+    n, d = table.shape
+    lines, first = [], 0.0
+    for k in flats:
+        given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
+        began = time.process_time()
+        found = store(Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()), given, torch.float32)
+        took = time.process_time() - began
+        error = weighted_error(table, found.matrix).relative
+        first = first or error
+        lines.append([name, f"{n:,}", f"{n / d:.0f}", f"{bits:g}", str(k), str(len(found.matrix.geometry.parts))])
+        lines[-1] += [f"{8 * found.nbytes / (n * d):.3f}", f"{error:.5f}", f"**{error / first:.3f}**", f"{took:.0f}"]
+        print(lines[-1], flush=True)
+    return lines
+
+
+def main() -> None:
+    usual = {"bits": "1,2", "rows": "30000,120000", "flats": "1,2,4,8", "only": ""}
+    options = arguments(__doc__, **usual)
+    chosen = "".join(f' --{k} "{v}"' for k, v in vars(options).items() if k in usual and v != usual[k])
+    lengths, flats = (sorted(int(part) for part in given.split(",")) for given in (options.rows, options.flats))
+    tables, said = vectors(lengths[-1])
+    lines = []
+    for name, table in tables.items():
+        if options.only not in name:
+            continue
+        for rows in lengths:
+            for bits in map(float, options.bits.split(",")):
+                lines += measured(name, table[:rows].clone(), bits, flats)
+    head = [
+        "table",
+        "rows",
+        "rows a column",
+        "bits",
+        "flats asked",
+        "flats",
+        "bits stored",
+        "error",
+        "of one flat's",
+        "seconds",
+    ]
+    publish(
+        "Transform codes on one flat and on several: long tables of hidden states",
+        f"python benchmarks/coded_flats_long.py{chosen} --write benchmarks/results/coded_flats_long.md",
+        f"{markdown(head, lines)}\n\nRead: {said}",
+        options.write,
+    )
+
+
+if __name__ == "__main__":
+    main()
