@@ -224,11 +224,13 @@ def test_what_the_options_mean() -> None:
     assert recipe_of(Asked(method="best", importance="uniform"), counted=False) == Recipe(Best())
     assert recipe_of(Asked(codec="transform"), counted=False).method == kflats.SVD()
     assert recipe_of(Asked(codec="transform", flats=3), counted=False).method == kflats.Flats(k=3)
+    assert recipe_of(Asked(codec="int8", flats=3), counted=False).method == kflats.Flats(k=3)
+    assert recipe_of(Asked(method="messi", codec="rotation 2"), counted=False).codec == kflats.Rotation(2)
     for wrong, said in (
         (Asked(method="best", codec="int8"), "decides itself what --codec"),
         (Asked(method="best", power=1.0), "--power is of an importance"),
         (Asked(method="best", importance="kronecker"), "by what the data allows"),
-        (Asked(method="flats", codec="int8"), "cannot store what Flats"),
+        (Asked(method="dense", codec="transform"), "cannot store what Dense"),
     ):
         with pytest.raises(KflatsError, match=said):
             recipe_of(wrong, counted=True)

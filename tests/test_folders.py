@@ -15,9 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from kflats.errors import KflatsError
 from kflats.files.folders import Partial, new_folder
+from kflats.files.replacing import replaced
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -39,6 +41,29 @@ def test_a_new_folder_appears_at_the_end(tmp_path: Path) -> None:
         (aside / "sub" / "a.txt").write_text("a")
     assert contents(out) == {"sub/a.txt": "a"}
     assert [p.name for p in out.parent.iterdir()] == ["small"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="files have no such modes there")
+@pytest.mark.parametrize("mask", [0o022, 0o027, 0o077])
+def test_files_are_for_whom_new_files_are_for(mask: int, tmp_path: Path) -> None:
+    """safetensors makes files that only their owner may read; a folder with such a file cannot be shared."""
+    before = os.umask(mask)
+    try:
+        with new_folder(tmp_path / "small") as aside:
+            save_file({"a": torch.ones(2)}, aside / "model.safetensors")
+            (aside / "config.json").write_text("{}")
+        with replaced(tmp_path / "one.safetensors") as file:
+            save_file({"a": torch.ones(2)}, file)
+    finally:
+        os.umask(before)
+    written = [*(tmp_path / "small").iterdir(), tmp_path / "one.safetensors"]
+    assert {path.stat().st_mode & 0o777 for path in written} == {0o666 & ~mask}
+
+
+def test_who_writes_nothing_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), replaced(tmp_path / "absent"):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_existing_folder_is_refused_and_untouched(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import socket
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,7 @@ from kflats.errors import KflatsError
 from kflats.files.replacing import fsync
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_PRIVATE = 0o600
 _MODEL_MARKS = ("config.json", "modules.json", "kflats_report.json", "frontier.json", "*.safetensors")
 
 
@@ -216,9 +218,14 @@ def _check_free(out: Path, force: bool) -> None:
 
 
 def _make_durable(folder: Path) -> None:
+    # Libraries make files that only their owner may read (safetensors 0.8 does); a model is for whom folders are for.
+    readable = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for root, _, files in os.walk(folder):
         for name in files:
-            fsync(Path(root) / name)
+            path = Path(root) / name
+            if stat.S_IMODE(path.stat().st_mode) == _PRIVATE:
+                path.chmod(readable)
+            fsync(path)
         fsync(Path(root))
 
 

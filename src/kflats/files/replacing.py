@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,8 +22,12 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.touch()
+    readable = stat.S_IMODE(aside.stat().st_mode)  # as the system makes files: libraries may make more private ones
+    aside.unlink()  # whoever writes nothing must not leave an empty file
     try:
         yield aside
+        aside.chmod(readable)
         fsync(aside)
         os.replace(aside, path)
         fsync(path.parent)
