@@ -41,7 +41,7 @@ ROWS: dict[str, tuple[float, ...]] = {
     "floor": (0.1, 1.0),
 }
 """What else was tried of the fields that both importances of counts have."""
-DAMPING = (0.1, 1.0)
+DAMPING = (0.1, 0.5, 2.0)
 CLASSES = (8, 16, 32, 64)
 KEPT = 0.6
 """Share of the bytes that ``Flats()`` is given."""

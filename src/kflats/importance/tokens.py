@@ -141,7 +141,7 @@ class TokenFisher:
     power: float = 0.5
     smoothing: float = 0.5
     floor: float = 0.3
-    damping: float = 0.5
+    damping: float = 1.0
 
     needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "output_gram"})
     needs_texts: ClassVar[bool] = True
