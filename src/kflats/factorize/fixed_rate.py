@@ -176,11 +176,11 @@ def _flats(method: Flats | KMeansSVD, codec: FixedRate, problem: Problem, dtype:
         fit = _Fit(parts_of(made.matrix), made.norm, made.converged)
         matrix = _coded(codec, fit.parts, dtype, problem.seed)
         size = _size(matrix)
-        if search.fits(size):
+        if search.took_(size):
             best = Rounded(matrix, fit.norm, fit.converged)
         elif size > problem.nbytes and (smallest is None or search.numbers == search.high):
             smallest = fit
-        if not search.goes_on(a_rank):
+        if not search.moves_(a_rank):
             break
     if best is None and smallest is not None:
         best = _cut(smallest, codec, problem, dtype)
@@ -226,8 +226,8 @@ class _Search:
     fullest: int = -1
     pushes: int = 0
 
-    def fits(self, size: int) -> bool:
-        """Whether codes of ``size`` bytes are the best so far."""
+    def took_(self, size: int) -> bool:
+        """Note what the last took, and say whether it is the best so far."""
         same = size == self.size
         self.size = size
         if size > self.nbytes:
@@ -238,8 +238,8 @@ class _Search:
         better, self.fullest = size > self.fullest, max(size, self.fullest)
         return better
 
-    def goes_on(self, least: int) -> bool:
-        """Whether other ``numbers``, which it sets, may fill the bytes better."""
+    def moves_(self, least: int) -> bool:
+        """Set other ``numbers`` that may fill the bytes better; False where there are none."""
         spare = self.nbytes - self.size
         if 0 <= spare <= _SLACK * self.nbytes:
             return False
