@@ -116,7 +116,8 @@ def test_a_path_that_cannot_be_used_is_named(tiny: Path, tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device", "/some/file[bold]")
 
     monkeypatch.setattr(cli_inspect, "resolve_model", full)
-    assert "No space left on device: /some/file[bold]" in refused("inspect", tiny)
+    said = refused("inspect", tiny)
+    assert "/some/file[bold] cannot be used. Likely cause: no space left on device. Try: another path" in said
 
 
 def test_a_defect_keeps_its_traceback(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

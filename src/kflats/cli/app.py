@@ -34,7 +34,12 @@ class _Group(TyperGroup):
         except OSError as error:
             if error.filename is None:  # a broken pipe, say: not about a path, so not the user's to mend
                 raise
-            complain(f"{error.strerror or 'cannot be used'}: {error.filename}")
+            said = KflatsError(
+                f"{error.filename} cannot be used",
+                cause=(error.strerror or "").lower(),
+                hint="another path, or room and rights for this one",
+            )
+            complain(str(said))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             resumes = ctx.invoked_subcommand in ("compress", "recover", "frontier")

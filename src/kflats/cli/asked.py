@@ -97,7 +97,7 @@ def method_of(asked: Asked, default: str) -> Any:
     Raises:
         KflatsError: an option of another method, or a value that it cannot have.
     """
-    name = (asked.method or default).strip().lower()
+    name = (default if asked.method is None else asked.method).strip().lower()
     fields_of = methods.options_of(name)
     options: dict[str, Any] = {}
     for option, field in _OF_METHOD.items():

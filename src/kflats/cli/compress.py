@@ -41,9 +41,9 @@ from kflats.cli.options import (
 from kflats.cli.terminal import quiet_transformers
 from kflats.compress.pipeline import compress_folder
 from kflats.demo import demo as run_demo
-from kflats.errors import KflatsError
 from kflats.evaluate.comparing import weight_file_bytes
 from kflats.files import load_model, resolve_model
+from kflats.files.folders import check_file
 from kflats.files.sources import module_bytes
 
 
@@ -74,8 +74,7 @@ def plan(
     quiet: Quiet = False,
 ) -> None:
     """Decide which weight is treated how, in how many bytes; write it as JSON to review, edit and run later."""
-    if out.exists() and not force:
-        raise KflatsError(f"{out} exists already", hint="another --out, or --force to replace it")
+    check_file(out, force)
     allowed = budget_of(budget, file_budget)
     asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error, codec)
     known, whole = given(texts, calibration, task, data, samples, statistics), file_budget is not None

@@ -10,6 +10,7 @@ from typing import Any
 from kflats.allocate.calibration import SAMPLES
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer
+from kflats.files.folders import check_file
 from kflats.measure.measurements import Statistics
 from kflats.tasks.batches import task_batches
 from kflats.texts import read_texts
@@ -48,11 +49,16 @@ def given(
     """What the options name, read.
 
     Raises:
-        KflatsError: a file that cannot be read, a task and texts to measure with at once, or no samples.
+        KflatsError: a file that cannot be read, or statistics that cannot be written; a task and texts to measure with
+            at once; no samples.
     """
     count = samples_of(samples)
     examples = examples_of(task, data, calibration, count)
-    known = Statistics.load(statistics) if statistics is not None and statistics.exists() else None
+    known = None
+    if statistics is not None and statistics.exists():
+        known = Statistics.load(statistics)
+    elif statistics is not None:
+        check_file(statistics)  # where it will be written
     return Given(texts_of(texts), texts_of(calibration), examples, known, count)
 
 

@@ -117,6 +117,7 @@ Trim = Annotated[
     int | None,
     typer.Option("--trim", metavar="N", help="First keep the N commonest tokens only, counted in --texts."),
 ]
-Seed = Annotated[int, typer.Option("--seed", help="Where the random starts begin.")]
+LARGEST_SEED = 2**31 - 1
+Seed = Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Where the random starts begin.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no table.")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kflats.cli.given import texts_of
-from kflats.cli.options import Force, Quiet
+from kflats.cli.options import LARGEST_SEED, Force, Quiet
 from kflats.cli.terminal import quiet_transformers
 from kflats.errors import KflatsError
 from kflats.recover.recover import recover_folder
@@ -18,7 +18,7 @@ _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), c
 Data = Annotated[
     Path | None, typer.Option("--data", metavar="FOLDER", help="Folder of TSV files, one a split. Default: the hub.")
 ]
-MaxLength = Annotated[int, typer.Option("--max-length", help="Tokens an example; longer ones are cut.")]
+MaxLength = Annotated[int, typer.Option("--max-length", min=1, help="Tokens an example; longer ones are cut.")]
 
 
 def evaluate(
@@ -32,7 +32,7 @@ def evaluate(
     batch: Annotated[int, typer.Option("--batch", help="Examples at once.")] = 32,
     max_length: MaxLength = 128,
     limit: Annotated[int | None, typer.Option("--limit", metavar="N", help="Judge N, drawn by --seed.")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Of the examples drawn by --limit.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Of the examples drawn by --limit.")] = 0,
 ) -> None:
     """Score on a task, with sizes, memory, latency and operations; beside the original's when it is given."""
     quiet_transformers()

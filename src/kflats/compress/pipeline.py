@@ -165,6 +165,7 @@ def compress_folder(
             decided.data.statistics.save(keep_statistics)
         partial = Partial(out, work_fingerprint(about, decided, seed))
         limit = _file_limit(decided.plan, before)
+        _check_shares(decided.plan, limit, before)
         own_limit = None if limit is None else limit - others
         done = factorize(model, decided.plan, decided.data, seed, quiet, partial, own_limit)
         report = _finish(model, decided.plan, done, seed, name=_called(source))
@@ -232,6 +233,18 @@ def _file_limit(decided: Plan, before: int) -> int | None:
     if budget is None or budget.scope != "file":
         return None
     return int(budget.amount * before if budget.kind == "fraction" else budget.amount)
+
+
+def _check_shares(decided: Plan, limit: int | None, before: int) -> None:
+    """Refuse, before any work, shares that cannot be within ``limit``: a plan may have been edited."""
+    shares = sum(d.weight.nbytes if d.recipe.is_dense else d.budget_bytes for d in decided.decisions)
+    most = before - sum(d.weight.nbytes for d in decided.decisions) + shares
+    if limit is not None and most > limit:
+        raise KflatsError(
+            f"the plan's weights and all that is not named take {most:,} bytes, more than the {limit:,} asked for",
+            cause="a plan that was edited by hand",
+            hint="make the plan again: kflats plan",
+        )
 
 
 def _check_file(folder: Path, decided: Plan, before: int) -> int:

@@ -39,16 +39,19 @@ def encode(
         (texts, hidden) float32 on the CPU, in the order of ``texts``.
 
     Raises:
-        KflatsError: no texts, no tokenizer, a tokenizer of another model, or outputs that are not finite.
+        KflatsError: no texts, empty batches, no tokenizer, a tokenizer of another model, or outputs that are not
+            finite.
     """
     if not texts:
         raise KflatsError("there are no texts to encode", hint="give at least one sentence")
+    if batch < 1:
+        raise KflatsError(f"batches of {batch} texts encode nothing", hint="at least 1")
     rows = tokenize(model, tokenizer, texts, max_tokens)
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))  # longest first: memory peaks at once, not at the end
     out: Tensor | None = None
     with evaluating(model), torch.inference_mode():
-        for start in range(0, len(order), max(1, batch)):
-            picked = order[start : start + max(1, batch)]
+        for start in range(0, len(order), batch):
+            picked = order[start : start + batch]
             inputs = pad([rows[i] for i in picked], tokenizer, _device(model))
             hidden = last_hidden_state(model, inputs).float()
             mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kflats.codecs.entropy import AGAIN
 from kflats.codecs.opening import STREAM_VERSION
 from kflats.codecs.streams import encode
 from kflats.errors import KflatsError
@@ -188,7 +189,7 @@ def check(file: Any, expected: Any, path: Path) -> None:
         raise KflatsError(
             f"the tensors in {path} are damaged: their checksum differs",
             cause=DAMAGED,
-            hint="restore the file or compress again",
+            hint=AGAIN,
         )
 
 
@@ -205,14 +206,14 @@ def _open(path: str | os.PathLike[str]) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, ValueError) as error:
-        raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE) from error
+        raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE, hint=AGAIN) from error
 
 
 def _damaged(name: str) -> KflatsError:
     return KflatsError(
         f"the tensors of {name!r} are damaged: their checksum differs",
         cause=DAMAGED,
-        hint="restore the file or compress again",
+        hint=AGAIN,
     )
 
 
@@ -220,7 +221,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE) from error
+        raise KflatsError(f"{path} cannot be read: {error}", cause=_UNREADABLE, hint=AGAIN) from error
     if not isinstance(found, dict):
         raise KflatsError(f"{path} holds no object", cause=DAMAGED)
     return found

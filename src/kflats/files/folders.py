@@ -10,6 +10,7 @@ import re
 import shutil
 import socket
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,6 +141,26 @@ class Partial:
         return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.safetensors"
 
 
+def check_file(path: str | os.PathLike[str], force: bool = False) -> None:
+    """Refuse, before any work, a file that could not be written at its end; nothing is made.
+
+    Raises:
+        KflatsError: ``path`` is a folder, or exists without ``force``; no file can be made where it should be.
+    """
+    goal = Path(path).expanduser().resolve()
+    if goal.is_dir():
+        raise KflatsError(f"{path} is a folder", hint="the name of a file to write")
+    if goal.exists() and not force:
+        raise KflatsError(f"{path} exists already", hint="another name, or --force (force=True) to replace it")
+    there = next(folder for folder in goal.parents if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        explain(error, goal)
+        raise
+
+
 def explain(error: Exception, path: Path) -> None:
     """Raise ``error`` again as a KflatsError where its cause is plain: a full disk, no permission, a file instead."""
     number = error.errno if isinstance(error, OSError) else None
@@ -151,10 +172,24 @@ def explain(error: Exception, path: Path) -> None:
             f"the disk ran full while {path} was written; what was there before is untouched",
             hint="free some space and run the same command again; kflats compress keeps finished weights",
         ) from error
-    if isinstance(error, PermissionError):
-        raise KflatsError(f"{error.filename or path} cannot be written", cause="missing permission") from error
+    where = Path(error.filename) if isinstance(error, OSError) and isinstance(error.filename, str) else path
+    if isinstance(error, PermissionError) or number == errno.EROFS:
+        raise KflatsError(
+            f"{path} cannot be written",
+            cause=f"no permission for {where.parent}, or a disk that is read-only",
+            hint="a place that you may write to",
+        ) from error
     if isinstance(error, NotADirectoryError | FileExistsError):
-        raise KflatsError(f"{error.filename or path} is in the way", cause="a file where a folder must be") from error
+        there = next((p for p in (path, *path.parents) if p.is_file()), where)
+        raise KflatsError(
+            f"{there} is in the way", cause="a file where a folder must be", hint="another name for the output"
+        ) from error
+    # Of other files it may be that they are gone.
+    if isinstance(error, FileNotFoundError) and (where in path.parents or where.parent in path.parents):
+        there = next((p for p in path.parents if p.is_dir()), where)
+        raise KflatsError(
+            f"{path} cannot be written", cause=f"nothing can be made in {there}", hint="another place for the output"
+        ) from error
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:

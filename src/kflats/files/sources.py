@@ -63,7 +63,11 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
             f"the hub's {text} is gated", hint="accept its licence on the hub, and hf auth login"
         ) from error
     except LocalEntryNotFoundError as error:
-        raise KflatsError(f"{text} is no folder, and the hub cannot be reached", cause="no network") from error
+        raise KflatsError(
+            f"{text} is no folder, and the hub cannot be reached",
+            cause="a misspelled path, or no network",
+            hint="a model folder, or owner/model where there is a network",
+        ) from error
     except (RepositoryNotFoundError, ValueError) as error:
         raise KflatsError(
             f"there is no folder {text}, and no such model on the hub",
@@ -88,7 +92,11 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
     if not (root / "config.json").is_file():
         inner = [m["path"] for m in _modules(root) if str(m["type"]).rpartition(".")[2] == "Transformer"]
         if not inner:
-            raise KflatsError(f"{root} holds no model", cause="it has neither config.json nor modules.json")
+            raise KflatsError(
+                f"{root} holds no model",
+                cause="it has neither config.json nor modules.json",
+                hint="the folder that holds them",
+            )
         found = root / inner[0]
         if not (found / "config.json").is_file():
             raise KflatsError(f"{found} holds no config.json, though modules.json names it")

@@ -126,7 +126,9 @@ class Statistics:
         except FileNotFoundError as error:
             raise KflatsError(f"there is no {path}") from error
         except OSError as error:
-            raise KflatsError(f"{path} cannot be read: {error.strerror or error}") from error
+            raise KflatsError(
+                f"{path} cannot be read: {error.strerror or error}", hint="a file that Statistics.save wrote"
+            ) from error
         except (SafetensorError, KeyError, TypeError, ValueError, RecursionError) as error:
             if isinstance(error, KflatsError):
                 raise

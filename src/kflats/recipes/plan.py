@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kflats.errors import KflatsError
+from kflats.files.folders import explain
 from kflats.files.replacing import replaced
 from kflats.importance import Uniform
 from kflats.recipes.recipe import Recipe, as_recipe, brief, from_json, to_json
@@ -78,12 +79,22 @@ class Plan:
                 )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as JSON; an existing file is replaced in one step."""
+        """Write the plan as JSON; an existing file is replaced in one step.
+
+        Raises:
+            KflatsError: a folder that cannot be written, a full disk; an earlier file is untouched then.
+        """
         head = {"budget": self.budget, "model_bytes": self.model_bytes, "allocation": self.allocation}
         data = {"format": FORMAT, "version": VERSION, **head}
         text = json.dumps({**data, "decisions": [_decision_json(d) for d in self.decisions]}, indent=2)
-        with replaced(path) as aside:
-            aside.write_text(text + "\n", encoding="utf-8")
+        goal = Path(path).expanduser().resolve()
+        try:
+            goal.parent.mkdir(parents=True, exist_ok=True)
+            with replaced(goal) as aside:
+                aside.write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            explain(error, goal)
+            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:

@@ -128,7 +128,11 @@ class Report:
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise KflatsError(f"{file} is not readable JSON ({error})", cause="a damaged file") from error
+            raise KflatsError(
+                f"{file} is not readable JSON ({error})",
+                cause="a damaged file",
+                hint="compress again: it is written anew",
+            ) from error
         return Report.from_json(data)
 
     def __str__(self) -> str:

@@ -1,0 +1,143 @@
+"""What the command line cannot do: one message with a cause or a way on, exit status 2, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from kflats.cli.app import app
+from kflats.errors import KflatsError
+from kflats.evaluate.comparing import weight_file_bytes
+from kflats.files.folders import explain
+
+pytest.importorskip("transformers")
+
+
+@pytest.fixture
+def desk(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a user works: a model, texts, a file and a folder of something else."""
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    (tmp_path / "texts.txt").write_text("the word\nanother word\n" * 4, encoding="utf-8")
+    (tmp_path / "file").write_text("mine")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def refused(desk: Path, *arguments: str) -> str:
+    before = contents(desk)
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code == 2, result.output
+    assert contents(desk) == before
+    return " ".join(result.stderr.replace("│", " ").split())
+
+
+COMPRESS = ("compress", "model", "--budget", "50%")
+PLAN = ("plan", "model", "--budget", "50%")
+MEASURED = (*PLAN, "--method", "svd", "--calibration", "texts.txt", "--out", "plan.json", "--statistics")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*PLAN, "--out", "other", "--force"), "other is a folder. Try: the name of a file"),
+        ((*PLAN, "--out", "."), "is a folder"),
+        ((*PLAN, "--out", "file"), "exists already. Try: another name, or --force"),
+        (
+            (*PLAN, "--out", "file/plan.json"),
+            "is in the way. Likely cause: a file where a folder must be. Try: another",
+        ),
+        (
+            (*COMPRESS, "--out", "file/small"),
+            "is in the way. Likely cause: a file where a folder must be. Try: another",
+        ),
+        ((*COMPRESS, "--out", "file", "--force"), "exists and is not a folder"),
+        ((*COMPRESS, "--out", "other", "--force"), "holds something that is not a model"),
+        ((*MEASURED, "file/statistics"), "is in the way"),
+        ((*MEASURED, "other"), "cannot be read"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value[3:]),
+)
+def test_places_that_cannot_be_written_are_told_of_before_any_work(
+    arguments: tuple[str, ...], said: str, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kflats.cli.compress.load_model", lambda folder: pytest.fail("must be refused before that"))
+    monkeypatch.setattr("kflats.compress.pipeline.load_model", lambda folder: pytest.fail("must be refused before"))
+    assert said in refused(desk, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--method", ""), "no method is called ''. Try: one of"),
+        (("--codec", "trasnform"), "no codec is called 'trasnform'. Try: one of"),
+        (("--seed", "-1"), "Invalid value for '--seed'"),
+        (("--seed", "9" * 30), "Invalid value for '--seed'"),
+    ],
+)
+def test_options_that_mean_nothing(arguments: tuple[str, ...], said: str, desk: Path) -> None:
+    assert said in refused(desk, *COMPRESS, "--out", "small", *arguments)
+
+
+def test_numbers_of_the_other_commands(desk: Path) -> None:
+    judged = ("frontier", "model", "--out", "page", "--judge", "texts.txt", "--methods", "fp16", "--sizes", "16")
+    assert "batches of 0 texts" in refused(desk, *judged, "--batch", "0")
+    assert "'--max-length'" in refused(desk, "evaluate", "model", "--task", "cola", "--max-length", "0")
+
+
+@pytest.mark.parametrize(
+    "command", [("inspect",), ("export", "--dense", "--out", "o"), ("trim", "--keep", "9", "--out", "o")]
+)
+def test_a_config_of_other_types_is_a_damaged_folder(command: tuple[str, ...], desk: Path) -> None:
+    path = desk / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"hidden_size": "many"}))
+    said = refused(desk, command[0], "model", *command[1:])
+    assert "cannot be loaded" in said
+    assert "Likely cause: a damaged folder" in said
+
+
+def test_a_plan_whose_shares_were_raised_above_its_file(desk: Path) -> None:
+    nbytes = weight_file_bytes(desk / "model")
+    asked = ("--file-budget", f"{int(0.7 * nbytes)}B", "--method", "svd", "--weights", "all")
+    done = CliRunner().invoke(app, ["plan", "model", *asked, "--out", "plan.json", "--quiet"])
+    assert done.exit_code == 0, done.output
+    plan = json.loads((desk / "plan.json").read_text())
+    for decision in plan["decisions"]:
+        decision["budget_bytes"] = decision["weight"]["nbytes"]
+    (desk / "plan.json").write_text(json.dumps(plan))
+    said = refused(desk, "compress", "model", "--plan", "plan.json", "--out", "small")
+    assert "Likely cause: a plan that was edited by hand. Try: make the plan again" in said
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            PermissionError(errno.EACCES, "denied", "/locked/.small.new"),
+            r"small cannot be written.*permission for /locked",
+        ),
+        (OSError(errno.EROFS, "read-only", "/locked/.small.new"), r"small cannot be written.*read-only"),
+        (OSError(errno.ENOSPC, "full"), "disk ran full"),
+        (FileNotFoundError(errno.ENOENT, "none", "/locked"), r"small cannot be written.*nothing can be made in /"),
+    ],
+)
+def test_what_the_system_refuses_is_explained(error: OSError, said: str) -> None:
+    with pytest.raises(KflatsError, match=said) as caught:
+        explain(error, Path("/locked/small"))
+    assert caught.value.hint
+
+
+def test_what_has_another_cause_is_not_explained_away() -> None:
+    explain(FileNotFoundError(errno.ENOENT, "none", "/elsewhere/read.txt"), Path("/locked/small"))
+    explain(OSError(errno.EIO, "input/output error"), Path("/locked/small"))
