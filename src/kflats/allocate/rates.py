@@ -24,7 +24,7 @@ from kflats.factorize.sizes import fixed_bytes, flats_of, has_rank
 from kflats.factorize.storing import store
 from kflats.factorize.transforming import row_weights
 from kflats.importance.weighting import Weighting
-from kflats.methods import SVD, Best, Dense
+from kflats.methods import SVD, Best, Dense, Flats
 from kflats.methods.judging import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.coding.encode import transform_rates
@@ -35,6 +35,8 @@ from kflats.recipes.recipe import Recipe
 
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
 _CONTAINER = 160  # bytes of a stream beside what it holds
+_LONG = 300
+"""Rows a column from which flats of their own pay for their axes: benchmarks/results/coded_flats_long.md."""
 _A_BIT = 8  # sizes that are offered for each bit between two that were measured
 
 
@@ -70,7 +72,7 @@ def measured_options(
     n, d = rows.shape
     dense = n * d * dtype.itemsize
     found: list[Option] = []
-    for one in _expanded(recipe):
+    for one in _expanded(recipe, rows.shape):
         if pairs_only and one.is_coded:
             continue
         if isinstance(one.codec, Transform):
@@ -103,11 +105,12 @@ def measured_options(
     return tuple(option for option in found if 0 < option.nbytes < dense and math.isfinite(option.error))
 
 
-def _expanded(recipe: Recipe) -> Iterator[Recipe]:
+def _expanded(recipe: Recipe, shape: tuple[int, int]) -> Iterator[Recipe]:
     if not isinstance(recipe.method, Best):
         yield recipe
         return
-    yield replace(recipe, method=SVD(), codec=Transform())
+    # Of several numbers of flats, one among them, the best is kept: what is read from one flat is a bound.
+    yield replace(recipe, method=Flats(k=None) if shape[0] >= _LONG * shape[1] else SVD(), codec=Transform())
     yield replace(recipe, method=Dense(), codec=Int8())
     yield replace(recipe, method=Dense(), codec=Int4())
     yield replace(recipe, method=Dense(), codec=Float("float16"))
