@@ -55,8 +55,8 @@ def limited(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """``numbers`` as ``dtype``, at most the largest that it holds: codes of a table reach a little beyond its ends, and
     where these are near its type's own, finite numbers would come back as infinite ones.
 
-    >>> limited(torch.tensor([70000.0, -1.0]), torch.float16)
-    tensor([65504.,    -1.], dtype=torch.float16)
+    >>> limited(torch.tensor([70000.0, -1.0]), torch.float16).tolist()
+    [65504.0, -1.0]
     """
     if dtype.itemsize >= numbers.dtype.itemsize:
         return numbers.to(dtype)
