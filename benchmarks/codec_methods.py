@@ -1,4 +1,4 @@
-"""Question: every codec stores what any method makes; which of them pays, on a real 30522 x 384 table?
+"""Question: codecs store what any method makes; which of them pays, on a real 30522 x 384 table?
 
 Squared error as a share of the table's, unweighted, in at most so many bits a number of the file, everything counted.
 Beside it the bits that the file has: a rank more may not fit, and the coder makes fixed rates smaller.
@@ -17,7 +17,6 @@ from kflats import (
     MESSI,
     SVD,
     Dense,
-    Entrywise,
     Flats,
     Float,
     Int4,
@@ -39,18 +38,16 @@ METHODS: dict[str, Any] = {
     "Dense": Dense(),
     "SVD": SVD(),
     "Flats, k=5": Flats(k=5),
-    "Flats, k=1, 8 levels": Flats(k=1, levels=8),
     "MESSI, k=5": MESSI(5),
     "KMeansSVD, k=5": KMeansSVD(5),
     "RobustSVD, p=1": RobustSVD(p=1.0),
     "Subspace, q=1": Subspace(),
-    "Entrywise, p=1": Entrywise(p=1.0, solver="admm"),
 }
 CODECS = (Float(), Float("float16"), Int8(), Int4(), Rotation(), Transform())
 
 
 def main() -> None:
-    options = arguments(__doc__, bits="2,4")
+    options = arguments(__doc__, bits="2")
     table = embedding_table()
     rows = TensorRows(table)
     heads, lines = ["method", "bits", *map(named, CODECS)], []
@@ -63,7 +60,7 @@ def main() -> None:
                 print(name, bits, codec, line[-1], f"{time.perf_counter() - start:.1f} s", flush=True)
             lines.append(line)
     publish(
-        "Every codec on every method: squared error as a share of the table's (bits in the file)",
+        "Codecs on methods: squared error as a share of the table's (bits in the file)",
         "python benchmarks/codec_methods.py --write benchmarks/results/codec_methods.md",
         markdown(heads, lines),
         options.write,

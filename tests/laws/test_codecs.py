@@ -566,9 +566,9 @@ def test_best_leaves_out_what_half_precision_cannot_hold(largest, right) -> None
     assert any(option.recipe.is_cast for option in found)
 
 
-@pytest.mark.parametrize(("n", "method"), [(4800, Flats(k=None)), (3999, SVD())], ids=str)
+@pytest.mark.parametrize(("n", "method"), [(2400, Flats(k=None)), (2397, SVD())], ids=str)
 def test_best_parts_a_long_table(n, method) -> None:
-    rows = flat_rows(n, 16, 3)
+    rows = flat_rows(n, 8, 3)
     model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone(), freeze=False))
     plan = kflats.plan(model, {"0": Best()}, budget="5%")
     assert plan.decisions[0].recipe == Recipe(method, codec=Transform())
@@ -576,7 +576,7 @@ def test_best_parts_a_long_table(n, method) -> None:
     assert report.bytes_after <= 0.05 * report.bytes_before
     plain = weighted_error(rows, store(Recipe(SVD(), codec=Transform()), problem(rows, 0.05), torch.float32).matrix)
     found = report.weights[0].error / plain.relative
-    assert found < 0.5 if n == 4800 else found == pytest.approx(1.0, rel=0.02)
+    assert found < 0.75 if n == 2400 else found == pytest.approx(1.0, rel=0.02)
 
 
 def test_best_is_a_choice_and_fits_nothing() -> None:
