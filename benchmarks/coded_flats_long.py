@@ -116,7 +116,7 @@ def measured(table: Tensor, bits: float, k: int) -> dict[str, float]:
 
 
 def main() -> None:
-    usual = {"bits": "1,2", "rows": "30000,120000", "flats": "1,2,4,8", "only": ""}
+    usual = {"bits": "1,2", "rows": "120000", "flats": "1,2,4,8", "only": ""}
     options = arguments(__doc__, out="", **usual)
     chosen = "".join(f' --{k} "{v}"' for k, v in vars(options).items() if k in usual and v != usual[k])
     lengths, flats = (sorted(int(part) for part in given.split(",")) for given in (options.rows, options.flats))
