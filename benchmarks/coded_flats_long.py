@@ -7,12 +7,16 @@ words, the mean of the last hidden states of both over all places where they wer
 time of one fit on one thread, coding included.
 
     python benchmarks/coded_flats_long.py --write benchmarks/results/coded_flats_long.md
+
+``--out FILE`` keeps finished lines; interrupted, the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,35 +103,45 @@ def vectors(rows: int) -> tuple[dict[str, Tensor], str]:
     )
 
 
-def measured(name: str, table: Tensor, bits: float, flats: list[int]) -> list[list[str]]:
+def measured(table: Tensor, bits: float, k: int) -> dict[str, float]:
+    """One fit on ``k`` flats: what it takes and leaves."""
     n, d = table.shape
-    lines, first = [], 0.0
-    for k in flats:
-        given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
-        began = time.process_time()
-        found = store(Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()), given, torch.float32)
-        took = time.process_time() - began
-        error = weighted_error(table, found.matrix).relative
-        first = first or error
-        lines.append([name, f"{n:,}", f"{n / d:.0f}", f"{bits:g}", str(k), str(len(found.matrix.geometry.parts))])
-        lines[-1] += [f"{8 * found.nbytes / (n * d):.3f}", f"{error:.5f}", f"**{error / first:.3f}**", f"{took:.0f}"]
-        print(lines[-1], flush=True)
-    return lines
+    given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
+    began = time.process_time()
+    found = store(Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()), given, torch.float32)
+    took = time.process_time() - began
+    error = weighted_error(table, found.matrix).relative
+    stored = 8 * found.nbytes / (n * d)
+    return {"flats": len(found.matrix.geometry.parts), "bits": stored, "error": error, "seconds": took}
 
 
 def main() -> None:
-    usual = {"bits": "1,2", "rows": "30000,120000", "flats": "1,2,4,8", "only": ""}
-    options = arguments(__doc__, **usual)
+    usual = {"bits": "1,2", "rows": "120000", "flats": "1,2,4,8", "only": ""}
+    options = arguments(__doc__, out="", **usual)
     chosen = "".join(f' --{k} "{v}"' for k, v in vars(options).items() if k in usual and v != usual[k])
     lengths, flats = (sorted(int(part) for part in given.split(",")) for given in (options.rows, options.flats))
+    kept = Path(options.out) if options.out else None
+    done = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.is_file() else {}
     tables, said = vectors(lengths[-1])
     lines = []
-    for name, table in tables.items():
+    for rows, (name, table), bits in itertools.product(lengths, tables.items(), map(float, options.bits.split(","))):
         if options.only not in name:
             continue
-        for rows in lengths:
-            for bits in map(float, options.bits.split(",")):
-                lines += measured(name, table[:rows].clone(), bits, flats)
+        part, first = table[:rows].clone(), 0.0
+        n, d = part.shape
+        for k in flats:
+            # The rows at hand are drawn from the longest table: its length is part of what a line says.
+            key = f"{name}, {n} of {len(table)} rows, {bits:g} bits, {k}"
+            if key not in done:
+                done[key] = measured(part, bits, k)
+                print(key, done[key], flush=True)
+            if kept is not None:
+                kept.write_text(json.dumps(done, indent=1), encoding="utf-8")
+            found = done[key]
+            first = first or found["error"]
+            lines.append([name, f"{n:,}", f"{n / d:.0f}", f"{bits:g}", str(k), f"{found['flats']:.0f}"])
+            lines[-1] += [f"{found['bits']:.3f}", f"{found['error']:.5f}", f"**{found['error'] / first:.3f}**"]
+            lines[-1] += [f"{found['seconds']:.0f}"]
     head = [
         "table",
         "rows",
