@@ -18,6 +18,7 @@ from kflats.importance import (
     KroneckerFisher,
     RowFisher,
     TokenCounts,
+    TokenFisher,
     TwoSided,
     Uniform,
     ZipfPrior,
@@ -162,6 +163,23 @@ def test_every_importance_says_what_must_be_measured(kind):
     if kind().needs:
         with pytest.raises(KflatsError, match="needs"):
             kind().weigh(Measured(4, columns=3))
+
+
+@pytest.mark.parametrize("damping", [0.0, 0.1, 1.0, 30.0])
+def test_damping_moves_importance_between_columns_and_makes_none(damping):
+    """A table's errors are added to those of other layers: rows count as counts say, columns by S's own trace."""
+    gen = torch.Generator().manual_seed(0)
+    g = torch.randn(40, 5, generator=gen, dtype=F64) * torch.tensor([3.0, 1.0, 1.0, 0.1, 0.0], dtype=F64)
+    counts = torch.tensor([100.0, 10.0, 1.0, 0.0], dtype=F64)
+    measured = Measured(
+        4, counts=counts, prior=counts / counts.sum(), fisher_gram=counts, output_gram=g.T @ g, columns=5
+    )
+    found = TokenFisher(damping=damping).weigh(measured)
+    rows = TokenCounts().weigh(measured).left
+    torch.testing.assert_close(found.left, rows / rows.sum())
+    assert float(found.right.trace()) == pytest.approx(float((g.T @ g).trace()))
+    values = torch.linalg.eigvalsh(found.right)
+    assert float(values[0]) >= damping / (1 + damping) * float(values.mean()) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("importance", [InputGram(), KroneckerFisher()])

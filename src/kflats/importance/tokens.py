@@ -133,7 +133,9 @@ class TokenFisher:
     units of the loss, to be compared with those of other layers.
 
     Args:
-        power, smoothing, floor: as ``TokenCounts``. damping: share of S's mean diagonal that is added to it.
+        power, smoothing, floor: as ``TokenCounts``.
+        damping: share of S's mean diagonal that is added to it; then S is scaled back to its own trace, so that a
+            table's errors count no more beside those of other layers.
 
     Needs texts, the model's tokenizer, and calibration data (the texts will do).
     """
@@ -159,7 +161,8 @@ class TokenFisher:
         columns = KroneckerFisher(damping=self.damping).weigh(measured)
         rows = self._counts().weigh(measured).left
         assert rows is not None
-        return Weighting(left=rows / rows.sum(), right=columns.right, loss_units=True)
+        right = None if columns.right is None else columns.right / (1.0 + self.damping)
+        return Weighting(left=rows / rows.sum(), right=right, loss_units=True)
 
 
 def _for_head(weights: Tensor, measured: Measured) -> Weighting:
