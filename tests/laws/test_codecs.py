@@ -727,3 +727,16 @@ def test_tables_too_small_for_codes_stay_dense_beside_large_ones() -> None:
     assert [decision.recipe.is_dense for decision in made.decisions] == [False, True]
     report = kflats.compress_(model, made, quiet=True)
     assert report.bytes_after <= 0.08 * report.bytes_before
+
+
+@pytest.mark.parametrize("codec", [Int8(), Int4(group=8), Rotation(), Rotation(bits=3)], ids=str)
+@pytest.mark.parametrize("method", [SVD(), Flats(k=2), kflats.KMeansSVD(k=2)], ids=str)
+@pytest.mark.parametrize("importance", [Uniform(), kflats.RowFisher()], ids=str)
+def test_layers_too_small_for_the_head_of_a_file_stay_dense_beside_large_ones(method, importance, codec) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 16), nn.ReLU(), nn.Linear(16, 1))
+    batches = [{"input": torch.randn(8, 64)} for _ in range(4)] if importance == kflats.RowFisher() else None
+    recipe = Recipe(method, importance, codec, rows="inputs")
+    report = kflats.compress_(model, {"all": recipe}, budget="30%", calibration=batches, quiet=True)
+    assert report.bytes_after <= 0.3 * report.bytes_before
+    assert [found.dense for found in report.weights][::2] == [False, True]

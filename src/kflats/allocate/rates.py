@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kflats.codecs.codec import Float, Int4, Int8, Rotation, Transform
 from kflats.errors import KflatsError
-from kflats.factorize.sizes import fixed_bytes, flats_of, has_rank
+from kflats.factorize.sizes import fixed_bytes, flats_of, has_rank, least_bytes
 from kflats.factorize.storing import store
 from kflats.factorize.transforming import row_weights
 from kflats.importance.weighting import Weighting
@@ -127,16 +127,20 @@ def _at_ranks(rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dty
     if isinstance(codec, Rotation):
         coded = [(Rotation(b), gaussian_share(b)) for b in ((codec.bits,) if codec.bits else range(1, 9))]
     elif total > 0:
-        room = 2 * fixed_bytes(codec, (n, d), dtype.itemsize, min(n, d)) + _CONTAINER
+        # Twice: of a small matrix the head of a file is most.
+        room = 2 * (fixed_bytes(codec, (n, d), dtype.itemsize, min(n, d)) + least_bytes(recipe, (n, d), dtype.itemsize))
         closed = replace(weighting, elements=None)
         made = store(replace(recipe, method=SVD()), Problem(rows, room, dtype.itemsize, closed), dtype)
         coded = [(codec, min(1.0, weighted_error(rows, made.matrix, closed).relative))]
     else:
         coded = [(codec, 0.0)]
     judged = "relative error" if isinstance(recipe.method, SVD) else "relative error of an SVD"
+    least = least_bytes(recipe, (n, d), dtype.itemsize)
     for one, lost in coded:
         for rank in range(1, min(n, d) + 1):
             nbytes = fixed_bytes(one, (n, d), dtype.itemsize, rank, k) + _CONTAINER
+            if nbytes < least:
+                continue  # a fit in so few might be refused
             error = float(tails[rank]) + lost * (total - float(tails[rank]))
             found.append(Option(recipe, nbytes, error, f"rank {rank} of {min(n, d)}, {one.bits} bits a number", judged))
     return sorted(found, key=lambda option: option.nbytes)

@@ -19,7 +19,7 @@ from kflats.recipes.recipe import Recipe
 _LEAST_RANK = 1
 _HEAD = 160
 """Bytes that a stream's head takes beside what it holds, at most; small matrices have nothing to save them with."""
-_ROTATED_HEAD = 400
+_BASIS_HEAD = 400
 """The same with a basis, whose rows have distributions of their own."""
 
 
@@ -61,11 +61,14 @@ def fixed_bytes(codec: Codes, shape: tuple[int, int], itemsize: int, rank: int |
 
 def least_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int:
     """The least that a recipe with a codec of integers may be given. Of ``Transform`` only a bound is known here, with
-    one axis: what classes and distributions need is found when it is fitted."""
-    codec = recipe.codec
+    one axis: what classes and distributions need is found when it is fitted. Of others whatever is given fits, the head
+    of a file counted: of a few hundred bytes it is most."""
+    codec, ranked = recipe.codec, has_rank(recipe)
     if isinstance(codec, Transform):
         return _HEAD + shape[1] + max(64, shape[0] // 64)
-    return fixed_bytes(codec, shape, itemsize, _LEAST_RANK if has_rank(recipe) else None, flats_of(recipe))
+    if ranked and isinstance(codec, Rotation) and codec.bits is None:
+        codec = Rotation(8)  # a fit may choose so many
+    return fixed_bytes(codec, shape, itemsize, _LEAST_RANK if ranked else None, flats_of(recipe)) + _BASIS_HEAD
 
 
 def whole_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int | None:
@@ -76,7 +79,7 @@ def whole_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int | 
     if isinstance(codec, Int8 | Int4):
         return fixed_bytes(codec, shape, itemsize) + blocks + _HEAD
     if isinstance(codec, Rotation) and codec.bits is not None:
-        return fixed_bytes(codec, shape, itemsize) + blocks + _ROTATED_HEAD
+        return fixed_bytes(codec, shape, itemsize) + blocks + _BASIS_HEAD
     return None
 
 

@@ -32,7 +32,8 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
     """
     start = time.perf_counter()
     codec = recipe.codec
-    check_accepts(brief(codec), accepted(recipe), problem.weighting)
+    refuses = codec if isinstance(codec, Transform) and heeds_metrics(recipe.method) else recipe.method
+    check_accepts(brief(refuses), accepted(recipe), problem.weighting)
     if isinstance(codec, Transform):
         made: Rounded = transformed(recipe.method, codec, problem, dtype)
     else:
