@@ -49,7 +49,7 @@ def parts_of(matrix: Matrix) -> Parts:
         KflatsError: a matrix of another kind, or one that keeps rows exactly.
 
     >>> found = parts_of(LowRankMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]])))
-    >>> (found.coordinates[0] @ found.bases[0]).tolist(), float(found.bases[0].norm())
+    >>> (found.coordinates[0] @ found.bases[0]).round(decimals=6).tolist(), round(float(found.bases[0].norm()), 6)
     ([[3.0, 4.0], [6.0, 8.0]], 1.0)
     """
     if isinstance(matrix, LowRankMatrix):
