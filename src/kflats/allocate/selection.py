@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kflats.errors import KflatsError
-from kflats.factorize.storing import accepted
+from kflats.factorize.storing import accepted, takes_part
 from kflats.importance import KroneckerFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
@@ -138,7 +138,7 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
         )
     if unfit := sorted(weighting_of(recipe, weight).kinds - accepted(recipe)):
         raise KflatsError(
-            f"{brief(recipe.codec) if recipe.is_coded else type(recipe.method).__name__} cannot take the importance "
+            f"{brief(recipe.codec) if takes_part(recipe) else type(recipe.method).__name__} cannot take the importance "
             f"{brief(recipe.importance)} of {weight.name!r}",
             cause=_WHY.get(unfit[0], f"it weighs {unfit[0]}"),
             hint=_way_out(recipe, role),

@@ -26,6 +26,8 @@ from kflats.numerics.svd import truncated_svd
 FixedRate = Int8 | Int4 | Rotation
 _FITS = 5
 """Fits of several flats until their codes fill the bytes: each has its own rank, so that sizes are known afterwards."""
+_CAREFUL = 0.9
+"""Share of what is spare that the next fit is given: one that is too large by a byte is lost."""
 _SLACK = 0.01
 """Share of the bytes that may be left over; of more, another fit makes use."""
 
@@ -243,8 +245,8 @@ class _Search:
         spare = self.nbytes - self.size
         if 0 <= spare <= _SLACK * self.nbytes:
             return False
-        # A little less than seems to be spare; whatever is over twice as much as seems to be, and more every time.
-        wanted = self.numbers + (0.9 * spare if spare > 0 else 2**self.pushes * spare) / self.price
+        # Prices are guesses: less is added than seems to fit, and more taken away each time that it was too little.
+        wanted = self.numbers + (_CAREFUL * spare if spare > 0 else 2**self.pushes * spare) / self.price
         if self.high is not None and not self.low < wanted < self.high:
             wanted = (self.low + self.high) / 2
         steps = int(wanted // self.step) if spare > 0 else min(int(wanted // self.step), self.numbers // self.step - 1)

@@ -42,18 +42,18 @@ def rounded_parts(codec: Int8 | Int4, parts: Parts, dtype: torch.dtype) -> Coded
     """Coordinates in flats; scales as ``dtype``.
 
     Raises:
-        KflatsError: more classes of rows than a byte tells apart.
+        KflatsError: more classes of rows than a byte tells apart, or flats of rank 0 alone.
     """
     _check_classes(parts)
+    if not parts.rank:
+        raise KflatsError("no flat has a rank", cause="a matrix of zeros", hint="Dense(), or leave it as it is")
     sizes = [_sizes(parts, flat) for flat in range(len(parts.bases))]
     whole = torch.zeros(len(parts.labels), parts.rank)
     for c, (part, flat) in enumerate(zip(parts.coordinates, parts.flat_of, strict=True)):
         rank = part.shape[1]
         whole[parts.members(c), :rank] = (part / sizes[flat][:rank]).to(torch.float32)
-    groups = codec.groups(max(parts.rank, 1))
-    code = absmax_code(whole, codec.bits, group=-(-max(parts.rank, 1) // groups)) if parts.rank else None
-    if code is None:
-        raise KflatsError("no flat has a rank", cause="a matrix of zeros", hint="Dense(), or leave it as it is")
+    groups = codec.groups(parts.rank)
+    code = absmax_code(whole, codec.bits, group=-(-parts.rank // groups))
     basis = _int8_rows(
         torch.cat([basis * size.unsqueeze(1) for basis, size in zip(parts.bases, sizes, strict=True)]), dtype
     )

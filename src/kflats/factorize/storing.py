@@ -17,11 +17,16 @@ TRANSFORM_ACCEPTS = frozenset({"rows", "left", "right"})
 
 
 def accepted(recipe: Recipe) -> frozenset[str]:
-    """The kinds of weighting that a recipe can take: its method's, but for codecs that take a hand in the fit."""
-    if isinstance(recipe.codec, Transform) and heeds_metrics(recipe.method):
+    """The kinds of weighting that a recipe can take: its method's, but for codecs that take the place of the fit."""
+    if takes_part(recipe):
         return TRANSFORM_ACCEPTS
     found: frozenset[str] = recipe.method.accepts
     return found
+
+
+def takes_part(recipe: Recipe) -> bool:
+    """Whether the codec takes the place of the fit."""
+    return isinstance(recipe.codec, Transform) and heeds_metrics(recipe.method)
 
 
 def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
@@ -32,8 +37,7 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
     """
     start = time.perf_counter()
     codec = recipe.codec
-    refuses = codec if isinstance(codec, Transform) and heeds_metrics(recipe.method) else recipe.method
-    check_accepts(brief(refuses), accepted(recipe), problem.weighting)
+    check_accepts(brief(codec if takes_part(recipe) else recipe.method), accepted(recipe), problem.weighting)
     if isinstance(codec, Transform):
         made: Rounded = transformed(recipe.method, codec, problem, dtype)
     else:
