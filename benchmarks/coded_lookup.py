@@ -108,7 +108,7 @@ def resident(folder: Path) -> list[str]:
 
 
 def main() -> None:
-    given = arguments(__doc__, rounds=40, encoders=6)
+    given = arguments(__doc__, rounds=40, encoders=12)
     torch.set_num_threads(1)
     table = embedding_table()
     ids, lines, whole = tokens(len(table)), [], []
