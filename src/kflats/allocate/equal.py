@@ -15,6 +15,7 @@ from kflats.tables import visible
 
 
 def bias_of(item: Priced, data: Data) -> int:
+    """Bytes of the bias that a weight's layer gains under its importance; 0 for most."""
     if not item.recipe.importance.needs:
         return 0
     weighting = data.weigh(item.weight, item.recipe)

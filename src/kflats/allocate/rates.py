@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kflats.codecs.codec import Float, Int4, Int8, Rotation, Transform
 from kflats.errors import KflatsError
-from kflats.factorize.sizes import fixed_bytes, flats_of, has_rank, least_bytes
+from kflats.factorize.sizes import HEAD, fixed_bytes, flats_of, has_rank, least_bytes
 from kflats.factorize.storing import store
 from kflats.factorize.transforming import row_weights
 from kflats.importance.weighting import Weighting
@@ -34,7 +34,6 @@ from kflats.numerics.svd import truncated_svd
 from kflats.recipes.recipe import Recipe
 
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
-_CONTAINER = 160  # bytes of a stream beside what it holds
 _LONG = 300
 """Rows a column from which flats of their own pay for their axes: benchmarks/results/coded_flats_long.md."""
 _A_BIT = 8  # sizes that are offered for each bit between two that were measured
@@ -138,7 +137,7 @@ def _at_ranks(rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dty
     least = least_bytes(recipe, (n, d), dtype.itemsize)
     for one, lost in coded:
         for rank in range(1, min(n, d) + 1):
-            nbytes = fixed_bytes(one, (n, d), dtype.itemsize, rank, k) + _CONTAINER
+            nbytes = fixed_bytes(one, (n, d), dtype.itemsize, rank, k) + HEAD
             if nbytes < least:
                 continue  # a fit in so few might be refused
             error = float(tails[rank]) + lost * (total - float(tails[rank]))
@@ -170,7 +169,7 @@ def _coded(rows: Rows, weighting: Weighting, recipe: Recipe, total: float) -> li
     for rate in transform_rates(rows, steps, weights=weights, right=right, classes=recipe.codec.classes):
         if not rate.rank:  # nothing but labels and scales, a size that is not one to ask for
             break
-        found.append(Option(recipe, rate.nbytes + _CONTAINER, rate.error, "", judged))
+        found.append(Option(recipe, rate.nbytes + HEAD, rate.error, "", judged))
     return found
 
 

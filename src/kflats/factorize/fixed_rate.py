@@ -109,9 +109,15 @@ def _largest_rank(codec: FixedRate, shape: tuple[int, int], itemsize: int, k: in
 
 @dataclass(frozen=True)
 class _Fit:
+    """What a method has fitted, before it is rounded."""
+
     parts: Parts
     norm: Norm | None = None
     converged: bool = True
+
+    def as_codes(self, matrix: CodedMatrix) -> Rounded:
+        """The fit in its rounded form."""
+        return Rounded(matrix, self.norm, self.converged)
 
 
 def _pair(method: object, codec: FixedRate, problem: Problem, dtype: torch.dtype) -> Rounded:
@@ -127,7 +133,7 @@ def _pair(method: object, codec: FixedRate, problem: Problem, dtype: torch.dtype
         # The head of a file may be longer than what the coder saves of a small matrix.
         over = (least := stored_bytes(matrix)) - problem.nbytes
         if over <= 0:
-            return Rounded(matrix, found.norm, found.converged)
+            return found.as_codes(matrix)
         if rank == 1:
             raise refuse_bytes(problem, least, "1 flat of rank 1")
         # Heads shrink with the rank, too: rank 1 may fit where none below it seems to.
@@ -179,7 +185,7 @@ def _flats(method: Flats | KMeansSVD, codec: FixedRate, problem: Problem, dtype:
         matrix = _coded(codec, fit.parts, dtype, problem.seed)
         size = _size(matrix)
         if search.took_(size):
-            best = Rounded(matrix, fit.norm, fit.converged)
+            best = fit.as_codes(matrix)
         elif size > problem.nbytes and (smallest is None or search.numbers == search.high):
             smallest = fit
         if not search.moves_(a_rank):
@@ -204,7 +210,7 @@ def _cut(fit: _Fit, codec: FixedRate, problem: Problem, dtype: torch.dtype) -> R
         rank = (fits + over) // 2
         matrix = _coded(codec, fit.parts.first(rank), dtype, problem.seed)
         if _size(matrix) <= problem.nbytes:
-            fits, best = rank, Rounded(matrix, fit.norm, fit.converged)
+            fits, best = rank, fit.as_codes(matrix)
         else:
             over = rank
     return best

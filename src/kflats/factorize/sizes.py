@@ -17,7 +17,7 @@ from kflats.nn.coded_geometry import CodedGeometry
 from kflats.recipes.recipe import Recipe
 
 _LEAST_RANK = 1
-_HEAD = 160
+HEAD = 160
 """Bytes that a stream's head takes beside what it holds, at most; small matrices have nothing to save them with."""
 _BASIS_HEAD = 400
 """The same with a basis, whose rows have distributions of their own."""
@@ -65,7 +65,7 @@ def least_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int:
     of a file counted: of a few hundred bytes it is most."""
     codec, ranked = recipe.codec, has_rank(recipe)
     if isinstance(codec, Transform):
-        return _HEAD + shape[1] + max(64, shape[0] // 64)
+        return HEAD + shape[1] + max(64, shape[0] // 64)
     if ranked and isinstance(codec, Rotation) and codec.bits is None:
         codec = Rotation(8)  # a fit may choose so many
     return fixed_bytes(codec, shape, itemsize, _LEAST_RANK if ranked else None, flats_of(recipe)) + _BASIS_HEAD
@@ -77,7 +77,7 @@ def whole_bytes(recipe: Recipe, shape: tuple[int, int], itemsize: int) -> int | 
     if has_rank(recipe):
         return None
     if isinstance(codec, Int8 | Int4):
-        return fixed_bytes(codec, shape, itemsize) + blocks + _HEAD
+        return fixed_bytes(codec, shape, itemsize) + blocks + HEAD
     if isinstance(codec, Rotation) and codec.bits is not None:
         return fixed_bytes(codec, shape, itemsize) + blocks + _BASIS_HEAD
     return None

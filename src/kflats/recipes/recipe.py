@@ -15,6 +15,7 @@ from kflats.codecs import codec
 from kflats.codecs.codec import Float
 from kflats.errors import KflatsError
 from kflats.importance import Uniform
+from kflats.nn.coded_geometry import MAX_CLASSES
 
 AXES: dict[str, tuple[type, ...]] = {
     "method": methods.VALUES,
@@ -22,7 +23,6 @@ AXES: dict[str, tuple[type, ...]] = {
     "codec": codec.VALUES,
 }
 """The independent choices of a recipe, and the values that a plan file may name for each."""
-_MOST_CODED = 256
 
 
 @dataclass(frozen=True)
@@ -110,8 +110,8 @@ def _check_coded(recipe: Recipe) -> None:
         cause, hint = "its bits take the place of ranks and levels", f"levels=1, or Int8() for {levels} levels"
     elif levels > 1 and isinstance(made, codec.Rotation):
         cause, hint = "it makes all columns alike, of which levels are the opposite", "levels=1, Int8() or Int4()"
-    elif classes > _MOST_CODED:
-        cause = f"it tells {_MOST_CODED} classes of rows apart by a byte, and there may be {classes}"
+    elif classes > MAX_CLASSES:
+        cause = f"it tells {MAX_CLASSES} classes of rows apart by a byte, and there may be {classes}"
         hint = f"fewer flats{' or levels' if levels > 1 else ''}, or no codec of integers"
     if cause:
         raise KflatsError(f"{brief(made)} cannot store what {brief(method)} makes", cause=cause, hint=hint)
