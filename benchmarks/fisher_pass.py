@@ -19,8 +19,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from kflats.demo import packaged_model
 from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.measure.batches import text_batches
+from kflats.measure.collect import Statistics, measure
 from kflats.measure.objectives import Objective, Projections, TaskLoss
-from kflats.measure.one_pass import Statistics, measure
 from kflats.methods.one_flat import SVD
 from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows

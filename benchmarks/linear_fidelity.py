@@ -24,8 +24,8 @@ from kflats.evaluate.comparing import fidelity, load_tokenizer
 from kflats.files import load_model
 from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.measure.batches import text_batches
+from kflats.measure.collect import measure
 from kflats.measure.objectives import Projections
-from kflats.measure.one_pass import measure
 
 NUMBERS = 5_266_944
 LINES: dict[str, tuple[Any, str]] = {

@@ -23,9 +23,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from kflats.demo import packaged_model
 from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.measure.accumulators import Accumulator
 from kflats.measure.batches import text_batches
-from kflats.measure.one_pass import measure
-from kflats.measure.sums import Sums
+from kflats.measure.collect import measure
 from kflats.swap.places import find_weights
 from kflats.tables import size
 from kflats.texts import packaged_texts
@@ -85,7 +85,7 @@ def one(case: str, samples: int, batch: int, length: int) -> dict[str, int]:
         for one_batch in batches:
             model(**one_batch).loss.backward()
             model.zero_grad()
-    sums = sum(Sums.nbytes(weight, needs) for weight in weights) if needs else 0
+    sums = sum(Accumulator.nbytes(weight, needs) for weight in weights) if needs else 0
     held = {id(p): p for p in (*model.parameters(), *model.buffers())}.values()
     model_bytes = sum(p.numel() * p.element_size() for p in held)
     return {"model": model_bytes, "sums": min(sums, allowed), "peak": resident("VmHWM") - before}

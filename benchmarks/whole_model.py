@@ -29,8 +29,8 @@ from kflats.evaluate.comparing import fidelity, load_tokenizer, weight_file_byte
 from kflats.files import load_model
 from kflats.importance import KroneckerFisher
 from kflats.measure.batches import text_batches
+from kflats.measure.collect import measure
 from kflats.measure.objectives import Projections
-from kflats.measure.one_pass import measure
 
 LINES: tuple[tuple[str, Any, str, bool], ...] = (
     ("best, calibrated", Best(), "8MB", True),

@@ -16,11 +16,11 @@ from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher
+from kflats.measure.accumulators import Accumulator
 from kflats.measure.batches import text_batches
+from kflats.measure.collect import Statistics, measure
 from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
-from kflats.measure.one_pass import Statistics, measure
 from kflats.measure.running import batch_size, take
-from kflats.measure.sums import Sums
 from kflats.swap.places import find_weights
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -416,14 +416,14 @@ def test_little_memory_takes_more_passes_to_the_same() -> None:
 
 
 def test_one_group_of_sums_is_in_hand_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sums of a group that is done must not wait, on a device perhaps, until all others are."""
+    """Accumulator of a group that is done must not wait, on a device perhaps, until all others are."""
     told: list[str] = []
-    begin, end = Sums.__init__, Sums.measured
-    monkeypatch.setattr(Sums, "__init__", lambda *given: (told.append("+"), begin(*given))[1])
-    monkeypatch.setattr(Sums, "measured", lambda one: (told.append("-"), end(one))[1])
+    begin, end = Accumulator.__init__, Accumulator.measured
+    monkeypatch.setattr(Accumulator, "__init__", lambda *given: (told.append("+"), begin(*given))[1])
+    monkeypatch.setattr(Accumulator, "measured", lambda one: (told.append("-"), end(one))[1])
     model = bert()
     weights = [w for w in find_weights(model) if w.places[0].role == "linear"]
-    most = max(Sums.nbytes(weight, ALL) for weight in weights)
+    most = max(Accumulator.nbytes(weight, ALL) for weight in weights)
     measure(model, weights, [words()], needs=ALL, memory_bytes=most, quiet=True)
     held = [told[: k + 1].count("+") - told[: k + 1].count("-") for k in range(len(told))]
     assert told.count("-") == len(weights) > max(held)

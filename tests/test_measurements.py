@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
+from kflats.measure.collect import Statistics, measure
 from kflats.measure.measurements import FIELDS
-from kflats.measure.one_pass import Statistics, measure
 from kflats.swap.places import find_weights
 
 ALL = frozenset(FIELDS)

@@ -26,9 +26,9 @@ from kflats.importance import (
     Uniform,
     ZipfPrior,
 )
+from kflats.measure.collect import measure
 from kflats.measure.measurements import Statistics
 from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
-from kflats.measure.one_pass import measure
 from kflats.methods import MESSI, SVD, Best, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.entry_em import EntryPower

@@ -23,5 +23,5 @@ class KflatsError(ValueError):
         self.symptom, self.cause, self.hint = symptom, cause, hint
 
 
-class UnreachedError(KflatsError):
-    """The data says nothing about a weight: all that was measured of it is zero."""
+class NoGradientSignalError(KflatsError):
+    """No gradient reached a weight: all statistics measured of it are zero."""

@@ -17,9 +17,9 @@ from kflats.importance import Uniform
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
 from kflats.measure.batches import text_batches
+from kflats.measure.collect import measure
 from kflats.measure.counting import count_tokens, zipf_prior
 from kflats.measure.measurements import Statistics
-from kflats.measure.one_pass import measure
 from kflats.methods import SVD
 from kflats.numerics.rows import TensorRows
 from kflats.recipes.recipe import Recipe, to_json

@@ -8,7 +8,7 @@ from kflats.allocate.calibration import Data
 from kflats.allocate.offers import is_best
 from kflats.allocate.prices import Priced
 from kflats.codecs.codec import Int8
-from kflats.errors import KflatsError, UnreachedError
+from kflats.errors import KflatsError, NoGradientSignalError
 from kflats.factorize.sizes import whole_bytes
 from kflats.methods import Dense
 from kflats.recipes.budget import Budget
@@ -30,7 +30,7 @@ def settle(item: Priced, data: Data) -> Decision | None:
         return None
     try:
         data.weigh(item.weight, item.recipe)
-    except UnreachedError:
+    except NoGradientSignalError:
         if item.named:
             raise
         rounded = Recipe(Dense(), codec=Int8())

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError, UnreachedError
+from kflats.errors import KflatsError, NoGradientSignalError
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
 
@@ -206,7 +206,7 @@ def _reached(value: Tensor, unreached: Unreached) -> bool:
     if bool((value != 0).any()):
         return True
     if unreached == "refuse":
-        raise UnreachedError(
+        raise NoGradientSignalError(
             "the data says nothing about this weight: all that was measured of it is zero",
             cause="the layer was never reached, or its loss does not depend on it",
             hint='other calibration data, leave the weight dense, or unreached="uniform" for plain SVD',

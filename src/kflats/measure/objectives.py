@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.errors import KflatsError
-from kflats.measure.readings import (
+from kflats.measure.loss_kinds import (
     IGNORED,
     Kind,
     agree,
@@ -28,9 +28,9 @@ from kflats.measure.readings import (
     first_only,
     labels_of,
     logits_of,
+    loss_sums,
     own_loss,
     possible,
-    reading,
 )
 from kflats.measure.running import decoder_mask, run, take, task_output, vectors
 
@@ -78,7 +78,7 @@ class TaskLoss:
         labels = labels_of(batch)
         logits = logits_of(task_output(run(model, batch)), model)
         check_labels(logits, labels, self.kind)
-        total, count = reading(self.kind)(logits, labels)
+        total, count = loss_sums(self.kind)(logits, labels)
         return total / count.clamp_min(1)
 
     def resolved(self, model: nn.Module, batch: Mapping[str, Any]) -> TaskLoss:

@@ -1,4 +1,4 @@
-"""What is summed of one weight while a calibration set passes, and what it comes to."""
+"""Sums over a calibration set for one weight, and the statistics that they give."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.importance.measured import Measured
-from kflats.measure.capture import Use
+from kflats.measure.hooks import LayerCall
 from kflats.measure.measurements import shape_of
 from kflats.numerics.fisher import COLUMN, ELEMENT, ROW, add_lookup_squares, add_squares, add_tied_squares, wide
 from kflats.numerics.moments import Moments, Products, nearest_product
@@ -21,27 +21,27 @@ _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
 
 class Inputs:
-    """The last input's rows: queries, keys and values are given one tensor, and one product serves all three."""
+    """The rows of the last input. Query, key and value layers read one tensor, and share one product of it."""
 
     def __init__(self) -> None:
         self.products = Products()
         self._given: Tensor | None = None
         self._rows: Tensor | None = None
 
-    def rows(self, given: Tensor, use: Use) -> Tensor:
-        """(P, n) of the positions that ``use`` sees, padding left out; a copy, since layers behind may overwrite."""
+    def rows(self, given: Tensor, call: LayerCall) -> Tensor:
+        """(P, n) inputs of one call without padding: a copy, since later layers may overwrite the tensor."""
         if given is not self._given or self._rows is None:
-            x = use.x
-            self._given, self._rows = given, wide(x.flatten(0, 1).clone() if use.mask is None else x[use.mask])
+            x = call.x
+            self._given, self._rows = given, wide(x.flatten(0, 1).clone() if call.mask is None else x[call.mask])
         return self._rows
 
     def forget(self) -> None:
-        """After a batch: tensors are not kept alive for it."""
+        """Call after a batch, so that its tensors are freed."""
         self._given = self._rows = None
 
 
-class Sums:
-    """Float64 sums of one weight, filled use by use; ``measured`` divides them."""
+class Accumulator:
+    """Float64 sums for one weight, filled call by call; ``measured`` divides them."""
 
     def __init__(self, weight: Weight, needs: frozenset[str], device: torch.device, inputs: Inputs) -> None:
         self.weight, self.needs = weight, needs
@@ -69,7 +69,7 @@ class Sums:
 
     @staticmethod
     def nbytes(weight: Weight, needs: frozenset[str]) -> int:
-        """What the sums take in memory, at most."""
+        """An upper bound of the bytes that the sums take."""
         n, d = weight.shape
         roles = {place.role for place in weight.places}
         total = 8 * (n + sum(math.prod(shape_of(key, n, d)) for key in _SQUARES if key in needs))
@@ -88,42 +88,42 @@ class Sums:
         """Whether a backward pass is needed."""
         return bool(self.needs & GRADIENTS)
 
-    def enter(self, use: Use, given: Tensor) -> None:
-        """A use of the weight, in forward."""
-        if use.role == "embedding":
+    def add_input(self, call: LayerCall, given: Tensor) -> None:
+        """Add the input of one call, in forward."""
+        if call.role == "embedding":
             assert self._reads is not None
-            ids = use.x.flatten() if use.mask is None else use.x[use.mask]
+            ids = call.x.flatten() if call.mask is None else call.x[call.mask]
             self._reads += torch.bincount(ids, minlength=len(self._reads))
             self._positions += ids.numel()
-        elif use.role == "head":
-            self._head_positions += _count(use)
+        elif call.role == "head":
+            self._head_positions += _count(call)
             if self._hidden is not None:
-                self._hidden.add(self._from.rows(given, use))
-        elif use.role == "conv2d":
-            self._enter_convolution(use)
+                self._hidden.add(self._from.rows(given, call))
+        elif call.role == "conv2d":
+            self._add_convolution(call)
         else:
-            self._positions += _count(use)
+            self._positions += _count(call)
             if self._inputs is not None:
-                self._inputs.add(self._from.rows(given, use))
+                self._inputs.add(self._from.rows(given, call))
             elif self._mean is not None:
-                self._mean += self._from.rows(given, use).sum(0)
+                self._mean += self._from.rows(given, call).sum(0)
 
-    def leave(self, uses: list[Use]) -> None:
-        """The gradients of one batch, all uses together: positions of all of them add before squaring."""
+    def add_gradients(self, calls: list[LayerCall]) -> None:
+        """Add one batch's gradients, of all calls of the weight together: their positions add before squaring."""
         if self._lookup:
-            self._leave_table(uses)
+            self._add_table(calls)
             return
-        samples = uses[0].samples
+        samples = calls[0].samples
         step = samples
-        if uses[0].role == "conv2d":
-            each = sum(_gradient(use).shape[1] for use in uses) * self.weight.shape[0]
+        if calls[0].role == "conv2d":
+            each = sum(_gradient(call).shape[1] for call in calls) * self.weight.shape[0]
             step = max(1, _UNFOLDED // max(1, each))
         for start in range(0, samples, step):
             end = min(start + step, samples)
-            g = torch.cat([_gradient(use)[start:end] for use in uses], 1) if len(uses) > 1 else _gradient(uses[0])
-            g = g if len(uses) > 1 else g[start:end]
+            g = torch.cat([_gradient(call)[start:end] for call in calls], 1) if len(calls) > 1 else _gradient(calls[0])
+            g = g if len(calls) > 1 else g[start:end]
             if self._squares or self._fisher is not None:
-                parts = [use.inputs(start, end) for use in uses]
+                parts = [call.inputs(start, end) for call in calls]
                 x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
                 if self._squares:
                     add_squares(self._squares, x, g)
@@ -181,31 +181,31 @@ class Sums:
         seen = self._positions or self._head_positions
         return Measured(n, head=self._head, samples=self.samples, positions=seen, columns=d, **kept)
 
-    def _enter_convolution(self, use: Use) -> None:
-        each = use.inputs(0, 1)
-        self._positions += use.samples * each.shape[1]
+    def _add_convolution(self, call: LayerCall) -> None:
+        each = call.inputs(0, 1)
+        self._positions += call.samples * each.shape[1]
         if self._mean is None and self._inputs is None:
             return
         step = max(1, _UNFOLDED // max(1, each.numel()))
-        for start in range(0, use.samples, step):
-            rows = use.inputs(start, min(start + step, use.samples)).flatten(0, 1)
+        for start in range(0, call.samples, step):
+            rows = call.inputs(start, min(start + step, call.samples)).flatten(0, 1)
             if self._inputs is not None:
                 self._inputs.add(rows)
             elif self._mean is not None:
                 self._mean += rows.sum(0)
 
-    def _leave_table(self, uses: list[Use]) -> None:
-        read = [use for use in uses if use.role == "embedding"]
-        heads = [use for use in uses if use.role == "head"]
-        d, samples = self.weight.shape[1], uses[0].samples
-        like = _gradient(uses[0])
-        index = torch.cat([use.x for use in read], 1) if read else like.new_zeros(samples, 0, dtype=torch.int64)
-        g = torch.cat([wide(_gradient(use)) for use in read], 1) if read else wide(like.new_zeros(samples, 0, d))
+    def _add_table(self, calls: list[LayerCall]) -> None:
+        read = [call for call in calls if call.role == "embedding"]
+        heads = [call for call in calls if call.role == "head"]
+        d, samples = self.weight.shape[1], calls[0].samples
+        like = _gradient(calls[0])
+        index = torch.cat([call.x for call in read], 1) if read else like.new_zeros(samples, 0, dtype=torch.int64)
+        g = torch.cat([wide(_gradient(call)) for call in read], 1) if read else wide(like.new_zeros(samples, 0, d))
         if self._squares and not heads:
             add_lookup_squares(self._squares, index, g)
         elif self._squares:
-            hidden = torch.cat([use.x for use in heads], 1)
-            add_tied_squares(self._squares, index, g, hidden, torch.cat([_gradient(use) for use in heads], 1))
+            hidden = torch.cat([call.x for call in heads], 1)
+            add_tied_squares(self._squares, index, g, hidden, torch.cat([_gradient(call) for call in heads], 1))
         if self._outputs is not None:
             self._outputs.add(_reached(g[index >= 0]))
         if self._fisher_reads is not None:
@@ -213,8 +213,8 @@ class Sums:
             self._fisher_reads.index_add_(0, index[index >= 0], size)
             self._fisher_total += float(size.sum())
         if self._logits is not None:
-            for use in heads:
-                self._logits += torch.linalg.vector_norm(wide(_gradient(use)), dim=(0, 1)).square()
+            for call in heads:
+                self._logits += torch.linalg.vector_norm(wide(_gradient(call)), dim=(0, 1)).square()
 
     def _tie(self, found: dict[str, Tensor], moments: Moments) -> None:
         """Both roles of a tied table in one Gram a side."""
@@ -233,13 +233,13 @@ class Sums:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
 
 
-def _gradient(use: Use) -> Tensor:
-    assert use.g is not None
-    return use.g
+def _gradient(call: LayerCall) -> Tensor:
+    assert call.g is not None
+    return call.g
 
 
-def _count(use: Use) -> int:
-    return use.x.shape[:2].numel() if use.mask is None else int(use.mask.sum())
+def _count(call: LayerCall) -> int:
+    return call.x.shape[:2].numel() if call.mask is None else int(call.mask.sum())
 
 
 def _reached(g: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What passes through a model's weights: what enters each use of one, and the gradient of what leaves it.
+"""Forward hooks that record the input of each layer and the gradient of its output.
 
-Parameters are frozen meanwhile, so that backward computes gradients of activations only: two thirds of its usual
-work, and no memory for gradients of weights.
+The parameters are frozen while the hooks run. Backward then computes gradients of activations only: two thirds of the
+usual work, and no memory for gradients of weights.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ from kflats.swap.roles import embedding_scale
 
 
 @dataclass
-class Use:
-    """One use of a weight in one forward pass.
+class LayerCall:
+    """One call of a layer that holds a weight, in one forward pass.
 
-    ``x`` is (B, T, n), samples in front; (B, T) row indices of a lookup, -1 where no gradient reaches the row; a
-    convolution's whole input. ``g`` is the gradient of each sample's own loss, (B, T, d), None until it arrives.
-    ``mask`` is (B, T) bool of what is no padding, None where nothing is.
+    ``x`` is the layer's input: (B, T, n) with samples first; of a lookup (B, T) row indices, -1 where no gradient
+    reaches the row; of a convolution the whole input. ``g`` is the gradient of each sample's own loss by the layer's
+    output, (B, T, d); None until backward reaches the layer. ``mask`` is (B, T) bool, True at tokens and False at
+    padding; None where there is no padding.
     """
 
     weight: str
@@ -42,19 +43,19 @@ class Use:
     g: Tensor | None = None
 
     def inputs(self, start: int, end: int) -> Tensor:
-        """(end - start, T, n): what enters, of some samples."""
+        """(end - start, T, n): the inputs of samples ``start`` to ``end``."""
         if self.role != "conv2d":
             return self.x[start:end]
         step = len(self.x) // self.samples
-        found = unfolded(self.module, self.x[start * step : end * step])
-        return found.reshape(end - start, -1, found.shape[-1])
+        patches = unfolded(self.module, self.x[start * step : end * step])
+        return patches.reshape(end - start, -1, patches.shape[-1])
 
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode, gradients of activations only; modes, ``requires_grad`` and ``grad`` afterwards as before."""
+    """Eval mode without gradients of parameters. On exit, modes and ``requires_grad`` are what they were before."""
     before = [(p, p.requires_grad) for p in model.parameters()]
-    # Another's inference mode would forbid any gradient here.
+    # A caller's inference mode would forbid gradients here.
     with evaluating(model), torch.inference_mode(False):
         try:
             for p, _ in before:
@@ -65,33 +66,35 @@ def frozen(model: nn.Module) -> Iterator[None]:
                 p.requires_grad_(required)
 
 
-class Tap:
-    """Hooks on every place of some weights, for as long as ``attached`` lasts.
+class ActivationRecorder:
+    """Hooks on every layer that holds one of the weights, while ``attached`` lasts.
 
     Args:
-        model, weights: what to watch.
-        entered: called at each use, with the tensor that entered as the model has it.
-        left: called once a batch and weight, when the gradients of all its uses have arrived.
-        layouts: of ``find_layouts``. alone: batches hold one sample, layouts do not matter.
-        gradients: names of the weights that want gradients.
+        model, weights: the weights to record.
+        on_input: called at each call of a layer, with the call and the input tensor as the layer received it.
+        on_gradients: called once per batch and weight, when the gradients of all its calls have arrived.
+        layouts: from ``find_layouts``. one_sample: every batch holds one sample, so layouts are not needed.
+        gradients: names of the weights whose output gradients are recorded.
 
-    ``late`` collects weights that were used by a layer without a layout; nothing more is told of those.
+    ``without_layout`` collects the names of weights whose layer received an input that its layout does not fit. Such
+    weights are not recorded any further.
     """
 
     def __init__(
         self,
         model: nn.Module,
         weights: Sequence[Weight],
-        entered: Callable[[Use, Tensor], None],
-        left: Callable[[str, list[Use]], None],
+        on_input: Callable[[LayerCall, Tensor], None],
+        on_gradients: Callable[[str, list[LayerCall]], None],
         layouts: Mapping[int, Layout],
         gradients: frozenset[str],
-        alone: bool = False,
+        one_sample: bool = False,
     ) -> None:
-        self.late: set[str] = set()
+        self.without_layout: set[str] = set()
         self._model, self._weights, self._layouts = model, weights, layouts
-        self._entered, self._left, self._gradients, self._alone = entered, left, gradients, alone
-        self._uses: dict[str, list[Use]] = {}
+        self._on_input, self._on_gradients = on_input, on_gradients
+        self._gradients, self._one_sample = gradients, one_sample
+        self._calls: dict[str, list[LayerCall]] = {}
         self._batch: dict[str, Any] = {}
         self._samples = 0
         self._encoded: int | None = None
@@ -100,32 +103,32 @@ class Tap:
 
     @contextmanager
     def attached(self) -> Iterator[None]:
-        """Hooks for as long as this lasts, whatever happens inside."""
+        """The hooks are removed on exit, after exceptions too."""
         with ExitStack() as stack:
             for module, weight, role in places(self._model, self._weights):
                 hook = self._hook(weight, role)
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if is_encoder_decoder(self._model):
-                made: Any = self._model
-                stack.callback(made.get_encoder().register_forward_hook(self._on_encoded).remove)
+                encoder_decoder: Any = self._model
+                stack.callback(encoder_decoder.get_encoder().register_forward_hook(self._on_encoded).remove)
             try:
                 yield
             finally:
-                self._uses.clear()
+                self._calls.clear()
                 self._batch = {}
 
     def start(self, batch: dict[str, Any]) -> None:
-        """Before a batch."""
-        self._uses.clear()
+        """Call before the forward pass of ``batch``."""
+        self._calls.clear()
         self._batch, self._samples, self._encoded = batch, batch_size(batch), None
 
     def finish(self) -> None:
-        """After its backward: hand over the uses that had to wait for each other."""
-        for weight, uses in self._uses.items():
-            arrived = [use for use in uses if use.g is not None]
+        """Call after backward: reports the calls of weights that some call's gradient did not reach."""
+        for weight, calls in self._calls.items():
+            arrived = [call for call in calls if call.g is not None]
             if arrived:
-                self._left(weight, arrived)
-        self._uses.clear()
+                self._on_gradients(weight, arrived)
+        self._calls.clear()
         self._anchor.grad = None
 
     def _hook(self, weight: Weight, role: str) -> Callable[..., Tensor | None]:
@@ -133,27 +136,27 @@ class Tap:
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
             given = entering(args, kwargs)
-            layout = ALONE if self._alone else self._layouts.get(id(module), ALONE)
-            if not (self._alone or layout.fits(given, self._batch, self._samples)):
-                self.late.add(name)
-            if name in self.late:
+            layout = ALONE if self._one_sample else self._layouts.get(id(module), ALONE)
+            if not (self._one_sample or layout.fits(given, self._batch, self._samples)):
+                self.without_layout.add(name)
+            if name in self.without_layout:
                 return None
             x = given.detach()  # shares the version of what entered
             if role == "conv2d":
-                use = Use(name, role, module, self._samples, x, None)
+                call = LayerCall(name, role, module, self._samples, x, None)
             else:
                 batched = layout.batched(x, self._samples, trailing=0 if role == "embedding" else 1)
-                use = Use(name, role, module, self._samples, batched, self._mask(module, x, batched))
-            self._entered(use, given)
+                call = LayerCall(name, role, module, self._samples, batched, self._mask(module, x, batched))
+            self._on_input(call, given)
             if name not in self._gradients or not torch.is_grad_enabled():
                 return None
             connected = output
             if not output.requires_grad:
-                # Nothing before this layer asks for gradients: a zero that does.
+                # No earlier layer requires gradients. Adding a zero that does gives the output one.
                 if self._anchor.device != output.device:
                     self._anchor = self._anchor.detach().to(output.device).requires_grad_()
                 connected = output + self._anchor.to(output.dtype)
-            self._uses.setdefault(name, []).append(use)
+            self._calls.setdefault(name, []).append(call)
             version = x._version
 
             def arrived(g: Tensor) -> None:
@@ -162,27 +165,27 @@ class Tap:
                         f"what enters {name} is overwritten in place before its gradient arrives",
                         hint="a model without in-place operations behind this layer, or leave the weight out",
                     )
-                self._arrived(use, g.detach(), layout)
+                self._arrived(call, g.detach(), layout)
 
             connected.register_hook(arrived)
             return None if connected is output else connected
 
         return hook
 
-    def _arrived(self, use: Use, g: Tensor, layout: Layout) -> None:
-        if use.role == "conv2d":
-            use.g = g.flatten(2).mT.reshape(self._samples, -1, g.shape[1])
+    def _arrived(self, call: LayerCall, g: Tensor, layout: Layout) -> None:
+        if call.role == "conv2d":
+            call.g = g.flatten(2).mT.reshape(self._samples, -1, g.shape[1])
         else:
-            use.g = layout.batched(g, self._samples, trailing=1)
-            if use.role == "embedding":
-                use.g, use.x = _as_read(use.module, use.g, use.x)
-        waiting = self._uses[use.weight]
+            call.g = layout.batched(g, self._samples, trailing=1)
+            if call.role == "embedding":
+                call.g, call.x = _as_read(call.module, call.g, call.x)
+        waiting = self._calls[call.weight]
         if len(waiting) == 1:
-            del self._uses[use.weight]
-            self._left(use.weight, waiting)
+            del self._calls[call.weight]
+            self._on_gradients(call.weight, waiting)
 
     def _mask(self, module: nn.Module, raw: Tensor, x: Tensor) -> Tensor | None:
-        """(B, T) bool of the positions that are no padding, None where that is all."""
+        """(B, T) bool, True at tokens; None where no position is padding."""
         shape = x.shape[:2]
         if is_encoder_decoder(self._model):
             text = self._batch.get("input_ids")
@@ -193,7 +196,8 @@ class Tap:
         return _padding(self._batch.get("attention_mask"), shape)
 
     def _reads_encoder(self, module: nn.Module, x: Tensor) -> bool:
-        # Both sequences may have one length. A table may be read by both sides, a decoder reads the encoder's output.
+        # Shapes do not tell the two sequences apart where both have one length. The encoder and the decoder may share a
+        # table, and the decoder's cross attention reads the encoder's output.
         storage = x.untyped_storage().data_ptr()
         ids = self._batch.get("input_ids")
         if storage == self._encoded or (isinstance(ids, Tensor) and storage == ids.untyped_storage().data_ptr()):
@@ -225,12 +229,12 @@ def _as_read(module: nn.Module, g: Tensor, index: Tensor) -> tuple[Tensor, Tenso
 def _inside(model: nn.Module, part: str) -> set[int]:
     if not is_encoder_decoder(model):
         return set()
-    made: Any = getattr(model, f"get_{part}")()
-    return {id(module) for module in made.modules()}
+    inner: Any = getattr(model, f"get_{part}")()
+    return {id(module) for module in inner.modules()}
 
 
 def unfolded(module: nn.Module, x: Tensor) -> Tensor:
-    """(B, positions, in * kh * kw): what enters a convolution at each place it looks at."""
+    """(B, positions, in * kh * kw): the input patch of a convolution at each output position."""
     assert isinstance(module, nn.Conv2d)
     mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
     padded = F.pad(wide(x), module._reversed_padding_repeated_twice, mode=mode)

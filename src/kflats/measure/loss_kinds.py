@@ -1,4 +1,4 @@
-"""How a task's loss reads a model's logits and a batch's labels, and what does not fit together."""
+"""The losses that kflats computes from logits and labels, and checks that the labels fit the logits."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", 
 IGNORED = -100  # transformers' label for "not a target"
 
 
-def reading(kind: Kind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def loss_sums(kind: Kind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """(logits, labels) -> (B,) sums of the loss over a sample's targets, and (B,) how many."""
     return {
         "classification": _entropy,
@@ -46,7 +46,7 @@ def _binary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[Kind, ...]:
-    """Readings that the shapes allow, the likeliest first."""
+    """The kinds of loss that the shapes allow, the likeliest first."""
     if logits.ndim == 3:
         return ("tokens", "causal")
     if logits.shape[-1] == 1 or problem == "regression":
@@ -57,8 +57,8 @@ def possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[Kind,
 
 
 def agree(kind: Kind, logits: Tensor, labels: Tensor, own: Tensor | None) -> bool:
-    """Whether the model's own loss is this reading's mean over all targets."""
-    total, count = reading(kind)(logits, labels)
+    """Whether the model's own loss equals the mean over all targets of the loss of this ``kind``."""
+    total, count = loss_sums(kind)(logits, labels)
     if own is None or not bool(count.any()):
         return own is None or float(own) == 0 or not bool(torch.isfinite(own))  # the mean of nothing
     value = float(total.sum() / count.sum())

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.importance.measured import Measured
-from kflats.measure.capture import Tap, Use, frozen
+from kflats.measure.accumulators import GRADIENTS, Accumulator, Inputs
+from kflats.measure.hooks import ActivationRecorder, LayerCall, frozen
 from kflats.measure.layouts import ALONE, Layout, find_layouts, places
 from kflats.measure.measurements import FIELDS, Statistics, fingerprint
 from kflats.measure.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.measure.running import batch_size, run, take, to_device
-from kflats.measure.sums import GRADIENTS, Inputs, Sums
 from kflats.swap.places import Weight
 from kflats.tables import size, visible
 
@@ -45,7 +45,7 @@ def measure(
         fisher_gram     as input_gram, a position's share being ||g_t||^2; fisher_mean comes with it
         counts          how often a table's rows are read
 
-    A sample is one row of a batch: a sequence, an image. Its positions, and all uses of a shared layer or a tied
+    A sample is one row of a batch: a sequence, an image. Its positions, and all calls of a shared layer or a tied
     table, add before squaring. Padding (``attention_mask``) is left out. The model runs in eval mode with frozen
     parameters; afterwards it is as it was, after exceptions too.
 
@@ -126,35 +126,35 @@ class _Job:
         self._model, self._batches, self._device = model, batches, device
         self._objective, self._layouts, self._wanted, self._told = objective, layouts, wanted, told
 
-    def run(self, weights: Sequence[Weight], alone: bool) -> tuple[dict[str, Sums], set[str]]:
+    def run(self, weights: Sequence[Weight], alone: bool) -> tuple[dict[str, Accumulator], set[str]]:
         """Sums by weight, and the weights that have to be run sample by sample instead."""
         inputs = Inputs()
-        sums = {w.name: Sums(w, self._wanted[w.name], self._device, inputs) for w in weights}
+        sums = {w.name: Accumulator(w, self._wanted[w.name], self._device, inputs) for w in weights}
         gradients = frozenset(name for name, one in sums.items() if one.wants_gradients)
 
-        def entered(use: Use, given: Tensor) -> None:
-            sums[use.weight].enter(use, given)
+        def on_input(call: LayerCall, given: Tensor) -> None:
+            sums[call.weight].add_input(call, given)
 
-        def left(name: str, uses: list[Use]) -> None:
-            sums[name].leave(uses)
+        def on_gradients(name: str, calls: list[LayerCall]) -> None:
+            sums[name].add_gradients(calls)
 
-        tap = Tap(self._model, weights, entered, left, self._layouts, gradients, alone)
+        recorder = ActivationRecorder(self._model, weights, on_input, on_gradients, self._layouts, gradients, alone)
         step = self._told(len(self._batches))
         first = 0
-        with tap.attached(), torch.set_grad_enabled(bool(gradients)):
+        with recorder.attached(), torch.set_grad_enabled(bool(gradients)):
             for whole in self._batches:
                 there = to_device(whole, self._device)
                 samples = batch_size(there)
                 for batch in [take(there, torch.tensor([s])) for s in range(samples)] if alone else [there]:
-                    tap.start(batch)
+                    recorder.start(batch)
                     self._pass(batch, first, bool(gradients))
-                    tap.finish()
+                    recorder.finish()
                     inputs.forget()
                     first += batch_size(batch)
                 step()
         for one in sums.values():
             one.samples = first
-        return {name: one for name, one in sums.items() if name not in tap.late}, tap.late
+        return {name: one for name, one in sums.items() if name not in recorder.without_layout}, recorder.without_layout
 
     def _pass(self, batch: dict[str, Any], first: int, gradients: bool) -> None:
         if not gradients:
@@ -244,7 +244,7 @@ def _groups(
     group: list[Weight] = []
     used = 0
     for weight in weights:
-        cost = Sums.nbytes(weight, wanted[weight.name])
+        cost = Accumulator.nbytes(weight, wanted[weight.name])
         if cost > memory_bytes:
             raise KflatsError(
                 f"the statistics of {weight.name} take {size(cost)}, and {size(memory_bytes)} are allowed",
