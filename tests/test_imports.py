@@ -19,7 +19,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "kflats"
 # One that is not listed fails the test: say where it belongs.
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors", "release"),
-    ("records", "tables", "texts"),
+    ("hashing", "records", "tables", "texts"),
     ("numerics",),
     ("nn",),
     ("importance",),

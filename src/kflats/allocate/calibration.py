@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from kflats.allocate.selection import Given
 from kflats.errors import KflatsError
+from kflats.hashing import Part, sha256
 from kflats.importance import Uniform
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
@@ -141,16 +140,12 @@ class Data:
 
     def digest(self) -> str:
         """Of everything here that results depend on, but for the tokenizer."""
-        total = hashlib.sha256(json.dumps([self.texts, repr(self.objective), self.samples]).encode())
+        parts: list[Part] = [json.dumps([self.texts, repr(self.objective), self.samples])]
         for item in self.calibration or ():
-            total.update(b"\0item")
-            if isinstance(item, Mapping):
-                for key in sorted(item):
-                    total.update(f"\0{key}".encode())
-                    _add(total, item[key])
-            else:
-                total.update(repr(item).encode())
-        return total.hexdigest()
+            pairs = sorted(item.items()) if isinstance(item, Mapping) else [("text", item)]
+            parts += [part for name, value in pairs for part in (name, _part(value))]
+            parts.append("end of item")
+        return sha256(parts)
 
 
 def gather(
@@ -189,14 +184,15 @@ def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]
 
 def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> str:
     """Of all that was measured of these weights."""
-    total = hashlib.sha256()
-    for name in names if statistics is not None else ():
-        assert statistics is not None
-        found = statistics.of(name)
-        for one in fields(found):
-            total.update(f"\0{name}\0{one.name}\0".encode())
-            _add(total, getattr(found, one.name))
-    return total.hexdigest()
+    if statistics is None:
+        return sha256([])
+    measured = [(name, statistics.of(name)) for name in names]
+    return sha256(
+        part
+        for name, found in measured
+        for one in fields(found)
+        for part in (name, one.name, _part(getattr(found, one.name)))
+    )
 
 
 def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
@@ -216,10 +212,5 @@ def _spread(texts: Sequence[str], count: int) -> list[str]:
     return [texts[i * len(texts) // count] for i in range(count)] if len(texts) > count else list(texts)
 
 
-def _add(total: Any, value: object) -> None:
-    if isinstance(value, Tensor):
-        held = value.detach().cpu().contiguous()
-        total.update(f"{held.dtype} {tuple(held.shape)} ".encode())
-        total.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
-    else:
-        total.update(repr(value).encode())
+def _part(value: object) -> Part:
+    return value if isinstance(value, Tensor) else repr(value)

@@ -8,7 +8,6 @@ coder is the writer's.
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
+from kflats.hashing import crc32
 from kflats.numerics.coding.tables import Tables, knots_up_to, table_for
 
 DAMAGED, AGAIN = "a damaged or truncated file", "restore the file or compress again"
@@ -168,10 +168,7 @@ class Reader:
 
 
 def _checksum(parts: Sequence[Integers]) -> int:
-    total = 0
-    for part in parts:
-        total = zlib.crc32(np.ascontiguousarray(part, dtype="<i4").reshape(-1).data, total)
-    return total
+    return crc32(np.ascontiguousarray(part, dtype="<i4").reshape(-1).data for part in parts)
 
 
 def _library() -> Any:

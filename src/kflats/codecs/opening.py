@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import Tensor
 from kflats.codecs.blocks import blocks_of, decode_block
 from kflats.codecs.entropy import AGAIN, DAMAGED, Model, Reader, model_of, models_of
 from kflats.errors import KflatsError
+from kflats.hashing import crc32
 from kflats.nn.coded_geometry import CodedGeometry
 from kflats.numerics.coding.packing import Layout
 
@@ -50,7 +50,7 @@ class Opened:
             goal = torch.zeros(b - a, row_bytes, dtype=torch.uint8)
             if len(part) == goal.numel():
                 goal.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8).view(goal.shape))
-        if zlib.crc32(goal.contiguous().numpy().tobytes()) != checksum:
+        if crc32([goal]) != checksum:
             raise KflatsError(
                 f"block {number} of the codes (class {c}) is damaged: its checksum differs", cause=DAMAGED, hint=AGAIN
             )
@@ -87,7 +87,7 @@ def open_stream(stream: Tensor, geometry: CodedGeometry) -> Opened:
         )
     size, checksum = reader.get("<II")
     top = reader.take(size)
-    if zlib.crc32(top) != checksum:
+    if crc32([top]) != checksum:
         raise KflatsError("the head of the codes is damaged: its checksum differs", cause=DAMAGED, hint=AGAIN)
     head = Reader(top)
     n, count, r = geometry.shape[0], len(geometry.classes), geometry.rank

@@ -11,7 +11,6 @@ a block decodes to: it covers the coder, too.
 from __future__ import annotations
 
 import struct
-import zlib
 from dataclasses import replace
 
 import torch
@@ -21,6 +20,7 @@ from kflats.codecs.blocks import block_in, blocks_of, encode_block, groups_of
 from kflats.codecs.entropy import Writer, models_of
 from kflats.codecs.opening import MAGIC, fitting, label_model, middle_of, open_stream
 from kflats.errors import KflatsError
+from kflats.hashing import crc32
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import CodedGeometry
 from kflats.numerics.coding.packing import Layout, unpack
@@ -64,10 +64,10 @@ def encode(matrix: CodedMatrix) -> Tensor:
         layout = Layout(found["bits"][c], low[c])
         part = b"" if tables is None else encode_block(packed, layout, found["contexts"][c], models)
         coded = tables is not None and len(part) < len(raw)
-        head.put("<BII", coded, len(part) if coded else len(raw), zlib.crc32(raw))
+        head.put("<BII", coded, len(part) if coded else len(raw), crc32([raw]))
         body += part if coded else raw
     top = bytes(head.data)
-    start = MAGIC + struct.pack("<II", len(top), zlib.crc32(top))
+    start = MAGIC + struct.pack("<II", len(top), crc32([top]))
     return torch.frombuffer(bytearray(start + top + bytes(body)), dtype=torch.uint8)
 
 

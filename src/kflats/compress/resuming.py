@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import suppress
@@ -15,6 +14,7 @@ from kflats.allocate.calibration import Data, needed, statistics_digest
 from kflats.allocate.planning import Decided
 from kflats.errors import KflatsError
 from kflats.files.folders import Partial
+from kflats.hashing import sha256
 from kflats.measure.measurements import Statistics
 from kflats.recipes.plan import Recipe, to_json
 from kflats.release import version
@@ -29,7 +29,7 @@ def measured_once(
     if not needs or data.statistics is not None:
         return data
     asked = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
-    name = hashlib.sha256(f"{partial.fingerprint} {asked}".encode()).hexdigest()[:24]
+    name = sha256([partial.fingerprint, asked])[:24]
     path = partial.folder / f"statistics-{name}.safetensors"
     if path.is_file() and not path.is_symlink():
         with suppress(KflatsError):  # damaged: measured again
@@ -49,7 +49,7 @@ def model_fingerprint(folder: Path, data: Data, trim: int | None) -> str:
     shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
     files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
     about = [str(folder), files, data.digest(), version(), trim]
-    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
+    return sha256([json.dumps(about)])
 
 
 def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
@@ -60,4 +60,4 @@ def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
     ]
     names = needed((d.weight, d.recipe) for d in made.decisions)
     found = [about, recipes, made.budget, statistics_digest(decided.data.statistics, names), seed]
-    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
+    return sha256([json.dumps(found)])

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,6 +25,7 @@ from kflats.files.folders import explain
 from kflats.files.headers import VERSION_KEY, stamp_
 from kflats.files.sources import weights_folder
 from kflats.files.together import check_whole, put_back, replaced_together
+from kflats.hashing import crc32
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import read_geometry
 from kflats.nn.codes import CHECK, floats_checksum
@@ -116,6 +115,7 @@ def stream_codes_(tensors: dict[str, Tensor], modules: dict[str, dict[str, Any]]
 def checksum(tensors: Mapping[str, Tensor]) -> int:
     """CRC-32 of all tensors: names, types, shapes and bytes.
 
+    >>> import torch
     >>> checksum({"a": torch.zeros(2)}) == checksum({"a": torch.zeros(2)}) != checksum({"b": torch.zeros(2)})
     True
     """
@@ -194,12 +194,8 @@ def check(file: Any, expected: Any, path: Path) -> None:
 
 
 def _checksum(names: list[str], tensor_of: Callable[[str], Tensor]) -> int:
-    total = 0
-    for name in names:
-        tensor = tensor_of(name).detach().cpu().contiguous()
-        total = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)} ".encode(), total)
-        total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
-    return total
+    found = ((name, tensor_of(name)) for name in names)
+    return crc32(part for name, t in found for part in (f"{name} {t.dtype} {tuple(t.shape)} ", t))
 
 
 def _open(path: str | os.PathLike[str]) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -16,13 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.files.replacing import fsync
+from kflats.hashing import sha256
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _PRIVATE = 0o600
@@ -138,7 +137,7 @@ class Partial:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
-        return self.folder / f"{hashlib.sha256(name.encode()).hexdigest()[:24]}.safetensors"
+        return self.folder / f"{sha256([name])[:24]}.safetensors"
 
 
 def check_file(path: str | os.PathLike[str], force: bool = False) -> None:
@@ -194,11 +193,7 @@ def explain(error: Exception, path: Path) -> None:
 
 def _digest(tensors: dict[str, Tensor]) -> str:
     """Of the stored bytes: a renamed file is complete, but disks also forget."""
-    total = hashlib.sha256()
-    for key in sorted(tensors):
-        total.update(f"{key} {tensors[key].dtype} {tuple(tensors[key].shape)} ".encode())
-        total.update(tensors[key].contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+    return sha256(part for item in sorted(tensors.items()) for part in item)
 
 
 def _owner() -> str:

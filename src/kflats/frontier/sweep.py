@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import os
 import time
@@ -40,6 +39,7 @@ from kflats.frontier.page import draw
 from kflats.frontier.records import FRONTIER_FILE, Frontier, Point, Refused
 from kflats.frontier.rivals.transformed import Transformed
 from kflats.frontier.trimmed import Trim
+from kflats.hashing import sha256
 from kflats.importance.weighting import Weighting
 from kflats.methods import SVD
 from kflats.recipes.recipe import Recipe
@@ -269,7 +269,7 @@ def _write(made: Frontier, folder: Path) -> None:
 def _fingerprint(folder: Path, *about: object) -> str:
     """Everything that a point depends on beside its own name: the model's files, and what was asked."""
     files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in folder.glob("**/*") if p.is_file())
-    return hashlib.sha256(json.dumps([str(folder), files, *map(str, about), version()]).encode()).hexdigest()
+    return sha256([json.dumps([str(folder), files, *map(str, about), version()])])
 
 
 def _bar(quiet: bool) -> Progress:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 from kflats.errors import KflatsError
 from kflats.files.folders import explain
 from kflats.files.replacing import replaced
+from kflats.hashing import sha256
 from kflats.importance.measured import Measured
 from kflats.tables import plain, table, visible
 
@@ -151,7 +151,7 @@ def fingerprint(model: nn.Module) -> str:
     (True, '...')
     """
     shapes = sorted((name, list(p.shape)) for name, p in model.named_parameters(remove_duplicate=False))
-    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()
+    return sha256([json.dumps(shapes)])
 
 
 def shape_of(key: str, rows: int, columns: int) -> tuple[int, ...]:

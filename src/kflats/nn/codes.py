@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
+from kflats.hashing import crc32
 from kflats.nn.abstract import Matrix
 from kflats.nn.coded_geometry import CodedGeometry, contradiction
 from kflats.nn.decoding import Reading, reading_of
@@ -124,8 +124,4 @@ def floats_checksum(tensors: Mapping[str, Tensor]) -> int:
 
 
 def _crc(tensors: Mapping[str, Tensor]) -> int:
-    total = 0
-    for name, value in sorted(tensors.items()):
-        data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        total = zlib.crc32(data.numpy().tobytes(), zlib.crc32(name.encode(), total))
-    return total
+    return crc32(part for item in sorted(tensors.items()) for part in item)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -11,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.files.folders import explain
+from kflats.hashing import sha256
 
 TENSORS, REST = "kflats_trainer.safetensors", "kflats_trainer.json"
 _SETTINGS = "kflats_settings.json"
@@ -79,12 +78,7 @@ def _begun(where: Path) -> bool:
 
 def digest(model: nn.Module) -> str:
     """Of all parameters and buffers that a file would hold."""
-    total = hashlib.sha256()
-    for name, tensor in model.state_dict().items():
-        if isinstance(tensor, Tensor):
-            total.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-            total.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-    return total.hexdigest()
+    return sha256(part for item in model.state_dict().items() if isinstance(item[1], Tensor) for part in item)
 
 
 def last_checkpoint(folder: str | os.PathLike[str]) -> tuple[Path, dict[str, Any]] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from torch import nn
 
 from kflats.errors import KflatsError
 from kflats.evaluate.encoding import evaluating
+from kflats.hashing import sha256
 from kflats.recover.distill import Objective
 from kflats.tasks.batches import Feature, by_length, collate, features, padding_id, uncollate
 from kflats.tasks.data import load_examples
@@ -51,10 +51,7 @@ class Lesson:
     @property
     def digest(self) -> str:
         """Of the examples: a run resumes only on what it began with."""
-        total = hashlib.sha256()
-        for row in self.rows:
-            total.update(json.dumps([row.inputs, row.labels]).encode())
-        return total.hexdigest()
+        return sha256(json.dumps([row.inputs, row.labels]) for row in self.rows)
 
 
 def lesson_of_task(

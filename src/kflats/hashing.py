@@ -1,0 +1,64 @@
+"""Digests of files, texts and tensors: SHA-256 shows that two are equal, CRC-32 that stored bytes are damaged."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+Part = str | bytes | bytearray | memoryview | Tensor
+_BLOCK = 2**20  # bytes of a file that are in memory at once
+
+
+def sha256(parts: Iterable[Part]) -> str:
+    """SHA-256 of a sequence of texts, bytes and tensors, as 64 hexadecimal digits.
+
+    The length of each part is hashed before the part, and of a tensor its dtype and shape: the digest also depends on
+    where one part ends and the next begins. Tensors are hashed in row-major order, wherever they lie.
+
+    >>> sha256(["ab", "c"]) == sha256(["a", "bc"]), sha256([torch.zeros(2)]) == sha256([torch.zeros(1, 2)])
+    (False, False)
+    """
+    total = hashlib.sha256()
+    for part in parts:
+        data = _buffer(part)
+        kind = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+        total.update(f"{kind} {data.nbytes} ".encode())
+        total.update(data)
+    return total.hexdigest()
+
+
+def sha256_of_file(path: str | os.PathLike[str]) -> str:
+    """SHA-256 of a file's bytes, as ``sha256sum`` prints it. The file is read in blocks of 1 MiB.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    total = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK):
+            total.update(block)
+    return total.hexdigest()
+
+
+def crc32(parts: Iterable[Part]) -> int:
+    """CRC-32 of the bytes of all parts, one after the other; of tensors only their numbers.
+
+    >>> crc32(["ab", b"c"]) == crc32(["a", "bc"]) == crc32([torch.tensor([97, 98, 99], dtype=torch.uint8)])
+    True
+    """
+    total = 0
+    for part in parts:
+        total = zlib.crc32(_buffer(part), total)
+    return total
+
+
+def _buffer(part: Part) -> memoryview:
+    if isinstance(part, Tensor):
+        found: memoryview = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return found
+    return memoryview(part.encode() if isinstance(part, str) else part)
