@@ -239,6 +239,31 @@ def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
     assert made.matrix.nbytes >= 0.95 * fixed_bytes(codec, (300, 32), 4, rank)
 
 
+def ternary(n: int = 512, d: int = 256) -> Tensor:
+    return torch.randint(-1, 2, (n, d), generator=torch.Generator().manual_seed(0)).float()
+
+
+@pytest.mark.parametrize(
+    ("recipe", "share"),
+    [
+        (Recipe(Dense(), codec=Int8()), 0.092),
+        (Recipe(Dense(), codec=Int4()), 0.07),
+        (Recipe(Dense(), codec=Rotation(bits=1)), 0.16),
+        (Recipe(SVD(), codec=Int8()), 0.00525),
+        (Recipe(Flats(k=2), codec=Int8()), 0.0063),
+    ],
+    ids=str,
+)
+def test_codes_whose_file_fits_are_not_refused_for_their_size_in_memory(recipe, share) -> None:
+    rows, rank = ternary(), None if isinstance(recipe.method, Dense) else 1
+    limit = int(share * rows.numel() * 4)
+    assert fixed_bytes(recipe.codec, (512, 256), 4, rank, getattr(recipe.method, "k", 1)) > limit
+    for seed in (0, 1):
+        model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone()))
+        report = kflats.compress_(model, {"0": recipe}, budget=f"{limit}B", seed=seed, quiet=True)
+        assert report.bytes_after <= limit
+
+
 @pytest.mark.parametrize(
     ("make", "said"),
     [

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
 
 from kflats.allocate.calibration import Data
 from kflats.allocate.prices import Priced, bias_bytes
 from kflats.allocate.settled import left_dense
 from kflats.errors import KflatsError
+from kflats.factorize.storing import counted_bytes
+from kflats.numerics.rows import TensorRows
 from kflats.recipes.budget import split
 from kflats.recipes.plan import Decision
 from kflats.recipes.recipe import brief
+from kflats.swap.places import dense_weight
 from kflats.tables import visible
 
 
@@ -20,6 +27,25 @@ def bias_of(item: Priced, data: Data) -> int:
         return 0
     weighting = data.weigh(item.weight, item.recipe)
     return bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
+
+
+def counted(model: nn.Module, items: Sequence[Priced], allowed: int) -> list[Priced]:
+    """The items, with the sizes of their codes counted where the bounds do not fit ``allowed`` or a weight's bytes."""
+    sizes = [(item.whole, item.dense) for item in items if item.whole is not None]
+    if sum(whole for whole, _ in sizes) <= allowed and all(whole < dense for whole, dense in sizes):
+        return list(items)
+    return [item if item.whole is None else replace(item, counted=_counted(model, item)) for item in items]
+
+
+def _counted(model: nn.Module, item: Priced) -> int | None:
+    table = dense_weight(model, item.weight)
+    if table.is_meta:
+        return None
+    rows = TensorRows(table.T if item.recipe.rows == "outputs" else table)
+    try:
+        return counted_bytes(item.recipe, rows, getattr(torch, item.weight.dtype))
+    except KflatsError as error:
+        raise KflatsError(f"{item.weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
 
 
 def uniform(items: Sequence[Priced], allowed: int, data: Data) -> dict[str, Decision]:

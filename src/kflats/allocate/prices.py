@@ -24,6 +24,8 @@ class Priced:
     named: bool
     counts_labels: bool
     note: str = ""
+    counted: int | None = None
+    """Bytes of its codes, where those have one size and were counted because its bound did not fit."""
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -84,7 +86,9 @@ class Priced:
 
     @property
     def whole(self) -> int | None:
-        """The bytes it takes where that is one known number, whatever its share."""
+        """The bytes it takes where that is one known number, whatever its share: a bound until they are counted."""
+        if self.counted is not None:
+            return self.counted
         return whole_bytes(self.recipe, self.shape, self.itemsize) if self.recipe.is_coded else None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from kflats.allocate.allocate import Choice, Curve, allocate
 from kflats.allocate.calibration import Data
-from kflats.allocate.equal import bias_of, uniform
+from kflats.allocate.equal import bias_of, counted, uniform
 from kflats.allocate.offers import Offers, curve_of, is_best, offers
 from kflats.allocate.prices import Priced, bias_bytes
 from kflats.allocate.selection import Selected, weighting_of
@@ -100,7 +100,7 @@ def share_out(
 
         found = _loss(model, ready, allowed - kept, data, room if budget.scope == "file" else None)
     else:
-        found = uniform(ready, allowed - kept, data)
+        found = uniform(counted(model, ready, allowed - kept), allowed - kept, data)
     return _shares(items, settled | found, by_loss)
 
 
@@ -169,7 +169,7 @@ def _loss(
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
     unjudged = [replace(item, note=joined(item.note, _UNJUDGED)) for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
-    equal = uniform(unjudged, part, data) if unjudged else {}
+    equal = uniform(counted(model, unjudged, part), part, data) if unjudged else {}
     made = [offers(model, item, data) for item in judged]
     curves = [curve_of(item, offered, relative) for item, offered in zip(judged, made, strict=True)]
 

@@ -84,10 +84,10 @@ def _table(codec: FixedRate, problem: Problem, dtype: torch.dtype) -> CodedMatri
     least = 0
     for bits in tried:
         least = fixed_bytes(Rotation(bits), problem.rows.shape, dtype.itemsize)
-        if least > problem.nbytes:
+        if least > problem.nbytes and bits != tried[-1]:
             continue
         matrix = rotated_table(bits, problem.rows, dtype, problem.seed)
-        # The head of a file may be longer than what the coder saves of a small matrix.
+        # A file may be smaller than fixed bytes, or larger: its head may be longer than what the coder saves.
         if (least := stored_bytes(matrix)) <= problem.nbytes:
             return matrix
     raise refuse_bytes(problem, least, f"a rotation at {tried[-1]} bits")
@@ -123,9 +123,8 @@ class _Fit:
 def _pair(method: object, codec: FixedRate, problem: Problem, dtype: torch.dtype) -> Rounded:
     """Sizes of a pair are known beforehand, but for the head of its file."""
     shape, itemsize = problem.rows.shape, dtype.itemsize
-    rank = _largest_rank(codec, shape, itemsize, 1, problem.nbytes)
-    if not rank:
-        raise refuse_bytes(problem, fixed_bytes(codec, shape, itemsize, 1), "1 flat of rank 1")
+    # Where not even rank 1 fits at a fixed rate, its file may.
+    rank = max(1, _largest_rank(codec, shape, itemsize, 1, problem.nbytes))
     fit = _fitter(method, problem, rank)
     while True:
         found = fit(rank)
@@ -168,8 +167,9 @@ def _flats(method: Flats | KMeansSVD, codec: FixedRate, problem: Problem, dtype:
         method = replace(method, exact=False)  # all rows are rounded
     rank = _largest_rank(codec, shape, itemsize, k, problem.nbytes)
     what, least = f"{k} flat{'s' * (k > 1)} of rank 1", fixed_bytes(codec, shape, itemsize, 1, k)
-    if not rank:
-        raise refuse_bytes(problem, least, what)
+    # Where not even rank 1 fits at a fixed rate, its file may: then that alone is counted.
+    size_of = _size if rank else stored_bytes
+    rank = max(1, rank)
     a_rank = shape[0] + k * shape[1]
     # Over several ranks: where four bits make half bytes, every other one costs next to nothing.
     low, high = max(1, rank // 2), max(2, rank)
@@ -183,7 +183,7 @@ def _flats(method: Flats | KMeansSVD, codec: FixedRate, problem: Problem, dtype:
         made = method.fit(replace(problem, nbytes=search.numbers, itemsize=1, free_labels=method.k is not None))
         fit = _Fit(parts_of(made.matrix), made.norm, made.converged)
         matrix = _coded(codec, fit.parts, dtype, problem.seed)
-        size = _size(matrix)
+        size = size_of(matrix)
         if search.took_(size):
             best = fit.as_codes(matrix)
         elif size > problem.nbytes and (smallest is None or search.numbers == search.high):
@@ -191,7 +191,7 @@ def _flats(method: Flats | KMeansSVD, codec: FixedRate, problem: Problem, dtype:
         if not search.moves_(a_rank):
             break
     if best is None and smallest is not None:
-        best = _cut(smallest, codec, problem, dtype)
+        best = _cut(smallest, codec, problem, dtype, size_of)
     if best is None:
         raise refuse_bytes(problem, max(search.size, least), what)
     return best
@@ -202,14 +202,16 @@ def _size(matrix: CodedMatrix) -> int:
     return max(stored_bytes(matrix), matrix.nbytes)
 
 
-def _cut(fit: _Fit, codec: FixedRate, problem: Problem, dtype: torch.dtype) -> Rounded | None:
+def _cut(
+    fit: _Fit, codec: FixedRate, problem: Problem, dtype: torch.dtype, size_of: Callable[[CodedMatrix], int]
+) -> Rounded | None:
     """The largest of a fit's ranks, cut down until its codes fit; None where not even rank 1 does."""
     fits, over = 0, fit.parts.rank
     best: Rounded | None = None
     while over - fits > 1:
         rank = (fits + over) // 2
         matrix = _coded(codec, fit.parts.first(rank), dtype, problem.seed)
-        if _size(matrix) <= problem.nbytes:
+        if size_of(matrix) <= problem.nbytes:
             fits, best = rank, fit.as_codes(matrix)
         else:
             over = rank

@@ -2,7 +2,8 @@
 
 Two sizes: *fixed* bytes, what a matrix takes in memory, and *stored* bytes, what a file holds once the integers are
 entropy coded. A budget counts stored bytes. Where the rank or the bits of a fixed rate are to be found, fixed bytes are
-counted instead, so that files are smaller by what the coder finds.
+counted instead, so that files are smaller by what the coder finds. Codes whose fixed bytes do not fit are made, and
+refused only if their stored bytes do not fit either.
 """
 
 from __future__ import annotations

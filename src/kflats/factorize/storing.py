@@ -6,14 +6,17 @@ import time
 
 import torch
 
-from kflats.codecs.codec import Transform
+from kflats.codecs.codec import Rotation, Transform
 from kflats.codecs.streams import stored_bytes
 from kflats.factorize.fixed_rate import Rounded, at_fixed_rate
 from kflats.factorize.transforming import heeds_metrics, transformed
 from kflats.methods.problem import Factored, Problem, check_accepts
+from kflats.numerics.rows import Rows
 from kflats.recipes.recipe import Recipe, brief
 
 TRANSFORM_ACCEPTS = frozenset({"rows", "left", "right"})
+_ANY = 1000
+"""So many bytes a number hold any code."""
 
 
 def accepted(recipe: Recipe) -> frozenset[str]:
@@ -44,3 +47,13 @@ def store(recipe: Recipe, problem: Problem, dtype: torch.dtype) -> Factored:
         made = at_fixed_rate(recipe.method, codec, problem, dtype)
     seconds, nbytes = time.perf_counter() - start, stored_bytes(made.matrix)
     return Factored(made.matrix, (), seconds, made.norm, stored_bytes=nbytes, converged=made.converged)
+
+
+def counted_bytes(recipe: Recipe, rows: Rows, dtype: torch.dtype) -> int:
+    """Bytes of a file that holds ``rows`` by a recipe whose codes have one size, counted on the codes themselves.
+
+    Of a rotation, whose size depends a little on the seed, a bound.
+    """
+    n, d = rows.shape
+    nbytes = store(recipe, Problem(rows, _ANY * n * d + _ANY**2, dtype.itemsize), dtype).nbytes
+    return nbytes + (d * d // 16 + 200 if isinstance(recipe.codec, Rotation) else 0)
