@@ -17,6 +17,7 @@ from kflats.allocate.planning import plan
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
 from kflats.files import load_model
+from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Plan
 from kflats.texts import read_texts
 
@@ -335,7 +336,7 @@ def test_files_that_are_no_plans(tmp_path, content):
 
 
 def test_an_empty_plan_is_not_a_success(folder):
-    empty = Plan((), "50%", 1000)
+    empty = Plan((), Budget("fraction", 0.5), 1000)
     with pytest.raises(KflatsError, match="no weight is named"):
         compress_folder(folder, folder.parent / "out", plan=empty, quiet=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,19 @@ import torch
 from torch import nn
 
 import kflats
-from kflats import SVD, Flats, InputGram, KroneckerFisher, Projections, Recipe, RowFisher, Statistics, TaskLoss
+from kflats import (
+    SVD,
+    Best,
+    Flats,
+    InputGram,
+    KroneckerFisher,
+    Projections,
+    Recipe,
+    RowFisher,
+    Statistics,
+    TaskLoss,
+    TokenFisher,
+)
 from kflats.allocate import calibration as calibration_module
 from kflats.allocate.calibration import Data, gather
 from kflats.allocate.planning import plan
@@ -19,6 +32,7 @@ from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredLinear
+from kflats.recipes import budget as budget_module
 from kflats.recipes.plan import Plan
 from kflats.report.report import REPORT_FILE, Report
 
@@ -287,3 +301,39 @@ def test_the_digest_sees_every_value() -> None:
         gather(None, None, None, None, None, 100).digest(),
     }
     assert len(digests) == 9
+
+
+def test_texts_are_counted_weights_weighed_and_the_budget_parsed_once(tiny_folder, tmp_path, monkeypatch):
+    counted, weighed, parsed = [], Counter(), []
+    count, pattern = calibration_module.count_tokens, budget_module._SYNTAX
+
+    def counting(texts, tokenizer, rows):
+        counted.append(rows)
+        return count(texts, tokenizer, rows)
+
+    def weighing(kind):
+        weigh = kind.weigh
+
+        def once(self, measured):
+            if measured.rows > 2:  # selection asks a matrix of two rows which kinds of weighting there are
+                weighed[repr(self), measured.output_gram.data_ptr()] += 1
+            return weigh(self, measured)
+
+        return once
+
+    class Pattern:
+        def fullmatch(self, text):
+            parsed.append(text)
+            return pattern.fullmatch(text)
+
+    monkeypatch.setattr(calibration_module, "count_tokens", counting)
+    monkeypatch.setattr(budget_module, "_SYNTAX", Pattern())
+    monkeypatch.setattr(TokenFisher, "weigh", weighing(TokenFisher))
+    monkeypatch.setattr(KroneckerFisher, "weigh", weighing(KroneckerFisher))
+    words = ("embeddings.word_embeddings", "encoder.layer.*")
+    compress_folder(tiny_folder, tmp_path / "out", budget="60%", method=Best(), weights=words, texts=TEXTS, quiet=True)
+    assert counted == [300]
+    assert parsed == ["60%"]
+    assert any("TokenFisher" in importance for importance, _ in weighed)
+    assert len(weighed) >= 7
+    assert set(weighed.values()) == {1}

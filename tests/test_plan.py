@@ -17,6 +17,7 @@ from kflats.codecs.codec import Float
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform
 from kflats.methods import SVD, Flats
+from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Decision, Plan, Recipe, as_recipe, from_json, to_json
 from kflats.swap.surgery import Place, Weight
 
@@ -33,7 +34,7 @@ PLAN = Plan(
         Decision(TABLE, Recipe(Flats(k=7), TokenCounts(power=0.25)), 28_000_000, "tied"),
         Decision(LAYER, Recipe(SVD(), codec=Float("bfloat16")), 1_000_000),
     ),
-    "60%",
+    Budget("fraction", 0.6),
     90_868_376,
 )
 EVERY_VALUE = [kind() for kind in (*methods.VALUES, *importance.VALUES, *codec.VALUES)]
@@ -158,7 +159,7 @@ def test_a_plan_prints_as_a_table() -> None:
     ):
         assert expected in text
     assert "note" not in str(dataclasses.replace(PLAN, decisions=PLAN.decisions[1:]))
-    assert "whole model" in str(Plan((), "60%", 0))
+    assert "whole model" in str(Plan((), Budget("fraction", 0.6), 0))
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:

@@ -41,7 +41,8 @@ class Data:
             projections of the output, which need no labels.
         statistics: what was measured before.
         samples: how many texts are measured with, evenly spaced ones of a longer list; batches are all used.
-        curves: objectives by rank, once they are known (``curve``).
+
+    Token counts, weightings and curves are computed once and kept here; ``dataclasses.replace`` begins without them.
     """
 
     texts: tuple[str, ...] | None = None
@@ -50,7 +51,9 @@ class Data:
     objective: Any = None
     statistics: Statistics | None = None
     samples: int = SAMPLES
-    curves: dict[str, Tensor] = field(default_factory=dict, compare=False, repr=False)
+    _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _curves: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def given(self) -> Given:
@@ -95,24 +98,21 @@ class Data:
         return replace(self, statistics=found)
 
     def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:
-        """How much errors of ``weight``'s own matrix count, rows being its inputs.
+        """The weighting of the errors of ``weight``'s own matrix, whose rows are inputs. Computed once for each weight
+        and importance; do not change its tensors.
 
         Raises:
             KflatsError: as the importance; the message names the weight.
         """
         if isinstance(recipe.importance, Uniform):
             return Weighting()
-        n, d = weight.shape
-        try:
-            found = Measured(n, columns=d)
-            if self.statistics is not None and recipe.importance.needs:
-                found = self.statistics.of(weight.name)
-            head = any(place.role == "head" for place in weight.places)
-            found = self._of_tokens(replace(found, head=head), recipe)
-            weighting: Weighting = recipe.importance.weigh(found)
-        except KflatsError as error:
-            raise type(error)(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
-        return weighting
+        key = f"{weight.name} {to_json(recipe.importance)}"
+        if key not in self._weightings:
+            try:
+                self._weightings[key] = recipe.importance.weigh(self._measured(weight, recipe))
+            except KflatsError as error:
+                raise type(error)(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        return self._weightings[key]
 
     def curve(self, table: Tensor, weight: Weight, recipe: Recipe, weighting: Weighting) -> Tensor:
         """(R + 1,) float64: the objective of a low-rank pair by rank. Sharing a budget and reporting both need it.
@@ -121,22 +121,29 @@ class Data:
             table: ``weight``'s own matrix (n, d). weighting: of it.
         """
         key = f"{weight.name} {to_json(recipe.importance)} {recipe.rows}"
-        if key not in self.curves:
+        if key not in self._curves:
             turned = recipe.rows == "outputs"
             oriented = (weighting.transposed() if turned else weighting).to(table.device)
             try:
-                self.curves[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
+                self._curves[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
             except KflatsError as error:
                 raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
-        return self.curves[key]
+        return self._curves[key]
 
-    def _of_tokens(self, found: Measured, recipe: Recipe) -> Measured:
+    def _measured(self, weight: Weight, recipe: Recipe) -> Measured:
+        n, d = weight.shape
+        measured = Measured(n, columns=d)
+        if self.statistics is not None and recipe.importance.needs:
+            measured = self.statistics.of(weight.name)
+        measured = replace(measured, head=any(place.role == "head" for place in weight.places))
         if self.tokenizer is None or not getattr(recipe.importance, "needs_tokenizer", False):
-            return found
-        found = replace(found, prior=zipf_prior(self.tokenizer, found.rows))
+            return measured
+        measured = replace(measured, prior=zipf_prior(self.tokenizer, n))
         if self.texts is None:
-            return found
-        return replace(found, counts=count_tokens(self.texts, self.tokenizer, found.rows))
+            return measured
+        if n not in self._counts:
+            self._counts[n] = count_tokens(self.texts, self.tokenizer, n)
+        return replace(measured, counts=self._counts[n])
 
     def digest(self) -> str:
         """Of everything here that results depend on, but for the tokenizer."""

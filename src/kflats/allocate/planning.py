@@ -115,7 +115,7 @@ def decide(
     total = stored_bytes(model) + beside
     notes = [_note(chosen, data) for chosen in selected]
     shares = share_out(model, selected, notes, allowed, data, allocation, file_bytes or total)
-    return Decided(Plan(shares.decisions, str(allowed), total, shares.allocation), data, asked)
+    return Decided(Plan(shares.decisions, allowed, total, shares.allocation), data, asked)
 
 
 def required(budget: str | Budget | None) -> str | Budget:
@@ -126,7 +126,7 @@ def required(budget: str | Budget | None) -> str | Budget:
 
 
 def _checked(model: nn.Module, made: Plan, budget: str | Budget | None, data: Data) -> Plan:
-    if budget is not None and str(parse_budget(budget)) != made.budget:
+    if budget is not None and str(parse_budget(budget)) != str(made.budget):
         raise KflatsError(f"the plan was made for {made.budget}, not {budget}", hint="leave the budget out")
     resolved = made.resolve(lambda name: find_weight(model, name))
     if not resolved.decisions:

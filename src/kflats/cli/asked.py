@@ -175,8 +175,8 @@ def plan_of(path: Path, budget: str | None, file_budget: str | None, counted: bo
         raise KflatsError(f"--plan already decides what {', '.join(extra)} would", hint="leave one of them out")
     found = Plan.load(path)
     if budget is not None or file_budget is not None:
-        asked = str(budget_of(budget, file_budget))
-        if asked != found.budget:
+        asked = budget_of(budget, file_budget)
+        if str(asked) != str(found.budget):
             raise KflatsError(
                 f"the plan was made for a budget of {found.budget}, not {asked}",
                 hint="leave the budget out, or make the plan again: kflats plan",

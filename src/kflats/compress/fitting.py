@@ -26,7 +26,6 @@ from kflats.methods.problem import Problem
 from kflats.nn.matrix import Matrix, matrix_from_spec
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
-from kflats.recipes.budget import parse_budget
 from kflats.recipes.plan import Decision, Plan, as_cast
 from kflats.release import version
 from kflats.report.analysis import analyse, left_dense
@@ -51,7 +50,7 @@ def factorize(
     the last weight's, if its codes can have any size.
     """
     found: dict[str, Done] = {}
-    free = not parse_budget(decided.budget).counts_labels if decided.budget else False
+    free = not decided.budget.counts_labels
     last = _filler(decided)
     spare = 0
     with _progress(quiet) as told:

@@ -23,7 +23,7 @@ from kflats.files import annotate_, load_model, save_model
 from kflats.files.folders import Partial, new_folder
 from kflats.files.sources import check_apart, copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.measure.measurements import Statistics
-from kflats.recipes.budget import Budget, parse_budget
+from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Plan, Recipe, as_recipe
 from kflats.release import version
 from kflats.report.analysis import stored_bytes
@@ -200,7 +200,7 @@ def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: 
         annotate_(model)
     return Report(
         model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
-        budget=decided.budget,
+        budget=str(decided.budget),
         weights=tuple(one.report for one in done),
         model_bytes_before=before,
         model_bytes_after=stored_bytes(model) - sum(one.packed for one in done),
@@ -229,8 +229,8 @@ def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
 
 def _file_limit(decided: Plan, before: int) -> int | None:
     """Bytes that all weight files may take, of ``before``; None where the budget bounds the named weights."""
-    budget = parse_budget(decided.budget) if decided.budget else None
-    if budget is None or budget.scope != "file":
+    budget = decided.budget
+    if budget.scope != "file":
         return None
     return int(budget.amount * before if budget.kind == "fraction" else budget.amount)
 

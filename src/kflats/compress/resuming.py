@@ -59,5 +59,5 @@ def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
         [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in made.decisions
     ]
     names = needed((d.weight, d.recipe) for d in made.decisions)
-    found = [about, recipes, made.budget, statistics_digest(decided.data.statistics, names), seed]
+    found = [about, recipes, str(made.budget), statistics_digest(decided.data.statistics, names), seed]
     return sha256([json.dumps(found)])

@@ -17,6 +17,7 @@ from kflats.errors import KflatsError
 from kflats.files.folders import explain
 from kflats.files.replacing import replaced
 from kflats.importance import Uniform
+from kflats.recipes.budget import Budget, parse_budget
 from kflats.recipes.recipe import Recipe, as_recipe, brief, from_json, to_json
 from kflats.records import decode
 from kflats.swap.places import own_rows
@@ -45,20 +46,22 @@ class Plan:
 
     Args:
         decisions: one for each named weight.
-        budget: what the user asked for, as text.
+        budget: the size that the user asked for; a plan file holds its text, such as "60%".
         model_bytes: bytes of the whole model before; of a folder's other modules, their weight files.
         allocation: how weights share the budget: "uniform" or "loss".
 
     Raises:
-        KflatsError: a weight named twice, or bytes that do not fit it.
+        KflatsError: a budget that is no ``Budget``, a weight named twice, or bytes that do not fit it.
     """
 
     decisions: tuple[Decision, ...]
-    budget: str
+    budget: Budget
     model_bytes: int
     allocation: str = "uniform"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.budget, Budget):
+            raise KflatsError(f"{self.budget!r:.40} is not a Budget", hint=f"parse_budget({self.budget!r:.40})")
         if self.allocation not in ("uniform", "loss"):
             raise KflatsError(f"allocation {self.allocation!r:.40} is unknown", cause="a damaged or hand-edited plan")
         names = [decision.weight.name for decision in self.decisions]
@@ -84,7 +87,7 @@ class Plan:
         Raises:
             KflatsError: a folder that cannot be written, a full disk; an earlier file is untouched then.
         """
-        head = {"budget": self.budget, "model_bytes": self.model_bytes, "allocation": self.allocation}
+        head = {"budget": str(self.budget), "model_bytes": self.model_bytes, "allocation": self.allocation}
         data = {"format": FORMAT, "version": VERSION, **head}
         text = json.dumps({**data, "decisions": [_decision_json(d) for d in self.decisions]}, indent=2)
         goal = Path(path).expanduser().resolve()
@@ -110,7 +113,7 @@ class Plan:
             if not isinstance(decisions, list):
                 raise KflatsError("the plan has no list of decisions", cause="a damaged or hand-edited plan")
             found = tuple(_decision(entry, f"decisions[{i}]") for i, entry in enumerate(decisions))
-            return cls(found, head.budget, head.model_bytes, head.allocation)
+            return cls(found, parse_budget(head.budget), head.model_bytes, head.allocation)
         except KflatsError as error:
             raise KflatsError(f"{path}: {error.symptom}", cause=error.cause, hint=error.hint) from error
 
