@@ -1,7 +1,8 @@
 # Everything runs from a bare clone: the first target that needs it creates .venv and installs into it.
 #
 #   make demo     compress a real model, compare it with the original, write a report with pictures
-#   make test     the whole suite, doctests and documentation examples included
+#   make test     the tests of every change, doctests and documentation examples included
+#   make sweep    the slow tests and the long tables of cases; SAMPLE=40 SEED=1 runs 40 of them, drawn by seed
 #   make lint     ruff and mypy
 #   make bench    every benchmark, one table each
 #
@@ -12,13 +13,15 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 DEMO_OUT ?= demo-out
 PYTEST_ARGS ?=
+SAMPLE ?=
+SEED ?= 0
 
 BIN := .venv/bin
 # --no-compile: Python compiles what it imports, which is a small part of torch and transformers.
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test lint format bench clean
+.PHONY: demo test sweep lint format bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -26,7 +29,11 @@ demo: .venv/.demo
 
 # One process a core: small tensors gain nothing from threads, and threads of several processes disturb each other.
 test: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)
+
+sweep: .venv/.dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow \
+	    $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED)) $(PYTEST_ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

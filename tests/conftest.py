@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,21 @@ settings.register_profile("kflats", deadline=None, derandomize=True, suppress_he
 settings.load_profile("kflats")
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sample", type=int, help="run only this many of the selected tests, drawn by --sample-seed")
+    parser.addoption("--sample-seed", default="0", help="what --sample draws by (any text)")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps a sample of the tests that -k and -m have left; every worker draws the same one."""
+    count = config.getoption("--sample")
+    if count is not None and count < len(items):
+        drawn = set(random.Random(config.getoption("--sample-seed")).sample(range(len(items)), count))
+        config.hook.pytest_deselected(items=[item for i, item in enumerate(items) if i not in drawn])
+        items[:] = [item for i, item in enumerate(items) if i in drawn]
 
 
 @pytest.fixture(autouse=True)
