@@ -196,6 +196,20 @@ def test_rounding_is_within_half_a_step() -> None:
     assert bool(((made - rows).abs() <= 0.51 * step).all())
 
 
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e8), (torch.bfloat16, 1e8), (torch.float16, 1e6)])
+@pytest.mark.parametrize("codec", [Int8(), Int4(group=16), Rotation(bits=4)], ids=str)
+def test_rounding_beside_a_row_much_longer_than_the_others_loses_no_more_of_them(codec, dtype, factor) -> None:
+    rows = matrix()
+    rows = (rows / rows.norm(dim=1, keepdim=True) / factor**0.5).to(dtype)
+    long = torch.cat([rows[:1] * factor, rows[1:]])
+    alone, beside = (
+        store(Recipe(Dense(), codec=codec), problem(given, 1.0), dtype).matrix.dense().detach().float()
+        for given in (rows, long)
+    )
+    lost = [float((found - rows.float())[1:].square().sum()) for found in (alone, beside)]
+    assert lost[1] <= 1.05 * lost[0]
+
+
 @pytest.mark.parametrize(
     "other", [Recipe(Dense(), codec=Int4(group=16)), Recipe(Dense(), codec=Rotation(bits=3))], ids=str
 )

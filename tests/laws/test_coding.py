@@ -365,7 +365,7 @@ def test_absmax_is_within_half_a_step_and_exact_at_the_largest(bits, group, dtyp
     matrix[3] = 0
     code = absmax_code(matrix, bits, group)
     groups = -(-16 // min(group or 16, 16))
-    step = code.scales.float().repeat_interleave(code.group, 1)[:, :16] * code.unit
+    step = code.scales.wide.float().repeat_interleave(code.group, 1)[:, :16]
     assert bool(((code.dense() - matrix.float()).abs() <= step / 2 * 1.001).all())
     assert code.stored_bits == 40 * (16 * bits + 16 * groups)
     assert bool((code.dense()[3] == 0).all())
@@ -378,6 +378,21 @@ def test_scales_of_any_magnitude_are_kept():
         assert share(absmax_code(matrix / magnitude, 8), matrix / magnitude) < 1e-4
         torch.testing.assert_close(absmax_code(matrix, 8).dense() / magnitude, matrix / magnitude, atol=0.02, rtol=0)
         torch.testing.assert_close(rotation_code(matrix, 8).dense() / magnitude, matrix / magnitude, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "code", [lambda a: absmax_code(a, 8), lambda a: absmax_code(a, 4, 8), lambda a: rotation_code(a, 8)]
+)
+@pytest.mark.parametrize("factor", [1e3, 1e7, 1e9, 1e20])
+def test_a_long_row_leaves_the_others_as_they_are(code, factor):
+    """Scales of ordinary tables take 16 bits, those of rows of very different lengths 32."""
+    matrix = cloud(40, 16)[0]
+    alone, beside = code(matrix[1:]), matrix.clone()
+    beside[0] *= factor
+    found = code(beside)
+    assert found.scales.values.dtype == (torch.float16 if factor <= 1e7 else torch.float32)
+    lost = float((found.dense() - beside)[1:].square().sum() / matrix[1:].square().sum())
+    assert lost <= 1.02 * share(alone, matrix[1:])
 
 
 @pytest.mark.parametrize("d", [1, 7, 64, 384])

@@ -17,24 +17,25 @@ from kflats.codecs.codec import Int4, Int8
 from kflats.errors import KflatsError
 from kflats.factorize.parts import Parts
 from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import InRange, from_integers, in_range
+from kflats.nn.coded_build import from_integers
 from kflats.nn.coded_geometry import MAX_CLASSES
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.coding.rotation import RotationCode, rotation_code
+from kflats.numerics.coding.scales import Scales, scales_of
 from kflats.numerics.rows import Rows
 
 
 def rounded_table(codec: Int8 | Int4, rows: Rows, dtype: torch.dtype) -> CodedMatrix:
     """All numbers of the matrix itself; scales as ``dtype``."""
     groups = codec.groups(rows.shape[1])
-    code = absmax_code(rows, codec.bits, group=-(-rows.shape[1] // groups))
-    scales = in_range(code.scales.to(torch.float64) * code.unit, dtype)
+    code = absmax_code(rows, codec.bits, -(-rows.shape[1] // groups), dtype=dtype)
+    scales = code.scales
     return from_integers([code.levels], None, scales.values, scales="row", groups=groups, unit=scales.unit)
 
 
 def rotated_table(bits: int, rows: Rows, dtype: torch.dtype, seed: int) -> CodedMatrix:
     """All numbers of the matrix itself, turned; scales as ``dtype``."""
-    code = rotation_code(rows, bits, seed=seed)
+    code = rotation_code(rows, bits, seed=seed, dtype=torch.float64)
     return _turned([code], None, [code.rotation.matrix()], (), (rows.shape[0],), dtype)
 
 
@@ -53,22 +54,21 @@ def rounded_parts(codec: Int8 | Int4, parts: Parts, dtype: torch.dtype) -> Coded
         rank = part.shape[1]
         whole[parts.members(c), :rank] = (part / sizes[flat][:rank]).to(torch.float32)
     groups = codec.groups(parts.rank)
-    code = absmax_code(whole, codec.bits, group=-(-parts.rank // groups))
+    code = absmax_code(whole, codec.bits, -(-parts.rank // groups), dtype=dtype)
     basis = _int8_rows(
         torch.cat([basis * size.unsqueeze(1) for basis, size in zip(parts.bases, sizes, strict=True)]), dtype
     )
-    scales = in_range(code.scales.to(torch.float64) * code.unit, dtype)
     several = len(parts.coordinates) > 1
     return from_integers(
         [code.levels[parts.members(c)] for c in range(len(parts.coordinates))],
         parts.labels if several else None,
-        scales.values,
+        code.scales.values,
         scales="row",
         groups=groups,
         basis=basis.levels,
         basis_scale=basis.scales.values,
         flats=_flats(parts),
-        unit=scales.unit + basis.scales.unit,
+        unit=code.scales.unit + basis.scales.unit,
     )
 
 
@@ -81,7 +81,7 @@ def rotated_parts(bits: int, parts: Parts, dtype: torch.dtype, seed: int) -> Cod
     _check_classes(parts)
     codes, bases = [], []
     for number, (part, basis) in enumerate(zip(parts.coordinates, parts.bases, strict=True)):
-        code = rotation_code(part.to(torch.float32), bits, seed=seed + number)
+        code = rotation_code(part.to(torch.float32), bits, seed=seed + number, dtype=torch.float64)
         codes.append(code)
         bases.append(code.rotation.matrix().to(torch.float64) @ basis)
     several = len(codes) > 1
@@ -102,8 +102,11 @@ def _turned(
     lengths = torch.empty(sum(counts), dtype=torch.float64)
     for c, code in enumerate(codes):
         mine = slice(None) if labels is None else (labels == c).nonzero().squeeze(1)
-        lengths[mine] = code.scales.to(torch.float64) * code.unit
-    scales, basis = in_range(lengths, dtype), _int8_rows(torch.cat([basis.to(torch.float64) for basis in bases]), dtype)
+        lengths[mine] = code.scales.wide
+    scales, basis = (
+        scales_of(lengths, dtype),
+        _int8_rows(torch.cat([basis.to(torch.float64) for basis in bases]), dtype),
+    )
     integers = [code.levels.to(torch.int16) - len(values) // 2 for code in codes]
     return from_integers(
         [F.pad(one, (0, rank - one.shape[1])) for one in integers],
@@ -150,10 +153,10 @@ class _Int8Rows:
     """Rows of a basis as 8-bit integers and a scale each."""
 
     levels: Tensor
-    scales: InRange
+    scales: Scales
 
 
 def _int8_rows(rows: Tensor, dtype: torch.dtype) -> _Int8Rows:
     scale = rows.abs().amax(1) / 127
     safe = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1)
-    return _Int8Rows((rows / safe).round().to(torch.int8), in_range(scale, dtype))
+    return _Int8Rows((rows / safe).round().to(torch.int8), scales_of(scale, dtype))

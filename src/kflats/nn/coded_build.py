@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,6 +13,7 @@ from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import MAX_CLASSES, CodedGeometry
 from kflats.numerics.coding.flats import FlatsCode, common_contexts
 from kflats.numerics.coding.packing import Layout, layout_of, pack
+from kflats.numerics.coding.scales import scales_of
 from kflats.numerics.coding.transform import TransformCode
 
 _ALIGNED = 1.125
@@ -28,7 +27,7 @@ def from_transform(code: TransformCode, *, dtype: torch.dtype = torch.float32) -
         KflatsError: steps that ``dtype`` cannot hold.
     """
     shift = _balance(code.steps, code.basis_scale)
-    steps, scales = in_range(code.steps * shift, dtype), in_range(code.basis_scale / shift, dtype)
+    steps, scales = scales_of(code.steps * shift, dtype), scales_of(code.basis_scale / shift, dtype)
     return from_integers(
         code.levels,
         code.labels,
@@ -57,7 +56,7 @@ def from_flats(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedM
         first += len(one.levels)
     steps, scales = (torch.cat([getattr(one, name) for one in codes]) for name in ("steps", "basis_scale"))
     shift = _balance(steps, scales)
-    held, held_scales = in_range(steps * shift, dtype), in_range(scales / shift, dtype)
+    held, held_scales = scales_of(steps * shift, dtype), scales_of(scales / shift, dtype)
 
     def wide(values: Tensor) -> Tensor:
         return F.pad(values, (0, rank - values.shape[1]))
@@ -75,28 +74,6 @@ def from_flats(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedM
         flats=tuple((len(one.levels), one.rank) for one in codes),
         unit=held.unit + held_scales.unit,
     )
-
-
-@dataclass(frozen=True)
-class InRange:
-    """``values`` of some type in units of 2^unit."""
-
-    values: Tensor
-    unit: int
-
-
-def in_range(values: Tensor, dtype: torch.dtype) -> InRange:
-    """Positive ``values`` (0 aside) as ``dtype``, in a unit of their own where it does not hold all of them in full.
-
-    >>> in_range(torch.tensor([1.0, 0.5]), torch.float16).unit, in_range(torch.tensor([3e-6]), torch.float16).unit
-    (0, -19)
-    """
-    wide, limits = values.to(torch.float64), torch.finfo(dtype)
-    live = wide[wide > 0]
-    if not live.numel() or (float(live.min()) >= limits.smallest_normal and float(live.max()) <= limits.max):
-        return InRange(values.to(dtype), 0)
-    unit = math.floor(math.log2(float(live.max()))) if bool(torch.isfinite(live).all()) else 0
-    return InRange((wide * 2.0**-unit).to(dtype), unit)
 
 
 def _balance(steps: Tensor, scales: Tensor) -> float:

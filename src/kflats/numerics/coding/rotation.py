@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
+from kflats.numerics.coding.scales import Scales, scales_of
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 
 _ROUNDS = 2
@@ -63,12 +64,10 @@ class Rotation:
 
 @dataclass(frozen=True)
 class RotationCode:
-    """``levels`` (n, d) uint8, indices into ``values`` (2^bits,) float32; ``scales`` (n,) float16 in units of
-    ``unit``."""
+    """``levels`` (n, d) uint8, indices into ``values`` (2^bits,) float32; ``scales`` (n,)."""
 
     levels: Tensor
-    scales: Tensor
-    unit: float
+    scales: Scales
     values: Tensor
     rotation: Rotation
 
@@ -82,12 +81,12 @@ class RotationCode:
         """Levels, scales, values, signs and orders."""
         d = self.levels.shape[1]
         beside = 32 * len(self.values) + _ROUNDS * d * (1 + 8 * self.rotation.orders.itemsize)
-        return self.levels.numel() * self.bits + 16 * len(self.scales) + beside
+        return self.levels.numel() * self.bits + 8 * self.scales.values.nbytes + beside
 
     def rows(self, index: Tensor) -> Tensor:
         """The rows at ``index`` (m,), decoded, (m, d) float32."""
         index = index.to(torch.int64)
-        scale = self.scales[index].to(torch.float32).unsqueeze(1) * self.unit
+        scale = self.scales.wide[index].to(torch.float32).unsqueeze(1)
         return self.rotation.back(self.values[self.levels[index].to(torch.int64)] * scale)
 
     def dense(self) -> Tensor:
@@ -95,8 +94,11 @@ class RotationCode:
         return self.rows(torch.arange(len(self.levels)))
 
 
-def rotation_code(matrix: Tensor | Rows, bits: int, *, seed: int = 0) -> RotationCode:
+def rotation_code(matrix: Tensor | Rows, bits: int, *, seed: int = 0, dtype: torch.dtype | None = None) -> RotationCode:
     """Code (n, d) at ``bits`` (1 to 8) per weight and 16 per row.
+
+    Args:
+        dtype: of the scales; None: float16, or float32 where rows are so unlike that float16 does not hold all of them.
 
     Raises:
         KflatsError: other bits; NaN or infinite values.
@@ -112,20 +114,21 @@ def rotation_code(matrix: Tensor | Rows, bits: int, *, seed: int = 0) -> Rotatio
     n, d = rows.shape
     rotation, values = random_rotation(d, seed), lloyd_max(bits)
     edges = (values[1:] + values[:-1]) / 2
-    largest = max(float(block.norm(dim=1).max()) for _, block in rows.blocks(GRAM_BLOCK)) / math.sqrt(d)
-    unit = 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
     levels = torch.empty(n, d, dtype=torch.uint8)
-    scales = torch.empty(n, dtype=torch.float16)
+    lengths = torch.empty(n, dtype=torch.float64)
     for start, block in rows.blocks(GRAM_BLOCK):
-        turned = rotation.forward(block).to(torch.float32) / unit
-        scale = (turned.norm(dim=1) / math.sqrt(d)).clamp_min(1e-30)
+        wide = block.to(torch.float64)
+        size = wide.norm(dim=1) / math.sqrt(d)
+        # Each row at length 1 first: float32 then holds what is turned, whatever the others' lengths.
+        turned = rotation.forward(wide / torch.where(size > 0, size, 1.0).unsqueeze(1)).to(torch.float32)
+        scale = torch.ones(len(block))
         for _ in range(2):
             found = torch.bucketize(turned / scale.unsqueeze(1), edges)
             chosen = values[found]
             scale = ((turned * chosen).sum(1) / chosen.square().sum(1)).clamp_min(1e-30)
         levels[start : start + len(block)] = found.to(torch.uint8)
-        scales[start : start + len(block)] = scale.to(torch.float16)
-    return RotationCode(levels, scales, unit, values, rotation)
+        lengths[start : start + len(block)] = size * scale
+    return RotationCode(levels, scales_of(lengths, dtype), values, rotation)
 
 
 def random_rotation(d: int, seed: int) -> Rotation:
