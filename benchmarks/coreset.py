@@ -65,7 +65,7 @@ def compare(name: str, a: Tensor, rank: int, sizes: tuple[int, ...], seeds: int)
         "published": lambda seed: fit_flats(a, K, rank=rank, start="random", seed=seed),
         "default": lambda seed: fit_flats(a, K, rank=rank, seed=seed),
     }
-    cores = {f"{kind}, {size}": Coreset(size, kind) for size in sizes for kind in ("energy", "leverage", "ridge")}
+    cores = {f"ridge, {size}": Coreset(size) for size in sizes}
     for label, core in cores.items():
         ways[label] = lambda seed, core=core: fit_flats(a, K, rank=rank, coreset=core, seed=seed)
     lines, reference = [], 1.0

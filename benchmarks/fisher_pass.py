@@ -17,7 +17,7 @@ from _common import arguments, markdown, median_pair, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from kflats.demo import packaged_model
-from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.measure.batches import text_batches
 from kflats.measure.collect import Statistics, measure
 from kflats.measure.objectives import Objective, Projections, TaskLoss
@@ -67,7 +67,6 @@ def main() -> None:
         ("TwoSided", passing(TwoSided.needs, TaskLoss()), ""),
         ("InputGram", passing(InputGram.needs, TaskLoss()), ""),
         ("KroneckerFisher", passing(KroneckerFisher.needs, TaskLoss()), ""),
-        ("ElementFisher", passing(ElementFisher.needs, TaskLoss()), ""),
     ]
     rows = []
     for name, ours, target in cases:

@@ -23,7 +23,6 @@ from kflats.numerics.ellipsoid import Ellipsoid, certified, distortion_found
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.robust import robust_svd
-from kflats.numerics.sketch import LewisSample, Sketch
 
 
 def timed(function: Callable[[], Ellipsoid]) -> tuple[Ellipsoid, float]:
@@ -62,10 +61,7 @@ def ways(table: Tensor, steps: int) -> str:
     for name, fit in (
         ("Lewis", lambda: Lewis().fit(table, 1.0)),
         ("Lewis, 3 iterations", lambda: Lewis(iterations=3).fit(table, 1.0)),
-        ("LewisSample, 10 rows a column", lambda: LewisSample().fit(table, 1.0)),
         ("A'A itself", lambda: certified(table, replace(Lewis().fit(table, 2.0), p=1.0))),
-        ("Sketch, Cauchy", lambda: Sketch("cauchy").fit(table, 1.0)),
-        ("Sketch, exponential", lambda: Sketch("exponential").fit(table, 1.0)),
     ):
         ellipsoid, seconds = timed(fit)
         found = distortion_found(table, ellipsoid, directions=8, steps=steps)

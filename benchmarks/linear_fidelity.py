@@ -22,7 +22,7 @@ from kflats import SVD, Recipe, Uniform, compress_, find_weights
 from kflats.demo import packaged_model
 from kflats.evaluate.comparing import fidelity, load_tokenizer
 from kflats.files import load_model
-from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.measure.batches import text_batches
 from kflats.measure.collect import measure
 from kflats.measure.objectives import Projections
@@ -32,7 +32,6 @@ LINES: dict[str, tuple[Any, str]] = {
     "SVD": (Recipe(SVD(), Uniform()), "uniform"),
     "RowFisher (FWSVD)": (Recipe(SVD(), RowFisher()), "uniform"),
     "TwoSided": (Recipe(SVD(), TwoSided()), "uniform"),
-    "ElementFisher": (Recipe(SVD(), ElementFisher()), "uniform"),
     "InputGram": (Recipe(SVD(), InputGram()), "uniform"),
     "KroneckerFisher": (Recipe(SVD(), KroneckerFisher()), "uniform"),
     "RowFisher, allocated": (Recipe(SVD(), RowFisher()), "loss"),

@@ -22,7 +22,7 @@ from _common import arguments, markdown, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from kflats.demo import packaged_model
-from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.measure.accumulators import Accumulator
 from kflats.measure.batches import text_batches
 from kflats.measure.collect import measure
@@ -36,7 +36,6 @@ CASES: dict[str, tuple[frozenset[str], int]] = {
     PLAIN: (frozenset(), 0),
     "RowFisher": (RowFisher.needs, 2_000_000_000),
     "TwoSided": (TwoSided.needs, 2_000_000_000),
-    "ElementFisher": (ElementFisher.needs, 2_000_000_000),
     "InputGram": (InputGram.needs, 2_000_000_000),
     "KroneckerFisher": (KroneckerFisher.needs, 2_000_000_000),
     f"KroneckerFisher, memory_bytes={LITTLE // 10**6}e6": (KroneckerFisher.needs, LITTLE),

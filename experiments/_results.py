@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from kflats import (
     SVD,
-    ElementFisher,
     InputGram,
     KroneckerFisher,
     Projections,
@@ -27,6 +28,7 @@ from kflats import (
     TwoSided,
     Uniform,
 )
+from kflats.demo import packaged_model
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ENCODER = "bert.encoder.layer.*"
@@ -36,7 +38,6 @@ IMPORTANCES: dict[str, Any] = {
     "SVD": Uniform(),
     "RowFisher": RowFisher(),
     "TwoSided": TwoSided(),
-    "ElementFisher": ElementFisher(),
     "InputGram": InputGram(),
     "KroneckerFisher": KroneckerFisher(),
 }
@@ -92,6 +93,12 @@ def weights_folder() -> Path:
 def data_folder() -> Path:
     """The folder of data sets: KFLATS_DATA, or ../shared/data."""
     return Path(os.environ.get("KFLATS_DATA") or SHARED / "data")
+
+
+def embedding_table() -> Tensor:
+    """(30522, 384) float32: the word embeddings of all-MiniLM-L6-v2 (extra ``demo``)."""
+    with safe_open(packaged_model() / "model.safetensors", framework="pt") as file:
+        return file.get_tensor("embeddings.word_embeddings.weight").float()
 
 
 def parameters_kept(report: Any) -> int:

@@ -14,21 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from _results import kept, markdown, publish, write_option
+from _results import embedding_table, kept, markdown, publish, write_option
 from _robust import Known, approximations, errors, options
 from baselines.dictionary import dictionary_bytes, encode, learn, nonzeros_that_fit
-from safetensors import safe_open
 from torch import Tensor
 
-from kflats.demo import packaged_model
-
 ATOMS = (512, 1024, 2048)
-
-
-def embedding_table() -> Tensor:
-    """(30522, 384) float32."""
-    with safe_open(packaged_model() / "model.safetensors", framework="pt") as file:
-        return file.get_tensor("embeddings.word_embeddings.weight").float()
 
 
 def one(name: str, rate: float, a: Tensor, asked: argparse.Namespace) -> dict[str, Any]:

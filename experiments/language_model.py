@@ -129,7 +129,7 @@ def main() -> None:
     learnt, judged = (sampled(original, asked.texts, asked.length, seed) for seed in (1, 2))
     batches = [{"input_ids": part, "labels": part} for part in learnt.split(16)]
     weights = find_weights(original)
-    fields = needs(list(IMPORTANCES)) - {"element_fisher"}
+    fields = needs(list(IMPORTANCES))
     objectives = {"TaskLoss": OBJECTIVES["task"], "SampledLabels": OBJECTIVES["sampled"]}
     found = {
         name: measure(original, weights, batches, needs=fields, objective=objective, quiet=True)

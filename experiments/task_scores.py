@@ -39,7 +39,7 @@ from kflats.tasks.metrics import measure as measure_scores
 from kflats.tasks.scoring import score
 
 METHODS = (
-    "SVD,RowFisher,TwoSided,InputGram,KroneckerFisher,KroneckerFisher@logits,ElementFisher,"
+    "SVD,RowFisher,TwoSided,InputGram,KroneckerFisher,KroneckerFisher@logits,"
     "RowFisher+loss,TwoSided+loss,KroneckerFisher+loss,KroneckerFisher@logits+loss"
 )
 

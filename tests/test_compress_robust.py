@@ -19,7 +19,6 @@ from kflats import (
     Int8,
     KflatsError,
     KroneckerFisher,
-    LewisSample,
     Power,
     Recipe,
     RobustSVD,
@@ -40,7 +39,7 @@ from kflats.report.report import REPORT_FILE, Report
 
 METHODS = {
     "robust svd": RobustSVD(p=1.0),
-    "robust svd, sampled": RobustSVD(p=0.5, ellipsoid=LewisSample()),
+    "robust svd, p = 0.5": RobustSVD(p=0.5),
     "entrywise": Entrywise(p=1.0),
     "entrywise, irls": Entrywise(p=1.25),
     "subspace": Subspace(Power(1.0)),

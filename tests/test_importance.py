@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from kflats.errors import KflatsError
 from kflats.importance import (
     VALUES,
-    ElementFisher,
     InputGram,
     KroneckerFisher,
     RowFisher,
@@ -147,7 +146,6 @@ def test_nonsense_is_refused(make, message):
         ("zipf", {"power": 0.75}, ZipfPrior(power=0.75)),
         ("row-fisher", {}, RowFisher()),
         ("two-sided", {}, TwoSided()),
-        ("element-fisher", {}, ElementFisher()),
         ("input-gram", {"centred": False}, InputGram(centred=False)),
         ("kronecker", {}, KroneckerFisher()),
     ],
@@ -206,7 +204,6 @@ def test_inputs_that_never_vary_leave_a_usable_metric(importance):
         lambda: ZipfPrior(floor=float("nan")),
         lambda: RowFisher(unreached="ignore"),
         lambda: TwoSided(floor=-1e-4),
-        lambda: ElementFisher(floor="little"),
         lambda: InputGram(damping=float("nan")),
         lambda: KroneckerFisher(damping=-1),
         lambda: from_json({"type": "KroneckerFisher", "damping": -1}),

@@ -9,7 +9,7 @@ from torch import nn
 from kflats import MESSI, SVD, Dense, Flats, KMeansSVD, Recipe, TokenCounts, Uniform
 from kflats.allocate.selection import Given, select, weighting_of
 from kflats.errors import KflatsError
-from kflats.importance import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.swap.places import find_weight
 
 MEASURED = Given(calibration=True)
@@ -91,18 +91,16 @@ def test_with_calibration_data_the_default_for_layers_is_what_it_says(tiny_model
     [
         (SVD(), RowFisher(), "inputs", True),
         (SVD(), KroneckerFisher(), "outputs", True),
-        (SVD(), ElementFisher(), "inputs", True),
         (Flats(), RowFisher(), "inputs", True),
         (Flats(), TwoSided(), "inputs", True),
         (Flats(), InputGram(), "outputs", True),
         (Flats(), InputGram(), "inputs", False),
         (Flats(), KroneckerFisher(), "outputs", False),
-        (Flats(), ElementFisher(), "inputs", False),
         (MESSI(), RowFisher(), "inputs", True),
         (KMeansSVD(), RowFisher(), "inputs", True),
         (KMeansSVD(), TwoSided(), "inputs", False),
         (KMeansSVD(), RowFisher(), "outputs", False),
-        (Dense(), ElementFisher(), "inputs", True),
+        (Dense(), KroneckerFisher(), "inputs", True),
     ],
     ids=str,
 )

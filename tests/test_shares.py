@@ -41,7 +41,6 @@ def statistics(of: nn.Module, scale: dict[str, float] | None = None, seed: int =
             n,
             row_fisher=fisher.sum(1),
             column_fisher=fisher.sum(0),
-            element_fisher=fisher,
             input_gram=x.T @ x / 60,
             input_mean=x.mean(0),
             fisher_gram=x.T @ x / 60,
@@ -211,8 +210,6 @@ def test_every_importance_with_every_method_it_fits(method, importance, rows) ->
 
 def measure_by(weighting, error):
     """The objective, written out."""
-    if weighting.elements is not None:
-        return float((weighting.elements * error.square()).sum())
     n, d = error.shape
     left = torch.eye(n).double() if weighting.left is None else weighting.left
     right = torch.eye(d).double() if weighting.right is None else weighting.right

@@ -16,7 +16,6 @@ from kflats.export.onnx import export_onnx
 from kflats.files import annotate_, load_, register_plugin, save, stream_folder
 from kflats.frontier.sweep import Frontier, frontier
 from kflats.importance import (
-    ElementFisher,
     InputGram,
     KroneckerFisher,
     RowFisher,
@@ -31,11 +30,9 @@ from kflats.measure.measurements import Statistics
 from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
 from kflats.methods import MESSI, SVD, Best, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.coreset import Coreset
-from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
-from kflats.numerics.sketch import LewisSample, Sketch
 from kflats.recipes.budget import Budget, parse_budget
 from kflats.recipes.plan import Plan
 from kflats.recipes.recipe import Recipe
@@ -53,8 +50,6 @@ __all__ = [
     "Budget",
     "Coreset",
     "Dense",
-    "ElementFisher",
-    "EntryPower",
     "Entrywise",
     "Flats",
     "Float",
@@ -67,7 +62,6 @@ __all__ = [
     "KflatsError",
     "KroneckerFisher",
     "Lewis",
-    "LewisSample",
     "Loewner",
     "Plan",
     "Power",
@@ -78,7 +72,6 @@ __all__ = [
     "Rotation",
     "RowFisher",
     "SampledLabels",
-    "Sketch",
     "Squared",
     "Statistics",
     "Subspace",

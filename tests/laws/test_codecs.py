@@ -40,7 +40,6 @@ from kflats.methods.problem import Problem
 from kflats.nn.coded import CodedMatrix
 from kflats.numerics.coding import flats
 from kflats.numerics.coding.clusters import cluster_rows
-from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.loss import Power
 from kflats.numerics.rows import TensorRows
 from kflats.recipes.plan import Plan
@@ -71,7 +70,6 @@ CASES = [
     (Flats(k=2, error=Power(1.0)), Int4(), 0.20),
     (Flats(k=2), Rotation(), 0.25),
     (kflats.MESSI(k=2), Int8(), 0.25),
-    (kflats.MESSI(k=2, error=EntryPower(1.0)), Rotation(bits=3), 0.25),
     (kflats.KMeansSVD(k=2), Int4(), 0.20),
     (kflats.KMeansSVD(k=2), Rotation(), 0.25),
     (kflats.MESSI(k=2), Transform(), 0.14),
@@ -447,7 +445,6 @@ OWN = [
     (Subspace(), 1),
     (kflats.KMeansSVD(k=3), 3),
     (Flats(k=3, error=Power(1.0)), 3),
-    (kflats.MESSI(k=3, error=EntryPower(1.0)), 3),
 ]
 
 
@@ -502,17 +499,6 @@ def test_codes_of_several_flats_fill_their_bytes(method, codec, share) -> None:
     two = fixed_bytes(codec, (2000, 48), 4, 3, k) - fixed_bytes(codec, (2000, 48), 4, 1, k)
     whole = min(rank for _, rank in made.geometry.parts) == 48
     assert whole or made.nbytes >= (given.nbytes - two if uniform else 0.95 * given.nbytes)
-
-
-def test_an_error_by_entries_is_heeded_by_rounded_pairs() -> None:
-    rows, gen = matrix(300), torch.Generator().manual_seed(3)
-    elements = torch.rand(300, 32, generator=gen, dtype=torch.float64).pow(6)
-    weighting = Weighting(elements=elements)
-    blind = store(Recipe(SVD(), codec=Int8()), problem(rows, 0.12), torch.float32).matrix
-    assert (
-        relative(rows, Recipe(SVD(), codec=Int8()), 0.12, weighting)
-        < 0.8 * weighted_error(rows, blind, weighting).relative
-    )
 
 
 @pytest.mark.parametrize("codec", [Int8(), Int4(group=16), Rotation(), Rotation(bits=3)], ids=str)

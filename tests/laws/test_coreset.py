@@ -10,15 +10,13 @@ from sklearn.metrics import adjusted_rand_score
 
 from kflats.errors import KflatsError
 from kflats.numerics.assign import assign, squared_norms
-from kflats.numerics.coreset import Coreset, chances, draw_sample, lewis_scores, sensitivities
+from kflats.numerics.coreset import Coreset, chances, draw_sample, ridge_leverage
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Cloud
-from kflats.numerics.lewis import lewis_weights
 from kflats.numerics.loss import Huber, Power, Squared
 from kflats.numerics.rows import TensorRows
 
 F64 = torch.float64
-SCORES = ("energy", "leverage", "ridge", "lewis")
 LOSSES = {"squared": Squared(), "power 1": Power(1), "power .5": Power(0.5), "huber": Huber(1.0)}
 
 
@@ -50,32 +48,28 @@ def test_scores_are_their_formulas(weighted):
     def scores(ridge):
         return w * ((a @ torch.linalg.inv(gram + ridge * torch.eye(6, dtype=F64))) * a).sum(1)
 
-    torch.testing.assert_close(sensitivities(cloud, "leverage", 2), scores(0.0))
-    torch.testing.assert_close(sensitivities(cloud, "ridge", 2), scores(float(values[:4].sum()) / 2))
-    torch.testing.assert_close(sensitivities(cloud, "ridge", 6), scores(0.0))  # nothing lies beyond all columns
-    torch.testing.assert_close(sensitivities(cloud, "energy", 2), w * a.square().sum(1))
-    torch.testing.assert_close(lewis_scores(cloud, 1.0), lewis_weights(a * w[:, None], 1.0).weights, rtol=0.2, atol=0)
-    assert float(sensitivities(cloud, "leverage", 2).sum()) == pytest.approx(6)
+    torch.testing.assert_close(ridge_leverage(cloud, 2), scores(float(values[:4].sum()) / 2))
+    torch.testing.assert_close(ridge_leverage(cloud, 6), scores(0.0))  # nothing lies beyond all columns
+    assert float(ridge_leverage(cloud, 6).sum()) == pytest.approx(6)
 
 
 @settings(max_examples=30)
-@given(n=st.integers(1, 60), d=st.integers(1, 5), size=st.integers(2, 60), kind=st.sampled_from(SCORES), data=st.data())
-def test_any_cloud_can_be_drawn_from(n, d, size, kind, data):
+@given(n=st.integers(1, 60), d=st.integers(1, 5), size=st.integers(2, 60), data=st.data())
+def test_any_cloud_can_be_drawn_from(n, d, size, data):
     a = torch.randn(n, d, generator=generator(n))
     a[data.draw(st.integers(0, n - 1))] = 0
     w = torch.rand(n, generator=generator(d)) if data.draw(st.booleans()) else None
     loss = data.draw(st.sampled_from(list(LOSSES.values())))
-    part = Coreset(size, kind).draw(cloud_of(a, w), 2, generator(), loss)
+    part = Coreset(size).draw(cloud_of(a, w), 2, generator(), loss)
     assert min(n, size / 2 - 1) <= part.rows.shape[0] <= size
     if part.multiplicity is not None:
         assert float(part.multiplicity.sum()) <= n
         assert torch.isfinite(part.multiplicity).all()
 
 
-@pytest.mark.parametrize("kind", SCORES)
-def test_a_short_cloud_is_its_own_coreset(kind):
+def test_a_short_cloud_is_its_own_coreset():
     cloud = cloud_of(torch.randn(50, 3))
-    assert Coreset(50, kind).draw(cloud, 2, generator()) is cloud
+    assert Coreset(50).draw(cloud, 2, generator()) is cloud
 
 
 @settings(max_examples=30)
@@ -88,9 +82,8 @@ def test_chances_are_chances_and_spend_no_more_than_asked(scores, size):
     assert float(found.sum()) <= size * (1 + 1e-5)
 
 
-@pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
-def test_the_error_of_any_flats_is_estimated_without_bias(kind, loss):
+def test_the_error_of_any_flats_is_estimated_without_bias(loss):
     a = torch.randn(3000, 8, generator=generator()) * torch.rand(3000, 1, generator=generator(1)).pow(-0.5)
     cloud = cloud_of(a, torch.rand(3000, generator=generator(2)))
     bases = tuple(torch.linalg.qr(torch.randn(8, 2, generator=generator(c))).Q.T.contiguous() for c in range(3))
@@ -99,7 +92,7 @@ def test_the_error_of_any_flats_is_estimated_without_bias(kind, loss):
         found = assign(part.rows, bases, part.norms2, weights=part.weights, multiplicity=part.multiplicity, loss=loss)
         return found.objective
 
-    drawn = [error(Coreset(300, kind).draw(cloud, 6, generator(seed), loss)) for seed in range(40)]
+    drawn = [error(Coreset(300).draw(cloud, 6, generator(seed), loss)) for seed in range(40)]
     assert sum(drawn) / len(drawn) == pytest.approx(error(cloud), rel=0.03)
 
 
@@ -108,12 +101,11 @@ def test_a_direction_that_one_row_has_is_not_missed():
     a[:, 9] = 0
     a[1234] = torch.eye(10)[9] * 0.5
     cloud = cloud_of(a)
-    for kind in ("leverage", "ridge", "lewis"):
-        held = [
-            bool((Coreset(500, kind).draw(cloud, 10, generator(seed), Power(1)).rows.matrix[:, 9] > 0).any())
-            for seed in range(20)
-        ]
-        assert all(held)
+    held = [
+        bool((Coreset(500).draw(cloud, 10, generator(seed), Power(1)).rows.matrix[:, 9] > 0).any())
+        for seed in range(20)
+    ]
+    assert all(held)
     energy = [bool((draw_sample(cloud, 500, generator(seed)).rows.matrix[:, 9] > 0).any()) for seed in range(20)]
     assert sum(energy) < 10
 
@@ -125,30 +117,28 @@ def test_leverage_bounds_no_share_of_what_several_flats_leave():
     cloud = cloud_of(a)
     left = assign(cloud.rows, (lines[:1], lines[1:]), cloud.norms2).dist2
     assert float(left[-1] / left.sum()) == pytest.approx(1)
-    for kind in ("leverage", "ridge"):
-        scores = sensitivities(cloud, kind, 2)
-        assert float(scores[-1] / scores.sum()) < 2 / 1001
-    fit = fit_flats(a, 3, rank=1, coreset=Coreset(40, "leverage"))  # but EM goes on with all rows, and so finds it
+    scores = ridge_leverage(cloud, 2)
+    assert float(scores[-1] / scores.sum()) < 2 / 1001
+    fit = fit_flats(a, 3, rank=1, coreset=Coreset(40))  # but EM goes on with all rows, and so finds it
     assert fit.error < 1e-9
 
 
 def test_a_sample_of_a_sample_stands_for_all_rows():
     cloud = cloud_of(torch.randn(4000, 4, generator=generator()))
-    core = Coreset(1000, "leverage").draw(cloud, 2, generator())
+    core = Coreset(1000).draw(cloud, 2, generator())
     part = draw_sample(core, 100, generator())
     assert 3990 < float(core.multiplicity.sum()) <= 4000
     assert 3990 < float(part.multiplicity.sum()) <= 4000
 
 
-@pytest.mark.parametrize("kind", SCORES)
 @pytest.mark.parametrize("start", ["auto", "greedy"])
 @pytest.mark.parametrize("loss", [Squared(), Power(1)], ids=["squared", "power 1"])
-def test_em_from_a_coreset_finds_planted_flats(kind, start, loss):
+def test_em_from_a_coreset_finds_planted_flats(start, loss):
     a, truth = planted()
-    fit = fit_flats(a, 5, rank=3, start=start, error=loss, coreset=Coreset(600, kind))
+    fit = fit_flats(a, 5, rank=3, start=start, error=loss, coreset=Coreset(600))
     assert adjusted_rand_score(truth.numpy(), fit.labels.numpy()) >= 0.99
     assert fit.error <= 1.01 * fit_flats(a, 5, rank=3, start=start, error=loss).error
-    again = fit_flats(a, 5, rank=3, start=start, error=loss, coreset=Coreset(600, kind))
+    again = fit_flats(a, 5, rank=3, start=start, error=loss, coreset=Coreset(600))
     assert again.objective == fit.objective
 
 
@@ -157,7 +147,6 @@ def test_em_from_a_coreset_finds_planted_flats(kind, start, loss):
     [
         (lambda: Coreset(1), "a coreset of 1 rows"),
         (lambda: Coreset(True), "a coreset of True rows"),
-        (lambda: Coreset(10, "luck"), "scores='luck' is unknown"),
         (lambda: fit_flats(torch.randn(30, 4), 2, rank=3, coreset=Coreset(15)), "cannot show 2 flats of rank 3"),
         (lambda: fit_flats(torch.randn(30, 4), 2, budget=80, coreset=Coreset(10)), "of equal rank"),
     ],

@@ -16,7 +16,6 @@ from kflats.numerics.ellipsoid import Ellipsoid, certified, distortion_bound, di
 from kflats.numerics.lewis import Lewis, lewis_weights
 from kflats.numerics.loewner import Loewner, _cut, _cut_both, _gradient, _norms
 from kflats.numerics.rows import ScaledRows, TensorRows
-from kflats.numerics.sketch import LewisSample, Sketch
 from kflats.numerics.whitening import COLUMN_FLOOR
 
 F64 = torch.float64
@@ -406,67 +405,9 @@ def test_a1_ends_with_a_clear_error():
         Loewner(tolerance=0.0)
 
 
-# Randomized ways
-
-
-@pytest.mark.parametrize(("kind", "p"), [("cauchy", 1.0), *(("exponential", p) for p in (0.5, 1.0, 1.5, 3.0))])
-def test_a_sketch_holds_its_certificate_and_is_bad(kind, p):
-    a = gaussian(3000, 6)
-    found = Sketch(kind, seed=1).fit(a, p)
-    holds(a, found, slack=1e-9)
-    assert torch.equal(found.axes, Sketch(kind, seed=1).fit(a, p).axes)
-    assert not torch.equal(found.axes, Sketch(kind, seed=2).fit(a, p).axes)
-    plain = certified(a, replace(Lewis().fit(a, 2.0), p=p))  # A'A itself
-    assert distortion_found(a, found).ratio > 1.5 * distortion_found(a, plain).ratio
-
-
-def test_sketches_of_deficient_matrices():
-    for name in ("rank 3", "rows of zeros", "wide", "constant columns"):
-        a, rank = MATRICES[name]
-        found = Sketch().fit(a, 1.0)
-        assert found.rank == rank
-        holds(a, found)
-    with pytest.raises(KflatsError, match=r"p = 1, not for 1\.5"):
-        Sketch("cauchy").fit(gaussian(20, 2), 1.5)
-    with pytest.raises(KflatsError, match="makes no sense"):
-        Sketch("gaussian")
-
-
-@pytest.mark.parametrize("p", [0.5, 1.0, 1.5, 3.0])
-def test_sampled_rows_are_nearly_as_good_as_all(p):
-    for a in (gaussian(5000, 8, dtype=torch.float32), outlier(1e3).repeat(10, 1), holed().repeat(20, 1)):
-        found = LewisSample().fit(a, p)
-        holds(a, found, slack=1e-5)
-        assert found.bound <= 2 * found.rank ** abs(1 - p / 2)
-        most = 1.2 if p <= 2 else 1.5  # sums of high powers hang on few rows
-        assert distortion_found(a, found).ratio <= most * distortion_found(a, Lewis().fit(a, p)).ratio
-
-
-def test_a_sample_that_misses_a_direction_says_so():
-    a = torch.cat([gaussian(5000, 3), torch.zeros(5000, 1, dtype=F64)], 1)
-    a[77] = torch.tensor([0, 0, 0, 1e-3], dtype=F64)
-    with pytest.raises(KflatsError, match=r"span 3 of 4 directions.*rows_per_column"):
-        LewisSample().fit(a, 1.0)
-    few = gaussian(30, 4)
-    torch.testing.assert_close(LewisSample().fit(few, 1.0).axes, Lewis().fit(few, 1.0).axes)
-    with pytest.raises(KflatsError, match="makes no sense"):
-        LewisSample(rows_per_column=1)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_sketch_of_few_rows_that_are_not_zero(seed):
-    """Ten of a thousand: each has a row of the sketch to itself, so no two can cancel."""
-    a = torch.zeros(1000, 5, dtype=F64)
-    a[torch.randperm(1000, generator=torch.Generator().manual_seed(seed))[:10]] = gaussian(10, 5, seed)
-    for p in (0.5, 1.0, 3.0):
-        found = Sketch(seed=seed).fit(a, p)
-        assert found.rank == 5
-        assert distortion_found(a, found, directions=4, steps=5).least >= 1 - 1e-6
-
-
 # Columns that are nearly or altogether dead
 
-WAYS = {"lewis": Lewis(), "sample": LewisSample(), "loewner": Loewner(), "sketch": Sketch()}
+WAYS = {"lewis": Lewis(), "loewner": Loewner()}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
@@ -555,24 +496,19 @@ def test_settings_make_sense():
         (Lewis, {"precision": "float32"}),
         (Loewner, {"tolerance": math.inf}),
         (Loewner, {"max_steps": 1.5}),
-        (LewisSample, {"rows_per_column": "10"}),
-        (LewisSample, {"seed": None}),
-        (Sketch, {"rows_per_column": 2.5}),
-        (Sketch, {"seed": "1"}),
     ):
         with pytest.raises(KflatsError, match="makes no sense"):
             way(**bad)
 
 
-@pytest.mark.parametrize("way", [Lewis(), LewisSample()], ids=["lewis", "sample"])
 @pytest.mark.parametrize("p", [0.5, 1.0, 3.0])
-def test_rows_that_float32_cannot_bring_to_length_1(way, p):
+def test_rows_that_float32_cannot_bring_to_length_1(p):
     a = gaussian(200, 4, dtype=torch.float32)
     a[:3] *= 1e-40
     a[3] = 0
-    holds(a, way.fit(a, p), slack=1e-5)
+    holds(a, Lewis().fit(a, p), slack=1e-5)
     deficient = torch.cat([a, a[:, :1]], 1)
-    assert way.fit(deficient, p).rank == 4
+    assert Lewis().fit(deficient, p).rank == 4
 
 
 # The real table

@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.errors import KflatsError
-from kflats.numerics import entrywise_admm, entrywise_irls, refit
+from kflats.numerics import entrywise_admm, entrywise_irls
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.entrywise_prox import Pull
 from kflats.numerics.factors import Factors, powers_
-from kflats.numerics.refit import refit_l1
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import truncated_svd
 from kflats.numerics.winsor import HeldBackRows
@@ -344,31 +343,6 @@ def test_bad_input_is_refused(change, message):
         entrywise_low_rank(**{"matrix": draw(6, 4, 15), "rank": 2, **change})
 
 
-@pytest.mark.parametrize(("n", "d", "rank"), [(9, 6, 2), (5, 20, 4), (4, 3, 3), (1, 7, 1)])
-@pytest.mark.parametrize("orthonormal", [True, False])
-def test_coordinates_refitted_against_linear_programs(n, d, rank, orthonormal):
-    a, v = draw(n, d, 20), draw(rank, d, 21)
-    v = torch.linalg.qr(v.T).Q.T if orthonormal else v * torch.logspace(0, 2, rank, dtype=F64)[:, None]
-    made, (sums, _) = refit_l1(a, basis=v, tolerance=1e-5, max_iterations=20_000), least_l1(a, v)
-    assert made.converged
-    assert made.bound <= sums.sum() + 1e-9
-    assert sums.sum() - 1e-9 <= made.error <= sums.sum() * (1 + 1e-5) + 1e-9
-    assert made.error == pytest.approx(sum_of(a, made, 1), rel=1e-9, abs=1e-9)
-    assert made.basis is v or torch.equal(made.basis, v)
-
-
-@pytest.mark.parametrize(("n", "d", "rank"), [(9, 6, 2), (6, 9, 3)])
-def test_a_basis_refitted_under_weights_against_linear_programs(n, d, rank):
-    a, u = draw(n, d, 22), draw(n, rank, 23)
-    weights = torch.rand(n, generator=torch.Generator().manual_seed(3), dtype=F64)
-    made = refit_l1(a, coordinates=u, weights=weights, tolerance=1e-5, max_iterations=20_000)
-    sums, _ = least_l1((weights[:, None] * a).T.contiguous(), (weights[:, None] * u).T.contiguous())
-    assert made.converged
-    assert made.error == pytest.approx(sums.sum(), rel=2e-5)
-    assert made.error == pytest.approx(sum_of(a, made, 1, weights), rel=1e-9)
-    assert torch.equal(made.coordinates, u)
-
-
 @pytest.mark.parametrize("p", [1.0, 1.001, 1.1, 1.25, 4 / 3, 1.5, 1.75, 1.9, 1.999])
 @pytest.mark.parametrize("dtype", [torch.float32, F64])
 def test_the_proximal_step_is_the_least_of_all(p, dtype):
@@ -430,62 +404,3 @@ def test_admm_rests_where_the_gradient_vanishes(p):
     assert float((slopes.T @ (made.coordinates / lengths)).norm()) < 2e-2 * size
     start = Factors(*(lambda svd: (svd.coordinates, svd.basis))(truncated_svd(a, 3))).error(TensorRows(a), p)
     assert made.error < start
-
-
-@settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 12), d=st.integers(1, 12), r=st.integers(1, 6), seed=st.integers(0, 10**6), way=st.booleans())
-def test_a_refit_lies_between_its_bound_and_least_squares(n, d, r, seed, way):
-    """Any factor, more directions than columns and equal ones among them."""
-    a, factor = draw(n, d, seed), draw(r, d if way else n, seed + 1)
-    factor[-1] = factor[0]
-    made = refit_l1(a, basis=factor) if way else refit_l1(a, coordinates=factor.T)
-    other, held = (a, factor) if way else (a.T, factor)
-    squares = float((other - other @ torch.linalg.pinv(held) @ held).abs().sum())
-    assert made.bound <= made.error + 1e-12
-    assert made.error <= squares * (1 + 1e-9) + 1e-8
-    assert made.error == pytest.approx(sum_of(a, made, 1), rel=1e-6, abs=1e-7)
-
-
-def test_a_refit_takes_weights_blocks_and_limits(monkeypatch):
-    a, v, weights = draw(30, 8, 24), draw(3, 8, 25), torch.arange(30.0)
-    made, weighed = refit_l1(a, basis=v), refit_l1(a, basis=v, weights=weights)
-    torch.testing.assert_close(made.coordinates, weighed.coordinates)
-    assert weighed.error == pytest.approx(sum_of(a, made, 1, weights), rel=1e-9)
-    monkeypatch.setattr(refit, "BLOCK", 7)
-    monkeypatch.setattr(refit, "_NUMBERS", 60)
-    assert refit_l1(a, basis=v).error == pytest.approx(made.error, rel=2e-3)
-    assert refit_l1(a, coordinates=draw(30, 2, 1)).converged
-    hasty = refit_l1(a, basis=v, tolerance=1e-9, max_iterations=3)
-    assert not hasty.converged
-    assert hasty.bound < hasty.error
-
-
-def test_a_refit_of_wrong_entries_and_of_zeros():
-    a, clean = planted(200, 40, 3, 0.05, 0.0, seed=26)
-    basis = truncated_svd(clean, 3).basis
-    made = refit_l1(a.float(), basis=basis.float(), tolerance=1e-5, max_iterations=5000)
-    assert float((made.coordinates.double() @ basis - clean).norm() / clean.norm()) < 1e-3
-    nothing = refit_l1(torch.zeros(4, 3, dtype=torch.float16), basis=torch.zeros(2, 3))
-    assert nothing.error == 0
-    assert nothing.converged
-    assert nothing.coordinates.shape == (4, 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({}, "one of the two"),
-        ({"basis": torch.ones(1, 4), "coordinates": torch.ones(6, 1)}, "one of the two"),
-        ({"basis": torch.ones(1, 5)}, "do not fit"),
-        ({"basis": torch.ones(4)}, "do not fit"),
-        ({"coordinates": torch.ones(5, 1)}, "do not fit"),
-        ({"basis": torch.full((1, 4), torch.nan)}, "NaN"),
-        ({"basis": torch.ones(1, 4), "weights": torch.ones(5)}, "row weights"),
-        ({"basis": torch.ones(1, 4), "tolerance": 0.0}, "tolerance"),
-        ({"basis": torch.ones(1, 4), "max_iterations": 0}, "max_iterations"),
-        ({"basis": torch.ones(1, 4), "matrix": torch.full((6, 4), torch.inf)}, "infinite"),
-    ],
-)
-def test_bad_input_to_a_refit_is_refused(change, message):
-    with pytest.raises(KflatsError, match=message):
-        refit_l1(**{"matrix": draw(6, 4, 27), **change})

@@ -37,8 +37,6 @@ KINDS = {
     "holed rows, low right": ("holed left", "low right"),
     "left, right": ("full left", "full right"),
     "low left, low right": ("low left", "low right"),
-    "elements": ("elements",),
-    "elements, start": ("elements", "diagonal left", "diagonal right"),
 }
 """A new kind of weighting is a new row."""
 
@@ -59,12 +57,7 @@ def weighting(names, n, d):
     found = {}
     for name in names:
         kind, _, where = name.rpartition(" ")
-        if where == "elements":
-            gen = torch.Generator().manual_seed(3)
-            found["elements"] = torch.rand(n, d, generator=gen, dtype=F64) ** 3
-            found["elements"][:, 2] = found["elements"][5] = 0
-        else:
-            found[where] = side(kind, n if where == "left" else d, 4 if where == "left" else 5)
+        found[where] = side(kind, n if where == "left" else d, 4 if where == "left" else 5)
     return Weighting(**found)
 
 
@@ -76,8 +69,6 @@ def table(n, d, seed=0):
 def dense_error(a, matrix, w):
     """The definition, by scipy's roots of dense matrices: nothing shared with what is under test."""
     rest = a.to(F64) - matrix.dense().detach().to(F64)
-    if w.elements is not None:
-        return float((w.elements * rest.square()).sum())
     for gram, flip in ((w.left, False), (w.right, True)):
         if gram is None:
             continue
@@ -104,7 +95,7 @@ NBYTES = 3600
 
 
 def test_what_methods_say_they_take():
-    assert SVD.accepts == Dense.accepts == {"rows", "left", "right", "elements"}
+    assert SVD.accepts == Dense.accepts == {"rows", "left", "right"}
     assert Flats.accepts == MESSI().accepts == {"rows", "right"}
     assert KMeansSVD.accepts == {"rows"}
 
@@ -150,10 +141,9 @@ def test_the_scale_of_a_weighting_does_not_matter(method, names):
     a, w = table(80, 10), weighting(names, 80, 10)
     usual = method.fit(Problem(TensorRows(a), 2400, 4, w))
     for factor in (2.0**-60, 2.0**60):
-        sides = {k: getattr(w, k) for k in ("left", "right", "elements") if getattr(w, k) is not None}
+        sides = {k: getattr(w, k) for k in ("left", "right") if getattr(w, k) is not None}
         scaled = method.fit(Problem(TensorRows(a), 2400, 4, Weighting(**{k: v * factor for k, v in sides.items()})))
-        power = 1 if "elements" in sides else len(sides)
-        assert scaled.objective[-1] == pytest.approx(usual.objective[-1] * factor**power, rel=1e-3)
+        assert scaled.objective[-1] == pytest.approx(usual.objective[-1] * factor ** len(sides), rel=1e-3)
         torch.testing.assert_close(scaled.matrix.dense(), usual.matrix.dense(), rtol=1e-3, atol=1e-3)
 
 
@@ -308,10 +298,7 @@ def test_the_spectrum_says_what_every_rank_will_cost(names, shape):
     assert float(errors[0]) == pytest.approx(weighted_error(a, nothing, w).total, rel=1e-9)
     for rank in range(1, 10):
         reached = method.fit(Problem(TensorRows(a), method.cost(shape, rank, 8), 8, w)).objective[-1]
-        if "elements" in names:
-            assert reached <= float(errors[rank]) * (1 + 1e-9)
-        else:
-            assert reached == pytest.approx(float(errors[rank]), rel=1e-6, abs=1e-10 * float(errors[0]))
+        assert reached == pytest.approx(float(errors[rank]), rel=1e-6, abs=1e-10 * float(errors[0]))
 
 
 @pytest.mark.parametrize("method", [Flats(k=3), KMeansSVD(k=3)], ids=["flats", "k-means"])

@@ -128,9 +128,8 @@ def _at_ranks(rows: Rows, weighting: Weighting, recipe: Recipe, dtype: torch.dty
     elif total > 0:
         # Twice: of a small matrix the head of a file is most.
         room = 2 * (fixed_bytes(codec, (n, d), dtype.itemsize, min(n, d)) + least_bytes(recipe, (n, d), dtype.itemsize))
-        closed = replace(weighting, elements=None)
-        made = store(replace(recipe, method=SVD()), Problem(rows, room, dtype.itemsize, closed), dtype)
-        coded = [(codec, min(1.0, weighted_error(rows, made.matrix, closed).relative))]
+        made = store(replace(recipe, method=SVD()), Problem(rows, room, dtype.itemsize, weighting), dtype)
+        coded = [(codec, min(1.0, weighted_error(rows, made.matrix, weighting).relative))]
     else:
         coded = [(codec, 0.0)]
     judged = "relative error" if isinstance(recipe.method, SVD) else "relative error of an SVD"

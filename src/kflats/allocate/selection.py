@@ -194,7 +194,6 @@ _WORD, _PATTERN, _NAME = 0, 1, 2
 _WHY = {
     "left": "a full metric on the side of the rows couples them, and this method treats rows one by one",
     "right": "it weighs columns, and this method only rows",
-    "elements": "it weighs every entry by itself, which has no closed form",
 }
 
 
@@ -259,7 +258,6 @@ def _tiny(recipe: Recipe, *, one_hot: bool) -> Weighting:
         prior=ones / 2,
         row_fisher=ones,
         column_fisher=ones,
-        element_fisher=torch.outer(ones, ones),
         input_gram=ones if one_hot else eye,
         input_mean=0 * ones,
         fisher_gram=ones if one_hot else eye,

@@ -13,8 +13,6 @@ from kflats.codecs.codec import Codes, Float, Transform
 from kflats.codecs.codec import from_name as codec_of
 from kflats.errors import KflatsError
 from kflats.methods import Best
-from kflats.numerics.entry_em import EntryPower
-from kflats.numerics.loss import Loss
 from kflats.numerics.loss import from_name as loss_of
 from kflats.recipes.budget import Budget, parse_budget
 from kflats.recipes.plan import Plan
@@ -112,38 +110,10 @@ def method_of(asked: Asked, default: str) -> Any:
     if asked.form not in (None, "factors", "interpolative"):
         raise KflatsError(f"--form {asked.form} is unknown", hint="factors or interpolative")
     if asked.error is not None:
-        options["error"] = error_of(asked.error)
-        if name in ("flats", "subspace") and isinstance(options["error"], EntryPower):
-            several = "flats whose ranks differ" if name == "flats" else "distances to one flat"
-            raise KflatsError(
-                f"--error {asked.error!r} is of messi, not of {name}",
-                cause=f"{several} have no fit for powers of single entries",
-                hint="--method messi (flats of one rank), or --method entrywise --p P (one flat)",
-            )
+        options["error"] = loss_of(asked.error)
     if asked.ellipsoid is not None:
         options["ellipsoid"] = methods.ellipsoid_of(asked.ellipsoid)
     return methods.from_name(name, **options)
-
-
-def error_of(text: str) -> Loss | EntryPower:
-    """What a distance costs: a loss by its name, or "entries P" and "manhattan" for powers of single entries.
-
-    Raises:
-        KflatsError: no error is called that.
-
-    >>> error_of("power 1"), error_of("manhattan")
-    (Power(q=1.0), EntryPower(p=1.0))
-    """
-    kind, *rest = text.strip().lower().split() or [""]
-    if kind == "manhattan" and not rest:
-        return EntryPower(1.0)
-    if kind == "entries" and len(rest) == 1:
-        try:
-            power = float(rest[0])
-        except ValueError:
-            raise KflatsError(f"--error {text}: {rest[0]!r} is no number", hint='"entries 1"') from None
-        return EntryPower(power)
-    return loss_of(text)
 
 
 def budget_of(budget: str | None, file_budget: str | None) -> Budget:

@@ -43,15 +43,15 @@ Exponent = Annotated[
 ]
 EllipsoidName = Annotated[
     str | None,
-    typer.Option("--ellipsoid", help="With robust-svd: lewis (default), loewner, sketch or sample."),
+    typer.Option("--ellipsoid", help="With robust-svd: lewis (default) or loewner."),
 ]
 ErrorName = Annotated[
     str | None,
     typer.Option(
         "--error",
         metavar="LOSS",
-        help='With flats, messi and subspace: what a distance costs: squared, "power 1", "huber 0.5", "truncated 3 '
-        'median"; with messi also manhattan and "entries 0.5".',
+        help='With flats, messi and subspace: what a distance costs: squared, "power 1", "huber 0.5" or "truncated 3 '
+        'median".',
     ),
 ]
 FlatCount = Annotated[

@@ -142,7 +142,7 @@ def _pair(method: object, codec: FixedRate, problem: Problem, dtype: torch.dtype
 
 def _fitter(method: object, problem: Problem, most: int) -> Callable[[int], _Fit]:
     """What fits the method's pair of a rank up to ``most``."""
-    if isinstance(method, SVD) and problem.weighting.elements is None:
+    if isinstance(method, SVD):
         # Of a closed form the best pair of every lower rank is part of a higher one's.
         weighting = problem.weighting
         found = truncated_svd(problem.rows, most, left=weighting.left, right=weighting.right)

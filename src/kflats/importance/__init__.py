@@ -6,13 +6,12 @@ import dataclasses
 from typing import Any
 
 from kflats.errors import KflatsError
-from kflats.importance.sensitivity import ElementFisher, InputGram, KroneckerFisher, RowFisher, TwoSided
+from kflats.importance.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.importance.tokens import TokenCounts, TokenFisher, Uniform, ZipfPrior
 
 __all__ = [
     "NAMES",
     "VALUES",
-    "ElementFisher",
     "InputGram",
     "KroneckerFisher",
     "RowFisher",
@@ -31,7 +30,6 @@ VALUES: tuple[type, ...] = (
     TokenFisher,
     RowFisher,
     TwoSided,
-    ElementFisher,
     InputGram,
     KroneckerFisher,
 )
@@ -42,7 +40,6 @@ NAMES: dict[str, Any] = {
     "token-fisher": TokenFisher,
     "row-fisher": RowFisher,
     "two-sided": TwoSided,
-    "element-fisher": ElementFisher,
     "input-gram": InputGram,
     "kronecker": KroneckerFisher,
 }
@@ -50,7 +47,7 @@ NAMES: dict[str, Any] = {
 
 def from_name(name: str, **options: Any) -> Any:
     """The importance that a command line calls ``name``: uniform, counts, zipf, token-fisher, row-fisher,
-    two-sided, element-fisher, input-gram or kronecker.
+    two-sided, input-gram or kronecker.
 
     >>> from_name("counts", power=1.0)
     TokenCounts(power=1.0, smoothing=0.5, floor=0.3)

@@ -18,7 +18,6 @@ class Measured:
         head: whether the matrix is an output head too, where every row is read at every token.
         row_fisher: (n,) I_i = sum_j mean_s (dL_s / dM_ij)^2, L_s the loss of sample s alone (FWSVD, eq. 3 and 5).
         column_fisher: (d,) the same summed over rows.
-        element_fisher: (n, d) mean_s (dL_s / dM_ij)^2.
         input_gram: (n, n) mean over positions of x x', x what enters the layer; or (n,), its diagonal, where
             inputs are one-hot (embeddings).
         input_mean: (n,) mean over positions of x.
@@ -36,7 +35,6 @@ class Measured:
     head: bool = False
     row_fisher: Tensor | None = None
     column_fisher: Tensor | None = None
-    element_fisher: Tensor | None = None
     input_gram: Tensor | None = None
     input_mean: Tensor | None = None
     fisher_gram: Tensor | None = None

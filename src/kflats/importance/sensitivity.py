@@ -2,7 +2,6 @@
 
     RowFisher        sum_i  I_i ||e_i||^2                        FWSVD (Hsu et al., ICLR 2022, eq. 5-6)
     TwoSided         sum_ij r_i c_j E_ij^2                       the Fisher information's rank-one part
-    ElementFisher    sum_ij F_ij E_ij^2                          all of its diagonal, no closed form
     InputGram        E ||x'E||^2 = trace(E' G E)                 the error of the layer's output
     KroneckerFisher  trace(S^{1/2} E' G E S^{1/2})               that error, by how much the loss minds it
 
@@ -58,7 +57,8 @@ class RowFisher:
 class TwoSided:
     """F_ij ~ r_i c_j / sum F with r, c the Fisher information's row and column sums: closed form, both sides.
 
-    A Fisher matrix is nearly of rank one, so this nearly solves ``ElementFisher``'s problem at the price of an SVD.
+    The Fisher information of single entries is nearly of rank one, so this nearly solves the problem with a weight for
+    every entry, at the price of an SVD.
     """
 
     unreached: Unreached = "refuse"
@@ -76,32 +76,6 @@ class TwoSided:
         if not _reached(rows, self.unreached):
             return Weighting()
         return Weighting(left=rows, right=_floored(columns, self.floor) / columns.sum(), loss_units=True)
-
-
-@dataclass(frozen=True)
-class ElementFisher:
-    """sum_ij F_ij E_ij^2, every entry by its own Fisher information (the paper's limitation 2).
-
-    No closed form: solved by alternating weighted least squares from the ``TwoSided`` solution; dearer, for small
-    gains over it. Only ``SVD`` can take it.
-    """
-
-    unreached: Unreached = "refuse"
-    floor: float = 1e-4
-
-    needs = frozenset({"element_fisher"})
-
-    def __post_init__(self) -> None:
-        _check(self, self.unreached, floor=self.floor)
-
-    def weigh(self, measured: Measured) -> Weighting:
-        """Element weights, with their rank-one part as the start."""
-        fisher = _measured(measured.element_fisher, "ElementFisher", "element_fisher").to(torch.float64)
-        if not _reached(fisher, self.unreached):
-            return Weighting()
-        rows, columns = fisher.sum(1), fisher.sum(0)
-        right = _floored(columns, self.floor) / columns.sum()
-        return Weighting(left=rows, right=right, elements=fisher, loss_units=True)
 
 
 @dataclass(frozen=True)

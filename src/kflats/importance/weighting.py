@@ -14,13 +14,11 @@ from kflats.errors import KflatsError
 class Weighting:
     """How much the error matrix E = M - M^ (n, d) of one weight counts.
 
-        left, right:   || L E R ||_F^2  =  trace(R' E' L' L E R)
-        elements:      sum_ij F_ij E_ij^2
+        || L E R ||_F^2  =  trace(R' E' L' L E R)
 
     Args:
         left: L' L, (n, n), or (n,) where it is diagonal (row weights). None: identity.
         right: R R', (d, d), or (d,) where it is diagonal. None: identity.
-        elements: F (n, d) >= 0; then left and right, if given, are the start from which F's problem is solved.
         mean: (n,) mean input; the error of its output, mean' E, is folded into the layer's bias.
         loss_units: whether values are in units of a loss, so that errors of different weights may be added.
 
@@ -30,20 +28,17 @@ class Weighting:
 
     left: Tensor | None = None
     right: Tensor | None = None
-    elements: Tensor | None = None
     mean: Tensor | None = None
     loss_units: bool = False
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What a method must be able to take: of "rows", "left", "right", "elements"."""
+        """What a method must be able to take: of "rows", "left", "right"."""
         found = set()
         if self.left is not None:
             found.add("rows" if self.left.ndim == 1 else "left")
         if self.right is not None:
             found.add("right")
-        if self.elements is not None:
-            found.add("elements")
         return frozenset(found)
 
     @property
@@ -62,12 +57,11 @@ class Weighting:
 
         ``mean`` stays as it is: it belongs to the layer's inputs, whichever side they are on.
         """
-        elements = None if self.elements is None else self.elements.T
-        return replace(self, left=self.right, right=self.left, elements=elements)
+        return replace(self, left=self.right, right=self.left)
 
     def to(self, device: torch.device | str) -> Weighting:
         """On another device."""
-        left, right, elements, mean = (
-            None if value is None else value.to(device) for value in (self.left, self.right, self.elements, self.mean)
+        left, right, mean = (
+            None if value is None else value.to(device) for value in (self.left, self.right, self.mean)
         )
-        return replace(self, left=left, right=right, elements=elements, mean=mean)
+        return replace(self, left=left, right=right, mean=mean)

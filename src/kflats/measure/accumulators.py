@@ -11,12 +11,12 @@ from kflats.errors import KflatsError
 from kflats.importance.measured import Measured
 from kflats.measure.hooks import LayerCall
 from kflats.measure.measurements import shape_of
-from kflats.numerics.fisher import COLUMN, ELEMENT, ROW, add_lookup_squares, add_squares, add_tied_squares, wide
+from kflats.numerics.fisher import COLUMN, ROW, add_lookup_squares, add_squares, add_tied_squares, wide
 from kflats.numerics.moments import Moments, Products, nearest_product
 from kflats.swap.places import Weight
 
-GRADIENTS = frozenset({ROW, COLUMN, ELEMENT, "output_gram", "fisher_gram", "fisher_mean"})
-_SQUARES = (ROW, COLUMN, ELEMENT)
+GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram", "fisher_mean"})
+_SQUARES = (ROW, COLUMN)
 _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
 

@@ -39,7 +39,7 @@ def measure(
     """Measure what importances need, from each single sample's own gradient:
 
         row_fisher      I_i  = sum_j  mean_s (dL_s / dM_ij)^2           (FWSVD, Hsu et al., ICLR 2022, eq. 3, 5)
-        column_fisher   the same over rows; element_fisher: not summed
+        column_fisher   the same over rows
         input_gram      mean over positions of x x'; input_mean comes with it
         output_gram     mean over samples of sum_t g_t g_t'             (K-FAC, Martens and Grosse 2015)
         fisher_gram     as input_gram, a position's share being ||g_t||^2; fisher_mean comes with it
@@ -279,7 +279,7 @@ def _is_unreached(one: Measured) -> bool:
     if one.positions == 0:
         return True
     # Entries that are squares, and the diagonals of Grams: zero only where all is.
-    found = [one.row_fisher, one.column_fisher, one.element_fisher, one.output_gram]
+    found = [one.row_fisher, one.column_fisher, one.output_gram]
     return any(not bool((g.diagonal() if g is one.output_gram else g).any()) for g in found if g is not None)
 
 

@@ -27,7 +27,6 @@ FIELDS: dict[str, str] = {
     "counts": "n",
     "row_fisher": "n",
     "column_fisher": "d",
-    "element_fisher": "nd",
     "input_gram": "nn",
     "input_mean": "n",
     "output_gram": "dd",

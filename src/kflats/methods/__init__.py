@@ -14,7 +14,6 @@ from kflats.methods.one_flat import SVD, Best, Dense
 from kflats.methods.problem import Factored, Problem
 from kflats.methods.robust import EllipsoidWay, Entrywise, RobustSVD, Subspace, ellipsoid_of
 from kflats.numerics.coreset import Coreset
-from kflats.numerics.entry_em import EntryPower
 from kflats.numerics.loss import Loss, Squared
 
 __all__ = [
@@ -37,7 +36,7 @@ __all__ = [
 ]
 
 
-def MESSI(k: int = 5, error: Loss | EntryPower = Squared()) -> Flats:
+def MESSI(k: int = 5, error: Loss = Squared()) -> Flats:
     """MESSI as published: equal ranks, a random partition to start from. Use it with Uniform().
 
     ``error`` is its "distance functions" (sections 2.1 and E.1): powers, truncated, Manhattan. What differs is how fast
@@ -48,7 +47,7 @@ def MESSI(k: int = 5, error: Loss | EntryPower = Squared()) -> Flats:
 
 VALUES: tuple[type, ...] = (SVD, Flats, KMeansSVD, Dense, Best, RobustSVD, Entrywise, Subspace)
 PAIRS: tuple[type, ...] = (SVD, RobustSVD, Entrywise, Subspace)  # whose matrix has one rank for all rows
-PARTS: tuple[type, ...] = (*get_args(EllipsoidWay), *get_args(Loss), EntryPower, Coreset)  # what fields of methods hold
+PARTS: tuple[type, ...] = (*get_args(EllipsoidWay), *get_args(Loss), Coreset)  # what fields of methods hold
 NAMES: dict[str, Callable[..., Any]] = {
     "svd": SVD,
     "flats": Flats,

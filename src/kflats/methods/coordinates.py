@@ -18,13 +18,10 @@ _Kind = tuple[int | None, int]
 """What a label means: (flat or None, rank)."""
 
 
-def from_flats(rows: Rows, fit: FlatsFit, metric: Metric | None = None, coordinates: Tensor | None = None) -> Matrix:
-    """A band for each flat, at its rank, and one for the rows kept exactly; ``metric``: where the flats were found.
-
-    ``coordinates`` (n, j) are those of flats of one rank that are not to be projections.
-    """
+def from_flats(rows: Rows, fit: FlatsFit, metric: Metric | None = None) -> Matrix:
+    """A band for each flat, at its rank, and one for the rows kept exactly; ``metric``: where the flats were found."""
     kinds: list[_Kind] = [(c, len(basis)) for c, basis in enumerate(fit.bases)]
-    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])], metric, coordinates)
+    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])], metric)
 
 
 def from_nested(rows: Rows, fit: NestedFit, metric: Metric | None = None) -> Matrix:
@@ -67,9 +64,8 @@ def _stored(
     bases: Sequence[Tensor],
     kinds: Sequence[_Kind],
     metric: Metric | None,
-    coordinates: Tensor | None = None,
 ) -> Matrix:
-    """Coordinates, projections unless given, band by band; one flat that holds all rows becomes a low-rank pair."""
+    """Coordinates of the rows' projections, band by band; one flat that holds all rows becomes a low-rank pair."""
     d = rows.shape[1]
     labels = labels.to(torch.int64)
     counts = torch.bincount(labels, minlength=len(kinds)).tolist()
@@ -92,9 +88,6 @@ def _stored(
         columns = None if band.flat is None else frames[band.flat].encoder(band.rank).to(rows.dtype)
         part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
         for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
-            if coordinates is not None:
-                part[piece] = coordinates[index[piece]]
-                continue
             block = rows.take(index[piece])
             part[piece] = block if columns is None else block @ columns
         parts.append(part)

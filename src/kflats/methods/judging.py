@@ -112,7 +112,7 @@ def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
 
 
 def weighted_error(rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | None = None) -> Judged:
-    """|| L (A - M) R ||_F^2, or sum_ij F_ij (A - M)_ij^2 where the weighting has elements, in float64.
+    """|| L (A - M) R ||_F^2 in float64.
 
     Rows are read by blocks, except under a full left metric, which couples all of them.
 
@@ -122,7 +122,7 @@ def weighted_error(rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | N
     Judged(error=12.0, total=16.0)
     """
     source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
-    coupled = weighting.elements is None and weighting.left is not None and weighting.left.ndim == 2
+    coupled = weighting.left is not None and weighting.left.ndim == 2
     error = total = 0.0
     with torch.no_grad():
         for start, block in source.blocks(source.shape[0] if coupled else GRAM_BLOCK):
@@ -139,8 +139,6 @@ def _residual(start: int, block: Tensor, matrix: Matrix) -> Tensor:
 def _cost(block: Tensor, start: int, weighting: Weighting) -> float:
     block = block.to(torch.float64)
     here = slice(start, start + len(block))
-    if weighting.elements is not None:
-        return float((weighting.elements[here].to(torch.float64) * block.square()).sum())
     left = None if weighting.left is None else weighting.left.to(torch.float64)
     right = None if weighting.right is None else weighting.right.to(torch.float64)
     measured = block if right is None else block * right if right.ndim == 1 else block @ right

@@ -12,12 +12,11 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods.coordinates import from_flats, from_nested
-from kflats.methods.judging import Distances, EntryPowers, Norm
+from kflats.methods.judging import Distances, Norm
 from kflats.methods.one_flat import tails
 from kflats.methods.problem import Factored, Problem, check_accepts
 from kflats.methods.spending import flats_cost, spent, too_few
 from kflats.numerics.coreset import Coreset
-from kflats.numerics.entry_em import EntryFlats, EntryPower, entry_flats
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import FlatsFit
 from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated
@@ -55,8 +54,7 @@ class Flats:
         tolerance: EM stops when an iteration lowers the objective by less than this share.
         max_iterations: EM stops there in any case.
         error: rho, what a distance costs: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
-            some rows lie far from all others (MESSI, appendix E.1). One level only. With uniform ranks also
-            ``EntryPower(1)``, the Manhattan distance sum_j |a_ij - m_ij|, where single entries are wrong.
+            some rows lie far from all others (MESSI, appendix E.1). One level only.
         coreset: with uniform ranks, ``Coreset()`` lets EM converge on a sample before it sees all rows: for tables of
             a million rows.
 
@@ -76,7 +74,7 @@ error=Squared(), coreset=None)
     restarts: int = 1
     tolerance: float = 1e-3
     max_iterations: int = 60
-    error: Loss | EntryPower = Squared()
+    error: Loss = Squared()
     coreset: Coreset | None = None
 
     accepts = frozenset({"rows", "right"})
@@ -96,7 +94,7 @@ error=Squared(), coreset=None)
         number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
         if self.restarts < 1 or self.max_iterations < 1 or not number or not 0 <= self.tolerance < 1:
             raise KflatsError("restarts and max_iterations start at 1, tolerance is a number in [0, 1)")
-        if not isinstance(self.error, Loss | EntryPower):
+        if not isinstance(self.error, Loss):
             raise KflatsError(
                 f"Flats has no error {self.error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)"
             )
@@ -105,12 +103,6 @@ error=Squared(), coreset=None)
                 f"levels={self.levels} minimises squares only",
                 cause="prefixes are chosen by what they save of a square",
                 hint="levels=1",
-            )
-        if isinstance(self.error, EntryPower) and (self.ranks != "uniform" or self.coreset is not None):
-            raise KflatsError(
-                f"error={self.error!r} goes with uniform ranks and no coreset",
-                cause="entries have no spectrum that ranks could be filled by, and no sampling bound",
-                hint='ranks="uniform", coreset=None',
             )
         if self.coreset is not None and (not isinstance(self.coreset, Coreset) or self.ranks != "uniform"):
             raise KflatsError(
@@ -131,12 +123,6 @@ error=Squared(), coreset=None)
         start = time.perf_counter()
         check_accepts("Flats", self.accepts, problem.weighting)
         inside, metric = _in_metric(problem)
-        if isinstance(self.error, EntryPower) and metric is not None:
-            raise KflatsError(
-                f"Flats(error={self.error!r}) cannot take a right metric",
-                cause="a metric mixes the entries that are to be told apart",
-                hint="Uniform() or row weights, or another error",
-            )
         method = replace(self, error=_measured(self.error, metric))
         norm: Norm | None
         if self.k is None:
@@ -146,10 +132,6 @@ error=Squared(), coreset=None)
         if isinstance(found, NestedFit):
             matrix, norm = from_nested(problem.rows, found, metric), None
             objective = _scaled(found.objective, metric, 2)
-        elif isinstance(found, EntryFlats):
-            flats = FlatsFit(found.labels, found.bases, torch.empty(0), found.objective, found.converged)
-            matrix = from_flats(problem.rows, flats, coordinates=found.coordinates)
-            objective, norm = found.objective, EntryPowers(_degree(self.error))
         else:
             if self._squared:
                 found = spent(inside, found, uniform=self.ranks == "uniform")
@@ -171,7 +153,7 @@ error=Squared(), coreset=None)
         n, d = problem.rows.shape
         return k <= n and problem.values(k) >= n + k * d
 
-    def _searched(self, problem: Problem) -> FlatsFit | NestedFit | EntryFlats:
+    def _searched(self, problem: Problem) -> FlatsFit | NestedFit:
         method, fits = self, []
         for k in _CHOICES:
             if not self._fits(problem, k):
@@ -184,10 +166,10 @@ error=Squared(), coreset=None)
             raise too_few(problem, 1)
         return min(fits, key=_error)
 
-    def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit | EntryFlats:
+    def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit:
         return self._fit_bands(problem, k, self.exact and self.ranks == "filled")
 
-    def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit | EntryFlats:
+    def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit:
         n, d = problem.rows.shape
         settings: dict[str, Any] = {
             "weights": problem.weights,
@@ -209,10 +191,7 @@ error=Squared(), coreset=None)
         rank = min(values // (n + k * d), n, d)
         if rank < 1:
             raise too_few(problem, k)
-        fit: FlatsFit | EntryFlats
-        if isinstance(self.error, EntryPower):
-            fit = entry_flats(problem.rows, k, rank, self.error, **settings)
-        elif self.ranks == "filled":
+        if self.ranks == "filled":
             fit = fit_flats(problem.rows, k, budget=values, exact=exact, error=self.error, **settings)
         else:
             fit = fit_flats(problem.rows, k, rank=rank, error=self.error, coreset=self.coreset, **settings)
@@ -225,18 +204,16 @@ error=Squared(), coreset=None)
         return self._fit_bands(problem, max(used, 1), exact and kept) if fewer else fit
 
 
-def _error(fit: FlatsFit | NestedFit | EntryFlats) -> float:
+def _error(fit: FlatsFit | NestedFit) -> float:
     return fit.error
 
 
-def _degree(error: Loss | EntryPower) -> float:
+def _degree(error: Loss) -> float:
     """q of rho_{s t0}(s t) = s^q rho_{t0}(t)."""
-    if isinstance(error, EntryPower):
-        return error.p
     return error.q if isinstance(error, Power) else 1 if isinstance(error, Truncated) else 2
 
 
-def _measured(error: Loss | EntryPower, metric: Metric | None) -> Loss | EntryPower:
+def _measured(error: Loss, metric: Metric | None) -> Loss:
     """``error`` for distances that are all 1 / sqrt(scale) of the metric's."""
     if metric is None or not isinstance(error, Huber | Truncated) or error.unit != "absolute":
         return error

@@ -13,7 +13,6 @@ from kflats.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Factored, Problem, check_accepts, refuse_bytes
 from kflats.nn.matrix import DenseMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, order_dtype
-from kflats.numerics.elementwise import prefix_errors, weighted_low_rank
 from kflats.numerics.interpolative import interpolate
 from kflats.numerics.rows import GRAM_BLOCK, Rows
 from kflats.numerics.svd import truncated_svd, weighted_spectrum
@@ -30,8 +29,7 @@ class SVD:
         form: "factors": U (n, r) and V (r, d), r (n + d) numbers. "interpolative": exactly the same matrix by
             r of its own columns and what the others are made of, r (n + d - r) numbers and an index of d columns.
 
-    With a weight for every element there is no closed form: alternating least squares from the closed form
-    of ``weighting.left`` and ``right``. Choose it for linear layers, and where a target runs plain low-rank pairs
+    Choose it for linear layers, and where a target runs plain low-rank pairs
     only; for long tables ``Flats`` is better at equal bytes.
 
     >>> SVD().cost((384, 384), 127, 4), SVD(form="interpolative").cost((384, 384), 127, 4)
@@ -40,7 +38,7 @@ class SVD:
 
     form: Form = "factors"
 
-    accepts = frozenset({"rows", "left", "right", "elements"})
+    accepts = frozenset({"rows", "left", "right"})
 
     def __post_init__(self) -> None:
         if self.form not in ("factors", "interpolative"):
@@ -84,15 +82,8 @@ class SVD:
         return 0 if self.form == "factors" else shape[1] * order_dtype(shape[1]).itemsize
 
     def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
-        """(min(n, d) + 1,) float64: the objective at rank 0, 1, ... of all.
-
-        With a weight for every element: of the closed-form start, which what is fitted will not exceed.
-        """
+        """(min(n, d) + 1,) float64: the objective at rank 0, 1, ... of all."""
         check_accepts("SVD", self.accepts, weighting)
-        if weighting.elements is not None:
-            start = truncated_svd(rows, min(rows.shape), left=weighting.left, right=weighting.right)
-            errors = prefix_errors(rows, weighting.elements, start.coordinates, start.basis)
-            return errors.cummin(0).values
         return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
 
 
@@ -105,7 +96,7 @@ class Dense:
     160
     """
 
-    accepts = frozenset({"rows", "left", "right", "elements"})
+    accepts = frozenset({"rows", "left", "right"})
 
     def fit(self, problem: Problem) -> Factored:
         """A DenseMatrix of the rows themselves; what stores it has the type.
@@ -167,9 +158,6 @@ class _Pair:
 def _factors(problem: Problem, rank: int) -> _Pair:
     rows, weighting = problem.rows, problem.weighting
     found = truncated_svd(rows, rank, left=weighting.left, right=weighting.right)
-    if weighting.elements is not None:
-        fit = weighted_low_rank(rows, weighting.elements, found.coordinates, found.basis)
-        return _Pair(fit.coordinates, fit.basis, fit.objective)
     if weighting.right is None:
         return _Pair(found.coordinates, found.basis, (found.error,))
     # A right metric leaves the basis oblique. Orthonormal, it is the same matrix and rounds no worse than without one.

@@ -27,10 +27,9 @@ from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Loss, Power
 from kflats.numerics.robust import robust_svd
 from kflats.numerics.rows import Rows
-from kflats.numerics.sketch import LewisSample, Sketch
 from kflats.numerics.subspace import robust_subspace
 
-EllipsoidWay: TypeAlias = Lewis | Loewner | Sketch | LewisSample
+EllipsoidWay: TypeAlias = Lewis | Loewner
 """How ``RobustSVD`` finds its ellipsoid."""
 
 _PAIR = SVD()
@@ -103,9 +102,8 @@ class RobustSVD(_Pair):
 
     Args:
         p: 0 < p <= 16. 2 is the SVD; below, long rows turn the flat less.
-        ellipsoid: how it is found. ``Lewis()``: Lewis weights, any p, milliseconds to seconds. ``LewisSample()``: of
-            sampled rows, in two fifths of that. ``Loewner()``: the paper's ellipsoid method, p >= 1, for a dozen
-            columns. ``Sketch()``: its randomized version, far worse.
+        ellipsoid: how it is found. ``Lewis()``: Lewis weights, any p, milliseconds to seconds. ``Loewner()``:
+            the paper's ellipsoid method, p >= 1, for a dozen columns.
         transposed: of A' instead (the paper's remark 8), without row weights. Where A has more rows than columns that
             is the SVD for every p.
 
@@ -123,9 +121,7 @@ class RobustSVD(_Pair):
     def __post_init__(self) -> None:
         _check_power("RobustSVD", self.p, _LARGEST_POWER)
         if not isinstance(self.ellipsoid, EllipsoidWay):
-            raise KflatsError(
-                f"RobustSVD has no ellipsoid {self.ellipsoid!r}", hint="Lewis(), LewisSample() or Loewner()"
-            )
+            raise KflatsError(f"RobustSVD has no ellipsoid {self.ellipsoid!r}", hint="Lewis() or Loewner()")
         if not isinstance(self.transposed, bool):
             raise KflatsError(f"transposed={self.transposed!r} is neither True nor False")
 
@@ -238,8 +234,8 @@ class Subspace(_Pair):
 def ellipsoid_of(name: str) -> EllipsoidWay:
     """The ellipsoid that a command line calls ``name``: one of ``ELLIPSOID_NAMES``, with its defaults.
 
-    >>> ellipsoid_of("sample")
-    LewisSample(rows_per_column=10, seed=0)
+    >>> ellipsoid_of("lewis") == Lewis()
+    True
     """
     make = ELLIPSOID_NAMES.get(name.strip().lower())
     if make is None:
@@ -250,8 +246,6 @@ def ellipsoid_of(name: str) -> EllipsoidWay:
 ELLIPSOID_NAMES: dict[str, type[EllipsoidWay]] = {
     "lewis": Lewis,
     "loewner": Loewner,
-    "sketch": Sketch,
-    "sample": LewisSample,
 }
 """What a command line calls the ways to an ellipsoid."""
 

@@ -9,21 +9,15 @@ lies alone on a line of its own is all that two others leave, and in general no 
 k flats at once (Har-Peled, No coreset, no cry, 2006). So what is drawn here, with kj for the rank, is a start, not a
 substitute: EM goes on with all rows.
 
-| scores | p_i in proportion to | choose it |
-| --- | --- | --- |
-| ``energy`` | w_i \\|a_i\\|^2, an even half beside it | the default seeding's: no pass over the rows |
-| ``leverage`` | w_i a_i' G^-1 a_i, G = sum_i w_i a_i a_i' | few columns; rare directions must be seen |
-| ``ridge`` | w_i a_i' (G + lambda I)^-1 a_i, lambda = (eigenvalues beyond kj) / kj | many columns (Cohen et al. 2017) |
-| ``lewis`` | lq Lewis weights, q of ``Power(q)``, else 1; leverage for squares | few columns, other losses |
-
-Every kind keeps an even half: a row that no score cares for is still drawn with chance size / 2n, so no weight
-exceeds 2n / size.
+``Coreset`` draws by the ridge leverage w_i a_i' (G + lambda I)^-1 a_i, with G = sum_i w_i a_i a_i' and lambda =
+(eigenvalues beyond kj) / kj (Cohen et al. 2017). ``draw_sample`` draws by the energy w_i ||a_i||^2 and needs no pass
+over the rows: EM's seeds are computed on it. Both give every row a chance of at least size / 2n, so no weight exceeds
+2n / size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -31,66 +25,52 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.flats import Cloud
 from kflats.numerics.gram import cluster_grams
-from kflats.numerics.lewis import Lewis, lewis_weights
-from kflats.numerics.loss import Loss, Power, Squared
-from kflats.numerics.rows import GRAM_BLOCK, ScaledRows, TensorRows
+from kflats.numerics.loss import Loss, Squared
+from kflats.numerics.rows import GRAM_BLOCK, TensorRows
 
 _SQUARED = Squared()
-_LEWIS = 4
-
-Scores = Literal["energy", "leverage", "ridge", "lewis"]
 
 
 @dataclass(frozen=True)
 class Coreset:
-    """``rows`` rows, drawn by ``scores``: EM converges on them before it sees the others.
+    """``rows`` rows, drawn by their ridge leverage: EM converges on them before it sees the others.
 
     Choose it for millions of rows, where whole passes are what a fit costs. Limit: what few rows do not show, the
     full EM must still find; a coreset as long as the table is the table.
 
     Raises:
-        KflatsError: fewer than 2 rows, or unknown scores.
+        KflatsError: fewer than 2 rows.
 
     >>> Coreset(rows=1000)
-    Coreset(rows=1000, scores='ridge')
+    Coreset(rows=1000)
     """
 
     rows: int = 32768
-    scores: Scores = "ridge"
 
     def __post_init__(self) -> None:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 2:
             raise KflatsError(f"a coreset of {self.rows!r} rows is not possible", hint="a whole number, at least 2")
-        if self.scores not in get_args(Scores):
-            raise KflatsError(f"scores={self.scores!r} is unknown", hint="one of " + ", ".join(get_args(Scores)))
 
     def draw(self, cloud: Cloud, rank: int, generator: torch.Generator, loss: Loss = _SQUARED) -> Cloud:
         """About ``rows`` rows of ``cloud`` for flats that span ``rank`` dimensions together; all of them if fewer."""
         if cloud.rows.shape[0] <= self.rows:
             return cloud
-        seen = cloud.seen_by(loss)
-        if self.scores == "lewis" and not isinstance(loss, Squared):
-            scores = lewis_scores(cloud, loss.q if isinstance(loss, Power) else 1.0)
-        else:
-            scores = sensitivities(seen, self.scores, rank)
-        chance = chances(scores, self.rows)
-        # Rows that bring the sum of chances, in random order, past a whole number: so many, not so many on average.
+        chance = chances(ridge_leverage(cloud.seen_by(loss), rank), self.rows)
+        # Rows that bring the sum of chances, in random order, past a whole number: exactly the expected number.
         order = torch.randperm(len(chance), generator=generator).to(chance.device)
         passed = chance[order].cumsum(0, dtype=torch.float64).add_(float(torch.rand((), generator=generator))).floor_()
         taken = order[passed.diff(prepend=passed.new_zeros(1)) > 0].sort().values
         return _drawn(cloud, chance, taken)
 
 
-def sensitivities(cloud: Cloud, scores: Scores, rank: int) -> Tensor:
-    """(n,) not negative: what ``scores`` says of each row, for flats that span ``rank`` dimensions together."""
+def ridge_leverage(cloud: Cloud, rank: int) -> Tensor:
+    """(n,) not negative: each row's ridge leverage, for flats that span ``rank`` dimensions together."""
     mass = cloud.mass
-    if scores == "energy":
-        return cloud.norms2 if mass is None else cloud.norms2 * mass
     n, d = cloud.rows.shape
     gram = cluster_grams(cloud.rows, torch.zeros(n, dtype=torch.uint8, device=cloud.rows.device), 1, mass)[0]
     values, vectors = torch.linalg.eigh(gram)
     values = values.clamp_min(0.0)
-    ridge = float(values[: max(d - rank, 0)].sum()) / max(rank, 1) if scores == "ridge" else 0.0
+    ridge = float(values[: max(d - rank, 0)].sum()) / max(rank, 1)
     # Directions that hold nothing but rounding have no leverage to give.
     alive = values > d * torch.finfo(cloud.rows.dtype).eps * float(values[-1])
     scale = torch.where(alive, (values + ridge).clamp_min(torch.finfo(torch.float64).tiny).rsqrt(), 0.0)
@@ -99,12 +79,6 @@ def sensitivities(cloud: Cloud, scores: Scores, rank: int) -> Tensor:
     for start, block in cloud.rows.blocks(GRAM_BLOCK):
         out[start : start + len(block)] = torch.linalg.vector_norm(block @ turned, dim=1).square_()
     return out if mass is None else out * mass.to(out.dtype)
-
-
-def lewis_scores(cloud: Cloud, p: float) -> Tensor:
-    """(n,) lp Lewis weights of the rows, each row scaled by its mass^(1/p); sampling bears a few iterations' rest."""
-    rows = cloud.rows if cloud.mass is None else ScaledRows(cloud.rows, cloud.mass.to(torch.float64).pow(1 / p))
-    return lewis_weights(rows, p, Lewis(iterations=_LEWIS)).weights
 
 
 def chances(scores: Tensor, size: int) -> Tensor:
@@ -125,7 +99,8 @@ def draw_sample(cloud: Cloud, size: int, generator: torch.Generator, loss: Loss 
     evenly, each with the number of rows it stands for (Horvitz-Thompson); the whole cloud if it is no larger."""
     if cloud.rows.shape[0] <= size:
         return cloud
-    chance = chances(sensitivities(cloud.seen_by(loss), "energy", 1), size)
+    seen = cloud.seen_by(loss)
+    chance = chances(seen.norms2 if seen.mass is None else seen.norms2 * seen.mass, size)
     taken = (torch.rand(len(chance), generator=generator).to(chance.device) < chance).nonzero().squeeze(1)
     return _drawn(cloud, chance, taken)
 

@@ -2,7 +2,7 @@
 
 For Z = X M the gradient of sample s is D_s = X_s' G_s, positions added; wanted are sums over s of its squares:
 
-    element  (n, d)  sum_s D_s^2          row  (n,)  sum over columns          column  (d,)  sum over rows
+    row  (n,)  sum_s sum_j (D_s)_ij^2          column  (d,)  sum_s sum_i (D_s)_ij^2
 
 A batch's own gradient, sum_s D_s, says nothing of them. Rows alone do not need D_s either:
 sum_j (D_s)_ij^2 = (X_s' K X_s)_ii with K = G_s G_s' (T x T), cheaper while positions are fewer than neurons.
@@ -19,7 +19,7 @@ from torch import Tensor
 _TEMPORARY = 1 << 24  # numbers in a temporary: 64 MB
 _SWEEP = 32  # reading and squaring one gradient takes as long as multiplying this many positions into it
 
-ROW, COLUMN, ELEMENT = "row_fisher", "column_fisher", "element_fisher"
+ROW, COLUMN = "row_fisher", "column_fisher"
 
 
 def wide(x: Tensor) -> Tensor:
@@ -31,14 +31,14 @@ def add_squares(sums: Mapping[str, Tensor], x: Tensor, g: Tensor) -> None:
     """Add a batch's squared per-sample gradients of M, with Z = X M, to ``sums`` in place.
 
     Args:
-        sums: float64 sums by name; of row_fisher (n,), column_fisher (d,), element_fisher (n, d) those wanted.
+        sums: float64 sums by name; of row_fisher (n,) and column_fisher (d,) those wanted.
         x: (B, T, n) what enters. g: (B, T, d) the gradient of each sample's loss by its outputs.
     """
     x, g = wide(x), wide(g)
     x, g = _together(x, g)
     positions, n, d = x.shape[1], x.shape[2], g.shape[2]
     sides = (ROW in sums) + (COLUMN in sums)
-    if ELEMENT not in sums and sides * positions * positions * (n + d) < (positions + _SWEEP) * n * d:
+    if sides * positions * positions * (n + d) < (positions + _SWEEP) * n * d:
         step = max(1, _TEMPORARY // max(1, positions * (positions + max(n, d))))
         for part_x, part_g in zip(x.split(step), g.split(step), strict=True):
             if ROW in sums:
@@ -53,7 +53,7 @@ def add_squares(sums: Mapping[str, Tensor], x: Tensor, g: Tensor) -> None:
 
 def add_gradients(sums: Mapping[str, Tensor], gradients: Tensor) -> None:
     """Add the squares of whole per-sample gradients (B, n, d), which are overwritten."""
-    if ELEMENT not in sums and ROW in sums and COLUMN not in sums:
+    if COLUMN not in sums:
         sums[ROW] += torch.linalg.vector_norm(gradients, dim=2).square().sum(0)
         return
     squares = gradients.square_().sum(0)
@@ -61,8 +61,6 @@ def add_gradients(sums: Mapping[str, Tensor], gradients: Tensor) -> None:
         sums[ROW] += squares.sum(1)
     if COLUMN in sums:
         sums[COLUMN] += squares.sum(0)
-    if ELEMENT in sums:
-        sums[ELEMENT] += squares
 
 
 def add_lookup_squares(sums: Mapping[str, Tensor], index: Tensor, g: Tensor) -> None:
@@ -77,8 +75,6 @@ def add_lookup_squares(sums: Mapping[str, Tensor], index: Tensor, g: Tensor) -> 
         sums[ROW].index_add_(0, row, squares.sum(1).double())
     if COLUMN in sums:
         sums[COLUMN] += squares.sum(0)
-    if ELEMENT in sums:
-        sums[ELEMENT].index_add_(0, row, squares.double())
 
 
 def add_tied_squares(sums: Mapping[str, Tensor], index: Tensor, g: Tensor, hidden: Tensor, logits: Tensor) -> None:

@@ -39,7 +39,7 @@ _ROOTS = 1e-24, 1e24  # the same of axes, and of what is divided by them
 
 
 class Fits(Protocol):
-    """A way to an ellipsoid: ``Lewis``, ``LewisSample``, ``Loewner``, ``Sketch``."""
+    """A way to an ellipsoid: ``Lewis`` or ``Loewner``."""
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
         """The certified ellipsoid of ||Ax||_p."""

@@ -133,12 +133,9 @@ def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
 
 def _row_weights(weighting: Weighting, n: int) -> Tensor:
     """(n,) how much each row counts by itself."""
-    if weighting.elements is not None:
-        found = weighting.elements.sum(1)
-    elif weighting.left is None:
+    if weighting.left is None:
         return torch.ones(n, dtype=torch.float64)
-    else:
-        found = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
+    found = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
     return found.detach().cpu().to(torch.float64)
 
 

@@ -1,0 +1,384 @@
+"""Claim: with single entries spoilt, k flats fitted under the Manhattan distance have the planted labels, and flats
+under squared distances do not (MESSI, sections 2.1 and E.1, "distance functions").
+
+    minimise over flats S_c = span V_c, labels c(i) and coordinates u_i:
+
+        sum_i  w_i sum_j | a_i - u_i V_c(i) |_j^p ,          0 < p <= 2.
+
+MESSI writes ||x - x'||_1 for a row x and "its projection" x'. The orthogonal projection is not the nearest point of
+a flat in this norm, and nothing that is stored asks for it: here the coordinates are minimised as well.
+
+M-step: entrywise low rank of every cluster, some iterations from where it stands (``entrywise_admm`` for p = 1,
+``entrywise_irls`` else; p = 2 is the SVD). E-step: the flat whose *orthogonal projection* is nearest in the entrywise
+sum is a row's candidate, since solving k small problems a row would cost a hundred such products. The row moves only
+if it is really better off there: at coordinates refitted for it (p = 1) or the projection's. Neither step raises the
+sum.
+
+The fit takes longer than one of distances, from which it starts, and has flats of equal rank only; ``Entrywise`` (one
+flat) and ``Flats(error=Power(1))`` are what kflats offers.
+
+    python experiments/entry_flats.py
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from _results import markdown
+from sklearn.metrics import adjusted_rand_score
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.numerics.entrywise import SINGLE, SMALL, entrywise_low_rank
+from kflats.numerics.entrywise_admm import admm
+from kflats.numerics.entrywise_irls import irls
+from kflats.numerics.factors import Factors
+from kflats.numerics.fit import fit_flats
+from kflats.numerics.flats import Progress
+from kflats.numerics.loss import Power
+from kflats.numerics.rows import (
+    BLOCK,
+    Rows,
+    TensorRows,
+    as_rows,
+    check_finite,
+    check_spread,
+    check_weights,
+    row_factors,
+)
+from kflats.numerics.svd import truncated_svd
+
+INNER = 40
+"""Iterations of the low-rank solver in one M-step."""
+
+QUICK = 1.02
+"""What divides ADMM's threshold every iteration: in so few, falling as slowly as for a whole fit ends higher."""
+
+REFIT = 1e-2
+"""Tolerance of the coordinates that a row would have in another flat."""
+
+_SPREAD = 1e6  # as in ``entrywise``
+
+
+@dataclass(frozen=True)
+class EntryFlats:
+    """``labels`` (n,), ``coordinates`` (n, j) of every row in its flat's orthonormal basis of ``bases`` (j, d);
+    ``objective``: the sum at the start and after every iteration, falling. ``converged``: False if a limit ended it."""
+
+    labels: Tensor
+    coordinates: Tensor
+    bases: tuple[Tensor, ...]
+    objective: tuple[float, ...]
+    converged: bool
+
+    @property
+    def error(self) -> float:
+        """The sum reached."""
+        return self.objective[-1]
+
+
+def entry_flats(
+    matrix: Tensor | Rows,
+    k: int,
+    rank: int,
+    p: float = 1.0,
+    *,
+    weights: Tensor | None = None,
+    start: str = "auto",
+    restarts: int = 1,
+    tolerance: float = 1e-3,
+    max_iterations: int = 20,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> EntryFlats:
+    """Flats S_1..S_k of dimension ``rank`` that minimise the entrywise sum above.
+
+    Args:
+        matrix: (n, d), a tensor or any ``Rows``; held in memory, with residuals of the same size.
+        p: 0 < p <= 2; 1 is the Manhattan distance.
+        weights: (n,) w_i >= 0; rows of weight 0 go to the flat whose projection is nearest and judge nothing.
+        start, restarts: of the fit to sums of distances (``Power(1)``) that this one begins from.
+        tolerance: stop when an iteration lowers the sum by less than this share of it.
+
+    Choose it where single entries are wrong and the table has several flats. It takes longer than distances do, whose
+    fit it begins from, and only equal ranks are offered. Limit: candidates are judged by projections, so a row whose
+    projection misleads stays where it is.
+
+    Raises:
+        KflatsError: whatever ``fit_flats`` refuses, another p, no iterations.
+
+    >>> a = torch.cat([torch.ones(50, 8), torch.eye(8)[:1].repeat(50, 1)])
+    >>> a[0, 3] = 10.0    # one wrong entry
+    >>> round(entry_flats(a, 2, 1).error, 1)
+    9.0
+    """
+    if not 0 < p <= 2:
+        raise KflatsError(f"entries to the power p={p!r} cannot be minimised here", hint="0 < p <= 2")
+    if not 0 <= tolerance < 1 or max_iterations < 1:
+        raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
+    rows = as_rows(matrix)
+    n = rows.shape[0]
+    if not 1 <= k <= n:
+        raise KflatsError(f"{k} flats do not fit {n} rows", hint=f"choose k in 1..{n}")
+    check_finite(rows)
+    check_weights(weights, n)
+    table = torch.cat([block for _, block in rows.blocks(BLOCK)])
+    check_spread(table.to(torch.float64).square().sum(1), weights, _SPREAD)
+    # w sum |r|^p = sum |w^(1/p) r|^p: rows are scaled, flats stay where they are.
+    mass = torch.ones(n, dtype=torch.float64) if weights is None else row_factors(weights.cpu(), 1 / p)
+    counted = (mass > 0).nonzero().squeeze(1).to(table.device)
+    alive = mass[counted.cpu()]
+    inner = table.to(_type_for(table[counted], alive))
+    back = alive.to(inner)
+    scaled = inner[counted] * back.unsqueeze(1)
+    unit = float(scaled.abs().mean(dtype=torch.float64)) or 1.0
+    inside = TensorRows(scaled / unit)
+    plain, factors = (inside, None) if weights is None else (TensorRows(table[counted]), back)
+    sources = _sources(plain, k, rank, p, factors)
+    search = _Search(min(k, len(scaled)), rank, p, start, restarts, seed)
+    state = min((_begun(inside, source, search, factors) for source in sources), key=lambda begun: begun.total)
+    history, converged = [state.total], False
+    for iteration in range(max_iterations):
+        state.fit_(tolerance)
+        state.move_()
+        if progress:
+            progress("em", iteration, state.total)
+        fell = history[-1] - state.total
+        if fell > 0:
+            history.append(state.total)
+        if fell <= tolerance * history[-1]:
+            converged = True
+            break
+    labels = torch.empty(n, dtype=torch.int64, device=table.device)
+    coordinates = torch.empty(n, rank, dtype=table.dtype, device=table.device)
+    labels[counted], coordinates[counted] = state.labels, (state.coordinates * (unit / back).unsqueeze(1)).to(table)
+    bases = tuple(basis.to(table) for basis in state.bases)
+    idle = (mass <= 0).nonzero().squeeze(1).to(table.device)
+    if len(idle):
+        labels[idle] = projected_sums(TensorRows(table[idle]), bases, p).argmin(1)
+        coordinates[idle] = projected(table[idle], labels[idle], bases)
+    scale = unit**p * (1.0 if weights is None else float(weights.max()))
+    objective = tuple(scale * value for value in history)
+    if inner.dtype != table.dtype:  # a small p makes much of what the narrower type rounds
+        reached = float(
+            (
+                entry_sums(table, labels, coordinates, bases, p)
+                * (1.0 if weights is None else weights.to(table.device))
+            ).sum()
+        )
+        objective = (*(value for value in objective if value > reached), reached)
+    kept = labels.to(torch.uint8 if k <= 256 else torch.int16)
+    return EntryFlats(kept, coordinates, bases, objective, converged)
+
+
+def _type_for(table: Tensor, factors: Tensor) -> torch.dtype:
+    """What scaled rows are worked on in: the table's type, but float64 where they spread too far for float32."""
+    lengths = torch.linalg.vector_norm(table.to(torch.float64), dim=1) * factors.to(table.device)
+    spread = float(lengths.max() / lengths.median().clamp_min(torch.finfo(torch.float64).tiny))
+    wide = spread > SINGLE or float(factors.min()) < SMALL
+    return torch.float64 if wide else table.dtype
+
+
+def _sources(rows: TensorRows, k: int, rank: int, p: float, factors: Tensor | None) -> list[TensorRows]:
+    """What flats are first looked for in: the rows, and the rows cleaned by one low rank that holds all k flats."""
+    n, d = rows.shape
+    together = k * rank
+    if k == 1 or p == 2 or 2 * together > min(n, d):
+        return [rows]
+    low = min(p, 0.5)
+    found = entrywise_low_rank(rows, together, p=low, weights=None if factors is None else factors.pow(low))
+    return [rows, TensorRows(found.coordinates @ found.basis)]
+
+
+@dataclass(frozen=True)
+class _Search:
+    """``k`` flats of dimension ``rank`` under entries to the power ``p``; ``start``, ``restarts`` and ``seed`` are of
+    the fit to sums of distances that comes first."""
+
+    k: int
+    rank: int
+    p: float
+    start: str
+    restarts: int
+    seed: int
+
+
+def _begun(rows: TensorRows, source: TensorRows, search: _Search, factors: Tensor | None) -> EntryState:
+    """Flats under sums of distances of the ``source``: not scaled, its rows weigh what the others are scaled by."""
+    first = fit_flats(
+        source,
+        search.k,
+        rank=search.rank,
+        error=Power(1.0),
+        weights=factors,
+        start=search.start,
+        restarts=search.restarts,
+        seed=search.seed,
+    )
+    bases = tuple(basis.to(rows.dtype) for basis in first.bases)
+    return EntryState(rows, first.labels.to(torch.int64), bases, search.p, factors)
+
+
+def l1_coordinates(block: Tensor, basis: Tensor, tolerance: float = REFIT, limit: int = 500) -> Tensor:
+    """(m, j): coordinates of rows (m, d) in an orthonormal basis (j, d) whose absolute deviations are nearly least.
+
+    The alternating direction method (Boyd et al. 2011, section 6.1), for all rows at once. Its multipliers y, made
+    orthogonal to the basis and brought to |y| <= 1, prove that no coordinates reach less than <a, y>.
+    """
+    coordinates = block @ basis.T
+    part = torch.addmm(block, coordinates, basis, alpha=-1)
+    sums = part.abs().sum(1, dtype=torch.float64)
+    size = (sums / block.shape[1]).clamp_min(torch.finfo(block.dtype).tiny).to(block.dtype).unsqueeze(1)
+    rounding = 8 * torch.finfo(block.dtype).eps * block.abs().sum(1, dtype=torch.float64)
+    wide, v = block.to(torch.float64), basis.to(torch.float64)
+    for step in range(1, limit + 1):
+        held = part.clamp(-size, size)
+        now = torch.sub(block, part).add_(held, alpha=2.0) @ basis.T
+        rest = torch.addmm(block, now, basis, alpha=-1)
+        part = rest + held
+        reached = rest.abs().sum(1, dtype=torch.float64)
+        coordinates = torch.where((reached < sums).unsqueeze(1), now, coordinates)
+        sums = torch.minimum(sums, reached)
+        if step % 10 == 0:  # a proof costs as much as a step
+            y = (part.clamp(-size, size) / size).to(torch.float64)
+            y = y - (y @ v.T) @ v
+            least = (wide * y).sum(1) / y.abs().amax(1).clamp_min(1.0)
+            if bool((sums - least <= tolerance * sums + rounding).all()):
+                break
+    return coordinates
+
+
+def projected_sums(rows: Rows, bases: tuple[Tensor, ...], p: float) -> Tensor:
+    """(n, k) float64: sum_j |a - V_c' V_c a|_j^p of every row and flat."""
+    found = []
+    for _, block in rows.blocks(BLOCK):
+        rests = [torch.addmm(block, block @ v.T, v, alpha=-1).abs_() for v in bases]
+        found.append(torch.stack([(r if p == 1 else r.pow_(p)).sum(1, dtype=torch.float64) for r in rests], 1))
+    return torch.cat(found)
+
+
+def projected(table: Tensor, labels: Tensor, bases: tuple[Tensor, ...]) -> Tensor:
+    """(n, j): rows' projections, in coordinates of the flats that they are labelled with."""
+    out = table.new_empty(len(table), len(bases[0]))
+    for c, basis in enumerate(bases):
+        out[labels == c] = table[labels == c] @ basis.T
+    return out
+
+
+def entry_sums(table: Tensor, labels: Tensor, coordinates: Tensor, bases: tuple[Tensor, ...], p: float) -> Tensor:
+    """(n,) float64: sum_j |a - u V_c|_j^p of every row and what is stored of it."""
+    out = torch.empty(len(table), dtype=torch.float64, device=table.device)
+    for c, basis in enumerate(bases):
+        inside = labels == c
+        made = coordinates[inside].to(torch.float64) @ basis.to(torch.float64)
+        out[inside] = (table[inside].to(torch.float64) - made).abs_().pow_(p).sum(1)
+    return out
+
+
+class EntryState:
+    """Labels, coordinates and orthonormal bases on their way, and what every row costs, for entries of size 1; the
+    ``factors`` (n,) that rows were scaled by."""
+
+    def __init__(
+        self, rows: TensorRows, labels: Tensor, bases: tuple[Tensor, ...], p: float, factors: Tensor | None = None
+    ) -> None:
+        self.rows, self.table, self.p = rows, rows.matrix, p
+        self.roots = None if factors is None else factors.sqrt().unsqueeze(1)
+        self.labels, self.bases = labels, bases
+        self.coordinates = self.table.new_empty(len(labels), len(bases[0]))
+        self.costs = torch.empty(len(labels), dtype=torch.float64, device=labels.device)
+        for c, basis in enumerate(bases):
+            inside = labels == c
+            if bool(inside.any()):
+                self.coordinates[inside] = self._made(self.table[inside], basis)
+                self._judge_(c)
+
+    @property
+    def total(self) -> float:
+        """The sum reached."""
+        return float(self.costs.sum())
+
+    def fit_(self, tolerance: float) -> None:
+        """M-step: every cluster's low rank, from its own factors."""
+        bases = list(self.bases)
+        for c, basis in enumerate(bases):
+            inside = (self.labels == c).nonzero().squeeze(1)
+            if not len(inside):
+                continue
+            part, begun = TensorRows(self.table[inside]), Factors(self.coordinates[inside], basis)
+            if len(inside) <= len(basis):  # so few rows lie on a flat of their own
+                held = torch.linalg.qr(torch.cat([part.matrix, basis]).T).Q.T[: len(basis)]
+                found = Factors(part.matrix @ held.T, held)
+            elif self.p == 2:
+                svd = truncated_svd(part, len(basis))
+                found = Factors(svd.coordinates, svd.basis)
+            elif self.p == 1:
+                found = self._l1(part, begun, inside, tolerance / 10)
+            else:
+                found = irls(part, begun, self.p, tolerance / 10, INNER, None)
+            if found.error(part, self.p) >= float(self.costs[inside].sum()):
+                continue
+            q, r = torch.linalg.qr(found.basis.T)
+            bases[c], self.coordinates[inside] = q.T.contiguous(), found.coordinates @ r.T
+            self.bases = tuple(bases)
+            self._judge_(c)
+
+    def _l1(self, part: TensorRows, begun: Factors, inside: Tensor, tolerance: float) -> Factors:
+        if self.roots is None:
+            return admm(part, begun, 1.0, tolerance, INNER, None, shrink=QUICK)
+        root = self.roots[inside]  # the power of weights that ADMM takes its rows in
+        part, begun = TensorRows(part.matrix / root), Factors(begun.coordinates / root, begun.basis)
+        found = admm(part, begun, 1.0, tolerance, INNER, None, shrink=QUICK, sizes=root)
+        return Factors(found.coordinates * root, found.basis)
+
+    def move_(self) -> None:
+        """E-step: rows go to the flat whose projection is nearest, if that lowers what they cost."""
+        sums = projected_sums(self.rows, self.bases, self.p)
+        candidates = sums.argmin(1)
+        for c, basis in enumerate(self.bases):
+            movers = ((candidates == c) & (self.labels != c)).nonzero().squeeze(1)
+            if not len(movers):
+                continue
+            block = self.table[movers]
+            made = self._made(block, basis)
+            costs = self._costs(block, made, basis)
+            better = costs < self.costs[movers]
+            going = movers[better]
+            self.labels[going], self.coordinates[going], self.costs[going] = c, made[better], costs[better]
+
+    def _made(self, block: Tensor, basis: Tensor) -> Tensor:
+        """Coordinates in a flat: least in the sum for p = 1, the projection's else."""
+        return l1_coordinates(block, basis) if self.p == 1 else block @ basis.T
+
+    def _judge_(self, c: int) -> None:
+        inside = self.labels == c
+        self.costs[inside] = self._costs(self.table[inside], self.coordinates[inside], self.bases[c])
+
+    def _costs(self, block: Tensor, coordinates: Tensor, basis: Tensor) -> Tensor:
+        rest = torch.addmm(block, coordinates, basis, alpha=-1).abs_()
+        return (rest if self.p == 1 else rest.pow_(self.p)).sum(1, dtype=torch.float64)
+
+
+def planted(k: int = 3, rank: int = 3, d: int = 60, n: int = 250, rate: float = 0.03, seed: int = 0) -> list[Tensor]:
+    """Rows of k random flats, the same with a share ``rate`` of entries spoilt, and the flat of each row."""
+    gen = torch.Generator().manual_seed(seed)
+    truth = torch.arange(k * n) % k
+    flats = torch.linalg.qr(torch.randn(k, d, rank, generator=gen)).Q.transpose(1, 2)
+    clean = torch.einsum("nj,njd->nd", torch.randn(len(truth), rank, generator=gen), flats[truth])
+    wrong = torch.rand(clean.shape, generator=gen) < rate
+    return [clean, torch.where(wrong, 20 * float(clean.std()) * torch.randn(clean.shape, generator=gen), clean), truth]
+
+
+def main() -> None:
+    lines = []
+    for seed in range(5):
+        _, spoilt, truth = planted(seed=seed)
+        fits = [entry_flats(spoilt, 3, 3), fit_flats(spoilt, 3, rank=3, error=Power(1)), fit_flats(spoilt, 3, rank=3)]
+        lines.append([seed, *(f"{adjusted_rand_score(truth.numpy(), fit.labels.numpy()):.3f}" for fit in fits)])
+    print("Adjusted Rand index of the labels, 3 % of the entries spoilt")
+    print(markdown(["seed", "entries, p = 1", "distances, q = 1", "squared distances"], lines))
+
+
+if __name__ == "__main__":
+    main()
