@@ -383,7 +383,7 @@ def test_scales_of_any_magnitude_are_kept():
 @pytest.mark.parametrize(
     "code", [lambda a: absmax_code(a, 8), lambda a: absmax_code(a, 4, 8), lambda a: rotation_code(a, 8)]
 )
-@pytest.mark.parametrize("factor", [1e3, 1e7, 1e9, 1e20])
+@pytest.mark.parametrize("factor", [1e3, 1e7, 1e9, 1e15])
 def test_a_long_row_leaves_the_others_as_they_are(code, factor):
     """Scales of ordinary tables take 16 bits, those of rows of very different lengths 32."""
     matrix = cloud(40, 16)[0]
