@@ -13,7 +13,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
     AUTO_QUANTIZER_MAPPING,
@@ -27,7 +27,7 @@ from kflats.errors import KflatsError
 from kflats.files.coded import check_files, check_modules
 from kflats.nn.codes import CHECK
 from kflats.nn.conv import FactoredConv2d
-from kflats.nn.layers import FactoredLinear
+from kflats.nn.layers import FactoredEmbedding, FactoredLinear
 from kflats.nn.matrix import CodedMatrix
 from kflats.swap.describing import describe
 from kflats.swap.description import QUANT_METHOD, Description, Module, read_description
@@ -115,12 +115,15 @@ class KflatsQuantizer(HfQuantizer):
                     layer.matrix._buffers[CHECK] = None
                 for key, tensor in _stored(layer).items():
                     # transformers only warns of a missing tensor, and fills it with random numbers.
-                    if tensor.is_meta or not getattr(tensor, "_is_hf_initialized", False):
+                    if tensor.is_meta or not _is_loaded(tensor):
                         raise KflatsError(
                             f"the checkpoint has no {name}.{key} of shape {tuple(tensor.shape)}",
                             cause="a damaged folder: config.json and model.safetensors do not belong together",
                             hint="restore the folder, or compress again",
                         )
+            if not isinstance(layer, FactoredEmbedding) and layer.bias is not None and not _is_loaded(layer.bias):
+                # transformers names it as missing, and initializes biases of torch's own layers only.
+                nn.init.zeros_(layer.bias)
         # The first transformers 5 check no shapes where there is a quantizer; later ones never get here.
         for name, tensor in model.state_dict().items():
             there, here = tuple(tensor.shape), self._shapes.get(name)
@@ -156,6 +159,10 @@ def _stored(layer: FactoredLayer) -> dict[str, Tensor]:
     if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias and layer.bias is not None:
         found["bias"] = layer.bias
     return found
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    return bool(tensor.__dict__.get("_is_hf_initialized"))
 
 
 def _take_marks_off(model: Any) -> None:

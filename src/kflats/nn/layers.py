@@ -65,6 +65,12 @@ class HoldsMatrix:
         )
 
 
+def mark_initialized(tensor: Tensor) -> Tensor:
+    """``tensor``, with a mark: transformers' ``init`` functions leave tensors that have it as they are."""
+    tensor.__dict__["_is_hf_initialized"] = True
+    return tensor
+
+
 def _add_check(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
     """To what is on its way into a file; ``keep_vars`` asks for the layer's own tensors, which are on no such way."""
     matrix = layer.matrix
@@ -217,9 +223,11 @@ class FactoredHead(HoldsMatrix, nn.Module):
         for untied whose weights do not begin at one place in memory.
         """
         table = self.matrix.weight
-        if table.ndim == 2 or table.numel() == 0:
-            return table if table.ndim == 2 else table.new_empty(self.out_features, 0)
-        return table[:1].expand(self.out_features)
+        if table.ndim == 2:
+            return table
+        return mark_initialized(
+            table[:1].expand(self.out_features) if table.numel() else table.new_empty(self.out_features, 0)
+        )
 
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)

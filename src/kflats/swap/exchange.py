@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.nn.conv import FactoredConv2d
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear, mark_initialized
 from kflats.nn.matrix import Matrix
 from kflats.swap.places import Place, Weight
 from kflats.swap.roles import FactoredLayer, embedding_scale
@@ -44,6 +44,8 @@ def factored_layers_for(
                 layer.__dict__[name] = module.__dict__[name]
             layer.train(module.training)
             layer.__dict__["_shell"] = module
+            # transformers then never calls ``_init_weights`` on this layer, which would take its factors for a table.
+            layer.__dict__["_is_hf_initialized"] = True
             if not matrix.weight.is_meta:
                 _mark_initialized(layer)
             made[id(module)] = layer
@@ -133,6 +135,5 @@ def _new_layer(
 
 def _mark_initialized(layer: nn.Module) -> None:
     """So that transformers' ``init_weights`` leaves fitted factors alone, as it does loaded ones."""
-    layer.__dict__["_is_hf_initialized"] = True
     for parameter in layer.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_initialized(parameter)

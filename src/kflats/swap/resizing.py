@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.nn.layers import FactoredEmbedding, FactoredLinear
+from kflats.nn.layers import FactoredEmbedding, FactoredLinear, mark_initialized
 from kflats.nn.matrix import Matrix
 from kflats.swap.describing import redescribe_
 from kflats.swap.places import factored_layers, pretrained_models, vocabulary_end
@@ -116,7 +116,7 @@ def _take(model: nn.Module, layer: FactoredLayer, matrix: Matrix) -> None:
     """Let ``layer`` use ``matrix``, and a bias of its size."""
     matrix.__dict__[_PLACES] = layer.matrix.__dict__.get(_PLACES, 1)
     for parameter in matrix.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_initialized(parameter)
     bias = layer._parameters.get("bias")
     layer._take(matrix, own=layer.owns_matrix)
     if isinstance(layer, FactoredEmbedding):
