@@ -337,3 +337,25 @@ def test_texts_are_counted_weights_weighed_and_the_budget_parsed_once(tiny_folde
     assert any("TokenFisher" in importance for importance, _ in weighed)
     assert len(weighed) >= 7
     assert set(weighed.values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("method", "rows"), [(SVD(), "inputs"), (SVD(form="interpolative"), "outputs"), (Flats(k=2), "outputs")]
+)
+def test_errors_and_biases_are_those_of_the_layer_which_widens_its_factors(method, rows) -> None:
+    gen = torch.Generator().manual_seed(0)
+    x = 5 + torch.randn(400, 48, generator=gen)
+    model = nn.Sequential(nn.Linear(48, 48))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.randn(48, 48, generator=gen) / 7)
+        model[0].bias.zero_()
+        dense, before = model[0].weight.clone(), model(x)
+    recipe = Recipe(method, InputGram(), rows=rows, codec=kflats.Float("bfloat16"))
+    report = compress_(model, {"0": recipe}, budget="45%", calibration=[{"input": x}], quiet=True)
+    with torch.no_grad():
+        lost = before - model(x)
+        unbiased = model(torch.eye(48)) - model[0].bias
+    assert model[0].matrix.weight.dtype == torch.bfloat16
+    assert float(lost.mean(0).norm()) < 1e-3 * float(lost.square().mean(0).sum().sqrt())  # no constant is left
+    true = float((dense.T - unbiased).square().sum() / dense.square().sum())
+    assert report.weights[0].error_unweighted == pytest.approx(true, rel=1e-3)

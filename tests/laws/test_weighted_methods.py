@@ -35,6 +35,7 @@ KINDS = {
     "low right": ("low right",),
     "rows, right": ("diagonal left", "full right"),
     "holed rows, low right": ("holed left", "low right"),
+    "few rows, low right": ("few left", "low right"),
     "left, right": ("full left", "full right"),
     "low left, low right": ("low left", "low right"),
 }
@@ -43,10 +44,12 @@ KINDS = {
 
 def side(kind, size, seed):
     gen = torch.Generator().manual_seed(seed)
-    if kind in ("diagonal", "holed"):
+    if kind in ("diagonal", "holed", "few"):
         found = torch.rand(size, generator=gen, dtype=F64) ** 2 + 0.05
         if kind == "holed":
             found[::4] = 0
+        if kind == "few":  # fewer than the rank: what is stored of the others hangs on directions that nothing judges
+            found[3:] = 0
         return found
     x = torch.randn(2 * size if kind == "full" else size // 2, size, generator=gen, dtype=F64)
     x = x * torch.logspace(0, -1.5, size, dtype=F64)

@@ -123,7 +123,7 @@ def _fit(
             hint="a smaller budget, or cast the model to that type",
         )
     report = analyse(decision, rows, factored, weighting, tails, _tokens(weight, data.tokenizer))
-    shift = _bias_shift(table, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
+    shift = _bias_shift(rows, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
     gained, itemsize = gained_numbers(weight, shift), bytes_of_one(weight)
     report = replace(
         report,
@@ -134,14 +134,17 @@ def _fit(
     return Done(decision, matrix, report, shift)
 
 
-def _bias_shift(table: Tensor, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
+def _bias_shift(rows: TensorRows, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
     """mean' (M - M^): what the bias must add so that the mean input keeps its output."""
     if weighting.mean is None:
         return None
+    everything = torch.arange(rows.shape[0], device=rows.device)
     with torch.no_grad():
-        stored = (matrix.dense().T if turned else matrix.dense()).to(torch.float64)
-        shift = weighting.mean.to(torch.float64) @ (table.to(torch.float64) - stored)
-    return shift.to(torch.float32)
+        whole = rows.take(everything)
+        # Factors are widened before they are multiplied, as in the layer.
+        error = (whole - matrix.rows(everything, dtype=whole.dtype)).to(torch.float64)
+        mean = weighting.mean.to(torch.float64)
+        return (error @ mean if turned else mean @ error).to(torch.float32)
 
 
 def _tokens(weight: Weight, tokenizer: Any) -> list[str] | None:

@@ -13,6 +13,7 @@ from kflats.numerics.flats import FlatsFit
 from kflats.numerics.metric import Metric
 from kflats.numerics.nested import NestedFit
 from kflats.numerics.rows import GRAM_BLOCK, Rows
+from kflats.numerics.whitening import least_squares
 
 _Kind = tuple[int | None, int]
 """What a label means: (flat or None, rank)."""
@@ -45,17 +46,28 @@ class Frame:
         return columns if self.turn is None else columns @ self.turn[:rank, :rank]
 
 
-def frame(basis: Tensor, metric: Metric | None, dtype: torch.dtype) -> Frame:
-    """A basis P (r, d) that is orthonormal in A R as one that is orthonormal in A.
+def _frame(rows: Rows, basis: Tensor, ranks: Tensor, metric: Metric | None) -> Frame:
+    """A basis P (r, d) that is orthonormal in A R as one that is orthonormal in A; ``ranks`` (n,): how many coordinates
+    in it each row has, 0 outside its flat.
 
     P R^-1 = T Q with T lower triangular: coordinates A R P' T in Q give the same rows, for every prefix, and
-    rounding them costs no more than it does without a metric.
+    rounding them costs no more than it does without a metric. What a singular metric does not judge is first
+    chosen by least squares.
     """
     if metric is None:
-        return Frame(basis.to(dtype), basis.T.to(dtype))
+        return Frame(basis.to(rows.dtype), basis.T.to(rows.dtype))
     wide = basis.to(torch.float64)
-    q, t = torch.linalg.qr(metric.decoder(wide).T)
-    return Frame(q.T.contiguous().to(dtype), metric.encoder(wide), t.T)
+    encoder, decoder = metric.encoder(wide), metric.decoder(wide)
+    if metric.is_singular:
+        places = torch.arange(len(basis), device=basis.device)
+        pairs = (
+            (block.to(torch.float64) @ encoder * (places < ranks[index].unsqueeze(1)), block)
+            for index in ranks.nonzero().squeeze(1).split(GRAM_BLOCK)
+            for block in [rows.take(index)]
+        )
+        decoder = metric.completed(decoder, least_squares(pairs, *decoder.shape))
+    q, t = torch.linalg.qr(decoder.T)
+    return Frame(q.T.contiguous().to(rows.dtype), encoder, t.T)
 
 
 def _stored(
@@ -76,7 +88,10 @@ def _stored(
     renamed = torch.tensor([made.index(kind) if kind in made else 0 for kind in kinds], device=labels.device)
     labels = renamed[labels]
     sizes = torch.bincount(labels, minlength=len(made)).tolist()
-    frames = [frame(bases[c][: max(rank for flat, rank in made if flat == c)], metric, rows.dtype) for c in flats]
+    frames = []
+    for c in flats:
+        ranks = torch.tensor([rank if flat == c else 0 for flat, rank in made], device=labels.device)
+        frames.append(_frame(rows, bases[c][: int(ranks.max())], ranks[labels], metric))
     stored = [found.basis for found in frames]
     bands = [
         Band(rows_in, rank, None if c is None else flats.index(c))
@@ -85,11 +100,11 @@ def _stored(
     parts: list[Tensor] = []
     for i, band in enumerate(bands):
         index = (labels == i).nonzero().squeeze(1)
-        columns = None if band.flat is None else frames[band.flat].encoder(band.rank).to(rows.dtype)
+        columns = None if band.flat is None else frames[band.flat].encoder(band.rank)
         part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
         for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
             block = rows.take(index[piece])
-            part[piece] = block if columns is None else block @ columns
+            part[piece] = block if columns is None else (block.to(columns.dtype) @ columns).to(rows.dtype)
         parts.append(part)
     basis = torch.cat(stored) if stored else torch.empty(0, d, dtype=rows.dtype, device=rows.device)
     if len(bands) == 1 and bands[0].flat is not None:

@@ -1,4 +1,7 @@
-"""How far a stored matrix is from its rows, by row and under a weighting."""
+"""How far a stored matrix is from its rows, by row and under a weighting.
+
+Factors of half precision are widened before they are multiplied, as a layer does.
+"""
 
 from __future__ import annotations
 
@@ -133,7 +136,7 @@ def weighted_error(rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | N
 
 def _residual(start: int, block: Tensor, matrix: Matrix) -> Tensor:
     index = torch.arange(start, start + len(block), device=block.device)
-    return block - matrix.rows(index).to(block.dtype)
+    return block - matrix.rows(index, dtype=block.dtype)
 
 
 def _cost(block: Tensor, start: int, weighting: Weighting) -> float:

@@ -20,7 +20,11 @@ from kflats.numerics.rows import check_weights
 FLOOR = 1e-6
 """Least singular value of R in units of its largest: below, a measured metric holds noise."""
 
+JUDGED = 1e-4
+"""Singular values of R above this share of its largest judge; what lies below is chosen by plain least squares."""
+
 _ASYMMETRY = 1e-5
+_NOTHING = 1e-8  # a share of a plain decoder that is not worth a pass over the rows
 NEGATIVE = 1e-5
 """How far below zero rounding may take an eigenvalue of a Gram, in units of its largest."""
 
@@ -45,6 +49,32 @@ class Metric:
     def decoder(self, basis: Tensor) -> Tensor:
         """P R^-1 (r, d): what those coordinates are multiplied by to give rows of A again."""
         return basis * self.inverse if self.inverse.ndim == 1 else basis @ self.inverse
+
+    @property
+    def is_singular(self) -> bool:
+        """Whether some directions are judged by next to nothing, and a decoder of theirs may have any size."""
+        return bool((self._plain_share() > _NOTHING).any())
+
+    def completed(self, decoder: Tensor, plain: Tensor) -> Tensor:
+        """``decoder`` (r, d) along the directions that the metric judges, ``plain`` (r, d) along the others.
+
+        P R^-1 is fitted to the rows that weigh, where a direction counts next to nothing: on the other rows it may
+        be wrong by R^-1. There ``plain``, the decoder of least squares over all rows, costs nothing and is bounded.
+        """
+        share = self._plain_share()
+        rest = plain - decoder
+        if self.factor.ndim == 1:
+            return decoder + rest * share
+        directions = self.factor / self._roots()
+        return decoder + (rest @ directions * share) @ directions.T
+
+    def _roots(self) -> Tensor:
+        return self.factor if self.factor.ndim == 1 else torch.linalg.vector_norm(self.factor, dim=0)
+
+    def _plain_share(self) -> Tensor:
+        """(d,) from 0 where the metric judges to 1 where it does not."""
+        roots = self._roots()
+        return 1 / (1 + (roots / (JUDGED * roots.max())) ** 4)
 
 
 def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:

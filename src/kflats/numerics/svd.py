@@ -5,7 +5,8 @@
 With P the r leading eigenvectors of (L A R)' (L A R), the minimiser is U = A R P', V = P R^{-1} (FWSVD,
 Hsu et al., ICLR 2022, eq. 6, is L = diag(sqrt I), R = 1). L enters by its Gram L'L alone and is never
 undone or split, so rows of weight zero get their projection instead of 0 / 0. Only R is inverted; it is
-floored (see ``metric``). Where n < d an n x n problem has the same solution.
+floored, and V is chosen by least squares along what it hardly judges (see ``metric``). Where n < d an n x n problem
+has the same solution.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kflats.errors import KflatsError
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.metric import FLOOR, NEGATIVE, Metric, check_gram, left_gram, right_metric, scale_of
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, as_rows, check_finite, check_rank, check_weights
+from kflats.numerics.whitening import least_squares
 
 
 @dataclass(frozen=True)
@@ -169,8 +171,13 @@ def _small_problem(rows: Rows, left: Tensor | None, right: Tensor | None) -> _Sm
 
     def finish(vectors: Tensor) -> tuple[Tensor, Tensor]:
         basis = vectors if lift is None else vectors @ lift
-        encoder, decoder = (basis.T, basis) if metric is None else (metric.encoder(basis), metric.decoder(basis))
-        return project(rows, encoder.T.to(rows.dtype)), decoder
+        if metric is None:
+            return project(rows, basis.to(rows.dtype)), basis
+        coordinates, decoder = project(rows, metric.encoder(basis).T.to(rows.dtype)), metric.decoder(basis)
+        if metric.is_singular and n >= d:  # a wide matrix has its own rows to be made of
+            pairs = ((coordinates[start : start + len(block)], block) for start, block in rows.blocks(GRAM_BLOCK))
+            decoder = metric.completed(decoder, least_squares(pairs, *decoder.shape))
+        return coordinates, decoder
 
     return _Small(gram, scale, finish)
 

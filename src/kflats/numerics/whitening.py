@@ -7,6 +7,8 @@ Where rows differ in length by many powers of ten, G may show a lower rank than 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -82,6 +84,24 @@ def whiten(matrix: Tensor, floor: float = COLUMN_FLOOR) -> Tensor:
         space = torch.linalg.qr(torch.where(counts.unsqueeze(1), vectors[:, kept] * scale.unsqueeze(1), 0.0)).Q
         whitening = space @ (space.T @ whitening)
     return whitening
+
+
+def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], rank: int, d: int) -> Tensor:
+    """X (rank, d) of the least sum of || a - c X ||^2 over blocks of coordinates c (b, rank) and rows a (b, d).
+
+    In float64; coordinates that say nothing (columns of zeros, or that others repeat) get none of X.
+    """
+    inner: Tensor | None = None
+    for coordinates, block in pairs:
+        wide = coordinates.to(torch.float64)
+        if inner is None:
+            inner, outer = wide.new_zeros(rank, rank), wide.new_zeros(rank, d)
+        inner += wide.T @ wide
+        outer += wide.T @ block.to(torch.float64)
+    if inner is None:
+        return torch.zeros(rank, d, dtype=torch.float64)
+    whitening = whiten(inner)
+    return whitening @ (whitening.T @ outer)
 
 
 def row_space(rows: Rows, factors: Tensor, lengths: Tensor) -> Tensor:
