@@ -185,51 +185,51 @@ def assert_same_gradients(matrix: nn.Module, ours: Tensor, theirs: Tensor, *inpu
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * (1 + float(b.detach().abs().sum())))
 
 
-@pytest.mark.parametrize(("tile", "many"), [(2**20, 1024), (2**20, 1), (24, 1024), (1, 1024)])
-def test_every_operation_is_that_of_the_dense_matrix(make, tile, many, monkeypatch):
-    monkeypatch.setattr(coded_tiles, "TILE", tile)
-    monkeypatch.setattr(coded, "MANY", many)
-    matrix = make()
-    n, d = matrix.shape
-    dense = definition(matrix)
-    torch.testing.assert_close(matrix.dense(), dense)
-    gen = torch.Generator().manual_seed(1)
-    for shape in ((), (0,), (3, 5), (40, 20)):  # the last is decoded class by class
-        ids = torch.randint(0, n, shape, generator=gen)
-        ours = matrix.rows(ids)
-        assert ours.shape == (*shape, d)
-        torch.testing.assert_close(ours, dense[ids])
-        assert_same_gradients(matrix, ours, dense[ids])
-        torch.testing.assert_close(matrix.rows(ids.to(torch.int32)), dense[ids])
-    x = torch.randn(2, 3, n, generator=gen, dtype=F64, requires_grad=True)
-    h = torch.randn(2, 3, d, generator=gen, dtype=F64, requires_grad=True)
-    for ours, theirs, given in ((matrix.vecmat(x), x @ dense, x), (matrix.matvec(h), h @ dense.T, h)):
-        torch.testing.assert_close(ours, theirs)
-        assert_same_gradients(matrix, ours, theirs, given)
+def test_every_operation_is_that_of_the_dense_matrix(make, monkeypatch):
+    for tile, many in ((2**20, 1024), (2**20, 1), (24, 1024), (1, 1024)):
+        monkeypatch.setattr(coded_tiles, "TILE", tile)
+        monkeypatch.setattr(coded, "MANY", many)
+        matrix = make()
+        n, d = matrix.shape
+        dense = definition(matrix)
+        torch.testing.assert_close(matrix.dense(), dense)
+        gen = torch.Generator().manual_seed(1)
+        for shape in ((), (0,), (3, 5), (40, 20)):  # the last is decoded class by class
+            ids = torch.randint(0, n, shape, generator=gen)
+            ours = matrix.rows(ids)
+            assert ours.shape == (*shape, d)
+            torch.testing.assert_close(ours, dense[ids])
+            assert_same_gradients(matrix, ours, dense[ids])
+            torch.testing.assert_close(matrix.rows(ids.to(torch.int32)), dense[ids])
+        x = torch.randn(2, 3, n, generator=gen, dtype=F64, requires_grad=True)
+        h = torch.randn(2, 3, d, generator=gen, dtype=F64, requires_grad=True)
+        for ours, theirs, given in ((matrix.vecmat(x), x @ dense, x), (matrix.matvec(h), h @ dense.T, h)):
+            torch.testing.assert_close(ours, theirs)
+            assert_same_gradients(matrix, ours, theirs, given)
 
 
-@pytest.mark.parametrize("count", [3, 400])
-@pytest.mark.parametrize("bad", [-1, -N, 10**6])
-def test_an_index_outside_is_an_error(make, bad, count):
-    matrix = make()
-    with pytest.raises(IndexError):
-        matrix.rows(torch.tensor([0] * count + [bad]))
+def test_an_index_outside_is_an_error(make):
+    for count in (3, 400):
+        for bad in (-1, -N, 10**6):
+            matrix = make()
+            with pytest.raises(IndexError):
+                matrix.rows(torch.tensor([0] * count + [bad]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_smaller_types_lose_no_integer(make, dtype):
-    matrix = make(dtype=dtype)
-    exact = definition(copy.deepcopy(matrix).double()).detach()
-    ids = torch.arange(matrix.shape[0]).repeat(8)
-    close = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps * float(exact.abs().max())}
-    for given in (ids, ids[:20]):
-        out = matrix.rows(given)
-        assert out.dtype == dtype
-        torch.testing.assert_close(out.double(), exact[given], **close)
-        wide = matrix.rows(given, dtype=torch.float32)
-        assert wide.dtype == torch.float32
-        torch.testing.assert_close(wide.double(), exact[given], rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
-    assert matrix.dense().dtype == matrix.matvec(torch.ones(matrix.shape[1], dtype=dtype)).dtype == dtype
+def test_smaller_types_lose_no_integer(make):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        matrix = make(dtype=dtype)
+        exact = definition(copy.deepcopy(matrix).double()).detach()
+        ids = torch.arange(matrix.shape[0]).repeat(8)
+        close = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps * float(exact.abs().max())}
+        for given in (ids, ids[:20]):
+            out = matrix.rows(given)
+            assert out.dtype == dtype
+            torch.testing.assert_close(out.double(), exact[given], **close)
+            wide = matrix.rows(given, dtype=torch.float32)
+            assert wide.dtype == torch.float32
+            torch.testing.assert_close(wide.double(), exact[given], rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
+        assert matrix.dense().dtype == matrix.matvec(torch.ones(matrix.shape[1], dtype=dtype)).dtype == dtype
 
 
 def test_layers_hold_it_as_any_other(make):
@@ -371,20 +371,20 @@ def test_files_say_the_first_version_that_can_read_them(make):
     assert matrix_from_spec(spec, dtype=F64).geometry == geometry
 
 
-@pytest.mark.parametrize("n", [1, 20, N])
-def test_resized_drops_the_last_rows_and_never_adds_one(make, n):
-    matrix = make()
-    if n <= matrix.shape[0]:
-        found = matrix.resized(n)
-        assert torch.equal(found.dense(), matrix.dense()[:n])
-        assert found.shape == (n, D)
-        with torch.no_grad():
-            found.weight.add_(1)
-        assert matrix_from_spec(found.spec(), dtype=F64).spec() == found.spec()
-    with pytest.raises(KflatsError, match="codes are constants"):
-        matrix.resized(matrix.shape[0] + 1)
-    with pytest.raises(KflatsError, match="cannot be resized"):
-        matrix.resized(0)
+def test_resized_drops_the_last_rows_and_never_adds_one(make):
+    for n in (1, 20, N):
+        matrix = make()
+        if n <= matrix.shape[0]:
+            found = matrix.resized(n)
+            assert torch.equal(found.dense(), matrix.dense()[:n])
+            assert found.shape == (n, D)
+            with torch.no_grad():
+                found.weight.add_(1)
+            assert matrix_from_spec(found.spec(), dtype=F64).spec() == found.spec()
+        with pytest.raises(KflatsError, match="codes are constants"):
+            matrix.resized(matrix.shape[0] + 1)
+        with pytest.raises(KflatsError, match="cannot be resized"):
+            matrix.resized(0)
 
 
 @pytest.mark.parametrize(

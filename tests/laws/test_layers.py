@@ -74,16 +74,16 @@ def test_copies_keep_their_own_tie(make):
         assert net.emb.matrix.weight.numel() == 0 or net.emb.weight.any()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_types_change_for_factors_only_and_keep_the_tie(make, dtype):
-    net = TiedNet(make()).to(dtype)
-    assert_one_matrix(net)
-    matrix = net.emb.matrix
-    assert {factor.dtype for factor in matrix.parameters()} == {net.emb(some_ids(matrix)).dtype} == {dtype}
-    if isinstance(matrix, FlatsMatrix):
-        assert matrix.labels.dtype in (torch.uint8, torch.uint16)
-        assert matrix.position.dtype == torch.int32
-    assert_one_matrix(net.half().float().bfloat16().double())
+def test_types_change_for_factors_only_and_keep_the_tie(make):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        net = TiedNet(make()).to(dtype)
+        assert_one_matrix(net)
+        matrix = net.emb.matrix
+        assert {factor.dtype for factor in matrix.parameters()} == {net.emb(some_ids(matrix)).dtype} == {dtype}
+        if isinstance(matrix, FlatsMatrix):
+            assert matrix.labels.dtype in (torch.uint8, torch.uint16)
+            assert matrix.position.dtype == torch.int32
+        assert_one_matrix(net.half().float().bfloat16().double())
 
 
 def test_an_emptied_model_is_filled_by_its_state_dict(make):
@@ -123,25 +123,29 @@ def dense_route(net: TiedNet, ids: Tensor, padding_idx: int | None) -> Tensor:
     return F.linear(torch.tanh(net.mid(out)), dense, net.head.bias)
 
 
-@pytest.mark.parametrize("padding_idx", [None, 0, 3, -1])
-def test_training_through_both_places_sums_their_gradients(make, padding_idx):
-    matrix = make()
-    if padding_idx is not None and padding_idx >= matrix.shape[0]:
-        padding_idx = 0
-    net = TiedNet(matrix, padding_idx)
-    ids = some_ids(matrix)
-    ids[:, :2] = 0 if padding_idx is None else padding_idx % matrix.shape[0]
-    target = torch.randint(0, matrix.shape[0], ids.shape)
+def gradients(net: TiedNet, logits: Tensor, target: Tensor) -> list[Tensor | None]:
+    loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
+    return list(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
 
-    def gradients(logits: Tensor) -> list[Tensor | None]:
-        loss = F.cross_entropy(logits.flatten(0, 1), target.flatten())
-        return list(torch.autograd.grad(loss, list(net.parameters()), allow_unused=True))
 
-    for ours, theirs, (name, value) in zip(
-        gradients(net(ids)), gradients(dense_route(net, ids, padding_idx)), net.named_parameters(), strict=True
-    ):
-        zero = torch.zeros_like(value)
-        torch.testing.assert_close(zero if ours is None else ours, zero if theirs is None else theirs, msg=name)
+def test_training_through_both_places_sums_their_gradients(make):
+    for padding_idx in (None, 0, 3, -1):
+        matrix = make()
+        if padding_idx is not None and padding_idx >= matrix.shape[0]:
+            padding_idx = 0
+        net = TiedNet(matrix, padding_idx)
+        ids = some_ids(matrix)
+        ids[:, :2] = 0 if padding_idx is None else padding_idx % matrix.shape[0]
+        target = torch.randint(0, matrix.shape[0], ids.shape)
+
+        for ours, theirs, (name, value) in zip(
+            gradients(net, net(ids), target),
+            gradients(net, dense_route(net, ids, padding_idx), target),
+            net.named_parameters(),
+            strict=True,
+        ):
+            zero = torch.zeros_like(value)
+            torch.testing.assert_close(zero if ours is None else ours, zero if theirs is None else theirs, msg=name)
 
 
 def test_padding_receives_no_gradient(make):
@@ -190,13 +194,13 @@ def test_sparse_gradients_of_one_table_are_its_dense_ones(table, name):
         FactoredEmbedding(table["ragged"](), sparse=True)
 
 
-@pytest.mark.parametrize("scale", [384**0.5, 1152**0.5, 3.14159])
-def test_scale_is_rounded_to_the_type_of_the_table(make, scale):
-    matrix = make(dtype=torch.bfloat16)
-    layer = FactoredEmbedding(matrix, scale=scale)
-    ids = some_ids(matrix)
-    assert torch.equal(layer(ids), matrix.rows(ids) * torch.tensor(scale).to(torch.bfloat16))
-    assert layer(ids).dtype == torch.bfloat16
+def test_scale_is_rounded_to_the_type_of_the_table(make):
+    for scale in (384**0.5, 1152**0.5, 3.14159):
+        matrix = make(dtype=torch.bfloat16)
+        layer = FactoredEmbedding(matrix, scale=scale)
+        ids = some_ids(matrix)
+        assert torch.equal(layer(ids), matrix.rows(ids) * torch.tensor(scale).to(torch.bfloat16))
+        assert layer(ids).dtype == torch.bfloat16
 
 
 def test_scale_is_that_of_gemma():
@@ -216,32 +220,32 @@ def test_autocast_leaves_a_lookup_alone(make):
     assert torch.equal(inside, layer(ids))
 
 
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
-def test_autocast_treats_a_linear_layer_as_it_treats_torch_s(make, rows):
-    size = 40 if rows == "outputs" else 6
-    layer = FactoredLinear(make(dtype=torch.float32), rows=rows)
-    layer.bias = nn.Parameter(torch.zeros(layer.out_features))
-    x = torch.randn(2, layer.in_features)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(x).dtype == nn.Linear(layer.in_features, size)(x).dtype == torch.bfloat16
-        head = FactoredHead(layer.matrix, nn.Parameter(torch.zeros(layer.matrix.shape[0])))
-        assert head(torch.randn(2, layer.matrix.shape[1])).dtype == torch.bfloat16
-    torch.testing.assert_close(layer(x).bfloat16(), layer.bfloat16()(x.bfloat16()), rtol=0.1, atol=0.3)
+def test_autocast_treats_a_linear_layer_as_it_treats_torch_s(make):
+    for rows in ("inputs", "outputs"):
+        size = 40 if rows == "outputs" else 6
+        layer = FactoredLinear(make(dtype=torch.float32), rows=rows)
+        layer.bias = nn.Parameter(torch.zeros(layer.out_features))
+        x = torch.randn(2, layer.in_features)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert layer(x).dtype == nn.Linear(layer.in_features, size)(x).dtype == torch.bfloat16
+            head = FactoredHead(layer.matrix, nn.Parameter(torch.zeros(layer.matrix.shape[0])))
+            assert head(torch.randn(2, layer.matrix.shape[1])).dtype == torch.bfloat16
+        torch.testing.assert_close(layer(x).bfloat16(), layer.bfloat16()(x.bfloat16()), rtol=0.1, atol=0.3)
 
 
-@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16])
-def test_factors_of_a_smaller_type_are_widened_before_they_are_multiplied(make, stored):
-    matrix = make(dtype=stored)
-    wide = copy.deepcopy(matrix).float()
-    layer = FactoredEmbedding(matrix, dtype=torch.float32)
-    ids = torch.randint(0, matrix.shape[0], (20, 20), generator=torch.Generator().manual_seed(1))
-    for given in (ids, ids[:1]):
-        assert torch.equal(layer(given), wide.rows(given))
-        layer(given).sum().backward()
-        assert matrix.weight.grad.dtype == stored
-    x, h = torch.randn(3, matrix.shape[0]), torch.randn(3, matrix.shape[1])
-    torch.testing.assert_close(FactoredLinear(matrix)(x), wide.vecmat(x))
-    torch.testing.assert_close(FactoredHead(matrix)(h), wide.matvec(h))
+def test_factors_of_a_smaller_type_are_widened_before_they_are_multiplied(make):
+    for stored in (torch.float16, torch.bfloat16):
+        matrix = make(dtype=stored)
+        wide = copy.deepcopy(matrix).float()
+        layer = FactoredEmbedding(matrix, dtype=torch.float32)
+        ids = torch.randint(0, matrix.shape[0], (20, 20), generator=torch.Generator().manual_seed(1))
+        for given in (ids, ids[:1]):
+            assert torch.equal(layer(given), wide.rows(given))
+            layer(given).sum().backward()
+            assert matrix.weight.grad.dtype == stored
+        x, h = torch.randn(3, matrix.shape[0]), torch.randn(3, matrix.shape[1])
+        torch.testing.assert_close(FactoredLinear(matrix)(x), wide.vecmat(x))
+        torch.testing.assert_close(FactoredHead(matrix)(h), wide.matvec(h))
 
 
 def test_the_output_type_follows_the_model(table):
@@ -251,26 +255,26 @@ def test_the_output_type_follows_the_model(table):
         assert getattr(layer, change)()(ids).dtype == layer.weight.dtype == expected
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
-def test_linear_in_both_orientations(make, rows, bias):
-    matrix = make()
-    size = matrix.shape[1] if rows == "inputs" else matrix.shape[0]
-    b = torch.randn(size, dtype=F64) if bias else None
-    layer = FactoredLinear(matrix, b, rows=rows)
-    x = torch.randn(2, 3, layer.in_features, dtype=F64)
-    weight = matrix.dense() if rows == "outputs" else matrix.dense().T
-    torch.testing.assert_close(layer(x), F.linear(x, weight, b))
-    assert (layer.in_features, layer.out_features) == (weight.shape[1], weight.shape[0])
-    ours = torch.autograd.grad(layer(x).pow(2).sum(), list(layer.parameters()), allow_unused=True)
-    theirs = torch.autograd.grad(
-        F.linear(x, matrix.dense() if rows == "outputs" else matrix.dense().T, layer.bias).pow(2).sum(),
-        list(layer.parameters()),
-        allow_unused=True,
-    )
-    for a, c, p in zip(ours, theirs, layer.parameters(), strict=True):
-        zero = torch.zeros_like(p)
-        torch.testing.assert_close(zero if a is None else a, zero if c is None else c)
+def test_linear_in_both_orientations(make):
+    for rows in ("inputs", "outputs"):
+        for bias in (True, False):
+            matrix = make()
+            size = matrix.shape[1] if rows == "inputs" else matrix.shape[0]
+            b = torch.randn(size, dtype=F64) if bias else None
+            layer = FactoredLinear(matrix, b, rows=rows)
+            x = torch.randn(2, 3, layer.in_features, dtype=F64)
+            weight = matrix.dense() if rows == "outputs" else matrix.dense().T
+            torch.testing.assert_close(layer(x), F.linear(x, weight, b))
+            assert (layer.in_features, layer.out_features) == (weight.shape[1], weight.shape[0])
+            ours = torch.autograd.grad(layer(x).pow(2).sum(), list(layer.parameters()), allow_unused=True)
+            theirs = torch.autograd.grad(
+                F.linear(x, matrix.dense() if rows == "outputs" else matrix.dense().T, layer.bias).pow(2).sum(),
+                list(layer.parameters()),
+                allow_unused=True,
+            )
+            for a, c, p in zip(ours, theirs, layer.parameters(), strict=True):
+                zero = torch.zeros_like(p)
+                torch.testing.assert_close(zero if a is None else a, zero if c is None else c)
 
 
 def test_layers_refuse_what_does_not_fit(table):
