@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -579,11 +580,53 @@ def test_squares_do_not_overflow_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.row_fisher, exact.row_fisher, rtol=5e-2, atol=0.05 * float(exact.row_fisher.max()))
 
 
-def test_gradients_that_overflow_are_refused() -> None:
-    model = nn.Sequential(nn.Linear(3, 1)).half()
-    batch = {"input": torch.ones(2, 3).half(), "labels": torch.full((2, 1), 6e4).half()}
-    with pytest.raises(KflatsError, match="NaN or infin"):
-        measure(model, find_weights(model), [batch], needs=FISHER, quiet=True)
+@dataclass(frozen=True)
+class Times:
+    """The task's loss times ``even`` and ``odd``, by the sample's place."""
+
+    even: float
+    odd: float
+
+    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+        losses = TaskLoss().losses(model, batch, first)
+        return losses * torch.where((torch.arange(len(losses)) + first) % 2 == 1, self.odd, self.even)
+
+
+@pytest.mark.parametrize("factors", [(1e-7, 1e-7), (1.0, 0.0), (1e-3, 1e6)])
+def test_losses_of_any_size_in_float16(factors: tuple[float, float]) -> None:
+    """Gradients neither underflow nor overflow, and samples of one batch may differ in size."""
+    needs = ALL | {"fisher_gram", "fisher_mean"}
+    model, batches = bert(num_labels=3).half(), [words(3, labels="class"), words(2, 5, labels="class")]
+    half, exact = (
+        measure(one, find_weights(one), batches, needs=needs, objective=Times(*factors), quiet=True)
+        for one in (model, copy.deepcopy(model).float())
+    )
+    for name, expected in exact.measured.items():
+        for key in needs:
+            a, b = getattr(half.of(name), key), getattr(expected, key)
+            assert float((a - b).abs().max()) <= 0.02 * float(b.abs().max()), (name, key)
+
+
+class Faint(nn.Module):
+    """Two layers, one of whose gradients are 1e-10 of the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strong, self.faint = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.strong(x) + self.faint(x) * 1e-5 * 1e-5
+
+
+def test_gradients_that_underflow_float16_are_refused() -> None:
+    model = Faint().half()
+    batch = {"x": torch.randn(6, 4).half(), "labels": torch.randint(3, (6,))}
+    strong, faint = find_weights(model)
+    with pytest.raises(KflatsError, match=r"gradients of faint underflow float16.*alone"):
+        measure(model, [strong, faint], [batch], needs=FISHER, quiet=True)
+    half = measure(model, [faint], [batch], needs=FISHER, quiet=True).of("faint").row_fisher
+    exact = measure(model, [strong], [batch], needs=FISHER, quiet=True).of("strong").row_fisher
+    torch.testing.assert_close(half * 1e20, exact, rtol=0.05, atol=0.0)
 
 
 def test_inputs_overwritten_in_place_are_refused() -> None:

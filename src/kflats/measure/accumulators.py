@@ -17,6 +17,7 @@ from kflats.swap.places import Weight
 
 GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram", "fisher_mean"})
 _SQUARES = (ROW, COLUMN)
+_LOST = 1e-3  # share of the squares of gradients that may be lost to underflow
 _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
 
@@ -63,6 +64,7 @@ class Accumulator:
         self._fisher_reads = self._new(n) if fisher and self._lookup else None
         self._fisher_sum = self._new(n if self._fisher is not None else 0)
         self._fisher_total = 0.0
+        self._lost = self._seen = 0.0
         # A tied head: its inputs are (d,), its outputs (n,).
         self._hidden = Moments(d, inputs.products, device) if tied else None
         self._logits = self._new(n) if tied and "output_gram" in needs else None
@@ -110,6 +112,10 @@ class Accumulator:
 
     def add_gradients(self, calls: list[LayerCall]) -> None:
         """Add one batch's gradients, of all calls of the weight together: their positions add before squaring."""
+        for call in calls:
+            if call.lost:
+                self._lost += call.lost
+                self._seen += float(_gradient(call).square().sum(dtype=torch.float64))
         if self._lookup:
             self._add_table(calls)
             return
@@ -144,7 +150,13 @@ class Accumulator:
         self._fisher_total += float(size.square().sum(dtype=torch.float64))
 
     def measured(self) -> Measured:
-        """The means; raises KflatsError where a sum is not finite. The sums are used up."""
+        """The means; raises KflatsError where a sum is not finite, or gradients underflow. The sums are used up."""
+        if 0 < self._seen * _LOST < self._lost:
+            raise KflatsError(
+                f"gradients of {self.weight.name} underflow float16",
+                cause="gradients of other layers are so much larger that no scale of the loss suits both",
+                hint="measure this weight alone, or with the model in float32 or bfloat16",
+            )
         samples, positions = max(self.samples, 1), max(self._positions, 1)
         found = {key: value.div_(samples) for key, value in self._squares.items()}
         if self._reads is not None:

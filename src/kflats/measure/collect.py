@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,11 @@ from kflats.swap.places import Weight
 from kflats.tables import size, visible
 
 __all__ = ["Statistics", "measure"]
+
+_EXPONENT = 10  # of the first scale, and of the largest gradient after another
+_SMALLEST = 0.25  # what the largest gradient of a sample must reach
+_STEP = 12  # how far a scale falls after an overflow
+_MAX_EXPONENT = 60
 
 
 def measure(
@@ -58,6 +65,9 @@ def measure(
     for output_gram, both Grams are those of the nearest single product, the input's summing to 1; asked for
     input_gram alone, reads plus the mean square of hidden states.
 
+    In a float16 model, and under float16 autocast, each sample's loss is scaled by a power of two, chosen from its
+    gradients, and the gradients are divided by it in float32: they neither underflow nor overflow.
+
     Args:
         model: any torch module.
         weights: from ``find_weights``.
@@ -70,7 +80,8 @@ def measure(
 
     Raises:
         KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
-            beyond the model's vocabulary, a loss or a sum that is not finite, a weight whose sums alone exceed
+            beyond the model's vocabulary, a loss or a sum that is not finite, gradients that underflow float16
+            at every scale, a weight whose sums alone exceed
             ``memory_bytes``.
 
     >>> from kflats.swap.places import find_weights
@@ -138,7 +149,10 @@ class _Job:
         def on_gradients(name: str, calls: list[LayerCall]) -> None:
             sums[name].add_gradients(calls)
 
-        recorder = ActivationRecorder(self._model, weights, on_input, on_gradients, self._layouts, gradients, alone)
+        scaled = _is_float16(self._model, self._device)
+        recorder = ActivationRecorder(
+            self._model, weights, on_input, on_gradients, self._layouts, gradients, alone, repeats=scaled
+        )
         step = self._told(len(self._batches))
         first = 0
         with recorder.attached(), torch.set_grad_enabled(bool(gradients)):
@@ -147,7 +161,10 @@ class _Job:
                 samples = batch_size(there)
                 for batch in [take(there, torch.tensor([s])) for s in range(samples)] if alone else [there]:
                     recorder.start(batch)
-                    self._pass(batch, first, bool(gradients))
+                    losses = self._pass(batch, first, bool(gradients))
+                    if losses is not None and losses.requires_grad:
+                        # The sum, not the mean: then each activation's gradient is that of its own sample's loss.
+                        _backward_scaled(losses, recorder) if scaled else losses.sum().backward()
                     recorder.finish()
                     inputs.forget()
                     first += batch_size(batch)
@@ -156,10 +173,10 @@ class _Job:
             one.samples = first
         return {name: one for name, one in sums.items() if name not in recorder.without_layout}, recorder.without_layout
 
-    def _pass(self, batch: dict[str, Any], first: int, gradients: bool) -> None:
+    def _pass(self, batch: dict[str, Any], first: int, gradients: bool) -> Tensor | None:
         if not gradients:
             run(self._model, batch)
-            return
+            return None
         losses = self._objective.losses(self._model, batch, first)
         if losses.shape != (batch_size(batch),):
             raise KflatsError(
@@ -173,9 +190,60 @@ class _Job:
                 cause="training that diverged, half precision that overflows, or NaN among the labels",
                 hint="the model in float32, or another checkpoint",
             )
-        if losses.requires_grad:
-            # The sum, not the mean: then each activation's gradient is that of its own sample's loss.
-            losses.sum().backward()
+        return losses
+
+
+def _is_float16(model: nn.Module, device: torch.device) -> bool:
+    if torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16:
+        return True
+    return any(p.dtype == torch.float16 for p in model.parameters())
+
+
+@dataclass
+class _Scale:
+    """The power of two of one sample's loss: searched between the largest that fits and the least that overflows."""
+
+    exponent: int = _EXPONENT
+    fits: int | None = None
+    overflows: int = _MAX_EXPONENT + 1
+
+    def change(self, largest: float) -> bool:
+        """Whether another exponent is to be tried, after backward at this one gave the ``largest`` gradient."""
+        before = self.exponent
+        if not math.isfinite(largest):
+            self.overflows = before
+            self.exponent = max(before - _STEP if self.fits is None else (self.fits + before) // 2, -_MAX_EXPONENT)
+        elif largest < _SMALLEST:
+            self.fits = before
+            wanted = before + (_EXPONENT - math.frexp(largest)[1] if largest else 2 * _STEP)
+            most = self.overflows - 1 if self.overflows > _MAX_EXPONENT else (before + self.overflows) // 2
+            self.exponent = min(wanted, most)
+        return self.exponent != before
+
+
+def _backward_scaled(losses: Tensor, recorder: ActivationRecorder) -> None:
+    """Backward with each sample's loss times a power of two, so that its gradients fit float16; the recorded gradients
+    are divided by it.
+
+    Loss scaling (Micikevicius et al., ICLR 2018), by sample: losses of one batch may differ by orders of magnitude.
+    Scales depend on their own batch alone. Backward is repeated until every sample's largest gradient is at least
+    ``_SMALLEST`` and none overflows.
+    """
+    scales = [_Scale() for _ in losses]
+    while True:
+        factors = [2.0**scale.exponent for scale in scales]
+        (losses.float() * torch.tensor(factors, device=losses.device)).sum().backward(retain_graph=True)
+        largest = recorder.largest_gradients()
+        changed = [scale.change(value) for scale, value in zip(scales, largest, strict=True)]
+        if not any(changed):
+            break
+    if not all(map(math.isfinite, largest)):
+        raise KflatsError(
+            "gradients are NaN or infinite in float16 at every scale of the loss",
+            cause="activations whose gradients differ by more than float16 can hold",
+            hint="measure with the model in float32 or bfloat16",
+        )
+    recorder.unscale(factors)
 
 
 def _wanted(

@@ -23,6 +23,9 @@ from kflats.numerics.fisher import wide
 from kflats.swap.places import Weight
 from kflats.swap.roles import embedding_scale
 
+_HALF_STEP = 2.0**-25
+"""float16 rounds smaller numbers to zero."""
+
 
 @dataclass
 class LayerCall:
@@ -31,7 +34,7 @@ class LayerCall:
     ``x`` is the layer's input: (B, T, n) with samples first; of a lookup (B, T) row indices, -1 where no gradient
     reaches the row; of a convolution the whole input. ``g`` is the gradient of each sample's own loss by the layer's
     output, (B, T, d); None until backward reaches the layer. ``mask`` is (B, T) bool, True at tokens and False at
-    padding; None where there is no padding.
+    padding; None where there is no padding. ``lost`` bounds the squares that float16 may have rounded to zero in ``g``.
     """
 
     weight: str
@@ -41,6 +44,7 @@ class LayerCall:
     x: Tensor
     mask: Tensor | None
     g: Tensor | None = None
+    lost: float = 0.0
 
     def inputs(self, start: int, end: int) -> Tensor:
         """(end - start, T, n): the inputs of samples ``start`` to ``end``."""
@@ -75,6 +79,8 @@ class ActivationRecorder:
         on_gradients: called once per batch and weight, when the gradients of all its calls have arrived.
         layouts: from ``find_layouts``. one_sample: every batch holds one sample, so layouts are not needed.
         gradients: names of the weights whose output gradients are recorded.
+        repeats: backward may run several times for one batch, with other scales of its losses: ``on_gradients`` is then
+            called by ``finish`` alone.
 
     ``without_layout`` collects the names of weights whose layer received an input that its layout does not fit. Such
     weights are not recorded any further.
@@ -89,11 +95,12 @@ class ActivationRecorder:
         layouts: Mapping[int, Layout],
         gradients: frozenset[str],
         one_sample: bool = False,
+        repeats: bool = False,
     ) -> None:
         self.without_layout: set[str] = set()
         self._model, self._weights, self._layouts = model, weights, layouts
         self._on_input, self._on_gradients = on_input, on_gradients
-        self._gradients, self._one_sample = gradients, one_sample
+        self._gradients, self._one_sample, self._repeats = gradients, one_sample, repeats
         self._calls: dict[str, list[LayerCall]] = {}
         self._batch: dict[str, Any] = {}
         self._samples = 0
@@ -122,6 +129,21 @@ class ActivationRecorder:
         self._calls.clear()
         self._batch, self._samples, self._encoded = batch, batch_size(batch), None
 
+    def largest_gradients(self) -> list[float]:
+        """The largest absolute entry of all recorded gradients of each sample; 0 where nothing was recorded."""
+        largest = [g.abs().amax((1, 2)).float() for g in self._recorded()]
+        return torch.stack(largest).amax(0).tolist() if largest else [0.0] * self._samples
+
+    def unscale(self, scales: Sequence[float]) -> None:
+        """Divide the recorded gradients of each sample by its scale, a power of two: exact, because in float32."""
+        for calls in self._calls.values():
+            for call in calls:
+                if call.g is not None:
+                    if call.g.dtype == torch.float16:
+                        numbers = call.g[0].numel()
+                        call.lost = numbers * sum((_HALF_STEP / scale) ** 2 for scale in scales)
+                    call.g = wide(call.g) / torch.tensor(scales, device=call.g.device).view(-1, 1, 1)
+
     def finish(self) -> None:
         """Call after backward: reports the calls of weights that some call's gradient did not reach."""
         for weight, calls in self._calls.items():
@@ -130,6 +152,9 @@ class ActivationRecorder:
                 self._on_gradients(weight, arrived)
         self._calls.clear()
         self._anchor.grad = None
+
+    def _recorded(self) -> Iterator[Tensor]:
+        return (call.g for calls in self._calls.values() for call in calls if call.g is not None)
 
     def _hook(self, weight: Weight, role: str) -> Callable[..., Tensor | None]:
         name = weight.name
@@ -180,7 +205,7 @@ class ActivationRecorder:
             if call.role == "embedding":
                 call.g, call.x = _as_read(call.module, call.g, call.x)
         waiting = self._calls[call.weight]
-        if len(waiting) == 1:
+        if len(waiting) == 1 and not self._repeats:
             del self._calls[call.weight]
             self._on_gradients(call.weight, waiting)
 
