@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from kflats.cli.app import app
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import weight_file_bytes
-from kflats.files.folders import explain
+from kflats.files.write_errors import explain
+from kflats.report.report import Report
 
 pytest.importorskip("transformers")
 
@@ -24,6 +25,8 @@ def desk(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     shutil.copytree(tiny_folder, tmp_path / "model")
     (tmp_path / "texts.txt").write_text("the word\nanother word\n" * 4, encoding="utf-8")
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "link").symlink_to("model")
+    Report("m", "60%", (), 10, 10, 0, "1").save(tmp_path / "model" / "report.json")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     monkeypatch.chdir(tmp_path)
@@ -62,8 +65,20 @@ MEASURED = (*PLAN, "--method", "svd", "--calibration", "texts.txt", "--out", "pl
             (*COMPRESS, "--out", "file/small"),
             "is in the way. Likely cause: a file where a folder must be. Try: another",
         ),
+        ((*PLAN, "--out", "file", "--force"), "exists and is not replaced"),
+        ((*COMPRESS, "--out", "model", "--force"), "is the original, so it is not replaced"),
+        ((*COMPRESS, "--out", "link", "--force"), "is the original, so it is not replaced"),
+        ((*COMPRESS, "--out", ".", "--force"), "holds the original, model, so it is not replaced"),
+        ((*COMPRESS, "--out", "model/small"), "lies inside the original"),
+        (("trim", "model", "--keep", "50", "--out", "link", "--force"), "is the original"),
+        (("export", "model", "--dense", "--out", "link", "--force"), "is the original"),
+        (("export", "model", "--onnx", "--out", "model/config.json", "--force"), "exists and is not replaced"),
+        (("recover", "model", "--task", "sst2", "--out", "link", "--force"), "is the original"),
+        (("recover", "other", "--task", "sst2", "--out", "link", "--force"), "holds no model"),
+        (("frontier", "model", "--out", "link", "--force"), "is the original"),
+        (("report", "model/report.json", "--out", "other"), "thesis.txt (no manifest lists it)"),
         ((*COMPRESS, "--out", "file", "--force"), "exists and is not a folder"),
-        ((*COMPRESS, "--out", "other", "--force"), "holds something that is not a model"),
+        ((*COMPRESS, "--out", "other", "--force"), "is not replaced: thesis.txt (no manifest lists it)"),
         ((*MEASURED, "file/statistics"), "is in the way"),
         ((*MEASURED, "other"), "cannot be read"),
     ],

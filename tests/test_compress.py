@@ -282,15 +282,6 @@ def test_what_is_not_a_model_is_never_replaced(tiny_folder, tmp_path, where):
     assert (out if where == "file" else out / "thesis.tex").read_text() == "mine"
 
 
-def test_an_original_cannot_be_compressed_onto_itself_by_accident(tiny_folder, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
-    before = files(folder)
-    with pytest.raises(KflatsError, match="exists already"):
-        compress_folder(folder, folder, budget="50%", quiet=True)
-    assert files(folder) == before
-
-
 def test_a_folder_that_holds_the_original_is_never_replaced(tiny_folder, tmp_path):
     out = tmp_path / "out"
     shutil.copytree(tiny_folder, out / "0_Transformer")
@@ -301,27 +292,10 @@ def test_a_folder_that_holds_the_original_is_never_replaced(tiny_folder, tmp_pat
     assert files(out) == before
 
 
-def test_a_run_into_the_original_s_own_folder_resumes(tiny_folder, tmp_path, monkeypatch):
-    folder = tmp_path / "model"
-    shutil.copytree(tiny_folder, folder)
-    run = {"budget": "50%", "method": SVD(), "weights": TWO, "quiet": True}
-
-    def interrupted(*_, **__):
-        raise RuntimeError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(compress_module, "_finish", interrupted)
-        with pytest.raises(RuntimeError):
-            compress_folder(folder, folder / "small", **run)
-    monkeypatch.setattr(SVD, "fit", interrupted)
-    compress_folder(folder, folder / "small", **run)
-    assert files(folder).keys() - {f"small/{name}" for name in files(folder / "small")} == files(tiny_folder).keys()
-
-
 KILLED = """
 import os, signal, sys
 import kflats
-from kflats.files.folders import Partial
+from kflats.files.partial import Partial
 from kflats import SVD
 from kflats.compress.pipeline import compress_folder
 
@@ -406,11 +380,11 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
     from transformers import PreTrainedModel
 
     target = {
-        "partial": (kflats.files.folders, "save_file"),
+        "partial": (kflats.files.partial, "save_file"),
         "model": (PreTrainedModel, "save_pretrained"),
         "companions": (shutil, "copyfile"),
-        "durable": (kflats.files.folders, "_make_durable"),
-        "rename": (kflats.files.folders, "_put_in_place"),
+        "durable": (kflats.files.atomic_folder, "_make_durable"),
+        "rename": (kflats.files.atomic_folder, "_put_in_place"),
     }[what]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)

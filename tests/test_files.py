@@ -183,8 +183,8 @@ def test_resolving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_interrupted_replacement_is_explained(tmp_path: Path) -> None:
-    (tmp_path / ".small.kflats-old-host-7").mkdir()
-    with pytest.raises(KflatsError, match=r"interrupted.*rename .*kflats-old-host-7 to small"):
+    (tmp_path / ".small.kflats-old").mkdir()
+    with pytest.raises(KflatsError, match=r"interrupted.*rename .*kflats-old to small"):
         resolve_model(tmp_path / "small")
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,17 +18,21 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kflats.errors import KflatsError
-from kflats.files.folders import Partial, new_folder
-from kflats.files.replacing import replaced
+from kflats.files.atomic_files import replaced, replaced_together
+from kflats.files.atomic_folder import locked, new_folder
+from kflats.files.manifest import MANIFEST, differences, manifest_follows
+from kflats.files.partial import Partial
 
 
 def contents(folder: Path) -> dict[str, str]:
-    return {str(p.relative_to(folder)): p.read_text() for p in sorted(folder.rglob("*")) if p.is_file()}
+    """Texts of all files but manifests."""
+    paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST]
+    return {str(p.relative_to(folder)): p.read_text() for p in paths}
 
 
 def old_model(out: Path) -> dict[str, str]:
-    out.mkdir()
-    (out / "config.json").write_text("old")
+    with new_folder(out) as aside:
+        (aside / "config.json").write_text("old")
     return contents(out)
 
 
@@ -81,7 +85,7 @@ def test_an_existing_folder_is_refused_and_untouched(tmp_path: Path) -> None:
         pytest.fail("must be refused")
 
 
-def test_force_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:
+def test_force_replaces_what_kflats_wrote_and_nothing_else(tmp_path: Path) -> None:
     out = tmp_path / "small"
     before = old_model(out)
     with new_folder(out, force=True) as aside:
@@ -92,7 +96,7 @@ def test_force_replaces_a_model_and_nothing_else(tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
     (home / "thesis.txt").write_text("years of work")
-    with pytest.raises(KflatsError, match="not a model"), new_folder(home, force=True):
+    with pytest.raises(KflatsError, match=r"thesis.txt \(no manifest lists it\)"), new_folder(home, force=True):
         pytest.fail("must be refused")
     assert contents(home) == {"thesis.txt": "years of work"}
 
@@ -147,7 +151,7 @@ def test_a_failed_last_step_leaves_the_old_folder(tmp_path: Path, monkeypatch: p
     rename = Path.rename
 
     def fails(self: Path, target: Path) -> Path:
-        if ".kflats-new-" in self.name:
+        if self.name.endswith(".kflats-new"):
             raise OSError(errno.ENOSPC, "No space left on device")
         return rename(self, target)
 
@@ -163,7 +167,8 @@ def test_a_folder_that_appears_meanwhile_is_kept(tmp_path: Path) -> None:
     def slow() -> None:
         with new_folder(out) as aside:
             (aside / "config.json").write_text("new")
-            old_model(out)
+            out.mkdir()
+            (out / "config.json").write_text("old")
 
     with pytest.raises(KflatsError, match="exists already"):
         slow()
@@ -187,7 +192,7 @@ def process(program: str, *arguments: object, source: Path) -> Iterator[subproce
 WRITING = """
 import sys, time
 from pathlib import Path
-from kflats.files.folders import new_folder
+from kflats.files.atomic_folder import new_folder
 with new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("half")
     print("ready", flush=True)
@@ -196,15 +201,15 @@ with new_folder(sys.argv[1], force=True) as aside:
 REPLACING = """
 import sys, time
 from pathlib import Path
-import kflats.files.folders
+import kflats.files.atomic_folder
 rename = Path.rename
 def stop(self, target):
-    if ".kflats-new-" in self.name:      # the old folder is aside, the new one is not yet in place
+    if self.name.endswith(".kflats-new"):      # the old folder is aside, the new one is not yet in place
         print("ready", flush=True)
         time.sleep(60)
     return rename(self, target)
 Path.rename = stop
-with kflats.files.folders.new_folder(sys.argv[1], force=True) as aside:
+with kflats.files.atomic_folder.new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("new")
 """
 
@@ -218,9 +223,13 @@ def test_kill_9(program: str, repository: Path, tmp_path: Path) -> None:
         if program is WRITING:  # another run meanwhile must not take the live one's folder away
             with new_folder(tmp_path / "other"):
                 pass
-            assert any(".kflats-new-" in p.name for p in tmp_path.iterdir())
+            assert any(p.name.endswith(".kflats-new") for p in tmp_path.iterdir())
+            for force in (False, True):
+                with pytest.raises(KflatsError, match="another run is writing"), new_folder(out, force):
+                    pytest.fail("must be refused before any work")
         running.send_signal(signal.SIGKILL)
         running.wait()
+    assert (tmp_path / ".small.kflats-lock").exists()  # the dead process's lock file blocks nobody below
     if program is WRITING:
         assert contents(out) == before
     with pytest.raises(KflatsError, match="exists already"), new_folder(out):
@@ -229,6 +238,157 @@ def test_kill_9(program: str, repository: Path, tmp_path: Path) -> None:
     with new_folder(out, force=True) as aside:
         (aside / "config.json").write_text("new")
     assert contents(tmp_path) == {"small/config.json": "new"}
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_lock_is_released_and_its_file_removed(tmp_path: Path) -> None:
+    goal = tmp_path / "small"
+    for _ in range(2):
+        with locked(goal):
+            with pytest.raises(KflatsError, match=r"another run is writing .*small"), locked(goal):
+                pytest.fail("held already")
+            with locked(tmp_path / "other"):
+                pass
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_all_that_interrupted_runs_left_goes_when_the_folder_is_whole(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    for kind in ("partial", "recovery"):
+        (tmp_path / f".small.kflats-{kind}").mkdir()
+    (tmp_path / ".other.kflats-partial").mkdir()
+    with new_folder(out) as aside:
+        (aside / "config.json").write_text("{}")
+        assert (tmp_path / ".small.kflats-partial").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".other.kflats-partial", "small"]
+
+
+CHANGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "added": (lambda out: (out / "notes.txt").write_text("mine"), r"notes.txt \(not written by kflats\)"),
+    "hidden": (lambda out: (out / ".git").mkdir() or (out / ".git" / "HEAD").write_text("ref"), r".git/HEAD \(not"),
+    "changed": (lambda out: (out / "config.json").write_text("OLD"), r"config.json \(changed\)"),
+    "inside": (lambda out: (out / "0_Transformer" / "a.txt").write_text("longer"), r"0_Transformer/a.txt \(changed\)"),
+    "removed": (lambda out: (out / "config.json").unlink(), r"config.json \(missing\)"),
+    "link": (lambda out: (out / "link").symlink_to("config.json"), r"link \(not written by kflats\)"),
+    "linked folder": (lambda out: (out / "link").symlink_to("/"), r"link \(not written by kflats\)"),
+    "file made a link": (
+        lambda out: (out / "config.json").rename(out.parent / "kept") and (out / "config.json").symlink_to("../kept"),
+        r"config.json \(changed\)",
+    ),
+    "no manifest": (lambda out: (out / MANIFEST).unlink(), r"config.json \(no manifest lists it\)"),
+    "damaged manifest": (
+        lambda out: (out / MANIFEST).write_text('{"files": 3'),
+        r"config.json \(no manifest lists it\)",
+    ),
+    "other manifest": (
+        lambda out: (out / MANIFEST).write_text('{"format": "kflats-manifest", "version": 2, "files": {}}'),
+        r"config.json \(no manifest lists it\)",
+    ),
+    "many": (lambda out: [(out / f"{i}.txt").write_text("") for i in range(9)], r"4.txt \(not.*\) and 4 more"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_folder_that_somebody_changed_is_never_replaced(change: str, when: str, tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    with new_folder(out) as aside:
+        (aside / "0_Transformer").mkdir()
+        for name in ("config.json", "0_Transformer/a.txt"):
+            (aside / name).write_text("old")
+    assert differences(out) == []
+    make, said = CHANGES[change]
+
+    def replace() -> None:
+        with new_folder(out, force=True) as aside:
+            if when == "before":
+                pytest.fail("must be refused before any work")
+            (aside / "config.json").write_text("new")
+            make(out)
+
+    if when == "before":
+        make(out)
+        before = contents(tmp_path)
+    with pytest.raises(KflatsError, match=f"small is not replaced: .*{said}"):
+        replace()
+    if when == "before":
+        assert contents(tmp_path) == before
+    assert not list(tmp_path.glob(".small*"))
+    assert differences(out)
+
+
+def test_what_kflats_itself_changes_later_comes_into_the_manifest(tmp_path: Path) -> None:
+    out = tmp_path / "small"
+    with new_folder(out) as aside:
+        for name in ("README.md", "config.json"):
+            (aside / name).write_text("old")
+    (out / "config.json").write_text("somebody's")
+
+    def change() -> None:
+        with manifest_follows(out, "README.md", "config.json", "report"):
+            (out / "report").mkdir(exist_ok=True)
+            for name in ("README.md", "config.json", "report/a.png"):
+                (out / name).write_text("new")
+
+    change()
+    assert differences(out) == ["config.json (changed)"]  # what somebody changed before stays a difference
+    (out / "config.json").write_text("old")
+    (out / "report" / "a.png").write_text("somebody's")
+    assert differences(out) == ["report/a.png (changed)"]
+    (out / "report" / "a.png").unlink()
+    change()
+    assert differences(out) == []
+    with manifest_follows(tmp_path, "small"):
+        pass
+    assert not (tmp_path / MANIFEST).exists()
+
+
+@pytest.mark.parametrize(
+    ("out", "said"),
+    [
+        ("models/small", "is the original"),
+        ("link", "is the original"),
+        ("models", "holds the original, small"),
+        (".", "holds the original, models/small"),
+        ("models/small/deep/inside", "lies inside the original"),
+        ("link/inside", "lies inside the original"),
+        ("blobs", "holds a file of the original, which .*model.safetensors links to"),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_an_output_overlaps_no_source(out: str, said: str, force: bool, tmp_path: Path) -> None:
+    source = tmp_path / "models" / "small"
+    old_model(source)
+    old_model(tmp_path / "blobs")
+    (source / "model.safetensors").symlink_to(tmp_path / "blobs" / "config.json")
+    (tmp_path / "link").symlink_to(source)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(KflatsError, match=said), new_folder(tmp_path / out, force, [source]):
+        pytest.fail("must be refused before any work")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_files_that_change_together_are_all_new_or_all_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b").write_text("old")
+    replace = os.replace
+
+    def fails(source: Path, goal: Path) -> None:
+        if Path(goal) == tmp_path / "c" and Path(source).parent.name.endswith("aside"):
+            raise OSError(errno.EIO, "Input/output error")
+        replace(source, goal)
+
+    def write() -> None:
+        with replaced_together(tmp_path, ".b") as aside:
+            for name in "abc":
+                (aside / name).write_text("new")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fails)
+        with pytest.raises(OSError, match="Input/output"):
+            write()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "old"}
+    write()
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("abc", "new")
 
 
 TENSORS = {"weight": torch.arange(6.0).reshape(2, 3).half(), "labels": torch.tensor([0, 200], dtype=torch.uint8)}
@@ -292,7 +452,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
         filename.write_bytes(b"half of it")
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
 
-    monkeypatch.setattr("kflats.files.folders.save_file", full)
+    monkeypatch.setattr("kflats.files.partial.save_file", full)
     for name in ("words", "linear"):
         with pytest.raises(KflatsError, match=r"disk ran full.*run the same command again"):
             partial.put(name, TENSORS, {})
@@ -303,7 +463,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
 
 KEEPS_PUTTING = """
 import sys, torch
-from kflats.files.folders import Partial
+from kflats.files.partial import Partial
 partial = Partial(sys.argv[1], "run")
 tensors = {"weight": torch.ones(1_000_000)}
 partial.put("words", tensors, {})

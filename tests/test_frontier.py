@@ -138,7 +138,8 @@ def test_the_folder_is_whole_and_loads(tiny_folder: Path, tmp_path: Path) -> Non
     made = frontier(tiny_folder, out=tmp_path / "f", **given)
     assert Frontier.load(tmp_path / "f") == made
     assert sorted(p.name for p in (tmp_path / "f").iterdir()) == [
-        "frontier.html", "frontier.json", "frontier.md", "mean-cosine.png", "tail.png", "weighted-error.png",
+        "frontier.html", "frontier.json", "frontier.md", "kflats_manifest.json", "mean-cosine.png", "tail.png",
+        "weighted-error.png",
     ]  # fmt: skip  # (no rare words in so small a vocabulary)
     assert [p.name for p in tmp_path.iterdir()] == ["f"]  # nothing is left beside it
     page = (tmp_path / "f" / "frontier.html").read_text(encoding="utf-8")

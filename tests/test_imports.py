@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 NUMERICS_MAY_IMPORT = {"torch", "kflats.errors", "kflats.numerics"}
-ALLOWED = {"torch", "numpy", "safetensors", "typer", "click", "rich", "kflats"}
+ALLOWED = {"torch", "numpy", "safetensors", "filelock", "typer", "click", "rich", "kflats"}
 OPTIONAL = {
     "torchao",
     "transformers",

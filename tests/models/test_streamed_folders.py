@@ -13,8 +13,8 @@ from matrices import coded, int4
 from safetensors import safe_open
 from transformers import AutoModel, BertConfig, BertModel
 
+import kflats.files.atomic_files
 import kflats.files.coded
-import kflats.files.together
 from kflats.errors import KflatsError
 from kflats.files import annotate_, load_model, stream_folder
 from kflats.swap.surgery import find_weight, swap_
@@ -33,7 +33,7 @@ STEPS = (
     (kflats.files.coded, "save_file"),
     (kflats.files.coded, "stamp_"),
     (kflats.files.coded, "_write"),
-    (kflats.files.together, "fsync"),
+    (kflats.files.atomic_files, "fsync"),
 )
 
 

@@ -43,8 +43,9 @@ from kflats.compress.pipeline import compress_folder
 from kflats.demo import demo as run_demo
 from kflats.evaluate.comparing import weight_file_bytes
 from kflats.files import load_model, resolve_model
-from kflats.files.folders import check_file
+from kflats.files.atomic_files import check_file
 from kflats.files.sources import module_bytes
+from kflats.recipes.plan import Plan
 
 
 def plan(
@@ -74,7 +75,7 @@ def plan(
     quiet: Quiet = False,
 ) -> None:
     """Decide which weight is treated how, in how many bytes; write it as JSON to review, edit and run later."""
-    check_file(out, force)
+    check_file(out, force, Plan.is_saved_in)
     allowed = budget_of(budget, file_budget)
     asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error, codec)
     known, whole = given(texts, calibration, task, data, samples, statistics), file_budget is not None
@@ -92,6 +93,7 @@ def plan(
     recipes = dict.fromkeys(names, recipe) if names else recipe
     before, beside = weight_file_bytes(folder), module_bytes(folder)
     made = decide(loaded, recipes, allowed, gathered, allocation=how, file_bytes=before, beside=beside, quiet=quiet)
+    check_file(out, force, Plan.is_saved_in)
     made.plan.save(out)
     if statistics is not None and known.statistics is None and made.data.statistics is not None:
         made.data.statistics.save(statistics)

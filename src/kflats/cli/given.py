@@ -10,7 +10,7 @@ from typing import Any
 from kflats.allocate.calibration import SAMPLES
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer
-from kflats.files.folders import check_file
+from kflats.files.atomic_files import check_file
 from kflats.measure.measurements import Statistics
 from kflats.tasks.batches import task_batches
 from kflats.texts import read_texts

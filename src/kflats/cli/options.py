@@ -119,5 +119,5 @@ Trim = Annotated[
 ]
 LARGEST_SEED = 2**31 - 1
 Seed = Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Where the random starts begin.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what --out names.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what --out names, if it is as kflats wrote it.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress bar and no table.")]

@@ -20,7 +20,7 @@ from kflats.compress.filling import room_in_file
 from kflats.errors import KflatsError
 from kflats.factorize.sizes import has_any_size
 from kflats.factorize.storing import store
-from kflats.files.folders import Partial
+from kflats.files.partial import Partial
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Problem
 from kflats.nn.matrix import Matrix, matrix_from_spec

@@ -20,8 +20,9 @@ from kflats.compress.resuming import measured_once, model_fingerprint, work_fing
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
 from kflats.files import annotate_, load_model, save_model
-from kflats.files.folders import Partial, new_folder
-from kflats.files.sources import check_apart, copy_companions, module_bytes, resolve_model, weights_folder
+from kflats.files.atomic_folder import new_folder
+from kflats.files.partial import Partial
+from kflats.files.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.measure.measurements import Statistics
 from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Plan, Recipe, as_recipe
@@ -118,13 +119,13 @@ def compress_folder(
         keep_statistics: a file to keep it in for later (``Statistics.load``).
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
             cent are then of the trimmed model.
-        force: replace an existing model folder.
+        force: replace an existing folder that kflats wrote and nobody changed since.
 
     Raises:
-        KflatsError: as ``compress_``; ``out`` exists or holds the original, a full disk, a folder without a model.
+        KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
+            disk, a folder without a model.
     """
     folder = resolve_model(source)
-    check_apart(folder, out)
     if trim is not None and plan is not None:
         raise KflatsError(
             "a plan is of one vocabulary, and trimming makes another",
@@ -141,7 +142,7 @@ def compress_folder(
         )
     if data.texts is None and data.calibration and not made_before:
         data = replace(data, texts=data.calibration)
-    with new_folder(out, force) as aside:
+    with new_folder(out, force, [folder]) as aside:
         model = load_model(folder)
         data = replace(data, tokenizer=_tokenizer(folder, data, method, plan))
         before = weight_file_bytes(folder)
@@ -186,7 +187,6 @@ def compress_folder(
         by_texts = trimmed is not None and data.texts is not None
         used = data_used(decided, data, trimmed_by_texts=by_texts)
         _write_card(aside, report, (weight_file_bytes(folder), after), used, hub_name(source))
-    partial.discard()
     return report
 
 

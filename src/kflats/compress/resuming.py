@@ -13,7 +13,7 @@ from torch import nn
 from kflats.allocate.calibration import Data, needed, statistics_digest
 from kflats.allocate.planning import Decided
 from kflats.errors import KflatsError
-from kflats.files.folders import Partial
+from kflats.files.partial import Partial
 from kflats.hashing import sha256
 from kflats.measure.measurements import Statistics
 from kflats.recipes.plan import Recipe, to_json
@@ -45,7 +45,7 @@ def model_fingerprint(folder: Path, data: Data, trim: int | None) -> str:
     # The weights, and the tokenizer's files: counts and priors come from those.
     kinds = (".safetensors", ".json", ".txt", ".model")
     found = (p for p in folder.rglob("*") if p.suffix in kinds)
-    # Hidden ones are not the model's: what an interrupted run keeps lies there too where ``out`` is inside the folder.
+    # Hidden ones are not the model's.
     shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
     files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
     about = [str(folder), files, data.digest(), version(), trim]

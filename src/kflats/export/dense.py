@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,8 @@ from torch import nn
 
 from kflats.errors import KflatsError
 from kflats.files import load_model
-from kflats.files.folders import new_folder
-from kflats.files.sources import check_apart, copy_companions, resolve_model, weights_folder
+from kflats.files.atomic_folder import new_folder
+from kflats.files.sources import copy_companions, resolve_model, weights_folder
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredLinear
 from kflats.report.model_card import CARD, dense_card
@@ -69,10 +68,11 @@ def export_dense(
             ``safetensors.torch.load_model``: tied parameters are stored once.
         drop_biases: allow layers to lose a bias that compression gave them, where the architecture has no place for
             it. Their outputs then differ from the compressed model's by that constant.
-        force: replace an existing model folder.
+        force: replace an existing folder that kflats wrote and nobody changed since.
 
     Raises:
-        KflatsError: nothing in ``model`` is factored; a bias would be lost; ``out`` exists; a full disk.
+        KflatsError: nothing in ``model`` is factored; a bias would be lost; ``out`` exists, overlaps the model or is
+            written by another run; a full disk.
 
     >>> import kflats, tempfile, torch
     >>> from safetensors.torch import load_model
@@ -85,60 +85,30 @@ def export_dense(
     >>> torch.allclose(plain["words"].weight, model["words"].matrix.dense())
     True
     """
-    if isinstance(model, nn.Module):
-        return _written(_dense_copy(model), out, _check(model, drop_biases), force)
-    folder = resolve_model(model)
-    check_apart(folder, out)
-    loaded = load_model(folder)
-    lost = _check(loaded, drop_biases)
-    names = _weights(loaded)
-    restore_(loaded)
-
-    def write(aside: Path) -> None:
-        loaded.save_pretrained(aside / weights_folder(folder).relative_to(folder))
-        copy_companions(folder, aside)
-        if (card := aside / CARD).is_file():
-            text = card.read_text(encoding="utf-8", errors="surrogateescape")
-            card.write_text(dense_card(text), encoding="utf-8", errors="surrogateescape")
-
-    return _in_folder(out, force, write, names, lost)
-
-
-def _written(
-    made: tuple[nn.Module, tuple[str, ...]], out: str | os.PathLike[str], lost: tuple[str, ...], force: bool
-) -> DenseExport:
-    dense, names = made
-    saved: Any = dense
-
-    def write(aside: Path) -> None:
-        if is_sentence_transformer(dense):
-            saved.save(str(aside))
-        elif any(part is dense for _, part in pretrained_models(dense)):
-            saved.save_pretrained(aside)
+    folder = None if isinstance(model, nn.Module) else resolve_model(model)
+    with new_folder(out, force, [] if folder is None else [folder]) as aside:
+        dense: Any = copy.deepcopy(model) if folder is None else load_model(folder)
+        lost, names = _check(dense, drop_biases), _weights(dense)
+        restore_(dense)
+        if folder is None:
+            _save(dense, aside)
         else:
-            save_model(dense, str(aside / "model.safetensors"), metadata={"format": "pt"})
-
-    return _in_folder(out, force, write, names, lost)
-
-
-def _in_folder(
-    out: str | os.PathLike[str],
-    force: bool,
-    write: Callable[[Path], None],
-    names: tuple[str, ...],
-    lost: tuple[str, ...],
-) -> DenseExport:
-    with new_folder(out, force) as aside:
-        write(aside)
+            dense.save_pretrained(aside / weights_folder(folder).relative_to(folder))
+            copy_companions(folder, aside)
+            if (card := aside / CARD).is_file():
+                text = card.read_text(encoding="utf-8", errors="surrogateescape")
+                card.write_text(dense_card(text), encoding="utf-8", errors="surrogateescape")
         size = sum(path.stat().st_size for path in aside.rglob("*.safetensors"))
     return DenseExport(Path(out).expanduser().resolve(), size, names, lost)
 
 
-def _dense_copy(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    found = copy.deepcopy(model)
-    names = _weights(found)
-    restore_(found)
-    return found, names
+def _save(dense: Any, folder: Path) -> None:
+    if is_sentence_transformer(dense):
+        dense.save(str(folder))
+    elif any(part is dense for _, part in pretrained_models(dense)):
+        dense.save_pretrained(folder)
+    else:
+        save_model(dense, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def _weights(model: nn.Module) -> tuple[str, ...]:

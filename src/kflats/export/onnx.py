@@ -8,8 +8,6 @@ from __future__ import annotations
 import copy
 import math
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,8 +21,11 @@ from torch import Tensor, nn
 from kflats.errors import KflatsError
 from kflats.evaluate.encoding import evaluating
 from kflats.export.onnx_graphs import Graph, graph_of
-from kflats.files.folders import explain
-from kflats.files.replacing import fsync
+from kflats.files.atomic_files import check_file, replaced_together
+from kflats.files.atomic_folder import locked
+from kflats.files.headers import VERSION_KEY
+from kflats.files.write_errors import explain
+from kflats.release import version
 from kflats.report.analysis import stored_bytes
 from kflats.swap.describing import compute_dtype
 from kflats.swap.places import factored_layers
@@ -90,16 +91,16 @@ def export_onnx(
             of length 1, as ``kflats.fidelity`` judges it. Without it: ``logits`` of a model with a head, else
             ``last_hidden_state``. A SentenceTransformer is always pooled.
         tolerance: of the check.
-        force: replace an existing file.
+        force: replace an existing ONNX file that kflats wrote.
 
     Raises:
-        KflatsError: the extra "onnx" is not installed; ``path`` exists; a tolerance that is none; a model that cannot
-            be recorded; outputs that differ; a full disk. Nothing is left of a file that was refused.
+        KflatsError: the extra "onnx" is not installed; ``path`` exists and is not to be replaced, or another run writes
+            it; a tolerance that is none; a model that cannot be recorded; outputs that differ; a full disk. Nothing is
+            left of a file that was refused.
     """
     _require("onnx", "onnxruntime", "onnxscript")
     goal = Path(path).expanduser().resolve()
-    if goal.is_dir() or (goal.exists() and not force):
-        raise KflatsError(f"{goal} exists already", hint="another name, or --force (force=True) to replace a file")
+    check_file(goal, force, _is_own_export)
     if not 0 < tolerance < math.inf:
         raise KflatsError(f"tolerance={tolerance!r} is no bound", hint="a small positive number such as 1e-4")
     graph = graph_of(model, inputs, pooled)
@@ -109,7 +110,7 @@ def export_onnx(
         notes.append(f"recorded in float32: the model computes in {str(dtype).removeprefix('torch.')}")
     elif any(not tensor.is_cpu for tensor in graph.model.state_dict().values()):
         graph = graph.of(copy.deepcopy(graph.model).cpu())
-    with evaluating(graph), torch.no_grad(), _written_aside(goal) as aside:
+    with evaluating(graph), torch.no_grad(), _written_aside(goal, force) as aside:
         _record(graph, aside, external=stored_bytes(graph.model) > _LARGEST)
         difference = _check(graph, aside, tolerance)
         size = sum(file.stat().st_size for file in aside.parent.iterdir())
@@ -156,6 +157,7 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
             # What is constant is folded where it is small: codes must not be decoded into the file.
             optimize(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
             ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
+            program.model.metadata_props[VERSION_KEY] = version()
             program.save(str(path), external_data=external)
     except OSError as error:
         explain(error, path)
@@ -205,26 +207,28 @@ def _as_tuple(value: Any) -> Sequence[Tensor]:
 
 
 @contextmanager
-def _written_aside(goal: Path) -> Iterator[Path]:
+def _written_aside(goal: Path, force: bool) -> Iterator[Path]:
     """A path to write at, in a folder of its own; all files there get their names at the end, or never."""
     try:
-        goal.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{goal.name}.kflats-new-", dir=goal.parent))
+        with locked(goal), replaced_together(goal.parent, f".{goal.name}") as aside:
+            yield aside / goal.name
+            check_file(goal, force, _is_own_export)
+            for file in aside.iterdir() if not goal.exists() else ():
+                check_file(goal.parent / file.name)  # numbers of another file's graph
     except OSError as error:
         explain(error, goal)
         raise
+
+
+def _is_own_export(path: Path) -> bool:
+    """Whether ``export_onnx`` wrote the file."""
+    import onnx
+
     try:
-        yield folder / goal.name
-        # The numbers first: a graph without them would be half a model.
-        for file in sorted(folder.iterdir(), key=lambda file: file.name == goal.name):
-            fsync(file)
-            os.replace(file, goal.parent / file.name)
-        fsync(goal.parent)
-    except OSError as error:
-        explain(error, goal)
-        raise
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        entries = onnx.load(path, load_external_data=False).metadata_props
+    except Exception:  # protobuf raises several classes for a file of another kind
+        return False
+    return any(entry.key == VERSION_KEY for entry in entries)
 
 
 def _require(*packages: str) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 from torch import nn
 
 from kflats.errors import KflatsError
+from kflats.files.atomic_files import check_whole
+from kflats.files.atomic_folder import new_folder
 from kflats.files.coded import stream_folder
-from kflats.files.folders import Partial, new_folder
 from kflats.files.headers import VERSION_KEY, stamp_
+from kflats.files.partial import Partial
 from kflats.files.plain import load_, save
 from kflats.files.sources import copy_companions, resolve_model, weights_folder
-from kflats.files.together import check_whole
 from kflats.release import version
 from kflats.swap.describing import describe
 from kflats.swap.description import QUANT_METHOD

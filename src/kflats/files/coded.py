@@ -21,10 +21,10 @@ from kflats.codecs.entropy import AGAIN
 from kflats.codecs.opening import STREAM_VERSION
 from kflats.codecs.streams import encode
 from kflats.errors import KflatsError
-from kflats.files.folders import explain
+from kflats.files.atomic_files import check_whole, put_back, replaced_together
 from kflats.files.headers import VERSION_KEY, stamp_
 from kflats.files.sources import weights_folder
-from kflats.files.together import check_whole, put_back, replaced_together
+from kflats.files.write_errors import explain
 from kflats.hashing import crc32
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import read_geometry

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 from kflats.errors import KflatsError
-from kflats.files.replacing import replaced
+from kflats.files.atomic_files import replaced
 
 VERSION_KEY = "kflats_version"
 _LONGEST = 100_000_000  # bytes of a header, as the format allows

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
+from kflats.files.atomic_files import replaced
 from kflats.files.coded import check, checksum, coded_modules, stream_codes_
-from kflats.files.folders import explain
 from kflats.files.headers import VERSION_KEY, stamp_
-from kflats.files.replacing import replaced
+from kflats.files.write_errors import explain
 from kflats.nn.matrix import CodedMatrix, Matrix
 from kflats.release import version
 from kflats.swap.describing import describe

@@ -11,7 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from kflats.errors import KflatsError
-from kflats.files.folders import explain
+from kflats.files.atomic_folder import beside
+from kflats.files.write_errors import explain
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.txt", "*.safetensors", "*.model"]
@@ -39,11 +40,11 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
         return path.resolve()
     if path.exists():
         raise KflatsError(f"{text} is a file", hint="the folder that holds config.json")
-    if left := sorted(path.absolute().parent.glob(f".{path.name}.kflats-old-*")):
+    if (old := beside(path.absolute(), "old")).is_dir():
         raise KflatsError(
             f"there is no folder {text}",
             cause="its replacement was interrupted in the very moment of renaming",
-            hint=f"rename {left[0]} to {path.name}, or run the interrupted command again",
+            hint=f"rename {old} to {path.name}, or run the interrupted command again",
         )
     if path.is_absolute() or text.startswith((".", "~")) or not _HUB_NAME.fullmatch(text):
         raise KflatsError(f"there is no folder {text}", hint="a model folder, or a hub name such as owner/model")
@@ -140,16 +141,6 @@ def module_files(folder: str | os.PathLike[str]) -> list[Path]:
 def module_bytes(folder: str | os.PathLike[str]) -> int:
     """Bytes of ``module_files``: part of the model's size, whatever becomes of the transformer."""
     return sum(path.stat().st_size for path in module_files(folder))
-
-
-def check_apart(folder: Path, out: str | os.PathLike[str]) -> None:
-    """Raises KflatsError where replacing ``out`` would remove ``folder``, a model that is read, with it."""
-    where = Path(out).expanduser().resolve()
-    if where in folder.parents and where.exists():
-        raise KflatsError(
-            f"{where} holds the original, {folder.relative_to(where)}, so it is not replaced",
-            hint="another name for the output",
-        )
 
 
 def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | os.PathLike[str]) -> None:

@@ -22,8 +22,9 @@ from kflats.allocate.selection import token_embedding
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer
 from kflats.files import load_model
-from kflats.files.folders import Partial, new_folder
-from kflats.files.sources import check_apart, resolve_model
+from kflats.files.atomic_folder import new_folder
+from kflats.files.partial import Partial
+from kflats.files.sources import resolve_model
 from kflats.frontier.entries import (
     COUNTED,
     SIZES,
@@ -90,7 +91,7 @@ def frontier(
             end, so that an interrupted run resumes.
         seed: of rotations, codebooks and random starts.
         batch: sentences at once.
-        force: replace an earlier frontier's folder.
+        force: replace an existing folder that kflats wrote and nobody changed since.
         quiet: no progress bar.
 
     Choose it before deciding on a size. Limit: tables are decoded to judge them; latency is not measured here.
@@ -103,23 +104,21 @@ def frontier(
         if given is not None:
             check_texts(given)
     folder = resolve_model(model)
-    if out is not None:
-        check_apart(folder, out)
-    original, tokenizer = load_model(folder), load_tokenizer(folder)
-    chosen = _embedding(original, weight)
-    judged = list(packaged_texts("judge") if judge is None else judge)
-    counted = None if texts is None else list(texts)
-    tokens = _enter_tokens(original, chosen)
-    usual = UNWEIGHED if not tokens else UNCOUNTED if counted is None else COUNTED
-    wanted = usual if methods is None else methods
-    asked, refused = entries(chosen.shape, sizes, wanted, counted=bool(counted), tokens=tokens)
-    check_installed(asked, drawn=out is not None)
-    table = dense_weight(original, chosen).detach().float().clone()
-    scale = "" if not tokens else "zipf" if counted is None else "counts"
-    weights = _weights(original, chosen, counted, tokenizer, {scale, *(entry.importance for entry in asked)})
-    about = _fingerprint(folder, chosen.name, counted, judged, task, data, split, seed)
-    partial = None if out is None else Partial(out, about)
-    with nullcontext() if out is None else new_folder(out, force) as aside:
+    with nullcontext() if out is None else new_folder(out, force, [folder]) as aside:
+        original, tokenizer = load_model(folder), load_tokenizer(folder)
+        chosen = _embedding(original, weight)
+        judged = list(packaged_texts("judge") if judge is None else judge)
+        counted = None if texts is None else list(texts)
+        tokens = _enter_tokens(original, chosen)
+        usual = UNWEIGHED if not tokens else UNCOUNTED if counted is None else COUNTED
+        wanted = usual if methods is None else methods
+        asked, refused = entries(chosen.shape, sizes, wanted, counted=bool(counted), tokens=tokens)
+        check_installed(asked, drawn=out is not None)
+        table = dense_weight(original, chosen).detach().float().clone()
+        scale = "" if not tokens else "zipf" if counted is None else "counts"
+        weights = _weights(original, chosen, counted, tokenizer, {scale, *(entry.importance for entry in asked)})
+        about = _fingerprint(folder, chosen.name, counted, judged, task, data, split, seed)
+        partial = None if out is None else Partial(out, about)
         panel = Judge(original, tokenizer, judged, counted or (), task=task, data=data, split=split, batch=batch)
         coded = copy.deepcopy(original)
         bench = _Bench(original, coded, tokenizer, chosen, table, weights, scale, counted, judged, panel, seed, partial)
@@ -159,8 +158,6 @@ def frontier(
         )
         if aside is not None:
             _write(made, aside)
-    if partial is not None:
-        partial.discard()
     return made
 
 

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.files.folders import explain
-from kflats.files.replacing import replaced
+from kflats.files.atomic_files import replaced
+from kflats.files.write_errors import explain
 from kflats.hashing import sha256
 from kflats.importance.measured import Measured
 from kflats.tables import plain, table, visible

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kflats.errors import KflatsError
-from kflats.files.folders import explain
-from kflats.files.replacing import replaced
+from kflats.files.atomic_files import replaced
+from kflats.files.write_errors import explain
 from kflats.importance import Uniform
 from kflats.recipes.budget import Budget, parse_budget
 from kflats.recipes.recipe import Recipe, as_recipe, brief, from_json, to_json
@@ -116,6 +116,15 @@ class Plan:
             return cls(found, parse_budget(head.budget), head.model_bytes, head.allocation)
         except KflatsError as error:
             raise KflatsError(f"{path}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+
+    @classmethod
+    def is_saved_in(cls, path: Path) -> bool:
+        """Whether ``load`` reads the file."""
+        try:
+            cls.load(path)
+        except KflatsError:
+            return False
+        return True
 
     def resolve(self, find: Callable[[str], Weight]) -> Plan:
         """This plan with a model's own weights: ``plan.resolve(lambda name: find_weight(model, name))``.

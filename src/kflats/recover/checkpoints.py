@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kflats.errors import KflatsError
-from kflats.files.folders import explain
+from kflats.files.write_errors import explain
 from kflats.hashing import sha256
 
 TENSORS, REST = "kflats_trainer.safetensors", "kflats_trainer.json"

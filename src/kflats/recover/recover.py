@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,7 @@ from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer
 from kflats.evaluate.encoding import evaluating
 from kflats.files import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
-from kflats.files.sources import check_apart
+from kflats.files.atomic_folder import beside
 from kflats.recover.checkpoints import claim, digest, kept_in
 from kflats.recover.distill import Objective
 from kflats.recover.lessons import Lesson, lesson_of_batches, lesson_of_task
@@ -175,12 +174,12 @@ def recover_folder(
         task: as ``recover_``; or ``texts``: sentences without labels, learnt from the ``teacher`` alone.
             One in ten of them is kept out, to judge by.
         teacher: the original's folder or hub name.
-        force: replace an existing model folder.
+        force: replace an existing folder that kflats wrote and nobody changed since.
         chosen: further arguments of ``recover_``.
 
     Raises:
-        KflatsError: as ``recover_``; both or neither of task and texts; ``out`` exists or holds one of the models;
-            a full disk.
+        KflatsError: as ``recover_``; both or neither of task and texts; ``out`` exists, overlaps one of the models or
+            is written by another run; a full disk.
     """
     if (task is None) == (texts is None):
         raise KflatsError("give a task, or texts", hint="--task mrpc --data FOLDER, or --texts FILE --teacher ORIGINAL")
@@ -188,24 +187,20 @@ def recover_folder(
         raise KflatsError("texts have no labels to learn from", hint="--teacher ORIGINAL (teacher=)")
     folder = resolve_model(os.fspath(source))
     taught = None if teacher is None else resolve_model(os.fspath(teacher))
-    for read in (folder, *([] if taught is None else [taught])):
-        check_apart(read, out)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with new_folder(out, force) as aside:
+    with new_folder(out, force, [folder] if taught is None else [folder, taught]) as aside:
         model = load_model(folder).to(device)
         tokenizer = load_tokenizer(folder)
         original = None if taught is None else load_model(taught).to(device)
         work: Any = task
         if texts is not None:
             work, chosen["judged"] = _texts(texts, tokenizer, model, max_length)
-        partial = Path(out).expanduser().resolve()
-        partial = partial.parent / f".{partial.name}.kflats-recovery"
         done = recover_(
             model,
             work,
             tokenizer=tokenizer,
             teacher=original,
-            folder=partial,
+            folder=beside(Path(out).expanduser().resolve(), "recovery"),
             quiet=quiet,
             max_length=max_length,
             **chosen,
@@ -213,7 +208,6 @@ def recover_folder(
         save_model(model, aside / weights_folder(folder).relative_to(folder))
         (aside / RECOVERY_FILE).write_text(json.dumps(asdict(done), indent=1, allow_nan=False), encoding="utf-8")
         copy_companions(folder, aside)
-    shutil.rmtree(partial, ignore_errors=True)
     return done
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Any
 
-from kflats.errors import KflatsError
+from kflats.files.atomic_folder import new_folder
+from kflats.files.manifest import manifest_follows
 from kflats.report.figures import overview, pictures
 from kflats.report.pages import page_template
 from kflats.report.report import Report, WeightReport, span
@@ -21,21 +23,26 @@ _LISTED = 200  # bands in a table
 
 
 def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` and its PNG files into ``out_folder`` (made if absent); return the page's path.
+    """Write ``report.html`` and its PNG files into ``out_folder`` and return the page's path.
 
-    The eight weights that were largest get pictures; all are in the table. Files of an earlier
-    report there are overwritten, nothing else is touched.
+    The eight weights that were largest get pictures; all are in the table. The folder appears whole or not at all. An
+    earlier report is replaced if the folder is as kflats wrote it. The manifest of a folder around it lists the report.
 
     Args:
         report: what ``compress_`` returned, or ``Report.load(folder)``.
-        out_folder: where to write.
+        out_folder: the folder to be: a new one, an empty one, or one with an earlier report.
 
     Raises:
-        KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file.
+        KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file, holds files that kflats did not write
+            or that were changed, or is written by another run.
     """
-    template, folder = page_template("report.html"), Path(out_folder)
-    if folder.exists() and not folder.is_dir():
-        raise KflatsError(f"{folder} is a file, not a folder", hint="give another --out")
+    template, folder = page_template("report.html"), Path(out_folder).expanduser().resolve()
+    with manifest_follows(folder.parent, folder.name), new_folder(folder, force=True) as aside:
+        _write(report, template, aside)
+    return Path(out_folder) / REPORT_PAGE
+
+
+def _write(report: Report, template: Any, folder: Path) -> None:
     drawable = [i for i, w in enumerate(report.weights) if not w.dense]
     drawn = set(sorted(drawable, key=lambda i: -report.weights[i].bytes_before)[:_DRAWN])
     summary = overview(report)
@@ -51,15 +58,12 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
         span=span,
         hidden=len(drawable) - len(drawn),
     )
-    folder.mkdir(parents=True, exist_ok=True)
     for picture in summary:
         (folder / f"{picture.stem}.png").write_bytes(picture.light)
     for place, (weight, drawing) in enumerate(zip(report.weights, drawings, strict=True), start=1):
         for picture in drawing:
             (folder / f"{place}-{_file_name(weight)}-{picture.stem}.png").write_bytes(picture.light)
-    target = folder / REPORT_PAGE
-    target.write_text(page, encoding="utf-8", errors="backslashreplace")
-    return target
+    (folder / REPORT_PAGE).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def _file_name(weight: WeightReport) -> str:

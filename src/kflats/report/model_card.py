@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import Comparison
-from kflats.files.replacing import replaced
+from kflats.files.atomic_files import replaced
+from kflats.files.manifest import manifest_follows
 from kflats.report.front_matter import split, with_tag, with_value
 from kflats.report.report import Report
 from kflats.report.trimmed import TrimReport
@@ -111,7 +112,7 @@ def note_fidelity(folder: str | os.PathLike[str], found: Comparison) -> Path:
             cause="the folder was not made by kflats compress, or its card was rewritten",
         )
     made = re.sub(pattern, lambda _: _fidelity(found), text, flags=re.S)
-    with replaced(path) as aside:
+    with manifest_follows(Path(folder), CARD), replaced(path) as aside:
         aside.write_text(made, encoding="utf-8")
     return path
 

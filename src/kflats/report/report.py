@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kflats.errors import KflatsError
+from kflats.files.atomic_files import replaced
 from kflats.records import decode
 from kflats.report.trimmed import TrimReport
 from kflats.report.weights import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
@@ -109,7 +110,8 @@ class Report:
             raise KflatsError(
                 f"the report cannot be written as JSON: {error}", cause="a NaN or infinite error"
             ) from error
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        with replaced(path) as aside:
+            aside.write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:

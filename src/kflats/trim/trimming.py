@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
 from kflats.files import copy_companions, load_model, new_folder, resolve_model, weights_folder
-from kflats.files.sources import check_apart
 from kflats.measure.counting import count_tokens, zipf_prior
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
@@ -167,14 +166,14 @@ def trim_folder(
     Args:
         source: a local folder or a hub name. out: the folder to be.
         keep, texts, judged, alphabet: as ``trim``.
-        force: replace an existing model folder.
+        force: replace an existing folder that kflats wrote and nobody changed since.
 
     Raises:
-        KflatsError: as ``trim``; ``out`` exists or holds the original, a full disk, a folder without a model.
+        KflatsError: as ``trim``; ``out`` exists, overlaps the original or is written by another run, a full
+            disk, a folder without a model.
     """
     folder = resolve_model(source)
-    check_apart(folder, out)
-    with new_folder(out, force) as aside:
+    with new_folder(out, force, [folder]) as aside:
         loaded, tokenizer = load_model(folder), load_tokenizer(folder)
         made = trim(loaded, tokenizer, keep=keep, texts=texts, judged=judged, alphabet=alphabet)
         inner = aside / weights_folder(folder).relative_to(folder)
