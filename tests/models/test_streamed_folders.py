@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -17,6 +18,8 @@ import kflats.files.atomic_files
 import kflats.files.coded
 from kflats.errors import KflatsError
 from kflats.files import annotate_, load_model, stream_folder
+from kflats.files.atomic_folder import new_folder
+from kflats.files.manifest import differences
 from kflats.swap.surgery import find_weight, swap_
 
 pytest.importorskip("constriction")
@@ -147,3 +150,15 @@ def test_streamed_files_say_who_wrote_them(fixed: Path, tmp_path: Path) -> None:
     for path in (tmp_path / "new").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             assert file.metadata().keys() == {"format", "kflats_checksum", "kflats_version"}
+
+
+def test_streams_come_into_the_manifest(fixed: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "small"
+    with new_folder(folder) as aside:
+        shutil.copytree(fixed, aside / "0_Transformer")
+        modules = [{"path": "0_Transformer", "type": "sentence_transformers.models.Transformer"}]
+        (aside / "modules.json").write_text(json.dumps(modules))
+    before = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    stream_folder(folder)
+    assert sum(path.stat().st_size for path in folder.rglob("*.safetensors")) < before
+    assert differences(folder) == []

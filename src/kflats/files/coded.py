@@ -23,6 +23,7 @@ from kflats.codecs.streams import encode
 from kflats.errors import KflatsError
 from kflats.files.atomic_files import check_whole, put_back, replaced_together
 from kflats.files.headers import VERSION_KEY, stamp_
+from kflats.files.manifest import manifest_follows
 from kflats.files.sources import weights_folder
 from kflats.files.write_errors import explain
 from kflats.hashing import crc32
@@ -51,7 +52,9 @@ def stream_folder(folder: str | os.PathLike[str]) -> None:
     root = weights_folder(folder)
     try:
         put_back(root)
-        _stream(root)
+        files = [path.relative_to(folder).as_posix() for path in root.iterdir() if path.is_file()]
+        with manifest_follows(Path(folder), *files):
+            _stream(root)
     except (OSError, SafetensorError) as error:
         explain(error, root)
         raise KflatsError(f"the weights in {root} cannot be read or written: {error}", cause=_UNREADABLE) from error
