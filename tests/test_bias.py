@@ -180,11 +180,11 @@ def test_restoring_removes_what_a_layer_gained_and_nothing_else() -> None:
         gained = model.conv.bias.clone(), model.second.bias.clone()
         for bias in (model.conv.bias, model.second.bias):
             bias.zero_()
-    expected = model(x)
+    expected = model.double()(x.double())  # a product of factors and their dense matrix differ in the last digits
     restore_(model)
     assert model.conv.bias is None
     assert model.second.bias is None
     assert all(bool(bias.abs().sum() > 0) for bias in gained)
-    torch.testing.assert_close(model(x), expected)
+    torch.testing.assert_close(model(x.double()), expected)
     assert model.state_dict().keys() == Model().state_dict().keys()
     assert model.bias is model.head.bias

@@ -12,7 +12,7 @@ from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import Coreset, draw_sample
 from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
 from kflats.numerics.loss import Loss, Power, Squared, absolute, is_relative, stages
-from kflats.numerics.robust_bound import losses, reweighted
+from kflats.numerics.robust_bound import losses, reweighted, true_loss
 from kflats.numerics.robust_em import distances_of, robust_em
 from kflats.numerics.rows import Rows, as_rows, check_finite, check_rank, check_spread, check_weights
 from kflats.numerics.starts import FILL_SAMPLE, SAMPLE, Start, start_filled, start_uniform
@@ -133,6 +133,9 @@ def fit_flats(
             )
             begun = min(begun, Start(fit.labels, fit.bases), key=lambda flats: _reached(loss, cloud, flats))
             best = robust_em(cloud, shape, loss, begun, tolerance, max_iterations, progress)
+    if not isinstance(best.loss, Squared):
+        reached = true_loss(best.loss, cloud, best.bases, best.labels)
+        best = replace(best, objective=(*(value for value in best.objective[:-1] if value > reached), reached))
     objective = tuple(scale * value for value in best.objective)
     return replace(best, objective=objective, spectra=scale * best.spectra, price=scale * best.price)
 

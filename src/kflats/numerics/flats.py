@@ -102,7 +102,8 @@ class FlatsFit:
     below d) the leading ones and the mean of the others. ``converged``: False if the iteration limit cut it off.
     ``grams`` (k, d, d): the clusters' own, where a further EM may go on with them (``refit=False``).
     ``loss``: what was minimised, its threshold a distance; spectra are then of the reweighted Grams, and
-    ``objective`` and ``price`` in units of the loss."""
+    ``objective`` and ``price`` in units of the loss. Of other losses than squares the last of ``objective`` is the sum
+    at what is returned; those before it are upper bounds (``robust_bound``)."""
 
     labels: Tensor
     bases: tuple[Tensor, ...]

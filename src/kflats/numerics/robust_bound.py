@@ -19,7 +19,7 @@ from kflats.numerics.assign import Assignment, assign
 from kflats.numerics.flats import PARTIAL, Cloud, Progress, doubtful_rows, update_grams
 from kflats.numerics.gram import cluster_grams, energy_outside, improve_basis
 from kflats.numerics.loss import Loss, Truncated, floored, out_of_reach
-from kflats.numerics.rows import PartOfRows
+from kflats.numerics.rows import GRAM_BLOCK, PartOfRows
 
 
 def losses(loss: Loss, dist2: Tensor, cloud: Cloud) -> Tensor:
@@ -32,6 +32,22 @@ def losses(loss: Loss, dist2: Tensor, cloud: Cloud) -> Tensor:
 
 def total_loss(loss: Loss, dist2: Tensor, cloud: Cloud) -> float:
     return float(losses(loss, dist2, cloud).sum(dtype=torch.float64))
+
+
+def true_loss(loss: Loss, cloud: Cloud, bases: tuple[Tensor, ...], labels: Tensor) -> float:
+    """sum_i m_i w_i rho(dist_i) without a floor, from residuals in float64; rows kept exactly lose nothing.
+
+    Beside a long row ||a||^2 - ||Va||^2 is rounding, and of a power below 1 the floor can be half of the sum.
+    """
+    total, mass = 0.0, cloud.mass
+    for start, block in cloud.rows.blocks(GRAM_BLOCK):
+        here = labels[start : start + len(block)]
+        for c, basis in enumerate(bases):
+            inside = (here == c).nonzero().squeeze(1)
+            part, wide = block[inside].to(torch.float64), basis.to(torch.float64)
+            cost = loss.rho((part - (part @ wide.T) @ wide).square().sum(1))
+            total += float((cost if mass is None else cost * mass[start + inside]).sum())
+    return total
 
 
 def reweighted(loss: Loss, dist2: Tensor, cloud: Cloud) -> Tensor:
