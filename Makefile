@@ -3,6 +3,7 @@
 #   make demo     compress a real model, compare it with the original, write a report with pictures
 #   make test     the tests of every change, doctests and documentation examples included
 #   make sweep    the slow tests and the long tables of cases; SAMPLE=40 SEED=1 runs 40 of them, drawn by seed
+#                 without SAMPLE also the numerics under other CPU settings
 #   make lint     ruff and mypy
 #   make bench    every benchmark, one table each
 #
@@ -29,11 +30,12 @@ demo: .venv/.demo
 
 # One process a core: small tensors gain nothing from threads, and threads of several processes disturb each other.
 test: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)
 
 sweep: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow \
 	    $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED)) $(PYTEST_ARGS)
+	$(if $(SAMPLE),,$(BIN)/python tests/cpu_sweep.py)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
