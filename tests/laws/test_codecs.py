@@ -208,6 +208,24 @@ def test_rounding_beside_a_row_much_longer_than_the_others_loses_no_more_of_them
     assert lost[1] <= 1.05 * lost[0]
 
 
+@pytest.mark.parametrize("method", [SVD(), Flats(k=2)], ids=str)
+@pytest.mark.parametrize("factor", [100.0, 1e6])
+def test_transform_codes_use_their_bytes_beside_long_rows(factor, method) -> None:
+    gen = torch.Generator().manual_seed(0)
+    rows = torch.randn(2000, 16, generator=gen)
+    long, limit = rows.clone(), problem(rows, 0.25).nbytes
+    long[0] *= factor
+    long[7] *= 10 * factor
+    errors = []
+    for given in (rows, long):
+        made = store(Recipe(method, codec=Transform()), Problem(TensorRows(given), limit, 4), torch.float32)
+        assert 0.98 * limit <= made.stored_bytes <= limit
+        left = (made.matrix.dense().detach() - given).norm(dim=1)
+        errors.append(float(left[8:].square().sum()))
+        assert bool((left <= 0.02 * given.norm(dim=1)).all())
+    assert errors[1] <= 1.1 * errors[0]
+
+
 @pytest.mark.parametrize(
     "other", [Recipe(Dense(), codec=Int4(group=16)), Recipe(Dense(), codec=Rotation(bits=3))], ids=str
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.numerics.coding.frame import Source, source_of
 from kflats.numerics.coding.sizing import at_size, at_step, estimate
+from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.coding.transform import TransformCode
 from kflats.numerics.rows import Rows, as_rows, check_finite, check_weights
 
@@ -44,11 +45,16 @@ def transform_code(
         weights: (n,) row weights; None: all alike. A row of weight 0 gets next to no bits.
         right: a Gram R R' of the columns, (d, d), or its diagonal (d,).
         nbytes: ``TransformCode.stored_bytes`` is at most this, and at least 99 % of it unless the matrix is coded as
-            finely as float32 or 16383 steps to either side allow in less.
+            finely as 16383 steps to either side allow in less.
         step: the step of a row of weight 1, in the matrix' unit. Codes of several matrices at one step lose the
             same for the last bit, so that together they are optimal. Weights and metric are then taken as they are;
             elsewhere only their ratios count.
         classes: at most so many classes of rows, 1 to 256.
+
+    A row is coded in at most 16383 steps to either side of its class' centre. Rows that are too long for the step of
+    the others are apart, in classes of coarser steps: each loses about 1e-4 of its length, which may be most of the
+    error, and the others are coded as finely as without them. With ``classes=1`` the longest row sets the
+    least step of all.
 
     Choose it for whatever is to be small on disk: from half a bit to about eight per weight. Nothing is random.
 
@@ -72,7 +78,14 @@ def transform_code(
     budget = int(value) if kind == "nbytes" else int(value * n * d / 8)
     target = (kind, value) if kind == "step" else ("bits", 8 * budget / (n * d))
     source = classed(source_of(rows, weights, right, target), classes)
-    return at_step(source, value) if kind == "step" else at_size((source,), budget)[0]
+    if kind != "step":
+        return at_size((source,), budget)[0]
+    if value < source.finest:
+        raise KflatsError(
+            f"a step of {value:.3g} is too fine for every row: {FARTHEST} steps to either side can be coded",
+            hint=f"a step of {source.finest:.3g} or more, or leave the matrix in floats",
+        )
+    return at_step(source, value)
 
 
 @dataclass(frozen=True)
@@ -96,7 +109,7 @@ def transform_rates(
     """What codes of ``matrix`` at several ``steps`` take and lose, counted on 4096 rows of all classes at most.
 
     Of shorter matrices every row is counted; of longer ones sizes and errors are right within some per cent. Rows are
-    told apart once, for the middle step. Steps so fine that the longest row would have no integers are left out.
+    told apart once, for the middle step. Steps so fine that no row has integers for them are left out.
     Choose it to learn what a matrix loses at every size without coding all of it at each.
 
     Raises:
@@ -133,9 +146,10 @@ def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple
 
 def classed(source: Source, classes: int) -> Source:
     """The source with those classes that cost least, error and bytes together, at the step where the search begins."""
-    classes = min(classes, max(1, len(source.labels) // _ROWS_A_CLASS))
     if source.first_step == 0 or classes == 1:
         return source
-    ways = source.candidates(classes)
+    ways = source.candidates(min(classes, max(1, len(source.labels) // _ROWS_A_CLASS)), classes)
+    if len(ways) == 1:
+        return ways[0]
     step = max(source.first_step, *(way.finest for way in ways))
     return ways[min(range(len(ways)), key=lambda i: estimate(*ways[i].sample(), step).price)]

@@ -16,7 +16,6 @@ from kflats.errors import KflatsError
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.coding.encode import classed
 from kflats.numerics.coding.frame import source_of
-from kflats.numerics.coding.gaussian_bound import water_level
 from kflats.numerics.coding.sizing import at_size
 from kflats.numerics.coding.transform import TransformCode, label_bits
 from kflats.numerics.rows import MetricRows, PartOfRows, Rows, as_rows, check_finite, check_weights
@@ -98,14 +97,11 @@ def flats_code(
     check_weights(weights, n)
     w = torch.ones(n, dtype=torch.float64) if weights is None else weights.detach().to("cpu", torch.float64)
     w = w * (n / w.sum())
-    whole = source_of(rows, w, right, ("step", 1.0))
-    # Columns without energy leave their bits to the others.
-    live = len(whole.energies)
-    level = water_level(whole.energies / n, 8 * nbytes / (n * live)) if live else 0.0
+    whole = source_of(rows, w, right, ("bits", 8 * nbytes / (n * rows.shape[1])))
     measured = MetricRows(rows, whole.metric.factor)
-    flats = cluster_rows(measured, labels.to("cpu", torch.int64), w, level)
+    flats = cluster_rows(measured, labels.to("cpu", torch.int64), w, whole.first_step**2 / 12)
     count = int(flats.max()) + 1
-    step = math.sqrt(12 * level) or 1.0
+    step = whole.first_step * math.sqrt(whole.metric.scale) or 1.0
     sources = []
     for flat in range(count):
         mine = (flats == flat).nonzero().squeeze(1)

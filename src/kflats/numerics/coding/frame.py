@@ -23,9 +23,14 @@ _SAMPLE = 4096
 """Rows on which a step is searched for."""
 _FEWEST = 64
 """Rows of each class in that sample, if it has so many."""
-_FINEST = 2.0**-20
 _RANK = 1e-10
 """Energies below this, in units of the largest, are rounding."""
+_MARGIN = 1.25
+"""Times a row's length, what its class must be able to code: axes that are coded are not quite orthogonal."""
+_UNLIKE = 16
+"""Times the median length: no shorter row is so long that a first guess of the step must be made without it."""
+_APART = 4
+"""Long rows whose lengths, or steps, differ by more than this have classes of their own, where there are enough."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,8 @@ class Source:
 
     ``row_weights`` and ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
     ``first_step``, where to begin to look for a step; ``labels`` (n,) and ``members``, the rows of each of C classes;
-    ``weights`` (C,) their mean weights, ``means`` (C, d) their mean rows; ``reach``, a bound of all weighted norms.
+    ``weights`` (C,) their mean weights, ``means`` (C, d) their mean rows; ``longest`` (C,), their largest norms;
+    ``cap``, the weighted norm from which on a row is expected to need a coarser step than the others.
     """
 
     rows: Rows
@@ -48,18 +54,52 @@ class Source:
     members: tuple[Tensor, ...]
     weights: Tensor
     means: Tensor
-    reach: float
+    longest: Tensor
+    cap: float
 
     @property
-    def spread(self) -> float:
-        """Root mean square of the largest coordinate, weighted; 0 for a matrix of zeros."""
-        return math.sqrt(float(self.energies[0]) / len(self.labels)) if len(self.energies) else 0.0
+    def reach(self) -> float:
+        """A bound of all weighted norms."""
+        return float((self.longest * self.weights.sqrt()).max())
 
-    def candidates(self, classes: int) -> tuple[Source, ...]:
-        """This source in every way of parting its rows that is worth trying."""
+    def candidates(self, classes: int, most: int) -> tuple[Source, ...]:
+        """This source in every way of parting its rows that is worth trying: into ``classes``, and ``most`` together
+        with those of long rows."""
         measured, level = MetricRows(self.rows, self.metric.factor), self.first_step**2 / 12
-        ways = candidate_classes(measured, self.axes, self.row_weights, self.norms, classes, level)
-        return tuple(self.classed(labels) for labels in ways)
+        long = self._long(most - 1)
+        near, far = (long == 0).nonzero().squeeze(1), long > 0
+        apart = int(long.max()) if len(near) else 0
+        if not apart:
+            ways = candidate_classes(measured, self.axes, self.row_weights, self.norms, classes, level)
+            return tuple(self.classed(labels) for labels in ways)
+        others = PartOfRows(measured, near)
+        found, count = [], max(1, min(classes, most - apart))
+        for way in candidate_classes(others, self.axes, self.row_weights[near], self.norms[near], count, level):
+            labels = torch.empty_like(long)
+            labels[near], labels[far] = way, int(way.max()) + long[far]
+            found.append(self.classed(labels))
+        return tuple(found)
+
+    def _long(self, most: int) -> Tensor:
+        """(n,) int64: 0, or from 1 the class of a row that is too long for the step of the others; ``most`` at most."""
+        found = torch.zeros(len(self.norms), dtype=torch.int64)
+        weighted = self.norms * self.row_weights.sqrt()
+        far = (weighted > self.cap).nonzero().squeeze(1)
+        if not len(far) or most < 1:
+            return found
+        lengths, weights = (weighted[far] / self.cap).log2(), self.row_weights[far].log2() / 2
+        width = math.log2(_APART)
+        while True:
+            cells = torch.stack([lengths / width, (weights - weights.max()) / width], dim=1).floor()
+            used, labels = torch.unique(cells, dim=0, return_inverse=True)
+            if len(used) <= most:
+                break
+            width *= 2
+            if width > 4096:
+                labels = torch.zeros_like(labels)
+                break
+        found[far] = labels + 1
+        return found
 
     def classed(self, labels: Tensor) -> Source:
         """This source with other classes."""
@@ -69,13 +109,18 @@ class Source:
         # A class of weight 0 has no step of its own: so coarse a one that it gets no bits.
         weights = weights.clamp_min(1e-9 * float(weights.max()))
         longest = torch.stack([self.norms[part].max() for part in members])
-        reach = float((longest * weights.sqrt()).max())
-        return replace(self, labels=labels, members=members, weights=weights, means=means, reach=reach)
+        return replace(self, labels=labels, members=members, weights=weights, means=means, longest=longest)
+
+    @property
+    def floors(self) -> Tensor:
+        """(C,) the least step of each class: every coordinate is in range of the integers."""
+        return _MARGIN * self.longest / FARTHEST
 
     @property
     def finest(self) -> float:
-        """The least step at which float32 rows still have something to give, and every coordinate is in range."""
-        return max(self.spread * _FINEST, 1.25 * self.reach / FARTHEST)
+        """The step from which on every class is at its least, so that a smaller one changes nothing."""
+        least = self.floors * self.weights.sqrt()
+        return float(least[least > 0].min()) if bool((least > 0).any()) else 0.0
 
     def sample(self) -> tuple[Source, Tensor]:
         """Evenly spaced rows of every class, and (C,) how many rows each of them stands for."""
@@ -104,22 +149,28 @@ class Source:
 
     def frame(self, basis: CodedBasis, step: float) -> Frame:
         """Coordinates against a coded basis B, in steps: least squares in the metric, a R ~ y B R."""
-        steps = (step / self.weights.sqrt()).to(torch.float32)
+        steps = torch.maximum(step / self.weights.sqrt(), self.floors).to(torch.float32)
         measured = self.metric.measured(basis.directions)
         encoder = self.metric.encoder(torch.linalg.pinv(measured @ measured.T, hermitian=True) @ measured)
         centers = (self.means @ encoder / steps.to(torch.float64).unsqueeze(1)).round().clamp(-FARTHEST, FARTHEST)
-        return Frame(self, basis, steps, encoder, centers)
+        return Frame(
+            self, basis, steps, encoder, centers, (steps.to(torch.float64) * self.weights.sqrt() / step).square()
+        )
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Coordinates of a source in steps: u = a ``encoder`` / ``steps`` - ``centers`` for the rows a of each class."""
+    """Coordinates of a source in steps: u = a ``encoder`` / ``steps`` - ``centers`` for the rows a of each class.
+
+    ``counts`` (C,): weighted squared error of a squared step of each class, in units of step^2: 1, more for long rows.
+    """
 
     source: Source
     basis: CodedBasis
     steps: Tensor
     encoder: Tensor
     centers: Tensor
+    counts: Tensor
 
     def blocks(self) -> Iterator[tuple[int, int, Tensor]]:
         """(class, first row in it, u (r, m) float32), class by class."""
@@ -159,15 +210,37 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     else:
         w = w * (n / w.sum())
     measured = MetricRows(rows, metric.factor)
-    gram = cluster_grams(measured, torch.zeros(n, dtype=torch.int64), 1, w)[0]
-    energies, axes = top_eigenvectors(gram, d)
-    known = int((energies[: min(n, d)] > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
-    energies, axes = energies[:known], axes[:known]
     norms = torch.cat([block.norm(dim=1) for _, block in measured.blocks(GRAM_BLOCK)]).to(torch.float64)
-    # Directions without energy leave their bits to the others.
-    level = value**2 / 12 if kind == "step" else water_level(energies / n, value * d / known) if known else 0.0
+    lengths = norms * w.sqrt()
+    longest = float(lengths.max())
+
+    def principal(cap: float) -> tuple[Tensor, Tensor, float]:
+        """Energies, axes and the first step where no row counts more than one of weighted length ``cap``."""
+        v = w if cap >= longest else w * (cap / lengths.clamp_min(cap)).square()
+        gram = cluster_grams(measured, torch.zeros(n, dtype=torch.int64), 1, v)[0]
+        energies, axes = top_eigenvectors(gram, d)
+        known = int((energies[: min(n, d)] > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
+        energies, axes = energies[:known], axes[:known]
+        # Directions without energy leave their bits to the others.
+        level = value**2 / 12 if kind == "step" else water_level(energies / n, value * d / known) if known else 0.0
+        return energies, axes, math.sqrt(12 * level)
+
+    live = lengths[lengths > 0]
+    cap = max(longest, 1.0) if not len(live) else min(longest, _UNLIKE * float(live.median()))
+    energies, axes, first_step = principal(cap)
+    # Half of what the integers reach: the step that is found may be smaller than this one.
+    held = max(cap, FARTHEST / _MARGIN / 2 * first_step)
+    if cap < longest or held < longest:
+        cap = FARTHEST / _MARGIN / 2 * first_step
+        energies, axes, first_step = principal(cap)
+    if cap < longest:
+        # Axes are those of rows that count alike; what an error of an axis costs, all rows say as they are.
+        energies = torch.zeros(len(axes), dtype=torch.float64)
+        for start, block in measured.blocks(GRAM_BLOCK):
+            z = block.to(torch.float64) @ axes.to(torch.float64).T
+            energies += w[start : start + len(block)] @ z.square()
     none = torch.zeros(0)
-    bare = Source(rows, metric, w, norms, axes, energies, math.sqrt(12 * level), none, (), none, none, 0.0)
+    bare = Source(rows, metric, w, norms, axes, energies, first_step, none, (), none, none, none, cap)
     return bare.classed(torch.zeros(n, dtype=torch.int64))
 
 

@@ -52,7 +52,8 @@ def estimate(source: Source, scale: Tensor, step: float) -> Estimate:
     error = tally.errors(quantizer)
     # A centre other than 0 is lost with its direction.
     whole = tally.uu + tally.rows.unsqueeze(1) * frame.centers.square()
-    gain = ((whole - error - TRADE * cost) * each).sum(0)
+    counts = frame.counts.unsqueeze(1)
+    gain = (((whole - error) * counts - TRADE * cost) * each).sum(0)
     pays = gain > TRADE * (basis.bits + _BASIS_ROW)
     kept = pays.nonzero().squeeze(1)
     basis = basis.kept(kept)
@@ -61,7 +62,7 @@ def estimate(source: Source, scale: Tensor, step: float) -> Estimate:
     centers, contexts = frame.centers[:, kept], quantizer.contexts[:, kept]
     live = float((tally.knots[:, kept, 1:].sum(2) * each).sum())
     size = total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables)
-    left = float((torch.where(pays, error, whole) * each).sum())
+    left = float((torch.where(pays, error, whole) * counts * each).sum())
     return Estimate(step, size, live, left * step**2, 8 * size + left / TRADE, basis)
 
 
@@ -105,7 +106,7 @@ def at_size(sources: Sequence[Source], budget: int, *, beside: int = 0) -> tuple
     """
     budget -= beside
     bases, step = _search(sources, budget)
-    finest = max(source.finest for source in sources)
+    finest = _finest(sources)
     pairs = list(zip(sources, bases, strict=True))
     # One quantizer for all tries: the size is then a falling function of the step.
     quantizers = [_designed(source.frame(basis, step)) for source, basis in pairs]
@@ -153,7 +154,7 @@ def _search(sources: Sequence[Source], budget: int) -> tuple[list[CodedBasis], f
         )
     if reach == 0:
         return [one.basis for one in found], coarse
-    finest = low = math.log2(max(source.finest for source in sources))
+    finest = low = math.log2(_finest(sources))
     high = math.log2(coarse)
     at = max(low, math.log2(max(*(source.first_step for source in sources), 1e-300)))
     for _ in range(_TRIES):
@@ -170,3 +171,8 @@ def _search(sources: Sequence[Source], budget: int) -> tuple[list[CodedBasis], f
         if high - low < 1e-3:
             break
     return [one.basis for one in found], 2.0**here
+
+
+def _finest(sources: Sequence[Source]) -> float:
+    """The step from which on a smaller one changes nothing; 0 for zeros alone."""
+    return min((source.finest for source in sources if source.finest > 0), default=0.0)
