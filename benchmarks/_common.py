@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,13 +20,14 @@ from torch import Tensor
 
 from kflats.demo import packaged_model
 
-KEY = "embeddings.word_embeddings.weight"
+EMBEDDING = "embeddings.word_embeddings"
+"""The token embedding of all-MiniLM-L6-v2."""
 
 
 def embedding_table() -> Tensor:
     """The (30522, 384) float32 word embeddings of all-MiniLM-L6-v2 (extra ``demo``)."""
     with safe_open(packaged_model() / "model.safetensors", framework="pt") as file:
-        return file.get_tensor(KEY).float()
+        return file.get_tensor(f"{EMBEDDING}.weight").float()
 
 
 def seconds(function: Callable[[], object]) -> float:
@@ -57,13 +63,35 @@ def arguments(description: str | None, **options: object) -> argparse.Namespace:
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     for name, default in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.set_defaults(usual=options)
     return parser.parse_args()
 
 
-def publish(title: str, command: str, body: str, write: Path | None) -> None:
-    """Print the result, and write it with the command that makes it."""
+def publish(title: str, body: str, options: argparse.Namespace) -> None:
+    """Print the result; with ``--write`` also write it, under the command that makes it (folders left out)."""
     print(body, flush=True)
-    if write is not None:
-        about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
-        write.parent.mkdir(parents=True, exist_ok=True)
-        write.write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body}\n", encoding="utf-8")
+    if options.write is None:
+        return
+    given = {name: getattr(options, name.replace("-", "_")) for name in options.usual}
+    changed = (f'--{k} "{v}"' for k, v in given.items() if v != options.usual[k] and os.sep not in str(v))
+    script = f"benchmarks/{Path(sys.argv[0]).name}"
+    command = " ".join(["python", script, *changed, f"--write benchmarks/results/{options.write.name}"])
+    about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
+    options.write.parent.mkdir(parents=True, exist_ok=True)
+    options.write.write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body}\n", encoding="utf-8")
+
+
+def kept(folder: str, about: object, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What ``make`` gives, or gave before for an equal ``about``; so an interrupted benchmark resumes.
+
+    With ``folder`` "" nothing is kept. The code is not part of ``about``: empty ``folder`` after changing it.
+    """
+    file = Path(folder) / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.json"
+    if folder and file.is_file():
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    found = make()
+    print(found, flush=True)
+    if folder:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(found), encoding="utf-8")
+    return found

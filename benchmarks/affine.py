@@ -50,9 +50,8 @@ def main() -> None:
     head = ["compression", "linear flats", "affine flats, equal numbers", "gain", "gain at most (interlacing)"]
     publish(
         f"Affine against linear flats, k={k}, relative squared error, unweighted",
-        "python benchmarks/affine.py --write benchmarks/results/affine.md",
         markdown(head, lines),
-        options.write,
+        options,
     )
 
 

@@ -61,9 +61,8 @@ def main() -> None:
             lines.append(line)
     publish(
         "Codecs on methods: squared error as a share of the table's (bits in the file)",
-        "python benchmarks/codec_methods.py --write benchmarks/results/codec_methods.md",
         markdown(heads, lines),
-        options.write,
+        options,
     )
 
 

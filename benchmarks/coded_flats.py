@@ -70,9 +70,8 @@ def main() -> None:
     ]
     publish(
         "Transform codes on one flat and on several",
-        "python benchmarks/coded_flats.py --write benchmarks/results/coded_flats.md",
         f"{markdown(head, lines)}\n\nFlats of fewer rows than twice their columns are given up.",
-        options.write,
+        options,
     )
 
 

@@ -8,19 +8,17 @@ time of one fit on one thread, coding included.
 
     python benchmarks/coded_flats_long.py --write benchmarks/results/coded_flats_long.md
 
-``--out FILE`` keeps finished lines; interrupted, the same command goes on where it stopped.
+``--parts FOLDER`` keeps finished lines, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
-from _common import arguments, markdown, publish
+from _common import arguments, kept, markdown, publish
 from linear_fidelity import calibration
 from torch import Tensor
 
@@ -116,12 +114,8 @@ def measured(table: Tensor, bits: float, k: int) -> dict[str, float]:
 
 
 def main() -> None:
-    usual = {"bits": "1,2", "rows": "120000", "flats": "1,2,4,8", "only": ""}
-    options = arguments(__doc__, out="", **usual)
-    chosen = "".join(f' --{k} "{v}"' for k, v in vars(options).items() if k in usual and v != usual[k])
+    options = arguments(__doc__, parts="", bits="1,2", rows="120000", flats="1,2,4,8", only="")
     lengths, flats = (sorted(int(part) for part in given.split(",")) for given in (options.rows, options.flats))
-    kept = Path(options.out) if options.out else None
-    done = json.loads(kept.read_text(encoding="utf-8")) if kept is not None and kept.is_file() else {}
     tables, said = vectors(lengths[-1])
     lines = []
     for rows, (name, table), bits in itertools.product(lengths, tables.items(), map(float, options.bits.split(","))):
@@ -132,12 +126,7 @@ def main() -> None:
         for k in flats:
             # The rows at hand are drawn from the longest table: its length is part of what a line says.
             key = f"{name}, {n} of {len(table)} rows, {bits:g} bits, {k}"
-            if key not in done:
-                done[key] = measured(part, bits, k)
-                print(key, done[key], flush=True)
-            if kept is not None:
-                kept.write_text(json.dumps(done, indent=1), encoding="utf-8")
-            found = done[key]
+            found = kept(options.parts, key, lambda part=part, bits=bits, k=k: measured(part, bits, k))
             first = first or found["error"]
             lines.append([name, f"{n:,}", f"{n / d:.0f}", f"{bits:g}", str(k), f"{found['flats']:.0f}"])
             lines[-1] += [f"{found['bits']:.3f}", f"{found['error']:.5f}", f"**{found['error'] / first:.3f}**"]
@@ -156,9 +145,8 @@ def main() -> None:
     ]
     publish(
         "Transform codes on one flat and on several: long tables of hidden states",
-        f"python benchmarks/coded_flats_long.py{chosen} --write benchmarks/results/coded_flats_long.md",
         f"{markdown(head, lines)}\n\nRead: {said}",
-        options.write,
+        options,
     )
 
 

@@ -43,9 +43,8 @@ def main() -> None:
                 print(lines[-1], flush=True)
     publish(
         "An encoder of coded linear layers: time, as a multiple of the original's",
-        "python benchmarks/coded_latency.py --write benchmarks/results/coded_latency.md",
         markdown(["every weight as", "read at once", "time / original"], lines),
-        options.write,
+        options,
     )
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _common import arguments, embedding_table, markdown, median_pair, publish
+from _common import EMBEDDING, arguments, embedding_table, markdown, median_pair, publish
 from torch import Tensor
 
 from kflats.codecs.streams import decode, encode
@@ -36,7 +36,6 @@ from kflats.nn.matrix import CodedMatrix, LowRankMatrix
 from kflats.numerics.coding.encode import transform_code
 from kflats.swap.surgery import find_weight, swap_
 
-NAME = "embeddings.word_embeddings"
 RESIDENT = """
 import ctypes, sys, torch
 torch.set_num_threads(1)
@@ -121,7 +120,7 @@ def main() -> None:
             ints = sum(rows for rows, _ in matrix.geometry.classes) * matrix.geometry.rank
             lines.append([f"{bits}", f"{fixed:,}", *lookups(matrix, ids, given.rounds), f"{ints:,}", *streamed(matrix)])
             small = copy.deepcopy(original)
-            swap_(small, find_weight(small, NAME), matrix)
+            swap_(small, find_weight(small, EMBEDDING), matrix)
             small.requires_grad_(False)
             a, b, ratio = median_pair(lambda small=small: small(ids), lambda: original(ids), given.encoders)
             annotate_(small)
@@ -135,7 +134,7 @@ def main() -> None:
         ["bits asked", "encoder, s", "original, s", "ratio", "tensors, MB", "resident, MB", "free pages returned, MB"],
         [*whole, ["original", "", "", "", *before]],
     )
-    publish("Coded lookups and streams", "python benchmarks/coded_lookup.py", body, given.write)
+    publish("Coded lookups and streams", body, given)
 
 
 if __name__ == "__main__":

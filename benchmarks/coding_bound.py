@@ -2,7 +2,7 @@
 to 4 bits, all bytes of the file counted, unweighted and under token weights?
 
 The bound is reverse water-filling over all variances w_i lambda_r, with lambda the spectrum of the (weighted) rows and
-all weights 1 or those of the Zipf prior. The rivals have no spectrum to use: their errors are at their own sizes.
+all weights 1 or those of the Zipf prior. The baselines have no spectrum to use: their errors are at their own sizes.
 
     python benchmarks/coding_bound.py --write benchmarks/results/coding_bound.md
 """
@@ -54,13 +54,13 @@ def main() -> None:
             cells = [f"{size:.3f}", f"{error:.5f}", f"{bound:.3f}", f"{size - bound:.3f}", f"{fixed:.2f}"]
             lines.append([name, "transform", *cells, len(code.steps), code.rank, f"{took:.0f} s"])
             print(lines[-1], flush=True)
-        for label, rival in (
+        for label, baseline in (
             ("int8 rows", absmax_code(table, 8)),
             ("int4, groups of 32", absmax_code(table, 4, 32)),
             ("int4 rows", absmax_code(table, 4)),
             *((f"rotation, {b} bits", rotation_code(table, b)) for b in (4, 3, 2, 1)),
         ):
-            size, error = rival.stored_bits / table.numel(), error_share(rival.dense(), table, weights)
+            size, error = baseline.stored_bits / table.numel(), error_share(baseline.dense(), table, weights)
             bound = bound_bits(spectrum, error, weights)
             cells = [f"{size:.3f}", f"{error:.5f}", f"{bound:.3f}", f"{size - bound:.3f}", f"{size:.2f}"]
             lines.append([name, label, *cells, "", "", ""])
@@ -78,11 +78,10 @@ def main() -> None:
     ]
     publish(
         "Bits per weight of a coded embedding table, against the Gaussian bound",
-        "python benchmarks/coding_bound.py --write benchmarks/results/coding_bound.md",
         f"{n} x {d}; error = weighted squared error / weighted squared norm. Bits of the entropy-coded "
         "stream that a file holds and of the scales beside it: labels, axes, distributions, checksums, block ends.\n\n"
         + markdown(head, lines),
-        options.write,
+        options,
     )
 
 

@@ -104,8 +104,7 @@ def main() -> None:
     )
     table = embedding_table()
     second = compare("30522 x 384, j=180", table, 180, (8192, 16384), options.seeds)
-    command = "python benchmarks/coreset.py --write benchmarks/results/coreset.md"
-    publish("Coresets", command, first + "\n\n" + second, options.write)
+    publish("Coresets", first + "\n\n" + second, options)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from _common import arguments, markdown, publish
-from fidelity import NAME, sentences
+from _common import EMBEDDING, arguments, markdown, publish
+from _sentences import Evaluator, sentences
 from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, TokenCounts, Transform, Uniform, ZipfPrior
@@ -27,7 +27,6 @@ from kflats.demo import packaged_model
 from kflats.evaluate.comparing import Fidelity, load_tokenizer
 from kflats.factorize.storing import store
 from kflats.files import load_model
-from kflats.frontier.judge import Judge
 from kflats.importance import TokenFisher
 from kflats.importance.weighting import Weighting
 from kflats.measure.counting import count_tokens, zipf_prior
@@ -96,21 +95,21 @@ def main() -> None:
     counted, judged = sentences("wikitext2"), sentences("cola")
     source = packaged_model()
     original, tokenizer = load_model(source), load_tokenizer(source)
-    weight = find_weight(original, NAME)
+    weight = find_weight(original, EMBEDDING)
     table = dense_weight(original, weight).detach().clone()
     data = gather(counted, tokenizer, None, None, None).measured(original, [(weight, Recipe(SVD(), TokenFisher()))])
     assert data.statistics is not None
     n = len(table)
     measured = replace(
-        data.statistics.of(NAME), counts=count_tokens(counted, tokenizer, n), prior=zipf_prior(tokenizer, n)
+        data.statistics.of(EMBEDDING), counts=count_tokens(counted, tokenizer, n), prior=zipf_prior(tokenizer, n)
     )
-    judge = Judge(original, tokenizer, judged, counted[:2000])
+    evaluator = Evaluator(original, tokenizer, judged, counted[:2000])
     model = copy.deepcopy(original)
 
     def verdict(name: str, size: str, made: Tensor) -> tuple[float, ...]:
         with torch.no_grad():
             dense_weight(model, weight).copy_(made)
-        found = figures(judge(model).fidelity)
+        found = figures(evaluator(model).fidelity)
         print(name, size, *(f"{x:.4f}" for x in found), flush=True)
         return found
 
@@ -160,9 +159,8 @@ def main() -> None:
     ]
     publish(
         "Defaults on the sentences that they were chosen on (all-MiniLM-L6-v2, CoLA)",
-        "python benchmarks/defaults.py --write benchmarks/results/defaults.md",
         "\n\n".join(parts),
-        options.write,
+        options,
     )
 
 

@@ -128,7 +128,7 @@ def main() -> None:
             ],
         ],
     )
-    publish("EM speed", "python benchmarks/em_speed.py --write benchmarks/results/em_speed.md", body, options.write)
+    publish("EM speed", body, options)
 
 
 if __name__ == "__main__":

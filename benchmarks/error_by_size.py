@@ -65,9 +65,8 @@ def main() -> None:
     head += [f"{options.levels} ranks per flat, best k", "target", "held", "a fit"]
     publish(
         "Squared error relative to SVD at equal parameters, unweighted",
-        "python benchmarks/error_by_size.py --write benchmarks/results/error_by_size.md",
         markdown(head, lines),
-        options.write,
+        options,
     )
 
 

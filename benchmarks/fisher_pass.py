@@ -76,9 +76,7 @@ def main() -> None:
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     about = f"{len(weights)} linear layers of MiniLM, {len(texts)} texts, {tokens:,} tokens, batches of {options.batch}"
     body = markdown([about, "kflats", "plain forward + backward", "ratio", "target"], rows)
-    publish(
-        "Fisher pass", "python benchmarks/fisher_pass.py --write benchmarks/results/fisher_pass.md", body, options.write
-    )
+    publish("Fisher pass", body, options)
 
 
 if __name__ == "__main__":

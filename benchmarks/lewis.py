@@ -148,9 +148,8 @@ def main() -> None:
     parts += [against_a1(table, options.rows), definition(options.trials)]
     publish(
         "Lewis weights, 30522 x 384",
-        "python benchmarks/lewis.py --write benchmarks/results/lewis.md",
         "\n\n".join(parts),
-        options.write,
+        options,
     )
 
 

@@ -16,11 +16,11 @@ import time
 from typing import Any
 
 from _common import arguments, markdown, publish
-from fidelity import sentences
+from _sentences import HEAD, Evaluator, cells, sentences
 
 from kflats import SVD, Recipe, Uniform, compress_, find_weights
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import fidelity, load_tokenizer
+from kflats.evaluate.comparing import load_tokenizer
 from kflats.files import load_model
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.measure.batches import text_batches
@@ -65,7 +65,7 @@ def main() -> None:
         original, weights, batches, needs=needs, objective=Projections(), quiet=True, memory_bytes=6_000_000_000
     )
     took = time.perf_counter() - began
-    lines = []
+    evaluator, lines = Evaluator(original, tokenizer, judged, texts[:2000]), []
     for name, (recipe, allocation) in LINES.items():
         model = copy.deepcopy(original)
         budget = "33.1% ranks" if allocation == "uniform" else f"{NUMBERS} params"
@@ -81,18 +81,15 @@ def main() -> None:
         seconds = time.perf_counter() - began
         numbers = sum(weight.values_after for weight in report.weights)
         assert numbers <= NUMBERS, (name, numbers)
-        f = fidelity(original, model, tokenizer, judged, counted=texts[:2000])
-        cells = (f.mean_cosine, f.p5_cosine, f.rare_mean_cosine or 0.0, f.neighbour_overlap or 0.0)
-        lines.append([name, f"{numbers:,}", *(f"{cell:.4f}" for cell in cells), f"{seconds:.0f} s"])
+        lines.append([name, f"{numbers:,}", *cells(evaluator(model).fidelity), f"{seconds:.0f} s"])
         print(lines[-1], flush=True)
-    head = ["method", "numbers", "mean cosine", "5th percentile", "rare words", "10 neighbours kept", "factorizing"]
+    head = ["method", "numbers", *HEAD, "factorizing"]
     before = sum(weight.shape[0] * weight.shape[1] for weight in weights)
     publish(
         f"Fidelity with all {len(weights)} linear layers factorized, no fine-tuning (all-MiniLM-L6-v2)",
-        "python benchmarks/linear_fidelity.py --write benchmarks/results/linear_fidelity.md",
         f"{len(judged)} sentences of {options.judged} judged; {options.samples} sentences of WikiText-2 measured in "
         f"{took:.0f} s. Dense: {before:,} numbers.\n\n" + markdown(head, lines),
-        options.write,
+        options,
     )
 
 

@@ -79,9 +79,8 @@ def main() -> None:
     head = [f"{n} x {d}, RowFisher, rank {rank}", "kflats", "numpy", "ratio", "target", "error, kflats", "error, numpy"]
     publish(
         "Factorizing one layer",
-        "python benchmarks/linear_svd.py --write benchmarks/results/linear_svd.md",
         markdown(head, body),
-        options.write,
+        options,
     )
 
 

@@ -196,10 +196,10 @@ def main() -> None:
     lines = [HEAD, ["---"] * len(HEAD), *(row.cells() for row in rows)]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     print(table)
-    if given.write:
-        given.write.parent.mkdir(parents=True, exist_ok=True)
+    if given:
+        given.parent.mkdir(parents=True, exist_ok=True)
         title = f"# Lookup: {N} x {D}, {BATCH} x {LENGTH} tokens, float32, CPU"
-        made = f"Made by `python benchmarks/lookup.py --write {given.write.as_posix()}`, torch {torch.__version__}."
+        made = f"Made by `python benchmarks/lookup.py --write {given.as_posix()}`, torch {torch.__version__}."
         meaning = (
             "Baseline: `Embedding(n, j)` + `Linear(j, d, bias=False)` with as many coordinates for lookups (without "
             "gradients, or with a backward pass), the dense product for the head, the original model for the encoder. "
@@ -207,7 +207,7 @@ def main() -> None:
             "through the encoder), intervals their bootstrap. Equal ids are computed once, which is why a batch of "
             "words, most of them repeated, can cost less than the baseline; distinct ids are the worst case."
         )
-        given.write.write_text(f"{title}\n\n{made}\n\n{meaning}\n\n{table}\n", encoding="utf-8")
+        given.write_text(f"{title}\n\n{made}\n\n{meaning}\n\n{table}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

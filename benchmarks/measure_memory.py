@@ -59,8 +59,7 @@ def main() -> None:
         print(case, about, flush=True)
     name = f"36 linear layers of MiniLM, {options.samples} texts in batches of {options.batch}"
     head = [name, "model and one gradient", "statistics in hand", "bound", "peak", "peak / bound", "target"]
-    command = "python benchmarks/measure_memory.py --write benchmarks/results/measure_memory.md"
-    publish("Memory of measuring", command, markdown(head, rows), options.write)
+    publish("Memory of measuring", markdown(head, rows), options)
 
 
 def one(case: str, samples: int, batch: int, length: int) -> dict[str, int]:

@@ -56,9 +56,8 @@ def main() -> None:
             print(setting, name, lines[name][-1], flush=True)
     publish(
         "Prefix ranks per row: squared error relative to weighted SVD in the same bytes (seconds to fit)",
-        "python benchmarks/nested.py --write benchmarks/results/nested.md",
         markdown(["", *settings], list(lines.values())),
-        options.write,
+        options,
     )
 
 

@@ -75,8 +75,7 @@ def main() -> None:
     rows = [measured(name, model, given.rounds) for name, model in models]
     head = ["table", "tensors, bytes", "file, bytes", "largest difference", "onnxruntime, ms", "PyTorch, ms", "ratio"]
     note = "Tensors include a pooler of 592 kB that no output needs, which the files leave out."
-    command = "python benchmarks/onnx_files.py --write benchmarks/results/onnx_files.md"
-    publish("ONNX files", command, f"{markdown(head, rows)}\n\n{note}", given.write)
+    publish("ONNX files", f"{markdown(head, rows)}\n\n{note}", given)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def main() -> None:
         f"Recovered (adjusted Rand >= .99): **{recovered} of {len(lines)}**; as good as the true flats: "
         f"**{ceiling} of {len(lines)}**\n\n" + markdown(["k", "j", "d", "noise", "adjusted Rand", "true flats"], lines)
     )
-    publish("Planted flats", "python benchmarks/planted.py --write benchmarks/results/planted.md", body, options.write)
+    publish("Planted flats", body, options)
 
 
 if __name__ == "__main__":

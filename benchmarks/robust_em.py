@@ -157,8 +157,7 @@ def main() -> None:
             for name, found in worst.items()
         ],
     )
-    command = "python benchmarks/robust_em.py --write benchmarks/results/robust_em.md"
-    publish("EM under other losses", command, body, options.write)
+    publish("EM under other losses", body, options)
 
 
 if __name__ == "__main__":

@@ -122,9 +122,8 @@ def main() -> None:
     lines = table_lines(table, table.shape[1] // 2) + lines
     publish(
         "Errors other than squared ones",
-        "python benchmarks/robust_errors.py --write benchmarks/results/robust_errors.md",
         markdown(["matrix: error", "fit", "error", "error / SVD's", "SVD's / error", "CPU time"], lines),
-        options.write,
+        options,
     )
 
 

@@ -104,7 +104,6 @@ def main() -> None:
         cells.append([d, n, f"{micro:.2f}", f"{micro / own[-1]:.3f}", f"{memory:.3f} GB", f"{seeding:.1f} s", steps])
     publish(
         f"Cost by rows, k={K}, rank {RANK}, at most {ITERATIONS} iterations",
-        "python benchmarks/rows_scaling.py --write benchmarks/results/rows_scaling.md",
         markdown(
             [
                 "d",
@@ -117,7 +116,7 @@ def main() -> None:
             ],
             cells,
         ),
-        options.write,
+        options,
     )
 
 

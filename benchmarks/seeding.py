@@ -63,9 +63,8 @@ def main() -> None:
     head = ["start", "mean relative error", "worst", "iterations on all rows", "a fit", "planted found"]
     publish(
         "Seedings",
-        "python benchmarks/seeding.py --write benchmarks/results/seeding.md",
         markdown(head, lines),
-        options.write,
+        options,
     )
 
 

@@ -8,12 +8,11 @@ spells with pieces, below .5. ``benchmarks/fidelity.py`` has other methods at th
 from __future__ import annotations
 
 from _common import arguments, markdown, publish
-from fidelity import sentences
+from _sentences import HEAD, Evaluator, cells, sentences
 
 from kflats import trim
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import fidelity_of, load_tokenizer
-from kflats.evaluate.encoding import encode, rare_words
+from kflats.evaluate.comparing import load_tokenizer
 from kflats.files import load_model
 from kflats.tables import share
 
@@ -24,28 +23,25 @@ def main() -> None:
     judged = all_judged[:: max(1, len(all_judged) // int(options.sentences))]
     source = packaged_model()
     original, tokenizer = load_model(source), load_tokenizer(source)
-    rare = rare_words(tokenizer, [*judged, *counted[:2000]])
-    before = encode(original, tokenizer, judged), encode(original, tokenizer, rare)
+    evaluator = Evaluator(original, tokenizer, judged, counted[:2000])
     lines = []
     for part in map(float, options.keep.split(",")):
         made = trim(original, tokenizer, keep=round(part * len(tokenizer)), texts=counted, judged=judged)
-        after = encode(made.model, made.tokenizer, judged), encode(made.model, made.tokenizer, rare)
-        found, told = fidelity_of(before[0], after[0], (before[1], after[1])), made.report.segmentation
+        found, told = evaluator(made.model, made.tokenizer).fidelity, made.report.segmentation
         assert told is not None
-        cells = [found.mean_cosine, found.p5_cosine, found.rare_mean_cosine or 0.0, found.neighbour_overlap or 0.0]
         anew = share(told.tokens_changed, told.tokens_before), share(told.tokens_after, told.tokens_before)
         nbytes = made.report.table_bytes[1]
         lines.append([f"{part:.1%}", f"{len(made.kept):,}", f"{nbytes / 1e6:.2f} MB"])
-        lines[-1] += [*(f"{cell:.4f}" for cell in cells), *anew]
+        lines[-1] += [*cells(found), *anew]
         print(lines[-1], flush=True)
-    head = ["kept", "entries", "table", "mean cosine", "5th percentile", "rare words", "10 neighbours kept"]
+    head = ["kept", "entries", "table", *HEAD]
     head += ["tokens segmented anew", "length of texts"]
     publish(
         "Trimmed vocabularies of all-MiniLM-L6-v2, judged on STS-B",
-        "python benchmarks/trimming.py --write benchmarks/results/trimming.md",
-        f"{len(counted):,} lines of WikiText-2 counted, {len(judged):,} sentences and {len(rare)} rare words judged; "
+        f"{len(counted):,} lines of WikiText-2 counted, {len(judged):,} sentences and "
+        f"{evaluator.original.fidelity.rare_words} rare words judged; "
         "the original's table has 46.88 MB.\n\n" + markdown(head, lines),
-        options.write,
+        options,
     )
 
 

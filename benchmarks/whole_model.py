@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from _common import arguments, markdown, publish
-from fidelity import sentences
+from _sentences import sentences
 from linear_fidelity import calibration
 
 from kflats import SVD, Best, Dense, Int4, Int8, Recipe, Transform, Uniform, compress_folder, find_weights, score
@@ -109,9 +109,8 @@ def main() -> None:
     title = f"A whole encoder, {weight_file_bytes(source) / 1e6:.1f} MB, STS-B dev {100 * before:.2f}"
     publish(
         title,
-        "python benchmarks/whole_model.py --write benchmarks/results/whole_model.md",
         markdown([*head, "time"], lines),
-        options.write,
+        options,
     )
 
 

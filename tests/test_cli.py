@@ -75,7 +75,7 @@ def texts(tmp_path: Path) -> Path:
 def test_help_and_docs_name_every_command(repository: Path) -> None:
     text = run("--help").output
     commands = [command.callback.__name__ for command in app.registered_commands if command.callback]
-    assert {"inspect", "plan", "compress", "trim", "compare", "evaluate", "recover", "frontier"} < set(commands)
+    assert {"inspect", "plan", "compress", "trim", "compare", "evaluate", "recover"} < set(commands)
     page = (repository / "docs" / "cli.md").read_text(encoding="utf-8")
     for command in commands:
         assert f" {command} " in text

@@ -75,7 +75,6 @@ MEASURED = (*PLAN, "--method", "svd", "--calibration", "texts.txt", "--out", "pl
         (("export", "model", "--onnx", "--out", "model/config.json", "--force"), "exists and is not replaced"),
         (("recover", "model", "--task", "sst2", "--out", "link", "--force"), "is the original"),
         (("recover", "other", "--task", "sst2", "--out", "link", "--force"), "holds no model"),
-        (("frontier", "model", "--out", "link", "--force"), "is the original"),
         (("report", "model/report.json", "--out", "other"), "thesis.txt (no manifest lists it)"),
         ((*COMPRESS, "--out", "file", "--force"), "exists and is not a folder"),
         ((*COMPRESS, "--out", "other", "--force"), "is not replaced: thesis.txt (no manifest lists it)"),
@@ -106,8 +105,6 @@ def test_options_that_mean_nothing(arguments: tuple[str, ...], said: str, desk: 
 
 
 def test_numbers_of_the_other_commands(desk: Path) -> None:
-    judged = ("frontier", "model", "--out", "page", "--judge", "texts.txt", "--methods", "fp16", "--sizes", "16")
-    assert "batches of 0 texts" in refused(desk, *judged, "--batch", "0")
     assert "'--max-length'" in refused(desk, "evaluate", "model", "--task", "cola", "--max-length", "0")
 
 

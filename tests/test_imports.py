@@ -37,7 +37,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("trim",),
     ("export",),
     ("recover",),
-    ("frontier",),
     ("compress",),
     ("demo",),
     ("cli",),

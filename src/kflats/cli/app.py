@@ -14,7 +14,6 @@ from typer.core import TyperGroup
 
 from kflats.cli.compress import compress, demo, plan
 from kflats.cli.export import export
-from kflats.cli.frontier import frontier
 from kflats.cli.inspect import compare, inspect, report
 from kflats.cli.tasks import evaluate, recover
 from kflats.cli.terminal import complain
@@ -42,7 +41,7 @@ class _Group(TyperGroup):
             complain(str(said))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
-            resumes = ctx.invoked_subcommand in ("compress", "recover", "frontier")
+            resumes = ctx.invoked_subcommand in ("compress", "recover")
             complain("interrupted" + ("; the same command resumes where it stopped" if resumes else ""))
             raise typer.Exit(130) from None
 
@@ -74,7 +73,7 @@ def _root(
     pass
 
 
-for command in (inspect, plan, compress, trim, compare, evaluate, recover, frontier, export, report, demo):
+for command in (inspect, plan, compress, trim, compare, evaluate, recover, export, report, demo):
     app.command()(command)
 
 

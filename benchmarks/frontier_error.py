@@ -1,50 +1,47 @@
-"""Question: at equal bytes, what is left of the best rival's squared error on a real 30522 x 384 embedding table?
+"""Question: at equal bytes, what is left of the best baseline's squared error on a real 30522 x 384 embedding table?
 
 Wanted: at most .75 of it at 3 bits per number and below, and nowhere from .5 to 16 bits more than all of it; unweighted
-against unweighted, and under token counts (WikiText-2 train) weighted against weighted. Rivals that can weigh rows do:
-k-means of PQ and OPQ with weights, rotations and RQ trained on rows drawn by weight, factors by weighted fits;
+against unweighted, and under token counts (WikiText-2 train) weighted against weighted. Baselines that can weigh rows
+do: k-means of PQ and OPQ with weights, rotations and RQ trained on rows drawn by weight, factors by weighted fits;
 roundings are as they are.
 
 Ours is the stream that a file holds, never above the bytes asked: ``Transform``, whose finest steps take 9 to 11 bits,
-and from 16 bits on the table itself in float16. Rivals have sizes of their own. In the first table their error at our
-bytes is read between their two neighbours, on a line of log error against bits. Storing some rows as one neighbour and
-the rest as the other would reach the straight line of the errors themselves, which lies higher: so they are given more
-than they can do. A curve is read for each number of bits a code, and the lowest taken; a curve of codebooks is not read
-beyond its largest. In the second table every rival's point up to 16 bits keeps its own size: ours is made anew at the
-bytes of roundings, and at those of another point unless one of ours of fewer bytes is what is wanted already.
+and from 16 bits on the table itself in float16. Baselines have sizes of their own. In the first table their error at
+our bytes is read between their two neighbours, on a line of log error against bits. Storing some rows as one neighbour
+and the rest as the other would reach the straight line of the errors themselves, which lies higher: so they are given
+more than they can do. A curve is read for each number of bits a code, and the lowest taken; a curve of codebooks is not
+read beyond its largest. In the second table every baseline's point up to 16 bits keeps its own size: ours is made again
+at the bytes of roundings, and at those of another point unless one of ours of fewer bytes is what is wanted already.
 
-    python benchmarks/frontier.py --write benchmarks/results/frontier_error.md
+    python benchmarks/frontier_error.py --write benchmarks/results/frontier_error.md
 
-Finished points are kept in ``--parts`` (a folder), so that an interrupted run resumes.
+Points are kept in the folder ``--parts``, so that an interrupted run resumes.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-import os
-import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
-from _common import arguments, embedding_table, markdown, publish
-from fidelity import sentences
+from _common import arguments, embedding_table, kept, markdown, publish
+from _sentences import sentences
+from frontier.baseline import Baseline
+from frontier.baselines import Half, Transformed
+from frontier.sweeps import FAMILIES, sweep
 from torch import Tensor
 
 from kflats.demo import packaged_model
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer
-from kflats.frontier.rivals.coded import Rival
-from kflats.frontier.rivals.rounding import Half
-from kflats.frontier.rivals.sweeps import FAMILIES, sweep
-from kflats.frontier.rivals.transformed import Transformed
 from kflats.importance import TokenCounts
 from kflats.importance.measured import Measured
+from kflats.importance.weighting import Weighting
 from kflats.measure.counting import count_tokens, zipf_prior
 from kflats.numerics.coding.gaussian_bound import bound_error
 
@@ -59,38 +56,24 @@ rounds on 8192 rows: larger or longer ones were not measured, and no curve of co
 @dataclass(frozen=True)
 class Point:
     name: str
+    family: str
     curve: str
     bits: float
     error: float
     seconds: float
 
 
-def curve_of(rival: Rival) -> str:
-    """The family; one for each number of bits a code, or columns a scale, since sizes of different ones interleave."""
-    parts = [rival.family]
-    if rival.family.startswith("faiss"):
-        parts.append(f"{getattr(rival, 'bits', 0)} bits, {getattr(rival, 'dims', None)}")
-    return ", ".join([*parts, str(getattr(rival, "group", None))])
-
-
-def measured(rival: Rival, table: Tensor, weights: Tensor | None, parts: Path, about: str) -> Point | None:
-    """The rival's point, from an earlier run where there is one; None where it cannot be, and says why."""
-    key = hashlib.sha256(f"{about} {rival!r} {weights is None}".encode()).hexdigest()[:24]
-    file = parts / f"{key}.json"
-    if file.is_file():
-        return Point(**json.loads(file.read_text(encoding="utf-8")))
+def measured(baseline: Baseline, table: Tensor, weights: Tensor | None) -> dict[str, Any]:
+    """The fields of its ``Point``, or none of them where the baseline cannot have this size."""
     began = time.process_time()
+    weighting = None if weights is None or "rows" not in baseline.accepts else Weighting(left=weights)
     try:
-        coded = rival.code(table, 0, weights=weights if rival.weighs else None)
+        coded = baseline.code(table, weighting)
     except KflatsError as error:
-        print(f"{rival.name}: {error}", flush=True)
-        return None
-    made = Point(rival.name, curve_of(rival), coded.bits, coded.error(table, weights), time.process_time() - began)
-    aside = file.with_suffix(".tmp")
-    aside.write_text(json.dumps(made.__dict__), encoding="utf-8")
-    os.replace(aside, file)
-    print(f"{made.name:32s} {made.bits:7.3f} bits  error {made.error:.6f}  {made.seconds:6.1f} s", flush=True)
-    return made
+        print(f"{baseline.name}: {error}", flush=True)
+        return {}
+    return {"name": baseline.name, "family": baseline.family, "curve": str(baseline.curve), "bits": coded.bits,
+            "error": coded.error(table, weights), "seconds": time.process_time() - began}  # fmt: skip
 
 
 def read(points: list[Point], bits: float) -> tuple[float, str] | None:
@@ -112,12 +95,11 @@ def read(points: list[Point], bits: float) -> tuple[float, str] | None:
     return min(error, left.error), f"{left.name} .. {right.name}"
 
 
-def lowest(bits: float, curves: dict[str, list[Point]], families: dict[str, str]) -> list[tuple[float, str, str]]:
+def lowest(bits: float, curves: dict[str, list[Point]]) -> list[tuple[float, str, str]]:
     """(error at ``bits``, family, where it was read) of each family that has it, least first."""
     best: dict[str, tuple[float, str, str]] = {}
-    for curve, points in curves.items():
-        family = families[curve]
-        found = read(points, bits)
+    for points in curves.values():
+        family, found = points[0].family, read(points, bits)
         if found is not None and (family not in best or found[0] < best[family][0]):
             best[family] = (found[0], family, found[1])
     return sorted(best.values())
@@ -135,50 +117,44 @@ def main() -> None:
     sizes = sorted(map(float, options.bits.split(",")), reverse=True)
     table, counted = loaded(options.rows)
     n, d = table.shape
-    parts = Path(options.parts or Path(tempfile.gettempdir()) / "kflats-frontier-parts")
-    parts.mkdir(parents=True, exist_ok=True)
     about = hashlib.sha256(table.numpy().tobytes() + counted.numpy().tobytes()).hexdigest()
-    rivals = sweep((n, d), sizes, options.families.split(","), every=True)
+    baselines = [one for name in options.families.split(",") for one in sweep((n, d), sizes, name, above=True)]
     first, second, every = [], [], []
     for name in options.weighted.split(","):
         weights = {"alike": None, "token counts": counted}[name]
         w = torch.ones(n, dtype=torch.float64) if weights is None else weights.double()
         spectrum = torch.linalg.eigvalsh((table.double() * w.unsqueeze(1)).T @ table.double()).clamp_min(0)
 
-        def measure(rival: Rival, name: str = name, weights: Tensor | None = weights) -> Point | None:
-            found = measured(rival, table, weights, parts, about)
-            if found is not None:
-                seconds = f"{found.seconds:.0f} s"
-                line = [name, found.name, f"{found.bits:.3f}", f"{found.error:.3g}", seconds]
-                every.extend([line] if line not in every else [])
+        def measure(one: Baseline, name: str = name, weights: Tensor | None = weights) -> Point | None:
+            point = kept(options.parts, (about, repr(one), name), lambda: measured(one, table, weights))
+            if not point:
+                return None
+            found = Point(**point)
+            line = [name, found.name, f"{found.bits:.3f}", f"{found.error:.3g}", f"{found.seconds:.0f} s"]
+            every.extend([line] if line not in every else [])
             return found
 
-        def made(bits: float, measure: Callable[[Rival], Point | None] = measure) -> Point | None:
+        def made(bits: float, measure: Callable[[Baseline], Point | None] = measure) -> Point | None:
             """Ours of the least error in at most ``bits``."""
-            ways: list[Rival] = [Transformed(min(bits, FINEST))]
+            ways: list[Baseline] = [Transformed(min(bits, FINEST))]
             ways += [Half("kflats Dense, float16")] if bits >= LARGEST else []
             return min((p for way in ways if (p := measure(way)) is not None), key=lambda p: p.error, default=None)
 
         ours = {bits: point for bits in sizes if (point := made(bits)) is not None}
         curves: dict[str, list[Point]] = defaultdict(list)
-        families: dict[str, str] = {}
-        found_all: list[tuple[Point, bool]] = []
-        for rival in rivals:
-            if (found := measure(rival)) is not None:
-                curves[found.curve].append(found)
-                families[found.curve] = rival.family
-                if found.bits <= LARGEST:
-                    found_all.append((found, rival.family in FIXED))
+        points = [found for one in baselines if (found := measure(one)) is not None]
+        for point in points:
+            curves[point.curve].append(point)
         for bits, own in ours.items():
             bound = bound_error(spectrum, own.bits, None if weights is None else w)
-            for place, (error, family, source) in enumerate(lowest(own.bits, curves, families)):
+            for place, (error, family, source) in enumerate(lowest(own.bits, curves)):
                 share = own.error / error
                 cells = [name, f"{own.bits:.3f}", family, source, f"{error:.3g}", f"{own.error:.3g}", f"{share:.3f}"]
                 first.append([*cells, *([held(bits, share), f"{bound:.3g}"] if not place else ["", ""])])
-        for point, fixed in sorted(found_all, key=lambda pair: -pair[0].bits):
+        for point in sorted((p for p in points if p.bits <= LARGEST), key=lambda p: -p.bits):
             smaller = [p for p in ours.values() if p.bits <= point.bits]
             at = min(smaller, key=lambda p: p.error, default=None)
-            if fixed or at is None or held(point.bits, at.error / point.error) != "yes":
+            if point.family in FIXED or at is None or held(point.bits, at.error / point.error) != "yes":
                 at = made(point.bits)
             if at is None:
                 second.append([name, f"{point.bits:.3f}", point.name, f"{point.error:.3g}", "none", "", "", "NO"])
@@ -186,20 +162,19 @@ def main() -> None:
             share = at.error / point.error
             cells = [name, f"{point.bits:.3f}", point.name, f"{point.error:.3g}", f"{at.bits:.3f}", f"{at.error:.3g}"]
             second.append([*cells, f"{share:.3f}", held(point.bits, share)])
-    verdicts = [line[7] for line in first if line[7]]
-    one = ["weights", "bits", "rival", "read from", "its error", "ours", "ours / its", "held", "Gaussian bound"]
-    two = ["weights", "bits", "rival", "its error", "our bits", "ours", "ours / its", "held"]
-    points = [line[-1] for line in second]
+    answers = [line[7] for line in first if line[7]]
+    one = ["weights", "bits", "baseline", "read from", "its error", "ours", "ours / its", "held", "Gaussian bound"]
+    two = ["weights", "bits", "baseline", "its error", "our bits", "ours", "ours / its", "held"]
+    own_sizes = [line[-1] for line in second]
     publish(
-        "Squared error of a coded embedding table against every rival at the same bytes",
-        "python benchmarks/frontier.py --write benchmarks/results/frontier_error.md",
-        f"{n} x {d}; error = weighted squared error / weighted squared norm; rivals best first at each size.\n"
-        f"At {verdicts.count('yes')} of {len(verdicts)} sizes ours is what is wanted of the best rival's, at "
-        f"{points.count('yes')} of {len(points)} rivals' own sizes of that rival's.\n\n{LIMITS}\n\n"
-        f"{markdown(one, first)}\n\nEvery rival at its own bytes, ours in at most as many:\n\n"
+        "Squared error of a coded embedding table against every baseline at the same bytes",
+        f"{n} x {d}; error = weighted squared error / weighted squared norm; baselines best first at each size.\n"
+        f"At {answers.count('yes')} of {len(answers)} sizes ours is what is wanted of the best baseline's, at "
+        f"{own_sizes.count('yes')} of {len(own_sizes)} baselines' own sizes of that baseline's.\n\n{LIMITS}\n\n"
+        f"{markdown(one, first)}\n\nEvery baseline at its own bytes, ours in at most as many:\n\n"
         f"{markdown(two, second)}\n\n"
         f"Every point:\n\n{markdown(['weights', 'stored as', 'bits', 'error', 'CPU time'], every)}",
-        options.write,
+        options,
     )
 
 
@@ -213,7 +188,7 @@ def loaded(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def held(bits: float, share: float) -> str:
-    """Whether ``share`` of a rival's error is what is wanted at this size."""
+    """Whether ``share`` of a baseline's error is what is wanted at this size."""
     return "yes" if share <= (0.75 if bits <= 3.05 else 1.0) else "NO"
 
 

@@ -1,0 +1,101 @@
+"""The sentences that benchmarks count and judge on, and how near a model's vectors of them are to the original's.
+
+The data come from a local folder (environment variable KFLATS_DATA, default ../shared/data) in GLUE's TSV form, or from
+the Hugging Face hub (``pip install datasets``) where there is no such folder.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from kflats.evaluate.comparing import Fidelity, fidelity_of
+from kflats.evaluate.encoding import encode, rare_words
+from kflats.tasks.data import load_examples
+from kflats.tasks.metrics import spearman
+
+HEAD = ("mean cosine", "5th percentile", "rare words", "10 neighbours kept")
+"""What ``cells`` shows."""
+_RARE = 500
+
+
+def data_folder() -> Path | None:
+    """The local folder of data sets, None where there is none."""
+    folder = Path(os.environ.get("KFLATS_DATA", Path(__file__).resolve().parents[1].parent / "shared" / "data"))
+    return folder if folder.is_dir() else None
+
+
+def sentences(name: str) -> list[str]:
+    """wikitext2, or the sentences of stsb or cola."""
+    folder = data_folder()
+    if folder is not None:
+        part = "train.txt.gz" if name == "wikitext2" else "dev.tsv.gz"
+        with gzip.open(folder / name / part, "rt", encoding="utf-8", newline="\n") as file:
+            lines = file.read().split("\n")
+        if name == "wikitext2":
+            return [line.strip() for line in lines if line.strip()]
+        return [text for line in lines[1:] if line for text in line.split("\t")[:2] if text]
+    from datasets import load_dataset  # type: ignore[import-not-found, unused-ignore]
+
+    if name == "wikitext2":
+        return [t for t in load_dataset("Salesforce/wikitext", "wikitext-2-v1", split="train")["text"] if t.strip()]
+    data = load_dataset("nyu-mll/glue", name, split="validation")
+    return [row[key] for row in data for key in ("sentence", "sentence1", "sentence2") if row.get(key)]
+
+
+def cells(found: Fidelity) -> list[str]:
+    """The figures under ``HEAD``."""
+    figures = (found.mean_cosine, found.p5_cosine, found.rare_mean_cosine or 0.0, found.neighbour_overlap or 0.0)
+    return [f"{figure:.4f}" for figure in figures]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How near a version's vectors are to the original's, and its Spearman correlation on STS-B, if asked for."""
+
+    fidelity: Fidelity
+    spearman: float | None
+
+
+class Evaluator:
+    """Compares versions of ``original`` on ``texts`` and on rare words; each sentence is encoded once a version.
+
+    Args:
+        counted: rare words are those that neither these nor ``texts`` show.
+        sts: whether to score STS-B (dev) by the cosine of the two sentences.
+    """
+
+    def __init__(
+        self, original: nn.Module, tokenizer: Any, texts: Sequence[str], counted: Sequence[str] = (), sts: bool = False
+    ) -> None:
+        examples = load_examples("sts", "dev", data_folder()) if sts else None
+        pairs = [text for example in examples.inputs for text in example] if examples else []
+        rare = rare_words(tokenizer, [*texts, *counted], _RARE)
+        self._tokenizer, self._labels = tokenizer, examples.labels if examples else None
+        self._sentences = list(dict.fromkeys([*texts, *rare, *pairs]))
+        place = {text: i for i, text in enumerate(self._sentences)}
+        self._texts, self._rare, self._pairs = ([place[text] for text in part] for part in (texts, rare, pairs))
+        self._vectors = self._encode(original, tokenizer)
+        self.original = self._scores(self._vectors)
+
+    def __call__(self, model: nn.Module, tokenizer: Any = None) -> Scores:
+        """The scores of another version; ``tokenizer``: its own, where its vocabulary is another."""
+        return self._scores(self._encode(model, tokenizer or self._tokenizer))
+
+    def _encode(self, model: nn.Module, tokenizer: Any) -> Tensor:
+        return encode(model, tokenizer, self._sentences, 32)
+
+    def _scores(self, vectors: Tensor) -> Scores:
+        known = self._vectors
+        rare = (known[self._rare], vectors[self._rare]) if self._rare else None
+        near = fidelity_of(known[self._texts], vectors[self._texts], rare)
+        if self._labels is None:
+            return Scores(near, None)
+        cosines = (vectors[self._pairs[0::2]] * vectors[self._pairs[1::2]]).sum(1)
+        return Scores(near, spearman(cosines.tolist(), self._labels))

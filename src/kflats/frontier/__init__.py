@@ -1,1 +1,0 @@
-"""Size against quality: one table stored in many ways at many sizes, beside its rivals."""
