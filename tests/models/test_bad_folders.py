@@ -87,6 +87,7 @@ def test_the_plugin_registers_in_either_order(first: str, folder: Path, reposito
     assert layer.startswith("FactoredEmbedding")
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 @pytest.mark.parametrize("key", ["weight", "basis", "labels", "order"])
 @pytest.mark.parametrize("table", [TABLE, "bert.encoder.layer.0.intermediate.dense"])
 def test_a_missing_factor_is_an_error(key: str, table: str, make_matrix: Any, tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ def test_a_missing_factor_is_an_error(key: str, table: str, make_matrix: Any, tm
             kind.from_pretrained(tmp_path)
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 def test_a_factor_of_another_shape_is_an_error(make_matrix: Any, tmp_path: Path) -> None:
     path = saved(make_matrix, tmp_path) / "model.safetensors"
     tensors = load_file(path)
@@ -112,6 +114,7 @@ def test_a_factor_of_another_shape_is_an_error(make_matrix: Any, tmp_path: Path)
         AutoModel.from_pretrained(tmp_path, ignore_mismatched_sizes=True)
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 @pytest.mark.parametrize(
     ("key", "message"), [("labels", "labels do not match the bands"), ("order", "order is no permutation")]
 )

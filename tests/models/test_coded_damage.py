@@ -92,6 +92,7 @@ def test_a_flipped_bit_of_a_coded_matrix_is_refused(folder: Path, tmp_path: Path
     assert ("check" in seen) == (folder.name.startswith("fixed"))
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 def test_so_is_one_of_a_streamed_file_that_another_program_wrote_again(original: Any, tmp_path: Path) -> None:
     """Without a checksum of the file: every coded matrix has its own, in its stream and in config.json."""
     original.save_pretrained(tmp_path)
@@ -130,6 +131,7 @@ def test_scales_that_were_trained_or_cast_are_no_damage(folder: Path, tmp_path: 
     assert "check" not in dict(other.named_buffers())
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 def test_folders_of_before_load(folder: Path, original: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Those have a checksum of the integers alone."""
     shutil.copytree(folder, tmp_path / "old")

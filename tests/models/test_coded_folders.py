@@ -135,7 +135,7 @@ def test_streams_replace_all_integers_and_have_a_checksum(original: Any, tmp_pat
     original.save_pretrained(tmp_path)
     stream_folder(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
-        assert int(file.metadata()["kflats_checksum"]) > 0
+        assert len(file.metadata()["kflats_checksums"]) == 8 * len(file.keys())
         assert not any(key.endswith((".labels", ".bits", ".low")) for key in file.keys())  # noqa: SIM118
 
 
@@ -194,6 +194,7 @@ def test_a_damaged_file_is_refused_or_right(original: Any, tmp_path: Path) -> No
     assert refused >= 35
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 @pytest.mark.parametrize("key", ["codes", "labels", "bits", "low", "centers", "contexts", "basis"])
 def test_damaged_fixed_rate_codes_are_refused(key: str, original: Any, tmp_path: Path) -> None:
     original.save_pretrained(tmp_path)
@@ -280,6 +281,7 @@ def test_a_plain_module_returns(streams: bool, tmp_path: Path) -> None:
     assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "model.safetensors").read_bytes()
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 def test_a_damaged_plain_file_leaves_the_model_as_it_was(tmp_path: Path) -> None:
     net, ids = Net(), torch.arange(50)
     swap_(net, find_weight(net, "words"), coded(50, 8))

@@ -149,7 +149,7 @@ def test_streamed_files_say_who_wrote_them(fixed: Path, tmp_path: Path) -> None:
     stream_folder(tmp_path / "new")
     for path in (tmp_path / "new").glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            assert file.metadata().keys() == {"format", "kflats_checksum", "kflats_version"}
+            assert file.metadata().keys() == {"format", "kflats_checksums", "kflats_version"}
 
 
 def test_streams_come_into_the_manifest(fixed: Path, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,11 +18,11 @@ from kflats.errors import KflatsError
 from kflats.files.atomic_files import check_whole
 from kflats.files.atomic_folder import new_folder
 from kflats.files.coded import stream_folder
-from kflats.files.headers import VERSION_KEY, stamp_
+from kflats.files.headers import check_files
 from kflats.files.partial import Partial
 from kflats.files.plain import load_, save
+from kflats.files.saving import guard_saving_, save_pretrained
 from kflats.files.sources import copy_companions, resolve_model, weights_folder
-from kflats.release import version
 from kflats.swap.describing import describe
 from kflats.swap.description import QUANT_METHOD
 from kflats.swap.places import pretrained_models
@@ -68,6 +67,7 @@ def annotate_(model: nn.Module) -> None:
     Raises:
         KflatsError: a model that another method has quantized, or factors no smaller than their table.
     """
+    guard_saving_(model)
     done: list[str] = []
     for name, part in list(pretrained_models(model)):
         if any(not outer or name.startswith(outer + ".") for outer in done):
@@ -86,12 +86,10 @@ def annotate_(model: nn.Module) -> None:
 
 
 def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Save a transformers model into ``folder``, annotated: codes as streams, weight files that say who wrote them."""
+    """Save a transformers model into ``folder``, annotated: codes as streams, and a checksum of every tensor."""
     annotate_(model)
-    model.save_pretrained(folder)
+    save_pretrained(model, folder)
     stream_folder(folder)
-    for file in Path(folder).glob("*.safetensors"):
-        stamp_(file, **{VERSION_KEY: version()})
 
 
 def load_model(folder: str | os.PathLike[str]) -> Any:
@@ -115,6 +113,8 @@ def load_model(folder: str | os.PathLike[str]) -> Any:
         kind = getattr(transformers, known[0], None) if known else None
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
             kind = transformers.AutoModel
+        if not hasattr(config, "quantization_config"):  # else the plug-in checks them
+            check_files(sorted(where.glob("*.safetensors")))
         return kind.from_pretrained(
             where, dtype="auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
         )

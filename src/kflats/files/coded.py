@@ -1,4 +1,4 @@
-"""Coded matrices in safetensors files: their integers as a stream, and a checksum of all tensors beside them.
+"""Coded matrices in safetensors files: their integers as a stream.
 
 ``model.save_pretrained`` writes the fixed-rate form, which is valid and larger; ``stream_folder`` then makes streams
 of it. Both load alike.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,19 +21,16 @@ from kflats.codecs.entropy import AGAIN
 from kflats.codecs.opening import STREAM_VERSION
 from kflats.codecs.streams import encode
 from kflats.errors import KflatsError
-from kflats.files.atomic_files import check_whole, put_back, replaced_together
-from kflats.files.headers import VERSION_KEY, stamp_
+from kflats.files.atomic_files import put_back, replaced_together
+from kflats.files.headers import check_files, stamp_
 from kflats.files.manifest import manifest_follows
 from kflats.files.sources import weights_folder
 from kflats.files.write_errors import explain
-from kflats.hashing import crc32
 from kflats.nn.coded import CodedMatrix
 from kflats.nn.coded_geometry import read_geometry
 from kflats.nn.codes import CHECK, floats_checksum
-from kflats.release import version
 from kflats.swap.description import DAMAGED, QUANT_METHOD, Module, read_description
 
-CHECKSUM = "kflats_checksum"
 _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _UNREADABLE = "a damaged or incomplete file"
 
@@ -68,14 +65,15 @@ def _stream(root: Path) -> None:
     index = _read(root / _INDEX) if (root / _INDEX).is_file() else None
     places: dict[str, str] = index["weight_map"] if index else {}
     names = sorted(set(places.values())) or [_WEIGHTS]
+    check_files([root / name for name in names])  # damaged tensors must not get new checksums
     files = {name: load_file(root / name) for name in names}
     tensors = {key: tensor for file in files.values() for key, tensor in file.items()}
     stream_codes_(tensors, coded)
     with replaced_together(root) as aside:
         for name, before in files.items():
             after = {key: tensors[key] for key in before if key in tensors}
-            save_file(after, aside / name, metadata={CHECKSUM: str(checksum(after))})
-            stamp_(aside / name, format="pt", **{VERSION_KEY: version()})
+            save_file(after, aside / name)
+            stamp_(aside / name)
         if index:
             index["weight_map"] = {key: file for key, file in places.items() if key in tensors}
             index["metadata"]["total_size"] = sum(t.numel() * t.element_size() for t in tensors.values())
@@ -113,16 +111,6 @@ def stream_codes_(tensors: dict[str, Tensor], modules: dict[str, dict[str, Any]]
                 del tensors[f"{name}.{key}"]
         tensors[f"{name}.codes"] = stream
         entry |= {"stream": {"version": STREAM_VERSION, "bytes": len(stream)}, "floats": floats}
-
-
-def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 of all tensors: names, types, shapes and bytes.
-
-    >>> import torch
-    >>> checksum({"a": torch.zeros(2)}) == checksum({"a": torch.zeros(2)}) != checksum({"b": torch.zeros(2)})
-    True
-    """
-    return _checksum(sorted(tensors), tensors.__getitem__)
 
 
 def check_modules(paths: Sequence[str | os.PathLike[str]], modules: Sequence[Module]) -> set[str]:
@@ -168,37 +156,6 @@ def check_modules(paths: Sequence[str | os.PathLike[str]], modules: Sequence[Mod
             if expected is not None and floats_checksum(floats) != expected:
                 raise _damaged(module.name)
     return checked
-
-
-def check_files(paths: Sequence[str | os.PathLike[str]]) -> None:
-    """Refuse safetensors files whose tensors are not those that their checksum was made of; others pass.
-
-    Raises:
-        KflatsError: a damaged file, or a folder whose change to streams was killed half way.
-    """
-    for folder in {Path(path).parent for path in paths}:
-        check_whole(folder)
-    for path in paths:
-        if not str(path).endswith(".safetensors"):
-            continue
-        with _open(path) as file:
-            if (text := (file.metadata() or {}).get(CHECKSUM)) is not None:
-                check(file, text, Path(path))
-
-
-def check(file: Any, expected: Any, path: Path) -> None:
-    """Refuse an open safetensors file whose tensors are not those of the checksum ``expected``."""
-    if str(_checksum(sorted(file.keys()), file.get_tensor)) != str(expected):
-        raise KflatsError(
-            f"the tensors in {path} are damaged: their checksum differs",
-            cause=DAMAGED,
-            hint=AGAIN,
-        )
-
-
-def _checksum(names: list[str], tensor_of: Callable[[str], Tensor]) -> int:
-    found = ((name, tensor_of(name)) for name in names)
-    return crc32(part for name, t in found for part in (f"{name} {t.dtype} {tuple(t.shape)} ", t))
 
 
 def _open(path: str | os.PathLike[str]) -> Any:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.files.atomic_files import replaced
-from kflats.files.coded import check, checksum, coded_modules, stream_codes_
-from kflats.files.headers import VERSION_KEY, stamp_
+from kflats.files.coded import coded_modules, stream_codes_
+from kflats.files.headers import check_files, stamp_, warn_of_unchecked
 from kflats.files.write_errors import explain
 from kflats.nn.matrix import CodedMatrix, Matrix
-from kflats.release import version
 from kflats.swap.describing import describe
 from kflats.swap.description import Module, read_description
 from kflats.swap.matching import match, put_, stored_dtype
@@ -36,7 +35,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
         model: a torch module; a transformers model has ``save_pretrained``.
         folder: made if missing; other files in it are left alone.
         streams: entropy code coded matrices; they are decoded when loaded. False stores their fixed-rate form, which
-            takes more bytes and no library to read. Either has a checksum of all tensors.
+            takes more bytes and no library to read.
 
     Raises:
         KflatsError: a transformers or sentence-transformers model, a full disk, or streams without the constriction
@@ -48,16 +47,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
         raise KflatsError(f"{type(model).__name__} saves itself", hint="model.save(folder)")
     tensors, shared = _distinct(model)
     note: dict[str, Any] = {"layers": describe(model), "shared": shared}
-    if coded := coded_modules(note["layers"]):
-        if streams:
-            stream_codes_(tensors, coded)
-        note["checksum"] = checksum(tensors)
+    if streams:
+        stream_codes_(tensors, coded_modules(note["layers"]))
     path = Path(folder) / "model.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as aside:
             save_file(tensors, aside, metadata={"kflats": json.dumps(note)})
-            stamp_(aside, format="pt", **{VERSION_KEY: version()})
+            stamp_(aside)
     except (OSError, SafetensorError) as error:
         explain(error, path)
         raise
@@ -66,7 +63,8 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
 def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     """Load what ``save`` wrote into ``model``, a dense module of the same architecture, in place.
 
-    Every name, shape and size is checked before a layer is replaced or memory is allocated.
+    Every name, shape, size and checksum is checked before a layer is replaced or memory is allocated. A file without
+    checksums, because another program wrote it again, is loaded with a warning.
 
     Raises:
         KflatsError: no such file, a damaged one, or one of another architecture; ``model`` is then as it was.
@@ -79,10 +77,9 @@ def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             if "kflats" not in header:
                 raise KflatsError(f"{path} was not written by kflats.save")
             note = json.loads(header["kflats"])
-            if not isinstance(note, dict) or note.keys() - {"checksum"} != {"layers", "shared"}:
+            if not isinstance(note, dict) or note.keys() != {"layers", "shared"}:
                 raise KflatsError(f"{path} has an unreadable description", cause="a damaged or hand-edited file")
-            if "checksum" in note:
-                check(file, note["checksum"], path)
+            warn_of_unchecked(check_files([path]))
             _load_checked(model, note["layers"], note["shared"], shapes, file)
     except FileNotFoundError as error:
         raise KflatsError(f"there is no {path}") from error

@@ -10,6 +10,7 @@ This module imports transformers; ``kflats.files.register_plugin`` imports this 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,7 +25,10 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.errors import KflatsError
-from kflats.files.coded import check_files, check_modules
+from kflats.files.atomic_files import check_whole
+from kflats.files.coded import check_modules
+from kflats.files.headers import check_files, warn_of_unchecked
+from kflats.files.saving import guard_saving_
 from kflats.nn.codes import CHECK
 from kflats.nn.conv import FactoredConv2d
 from kflats.nn.layers import FactoredEmbedding, FactoredLinear
@@ -93,7 +97,9 @@ class KflatsQuantizer(HfQuantizer):
         dtype = kwargs.get("dtype")
         forget_ties_(model, {s for module in description.modules for n in module.untied for s in spellings(model, n)})
         files = kwargs.get("checkpoint_files") or ()
-        check_files(files)
+        for folder in {Path(path).parent for path in files}:
+            check_whole(folder)
+        warn_of_unchecked(check_files(files))
         checked = check_modules(files, description.modules)
         self._modules: list[tuple[str, Module]] = []
         for weight, module in match(model, description, strict=same_class):
@@ -176,6 +182,7 @@ def _take_marks_off(model: Any) -> None:
         del model.config.quantization_config
     else:
         model.config.quantization_config = description
+    guard_saving_(model)
 
 
 def register() -> None:

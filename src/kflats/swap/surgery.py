@@ -149,6 +149,7 @@ def restore_(model: nn.Module) -> None:
         known = getattr(part.config, "quantization_config", None)
         if isinstance(known, dict) and known.get("quant_method") == QUANT_METHOD:
             del part.config.quantization_config
+        part.__dict__.pop("save_pretrained", None)  # see kflats.files.saving
 
 
 @contextmanager

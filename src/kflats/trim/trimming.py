@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
-from kflats.files import copy_companions, load_model, new_folder, resolve_model, weights_folder
+from kflats.files import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.measure.counting import count_tokens, zipf_prior
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
@@ -177,7 +177,7 @@ def trim_folder(
         loaded, tokenizer = load_model(folder), load_tokenizer(folder)
         made = trim(loaded, tokenizer, keep=keep, texts=texts, judged=judged, alphabet=alphabet)
         inner = aside / weights_folder(folder).relative_to(folder)
-        made.model.save_pretrained(inner)
+        save_model(made.model, inner)
         write_vocabulary(made, folder, aside)
         files = (weight_file_bytes(folder), weight_file_bytes(aside))
         rewrite_(aside, lambda original: trimmed_card(made.report, files, hub_name(source), original))
