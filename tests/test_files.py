@@ -91,6 +91,7 @@ def rewrite(folder: Path, *, tensors: dict | None = None, note: dict | str | Non
     if note is not None:
         shared = json.loads(header["kflats"])["shared"] if header["kflats"].endswith("}") else {}
         header["kflats"] = note if isinstance(note, str) else json.dumps({"layers": note, "shared": shared})
+    header.pop("kflats_checksums", None)  # as a program does that drops what it does not know
     save_file(tensors if tensors is not None else load_file(path), path, metadata=header)
 
 
