@@ -24,7 +24,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from kflats.demo import packaged_model
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.measure.accumulators import Accumulator
-from kflats.measure.batches import text_batches
+from kflats.measure.batches import BLOCK, text_batches
 from kflats.measure.collect import measure
 from kflats.swap.places import find_weights
 from kflats.tables import size
@@ -83,7 +83,8 @@ def one(case: str, samples: int, batch: int, length: int) -> dict[str, int]:
         for one_batch in batches:
             model(**one_batch).loss.backward()
             model.zero_grad()
-    sums = sum(Accumulator.nbytes(weight, needs) for weight in weights) if needs else 0
+    copies = 1 if samples <= BLOCK else 2  # the sums of one block, and of the blocks before it
+    sums = copies * sum(Accumulator.nbytes(weight, needs) for weight in weights) if needs else 0
     held = {id(p): p for p in (*model.parameters(), *model.buffers())}.values()
     model_bytes = sum(p.numel() * p.element_size() for p in held)
     return {"model": model_bytes, "sums": min(sums, allowed), "peak": resident("VmHWM") - before}

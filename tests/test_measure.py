@@ -17,9 +17,12 @@ from torch.nn import functional as F
 
 from kflats.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher
-from kflats.measure.accumulators import Accumulator
+from kflats.measure import collect
+from kflats.measure.accumulators import Accumulator, measured
 from kflats.measure.batches import text_batches
 from kflats.measure.collect import Statistics, measure
+from kflats.measure.hooks import frozen
+from kflats.measure.measurements import merge
 from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
 from kflats.measure.running import batch_size, take
 from kflats.swap.places import find_weights
@@ -414,9 +417,9 @@ def test_little_memory_takes_more_passes_to_the_same() -> None:
 def test_one_group_of_sums_is_in_hand_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accumulator of a group that is done must not wait, on a device perhaps, until all others are."""
     told: list[str] = []
-    begin, end = Accumulator.__init__, Accumulator.measured
+    begin, end = Accumulator.__init__, collect.measured
     monkeypatch.setattr(Accumulator, "__init__", lambda *given: (told.append("+"), begin(*given))[1])
-    monkeypatch.setattr(Accumulator, "measured", lambda one: (told.append("-"), end(one))[1])
+    monkeypatch.setattr(collect, "measured", lambda *given: (told.append("-"), end(*given))[1])
     model = bert()
     weights = [w for w in find_weights(model) if w.places[0].role == "linear"]
     most = max(Accumulator.nbytes(weight, ALL) for weight in weights)
@@ -682,3 +685,48 @@ class _Counting:
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         self.first += 1
         return self.objective.losses(model, batch, self.first - 1).sum()
+
+
+NEEDS = ALL | {"fisher_gram", "fisher_mean", "counts"}
+
+
+def sums_of(model: nn.Module, batches: Any, share: range) -> list[Any]:
+    """The blocks of a share of the calibration set, summed by a process that sums no others."""
+    weights = find_weights(model)
+    with frozen(model):
+        wanted = {w.name: NEEDS for w in weights}
+        job = collect.Job(model, weights, batches, wanted, SampledLabels(), lambda total: lambda: None)
+        return list(job.blocks([w for w in weights if w.name not in job.without_layout], False, share))
+
+
+@pytest.mark.parametrize("kind", ["tied", "half", "convolutions"])
+def test_shares_of_blocks_merge_to_the_same_bits(kind: str) -> None:
+    """The sums of a pass equal, bit for bit, those of its blocks in shares, whichever share is summed first."""
+    if kind == "convolutions":
+        model: nn.Module = Convolutions()
+        batches: Any = [{"image": torch.randn(s, 2, 5, 5)} for s in (40, 24, 30, 34, 64, 7)]
+    else:
+        model = bert("BertForMaskedLM") if kind == "tied" else bert(num_labels=3).half()
+        batches = [words(s, 4 + i) for i, s in enumerate((16, 48, 30, 34, 60, 4, 7))]
+    weights = find_weights(model)
+    whole = measure(model, weights, batches, needs=NEEDS, objective=SampledLabels(), quiet=True)
+    for cut in (1, 2):
+        last, first = sums_of(model, batches, range(cut, 9)), sums_of(model, batches, range(cut))
+        assert [index for index, _ in first + last] == [0, 1, 2, 3]
+        with pytest.raises(KflatsError, match=r"block 0 .* after block"):
+            merge(copy.deepcopy(last + first))
+        merged = merge(first + last)
+        for weight in [w for w in weights if w.name in merged]:
+            a, b = measured(weight, NEEDS, merged[weight.name]), whole.of(weight.name)
+            assert (a.samples, a.positions) == (b.samples, b.positions)
+            for key in NEEDS:
+                one, other = getattr(a, key), getattr(b, key)
+                assert one is other is None or torch.equal(one, other), (weight.name, key)
+
+
+def test_batches_of_a_block_do_not_depend_on_other_texts(tiny_tokenizer: Any) -> None:
+    texts = ["word1 " * (1 + 7 * i % 11) for i in range(150)]
+    whole = text_batches(texts, tiny_tokenizer, batch=10)
+    parts = [batch for i in range(0, 150, 64) for batch in text_batches(texts[i : i + 64], tiny_tokenizer, batch=10)]
+    assert len(whole) == len(parts) == 7 + 7 + 3
+    assert all(torch.equal(a[key], b[key]) for a, b in zip(whole, parts, strict=True) for key in a)

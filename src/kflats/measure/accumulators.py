@@ -10,9 +10,9 @@ from torch import Tensor
 from kflats.errors import KflatsError
 from kflats.importance.measured import Measured
 from kflats.measure.hooks import LayerCall
-from kflats.measure.measurements import shape_of
+from kflats.measure.measurements import Sums, shape_of
 from kflats.numerics.fisher import COLUMN, ROW, add_lookup_squares, add_squares, add_tied_squares, wide
-from kflats.numerics.moments import Moments, Products, nearest_product
+from kflats.numerics.moments import Moments, Products, mirror_, nearest_product
 from kflats.swap.places import Weight
 
 GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram", "fisher_mean"})
@@ -42,19 +42,19 @@ class Inputs:
 
 
 class Accumulator:
-    """Float64 sums for one weight, filled call by call; ``measured`` divides them."""
+    """Sums over the samples of one block for one weight, filled call by call; ``measured`` turns them into means."""
 
     def __init__(self, weight: Weight, needs: frozenset[str], device: torch.device, inputs: Inputs) -> None:
         self.weight, self.needs = weight, needs
         self._device, self._from = device, inputs
         roles = {place.role for place in weight.places}
-        self._lookup, self._head = "embedding" in roles, "head" in roles
-        self.samples = self._positions = self._head_positions = 0
+        self._lookup = "embedding" in roles
+        self._positions = self._head_positions = 0
         n, d = weight.shape
         self._squares = {key: self._new(*shape_of(key, n, d)) for key in _SQUARES if key in needs}
         grams = bool(needs & {"input_gram", "input_mean"})
         fisher = bool(needs & {"fisher_gram", "fisher_mean"})
-        tied = self._head and bool(needs & {"input_gram", "output_gram"})
+        tied = "head" in roles and bool(needs & {"input_gram", "output_gram"})
         self._reads = self._new(n) if self._lookup else None
         self._inputs = Moments(n, inputs.products, device) if "input_gram" in needs and not self._lookup else None
         self._mean = self._new(n) if grams and self._inputs is None and not self._lookup else None
@@ -62,7 +62,7 @@ class Accumulator:
         # Shares of positions by their gradients: a product of its own, even where the input is shared.
         self._fisher = Moments(n, None, device) if fisher and not self._lookup else None
         self._fisher_reads = self._new(n) if fisher and self._lookup else None
-        self._fisher_sum = self._new(n if self._fisher is not None else 0)
+        self._fisher_sum = self._new(n) if self._fisher is not None else None
         self._fisher_total = 0.0
         self._lost = self._seen = 0.0
         # A tied head: its inputs are (d,), its outputs (n,).
@@ -146,52 +146,29 @@ class Accumulator:
             x, size = x[kept], size[kept]
         x = wide(x)
         moments.add(x * size.unsqueeze(1))
+        assert self._fisher_sum is not None
         self._fisher_sum += x.T @ size.square()
         self._fisher_total += float(size.square().sum(dtype=torch.float64))
 
-    def measured(self) -> Measured:
-        """The means; raises KflatsError where a sum is not finite, or gradients underflow. The sums are used up."""
-        if 0 < self._seen * _LOST < self._lost:
-            raise KflatsError(
-                f"gradients of {self.weight.name} underflow float16",
-                cause="gradients of other layers are so much larger that no scale of the loss suits both",
-                hint="measure this weight alone, or with the model in float32 or bfloat16",
-            )
-        samples, positions = max(self.samples, 1), max(self._positions, 1)
-        found = {key: value.div_(samples) for key, value in self._squares.items()}
-        if self._reads is not None:
-            if "input_gram" in self.needs:
-                found["input_gram"] = self._reads / positions
-            if "input_mean" in self.needs:
-                found["input_mean"] = self._reads / positions
-            if "counts" in self.needs:
-                found["counts"] = self._reads.to(torch.int64)
-        elif self._inputs is not None:
-            gram, total = self._inputs.finish()
-            found |= {"input_gram": gram.div_(positions), "input_mean": total.div_(positions)}
-        elif self._mean is not None:
-            found["input_mean"] = self._mean.div_(positions)
-        shares = self._fisher_total or 1.0
-        if self._fisher is not None:
-            found |= {"fisher_gram": self._fisher.finish()[0].div_(shares), "fisher_mean": self._fisher_sum / shares}
-        elif self._fisher_reads is not None:
-            found |= {"fisher_gram": self._fisher_reads / shares, "fisher_mean": self._fisher_reads / shares}
-        if self._outputs is not None:
-            found["output_gram"] = self._outputs.finish()[0].div_(samples)
-        if self._hidden is not None:
-            self._tie(found, self._hidden)
-        for key, value in found.items():
-            # A sum of what is not finite is not finite either, and needs no copy.
-            if not bool(torch.isfinite(value.sum())):
-                raise KflatsError(
-                    f"the {key.replace('_', ' ')} of {self.weight.name} holds NaN or infinity",
-                    cause="activations or gradients that overflow half precision",
-                    hint="measure with the model in float32",
-                )
-        n, d = self.weight.shape
-        kept = {key: value.cpu() for key, value in found.items()}
-        seen = self._positions or self._head_positions
-        return Measured(n, head=self._head, samples=self.samples, positions=seen, columns=d, **kept)
+    def sums(self, samples: int) -> Sums:
+        """The sums of the block, which had so many ``samples``; the accumulator is used up."""
+        vectors = {
+            "reads": self._reads,
+            "mean": self._mean,
+            "fisher_reads": self._fisher_reads,
+            "fisher_sum": self._fisher_sum,
+            "logits": self._logits,
+        }
+        tensors = self._squares | {key: value for key, value in vectors.items() if value is not None}
+        moments = {"inputs": self._inputs, "outputs": self._outputs, "fisher": self._fisher, "hidden": self._hidden}
+        for key, one in moments.items():
+            if one is not None:
+                tensors[f"{key} gram"], tensors[f"{key} sum"] = one.finish()
+        scalars = {"fisher_total": self._fisher_total, "lost": self._lost, "seen": self._seen}
+        tensors |= {key: torch.tensor(value, dtype=torch.float64) for key, value in scalars.items()}
+        hidden = 0 if self._hidden is None else self._hidden.rows
+        places = {"positions": self._positions, "head_positions": self._head_positions, "hidden": hidden}
+        return Sums(tensors, {"samples": samples} | places)
 
     def _add_convolution(self, call: LayerCall) -> None:
         each = call.inputs(0, 1)
@@ -228,21 +205,76 @@ class Accumulator:
             for call in heads:
                 self._logits += torch.linalg.vector_norm(wide(_gradient(call)), dim=(0, 1)).square()
 
-    def _tie(self, found: dict[str, Tensor], moments: Moments) -> None:
-        """Both roles of a tied table in one Gram a side."""
-        hidden = moments.finish()[0] / max(moments.rows, 1)
-        if self._logits is not None:
-            assert self._reads is not None
-            reads = found.get("fisher_gram", self._reads / max(self._positions, 1))
-            pairs = [(reads, found["output_gram"]), (self._logits / max(self.samples, 1), hidden)]
-            left, found["output_gram"] = nearest_product(pairs)
-            found |= dict.fromkeys(found.keys() & {"input_gram", "fisher_gram"}, left)
-        elif "input_gram" in found:
-            # ||e' h||^2 summed over hidden states, by its mean over directions: each is the head's output error.
-            found["input_gram"] = found["input_gram"] + hidden.diagonal().mean()
-
     def _new(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+
+def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
+    """The means of ``sums`` over all blocks, which are used up.
+
+    Raises:
+        KflatsError: a sum that is not finite, or gradients that underflow float16.
+    """
+    tensors, counts = sums.tensors, sums.counts
+    if 0 < float(tensors["seen"]) * _LOST < float(tensors["lost"]):
+        raise KflatsError(
+            f"gradients of {weight.name} underflow float16",
+            cause="gradients of other layers are so much larger that no scale of the loss suits both",
+            hint="measure this weight alone, or with the model in float32 or bfloat16",
+        )
+    samples, positions = max(counts["samples"], 1), max(counts["positions"], 1)
+    means = {key: tensors[key].div_(samples) for key in _SQUARES if key in tensors}
+    if "reads" in tensors:
+        shares = tensors["reads"] / positions
+        means |= {key: shares for key in ("input_gram", "input_mean") if key in needs}
+        if "counts" in needs:
+            means["counts"] = tensors["reads"].to(torch.int64)
+    elif "inputs gram" in tensors:
+        means |= {"input_gram": _gram(sums, "inputs", positions), "input_mean": tensors["inputs sum"].div_(positions)}
+    elif "mean" in tensors:
+        means["input_mean"] = tensors["mean"].div_(positions)
+    total = float(tensors["fisher_total"]) or 1.0
+    if "fisher gram" in tensors:
+        means |= {"fisher_gram": _gram(sums, "fisher", total), "fisher_mean": tensors["fisher_sum"] / total}
+    elif "fisher_reads" in tensors:
+        means |= dict.fromkeys(("fisher_gram", "fisher_mean"), tensors["fisher_reads"] / total)
+    if "outputs gram" in tensors:
+        means["output_gram"] = _gram(sums, "outputs", samples)
+    if "hidden gram" in tensors:
+        _tie(means, sums)
+    for key, value in means.items():
+        # A sum of what is not finite is not finite either, and needs no copy.
+        if not bool(torch.isfinite(value.sum())):
+            raise KflatsError(
+                f"the {key.replace('_', ' ')} of {weight.name} holds NaN or infinity",
+                cause="activations or gradients that overflow half precision",
+                hint="measure with the model in float32",
+            )
+    n, d = weight.shape
+    head = any(place.role == "head" for place in weight.places)
+    seen = counts["positions"] or counts["head_positions"]
+    kept = {key: value.cpu() for key, value in means.items()}
+    return Measured(n, head=head, samples=counts["samples"], positions=seen, columns=d, **kept)
+
+
+def _gram(sums: Sums, key: str, count: float) -> Tensor:
+    gram = sums.tensors[f"{key} gram"]
+    mirror_(gram)
+    return gram.div_(count)
+
+
+def _tie(means: dict[str, Tensor], sums: Sums) -> None:
+    """Both roles of a tied table in one Gram for each side."""
+    tensors, counts = sums.tensors, sums.counts
+    hidden = _gram(sums, "hidden", max(counts["hidden"], 1))
+    if "logits" in tensors:
+        reads = means.get("fisher_gram", tensors["reads"] / max(counts["positions"], 1))
+        pairs = [(reads, means["output_gram"]), (tensors["logits"] / max(counts["samples"], 1), hidden)]
+        left, means["output_gram"] = nearest_product(pairs)
+        means |= dict.fromkeys(means.keys() & {"input_gram", "fisher_gram"}, left)
+    elif "input_gram" in means:
+        # ||e' h||^2 summed over hidden states, by its mean over directions: each is the head's output error.
+        means["input_gram"] = means["input_gram"] + hidden.diagonal().mean()
 
 
 def _gradient(call: LayerCall) -> Tensor:

@@ -13,6 +13,9 @@ from kflats.errors import KflatsError
 from kflats.evaluate.encoding import pad
 from kflats.texts import check_known, check_texts
 
+BLOCK = 64
+"""Samples whose statistics are summed together: fixed, so that sums do not depend on how work is shared out."""
+
 
 def text_batches(
     texts: Iterable[str],
@@ -23,7 +26,10 @@ def text_batches(
     limit: int | None = None,
     language_model: bool = False,
 ) -> list[dict[str, Tensor]]:
-    """Batches of texts of similar length, shortest first, padded at the right.
+    """Batches of texts of similar length, padded at the right.
+
+    Texts are sorted by length inside blocks of 64 (``BLOCK``; of ``batch`` if that is more), so that the batches of a
+    block, padding included, do not depend on other texts. Texts without a token are left out before.
 
     Args:
         texts: sentences; a generator is read only as far as ``limit``.
@@ -53,11 +59,14 @@ def text_batches(
     own = getattr(tokenizer, "model_max_length", None)
     length = min(max_length, own) if isinstance(own, int) else max_length
     rows = tokenizer(taken, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
-    rows = sorted((list(row) for row in rows if len(row)), key=len)
+    rows = [list(row) for row in rows if len(row)]
     if not rows:
         raise KflatsError("the texts hold no token", cause="blank texts", hint="other texts")
     check_known(torch.tensor([i for row in rows for i in row]).bincount(), tokenizer)
-    made = [pad(rows[i : i + batch], tokenizer, torch.device("cpu")) for i in range(0, len(rows), batch)]
+    size = max(BLOCK, batch)
+    blocks = [sorted(rows[i : i + size], key=len) for i in range(0, len(rows), size)]
+    parts = [block[i : i + batch] for block in blocks for i in range(0, len(block), batch)]
+    made = [pad(part, tokenizer, torch.device("cpu")) for part in parts]
     if language_model:
         for one in made:
             one["labels"] = one["input_ids"].masked_fill(one["attention_mask"] == 0, -100)

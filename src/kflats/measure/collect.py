@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,11 @@ from torch import Tensor, nn
 
 from kflats.errors import KflatsError
 from kflats.importance.measured import Measured
-from kflats.measure.accumulators import GRADIENTS, Accumulator, Inputs
+from kflats.measure.accumulators import GRADIENTS, Accumulator, Inputs, measured
+from kflats.measure.batches import BLOCK
 from kflats.measure.hooks import ActivationRecorder, LayerCall, frozen
-from kflats.measure.layouts import ALONE, Layout, find_layouts, places
-from kflats.measure.measurements import FIELDS, Statistics, fingerprint
+from kflats.measure.layouts import ALONE, find_layouts, places
+from kflats.measure.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.measure.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.measure.running import batch_size, run, take, to_device
 from kflats.swap.places import Weight
@@ -40,7 +42,7 @@ def measure(
     *,
     needs: Mapping[str, frozenset[str]] | frozenset[str],
     objective: Objective | None = None,
-    memory_bytes: int = 2_000_000_000,
+    memory_bytes: int = 4_000_000_000,
     quiet: bool = False,
 ) -> Statistics:
     """Measure what importances need, from each single sample's own gradient:
@@ -68,6 +70,9 @@ def measure(
     In a float16 model, and under float16 autocast, each sample's loss is scaled by a power of two, chosen from its
     gradients, and the gradients are divided by it in float32: they neither underflow nor overflow.
 
+    Samples are summed in blocks of 64 (``BLOCK``), each block alone; block sums are added in the order of the samples
+    (``measurements.merge``). The bits of the statistics do not depend on which process sums a block.
+
     Args:
         model: any torch module.
         weights: from ``find_weights``.
@@ -75,7 +80,8 @@ def measure(
         needs: what to measure, of all weights or by weight name: an importance's ``needs``.
         objective: whose gradients; by default ``TaskLoss()`` where batches have labels, ``Projections()`` where none
             has.
-        memory_bytes: of sums at once, float64, on the model's device; what they come to is kept on the CPU.
+        memory_bytes: of sums at once, float64, on the model's device: those of one block of samples, and of all blocks
+            before it. What they come to is kept on the CPU.
         quiet: no progress bar, and no line on weights that were never reached.
 
     Raises:
@@ -93,52 +99,71 @@ def measure(
     """
     wanted = _wanted(weights, needs)
     kept = _checked(batches)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    gradients = any(fields & GRADIENTS for fields in wanted.values())
-    chosen = objective_of(kept, objective) if gradients else Projections()
-    _check_ids(model, kept)
     with frozen(model), _progress(quiet) as told:
-        first = to_device(kept[0], device)
-        forward: Callable[[dict[str, Any]], object] = lambda batch: run(model, batch)  # noqa: E731
-        if gradients:
-            if isinstance(chosen, TaskLoss):
-                chosen = chosen.resolved(model, first)
-            asked = chosen
-            forward = lambda batch: asked.losses(model, batch)  # noqa: E731
-        layouts = find_layouts(model, weights, first, forward)
-        job = _Job(model, kept, device, chosen, layouts, wanted, told)
-        single = {w.name for module, w, _ in places(model, weights) if layouts.get(id(module)) == ALONE}
-        found: dict[str, Measured] = {}
-        for group in _groups([w for w in weights if w.name not in single], wanted, memory_bytes):
-            done, late = job.run(group, alone=False)
-            single |= late
-            # Before the next group begins: then what it waits with is gone, and its sums are off the device.
-            found |= {name: one.measured() for name, one in done.items()}
-        for group in _groups([w for w in weights if w.name in single], wanted, memory_bytes):
-            found |= {name: one.measured() for name, one in job.run(group, alone=True)[0].items()}
-    measured = {w.name: found[w.name] for w in weights}
-    reached = {name for name, one in measured.items() if not wanted[name] or not _is_unreached(one)}
-    return _statistics(model, measured, reached, describe(chosen) if gradients else {}, quiet)
+        job = Job(model, weights, kept, wanted, objective, told)
+        copies = min(len(_blocks(kept)), 2)  # the sums of all blocks before, and of one block
+        means: dict[str, Measured] = {}
+        for one_sample in (False, True):
+            asked_now = [w for w in weights if (w.name in job.without_layout) == one_sample]
+            for group in _groups(asked_now, wanted, memory_bytes, copies):
+                sums = merge(job.blocks(group, one_sample))
+                # Before the next group begins: then the sums of this one are off the device.
+                done = [w for w in group if one_sample or w.name not in job.without_layout]
+                means |= {w.name: measured(w, wanted[w.name], sums.pop(w.name)) for w in done}
+    by_name = {w.name: means[w.name] for w in weights}
+    reached = {name for name, one in by_name.items() if not wanted[name] or not _is_unreached(one)}
+    return _statistics(model, by_name, reached, job.about, quiet)
 
 
-class _Job:
-    """Passes over one calibration set."""
+class Job:
+    """Passes over one calibration set, of a model that is ``frozen`` meanwhile.
+
+    ``without_layout`` holds the names of weights that have to be run with one sample at a time; ``about`` describes the
+    objective, {} where no gradients are needed.
+    """
 
     def __init__(
         self,
         model: nn.Module,
+        weights: Sequence[Weight],
         batches: Sequence[Mapping[str, Any]],
-        device: torch.device,
-        objective: Objective,
-        layouts: Mapping[int, Layout],
         wanted: Mapping[str, frozenset[str]],
+        objective: Objective | None,
         told: Callable[[int], Callable[[], None]],
     ) -> None:
-        self._model, self._batches, self._device = model, batches, device
-        self._objective, self._layouts, self._wanted, self._told = objective, layouts, wanted, told
+        self._model, self._batches, self._wanted, self._told = model, batches, wanted, told
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        gradients = any(fields & GRADIENTS for fields in wanted.values())
+        chosen: Objective = objective_of(batches, objective) if gradients else Projections()
+        _check_ids(model, batches)
+        first = to_device(batches[0], self._device)
+        if isinstance(chosen, TaskLoss):
+            chosen = chosen.resolved(model, first)
+        self._objective = chosen
+        self.about = describe(chosen) if gradients else {}
+        forward = partial(chosen.losses, model) if gradients else partial(run, model)
+        self._layouts = find_layouts(model, weights, first, forward)
+        alone = {w.name for module, w, _ in places(model, weights) if self._layouts.get(id(module)) == ALONE}
+        self.without_layout: set[str] = alone
 
-    def run(self, weights: Sequence[Weight], alone: bool) -> tuple[dict[str, Accumulator], set[str]]:
-        """Sums by weight, and the weights that have to be run sample by sample instead."""
+    def blocks(
+        self, weights: Sequence[Weight], one_sample: bool, share: range | None = None
+    ) -> Iterator[tuple[int, dict[str, Sums]]]:
+        """(block index, sums by weight) of each block of ``share``, by default of all; names of weights that have to be
+        run with one sample at a time are added to ``without_layout``."""
+        blocks = _blocks(self._batches)
+        step = self._told(len(self._batches))
+        for index in blocks if share is None else [i for i in share if i in blocks]:
+            yield index, self._sum(blocks[index], weights, one_sample, step)
+
+    def _sum(
+        self,
+        batches: Sequence[tuple[int, Mapping[str, Any]]],
+        weights: Sequence[Weight],
+        one_sample: bool,
+        step: Callable[[], None],
+    ) -> dict[str, Sums]:
+        """The sums of one block, of batches with the places of their first samples."""
         inputs = Inputs()
         sums = {w.name: Accumulator(w, self._wanted[w.name], self._device, inputs) for w in weights}
         gradients = frozenset(name for name, one in sums.items() if one.wants_gradients)
@@ -151,27 +176,26 @@ class _Job:
 
         scaled = _is_float16(self._model, self._device)
         recorder = ActivationRecorder(
-            self._model, weights, on_input, on_gradients, self._layouts, gradients, alone, repeats=scaled
+            self._model, weights, on_input, on_gradients, self._layouts, gradients, one_sample, repeats=scaled
         )
-        step = self._told(len(self._batches))
-        first = 0
+        seen = 0
         with recorder.attached(), torch.set_grad_enabled(bool(gradients)):
-            for whole in self._batches:
+            for first, whole in batches:
                 there = to_device(whole, self._device)
                 samples = batch_size(there)
-                for batch in [take(there, torch.tensor([s])) for s in range(samples)] if alone else [there]:
+                parts = [take(there, torch.tensor([s])) for s in range(samples)] if one_sample else [there]
+                for place, batch in enumerate(parts, first):
                     recorder.start(batch)
-                    losses = self._pass(batch, first, bool(gradients))
+                    losses = self._pass(batch, place, bool(gradients))
                     if losses is not None and losses.requires_grad:
                         # The sum, not the mean: then each activation's gradient is that of its own sample's loss.
                         _backward_scaled(losses, recorder) if scaled else losses.sum().backward()
                     recorder.finish()
                     inputs.forget()
-                    first += batch_size(batch)
+                seen += samples
                 step()
-        for one in sums.values():
-            one.samples = first
-        return {name: one for name, one in sums.items() if name not in recorder.without_layout}, recorder.without_layout
+        self.without_layout |= recorder.without_layout
+        return {name: one.sums(seen) for name, one in sums.items()}
 
     def _pass(self, batch: dict[str, Any], first: int, gradients: bool) -> Tensor | None:
         if not gradients:
@@ -191,6 +215,16 @@ class _Job:
                 hint="the model in float32, or another checkpoint",
             )
         return losses
+
+
+def _blocks(batches: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, Mapping[str, Any]]]]:
+    """Batches with the place of their first sample, by block: that of the first sample, in units of ``BLOCK``."""
+    blocks: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+    first = 0
+    for batch in batches:
+        blocks.setdefault(first // BLOCK, []).append((first, batch))
+        first += batch_size(batch)
+    return blocks
 
 
 def _is_float16(model: nn.Module, device: torch.device) -> bool:
@@ -306,13 +340,13 @@ def _check_ids(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _groups(
-    weights: Sequence[Weight], wanted: Mapping[str, frozenset[str]], memory_bytes: int
+    weights: Sequence[Weight], wanted: Mapping[str, frozenset[str]], memory_bytes: int, copies: int
 ) -> Iterator[list[Weight]]:
     """Weights whose sums fit into memory together, in the model's order."""
     group: list[Weight] = []
     used = 0
     for weight in weights:
-        cost = Accumulator.nbytes(weight, wanted[weight.name])
+        cost = copies * Accumulator.nbytes(weight, wanted[weight.name])
         if cost > memory_bytes:
             raise KflatsError(
                 f"the statistics of {weight.name} take {size(cost)}, and {size(memory_bytes)} are allowed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
@@ -141,6 +141,59 @@ class Statistics:
             rows.append([visible(name), f"{one.rows} x {one.columns}", found, state])
         about = f"{self.samples:,} samples" + (f", {self.objective['type']}" if self.objective else "")
         return plain(table(["weight", "shape", "measured", "positions"], rows, left=3)) + "\n\n" + about
+
+
+@dataclass
+class Sums:
+    """Sums over samples for one weight, float64, before they are divided into means. Two of them add entry by entry."""
+
+    tensors: dict[str, Tensor]
+    counts: dict[str, int]
+
+    def add_(self, other: Sums) -> None:
+        """Add ``other`` in place."""
+        for key, value in other.tensors.items():
+            self.tensors[key] += value
+        for name, count in other.counts.items():
+            self.counts[name] += count
+
+
+def merge(blocks: Iterable[tuple[int, dict[str, Sums]]]) -> dict[str, Sums]:
+    """The sums of all blocks by weight name: a left fold in the order of the blocks, ((b0 + b1) + b2) + ...
+
+    Each block holds a fixed number of samples and is summed alone, and the order of the fold is fixed. So the bits of
+    the result do not depend on which process sums which block, if all processes have the same kind of processor and
+    the same number of threads. The fold reads one block at a time: memory holds the total and one block.
+
+    Args:
+        blocks: (index, sums by weight name), by increasing index. The first is used up.
+
+    Raises:
+        KflatsError: no blocks, or blocks out of order.
+
+    >>> blocks = [(i, {"words": Sums({"reads": torch.tensor([1.0, i])}, {"samples": 1})}) for i in range(3)]
+    >>> merge(blocks)["words"]
+    Sums(tensors={'reads': tensor([3., 3.])}, counts={'samples': 3})
+    """
+    total: dict[str, Sums] = {}
+    last = -1
+    for index, sums in blocks:
+        if index <= last:
+            raise KflatsError(
+                f"block {index} of the statistics comes after block {last}",
+                cause="sums in floating point depend on their order",
+                hint="merge blocks by increasing index, each once",
+            )
+        last = index
+        for name in sums:
+            if name in total:
+                total[name].add_(sums[name])
+            else:
+                total[name] = sums[name]
+        del sums  # before the next block is summed
+    if not total:
+        raise KflatsError("there are no blocks of statistics to merge", cause="an empty share of a calibration set")
+    return total
 
 
 def fingerprint(model: nn.Module) -> str:

@@ -54,9 +54,8 @@ class Moments:
             self._flush()
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """(sum x x', sum x), float64, the Gram whole."""
+        """(sum x x', sum x), float64; of the Gram its lower blocks only, which ``mirror_`` completes."""
         self._flush()
-        mirror_(self._gram)
         return self._gram, self._sum
 
     def _flush(self) -> None:
