@@ -19,8 +19,7 @@ from kflats import (
     Dense,
     Flats,
     Float,
-    Int4,
-    Int8,
+    Integer,
     KflatsError,
     KMeansSVD,
     Recipe,
@@ -29,7 +28,6 @@ from kflats import (
     Subspace,
     Transform,
 )
-from kflats.factorize.storing import store
 from kflats.methods.judging import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
@@ -43,7 +41,7 @@ METHODS: dict[str, Any] = {
     "RobustSVD, p=1": RobustSVD(p=1.0),
     "Subspace, q=1": Subspace(),
 }
-CODECS = (Float(), Float("float16"), Int8(), Int4(), Rotation(), Transform())
+CODECS = (Float(), Float("float16"), Integer(bits=8), Integer(bits=4, group=64), Rotation(), Transform())
 
 
 def main() -> None:
@@ -81,7 +79,7 @@ def stored(method: Any, codec: Any, rows: TensorRows, nbytes: int) -> str:
             matrix = made.matrix.to(dtype)
             size = matrix.nbytes
         else:
-            made = store(recipe, Problem(rows, nbytes, 4), rows.matrix.dtype)
+            made = recipe.codec.encode(recipe.method, Problem(rows, nbytes, 4), rows.matrix.dtype)
             matrix, size = made.matrix, made.nbytes
     except KflatsError as refused:
         return "refused" if "cannot store" in refused.symptom else "does not fit"

@@ -14,7 +14,6 @@ from _common import arguments, embedding_table, markdown, publish
 from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, Transform
-from kflats.factorize.storing import store
 from kflats.methods.judging import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
@@ -40,7 +39,7 @@ def measured(name: str, table: Tensor, bits: float) -> list[list[str]]:
     for k in (1, 2, 4):
         method = SVD() if k == 1 else Flats(k=k)
         given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
-        found = store(Recipe(method, codec=Transform()), given, torch.float32)
+        found = Recipe(method, codec=Transform()).encode(given, torch.float32)
         error = weighted_error(table, found.matrix).relative
         first = first or error
         geometry = found.matrix.geometry

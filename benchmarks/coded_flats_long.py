@@ -25,7 +25,6 @@ from torch import Tensor
 from kflats import SVD, Flats, Recipe, Transform
 from kflats.demo import packaged_model
 from kflats.evaluate.comparing import load_tokenizer
-from kflats.factorize.storing import store
 from kflats.files import load_model
 from kflats.methods.judging import weighted_error
 from kflats.methods.problem import Problem
@@ -106,7 +105,7 @@ def measured(table: Tensor, bits: float, k: int) -> dict[str, float]:
     n, d = table.shape
     given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
     began = time.process_time()
-    found = store(Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()), given, torch.float32)
+    found = Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()).encode(given, torch.float32)
     took = time.process_time() - began
     error = weighted_error(table, found.matrix).relative
     stored = 8 * found.nbytes / (n * d)

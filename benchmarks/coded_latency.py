@@ -13,7 +13,7 @@ from typing import Any
 from _common import arguments, markdown, publish
 
 import kflats
-from kflats import SVD, Dense, Int8, Recipe, Transform, Uniform
+from kflats import SVD, Dense, Integer, Recipe, Transform, Uniform
 from kflats.demo import packaged_model
 from kflats.evaluate.comparing import latency, load_tokenizer
 from kflats.files import load_model
@@ -23,7 +23,7 @@ LONG = " ".join([SHORT] * 12)
 BATCHES = {"1 short sentence": [SHORT], "32 short": [SHORT] * 32, "32 of 120 tokens": [LONG] * 32}
 CODES: dict[str, tuple[Any, str]] = {
     "transform, 2.5 bits": (Recipe(SVD(), Uniform(), Transform()), "7.8%"),
-    "int8": (Recipe(Dense(), Uniform(), Int8()), "60%"),
+    "int8": (Recipe(Dense(), Uniform(), Integer(bits=8)), "60%"),
 }
 
 

@@ -25,7 +25,6 @@ from kflats import SVD, Flats, Recipe, TokenCounts, Transform, Uniform, ZipfPrio
 from kflats.allocate.calibration import gather
 from kflats.demo import packaged_model
 from kflats.evaluate.comparing import Fidelity, load_tokenizer
-from kflats.factorize.storing import store
 from kflats.files import load_model
 from kflats.importance import TokenFisher
 from kflats.importance.weighting import Weighting
@@ -115,7 +114,7 @@ def main() -> None:
 
     def coded(importance: Any, classes: int, size: float) -> Tensor:
         given = Problem(TensorRows(table), int(size * table.numel() / 8), 4, importance.weigh(measured))
-        return store(Recipe(SVD(), codec=Transform(classes)), given, torch.float32).matrix.dense().detach()
+        return Recipe(SVD(), codec=Transform(classes)).encode(given, torch.float32).matrix.dense().detach()
 
     def floats(importance: Any, _: float) -> Tensor:
         # Flats weigh rows here: a metric of the columns is what coded tables are measured with.

@@ -23,7 +23,7 @@ from _common import arguments, markdown, publish
 from _sentences import sentences
 from linear_fidelity import calibration
 
-from kflats import SVD, Best, Dense, Int4, Int8, Recipe, Transform, Uniform, compress_folder, find_weights, score
+from kflats import SVD, Best, Dense, Integer, Recipe, Transform, Uniform, compress_folder, find_weights, score
 from kflats.demo import packaged_model
 from kflats.evaluate.comparing import fidelity, load_tokenizer, weight_file_bytes
 from kflats.files import load_model
@@ -35,8 +35,8 @@ from kflats.measure.objectives import Projections
 LINES: tuple[tuple[str, Any, str, bool], ...] = (
     ("best, calibrated", Best(), "8MB", True),
     ("best, calibrated", Best(), "6MB", True),
-    ("all int8", Recipe(Dense(), Uniform(), Int8()), "60MB", False),
-    ("all int4", Recipe(Dense(), Uniform(), Int4()), "60MB", False),
+    ("all int8", Recipe(Dense(), Uniform(), Integer(bits=8)), "60MB", False),
+    ("all int4", Recipe(Dense(), Uniform(), Integer(bits=4, group=64)), "60MB", False),
     ("best, no data but the tokenizer", Best(), "8MB", False),
     ("transform, equal shares, every row alike", Recipe(SVD(), Uniform(), Transform()), "8MB", False),
 )

@@ -17,7 +17,7 @@ from torch import nn
 import kflats
 from kflats import MESSI, SVD, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.allocate.planning import plan
-from kflats.codecs.codec import Float
+from kflats.codecs import Float
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError

@@ -16,7 +16,7 @@ from kflats import (
     Entrywise,
     Flats,
     Huber,
-    Int8,
+    Integer,
     KflatsError,
     KroneckerFisher,
     Power,
@@ -162,7 +162,7 @@ def test_a_plan_with_a_damaged_value_inside_a_method_is_refused(tmp_path: Path) 
         Entrywise(solver="admm", max_iterations=2),
         Subspace(max_iterations=1),
         Flats(k=3, max_iterations=1),
-        Recipe(Entrywise(max_iterations=2), codec=Int8()),
+        Recipe(Entrywise(max_iterations=2), codec=Integer(bits=8)),
     ],
     ids=str,
 )

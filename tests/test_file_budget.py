@@ -246,6 +246,6 @@ def test_a_budget_that_nothing_fits_is_refused(encoder, tmp_path) -> None:
 
 def test_what_entropy_codes_is_missed_before_any_work(encoder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(kflats.allocate.selection, "find_spec", lambda name: None)
-    for method in (Best(), Recipe(kflats.Dense(), codec=kflats.Int8())):
+    for method in (Best(), Recipe(kflats.Dense(), codec=kflats.Integer(bits=8))):
         with pytest.raises(KflatsError, match="constriction"):
             kflats.plan(transformers.AutoModel.from_pretrained(encoder), method, budget="20%")

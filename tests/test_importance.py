@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import kflats
 from kflats.errors import KflatsError
 from kflats.importance import (
-    VALUES,
+    Importance,
     InputGram,
     KroneckerFisher,
     RowFisher,
@@ -60,7 +61,7 @@ def test_every_row_gets_a_finite_weight_above_zero(importance, head):
 
 @EVERY
 def test_a_value_is_frozen_and_survives_json(importance):
-    assert isinstance(importance, VALUES)
+    assert isinstance(importance, Importance)
     assert from_json(json.loads(json.dumps(to_json(importance)))) == importance
     assert hash(importance) == hash(dataclasses.replace(importance))
 
@@ -154,7 +155,7 @@ def test_names_of_the_command_line(name, options, value):
     assert from_name(name, **options) == value
 
 
-@pytest.mark.parametrize("kind", VALUES)
+@pytest.mark.parametrize("kind", kflats.importance.IMPORTANCES.kinds)
 def test_every_importance_says_what_must_be_measured(kind):
     fields = {field.name for field in dataclasses.fields(Measured)}
     assert kind().needs <= fields - {"rows", "columns", "head", "counts", "prior"}

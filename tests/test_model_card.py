@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import kflats
 from kflats.cli.app import app
-from kflats.codecs.codec import Transform
+from kflats.codecs import Transform
 from kflats.errors import KflatsError
 from kflats.export.dense import export_dense
 from kflats.files.headers import stamp_

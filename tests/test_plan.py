@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from kflats import importance, methods
-from kflats.codecs import codec
-from kflats.codecs.codec import Float
+from kflats import codecs, importance, methods
+from kflats.codecs import Float
 from kflats.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform
 from kflats.methods import SVD, Flats
 from kflats.recipes.budget import Budget
-from kflats.recipes.plan import Decision, Plan, Recipe, as_recipe, from_json, to_json
+from kflats.recipes.plan import Decision, Plan
+from kflats.recipes.recipe import Recipe, as_recipe, from_json, to_json
 from kflats.swap.surgery import Place, Weight
 
 TABLE = Weight(
@@ -37,7 +37,7 @@ PLAN = Plan(
     Budget("fraction", 0.6),
     90_868_376,
 )
-EVERY_VALUE = [kind() for kind in (*methods.VALUES, *importance.VALUES, *codec.VALUES)]
+EVERY_VALUE = [kind() for kind in (*methods.METHODS.kinds, *importance.IMPORTANCES.kinds, *codecs.CODECS.kinds)]
 
 
 def test_a_bare_method_is_a_recipe() -> None:
@@ -49,11 +49,11 @@ def test_a_bare_method_is_a_recipe() -> None:
     ("arguments", "says"),
     [
         ((SVD,), r"Try: SVD\(\)"),
-        (("flats",), "no method"),
-        ((Uniform(),), "it says importance"),
-        ((SVD(), SVD()), "it says method"),
-        ((SVD(), Uniform(), Uniform()), "no codec"),
-        ((Recipe(SVD()),), "it says whole recipe"),
+        (("flats",), "is not a method"),
+        ((Uniform(),), "is not a method"),
+        ((SVD(), SVD()), "is not an importance"),
+        ((SVD(), Uniform(), Uniform()), "is not a codec"),
+        ((Recipe(SVD()),), "is not a method"),
     ],
 )
 def test_a_recipe_checks_its_axes(arguments: tuple[Any, ...], says: str) -> None:
@@ -82,8 +82,8 @@ def test_absent_fields_take_their_defaults() -> None:
         ([], "object with a"),
         ({"k": 5}, "object with a"),
         ({"type": 5}, "object with a"),
-        ({"type": "Flat"}, "nothing is called 'Flat'.*Flats, "),
-        ({"type": "Path"}, "nothing is called"),
+        ({"type": "Flat"}, "is called 'Flat'.*Flats, "),
+        ({"type": "Path"}, "is called 'Path'"),
         ({"type": "Flats", "flats": 5}, "no field 'flats'.*one of k"),
         ({"type": "Flats", "k": "5"}, r"Flats\.k cannot be '5'"),
         ({"type": "Flats", "k": True}, r"Flats\.k cannot be True"),
@@ -92,8 +92,8 @@ def test_absent_fields_take_their_defaults() -> None:
         ({"type": "TokenCounts", "power": float("inf")}, r"TokenCounts\.power cannot be inf"),
         ({"type": "Float", "dtype": "float12"}, "float12.*bfloat16"),
         ({"type": "Recipe"}, "Recipe needs method"),
-        ({"type": "Recipe", "method": {"type": "Uniform"}}, "no method"),
-        ({"type": "Recipe", "method": "SVD"}, "no method"),
+        ({"type": "Recipe", "method": {"type": "Uniform"}}, "is not a method"),
+        ({"type": "Recipe", "method": "SVD"}, "is not an object"),
     ],
 )
 def test_json_that_means_nothing_is_refused(data: object, says: str) -> None:
@@ -196,7 +196,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (lambda d: d["decisions"][0]["weight"].update(shape=[30522, 385]), "cannot take"),
         (lambda d: d["decisions"][0]["weight"].pop("dtype"), "dtype"),
         (lambda d: d["decisions"][0]["weight"].update(places=[{"name": "x"}]), "role"),
-        (lambda d: d["decisions"][0]["recipe"]["method"].update(type="Magic"), "nothing is called 'Magic'"),
+        (lambda d: d["decisions"][0]["recipe"]["method"].update(type="Magic"), "is called 'Magic'"),
         (lambda d: d["decisions"][0].pop("recipe"), "object with a"),
     ],
 )

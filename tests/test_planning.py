@@ -12,7 +12,7 @@ import kflats
 from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.allocate.calibration import Data
 from kflats.allocate.planning import decide, plan, token_embedding
-from kflats.codecs.codec import Float
+from kflats.codecs import Float
 from kflats.errors import KflatsError
 from kflats.recipes.plan import Plan
 
@@ -157,9 +157,9 @@ def test_a_plan_for_something_else_is_refused(change, message):
         ({"words": Recipe(SVD(), TokenCounts())}, {"tokenizer": object()}, "needs texts"),
         ({"words": Recipe(SVD(), TokenCounts())}, {"data": ["a"]}, "needs the model's tokenizer"),
         ({"words": Recipe(SVD(), ZipfPrior())}, {}, "needs the model's tokenizer"),
-        ({"words": Uniform()}, {}, "is no method"),
-        ({"words": SVD}, {}, "is no method"),
-        ("svd", {}, "is no method"),
+        ({"words": Uniform()}, {}, "is not a method"),
+        ({"words": SVD}, {}, "is not a method"),
+        ("svd", {}, "is not a method"),
         (SVD(), {"budget": "0.6"}, "ambiguous"),
         (SVD(), {"budget": "150%"}, "more than the original"),
         (SVD(), {"budget": "1GB"}, "more than the named weights"),

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from kflats import SVD, Dense, Int8, Recipe, Transform, compress_
+from kflats import SVD, Dense, Integer, Recipe, Transform, compress_
 from kflats.errors import KflatsError
 from kflats.files import annotate_, load_model
 from kflats.nn.layers import FactoredEmbedding
@@ -431,7 +431,7 @@ def test_models_that_cannot_be_recovered_are_refused(
 def test_codes_have_no_bases_to_train(tiny_model: Any) -> None:
     """Integers are constants: the error names them, scales train, and every flag is what it was."""
     pytest.importorskip("constriction")
-    for recipe in (Recipe(SVD(), codec=Transform()), Recipe(Dense(), codec=Int8())):
+    for recipe in (Recipe(SVD(), codec=Transform()), Recipe(Dense(), codec=Integer(bits=8))):
         model = tiny_model("bert")
         compress_(model, {"embeddings.word_embeddings": recipe}, budget="40%", quiet=True)
         before = {name: p.requires_grad for name, p in model.named_parameters()}

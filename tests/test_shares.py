@@ -11,9 +11,9 @@ from torch import nn
 import kflats
 from kflats import SVD, Dense, Flats, KroneckerFisher, Recipe, RowFisher, Statistics, Uniform
 from kflats.allocate.planning import plan
-from kflats.codecs.codec import Float
+from kflats.codecs import Float
 from kflats.errors import KflatsError
-from kflats.importance import VALUES, InputGram, TwoSided
+from kflats.importance import IMPORTANCES, InputGram, TwoSided
 from kflats.importance.measured import Measured
 from kflats.recipes.plan import Plan
 from kflats.swap.places import find_weights
@@ -180,7 +180,7 @@ def test_the_bias_takes_the_mean_error() -> None:
 @pytest.mark.parametrize("method", [SVD(), SVD("interpolative"), Flats(k=2)], ids=str)
 @pytest.mark.parametrize(
     "importance",
-    [kind() for kind in VALUES if kind().needs and not getattr(kind, "needs_tokenizer", False)],
+    [kind() for kind in IMPORTANCES.kinds if kind().needs and not kind.needs_tokenizer],
     ids=lambda v: type(v).__name__,
 )
 @pytest.mark.parametrize("rows", ["inputs", "outputs"])

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from frontier.baseline import UNIT_BYTES, Baseline, halved, unit_of
-from kflats.codecs.codec import Transform
+from kflats.codecs import Transform
 from kflats.errors import KflatsError
-from kflats.factorize.storing import store
 from kflats.importance.weighting import Weighting
 from kflats.methods import MESSI, SVD, Flats, KMeansSVD, RobustSVD
 from kflats.methods.problem import Problem
@@ -182,7 +181,7 @@ class Transformed(Baseline):
 
     def _code(self, table: Tensor, weighting: Weighting, seed: int) -> tuple[Tensor, int]:
         problem = Problem(TensorRows(table), int(self.bits * table.numel() / 8), table.element_size(), weighting)
-        found = store(Recipe(SVD(), codec=Transform()), problem, table.dtype)
+        found = Recipe(SVD(), codec=Transform()).encode(problem, table.dtype)
         with torch.no_grad():
             return found.matrix.dense(), found.nbytes
 

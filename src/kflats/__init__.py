@@ -6,7 +6,7 @@
 """
 
 from kflats.allocate.planning import plan
-from kflats.codecs.codec import Float, Int4, Int8, Rotation, Transform
+from kflats.codecs import Float, Integer, Rotation, Transform
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.errors import KflatsError
 from kflats.evaluate.comparing import compare, fidelity
@@ -49,13 +49,13 @@ __all__ = [
     "Budget",
     "Coreset",
     "Dense",
+    "EntryPower",
     "Entrywise",
     "Flats",
     "Float",
     "Huber",
     "InputGram",
-    "Int4",
-    "Int8",
+    "Integer",
     "KMeansSVD",
     "KflatsError",
     "KroneckerFisher",

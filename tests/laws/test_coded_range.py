@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kflats import SVD, Dense, Flats, Int4, Int8, Recipe, Rotation, Transform
-from kflats.factorize.storing import store
+from kflats import SVD, Dense, Flats, Integer, Recipe, Rotation, Transform
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Problem
 from kflats.nn.coded import CodedMatrix
@@ -22,11 +21,11 @@ TOP = torch.finfo(HALF).max
 CASES = {
     "transform": (SVD(), Transform(), 0.2),
     "transform on flats": (Flats(k=2), Transform(), 0.2),
-    "int8": (Dense(), Int8(), 0.7),
-    "int4": (Dense(), Int4(), 0.5),
+    "int8": (Dense(), Integer(bits=8), 0.7),
+    "int4": (Dense(), Integer(bits=4, group=64), 0.5),
     "rotation": (Dense(), Rotation(3), 0.5),
-    "svd int8": (SVD(), Int8(), 0.3),
-    "svd int4": (SVD(), Int4(), 0.3),
+    "svd int8": (SVD(), Integer(bits=8), 0.3),
+    "svd int4": (SVD(), Integer(bits=4, group=64), 0.3),
 }
 
 
@@ -43,7 +42,7 @@ def coded(case: str, kind: str) -> CodedMatrix:
     method, codec, share = CASES[case]
     table = near_the_end(kind)
     problem = Problem(TensorRows(table), int(share * 2 * N * D), 2, Weighting())
-    found = store(Recipe(method, codec=codec), problem, HALF).matrix
+    found = Recipe(method, codec=codec).encode(problem, HALF).matrix
     assert isinstance(found, CodedMatrix)
     return found.requires_grad_(False)
 

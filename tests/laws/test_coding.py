@@ -13,7 +13,6 @@ from torch import nn
 import kflats
 from kflats import SVD, Recipe, Transform
 from kflats.errors import KflatsError
-from kflats.factorize.storing import store
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Problem
 from kflats.numerics.coding.absmax import absmax_code
@@ -186,7 +185,7 @@ def test_files_are_near_the_gaussian_bound(bits, weighted, above, tmp_path):
     draw = torch.Generator().manual_seed(1)
     weights = torch.logspace(-1, 1, len(matrix))[torch.randperm(len(matrix), generator=draw)] if weighted else None
     given = Problem(TensorRows(matrix), int(bits * matrix.numel() / 8), 4, Weighting(left=weights))
-    coded = store(Recipe(SVD(), codec=Transform()), given, torch.float32).matrix
+    coded = Recipe(SVD(), codec=Transform()).encode(given, torch.float32).matrix
     model = nn.Sequential(nn.Embedding.from_pretrained(matrix, freeze=False))
     swap_(model, find_weight(model, "0"), coded)
     kflats.save(model, tmp_path)

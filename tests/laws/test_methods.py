@@ -15,11 +15,11 @@ from kflats.importance.weighting import Weighting
 from kflats.methods import (
     MESSI,
     SVD,
-    VALUES,
     Dense,
     Entrywise,
     Flats,
     KMeansSVD,
+    Method,
     Problem,
     RobustSVD,
     Subspace,
@@ -308,7 +308,7 @@ def test_weights_that_weigh_nothing_are_refused(method, weights, message):
 
 @EVERY
 def test_a_method_is_a_frozen_value_of_json_scalars(method):
-    assert isinstance(method, VALUES)
+    assert isinstance(method, Method)
     assert from_json(json.loads(json.dumps(to_json(method)))) == method
     assert hash(method) == hash(dataclasses.replace(method))
     if dataclasses.fields(method):
@@ -384,10 +384,10 @@ def test_rows_that_weigh_enough_are_kept_as_they_are():
         (lambda: Flats(tolerance=None), "tolerance"),
         (lambda: Flats(tolerance=float("nan")), "tolerance"),
         (lambda: KMeansSVD(k=0), "0 clusters"),
-        (lambda: SVD(form="some"), "form='some'"),
-        (lambda: from_name("dense", k=3), "dense has no k"),
+        (lambda: SVD(form="some"), "no form 'some'"),
+        (lambda: from_name("dense", k=3), "'dense' has no k"),
         (lambda: from_name("robust"), "svd, flats"),
-        (lambda: from_name("svd", k=3), "svd has no k"),
+        (lambda: from_name("svd", k=3), "'svd' has no k"),
     ],
 )
 def test_nonsense_is_refused_when_the_value_is_made(make, message):

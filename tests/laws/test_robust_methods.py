@@ -252,7 +252,7 @@ def test_values_inside_methods_survive_json(method):
     [
         ({"type": "RobustSVD", "ellipsoid": {"type": "Power", "q": 1.0}}, r"RobustSVD.ellipsoid cannot be.*Loewner"),
         ({"type": "RobustSVD", "ellipsoid": "lewis"}, r"RobustSVD.ellipsoid cannot be 'lewis'.*Lewis, Loewner"),
-        ({"type": "RobustSVD", "ellipsoid": {"type": "Lewiss"}}, "nothing is called 'Lewiss'"),
+        ({"type": "RobustSVD", "ellipsoid": {"type": "Lewiss"}}, "RobustSVD.ellipsoid cannot be"),
         ({"type": "RobustSVD", "ellipsoid": {"type": "Lewis", "steps": 3}}, "Lewis has no field 'steps'"),
         ({"type": "RobustSVD", "ellipsoid": {"type": "Lewis", "iterations": 2.5}}, "Lewis.iterations cannot be 2.5"),
         ({"type": "RobustSVD", "ellipsoid": {"iterations": 3}}, 'an object with a "type"'),
@@ -266,7 +266,7 @@ def test_values_inside_methods_survive_json(method):
         ({"type": "Subspace", "error": {"type": "Power", "q": 3}}, "q=3"),
         ({"type": "Subspace", "error": {"type": "Huber"}}, "Huber needs threshold"),
         ({"type": "Subspace", "error": {"type": "Huber", "threshold": 1, "unit": "inch"}}, "Huber.unit cannot be"),
-        ({"type": "Subspace", "error": {"type": "Lewis"}}, r"Subspace.error cannot be.*Squared, Power"),
+        ({"type": "Subspace", "error": {"type": "Lewis"}}, r"Subspace.error cannot be.*Power, Squared"),
         ({"type": "Subspace", "error": {"type": "SVD"}}, "Subspace.error cannot be"),
     ],
     ids=str,
@@ -278,9 +278,9 @@ def test_malformed_values_are_refused_with_the_place_named(data, message):
 
 @pytest.mark.parametrize("part", [Lewis(), Power(1.0)], ids=repr)
 def test_a_part_of_a_method_is_no_method(part):
-    with pytest.raises(KflatsError, match=r"is no method.*a part of a method"):
+    with pytest.raises(KflatsError, match=r"is not an? (method|importance)"):
         as_recipe(part)
-    with pytest.raises(KflatsError, match="is no importance"):
+    with pytest.raises(KflatsError, match="is not an importance"):
         Recipe(SVD(), part)
 
 
@@ -299,8 +299,8 @@ def test_a_part_of_a_method_is_no_method(part):
         (lambda: Entrywise(tolerance=None), "tolerance"),
         (lambda: Subspace("power 1"), "no error 'power 1'"),
         (lambda: Subspace(Lewis()), "no error Lewis"),
-        (lambda: from_name("robust-svd", k=3), "robust-svd has no k.*p, ellipsoid, transposed"),
-        (lambda: from_name("l1", p=2), "l1 has no p"),
+        (lambda: from_name("robust-svd", k=3), "'robust-svd' has no k.*p, ellipsoid, transposed"),
+        (lambda: from_name("l1", p=2), "'l1' has no p"),
         (lambda: ellipsoid_of("round"), "no ellipsoid is called 'round'.*lewis, loewner"),
     ],
 )  # fmt: skip

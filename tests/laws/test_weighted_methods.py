@@ -164,7 +164,7 @@ def test_half_precision_rows_are_fitted_at_their_own_values(method, names, dtype
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
 @pytest.mark.parametrize("form", ["left", "right"])
-def test_a_weighting_of_another_shape_is_refused(method, form):
+def test_a_weighting_form_another_shape_is_refused(method, form):
     if form == "left":
         w, message = Weighting(left=torch.ones(19)), "row weights|cannot have shape"
     else:

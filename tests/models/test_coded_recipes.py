@@ -24,7 +24,7 @@ from transformers import (
 )
 
 import kflats
-from kflats import SVD, Dense, Int4, Int8, Recipe, Transform
+from kflats import SVD, Dense, Integer, Recipe, Transform
 from kflats.cli.app import app
 from kflats.evaluate.comparing import weight_file_bytes
 from kflats.files import load_model
@@ -36,8 +36,8 @@ IDS = torch.tensor([[2, 9, 150, 7, 3], [2, 120, 6, 299, 3]])
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40}
 RECIPES = {
     "transform": (Recipe(SVD(), codec=Transform()), "35%", 0.95),
-    "int8": (Recipe(Dense(), codec=Int8()), "40%", 0.9999),
-    "int4": (Recipe(Dense(), codec=Int4(group=16)), "30%", 0.98),
+    "int8": (Recipe(Dense(), codec=Integer(bits=8)), "40%", 0.9999),
+    "int4": (Recipe(Dense(), codec=Integer(bits=4, group=16)), "30%", 0.98),
 }
 BERT = ("embeddings.word_embeddings", "encoder.layer.0.intermediate.dense")
 each = pytest.mark.parametrize("kind", RECIPES)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from kflats.allocate.selection import Given
 from kflats.errors import KflatsError
 from kflats.hashing import Part, sha256
-from kflats.importance import Uniform
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
 from kflats.measure.batches import text_batches
@@ -104,8 +103,6 @@ class Data:
         Raises:
             KflatsError: as the importance; the message names the weight.
         """
-        if isinstance(recipe.importance, Uniform):
-            return Weighting()
         key = f"{weight.name} {to_json(recipe.importance)}"
         if key not in self._weightings:
             try:
@@ -136,7 +133,7 @@ class Data:
         if self.statistics is not None and recipe.importance.needs:
             measured = self.statistics.of(weight.name)
         measured = replace(measured, head=any(place.role == "head" for place in weight.places))
-        if self.tokenizer is None or not getattr(recipe.importance, "needs_tokenizer", False):
+        if self.tokenizer is None or not recipe.importance.needs_tokenizer:
             return measured
         measured = replace(measured, prior=zipf_prior(self.tokenizer, n))
         if self.texts is None:

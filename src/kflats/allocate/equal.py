@@ -12,7 +12,6 @@ from kflats.allocate.calibration import Data
 from kflats.allocate.prices import Priced, bias_bytes
 from kflats.allocate.settled import left_dense
 from kflats.errors import KflatsError
-from kflats.factorize.storing import counted_bytes
 from kflats.numerics.rows import TensorRows
 from kflats.recipes.budget import split
 from kflats.recipes.plan import Decision
@@ -43,7 +42,7 @@ def _counted(model: nn.Module, item: Priced) -> int | None:
         return None
     rows = TensorRows(table.T if item.recipe.rows == "outputs" else table)
     try:
-        return counted_bytes(item.recipe, rows, getattr(torch, item.weight.dtype))
+        return item.recipe.codec.counted_bytes(item.recipe.method, rows, getattr(torch, item.weight.dtype))
     except KflatsError as error:
         raise KflatsError(f"{item.weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
 

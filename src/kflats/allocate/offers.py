@@ -1,8 +1,10 @@
-"""Offers: the ways to store one weight, each with its bytes and what it loses, from which a budget chooses."""
+"""The candidates of one weight: the ways to store it, with bytes and error, from which a budget chooses."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import isfinite
 
 import torch
 from torch import nn
@@ -10,51 +12,92 @@ from torch import nn
 from kflats.allocate.allocate import Curve
 from kflats.allocate.calibration import Data
 from kflats.allocate.prices import Priced, bias_bytes
-from kflats.allocate.rates import Option, measured_options
-from kflats.methods import PAIRS, SVD, Best
+from kflats.codecs import CODECS, Candidate, Table
 from kflats.numerics.rows import TensorRows
+from kflats.recipes.recipe import Recipe
 from kflats.swap.places import dense_weight
 
 
 @dataclass(frozen=True)
 class Offers:
-    """Ways to store one weight, ``bias`` bytes of each being for a bias that the layer gains; ``whole``: the error if
-    nothing were stored."""
+    """Ways to store one weight.
 
-    options: tuple[Option, ...]
+    Args:
+        candidates: the ways. bias: bytes of a bias that the layer gains with each. whole: the error if nothing were
+            stored.
+    """
+
+    candidates: tuple[Candidate, ...]
     bias: int
     whole: float
 
 
 def offers(model: nn.Module, item: Priced, data: Data) -> Offers:
     """All that the budget may choose from for one weight."""
-    weighting, table = data.weigh(item.weight, item.recipe), dense_weight(model, item.weight)
-    bias = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
-    errors = data.curve(table, item.weight, item.recipe, weighting).clamp_min(0)
-    if item.recipe.is_coded or is_best(item):
-        turned = item.recipe.rows == "outputs"
-        rows, there = TensorRows(table.T if turned else table), weighting.transposed() if turned else weighting
+    recipe, weighting, table = item.recipe, data.weigh(item.weight, item.recipe), dense_weight(model, item.weight)
+    bias = bias_bytes(item.weight, recipe, weighting, item.counts_labels)
+    spectrum = data.curve(table, item.weight, recipe, weighting).clamp_min(0)
+    if recipe.is_coded or recipe.chooses:
+        turned = recipe.rows == "outputs"
+        rows, here = TensorRows(table.T if turned else table), weighting.transposed() if turned else weighting
         dtype = getattr(torch, item.weight.dtype)
-        pairs = item.weight.places[0].role == "conv2d"
-        made = measured_options(rows, there.to(table.device), item.recipe, dtype, errors, pairs_only=pairs)
-        return Offers(made, bias, float(errors[0]))
-    svd, pair = isinstance(item.recipe.method, SVD), isinstance(item.recipe.method, PAIRS)
-    options = []
-    for rank in filter(item.is_choice, range(1, item.full + 1)):
-        note = f"rank {rank} of {item.full}" if pair else f"the bytes of rank {rank} of {item.full}"
-        judged = "relative error" if svd else "relative error of an SVD" if pair else ""
-        options.append(Option(item.recipe, item.cost(rank), float(errors[rank]), note, judged))
-    return Offers(tuple(options), bias, float(errors[0]))
+        seen = Table(rows, here.to(table.device), dtype, spectrum)
+        pairs_only = item.weight.places[0].role == "conv2d"
+        return Offers(candidates(recipe, seen, pairs_only=pairs_only), bias, float(spectrum[0]))
+    method = recipe.method
+    pair = method.produces == "pair"
+    kind = "relative error" if method.nested_ranks else "relative error of an SVD" if pair else ""
+    ranks = [
+        Candidate(
+            method,
+            recipe.codec,
+            item.cost(rank),
+            float(spectrum[rank]),
+            f"rank {rank} of {item.full}" if pair else f"the bytes of rank {rank} of {item.full}",
+            kind,
+        )
+        for rank in filter(item.is_choice, range(1, item.full + 1))
+    ]
+    return Offers(tuple(ranks), bias, float(spectrum[0]))
+
+
+def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tuple[Candidate, ...]:
+    """Ways to store ``table`` by the codec of ``recipe``, or by all codecs where its method chooses.
+
+    Args:
+        pairs_only: no integers: a convolution becomes two convolutions.
+
+    >>> from kflats.importance.weighting import Weighting
+    >>> from kflats.methods import SVD, Best
+    >>> rows = TensorRows(torch.randn(64, 16, generator=torch.Generator().manual_seed(0)))
+    >>> table = Table(rows, Weighting(), torch.float32, SVD().spectrum(rows, Weighting()))
+    >>> sorted({type(candidate.codec).__name__ for candidate in candidates(Recipe(Best()), table)})
+    ['Float', 'Integer', 'Transform']
+    """
+    listed = [
+        candidate
+        for one in alternatives(recipe, table.rows.shape)
+        if not (pairs_only and one.is_coded) and table.weighting.kinds <= one.codec.accepts(one.method)
+        for candidate in one.codec.candidates(one.method, table)
+    ]
+    return tuple(one for one in listed if 0 < one.nbytes < table.nbytes and isfinite(one.error))
+
+
+def alternatives(recipe: Recipe, shape: tuple[int, int]) -> Iterator[Recipe]:
+    """The recipe, or the recipes that it stands for: what every codec offers a weight of this shape."""
+    if not recipe.chooses:
+        yield recipe
+        return
+    for codec in CODECS.all_kinds():
+        for method, value in codec.automatic(shape):
+            yield replace(recipe, method=method, codec=value)
 
 
 def curve_of(item: Priced, offers: Offers, relative: bool) -> Curve:
-    """Place 0 is a weight of which nothing is stored, which is no choice."""
+    """The errors and costs of all candidates. Index 0 stands for storing nothing, which cannot be chosen."""
     unit = offers.whole if relative and offers.whole > 0 else 1.0
-    errors = torch.tensor([offers.whole, *(option.error for option in offers.options)], dtype=torch.float64) / unit
-    costs = torch.tensor([0, *(option.nbytes + offers.bias for option in offers.options)])
+    errors = (
+        torch.tensor([offers.whole, *(candidate.error for candidate in offers.candidates)], dtype=torch.float64) / unit
+    )
+    costs = torch.tensor([0, *(candidate.nbytes + offers.bias for candidate in offers.candidates)])
     return Curve(item.weight.name, errors, costs, item.dense)
-
-
-def is_best(item: Priced) -> bool:
-    """Whether kflats chooses how the weight is stored."""
-    return isinstance(item.recipe.method, Best)

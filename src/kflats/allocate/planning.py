@@ -12,11 +12,10 @@ from kflats.allocate.calibration import SAMPLES, Data, gather
 from kflats.allocate.selection import Selected, check, select, token_embedding
 from kflats.allocate.shares import Allocation, share_out
 from kflats.errors import KflatsError
-from kflats.importance import Uniform
 from kflats.measure.measurements import Statistics
-from kflats.methods import Flats
 from kflats.recipes.budget import Budget, parse_budget
-from kflats.recipes.plan import Plan, Recipe
+from kflats.recipes.plan import Plan
+from kflats.recipes.recipe import Recipe
 from kflats.report.analysis import stored_bytes
 from kflats.swap.surgery import Weight, find_weight
 
@@ -139,10 +138,10 @@ def _checked(model: nn.Module, made: Plan, budget: str | Budget | None, data: Da
 def _note(chosen: Selected, data: Data) -> str:
     recipe = chosen.recipe
     embedding = chosen.weight.places[0].role == "embedding"
-    if not embedding or not isinstance(recipe.importance, Uniform) or recipe.is_dense or recipe.is_cast:
+    if not embedding or recipe.importance.form(one_hot=True).kinds or recipe.is_dense or recipe.is_cast:
         return ""
     if data.texts is not None:
         return "the texts are not counted: every row counts the same"
-    if isinstance(recipe.method, Flats) and data.tokenizer is None:
+    if recipe.method.produces == "clusters" and data.tokenizer is None:
         return "no texts and no tokenizer: every row counts the same"
     return ""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kflats.factorize.sizes import least_bytes, whole_bytes
 from kflats.importance.weighting import Weighting
-from kflats.methods import SVD
-from kflats.nn.matrix import label_dtype
+from kflats.methods import SVD, Method
 from kflats.recipes.recipe import Recipe
 from kflats.swap.places import Weight
 
@@ -49,9 +47,9 @@ class Priced:
         return self.weight.nbytes if self.counts_labels else n * d * self.itemsize
 
     @property
-    def low_rank(self) -> SVD:
-        """The method whose ranks measure bytes: other methods are given the bytes of a low-rank pair."""
-        return self.recipe.method if isinstance(self.recipe.method, SVD) else SVD()
+    def low_rank(self) -> Method:
+        """The method whose ranks measure bytes: methods that do not make a pair are given the bytes of one."""
+        return self.recipe.method if self.recipe.method.produces == "pair" else SVD()
 
     def cost(self, rank: int) -> int:
         """Bytes of a pair of ``rank``, without a bias."""
@@ -77,19 +75,15 @@ class Priced:
     @property
     def least(self) -> int:
         """The least bytes that the method can live on."""
-        if self.recipe.is_coded:
-            return least_bytes(self.recipe, self.shape, self.itemsize)
-        k = getattr(self.recipe.method, "k", None) or 1
-        n, d = self.shape
-        labels = n * label_dtype(k).itemsize if k > 1 and self.counts_labels else 0
-        return max(self.cost(1), (n + k * d) * self.itemsize + labels) if k > 1 else self.cost(1)
+        recipe = self.recipe
+        return recipe.codec.min_bytes(recipe.method, self.shape, self.itemsize, counts_labels=self.counts_labels)
 
     @property
     def whole(self) -> int | None:
         """The bytes it takes where that is one known number, whatever its share: a bound until they are counted."""
         if self.counted is not None:
             return self.counted
-        return whole_bytes(self.recipe, self.shape, self.itemsize) if self.recipe.is_coded else None
+        return self.recipe.codec.fixed_bytes(self.recipe.method, self.shape, self.itemsize)
 
 
 def bias_bytes(weight: Weight, recipe: Recipe, weighting: Weighting, counts_labels: bool) -> int:

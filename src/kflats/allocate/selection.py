@@ -9,15 +9,12 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from kflats.errors import KflatsError
-from kflats.factorize.storing import accepted, takes_part
 from kflats.importance import KroneckerFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
-from kflats.importance.measured import Measured
-from kflats.importance.weighting import Weighting
-from kflats.methods import PAIRS, SVD, Best, Flats
+from kflats.importance.weighting import WeightingForm
+from kflats.methods import SVD, Flats, Method
 from kflats.nn.layers import FactoredEmbedding
 from kflats.recipes.recipe import Recipe, as_recipe, brief
 from kflats.swap.places import Weight, factored_layers, find_weight, find_weights, spellings
@@ -87,7 +84,9 @@ def select(model: nn.Module, recipes: Any, given: Given) -> tuple[Selected, ...]
                 found[weight.name] = (weight, recipe, rank)
     made = []
     for weight, recipe, rank in found.values():
-        chosen = as_recipe(_default(model, weight, given) if recipe is None else _best(model, weight, given, recipe))
+        chosen = _default(model, weight, given) if recipe is None else as_recipe(recipe)
+        if chosen.chooses and chosen is not recipe:
+            chosen = _choice(model, weight, given, chosen.method)
         check(weight, chosen, given)
         made.append(Selected(weight, chosen, rank == _NAME))
     return tuple(made)
@@ -109,12 +108,12 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
         )
     if recipe.is_cast:  # of any layer, and no importance has a say
         return
-    if (recipe.is_coded or isinstance(recipe.method, Best)) and find_spec("constriction") is None:
+    if (recipe.is_coded or recipe.chooses) and find_spec("constriction") is None:
         raise KflatsError(
             f"{brief(recipe)} needs the library constriction, which codes integers", hint="pip install 'kflats[codes]'"
         )
     role, who = weight.places[0].role, type(recipe.importance).__name__
-    weighs_tokens = bool(getattr(recipe.importance, "needs_tokenizer", False))
+    weighs_tokens = recipe.importance.needs_tokenizer
     if role != "embedding" and weighs_tokens:
         raise KflatsError(
             f"{who} weighs tokens, but {weight.name!r} is a {role} layer",
@@ -122,7 +121,7 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
         )
     if weighs_tokens and not given.tokenizer:
         raise KflatsError(f"{who} needs the model's tokenizer", hint="tokenizer=..., or Uniform()")
-    if getattr(recipe.importance, "needs_texts", False) and not given.texts:
+    if recipe.importance.needs_texts and not given.texts:
         raise KflatsError(f"{who} needs texts to count", hint="data=texts, or ZipfPrior()")
     if recipe.rows == "outputs" and role == "embedding":
         raise KflatsError(
@@ -130,16 +129,16 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
             cause="an embedding is read row by row",
             hint='rows="inputs"',
         )
-    if role == "conv2d" and (recipe.is_coded or not isinstance(recipe.method, (*PAIRS, Best))):
+    if role == "conv2d" and (recipe.is_coded or recipe.method.produces == "clusters"):
         raise KflatsError(
             f"{brief(recipe.codec if recipe.is_coded else recipe.method)} cannot be used for {weight.name!r}",
             cause="a convolution becomes two convolutions, which needs a low-rank pair of numbers",
             hint="SVD() with Float() (--method svd)",
         )
-    if unfit := sorted(weighting_of(recipe, weight).kinds - accepted(recipe)):
+    if unfit := sorted(weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method)):
+        judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
         raise KflatsError(
-            f"{brief(recipe.codec) if takes_part(recipe) else type(recipe.method).__name__} cannot take the importance "
-            f"{brief(recipe.importance)} of {weight.name!r}",
+            f"{type(judge).__name__} cannot take the importance {brief(recipe.importance)} of {weight.name!r}",
             cause=_WHY.get(unfit[0], f"it weighs {unfit[0]}"),
             hint=_way_out(recipe, role),
         )
@@ -151,16 +150,17 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
         )
 
 
-def weighting_of(recipe: Recipe, weight: Weight) -> Weighting:
-    """A weighting of the kind that the importance would make for ``weight``, of two rows and columns: no data needed.
+def weighting_form(recipe: Recipe, weight: Weight) -> WeightingForm:
+    """The kind of weighting that the importance makes for ``weight``, as the method sees it.
 
     >>> from kflats.importance import InputGram
     >>> from kflats.swap.places import Place
     >>> layer = Weight("dense", (Place("dense", "linear"),), (8, 4), "float32", 128)
-    >>> weighting_of(Recipe(SVD(), InputGram()), layer).kinds
+    >>> weighting_form(Recipe(SVD(), InputGram()), layer).kinds
     frozenset({'left'})
     """
-    return _tiny(recipe, one_hot=weight.places[0].role == "embedding")
+    form = recipe.importance.form(one_hot=weight.places[0].role == "embedding")
+    return form.transposed() if recipe.rows == "outputs" else form
 
 
 def token_embedding(model: nn.Module) -> Weight:
@@ -236,44 +236,23 @@ def _default(model: nn.Module, weight: Weight, given: Given) -> Recipe:
     return Recipe(SVD() if role == "conv2d" else Flats())
 
 
-def _best(model: nn.Module, weight: Weight, given: Given, recipe: Any) -> Any:
+def _choice(model: nn.Module, weight: Weight, given: Given, method: Method) -> Recipe:
     """A bare ``Best()`` takes the importance that the data allows, in units of the loss where that can be."""
-    if not isinstance(recipe, Best):
-        return recipe
     if weight.places[0].role == "embedding" and weight.name == token_embedding(model).name:
         if given.texts and given.tokenizer:
-            return Recipe(recipe, TokenFisher())
-        return Recipe(recipe, ZipfPrior() if given.tokenizer else Uniform())
+            return Recipe(method, TokenFisher())
+        return Recipe(method, ZipfPrior() if given.tokenizer else Uniform())
     if not given.measurable:
-        return Recipe(recipe)
+        return Recipe(method)
     side: Literal["inputs", "outputs"] = "inputs" if weight.places[0].role == "embedding" else "outputs"
-    return Recipe(recipe, KroneckerFisher(), rows=side)
-
-
-def _tiny(recipe: Recipe, *, one_hot: bool) -> Weighting:
-    ones, eye = torch.ones(2, dtype=torch.float64), torch.eye(2, dtype=torch.float64)
-    measured = Measured(
-        2,
-        counts=ones,
-        prior=ones / 2,
-        row_fisher=ones,
-        column_fisher=ones,
-        input_gram=ones if one_hot else eye,
-        input_mean=0 * ones,
-        fisher_gram=ones if one_hot else eye,
-        fisher_mean=0 * ones,
-        output_gram=eye,
-        samples=2,
-        positions=2,
-        columns=2,
-    )
-    weighting: Weighting = recipe.importance.weigh(measured)
-    return weighting.transposed() if recipe.rows == "outputs" else weighting
+    return Recipe(method, KroneckerFisher(), rows=side)
 
 
 def _way_out(recipe: Recipe, role: str) -> str:
     """Another recipe that would be accepted."""
-    turned = Recipe(recipe.method, recipe.importance, recipe.codec, "inputs" if recipe.rows == "outputs" else "outputs")
-    if role != "embedding" and _tiny(turned, one_hot=False).kinds <= accepted(recipe):
-        return f'rows="{turned.rows}" (--rows {turned.rows}), or SVD()'
-    return "SVD(), or RowFisher()" if "rows" in accepted(recipe) else "SVD()"
+    accepted, form = recipe.codec.accepts(recipe.method), recipe.importance.form(one_hot=False)
+    other = "inputs" if recipe.rows == "outputs" else "outputs"
+    turned = form.transposed() if other == "outputs" else form
+    if role != "embedding" and turned.kinds <= accepted:
+        return f'rows="{other}" (--rows {other}), or SVD()'
+    return "SVD(), or RowFisher()" if "rows" in accepted else "SVD()"

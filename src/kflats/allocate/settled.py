@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from kflats.allocate.calibration import Data
-from kflats.allocate.offers import is_best
 from kflats.allocate.prices import Priced
-from kflats.codecs.codec import Int8
+from kflats.codecs import Integer
 from kflats.errors import KflatsError, NoGradientSignalError
-from kflats.factorize.sizes import whole_bytes
 from kflats.methods import Dense
 from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Decision, as_cast
@@ -33,9 +31,9 @@ def settle(item: Priced, data: Data) -> Decision | None:
     except NoGradientSignalError:
         if item.named:
             raise
-        rounded = Recipe(Dense(), codec=Int8())
-        nbytes = whole_bytes(rounded, item.weight.shape, item.itemsize) or item.dense
-        if is_best(item) and item.weight.places[0].role != "conv2d" and nbytes < item.dense:
+        rounded = Recipe(Dense(), codec=Integer(bits=8))
+        nbytes = rounded.codec.fixed_bytes(rounded.method, item.weight.shape, item.itemsize) or item.dense
+        if item.recipe.chooses and item.weight.places[0].role != "conv2d" and nbytes < item.dense:
             return Decision(item.weight, rounded, nbytes, f"8 bits: {_SILENT}")
         return replace(left_dense(item, ""), note=f"dense: {_SILENT}")
     return None
@@ -59,7 +57,7 @@ def check_casts(settled: dict[str, Decision], budget: Budget, kept: int, allowed
             f"a budget of {budget} ({allowed:,} bytes) cannot hold {', '.join(visible(name) for name in casts[:3])} "
             "in the type that is asked for",
             cause=f"what is asked for takes {kept:,} bytes, whatever the budget",
-            hint="a larger budget, Int8() (--codec int8) for fewer bytes, or Best(), which chooses",
+            hint="a larger budget, Integer(bits=8) (--codec int8) for fewer bytes, or Best(), which chooses",
         )
 
 

@@ -12,12 +12,11 @@ from torch import nn
 from kflats.allocate.allocate import Choice, Curve, allocate
 from kflats.allocate.calibration import Data
 from kflats.allocate.equal import bias_of, counted, uniform
-from kflats.allocate.offers import Offers, curve_of, is_best, offers
+from kflats.allocate.offers import Offers, curve_of, offers
 from kflats.allocate.prices import Priced, bias_bytes
-from kflats.allocate.selection import Selected, weighting_of
+from kflats.allocate.selection import Selected, weighting_form
 from kflats.allocate.settled import check_casts, joined, left_dense, settle
 from kflats.errors import KflatsError
-from kflats.factorize.sizes import has_any_size
 from kflats.recipes.budget import Budget
 from kflats.recipes.plan import Decision, as_cast
 from kflats.recipes.recipe import brief
@@ -69,7 +68,7 @@ def share_out(
     open_items = [item for item in items if item.weight.name not in settled]
     kept = sum(_price(item, settled[item.weight.name]) for item in items if item.weight.name in settled)
     sizes = {item.itemsize for item in open_items or items}
-    if budget.kind in ("params", "ranks") and any(item.recipe.is_coded or is_best(item) for item in open_items):
+    if budget.kind in ("params", "ranks") and any(item.recipe.is_coded or item.recipe.chooses for item in open_items):
         raise KflatsError(
             f"a budget of {budget} says nothing of codes",
             cause="integers of different lengths are stored, not numbers",
@@ -111,7 +110,7 @@ def _price(item: Priced, decision: Decision) -> int:
 
 def _by_loss(items: Sequence[Priced], allocation: str) -> bool:
     """Whether errors are in units of the loss; refused where that is asked for and is not so."""
-    if any(map(is_best, items)):
+    if any(item.recipe.chooses for item in items):
         if allocation == "uniform":
             raise KflatsError("Best() chooses by what each byte saves", hint='allocation="auto", or another method')
         return True
@@ -127,7 +126,7 @@ def _by_loss(items: Sequence[Priced], allocation: str) -> bool:
 
 def _strange(items: Sequence[Priced]) -> list[Priced]:
     """Those whose errors are not in units of a loss."""
-    return [item for item in items if not weighting_of(item.recipe, item.weight).loss_units]
+    return [item for item in items if not weighting_form(item.recipe, item.weight).loss_units]
 
 
 def _settle_bias(model: nn.Module, item: Priced, share: int, data: Data) -> Priced:
@@ -138,7 +137,7 @@ def _settle_bias(model: nn.Module, item: Priced, share: int, data: Data) -> Pric
     price = bias_bytes(item.weight, item.recipe, weighting, item.counts_labels)
     if not price:
         return item
-    bare = replace(item, recipe=replace(item.recipe, importance=replace(item.recipe.importance, centred=False)))
+    bare = replace(item, recipe=replace(item.recipe, importance=item.recipe.importance.uncentred()))
     with_bias, without = item.rank_within(share - price), item.rank_within(share)
     if with_bias:
         table, other = dense_weight(model, item.weight), data.weigh(item.weight, bare.recipe)
@@ -165,7 +164,7 @@ def _loss(
     For ``Best()`` without units of a loss: where they save most of the sum of relative errors. ``room``: more than
     ``allowed`` where decisions are such that a file's header needs less than was kept free for it.
     """
-    relative = any(map(is_best, items)) and bool(_strange(items))
+    relative = any(item.recipe.chooses for item in items) and bool(_strange(items))
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
     unjudged = [replace(item, note=joined(item.note, _UNJUDGED)) for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
@@ -185,12 +184,13 @@ def _loss(
 
 def _chosen(item: Priced, curve: Curve, offered: Offers, choice: Choice) -> Decision:
     if choice.rank is None:
-        what = "codes" if item.recipe.is_coded or is_best(item) else "factors"
+        what = "codes" if item.recipe.is_coded or item.recipe.chooses else "factors"
         return left_dense(item, f"dense: {what} of it would lose more than they save elsewhere")
-    option, whole = offered.options[choice.rank - 1], float(curve.errors[0])
+    chosen, whole = offered.candidates[choice.rank - 1], float(curve.errors[0])
     lost = number(choice.error / whole if whole > 0 else 0.0)
-    note = joined(item.note, option.note + (f", {option.judged} {lost}" if option.judged else ""))
-    return Decision(item.weight, as_cast(item.weight, option.recipe), choice.cost, note)
+    note = joined(item.note, chosen.note + (f", {chosen.error_kind} {lost}" if chosen.error_kind else ""))
+    recipe = as_cast(item.weight, replace(item.recipe, method=chosen.method, codec=chosen.codec))
+    return Decision(item.weight, recipe, choice.cost, note)
 
 
 def _refilled(
@@ -214,7 +214,7 @@ def _refilled(
 
 def _topped_up(found: dict[str, Decision], spare: int) -> dict[str, Decision]:
     """What the steps between sizes leave over goes to the largest weight that can have any size."""
-    largest = max((d for d in found.values() if has_any_size(d.recipe)), key=lambda d: d.budget_bytes, default=None)
+    largest = max((d for d in found.values() if d.recipe.codec.any_size), key=lambda d: d.budget_bytes, default=None)
     if largest is None:
         return found
     nbytes = min(largest.budget_bytes + max(spare, 0), largest.weight.nbytes)

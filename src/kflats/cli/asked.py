@@ -9,14 +9,15 @@ from typing import Any, get_args
 from kflats import importance as importances
 from kflats import methods
 from kflats.allocate.shares import Allocation
-from kflats.codecs.codec import Codes, Float, Transform
-from kflats.codecs.codec import from_name as codec_of
+from kflats.codecs import Codec, Float
+from kflats.codecs import from_name as codec_of
 from kflats.errors import KflatsError
-from kflats.methods import Best
+from kflats.importance import Importance
+from kflats.methods import Best, Dense, Method
 from kflats.numerics.loss import from_name as loss_of
 from kflats.recipes.budget import Budget, parse_budget
 from kflats.recipes.plan import Plan
-from kflats.recipes.recipe import Recipe
+from kflats.recipes.recipe import Recipe, as_recipe
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False, whole_file
     value = importances.from_name(importance, **({} if asked.power is None else {"power": asked.power}))
     stored = Float() if asked.codec is None else codec_of(asked.codec)
     geometry = method_of(asked, _usual_method(asked, value, stored))
-    counts = getattr(value, "needs_texts", False)
+    counts = value.needs_texts
     if counts and not counted:
         raise KflatsError(f"--importance {importance} needs --texts FILE", hint="--importance zipf needs no texts")
     if value.needs and not (measured or counted):
@@ -86,24 +87,24 @@ def recipe_of(asked: Asked, *, counted: bool, measured: bool = False, whole_file
 
 def weights_of(names: list[str] | None, recipe: Any, whole_file: bool) -> tuple[str, ...]:
     """The weights that are named; for a budget of the whole file and ``Best()`` all of them by default."""
-    return tuple(names or (("all",) if whole_file and isinstance(recipe, Best) else ()))
+    return tuple(names or (("all",) if whole_file and recipe is not None and as_recipe(recipe).chooses else ()))
 
 
-def method_of(asked: Asked, default: str) -> Any:
+def method_of(asked: Asked, default: str) -> Method:
     """The method with its own options.
 
     Raises:
         KflatsError: an option of another method, or a value that it cannot have.
     """
     name = (default if asked.method is None else asked.method).strip().lower()
-    fields_of = methods.options_of(name)
+    fields_of = methods.METHODS.options(name)
     options: dict[str, Any] = {}
     for option, field in _OF_METHOD.items():
         given = getattr(asked, option)
         if given is None:
             continue
         if field not in fields_of:
-            able = [other for other in methods.NAMES if field in methods.options_of(other)]
+            able = [other for other in methods.METHODS.names if field in methods.METHODS.options(other)]
             said = "" if asked.method else ", the default"
             raise KflatsError(f"--{option} is of {', '.join(able)}, not of {name}{said}", hint=f"--method {able[0]}")
         options[field] = given
@@ -152,7 +153,7 @@ def plan_of(path: Path, budget: str | None, file_budget: str | None, counted: bo
                 hint="leave the budget out, or make the plan again: kflats plan",
             )
     importances = [decision.recipe.importance for decision in found.decisions]
-    if counted and not any(getattr(value, "needs_texts", False) or value.needs for value in importances):
+    if counted and not any(value.needs_texts or value.needs for value in importances):
         raise KflatsError("this plan counts no texts", hint="leave --texts out, or make the plan with --texts")
     return found
 
@@ -167,7 +168,7 @@ def _best(asked: Asked) -> Recipe | Best:
             raise KflatsError("--power is of an importance", hint="--importance counts or zipf")
         return Best()
     value = importances.from_name(asked.importance)
-    if value.needs or getattr(value, "needs_tokenizer", False) or asked.power is not None:
+    if value.needs or value.needs_tokenizer or asked.power is not None:
         raise KflatsError(
             "--method best weighs each kind of weight by what the data allows",
             hint="leave --importance out, or --importance uniform for none",
@@ -183,9 +184,9 @@ def _usual_importance(asked: Asked, counted: bool, measured: bool) -> str:
     return "counts" if counted else "uniform" if baseline else "zipf"
 
 
-def _usual_method(asked: Asked, importance: Any, codec: Float | Codes) -> str:
+def _usual_method(asked: Asked, importance: Importance, codec: Codec) -> str:
     plain = asked.flats is None and asked.error is None and (importance.needs or asked.form is not None)
     usual = "svd" if plain else "flats"
-    if isinstance(codec, Float) or usual == "svd" or asked.flats is not None or asked.error is not None:
+    if not codec.stores_integers or usual == "svd" or asked.flats is not None or asked.error is not None:
         return usual
-    return "svd" if isinstance(codec, Transform) else "dense"
+    return "dense" if codec.refusal(Dense()) is None else "svd"

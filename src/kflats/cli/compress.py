@@ -46,6 +46,7 @@ from kflats.files import load_model, resolve_model
 from kflats.files.atomic_files import check_file
 from kflats.files.sources import module_bytes
 from kflats.recipes.plan import Plan
+from kflats.recipes.recipe import as_recipe
 
 
 def plan(
@@ -84,7 +85,7 @@ def plan(
     quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
-    importance_needs = getattr(getattr(recipe, "importance", None), "needs_tokenizer", False)
+    importance_needs = recipe is not None and as_recipe(recipe).importance.needs_tokenizer
     reads = any(found is not None for found in (known.texts, known.calibration, known.examples))
     tokenizer = tokenizer_of(folder, needed=reads or importance_needs)
     batches = known.calibration if known.examples is None else known.examples(loaded, tokenizer)

@@ -26,10 +26,10 @@ def data_used(decided: Decided, given: Data, *, trimmed_by_texts: bool = False) 
     """
     asked = [recipe for _, recipe in decided.asked if not recipe.is_dense]
     used = []
-    counts = any(getattr(recipe.importance, "needs_texts", False) for recipe in asked)
+    counts = any(recipe.importance.needs_texts for recipe in asked)
     if given.texts is not None and (counts or trimmed_by_texts):
         used.append(f"{len(given.texts):,} texts, counted")
-    if given.tokenizer is not None and any(_reads_prior(recipe.importance) for recipe in asked):
+    if given.tokenizer is not None and any(recipe.importance.reads_prior for recipe in asked):
         used.append("a Zipf prior of the tokenizer's vocabulary")
     found = decided.data.statistics
     if found is not None and needed(decided.asked):
@@ -54,7 +54,3 @@ def _labels(objective: Mapping[str, Any]) -> str:
     """Custom objectives are known by name alone: whether they read labels is theirs to say."""
     kind = str(objective.get("type", ""))
     return _LABELS.get(kind, f"gradients of {kind}")
-
-
-def _reads_prior(importance: Any) -> bool:
-    return bool(getattr(importance, "needs_tokenizer", False)) and getattr(importance, "smoothing", 1) > 0

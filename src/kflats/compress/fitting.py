@@ -18,8 +18,6 @@ from kflats.allocate.shares import bias_bytes
 from kflats.compress.done import Done, bytes_of_one, gained_numbers
 from kflats.compress.filling import room_in_file
 from kflats.errors import KflatsError
-from kflats.factorize.sizes import has_any_size
-from kflats.factorize.storing import store
 from kflats.files.partial import Partial
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Problem
@@ -79,7 +77,7 @@ def factorize(
 
 def _filler(decided: Plan) -> Decision | None:
     """The weight that takes what the others leave of a budget they share: the largest whose codes can have any size."""
-    open_ones = [d for d in decided.decisions if has_any_size(d.recipe)]
+    open_ones = [d for d in decided.decisions if d.recipe.codec.any_size]
     return max(open_ones, key=lambda d: d.budget_bytes, default=None) if decided.allocation == "loss" else None
 
 
@@ -103,17 +101,10 @@ def _fit(
     dtype = recipe.torch_dtype(weight.dtype)
     problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
     try:
-        factored = store(recipe, problem, dtype) if recipe.is_coded else recipe.method.fit(problem)
+        factored = recipe.encode(problem, dtype)
     except KflatsError as error:
         raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
-    matrix = factored.matrix if recipe.is_coded else factored.matrix.to(dtype)
-    if not all(bool(torch.isfinite(t).all()) for t in matrix.tensors().values()):
-        raise KflatsError(
-            f"{weight.name}: its coordinates overflow {str(dtype).removeprefix('torch.')}",
-            cause="rows with very large values",
-            hint="a type of more range: Float('bfloat16') or Float('float32')",
-        )
-    factored = replace(factored, matrix=matrix)
+    matrix = factored.matrix
     if not free_labels and factored.nbytes > nbytes:
         raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {nbytes}")
     if not (recipe.is_coded or recipe.is_cast) and matrix.num_values >= weight.shape[0] * weight.shape[1]:

@@ -25,7 +25,8 @@ from kflats.files.partial import Partial
 from kflats.files.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.measure.measurements import Statistics
 from kflats.recipes.budget import Budget
-from kflats.recipes.plan import Plan, Recipe, as_recipe
+from kflats.recipes.plan import Plan
+from kflats.recipes.recipe import Recipe, as_recipe
 from kflats.release import version
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import compressed_card, hub_name, rewrite_
@@ -218,7 +219,7 @@ def _called(source: str | os.PathLike[str]) -> str:
 def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
     """The folder's tokenizer; missing is an error only where something needs it."""
     recipes = [d.recipe for d in plan.decisions] if plan else [as_recipe(method)] if method is not None else []
-    wanted = data.texts is not None or any(getattr(r.importance, "needs_tokenizer", False) for r in recipes)
+    wanted = data.texts is not None or any(r.importance.needs_tokenizer for r in recipes)
     try:
         return load_tokenizer(folder)
     except KflatsError:

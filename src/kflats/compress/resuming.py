@@ -16,7 +16,7 @@ from kflats.errors import KflatsError
 from kflats.files.partial import Partial
 from kflats.hashing import sha256
 from kflats.measure.measurements import Statistics
-from kflats.recipes.plan import Recipe, to_json
+from kflats.recipes.recipe import Recipe, to_json
 from kflats.release import version
 from kflats.swap.surgery import Weight
 

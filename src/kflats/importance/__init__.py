@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
-
 from kflats.errors import KflatsError
+from kflats.importance.protocol import Importance, check_importance
 from kflats.importance.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.importance.tokens import TokenCounts, TokenFisher, Uniform, ZipfPrior
+from kflats.registry import Registry
 
 __all__ = [
-    "NAMES",
-    "VALUES",
+    "IMPORTANCES",
+    "Importance",
     "InputGram",
     "KroneckerFisher",
     "RowFisher",
@@ -20,43 +19,36 @@ __all__ = [
     "TwoSided",
     "Uniform",
     "ZipfPrior",
+    "check_importance",
     "from_name",
 ]
 
-VALUES: tuple[type, ...] = (
-    Uniform,
-    TokenCounts,
-    ZipfPrior,
-    TokenFisher,
-    RowFisher,
-    TwoSided,
-    InputGram,
-    KroneckerFisher,
+IMPORTANCES: Registry[Importance] = Registry(
+    "importance",
+    (Uniform, TokenCounts, ZipfPrior, TokenFisher, RowFisher, TwoSided, InputGram, KroneckerFisher),
+    {
+        "uniform": Uniform,
+        "counts": TokenCounts,
+        "zipf": ZipfPrior,
+        "token-fisher": TokenFisher,
+        "row-fisher": RowFisher,
+        "two-sided": TwoSided,
+        "input-gram": InputGram,
+        "kronecker": KroneckerFisher,
+    },
 )
-NAMES: dict[str, Any] = {
-    "uniform": Uniform,
-    "counts": TokenCounts,
-    "zipf": ZipfPrior,
-    "token-fisher": TokenFisher,
-    "row-fisher": RowFisher,
-    "two-sided": TwoSided,
-    "input-gram": InputGram,
-    "kronecker": KroneckerFisher,
-}
+"""All importances, and what the command line calls them."""
 
 
-def from_name(name: str, **options: Any) -> Any:
-    """The importance that a command line calls ``name``: uniform, counts, zipf, token-fisher, row-fisher,
-    two-sided, input-gram or kronecker.
+def from_name(name: str, **options: float) -> Importance:
+    """The importance that a command line calls ``name``.
+
+    Raises:
+        KflatsError: no importance has this name, or this one does not have an option.
 
     >>> from_name("counts", power=1.0)
     TokenCounts(power=1.0, smoothing=0.5, floor=0.3)
     """
-    kind = NAMES.get(name.strip().lower())
-    if kind is None:
-        raise KflatsError(f"no importance is called {name!r}", hint="one of " + ", ".join(NAMES))
-    if unknown := sorted(set(options) - {field.name for field in dataclasses.fields(kind)}):
-        raise KflatsError(
-            f"{name.strip().lower()} importance has no {', '.join(unknown)}", hint="counts or zipf have a power"
-        )
-    return kind(**options)
+    if unknown := sorted(set(options) - set(IMPORTANCES.options(name))):
+        raise KflatsError(f"the importance {name!r} has no {', '.join(unknown)}", hint="counts or zipf have a power")
+    return IMPORTANCES.make(name)(**options)

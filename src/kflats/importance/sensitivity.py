@@ -12,15 +12,16 @@ units of the loss may be compared between layers, and a budget may then be share
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError, NoGradientSignalError
 from kflats.importance.measured import Measured
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Importance
+from kflats.importance.weighting import Weighting, WeightingForm
 
 Unreached = Literal["refuse", "uniform"]
 """What to do with a weight that the data never reached: an error, or every row counts the same."""
@@ -29,7 +30,7 @@ _ROUNDING = 1e-5  # of a mean square, above what products in float32 leave
 
 
 @dataclass(frozen=True)
-class RowFisher:
+class RowFisher(Importance):
     """w_i = I_i / d: the mean Fisher information of row i's entries (FWSVD, eq. 5-6).
 
     Rows are input neurons (or tokens). Zero rows need no special care: weights are never undone. Choose it to
@@ -40,10 +41,14 @@ class RowFisher:
 
     unreached: Unreached = "refuse"
 
-    needs = frozenset({"row_fisher"})
+    needs: ClassVar[frozenset[str]] = frozenset({"row_fisher"})
 
     def __post_init__(self) -> None:
         _check(self, self.unreached)
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm(left="diagonal", loss_units=True)
 
     def weigh(self, measured: Measured) -> Weighting:
         """Row weights; raises KflatsError without a measured Fisher, or where all of it is zero."""
@@ -54,20 +59,24 @@ class RowFisher:
 
 
 @dataclass(frozen=True)
-class TwoSided:
+class TwoSided(Importance):
     """F_ij ~ r_i c_j / sum F with r, c the Fisher information's row and column sums: closed form, both sides.
 
-    The Fisher information of single entries is nearly of rank one, so this nearly solves the problem with a weight for
-    every entry, at the price of an SVD.
+    A Fisher matrix is nearly of rank one, so this nearly solves the problem with a
+    weight for every entry, at the price of an SVD.
     """
 
     unreached: Unreached = "refuse"
     floor: float = 1e-4
 
-    needs = frozenset({"row_fisher", "column_fisher"})
+    needs: ClassVar[frozenset[str]] = frozenset({"row_fisher", "column_fisher"})
 
     def __post_init__(self) -> None:
         _check(self, self.unreached, floor=self.floor)
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm(left="diagonal", right="diagonal", loss_units=True)
 
     def weigh(self, measured: Measured) -> Weighting:
         """Row and column weights; columns are floored at ``floor`` of their mean, since they are divided by."""
@@ -79,7 +88,7 @@ class TwoSided:
 
 
 @dataclass(frozen=True)
-class InputGram:
+class InputGram(Importance):
     """E ||x'E||^2: the layer's own output must stay ("whitening", activation-aware SVD).
 
     Args:
@@ -93,10 +102,18 @@ class InputGram:
     damping: float = 1e-3
     unreached: Unreached = "refuse"
 
-    needs = frozenset({"input_gram"})
+    needs: ClassVar[frozenset[str]] = frozenset({"input_gram"})
 
     def __post_init__(self) -> None:
         _check(self, self.unreached, damping=self.damping)
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm(left="diagonal" if one_hot else "full")
+
+    def uncentred(self) -> InputGram:
+        """Inputs measured around zero: no bias is needed."""
+        return replace(self, centred=False)
 
     def weigh(self, measured: Measured) -> Weighting:
         """A left metric (row weights for one-hot inputs), and the mean where it is centred."""
@@ -108,7 +125,7 @@ class InputGram:
 
 
 @dataclass(frozen=True)
-class KroneckerFisher:
+class KroneckerFisher(Importance):
     """trace(S^{1/2} E' G E S^{1/2}): Fisher information with its correlations, F ~ G (x) S (as in K-FAC).
 
     G counts each position by the square of its output's gradient, G = sum ||g||^2 x x' / sum ||g||^2, so that
@@ -125,10 +142,18 @@ class KroneckerFisher:
     damping: float = 1e-3
     unreached: Unreached = "refuse"
 
-    needs = frozenset({"fisher_gram", "fisher_mean", "output_gram"})
+    needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "fisher_mean", "output_gram"})
 
     def __post_init__(self) -> None:
         _check(self, self.unreached, damping=self.damping)
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm(left="diagonal" if one_hot else "full", right="full", loss_units=True)
+
+    def uncentred(self) -> KroneckerFisher:
+        """Inputs measured around zero: no bias is needed."""
+        return replace(self, centred=False)
 
     def weigh(self, measured: Measured) -> Weighting:
         """Metrics on both sides."""

@@ -19,21 +19,22 @@ from torch import Tensor
 
 from kflats.errors import KflatsError
 from kflats.importance.measured import Measured
+from kflats.importance.protocol import Importance
 from kflats.importance.sensitivity import KroneckerFisher, is_number
-from kflats.importance.weighting import Weighting
+from kflats.importance.weighting import Weighting, WeightingForm
 
 
 @dataclass(frozen=True)
-class Uniform:
+class Uniform(Importance):
     """Every row counts the same: plain SVD, MESSI as published.
 
     >>> Uniform().weigh(Measured(3)).kinds
     frozenset()
     """
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    needs_texts: ClassVar[bool] = False
-    needs_tokenizer: ClassVar[bool] = False
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm()
 
     def weigh(self, measured: Measured) -> Weighting:
         """Nothing is weighed: errors count as they are."""
@@ -41,7 +42,7 @@ class Uniform:
 
 
 @dataclass(frozen=True)
-class TokenCounts:
+class TokenCounts(Importance):
     """w_i = n^p ((1 - s) counted_i + s prior_i + floor / n)^p: how often texts read the row.
 
     ``counted`` are the texts' token shares, ``prior`` the Zipf prior's (even where there is none); both
@@ -63,7 +64,6 @@ class TokenCounts:
     smoothing: float = 0.5
     floor: float = 0.3
 
-    needs: ClassVar[frozenset[str]] = frozenset()
     needs_texts: ClassVar[bool] = True
     needs_tokenizer: ClassVar[bool] = True
 
@@ -71,6 +71,15 @@ class TokenCounts:
         _check(self.power, self.floor, "TokenCounts")
         if not is_number(self.smoothing, 0, 1):
             raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing!r}", hint="a share from 0 to 1")
+
+    @property
+    def reads_prior(self) -> bool:
+        """Whether the prior has a share."""
+        return self.smoothing > 0
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm(left="diagonal")
 
     def weigh(self, measured: Measured) -> Weighting:
         """(n,) float64 row weights; raises KflatsError without counts."""
@@ -91,7 +100,7 @@ class TokenCounts:
 
 
 @dataclass(frozen=True)
-class ZipfPrior:
+class ZipfPrior(Importance):
     """w_i = (prior_i * n + floor)^power with prior_i ~ 1 / (rank_i + 2.7) (Zipf-Mandelbrot): no texts needed.
 
     rank_i is the place of token i in the frequency-ordered run of the vocabulary, not its id; see
@@ -104,12 +113,14 @@ class ZipfPrior:
     power: float = 0.5
     floor: float = 0.3
 
-    needs: ClassVar[frozenset[str]] = frozenset()
-    needs_texts: ClassVar[bool] = False
     needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         _check(self.power, self.floor, "ZipfPrior")
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm(left="diagonal")
 
     def weigh(self, measured: Measured) -> Weighting:
         """(n,) float64 row weights; raises KflatsError without a prior."""
@@ -124,7 +135,7 @@ class ZipfPrior:
 
 
 @dataclass(frozen=True)
-class TokenFisher:
+class TokenFisher(Importance):
     """trace(S^{1/2} E' diag(w) E S^{1/2}): rows by how often texts read them, columns by how the loss minds errors.
 
     w are the weights of ``TokenCounts``, scaled so that they sum to 1; S is the Gram of the gradients of the
@@ -155,6 +166,15 @@ class TokenFisher:
 
     def _counts(self) -> TokenCounts:
         return TokenCounts(self.power, self.smoothing, self.floor)
+
+    @property
+    def reads_prior(self) -> bool:
+        """Whether the prior has a share."""
+        return self.smoothing > 0
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """As ``Importance.form``."""
+        return WeightingForm(left="diagonal", right="full", loss_units=True)
 
     def weigh(self, measured: Measured) -> Weighting:
         """Row weights and a right metric; raises KflatsError without counts or gradients."""

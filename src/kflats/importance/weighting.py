@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from kflats.errors import KflatsError
+
+Side = Literal["identity", "diagonal", "full"]
+"""What one side of a weighting is: nothing to weigh by, a number for each row (or column), or a whole matrix."""
+
+
+@dataclass(frozen=True)
+class WeightingForm:
+    """The kind of a ``Weighting``, without its numbers.
+
+    >>> WeightingForm(left="diagonal", right="full").kinds == {"rows", "right"}
+    True
+    >>> WeightingForm(left="diagonal").transposed()
+    WeightingForm(left='identity', right='diagonal', loss_units=False)
+    """
+
+    left: Side = "identity"
+    right: Side = "identity"
+    loss_units: bool = False
+
+    @property
+    def kinds(self) -> frozenset[str]:
+        """What a method must be able to take: of "rows" (row weights), "left" (a metric that couples rows), "right"."""
+        left = {"identity": set(), "diagonal": {"rows"}, "full": {"left"}}[self.left]
+        return frozenset(left | ({"right"} if self.right != "identity" else set()))
+
+    def transposed(self) -> WeightingForm:
+        """The form for M.T."""
+        return replace(self, left=self.right, right=self.left)
 
 
 @dataclass(frozen=True)
@@ -32,14 +61,14 @@ class Weighting:
     loss_units: bool = False
 
     @property
+    def form(self) -> WeightingForm:
+        """The kind of this weighting."""
+        return WeightingForm(_side(self.left), _side(self.right), self.loss_units)
+
+    @property
     def kinds(self) -> frozenset[str]:
         """What a method must be able to take: of "rows", "left", "right"."""
-        found = set()
-        if self.left is not None:
-            found.add("rows" if self.left.ndim == 1 else "left")
-        if self.right is not None:
-            found.add("right")
-        return frozenset(found)
+        return self.form.kinds
 
     @property
     def rows(self) -> Tensor | None:
@@ -65,3 +94,7 @@ class Weighting:
             None if value is None else value.to(device) for value in (self.left, self.right, self.mean)
         )
         return replace(self, left=left, right=right, mean=mean)
+
+
+def _side(metric: Tensor | None) -> Side:
+    return "identity" if metric is None else "diagonal" if metric.ndim == 1 else "full"

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.importance.weighting import Weighting
 from kflats.methods.coordinates import from_flats, from_nested
 from kflats.methods.judging import Distances, Norm
-from kflats.methods.one_flat import tails
-from kflats.methods.problem import Factored, Problem, check_accepts
-from kflats.methods.spending import flats_cost, spent, too_few
+from kflats.methods.problem import Problem
+from kflats.methods.protocol import ClusterMethod, Fit
+from kflats.methods.spending import spent, too_few
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import FlatsFit
@@ -23,8 +20,7 @@ from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated
 from kflats.numerics.metric import Metric, right_metric
 from kflats.numerics.nested import NestedFit
 from kflats.numerics.nested_fit import fit_nested
-from kflats.numerics.rows import MetricRows, Rows, TensorRows, check_finite
-from kflats.numerics.svd import weighted_spectrum
+from kflats.numerics.rows import MetricRows, Rows, TensorRows
 
 _HELD = 2**28  # numbers of a table that is kept in memory in another metric
 _CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
@@ -33,7 +29,7 @@ MOST_SEARCHED = _CHOICES[-1]
 
 
 @dataclass(frozen=True)
-class Flats:
+class Flats(ClusterMethod):
     """k flats through the rows (MESSI, section 2), by default with ranks that follow importance.
 
         minimise  sum_i w_i rho(dist(a_i, S_c(i)))   with   sum_c j_c (n_c + d) + d n_exact + labels <= bytes
@@ -77,7 +73,7 @@ error=Squared(), coreset=None)
     error: Loss = Squared()
     coreset: Coreset | None = None
 
-    accepts = frozenset({"rows", "right"})
+    accepts: ClassVar[frozenset[str]] = frozenset({"rows", "right"})
 
     def __post_init__(self) -> None:
         counts = (1 if self.k is None else self.k, self.levels, self.restarts, self.max_iterations)
@@ -98,7 +94,7 @@ error=Squared(), coreset=None)
             raise KflatsError(
                 f"Flats has no error {self.error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)"
             )
-        if self.levels > 1 and not self._squared:
+        if self.levels > 1 and not self.minimizes_squares:
             raise KflatsError(
                 f"levels={self.levels} minimises squares only",
                 cause="prefixes are chosen by what they save of a square",
@@ -111,43 +107,55 @@ error=Squared(), coreset=None)
             )
 
     @property
-    def _squared(self) -> bool:
+    def flats(self) -> int:
+        """As ``Method.flats``; one where the number is searched."""
+        return self.k or 1
+
+    @property
+    def most_classes(self) -> int:
+        """As ``Method.most_classes``."""
+        return (self.k or MOST_SEARCHED) * self.levels
+
+    @property
+    def minimizes_squares(self) -> bool:
+        """As ``Method.minimizes_squares``."""
         return isinstance(self.error, Squared) or self.error == Power(2)
 
-    def fit(self, problem: Problem) -> Factored:
-        """A FlatsMatrix within the bytes.
+    @property
+    def equal_ranks(self) -> bool:
+        """As ``Method.equal_ranks``."""
+        return self.ranks == "uniform"
 
-        Raises:
-            KflatsError: the bytes do not hold k flats of rank 1, or the rows cannot be fitted.
-        """
-        start = time.perf_counter()
-        check_accepts("Flats", self.accepts, problem.weighting)
+    def all_in_flats(self) -> Flats:
+        """As ``Method.all_in_flats``."""
+        return replace(self, exact=False)
+
+    def flat_counts(self) -> tuple[int, ...]:
+        """As ``Method.flat_counts``."""
+        return (1, 2, 4, 8) if self.k is None else (self.k,)
+
+    def with_flats(self, k: int) -> Flats:
+        """As ``Method.with_flats``."""
+        return replace(self, k=k, ranks="uniform")
+
+    def _fit(self, problem: Problem) -> Fit:
         inside, metric = _in_metric(problem)
         method = replace(self, error=_measured(self.error, metric))
         norm: Norm | None
         if self.k is None:
-            found = method._searched(inside)
+            fit = method._searched(inside)
         else:
-            found = method._fit(inside, self.k)
-        if isinstance(found, NestedFit):
-            matrix, norm = from_nested(problem.rows, found, metric), None
-            objective = _scaled(found.objective, metric, 2)
+            fit = method._with_k(inside, self.k)
+        if isinstance(fit, NestedFit):
+            matrix, norm = from_nested(problem.rows, fit, metric), None
+            objective = _scaled(fit.objective, metric, 2)
         else:
-            if self._squared:
-                found = spent(inside, found, uniform=self.ranks == "uniform")
-            matrix = from_flats(problem.rows, found, metric)
-            objective = _scaled(found.objective, metric, _degree(self.error))
-            norm = None if self._squared or metric is not None else Distances(found.loss)
-        return Factored(matrix, objective, time.perf_counter() - start, norm, converged=found.converged)
-
-    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
-        """Stored bytes where all flats have ``rank``, labels included (one flat if k is None)."""
-        return flats_cost(shape, rank, itemsize, self.k or 1)
-
-    def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
-        """(min(n, d) + 1,) float64: the objective of *one* flat of rank 0, 1, ...: k of those ranks lose less."""
-        check_accepts("Flats", self.accepts, weighting)
-        return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
+            if self.minimizes_squares:
+                fit = spent(inside, fit, uniform=self.ranks == "uniform")
+            matrix = from_flats(problem.rows, fit, metric)
+            objective = _scaled(fit.objective, metric, _degree(self.error))
+            norm = None if self.minimizes_squares or metric is not None else Distances(fit.loss)
+        return Fit(matrix, objective, norm, fit.converged)
 
     def _fits(self, problem: Problem, k: int) -> bool:
         n, d = problem.rows.shape
@@ -158,7 +166,7 @@ error=Squared(), coreset=None)
         for k in _CHOICES:
             if not self._fits(problem, k):
                 continue
-            fits.append(found := method._fit(problem, k))
+            fits.append(found := method._with_k(problem, k))
             if isinstance(found, FlatsFit) and found.loss != method.error:
                 # Medians differ from k to k, and sums under different thresholds cannot be compared.
                 method = replace(self, error=found.loss)
@@ -166,7 +174,7 @@ error=Squared(), coreset=None)
             raise too_few(problem, 1)
         return min(fits, key=_error)
 
-    def _fit(self, problem: Problem, k: int) -> FlatsFit | NestedFit:
+    def _with_k(self, problem: Problem, k: int) -> FlatsFit | NestedFit:
         return self._fit_bands(problem, k, self.exact and self.ranks == "filled")
 
     def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit:
@@ -195,7 +203,7 @@ error=Squared(), coreset=None)
             fit = fit_flats(problem.rows, k, budget=values, exact=exact, error=self.error, **settings)
         else:
             fit = fit_flats(problem.rows, k, rank=rank, error=self.error, coreset=self.coreset, **settings)
-        if self._squared:
+        if self.minimizes_squares:
             return fit
         # What flats and labels that no row uses would take is given to the others: one fit more, with fewer.
         counts = torch.bincount(fit.labels.to(torch.int64), minlength=k + 1)
@@ -225,7 +233,6 @@ def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:
     rows, right = problem.rows, problem.weighting.right
     if right is None:
         return problem, None
-    check_finite(rows)
     metric = right_metric(right.to(rows.device), rows.shape[1])
     inside: Rows = MetricRows(rows, metric.factor)
     if rows.shape[0] * rows.shape[1] <= _HELD:  # EM reads its rows many times: multiply once where memory allows

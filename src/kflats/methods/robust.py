@@ -7,92 +7,31 @@ show beside the squared error. Row weights w_i multiply what a row costs, whatev
 from __future__ import annotations
 
 import math
-import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 import torch
-from torch import Tensor
 
 from kflats.errors import KflatsError
-from kflats.importance.weighting import Weighting
-from kflats.methods.judging import Distances, EntryPowers, Norm
-from kflats.methods.one_flat import SVD
-from kflats.methods.problem import Factored, Problem, check_accepts, refuse_bytes
+from kflats.methods.judging import Distances, EntryPowers
+from kflats.methods.problem import Problem
+from kflats.methods.protocol import Fit, PairMethod
 from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.entrywise import Solver, entrywise_low_rank
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Loss, Power
 from kflats.numerics.robust import robust_svd
-from kflats.numerics.rows import Rows
 from kflats.numerics.subspace import robust_subspace
 
 EllipsoidWay: TypeAlias = Lewis | Loewner
 """How ``RobustSVD`` finds its ellipsoid."""
 
-_PAIR = SVD()
 _LARGEST_POWER = 16.0  # sums of 16th powers of any float32 values whose squares are normal numbers fit float64
 
 
 @dataclass(frozen=True)
-class _Fitted:
-    coordinates: Tensor
-    basis: Tensor
-    objective: tuple[float, ...]
-    norm: Norm
-    converged: bool = True
-
-
-class _Pair(ABC):
-    """What low-rank pairs have in common, whatever error they minimise."""
-
-    accepts: ClassVar[frozenset[str]] = frozenset({"rows"})
-
-    def fit(self, problem: Problem) -> Factored:
-        """A LowRankMatrix of the largest rank that fits.
-
-        Raises:
-            KflatsError: not even rank 1 fits, or the rows or weights cannot be used.
-        """
-        start = time.perf_counter()
-        check_accepts(type(self).__name__, self.accepts, problem.weighting)
-        rank = self.rank(problem.rows.shape, problem.nbytes, problem.itemsize)
-        if rank < 1:
-            raise refuse_bytes(problem, self.cost(problem.rows.shape, 1, problem.itemsize), "1 flat of rank 1")
-        found = self._fitted(problem, rank)
-        if not math.isfinite(found.objective[-1]):
-            raise KflatsError(
-                f"the error in the norm of {type(self).__name__} overflows", hint="a smaller p, or scale the matrix"
-            )
-        matrix = LowRankMatrix(found.coordinates, found.basis)
-        return Factored(matrix, found.objective, time.perf_counter() - start, found.norm, converged=found.converged)
-
-    def rank(self, shape: tuple[int, int], nbytes: int, itemsize: int) -> int:
-        """The largest rank that ``nbytes`` hold, 0 if none."""
-        return _PAIR.rank(shape, nbytes, itemsize)
-
-    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
-        """Stored bytes at ``rank``: two factors."""
-        return _PAIR.cost(shape, rank, itemsize)
-
-    def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
-        """(min(n, d) + 1,) float64: the *squared* error of the best pair of rank 0, 1, ...
-
-        It is what weights share a budget by: units of a loss come from its second order, which is a square
-        whatever norm the fit then minimises; and there it is the least that any pair can have.
-        """
-        check_accepts(type(self).__name__, self.accepts, weighting)
-        return _PAIR.spectrum(rows, weighting)
-
-    @abstractmethod
-    def _fitted(self, problem: Problem, rank: int) -> _Fitted:
-        """The pair of ``rank``."""
-
-
-@dataclass(frozen=True)
-class RobustSVD(_Pair):
+class RobustSVD(PairMethod):
     """The longest axes of the ellipsoid that stands for ||Ax||_p (Tukan et al., Sensors 2021, algorithm 1).
 
         ||D V'x||^p  <=  ||Ax||_p^p  <=  C ||D V'x||^p ,      A_k = U D_k V' = A V_k V_k'
@@ -125,7 +64,7 @@ class RobustSVD(_Pair):
         if not isinstance(self.transposed, bool):
             raise KflatsError(f"transposed={self.transposed!r} is neither True nor False")
 
-    def _fitted(self, problem: Problem, rank: int) -> _Fitted:
+    def _pair(self, problem: Problem, rank: int) -> Fit:
         if self.transposed and problem.weights is not None:
             raise KflatsError(
                 "RobustSVD(transposed=True) cannot take row weights",
@@ -139,11 +78,11 @@ class RobustSVD(_Pair):
         # to half precision as an SVD does.
         lengths = torch.linalg.vector_norm(found.basis, dim=1)
         basis = found.basis / torch.where(lengths > 0, lengths, 1.0).unsqueeze(1)
-        return _Fitted(found.coordinates * lengths, basis, (found.error,), EntryPowers(self.p))
+        return Fit(LowRankMatrix(found.coordinates * lengths, basis), (found.error,), EntryPowers(self.p))
 
 
 @dataclass(frozen=True)
-class Entrywise(_Pair):
+class Entrywise(PairMethod):
     """Low rank under the entrywise lp error, fitted directly.
 
         minimise over U (n, r), V (r, d)    sum_i w_i sum_j |A - U V|_ij^p
@@ -176,7 +115,7 @@ class Entrywise(_Pair):
             )
         _check_iterations("Entrywise", self.tolerance, self.max_iterations)
 
-    def _fitted(self, problem: Problem, rank: int) -> _Fitted:
+    def _pair(self, problem: Problem, rank: int) -> Fit:
         found = entrywise_low_rank(
             problem.rows,
             rank,
@@ -187,11 +126,11 @@ class Entrywise(_Pair):
             max_iterations=self.max_iterations,
             progress=problem.progress,
         )
-        return _Fitted(found.coordinates, found.basis, found.objective, EntryPowers(self.p), found.converged)
+        return Fit(LowRankMatrix(found.coordinates, found.basis), found.objective, EntryPowers(self.p), found.converged)
 
 
 @dataclass(frozen=True)
-class Subspace(_Pair):
+class Subspace(PairMethod):
     """One flat, fitted by another loss of the rows' distances than their squares.
 
         minimise over flats S    sum_i w_i rho( dist(a_i, S) )
@@ -218,7 +157,7 @@ class Subspace(_Pair):
             raise KflatsError(f"Subspace has no error {self.error!r}", hint="Power(1), Huber(0.5), Truncated(1.0)")
         _check_iterations("Subspace", self.tolerance, self.max_iterations)
 
-    def _fitted(self, problem: Problem, rank: int) -> _Fitted:
+    def _pair(self, problem: Problem, rank: int) -> Fit:
         found = robust_subspace(
             problem.rows,
             rank,
@@ -228,14 +167,16 @@ class Subspace(_Pair):
             max_iterations=self.max_iterations,
             progress=problem.progress,
         )
-        return _Fitted(found.coordinates, found.basis, found.objective, Distances(found.loss), found.converged)
+        return Fit(
+            LowRankMatrix(found.coordinates, found.basis), found.objective, Distances(found.loss), found.converged
+        )
 
 
 def ellipsoid_of(name: str) -> EllipsoidWay:
     """The ellipsoid that a command line calls ``name``: one of ``ELLIPSOID_NAMES``, with its defaults.
 
-    >>> ellipsoid_of("lewis") == Lewis()
-    True
+    >>> ellipsoid_of("loewner")
+    Loewner(contraction='1/sqrt(d)')
     """
     make = ELLIPSOID_NAMES.get(name.strip().lower())
     if make is None:

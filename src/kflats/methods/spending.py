@@ -8,7 +8,6 @@ import torch
 
 from kflats.errors import KflatsError
 from kflats.methods.problem import Problem, refuse_bytes
-from kflats.nn.matrix import label_dtype
 from kflats.numerics.allocation import fill
 from kflats.numerics.flats import FlatsFit
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
@@ -19,13 +18,6 @@ def too_few(problem: Problem, k: int) -> KflatsError:
     n, d = problem.rows.shape
     least = (n + k * d) * problem.itemsize + n * (k > 1)
     return refuse_bytes(problem, least, f"{k} flat{'s' * (k > 1)} of rank 1")
-
-
-def flats_cost(shape: tuple[int, int], rank: int, itemsize: int, k: int) -> int:
-    """Stored bytes of k flats that all have ``rank``, labels included."""
-    n, d = shape
-    labels = n * label_dtype(k).itemsize if k > 1 else 0
-    return rank * (n + k * d) * itemsize + labels
 
 
 def spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:

@@ -18,13 +18,13 @@ from kflats.files.atomic_files import replaced
 from kflats.files.write_errors import explain
 from kflats.importance import Uniform
 from kflats.recipes.budget import Budget, parse_budget
-from kflats.recipes.recipe import Recipe, as_recipe, brief, from_json, to_json
+from kflats.recipes.recipe import Recipe, brief, recipe_from_json, to_json
 from kflats.records import decode
 from kflats.swap.places import own_rows
 from kflats.swap.surgery import Weight
 from kflats.tables import plain, share, size, table
 
-__all__ = ["Decision", "Plan", "Recipe", "as_recipe", "from_json", "to_json"]
+__all__ = ["Decision", "Plan"]
 
 FORMAT, VERSION = "kflats-plan", 1
 _LARGEST_FILE = 64 * 2**20
@@ -206,10 +206,9 @@ def _decision(data: object, where: str) -> Decision:
             cause="a damaged or hand-edited plan",
             hint="weight, recipe, budget_bytes, note",
         )
-    recipe = from_json(data.get("recipe"))
     return Decision(
         decode(Weight, data.get("weight"), f"{where}.weight"),
-        as_recipe(recipe),
+        recipe_from_json(data.get("recipe")),
         decode(int, data.get("budget_bytes"), f"{where}.budget_bytes"),
         decode(str, data.get("note", ""), f"{where}.note"),
     )

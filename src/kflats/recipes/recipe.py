@@ -1,4 +1,4 @@
-"""Recipes: method x importance x codec, and which side is covered, as one value; and their JSON."""
+"""Recipes: method x importance x codec, and which side of the layer is covered, as one value; and their JSON."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from kflats import importance, methods
-from kflats.codecs import codec
-from kflats.codecs.codec import Float
+from kflats.codecs import CODECS, Codec, Float, check_codec
 from kflats.errors import KflatsError
-from kflats.importance import Uniform
-from kflats.nn.coded_geometry import MAX_CLASSES
+from kflats.importance import IMPORTANCES, Importance, Uniform, check_importance
+from kflats.methods import METHODS, Factored, Method, Problem, check_method
+from kflats.registry import Registry
 
-AXES: dict[str, tuple[type, ...]] = {
-    "method": methods.VALUES,
-    "importance": importance.VALUES,
-    "codec": codec.VALUES,
+T = TypeVar("T")
+AXES: dict[str, Registry[Method] | Registry[Importance] | Registry[Codec]] = {
+    "method": METHODS,
+    "importance": IMPORTANCES,
+    "codec": CODECS,
 }
 """The independent choices of a recipe, and the values that a plan file may name for each."""
 
@@ -32,128 +32,117 @@ class Recipe:
     Args:
         method: ``SVD()``, ``Flats(k=5)``, ...
         importance: ``Uniform()``, ``TokenCounts(power=0.5)``, ``ZipfPrior()``, ...
-        codec: ``Float()``, or integers: ``Transform()``, ``Int8()``, ``Int4()``, ``Rotation()``.
+        codec: ``Float()``, or integers: ``Transform()``, ``Integer(bits=8)``, ``Rotation()``.
         rows: what the method takes as rows of a linear layer: "inputs" (input neurons, as FWSVD and MESSI do) or
             "outputs": then the importance of inputs is its right side, and that of outputs its left.
 
     Raises:
-        KflatsError: a class instead of a value, a value of another axis, or other rows.
+        KflatsError: a class instead of a value, a value of another axis, a codec that cannot store what the method
+            makes, or other rows.
 
-    >>> Recipe(methods.Flats(k=5)).codec
+    >>> from kflats.methods import Flats
+    >>> Recipe(Flats(k=5)).codec
     Float(dtype='same')
     """
 
-    method: Any
-    importance: Any = Uniform()
-    codec: Any = Float()
+    method: Method
+    importance: Importance = Uniform()
+    codec: Codec = Float()
     rows: Literal["inputs", "outputs"] = "inputs"
 
     def __post_init__(self) -> None:
+        check_method(self.method)
+        check_importance(self.importance)
+        check_codec(self.codec)
         if self.rows not in ("inputs", "outputs"):
-            raise KflatsError(f"rows={self.rows!r} is unknown", hint='"inputs" or "outputs"')
-        for axis in AXES:
-            value = getattr(self, axis)
-            if not dataclasses.is_dataclass(value) or isinstance(value, type):
-                made = f"{value.__name__}()" if isinstance(value, type) else " or ".join(_names(axis))
-                raise KflatsError(f"{value!r} is no {axis}", cause="a recipe is made of values", hint=f"{made}")
-            if isinstance(value, methods.PARTS):
-                made = "Subspace(error=Power(1)) or RobustSVD(ellipsoid=Lewis())"
-                raise KflatsError(f"{value!r} is no {axis}", cause="it is a part of a method", hint=made)
-            other = [name for name, kinds in AXES.items() if name != axis and isinstance(value, kinds)]
-            if other or isinstance(value, Recipe):
-                raise KflatsError(
-                    f"{value!r} is no {axis}",
-                    cause=f"it says {other[0] if other else 'whole recipe'}",
-                    hint="Recipe(method, importance, codec), each of them optional but the first",
-                )
-        if isinstance(self.method, methods.Best) and self.codec != Float():
+            raise KflatsError(f"rows={self.rows!r} is not a side of a layer", hint='"inputs" or "outputs"')
+        if self.chooses and self.codec != Float():
             raise KflatsError(
-                f"Best() chooses the codec, so {brief(self.codec)} has no say", hint="leave one of them out"
+                f"{brief(self.codec)} is not supported with {brief(self.method)}",
+                cause="the method chooses the codec itself",
+                hint="leave one of them out",
             )
-        if self.is_coded:
-            _check_coded(self)
+        if refusal := self.codec.refusal(self.method):
+            cause, hint = refusal
+            raise KflatsError(
+                f"{brief(self.codec)} cannot store what {brief(self.method)} makes", cause=cause, hint=hint
+            )
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the method stands for several recipes, of which the budget chooses one."""
+        return self.method.produces == "choice"
 
     @property
     def is_dense(self) -> bool:
         """Whether the weight stays as it is."""
-        return isinstance(self.method, methods.Dense) and self.codec == Float()
+        return self.method.produces == "dense" and self.codec == Float()
 
     @property
     def is_cast(self) -> bool:
         """Whether all numbers of the weight itself are stored, in a type that is named."""
-        return isinstance(self.method, methods.Dense) and isinstance(self.codec, Float) and not self.is_dense
+        return self.method.produces == "dense" and not self.codec.stores_integers and not self.is_dense
 
     @property
     def is_coded(self) -> bool:
-        """Whether integers are stored, and not numbers."""
-        return not isinstance(self.codec, Float)
+        """Whether integers are stored, and not floating-point numbers."""
+        return self.codec.stores_integers
 
     def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
-        """The type of all floating-point numbers that are stored: where there are integers, of their scales."""
-        return (self.codec if isinstance(self.codec, Float) else Float()).torch_dtype(original)
+        """The type of all floating-point numbers that are stored: with integers, the type of their scales."""
+        return self.codec.torch_dtype(original)
+
+    def encode(self, problem: Problem, dtype: torch.dtype) -> Factored:
+        """The rows of ``problem``, stored in at most its bytes; floating-point numbers as ``dtype``.
+
+        Raises:
+            KflatsError: too few bytes, a weighting that cannot be taken, or ``constriction`` not installed.
+        """
+        return self.codec.encode(self.method, problem, dtype)
 
 
-def _check_coded(recipe: Recipe) -> None:
-    """Refuse what integers cannot say: forms, levels and numbers of flats that a coded matrix has no place for."""
-    method, made = recipe.method, recipe.codec
-    rounds = not isinstance(made, codec.Transform)
-    flats, levels = getattr(method, "k", None), getattr(method, "levels", 1)
-    classes = (flats or methods.MOST_SEARCHED) * levels if isinstance(method, methods.Flats) else flats or 1
-    cause = hint = ""
-    if getattr(method, "form", "factors") != "factors":
-        cause = "the block that the interpolative form saves is there again once columns are brought to one size"
-        hint = "SVD()"
-    elif isinstance(method, methods.Dense) and not rounds:
-        cause = "it chooses axes, and the matrix as it is has none"
-        hint = "SVD() as the method: it may choose all axes"
-    elif levels > 1 and not rounds:
-        cause, hint = "its bits take the place of ranks and levels", f"levels=1, or Int8() for {levels} levels"
-    elif levels > 1 and isinstance(made, codec.Rotation):
-        cause, hint = "it makes all columns alike, of which levels are the opposite", "levels=1, Int8() or Int4()"
-    elif classes > MAX_CLASSES:
-        cause = f"it tells {MAX_CLASSES} classes of rows apart by a byte, and there may be {classes}"
-        hint = f"fewer flats{' or levels' if levels > 1 else ''}, or no codec of integers"
-    if cause:
-        raise KflatsError(f"{brief(made)} cannot store what {brief(method)} makes", cause=cause, hint=hint)
-
-
-def as_recipe(value: Any) -> Recipe:
-    """A bare method means ``Recipe(method)``; a recipe is handed back as it is."""
+def as_recipe(value: Recipe | Method) -> Recipe:
+    """A bare method means ``Recipe(method)``; a recipe is returned as it is."""
     return value if isinstance(value, Recipe) else Recipe(value)
 
 
-def to_json(value: Any) -> dict[str, Any]:
+def to_json(value: object) -> dict[str, Any]:
     """A recipe, or one of its parts and theirs, as ``{"type": ..., field: ...}``.
 
     >>> to_json(Float("float16"))
     {'type': 'Float', 'dtype': 'float16'}
     """
-    found: dict[str, Any] = {"type": type(value).__name__}
-    for field in dataclasses.fields(value):
-        inner = getattr(value, field.name)
-        found[field.name] = to_json(inner) if dataclasses.is_dataclass(inner) else inner
-    return found
+    fields = dataclasses.fields(value)  # type: ignore[arg-type]
+    inner = {field.name: getattr(value, field.name) for field in fields}
+    return {"type": type(value).__name__} | {
+        name: to_json(part) if dataclasses.is_dataclass(part) else part for name, part in inner.items()
+    }
 
 
-def brief(value: Any) -> str:
+def brief(value: object) -> str:
     """A value as the call that makes it, with its first field and those that are not at their default.
 
-    >>> brief(Recipe(methods.Flats(k=5), importance.TokenCounts(power=0.5)))
+    >>> from kflats.importance import TokenCounts
+    >>> from kflats.methods import Flats
+    >>> brief(Recipe(Flats(k=5), TokenCounts(power=0.5)))
     "Flats(k=5), TokenCounts(power=0.5), Float(dtype='same')"
     """
     if isinstance(value, Recipe):
         side = [] if value.rows == "inputs" else [f"rows={value.rows!r}"]
-        return ", ".join([*(brief(getattr(value, axis)) for axis in AXES), *side])
+        return ", ".join([brief(value.method), brief(value.importance), brief(value.codec), *side])
     shown = [
         f"{field.name}={getattr(value, field.name)!r}"
-        for place, field in enumerate(dataclasses.fields(value))
+        for place, field in enumerate(dataclasses.fields(value))  # type: ignore[arg-type]
         if place == 0 or getattr(value, field.name) != field.default
     ]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def from_json(data: object) -> Any:
-    """The value that ``to_json`` wrote; absent fields take their defaults.
+_DAMAGED = "a damaged or hand-edited plan"
+
+
+def from_json(data: object) -> Recipe | Method | Importance | Codec:
+    """The recipe, or the value of one axis, that ``to_json`` wrote; absent fields take their defaults.
 
     Raises:
         KflatsError: an unknown type or field (the message names the known ones), a wrong type, or
@@ -162,59 +151,86 @@ def from_json(data: object) -> Any:
     >>> from_json({"type": "Float"})
     Float(dtype='same')
     """
-    known = {kind.__name__: kind for kinds in (*AXES.values(), methods.PARTS, (Recipe,)) for kind in kinds}
+    fields = _fields_of(data)
+    if fields["type"] == "Recipe":
+        axes = {name: from_json(fields[name]) for name in AXES if name in fields}
+        return _made(Recipe, {name: value for name, value in fields.items() if name not in AXES}, axes)
+    for registry in AXES.values():
+        if kind := registry.kind(fields["type"]):
+            return _made(kind, fields, {})
+    known = [kind.__name__ for registry in AXES.values() for kind in registry.all_kinds()]
+    raise KflatsError(
+        f"no method, importance or codec is called {fields['type']!r:.80}",
+        cause="a plan of a newer kflats, a misspelt name, or a package that is not installed here",
+        hint=f"install the package that has it, or one of {', '.join(sorted(known))}",
+    )
+
+
+def recipe_from_json(data: object) -> Recipe:
+    """As ``from_json``, for a recipe or a bare method.
+
+    >>> recipe_from_json({"type": "Recipe", "method": {"type": "SVD"}}).codec
+    Float(dtype='same')
+    """
+    value = from_json(data)
+    return value if isinstance(value, Recipe) else Recipe(_as_method(value))
+
+
+def _as_method(value: Method | Importance | Codec) -> Method:
+    check_method(value)
+    return value  # type: ignore[return-value]
+
+
+def _fields_of(data: object) -> Mapping[str, Any]:
     if not isinstance(data, Mapping) or not isinstance(data.get("type"), str):
-        raise KflatsError(
-            f'expected an object with a "type", found {data!r:.80}', cause="a damaged or hand-edited plan"
-        )
-    kind = known.get(data["type"])
-    if kind is None:
-        raise KflatsError(
-            f"nothing is called {data['type']!r:.80}",
-            cause="a plan of a newer kflats, or a misspelt name",
-            hint=f"one of {', '.join(sorted(known))}",
-        )
-    hints = get_type_hints(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    arguments = {}
-    for name, inner in data.items():
+        raise KflatsError(f'{data!r:.80} is not an object with a "type"', cause=_DAMAGED)
+    return data
+
+
+def _made(kind: type[T], fields: Mapping[str, Any], ready: Mapping[str, Any]) -> T:
+    """``kind`` from its JSON fields and from those that are values already; each is checked against its type hint."""
+    hints, known = get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    arguments = dict(ready)
+    for name, data in fields.items():
         if name == "type":
             continue
-        if name not in fields:
+        if name not in known:
             raise KflatsError(
                 f"{kind.__name__} has no field {name!r:.80}",
                 cause="a plan of a newer kflats, or a misspelt name",
-                hint=f"one of {', '.join(fields) or 'none'}",
+                hint=f"one of {', '.join(known) or 'none'}",
             )
-        made = from_json(inner) if isinstance(inner, Mapping) else inner
-        if not _fits(made, hints[name]):
-            parts = [one.__name__ for one in get_args(hints[name]) if one in methods.PARTS]
-            raise KflatsError(
-                f"{kind.__name__}.{name} cannot be {inner!r:.80}",
-                cause="a damaged or hand-edited plan",
-                hint=f"one of {', '.join(parts)}" if parts else "",
-            )
-        arguments[name] = made
+        parts = _dataclasses(hints[name])
+        value = data
+        if isinstance(data, Mapping) and (part := parts.get(_fields_of(data)["type"])):
+            value = _made(part, data, {})
+        if not any(_fits(value, hint) for hint in _members(hints[name])):
+            hint = f"one of {', '.join(sorted(parts))}" if parts else ""
+            raise KflatsError(f"{kind.__name__}.{name} cannot be {data!r:.80}", cause=_DAMAGED, hint=hint)
+        arguments[name] = value
     missing = [
         name
-        for name, field in fields.items()
+        for name, field in known.items()
         if name not in arguments and field.default is field.default_factory is dataclasses.MISSING
     ]
     if missing:
-        raise KflatsError(f"{kind.__name__} needs {', '.join(missing)}", cause="a damaged or hand-edited plan")
+        raise KflatsError(f"{kind.__name__} needs {', '.join(missing)}", cause=_DAMAGED)
     return kind(**arguments)
 
 
-def _names(axis: str) -> list[str]:
-    return [f"{kind.__name__}()" for kind in AXES[axis]]
+def _dataclasses(hint: Any) -> dict[str, type[Any]]:
+    """The dataclasses among the alternatives of a type hint, by name."""
+    kinds = (kind for kind in _members(hint) if hasattr(kind, "__dataclass_fields__"))
+    return {kind.__name__: kind for kind in kinds}
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The alternatives of a type hint."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def _fits(value: object, hint: Any) -> bool:
     """Whether a JSON value may be a field of the declared type."""
-    if hint is Any:
-        return True
-    if get_origin(hint) in (Union, UnionType):
-        return any(_fits(value, inner) for inner in get_args(hint))
     if get_origin(hint) is Literal:
         return any(value is option or (value == option and type(value) is type(option)) for option in get_args(hint))
     if hint is float:

@@ -15,7 +15,8 @@ from kflats.nn.matrix import CodedMatrix, DenseMatrix, FlatsMatrix, LowRankMatri
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
-from kflats.recipes.plan import Decision, to_json
+from kflats.recipes.plan import Decision
+from kflats.recipes.recipe import to_json
 from kflats.report.report import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
 
 _BINS = (100, 1000, 10000)

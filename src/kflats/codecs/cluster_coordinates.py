@@ -1,4 +1,4 @@
-"""What a method has fitted, as coordinates in orthonormal bases: the form in which codecs round numbers."""
+"""The coordinates of rows in orthonormal bases: the form in which codecs of integers round numbers."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from kflats.errors import KflatsError
 from kflats.nn.flats import FlatsMatrix
 from kflats.nn.geometry import tables_of
 from kflats.nn.matrix import LowRankMatrix, Matrix
+from kflats.numerics.coding.scales import Scales, scales_of
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Rows of class c are ``coordinates[c]`` (n_c, r_c) times the first r_c rows of ``bases[flat_of[c]]``.
+class ClusterCoordinates:
+    """Rows of class c are ``tables[c]`` (n_c, r_c) times the first r_c rows of ``bases[flat_of[c]]``.
 
     ``labels``: (n,) int64, the class of each row; inside a class rows stand by row number. ``flat_of``: ascending, a
     flat or more for each class. ``bases``: of each flat (r, d), orthonormal. All in float64.
     """
 
     labels: Tensor
-    coordinates: tuple[Tensor, ...]
+    tables: tuple[Tensor, ...]
     flat_of: tuple[int, ...]
     bases: tuple[Tensor, ...]
 
@@ -36,20 +37,20 @@ class Parts:
         """(n_c,) int64, the rows of class ``c``, ascending."""
         return (self.labels == c).nonzero().squeeze(1)
 
-    def first(self, rank: int) -> Parts:
+    def first(self, rank: int) -> ClusterCoordinates:
         """The first ``rank`` coordinates of every row: of a closed form the best of that rank."""
-        kept = tuple(part[:, :rank] for part in self.coordinates)
-        return Parts(self.labels, kept, self.flat_of, tuple(basis[:rank] for basis in self.bases))
+        kept = tuple(part[:, :rank] for part in self.tables)
+        return ClusterCoordinates(self.labels, kept, self.flat_of, tuple(basis[:rank] for basis in self.bases))
 
 
-def parts_of(matrix: Matrix) -> Parts:
-    """A low-rank pair or flats as ``Parts``: the same rows, in bases that rounding leaves alone.
+def cluster_coordinates(matrix: Matrix) -> ClusterCoordinates:
+    """A low-rank pair or flats as ``ClusterCoordinates``: the same rows, in bases that rounding leaves alone.
 
     Raises:
         KflatsError: a matrix of another kind, or one that keeps rows exactly.
 
-    >>> found = parts_of(LowRankMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]])))
-    >>> (found.coordinates[0] @ found.bases[0]).round(decimals=6).tolist(), round(float(found.bases[0].norm()), 6)
+    >>> pair = cluster_coordinates(LowRankMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]])))
+    >>> (pair.tables[0] @ pair.bases[0]).round(decimals=6).tolist(), round(float(pair.bases[0].norm()), 6)
     ([[3.0, 4.0], [6.0, 8.0]], 1.0)
     """
     if isinstance(matrix, LowRankMatrix):
@@ -65,7 +66,7 @@ def parts_of(matrix: Matrix) -> Parts:
 
 def _orthonormal(
     labels: Tensor, tables: list[Tensor], flat_of: tuple[int, ...], bases: list[Tensor] | tuple[Tensor, ...]
-) -> Parts:
+) -> ClusterCoordinates:
     """Of an oblique basis T Q, T lower triangular, Q has the same rows for every prefix."""
     turned = []
     for basis in bases:
@@ -75,7 +76,7 @@ def _orthonormal(
     for table, flat in zip(tables, flat_of, strict=True):
         rank = table.shape[1]
         coordinates.append(table.detach().cpu().to(torch.float64) @ turned[flat][1][:rank, :rank])
-    return Parts(labels, tuple(coordinates), flat_of, tuple(q for q, _ in turned))
+    return ClusterCoordinates(labels, tuple(coordinates), flat_of, tuple(q for q, _ in turned))
 
 
 class MatrixRows:
@@ -101,3 +102,25 @@ class MatrixRows:
         """As ``Rows.take``."""
         with torch.no_grad():
             return self.matrix.rows(index.to(torch.int64), dtype=self.dtype)
+
+
+def flat_layout(coordinates: ClusterCoordinates) -> tuple[tuple[int, int], ...]:
+    """(classes, rank) of each flat; nothing where all classes share one basis."""
+    if len(coordinates.bases) == 1:
+        return ()
+    return tuple((coordinates.flat_of.count(flat), len(basis)) for flat, basis in enumerate(coordinates.bases))
+
+
+@dataclass(frozen=True)
+class RoundedBasis:
+    """Rows of a basis as 8-bit integers and a scale each."""
+
+    levels: Tensor
+    scales: Scales
+
+
+def rounded_basis(rows: Tensor, dtype: torch.dtype) -> RoundedBasis:
+    """(m, d) rows of bases; scales as ``dtype``."""
+    scale = rows.abs().amax(1) / 127
+    safe = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1)
+    return RoundedBasis((rows / safe).round().to(torch.int8), scales_of(scale, dtype))

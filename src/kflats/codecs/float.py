@@ -1,0 +1,104 @@
+"""Floating-point numbers: every factor in one type."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table
+from kflats.errors import KflatsError
+from kflats.methods import METHODS
+from kflats.methods.judging import weighted_error
+from kflats.methods.problem import Factored, Problem
+from kflats.methods.protocol import Method
+from kflats.numerics.svd import truncated_svd
+
+
+@dataclass(frozen=True)
+class Float(Codec):
+    """Every factor in one floating-point type.
+
+    Args:
+        dtype: "same" keeps the type the model was loaded in; "float32", "float16" or "bfloat16" chooses one.
+            A half-sized type buys twice the coordinates in the same bytes: worth it when the model
+            runs in that type anyway.
+
+    Raises:
+        KflatsError: an unknown type.
+
+    >>> Float("bfloat16").itemsize("float32"), Float().itemsize(torch.float16)
+    (2, 2)
+    """
+
+    dtype: str = "same"
+
+    stores_integers = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("same", *DTYPES):
+            raise KflatsError(
+                f"numbers cannot be stored as {self.dtype!r}",
+                cause="that is not a floating-point type of a codec",
+                hint=f"Float(dtype) with one of: same, {', '.join(DTYPES)}",
+            )
+
+    def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
+        """The stored type of a weight whose own type is ``original`` (a torch dtype or its name).
+
+        >>> Float().torch_dtype("float16")
+        torch.float16
+        """
+        return super().torch_dtype(original) if self.dtype == "same" else DTYPES[self.dtype]
+
+    def itemsize(self, original: torch.dtype | str) -> int:
+        """Bytes of one stored number."""
+        return self.torch_dtype(original).itemsize
+
+    def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
+        """As ``Codec.min_bytes``: rank 1."""
+        return method.min_bytes(shape, itemsize, counts_labels=counts_labels)
+
+    def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
+        """The whole matrix, or a low-rank pair of every rank at which half precision holds the coordinates."""
+        (n, d), kind = table.rows.shape, self.torch_dtype(table.dtype)
+        if method.produces == "dense":
+            cost = method.cost((n, d), 0, kind.itemsize)
+            if cost < table.nbytes:  # values beyond the type make the error infinite: not a candidate
+                whole = method.fit(Problem(table.rows, cost, kind.itemsize, table.weighting)).matrix.to(kind)
+                error = weighted_error(table.rows, whole, table.weighting).error
+                yield Candidate(method, self, cost, error, f"all numbers in {str(kind).removeprefix('torch.')}")
+            return
+        for rank in range(1, _ranks_in_range(table, torch.finfo(kind).max) + 1):
+            cost = method.cost((n, d), rank, kind.itemsize)
+            if cost < table.nbytes and rank * (n + d) < n * d:
+                yield Candidate(method, self, cost, float(table.spectrum[rank]), f"rank {rank} of {min(n, d)}")
+
+    def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
+        """The method's own matrix, its numbers as ``dtype``."""
+        fitted = method.fit(problem)
+        matrix = fitted.matrix.to(dtype)
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in matrix.tensors().values()):
+            raise KflatsError(
+                f"the coordinates overflow {str(dtype).removeprefix('torch.')}",
+                cause="rows with very large values",
+                hint="a type of more range: Float('bfloat16') or Float('float32')",
+            )
+        return replace(fitted, matrix=matrix)
+
+    @classmethod
+    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
+        """What methods offer, in float16."""
+        return tuple((method, cls("float16")) for kind in METHODS.all_kinds() for method in kind.automatic(shape))
+
+
+def _ranks_in_range(table: Table, most: float) -> int:
+    """The largest rank up to which coordinates in an orthonormal basis are ``most`` at most."""
+    weighting = table.weighting
+    svd = truncated_svd(table.rows, min(table.rows.shape), left=weighting.left, right=weighting.right)
+    sizes = svd.coordinates.abs() * svd.basis.norm(dim=1).to(svd.coordinates)
+    # A right metric leaves the basis oblique; made orthonormal, a coordinate may take up those of all later axes.
+    bounds = sizes.amax(0).cummax(0).values if weighting.right is None else sizes.cumsum(1).amax(0)
+    return int((bounds <= most).sum()) if math.isfinite(most) else len(bounds)

@@ -1,0 +1,149 @@
+"""What a codec is: a frozen value that says how the numbers of a matrix are stored, and stores what a method makes."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.importance.weighting import Weighting
+from kflats.methods.problem import Factored, Problem
+from kflats.methods.protocol import Method
+from kflats.numerics.rows import Rows
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+"""Types that numbers and scales may be stored in."""
+_AMPLE = 1000
+"""Bytes a number that are enough for any code."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One weight as a codec sees it before bytes are decided.
+
+    Args:
+        rows: (n, d) as the method is given them, transposed where the recipe says so.
+        weighting: of these rows. dtype: of the weight.
+        spectrum: (min(n, d) + 1,) float64, the weighted squared error of an SVD of rank 0, 1, ...
+    """
+
+    rows: Rows
+    weighting: Weighting
+    dtype: torch.dtype
+    spectrum: Tensor
+
+    @property
+    def numbers(self) -> int:
+        """n d."""
+        return self.rows.shape[0] * self.rows.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all numbers in their own type."""
+        return self.numbers * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to store a weight: ``nbytes`` in a file, and the weighted squared ``error`` that it leaves.
+
+    ``error_kind`` says what error that is; it is empty where the error is another method's.
+    """
+
+    method: Method
+    codec: Codec
+    nbytes: int
+    error: float
+    note: str = ""
+    error_kind: str = "relative error"
+
+
+@runtime_checkable
+class Codec(Protocol):
+    """How numbers are stored.
+
+    A new codec is a frozen dataclass that inherits from this class and implements ``encode``, ``min_bytes`` and
+    ``candidates``. Its matrix must be one of the package's own forms: a folder then loads without the codec.
+    """
+
+    stores_integers: ClassVar[bool] = True
+    """Whether a file holds entropy-coded integers (a ``CodedMatrix``), and not floating-point factors."""
+    any_size: ClassVar[bool] = False
+    """Whether codes can be made as large as is wanted, within one per cent."""
+
+    def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
+        """The type of all floating-point numbers that are stored, for a weight of the type ``original``: the same type.
+
+        Raises:
+            KflatsError: the weight is not of a floating-point type.
+        """
+        kept = getattr(torch, original.removeprefix("torch."), None) if isinstance(original, str) else original
+        if not isinstance(kept, torch.dtype) or not kept.is_floating_point or kept.itemsize < 2:
+            raise KflatsError(
+                f"factors cannot be kept in the weight's own type, {original}",
+                cause="the weight is quantized already, or not floating point",
+                hint="load the model in float32 or bfloat16, or name a type: Float('float16')",
+            )
+        return kept
+
+    def refusal(self, method: Method) -> tuple[str, str] | None:
+        """Why this codec cannot store what ``method`` makes, and what to use instead; None where it can."""
+        return None
+
+    def replaces_fit(self, method: Method) -> bool:
+        """Whether the codec minimises the objective itself, in place of the method's algorithm."""
+        return False
+
+    def accepts(self, method: Method) -> frozenset[str]:
+        """The kinds of weighting that codec and method take together."""
+        return method.accepts
+
+    @abstractmethod
+    def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
+        """The least bytes that ``encode`` may be given; ``itemsize`` bytes a floating-point number."""
+
+    def fixed_bytes(self, method: Method, shape: tuple[int, int], itemsize: int) -> int | None:
+        """A bound of the bytes in a file where these do not depend on the budget, else None."""
+        return None
+
+    def counted_bytes(self, method: Method, rows: Rows, dtype: torch.dtype) -> int:
+        """Bytes of the file that holds ``rows``, counted on the codes themselves; for codecs with ``fixed_bytes``."""
+        room = _AMPLE * rows.shape[0] * rows.shape[1] + _AMPLE**2
+        return self.encode(method, Problem(rows, room, dtype.itemsize), dtype).nbytes
+
+    @abstractmethod
+    def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
+        """Ways to store ``table``, from which a budget over several weights chooses."""
+
+    @abstractmethod
+    def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
+        """What ``method`` makes of the rows, stored in at most ``problem.nbytes``; floating-point numbers as ``dtype``.
+
+        Raises:
+            KflatsError: too few bytes, or whatever the method refuses.
+        """
+
+    @classmethod
+    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
+        """What ``Best()`` offers a weight of this shape."""
+        return ()
+
+
+def check_codec(value: object) -> None:
+    """Refuse what is not a codec.
+
+    Raises:
+        KflatsError: a class in place of a value, or another value.
+    """
+    if isinstance(value, type) or not isinstance(value, Codec):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise KflatsError(
+            f"{value!r} is not a codec",
+            cause=f"{name} is a class" if isinstance(value, type) else f"{name} has no encode and candidates",
+            hint=f"{name}()" if isinstance(value, type) else "Float(), Integer(bits=8), Transform()",
+        )

@@ -1,1 +1,0 @@
-"""Codecs carried out: rows become coded matrices that take at most so many bytes."""

@@ -1,0 +1,66 @@
+"""What an importance is: a frozen value that turns what was measured of a weight into a weighting of its errors."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import ClassVar, Protocol, runtime_checkable
+
+from kflats.errors import KflatsError
+from kflats.importance.measured import Measured
+from kflats.importance.weighting import Weighting, WeightingForm
+
+
+@runtime_checkable
+class Importance(Protocol):
+    """Whose error counts. Free of data: what it needs is measured elsewhere and handed to ``weigh``.
+
+    A new importance is a frozen dataclass that inherits from this class, implements ``form`` and ``weigh``, and says in
+    the class variables what it reads.
+    """
+
+    needs: ClassVar[frozenset[str]] = frozenset()
+    """Fields of ``Measured`` that a pass over calibration data must fill."""
+    needs_texts: ClassVar[bool] = False
+    """Whether texts are counted (``Measured.counts``)."""
+    needs_tokenizer: ClassVar[bool] = False
+    """Whether rows must be tokens of the model's own tokenizer (``Measured.prior``)."""
+
+    @property
+    def reads_prior(self) -> bool:
+        """Whether the Zipf prior of the vocabulary changes the weighting."""
+        return self.needs_tokenizer
+
+    @abstractmethod
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        """What kind of weighting ``weigh`` makes, known before anything is measured.
+
+        Args:
+            one_hot: whether the weight is an embedding, whose inputs are one-hot vectors with a diagonal Gram matrix.
+        """
+
+    @abstractmethod
+    def weigh(self, measured: Measured) -> Weighting:
+        """The weighting of one weight's errors.
+
+        Raises:
+            KflatsError: something needed was not measured, or holds NaN.
+        """
+
+    def uncentred(self) -> Importance:
+        """The same importance without a mean input: the weighting of a layer that shall not gain a bias."""
+        return self
+
+
+def check_importance(value: object) -> None:
+    """Refuse what is not an importance.
+
+    Raises:
+        KflatsError: a class in place of a value, or another value.
+    """
+    if isinstance(value, type) or not isinstance(value, Importance):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise KflatsError(
+            f"{value!r} is not an importance",
+            cause=f"{name} is a class" if isinstance(value, type) else f"{name} has no weigh and form",
+            hint=f"{name}()" if isinstance(value, type) else "Uniform(), TokenCounts(), KroneckerFisher()",
+        )

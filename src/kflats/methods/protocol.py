@@ -1,0 +1,221 @@
+"""What a method is: a frozen value that makes a ``Matrix`` of rows, a weighting and a number of bytes.
+
+A method inherits from ``Method``, or from one of the two classes that know what a kind of result costs:
+``PairMethod`` makes one low-rank pair, ``ClusterMethod`` gives every row to one of several flats.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, Literal, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from kflats.errors import KflatsError
+from kflats.importance.weighting import Weighting
+from kflats.methods.judging import Norm
+from kflats.methods.problem import Factored, Problem, check_accepts, refuse_bytes
+from kflats.nn.matrix import LowRankMatrix, Matrix, label_dtype
+from kflats.numerics.rows import Rows, check_finite, check_weights
+from kflats.numerics.svd import weighted_spectrum
+
+Product = Literal["pair", "clusters", "dense", "choice"]
+"""What a method makes: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing of its
+own, because it is a choice between recipes."""
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What an algorithm returns: the matrix, the objective per iteration (falling), what was minimised where that is
+    not the squared error, and whether the fit ended before its limit of iterations."""
+
+    matrix: Matrix
+    objective: tuple[float, ...] = ()
+    norm: Norm | None = None
+    converged: bool = True
+
+
+@runtime_checkable
+class Method(Protocol):
+    """The geometry that covers the rows.
+
+    A new method is a frozen dataclass that inherits from this class (or a subclass of it) and implements ``_fit``;
+    the other members say how codecs and budgets may treat it, and have defaults.
+    """
+
+    accepts: ClassVar[frozenset[str]] = frozenset({"rows"})
+    """Kinds of weighting that it can take: of "rows" (row weights), "left" (a metric that couples rows), "right"."""
+    produces: ClassVar[Product]
+    """What it makes."""
+    nested_ranks: ClassVar[bool] = False
+    """Whether the first r coordinates of a fit of a higher rank are the fit of rank r."""
+
+    @property
+    def flats(self) -> int:
+        """The least number of flats."""
+        return 1
+
+    @property
+    def most_classes(self) -> int:
+        """The largest number of classes that rows are divided into: flats, times ranks inside a flat."""
+        return self.flats
+
+    @property
+    def levels(self) -> int:
+        """How many ranks the rows of one flat may have."""
+        return 1
+
+    @property
+    def minimizes_squares(self) -> bool:
+        """Whether the objective is the weighted squared error: a transform code then minimises it itself."""
+        return False
+
+    @property
+    def equal_ranks(self) -> bool:
+        """Whether all flats have the same rank."""
+        return True
+
+    @property
+    def stores_skeleton(self) -> bool:
+        """Whether rows of the matrix itself are stored in place of coordinates (the interpolative form)."""
+        return False
+
+    def fit(self, problem: Problem) -> Factored:
+        """The matrix within the bytes of ``problem``.
+
+        Raises:
+            KflatsError: too few bytes, a weighting that is not in ``accepts``, or rows that are not finite.
+        """
+        start = time.perf_counter()
+        check_accepts(type(self).__name__, self.accepts, problem.weighting)
+        check_finite(problem.rows)
+        if problem.weighting.form.left == "diagonal":
+            check_weights(problem.weights, problem.rows.shape[0])
+        fit = self._fit(problem)
+        if fit.objective and not math.isfinite(fit.objective[-1]):
+            raise KflatsError(
+                f"the error of {type(self).__name__} overflows float64", hint="a smaller p, or scale the matrix"
+            )
+        seconds = time.perf_counter() - start
+        return Factored(fit.matrix, fit.objective, seconds, fit.norm, converged=fit.converged)
+
+    @abstractmethod
+    def _fit(self, problem: Problem) -> Fit:
+        """The algorithm; ``problem`` is checked."""
+
+    @abstractmethod
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """Stored bytes where every flat has ``rank``, labels included."""
+
+    def index_bytes(self, shape: tuple[int, int]) -> int:
+        """Bytes that are stored beside numbers and labels."""
+        return 0
+
+    def min_bytes(self, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
+        """The least bytes that the method can be given."""
+        return self.cost(shape, 1, itemsize) - (0 if counts_labels else self.index_bytes(shape))
+
+    def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
+        """(min(n, d) + 1,) float64: the weighted squared error of *one* flat of rank 0, 1, ...
+
+        Budgets are shared by it. Several flats of those ranks lose less; a pair that minimises another norm loses more.
+        """
+        check_accepts(type(self).__name__, self.accepts, weighting)
+        return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
+
+    def all_in_flats(self) -> Method:
+        """The same method where no row is kept exactly: a code of integers rounds every row."""
+        return self
+
+    def flat_counts(self) -> tuple[int, ...]:
+        """Numbers of flats that a codec tries, in this order."""
+        return (self.flats,)
+
+    def with_flats(self, k: int) -> Method:
+        """The method with ``k`` flats of equal rank."""
+        return self
+
+    @classmethod
+    def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:
+        """Values that ``Best()`` offers a weight of this shape, with factors in float16."""
+        return ()
+
+
+class PairMethod(Method, Protocol):
+    """A method that makes one low-rank pair, r (n + d) numbers; it implements ``_pair``."""
+
+    produces: ClassVar[Product] = "pair"
+
+    def rank(self, shape: tuple[int, int], nbytes: int, itemsize: int, *, free_labels: bool = False) -> int:
+        """The largest rank that ``nbytes`` hold, 0 if none."""
+        spare = self.index_bytes(shape) if free_labels else 0
+        fitting = (r for r in range(min(shape), 0, -1) if self.cost(shape, r, itemsize) - spare <= nbytes)
+        return next(fitting, 0)
+
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """Stored bytes at ``rank``: two factors."""
+        return rank * sum(shape) * itemsize
+
+    def _fit(self, problem: Problem) -> Fit:
+        shape = problem.rows.shape
+        rank = self.rank(shape, problem.nbytes, problem.itemsize, free_labels=problem.free_labels)
+        if rank < 1:
+            raise refuse_bytes(problem, self.cost(shape, 1, problem.itemsize), "1 flat of rank 1")
+        return self._pair(problem, rank)
+
+    @abstractmethod
+    def _pair(self, problem: Problem, rank: int) -> Fit:
+        """The pair of this rank."""
+
+
+class ClusterMethod(Method, Protocol):
+    """A method that gives every row to one of ``k`` flats; it implements ``_fit``."""
+
+    produces: ClassVar[Product] = "clusters"
+
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """Stored bytes where all flats have ``rank``, labels included."""
+        n, d = shape
+        return rank * (n + self.flats * d) * itemsize + label_bytes(n, self.flats)
+
+    def min_bytes(self, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
+        """The least bytes that the method can be given."""
+        return self.cost(shape, 1, itemsize) - (0 if counts_labels else label_bytes(shape[0], self.flats))
+
+
+def label_bytes(n: int, k: int) -> int:
+    """Bytes of the labels of ``n`` rows in ``k`` flats."""
+    return n * label_dtype(k).itemsize if k > 1 else 0
+
+
+def low_rank_pair(coordinates: Tensor, basis: Tensor, error: float) -> Fit:
+    """The fit of a method with a closed form."""
+    return Fit(LowRankMatrix(coordinates, basis), (error,))
+
+
+def tails(values: Tensor) -> Tensor:
+    """What is left after the first 0, 1, ... of ``values`` (m,): (m + 1,).
+
+    >>> tails(torch.tensor([4.0, 1.0])).tolist()
+    [5.0, 1.0, 0.0]
+    """
+    return torch.nn.functional.pad(values.flip(0).cumsum(0).flip(0), (0, 1))
+
+
+def check_method(value: object) -> None:
+    """Refuse what is not a method.
+
+    Raises:
+        KflatsError: a class in place of a value, or another value.
+    """
+    if isinstance(value, type) or not isinstance(value, Method):
+        name = value.__name__ if isinstance(value, type) else type(value).__name__
+        raise KflatsError(
+            f"{value!r} is not a method",
+            cause=f"{name} is a class" if isinstance(value, type) else f"{name} has no fit and spectrum",
+            hint=f"{name}()" if isinstance(value, type) else "SVD(), Flats(k=5), RobustSVD()",
+        )
