@@ -87,9 +87,14 @@ def table(commits: list[str]) -> str:
         counts.append(count)
     inside = sorted({name for count in counts for name in count if name.startswith("kflats")})
     rows = [*inside, "src", "benchmarks", "experiments", "src + benchmarks + experiments", "tests"]
-    head = ["package", *(commits or ["working tree"])]
     body = [[f"`{name}`", *(f"{count[name]:,}" for count in counts)] for name in rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---", *["---:"] * len(counts)], *body])
+    return markdown(["package", *(commits or ["working tree"])], body)
+
+
+def markdown(head: list[str], body: list[list[str]]) -> str:
+    """A table whose first column is text, and the others numbers."""
+    ruler = ["---", *["---:"] * (len(head) - 1)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ruler, *body])
 
 
 if __name__ == "__main__":

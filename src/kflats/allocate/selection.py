@@ -112,7 +112,7 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
         raise KflatsError(
             f"{brief(recipe)} needs the library constriction, which codes integers", hint="pip install 'kflats[codes]'"
         )
-    role, who = weight.places[0].role, type(recipe.importance).__name__
+    role, who = weight.places[0].role, brief(recipe.importance)
     weighs_tokens = recipe.importance.needs_tokenizer
     if role != "embedding" and weighs_tokens:
         raise KflatsError(
@@ -138,7 +138,7 @@ def check(weight: Weight, recipe: Recipe, given: Given) -> None:
     if unfit := sorted(weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method)):
         judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
         raise KflatsError(
-            f"{type(judge).__name__} cannot take the importance {brief(recipe.importance)} of {weight.name!r}",
+            f"{brief(judge)} cannot take the importance {brief(recipe.importance)} of {weight.name!r}",
             cause=_WHY.get(unfit[0], f"it weighs {unfit[0]}"),
             hint=_way_out(recipe, role),
         )
