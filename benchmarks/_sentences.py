@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from kflats.evaluate.comparing import Fidelity, fidelity_of
-from kflats.evaluate.encoding import encode, rare_words
+from kflats.evaluation.comparing import Fidelity, fidelity_of
+from kflats.evaluation.encoding import encode, rare_words
 from kflats.tasks.data import load_examples
 from kflats.tasks.metrics import spearman
 

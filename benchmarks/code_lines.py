@@ -65,8 +65,8 @@ def sources(commit: str | None) -> Iterator[tuple[Path, str]]:
 def package(path: Path) -> str:
     """The row of a file: its package within ``src/kflats``, else its top folder.
 
-    >>> package(Path("src/kflats/nn/flats.py")), package(Path("src/kflats/demo.py")), package(Path("tests/laws/a.py"))
-    ('kflats/nn', 'kflats', 'tests')
+    >>> [package(Path(path)) for path in ("src/kflats/io/headers.py", "src/kflats/demo.py", "tests/laws/a.py")]
+    ['kflats/io', 'kflats', 'tests']
     """
     parts = path.parts
     return parts[0] if parts[0] != "src" else "/".join(parts[1:3] if len(parts) > 3 else parts[1:2])

@@ -16,10 +16,10 @@ from _common import arguments, embedding_table, markdown, publish
 from kflats import (
     MESSI,
     SVD,
-    Dense,
     Flats,
     Float,
     Integer,
+    KeepDense,
     KflatsError,
     KMeansSVD,
     Recipe,
@@ -28,12 +28,12 @@ from kflats import (
     Subspace,
     Transform,
 )
-from kflats.methods.judging import weighted_error
+from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
 
 METHODS: dict[str, Any] = {
-    "Dense": Dense(),
+    "Dense": KeepDense(),
     "SVD": SVD(),
     "Flats, k=5": Flats(k=5),
     "MESSI, k=5": MESSI(5),

@@ -14,7 +14,7 @@ from _common import arguments, embedding_table, markdown, publish
 from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, Transform
-from kflats.methods.judging import weighted_error
+from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
 

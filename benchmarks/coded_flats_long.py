@@ -24,9 +24,9 @@ from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, Transform
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import load_tokenizer
-from kflats.files import load_model
-from kflats.methods.judging import weighted_error
+from kflats.evaluation.comparing import load_tokenizer
+from kflats.io import load_model
+from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
 

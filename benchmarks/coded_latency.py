@@ -13,17 +13,17 @@ from typing import Any
 from _common import arguments, markdown, publish
 
 import kflats
-from kflats import SVD, Dense, Integer, Recipe, Transform, Uniform
+from kflats import SVD, Integer, KeepDense, Recipe, Transform, Uniform
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import latency, load_tokenizer
-from kflats.files import load_model
+from kflats.evaluation.comparing import latency, load_tokenizer
+from kflats.io import load_model
 
 SHORT = "A man with a hard hat is dancing."
 LONG = " ".join([SHORT] * 12)
 BATCHES = {"1 short sentence": [SHORT], "32 short": [SHORT] * 32, "32 of 120 tokens": [LONG] * 32}
 CODES: dict[str, tuple[Any, str]] = {
     "transform, 2.5 bits": (Recipe(SVD(), Uniform(), Transform()), "7.8%"),
-    "int8": (Recipe(Dense(), Uniform(), Integer(bits=8)), "60%"),
+    "int8": (Recipe(KeepDense(), Uniform(), Integer(bits=8)), "60%"),
 }
 
 
@@ -33,7 +33,7 @@ def main() -> None:
     lines = []
     for name, (recipe, budget) in CODES.items():
         model = load_model(packaged_model())
-        kflats.compress_(model, {"all": recipe}, budget=budget, quiet=True)
+        kflats.compress_(model, {"all": recipe}, keep=budget, quiet=True)
         for state in ("", ", restored"):
             if state:
                 kflats.restore_(model)

@@ -29,18 +29,18 @@ from torch import Tensor
 
 from kflats.codecs.streams import decode, encode
 from kflats.demo import packaged_model
-from kflats.files import annotate_, load_model, stream_folder
-from kflats.nn.coded_build import from_transform
-from kflats.nn.layers import FactoredEmbedding
-from kflats.nn.matrix import CodedMatrix, LowRankMatrix
+from kflats.io import annotate_, load_model, stream_folder
+from kflats.matrices.coded_build import from_transform
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.matrices.registry import CodedMatrix, LowRankMatrix
+from kflats.model.swap import find_weight, swap_
 from kflats.numerics.coding.encode import transform_code
-from kflats.swap.surgery import find_weight, swap_
 
 RESIDENT = """
 import ctypes, sys, torch
 torch.set_num_threads(1)
-import constriction, kflats.files.transformers_plugin, transformers.models.bert.modeling_bert
-from kflats.files import load_model
+import constriction, kflats.io.transformers_plugin, transformers.models.bert.modeling_bert
+from kflats.io import load_model
 def resident():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
 before = resident()

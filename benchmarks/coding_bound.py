@@ -15,13 +15,13 @@ import torch
 from _common import arguments, embedding_table, markdown, publish
 from torch import Tensor
 
+from kflats.calibration.counting import zipf_prior
 from kflats.codecs.streams import stored_bytes
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import load_tokenizer
+from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import ZipfPrior
 from kflats.importance.measured import Measured
-from kflats.measure.counting import zipf_prior
-from kflats.nn.coded_build import from_transform
+from kflats.matrices.coded_build import from_transform
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.coding.gaussian_bound import bound_bits

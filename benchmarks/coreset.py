@@ -23,10 +23,10 @@ from torch import Tensor
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud, FlatsFit, Shape
+from kflats.numerics.flats import FlatsFit, RankSpec, WeightedRows
+from kflats.numerics.initialization import start_uniform
 from kflats.numerics.loss import Squared
 from kflats.numerics.rows import TensorRows
-from kflats.numerics.starts import start_uniform
 
 K = 5
 
@@ -45,16 +45,16 @@ def synthetic(n: int, d: int, rank: int) -> Tensor:
 
 
 def everywhere(a: Tensor, rank: int, seed: int) -> FlatsFit:
-    with patch("kflats.numerics.starts.FILL_SAMPLE", len(a)):
+    with patch("kflats.numerics.initialization.FILL_SAMPLE", len(a)):
         return fit_flats(a, K, rank=rank, seed=seed, sample=len(a))
 
 
 def own_error(a: Tensor, rank: int, coreset: Coreset, seed: int) -> float:
     """The error on all rows of the flats that the full EM starts from."""
     rows = TensorRows(a)
-    cloud = Cloud(rows, squared_norms(rows))
+    cloud = WeightedRows(rows, squared_norms(rows))
     gen = torch.Generator().manual_seed(seed)
-    start = start_uniform(cloud, Shape(K, rank=rank), Squared(), "auto", 8192, coreset, gen, None)
+    start = start_uniform(cloud, RankSpec(K, rank=rank), Squared(), "auto", 8192, coreset, gen, None)
     return float("nan") if start.bases is None else assign(rows, start.bases, cloud.norms2).objective
 
 

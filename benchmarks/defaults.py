@@ -22,16 +22,16 @@ from _sentences import Evaluator, sentences
 from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, TokenCounts, Transform, Uniform, ZipfPrior
-from kflats.allocate.calibration import gather
+from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import Fidelity, load_tokenizer
-from kflats.files import load_model
+from kflats.evaluation.comparing import Fidelity, load_tokenizer
 from kflats.importance import TokenFisher
 from kflats.importance.weighting import Weighting
-from kflats.measure.counting import count_tokens, zipf_prior
+from kflats.io import load_model
 from kflats.methods.problem import Problem
+from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.rows import TensorRows
-from kflats.swap.places import dense_weight, find_weight
+from kflats.planning.calibration_data import gather
 
 ROWS: dict[str, tuple[float, ...]] = {
     "power": (0.25, 0.75, 1.0),
@@ -147,7 +147,7 @@ def main() -> None:
         f"{len(judged)} sentences of CoLA (dev), all of them; {len(counted):,} texts of WikiText-2 (train) counted.",
         "## Transform codes: whose error counts",
         shown(weighed, ["TokenFisher()", "TokenCounts()"], sizes),
-        "`TokenFisher()` is what `Best()` takes where there are texts, `TokenCounts()` what `--codec transform` takes.",
+        "`TokenFisher()` is what `Auto()` takes where there are texts, `TokenCounts()` what `--codec transform` takes.",
         "\n".join([*compared(weighed, "TokenFisher()", sizes), *compared(of_counts, "TokenCounts()", sizes)]),
         "## Transform codes: classes of rows, weighed by `TokenFisher()`",
         shown(classed, [usual], sizes),

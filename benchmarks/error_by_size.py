@@ -41,7 +41,7 @@ def main() -> None:
         found = {}
         for k in map(int, options.ks.split(",")):
             for levels in (1, options.levels):
-                method = Flats(k=k, levels=levels, tolerance=options.tolerance)
+                method = Flats(k=k, nested_ranks=levels, tolerance=options.tolerance)
                 found[k, levels] = error(method) / svd
                 print(compression, k, levels, round(found[k, levels], 4), flush=True)
         took = (time.perf_counter() - start) / len(found)

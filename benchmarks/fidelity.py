@@ -18,8 +18,8 @@ from _sentences import HEAD, Evaluator, cells, sentences
 
 from kflats import MESSI, SVD, Flats, Float, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior, compress_
 from kflats.demo import packaged_model, round_rows_
-from kflats.evaluate.comparing import load_tokenizer
-from kflats.files import load_model
+from kflats.evaluation.comparing import load_tokenizer
+from kflats.io import load_model
 
 RECIPES: dict[str, tuple[Any, bool]] = {
     "SVD": (Recipe(SVD(), Uniform()), False),
@@ -56,8 +56,8 @@ def main() -> None:
             report = compress_(
                 model,
                 {EMBEDDING: recipe},
-                budget=budget,
-                data=counted if texts else None,
+                keep=budget,
+                texts=counted if texts else None,
                 tokenizer=tokenizer,
                 quiet=True,
             )

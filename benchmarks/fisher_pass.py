@@ -16,16 +16,16 @@ import torch
 from _common import arguments, markdown, median_pair, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from kflats.calibration.batches import text_batches
+from kflats.calibration.collect import Statistics, measure
+from kflats.calibration.objectives import Objective, Projections, TaskLoss
+from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.measure.batches import text_batches
-from kflats.measure.collect import Statistics, measure
-from kflats.measure.objectives import Objective, Projections, TaskLoss
-from kflats.methods.one_flat import SVD
 from kflats.methods.problem import Problem
+from kflats.methods.svd import SVD
+from kflats.model.weights import dense_weight, find_weights
 from kflats.numerics.rows import TensorRows
-from kflats.swap.places import dense_weight, find_weights
-from kflats.texts import packaged_texts
 
 
 def main() -> None:

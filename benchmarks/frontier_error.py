@@ -36,13 +36,13 @@ from frontier.baselines import Half, Transformed
 from frontier.sweeps import FAMILIES, sweep
 from torch import Tensor
 
+from kflats.calibration.counting import count_tokens, zipf_prior
+from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import load_tokenizer
+from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import TokenCounts
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
-from kflats.measure.counting import count_tokens, zipf_prior
 from kflats.numerics.coding.gaussian_bound import bound_error
 
 FIXED = ("fp16", "absmax rows", "absmax groups", "torchao", "rotation")

@@ -25,13 +25,13 @@ from _sentences import HEAD, Evaluator, Scores, cells, sentences
 from frontier.sweeps import FAMILIES, OURS, sweep
 
 from kflats import SVD, Recipe, TokenCounts, TokenFisher, Uniform, ZipfPrior
-from kflats.allocate.calibration import gather
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import number, size
 from kflats.demo import packaged_model
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import Fidelity, load_tokenizer
-from kflats.files import load_model
-from kflats.swap.places import dense_weight, find_weight
-from kflats.tables import number, size
+from kflats.evaluation.comparing import Fidelity, load_tokenizer
+from kflats.io import load_model
+from kflats.model.weights import dense_weight, find_weight
+from kflats.planning.calibration_data import gather
 from kflats.trim.trimming import trim
 
 CLAIMS = ((0.70, 0.94, 0.5), (1.20, 0.98, 0.2), (2.0, 0.995, None))

@@ -19,13 +19,13 @@ from _common import arguments, markdown, publish
 from _sentences import HEAD, Evaluator, cells, sentences
 
 from kflats import SVD, Recipe, Uniform, compress_, find_weights
+from kflats.calibration.batches import text_batches
+from kflats.calibration.collect import measure
+from kflats.calibration.objectives import Projections
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import load_tokenizer
-from kflats.files import load_model
+from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.measure.batches import text_batches
-from kflats.measure.collect import measure
-from kflats.measure.objectives import Projections
+from kflats.io import load_model
 
 NUMBERS = 5_266_944
 LINES: dict[str, tuple[Any, str]] = {
@@ -73,7 +73,7 @@ def main() -> None:
         report = compress_(
             model,
             {weight.name: recipe for weight in weights},
-            budget=budget,
+            keep=budget,
             statistics=statistics,
             allocation=allocation,
             quiet=True,

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from kflats.importance import RowFisher
 from kflats.importance.measured import Measured
+from kflats.matrices.registry import LowRankMatrix
 from kflats.methods import SVD, Problem
-from kflats.methods.judging import weighted_error
-from kflats.nn.matrix import LowRankMatrix
+from kflats.methods.matrix_error import weighted_error
 from kflats.numerics.rows import TensorRows
 
 

@@ -26,8 +26,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from kflats.nn.layers import FactoredEmbedding
-from kflats.nn.matrix import Band, FlatsMatrix, label_dtype, weight_shape
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.matrices.registry import FlatsMatrix, RankGroup, label_dtype, weight_shape
 
 N, D, K, J = 30522, 384, 5, 200
 BATCH, LENGTH = 32, 128
@@ -78,7 +78,7 @@ def compare(what: str, ours: Call, baseline: Call, inputs: list[Tensor], rounds:
     return row
 
 
-def random_flats(bands: list[Band], flat_ranks: list[int], gen: torch.Generator) -> FlatsMatrix:
+def random_flats(bands: list[RankGroup], flat_ranks: list[int], gen: torch.Generator) -> FlatsMatrix:
     labels = torch.repeat_interleave(torch.arange(len(bands)), torch.tensor([band.rows for band in bands]))
     labels = labels[torch.randperm(N, generator=gen)].to(label_dtype(len(bands)))
     weight = torch.randn(weight_shape(bands), generator=gen) * 0.01
@@ -89,9 +89,15 @@ def tables() -> Iterator[tuple[str, FlatsMatrix, int]]:
     """(name, matrix, j of a uniform table that stores as many coordinates)."""
     gen = torch.Generator().manual_seed(0)
     even = [N // K + (c < N % K) for c in range(K)]
-    yield f"{K} flats of {J}", random_flats([Band(rows, J, c) for c, rows in enumerate(even)], [J] * K, gen), J
-    bands = [Band(3000, D, None), Band(4000, 300, 0), Band(4000, 100, 0), Band(5000, 240, 1), Band(5000, 80, 1)]
-    bands += [Band(5000, 160, 2), Band(N - 26000, 60, 3)]
+    yield f"{K} flats of {J}", random_flats([RankGroup(rows, J, c) for c, rows in enumerate(even)], [J] * K, gen), J
+    bands = [
+        RankGroup(3000, D, None),
+        RankGroup(4000, 300, 0),
+        RankGroup(4000, 100, 0),
+        RankGroup(5000, 240, 1),
+        RankGroup(5000, 80, 1),
+    ]
+    bands += [RankGroup(5000, 160, 2), RankGroup(N - 26000, 60, 3)]
     j = round(sum(band.rows * band.rank for band in bands) / N)
     yield (
         f"3000 exact rows, 4 ragged and nested flats (mean rank {j})",

@@ -21,14 +21,14 @@ import torch
 from _common import arguments, markdown, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from kflats.calibration.accumulators import Accumulator
+from kflats.calibration.batches import BLOCK, text_batches
+from kflats.calibration.collect import measure
+from kflats.common.formatting import size
+from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.measure.accumulators import Accumulator
-from kflats.measure.batches import BLOCK, text_batches
-from kflats.measure.collect import measure
-from kflats.swap.places import find_weights
-from kflats.tables import size
-from kflats.texts import packaged_texts
+from kflats.model.weights import find_weights
 
 PLAIN = "plain forward + backward"
 LITTLE = 100_000_000

@@ -11,21 +11,21 @@ from __future__ import annotations
 import torch
 from _common import arguments, embedding_table, markdown, publish
 
+from kflats.calibration.counting import zipf_prior
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import load_tokenizer
+from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import ZipfPrior
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
-from kflats.measure.counting import zipf_prior
 from kflats.methods import SVD, Flats, Problem, row_errors
 from kflats.numerics.rows import TensorRows
 
 METHODS = {
     "k=5, uniform ranks": Flats(k=5, ranks="uniform", exact=False),
     "k=5, filled (levels=1)": Flats(k=5),
-    "k=1, levels=8": Flats(k=1, levels=8),
-    "k=1, levels=16": Flats(k=1, levels=16),
-    "k=5, levels=4": Flats(k=5, levels=4),
+    "k=1, levels=8": Flats(k=1, nested_ranks=8),
+    "k=1, levels=16": Flats(k=1, nested_ranks=16),
+    "k=5, levels=4": Flats(k=5, nested_ranks=4),
 }
 
 

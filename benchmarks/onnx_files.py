@@ -20,12 +20,12 @@ from _common import arguments, markdown, median_pair, publish
 from sentence_transformers import SentenceTransformer
 
 import kflats
+from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
-from kflats.nn.coded_build import from_transform
+from kflats.matrices.coded_build import from_transform
+from kflats.model.swap import swap_
+from kflats.model.weights import Weight, dense_weight, find_weights
 from kflats.numerics.coding.encode import transform_code
-from kflats.swap.places import Weight, dense_weight, find_weights
-from kflats.swap.surgery import swap_
-from kflats.texts import packaged_texts
 
 
 def table_of(model: Any) -> Weight:
@@ -41,7 +41,7 @@ def coded(original: Any, bits: float) -> Any:
 
 def flats(original: Any) -> Any:
     model = copy.deepcopy(original)
-    kflats.compress_(model, {table_of(model).name: kflats.Flats(k=5)}, budget="20%", quiet=True)
+    kflats.compress_(model, {table_of(model).name: kflats.Flats(k=5)}, keep="20%", quiet=True)
     return model
 
 

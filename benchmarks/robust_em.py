@@ -24,23 +24,23 @@ from torch import Tensor
 
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import PARTIAL, Cloud, Progress, Shape, em
+from kflats.numerics.flats import PARTIAL, Progress, RankSpec, WeightedRows, em
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.initialization import Start
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.robust_bound import losses, reweighted
 from kflats.numerics.robust_em import robust_em
 from kflats.numerics.rows import TensorRows
-from kflats.numerics.starts import Start
 
 K = 5
 
 
-def cloud_of(a: Tensor) -> Cloud:
+def cloud_of(a: Tensor) -> WeightedRows:
     rows = TensorRows(a)
-    return Cloud(rows, squared_norms(rows))
+    return WeightedRows(rows, squared_norms(rows))
 
 
-def converged_inside(cloud: Cloud, bases: tuple[Tensor, ...], rounds: int) -> float:
+def converged_inside(cloud: WeightedRows, bases: tuple[Tensor, ...], rounds: int) -> float:
     """The sum of distances after ``rounds`` EM iterations whose M-steps are solved."""
     loss, found = Power(1), list(bases)
     for _ in range(rounds):
@@ -83,7 +83,7 @@ def pace(run: Callable[[Progress], object]) -> float:
 
 
 def speed(rank: int, rounds: int, table: Tensor) -> list[list[object]]:
-    cloud, shape = cloud_of(table), Shape(K, rank=rank)
+    cloud, shape = cloud_of(table), RankSpec(K, rank=rank)
     bases = fit_flats(table, K, rank=rank, tolerance=1e-2).bases
     start = Start(bases=bases)
     steps = 5 * ROUND

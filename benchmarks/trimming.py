@@ -11,10 +11,10 @@ from _common import arguments, markdown, publish
 from _sentences import HEAD, Evaluator, cells, sentences
 
 from kflats import trim
+from kflats.common.formatting import share
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import load_tokenizer
-from kflats.files import load_model
-from kflats.tables import share
+from kflats.evaluation.comparing import load_tokenizer
+from kflats.io import load_model
 
 
 def main() -> None:

@@ -23,21 +23,21 @@ from _common import arguments, markdown, publish
 from _sentences import sentences
 from linear_fidelity import calibration
 
-from kflats import SVD, Best, Dense, Integer, Recipe, Transform, Uniform, compress_folder, find_weights, score
+from kflats import SVD, Auto, Integer, KeepDense, Recipe, Transform, Uniform, compress_folder, find_weights, score
+from kflats.calibration.batches import text_batches
+from kflats.calibration.collect import measure
+from kflats.calibration.objectives import Projections
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import fidelity, load_tokenizer, weight_file_bytes
-from kflats.files import load_model
+from kflats.evaluation.comparing import fidelity, load_tokenizer, weight_file_bytes
 from kflats.importance import KroneckerFisher
-from kflats.measure.batches import text_batches
-from kflats.measure.collect import measure
-from kflats.measure.objectives import Projections
+from kflats.io import load_model
 
 LINES: tuple[tuple[str, Any, str, bool], ...] = (
-    ("best, calibrated", Best(), "8MB", True),
-    ("best, calibrated", Best(), "6MB", True),
-    ("all int8", Recipe(Dense(), Uniform(), Integer(bits=8)), "60MB", False),
-    ("all int4", Recipe(Dense(), Uniform(), Integer(bits=4, group=64)), "60MB", False),
-    ("best, no data but the tokenizer", Best(), "8MB", False),
+    ("best, calibrated", Auto(), "8MB", True),
+    ("best, calibrated", Auto(), "6MB", True),
+    ("all int8", Recipe(KeepDense(), Uniform(), Integer(bits=8)), "60MB", False),
+    ("all int4", Recipe(KeepDense(), Uniform(), Integer(bits=4, group=64)), "60MB", False),
+    ("best, no data but the tokenizer", Auto(), "8MB", False),
     ("transform, equal shares, every row alike", Recipe(SVD(), Uniform(), Transform()), "8MB", False),
 )
 
@@ -68,7 +68,7 @@ def main() -> None:
         began = time.perf_counter()
         given: dict[str, Any] = {"texts": counted, "statistics": statistics} if calibrated else {}
         report = compress_folder(
-            source, out, budget=f"{budget} of all files", method=recipe, weights=("all",), quiet=True, **given
+            source, out, keep=f"{budget} of all files", method=recipe, weights=("all",), quiet=True, **given
         )
         took = time.perf_counter() - began
         model = load_model(out)

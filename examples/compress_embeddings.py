@@ -9,8 +9,8 @@ from transformers import AutoModel, AutoTokenizer
 
 import kflats
 from kflats import Flats, Recipe, TokenCounts
-from kflats.evaluate.encoding import encode
-from kflats.texts import packaged_texts
+from kflats.common.texts import packaged_texts
+from kflats.evaluation.encoding import encode
 
 
 def main() -> None:
@@ -24,8 +24,8 @@ def main() -> None:
     report = kflats.compress_(
         model,
         {"embeddings.word_embeddings": recipe},
-        budget="60%",
-        data=packaged_texts("count"),
+        keep="60%",
+        texts=packaged_texts("count"),
         tokenizer=tokenizer,
         quiet=True,
     )

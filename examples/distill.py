@@ -14,9 +14,9 @@ from transformers import AutoModel, AutoTokenizer
 
 import kflats
 from kflats import Flats
+from kflats.common.texts import packaged_texts
 from kflats.recover.recover import recover_
 from kflats.tasks.batches import collate, text_features
-from kflats.texts import packaged_texts
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     original = AutoModel.from_pretrained(source).eval()
     small = copy.deepcopy(original)
-    kflats.compress_(small, {"embeddings.word_embeddings": Flats(k=3)}, budget="20%", quiet=True)
+    kflats.compress_(small, {"embeddings.word_embeddings": Flats(k=3)}, keep="20%", quiet=True)
 
     texts = text_features(packaged_texts("count")[:80], tokenizer, max_length=32, model=small)
     batches = [collate(texts[start : start + 8]) for start in range(0, len(texts), 8)]

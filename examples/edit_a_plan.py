@@ -19,7 +19,7 @@ def main() -> None:
     model = AutoModel.from_pretrained(source)
 
     recipe = Recipe(SVD(), ZipfPrior())
-    plan = kflats.plan(model, {"embeddings.word_embeddings": recipe}, budget="30%", tokenizer=tokenizer)
+    plan = kflats.plan(model, {"embeddings.word_embeddings": recipe}, keep="30%", tokenizer=tokenizer)
     plan.save("plan.json")
 
     data = json.loads(Path("plan.json").read_text())

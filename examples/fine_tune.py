@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 import kflats
 from kflats import Flats
-from kflats.texts import packaged_texts
+from kflats.common.texts import packaged_texts
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(source)
     teacher = AutoModel.from_pretrained(source).eval()
     student = copy.deepcopy(teacher)
-    kflats.compress_(student, {"embeddings.word_embeddings": Flats(k=3)}, budget="20%", quiet=True)
+    kflats.compress_(student, {"embeddings.word_embeddings": Flats(k=3)}, keep="20%", quiet=True)
 
     factors = list(student.embeddings.word_embeddings.parameters())
     optimizer = torch.optim.Adam(factors, lr=1e-3)

@@ -31,6 +31,7 @@ from kflats import Flats
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Problem
+from kflats.model.weights import Weight, dense_weight
 from kflats.numerics.ellipsoid import Ellipsoid
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.lewis import Lewis
@@ -39,7 +40,6 @@ from kflats.numerics.robust import robust_svd
 from kflats.numerics.rows import Rows, TensorRows
 from kflats.numerics.subspace import robust_subspace
 from kflats.numerics.svd import truncated_svd
-from kflats.swap.places import Weight, dense_weight
 
 RATES = (0.15, 0.28, 0.41)
 """Compression as the paper counts it: the share of the bytes that is saved."""
@@ -192,7 +192,7 @@ def errors(pairs: Iterable[tuple[Tensor, Tensor]]) -> dict[str, float]:
     return {"l1": l1, "l21": l21, "frobenius": squares**0.5}
 
 
-def put_(model: nn.Module, weight: Weight, matrix: Tensor) -> None:
+def swap_described_(model: nn.Module, weight: Weight, matrix: Tensor) -> None:
     """Overwrite a weight by an approximation of the same shape: what the model then says is what factors would."""
     with torch.no_grad():
         table = model.get_submodule(weight.name).weight
@@ -220,7 +220,7 @@ def compressed(
     for rate, level in zip(rates, made, strict=True):
         copied = copy.deepcopy(model)
         for weight, b in zip(weights, level, strict=True):
-            put_(copied, weight, b.matrix)
+            swap_described_(copied, weight, b.matrix)
         found = errors(zip(before, (b.matrix for b in level), strict=True))
         nbytes, full = sum(b.nbytes for b in level), sum(a.numel() * 4 for a in before)
         notes = sorted({b.note for b in level} - {""})
@@ -248,8 +248,8 @@ def _synflow(
 
 def row_weights_of(tokenizer: Any, rows: int, texts: Sequence[str]) -> dict[str, Tensor]:
     """What " + zipf" (no text at all) and " + counts" (public text, none of the task's) weigh rows by."""
+    from kflats.calibration.counting import count_tokens, zipf_prior
     from kflats.importance import TokenCounts, ZipfPrior
-    from kflats.measure.counting import count_tokens, zipf_prior
 
     prior = zipf_prior(tokenizer, rows)
     measured = Measured(rows, counts=count_tokens(texts, tokenizer, rows), prior=prior)

@@ -11,7 +11,7 @@ from _results import kept, markdown, part
 from _robust import FAMILIES, HALF, Known, compressed
 from torch import nn
 
-from kflats.swap.places import Weight
+from kflats.model.weights import Weight
 from kflats.tasks.metrics import spearman
 
 STORED = (

@@ -22,16 +22,16 @@ import torch
 from _results import markdown
 from torch import Tensor
 
+from kflats.calibration.batches import text_batches
+from kflats.calibration.objectives import Projections
+from kflats.common.errors import KflatsError
+from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import fidelity, load_tokenizer
-from kflats.files import load_model
-from kflats.measure.batches import text_batches
-from kflats.measure.objectives import Projections
+from kflats.evaluation.comparing import fidelity, load_tokenizer
+from kflats.io import load_model
+from kflats.model.weights import find_weights
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 from kflats.numerics.svd import truncated_svd
-from kflats.swap.places import find_weights
-from kflats.texts import packaged_texts
 
 _BATCH = 2**22  # numbers in the largest temporary: memory of this size is kept and reused between batches
 _LINES = 8

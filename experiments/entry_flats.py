@@ -29,7 +29,7 @@ from _results import markdown
 from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise import SINGLE, SMALL, entrywise_low_rank
 from kflats.numerics.entrywise_admm import admm
 from kflats.numerics.entrywise_irls import irls

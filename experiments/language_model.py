@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kflats import compress_, find_weights, measure
-from kflats.evaluate.comparing import evaluating
+from kflats.evaluation.comparing import evaluating
 
 METHODS = ("SVD", "RowFisher", "InputGram", "KroneckerFisher", "RowFisher+loss", "KroneckerFisher+loss")
 BOS = 1
@@ -118,7 +118,7 @@ def divergence(original: Any, other: Any, ids: Tensor) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     write_option(parser)
-    parser.add_argument("--budgets", default="90%,80%,60%,45%")
+    parser.add_argument("--keeps", default="90%,80%,60%,45%")
     parser.add_argument("--texts", type=int, default=128, help="texts to calibrate on, and as many to judge on")
     parser.add_argument("--length", type=int, default=192)
     asked = parser.parse_args()
@@ -142,7 +142,7 @@ def main() -> None:
         report = compress_(
             model,
             {"all": variant.recipe},
-            budget=budget,
+            keep=budget,
             statistics=found[source or "TaskLoss"],
             allocation=variant.allocation,
             quiet=True,
@@ -184,7 +184,7 @@ def main() -> None:
         plot.ylabel("mean KL divergence, nats")
         plot.legend(fontsize=8)
 
-    command = f"python experiments/language_model.py --budgets {asked.budgets} --texts {asked.texts}"
+    command = f"python experiments/language_model.py --keeps {asked.budgets} --texts {asked.texts}"
     command += f" --length {asked.length} --write experiments/results"
     title = "A 260k-parameter Llama: divergence from the original"
     publish("language_model", title, command, body, {"story": story, "rows": rows}, asked.write, draw)

@@ -65,7 +65,7 @@ def generic(made: TaskModel, task: str, variant: Variant, asked: argparse.Namesp
     compress_(
         model.base_model,
         {"encoder.layer.*": Recipe(SVD(), IMPORTANCES[variant.importance])},
-        budget=f"{asked.ratio} ranks",
+        keep=f"{asked.ratio} ranks",
         calibration=unlabelled,
         objective=Projections(of="pooled", seed=asked.seed),
         allocation=variant.allocation,

@@ -25,9 +25,9 @@ from torch import nn
 
 from kflats import find_weights
 from kflats.demo import packaged_model
-from kflats.evaluate.comparing import load_tokenizer
-from kflats.evaluate.encoding import encode
-from kflats.files import load_model
+from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.encoding import encode
+from kflats.io import load_model
 from kflats.tasks.data import load_examples
 from kflats.tasks.metrics import spearman
 

@@ -21,7 +21,7 @@ import torch
 from _results import embedding_table, markdown
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid, certified, check_power, distortion_found, empty, lifted
 from kflats.numerics.lewis import Lewis, State, iterate, lewis_weights, sweep
 from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, as_rows, check_finite

@@ -111,7 +111,7 @@ def compressed(made: TaskModel, variant: Variant, found: Any, budget: str) -> tu
     report = compress_(
         model,
         {ENCODER: variant.recipe},
-        budget=budget,
+        keep=budget,
         statistics=found,
         allocation=variant.allocation,
         quiet=True,

@@ -206,7 +206,7 @@ def judged(
     """One row: the method, what was kept, the accuracy."""
     other = copy.deepcopy(model)
     report = compress_(
-        other, {word: variant.recipe}, budget=budget, statistics=found, allocation=variant.allocation, quiet=True
+        other, {word: variant.recipe}, keep=budget, statistics=found, allocation=variant.allocation, quiet=True
     )
     return {
         "method": variant.name,

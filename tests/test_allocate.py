@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.allocate.allocate import Allocation, Curve, allocate
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
+from kflats.planning.knapsack import Allocation, Curve, allocate
 
 
 def curve(n: int, d: int, scale: float, decay: float, form: str = "factors", itemsize: int = 4) -> Curve:

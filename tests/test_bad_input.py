@@ -13,13 +13,13 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
-from kflats.allocate.planning import plan
+from kflats.common.errors import KflatsError
+from kflats.common.texts import read_texts
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.errors import KflatsError
-from kflats.files import load_model
-from kflats.recipes.budget import Budget
-from kflats.recipes.plan import Plan
-from kflats.texts import read_texts
+from kflats.io import load_model
+from kflats.planning.decide import plan
+from kflats.recipe.budget import Budget
+from kflats.recipe.plan import Plan
 
 TABLE = "embeddings.word_embeddings"
 
@@ -37,7 +37,7 @@ def refused(message: str, folder: Path, **options: object) -> KflatsError:
     before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} if folder.is_dir() else {}
     out = folder.parent / "out"
     with pytest.raises(KflatsError, match=message) as caught:
-        compress_folder(folder, out, **{"budget": "50%", "quiet": True, **options})
+        compress_folder(folder, out, **{"keep": "50%", "quiet": True, **options})
     assert not out.exists()
     assert not [p for p in folder.parent.iterdir() if p.name.startswith(".out")]
     assert {p: p.read_bytes() for p in before} == before
@@ -97,7 +97,7 @@ def test_a_tokenizer_that_is_needed_but_not_there(folder, damage, asked):
 def test_a_tokenizer_that_is_not_needed_is_missed_in_words(folder):
     for path in folder.glob("*token*"):
         path.unlink()
-    report = compress_folder(folder, folder.parent / "out", budget="50%", quiet=True)
+    report = compress_folder(folder, folder.parent / "out", keep="50%", quiet=True)
     assert report.weights[0].importance == {"type": "Uniform"}
     assert "every row counts the same" in report.weights[0].note
     assert "every row counts the same" in str(report)
@@ -109,13 +109,13 @@ def test_a_tokenizer_of_another_model(tiny_model, tiny_tokenizer):
     for recipe, data in ((None, ["word200"]), (Recipe(SVD(), ZipfPrior()), None)):
         before = model.get_input_embeddings()
         with pytest.raises(KflatsError, match="another model"):
-            compress_(model, recipe, budget="50%", data=data, tokenizer=tiny_tokenizer, quiet=True)
+            compress_(model, recipe, keep="50%", texts=data, tokenizer=tiny_tokenizer, quiet=True)
         assert model.get_input_embeddings() is before
 
 
 def test_texts_without_a_tokenizer(tiny_model):
     with pytest.raises(KflatsError, match="no tokenizer"):
-        compress_(tiny_model("bert"), budget="50%", data=["the"], quiet=True)
+        compress_(tiny_model("bert"), keep="50%", texts=["the"], quiet=True)
 
 
 # Models
@@ -170,16 +170,16 @@ def test_numbers_of_flats_that_are_no_whole_numbers(options):
 def test_a_folder_without_a_model_that_can_be_read(folder, spoil, message):
     spoil(folder)
     with pytest.raises(KflatsError, match=message):
-        compress_folder(folder, folder.parent / "out", budget="50%", quiet=True)
+        compress_folder(folder, folder.parent / "out", keep="50%", quiet=True)
     assert not (folder.parent / "out").exists()
 
 
 def test_a_table_that_is_compressed_already(folder):
-    compress_folder(folder, folder.parent / "small", budget="50%", quiet=True)
+    compress_folder(folder, folder.parent / "small", keep="50%", quiet=True)
     with pytest.raises(KflatsError, match="compressed already"):
-        compress_folder(folder.parent / "small", folder.parent / "out", budget="50%", quiet=True)
+        compress_folder(folder.parent / "small", folder.parent / "out", keep="50%", quiet=True)
     with pytest.raises(KflatsError, match=TABLE):
-        compress_folder(folder.parent / "small", folder.parent / "out", budget="50%", weights=(TABLE,), quiet=True)
+        compress_folder(folder.parent / "small", folder.parent / "out", keep="50%", weights=(TABLE,), quiet=True)
     assert not (folder.parent / "out").exists()
 
 
@@ -187,33 +187,33 @@ def test_a_table_that_is_compressed_already(folder):
 def test_an_embedding_that_does_what_factors_cannot(option):
     model = nn.ModuleDict({"words": nn.Embedding(50, 8, **option)})
     with pytest.raises(KflatsError, match=next(iter(option))):
-        compress_(model, {"words": SVD()}, budget="50%", quiet=True)
+        compress_(model, {"words": SVD()}, keep="50%", quiet=True)
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding(50, 8), nn.Linear(50, 8)])
 def test_a_layer_that_nothing_holds(layer):
     with pytest.raises(KflatsError, match=r"itself the layer.*torch.nn.Sequential\(layer\)"):
-        compress_(layer, {"": SVD()}, budget="50%", quiet=True)
+        compress_(layer, {"": SVD()}, keep="50%", quiet=True)
 
 
 def test_a_model_without_values():
     with torch.device("meta"):
         model = nn.ModuleDict({"words": nn.Embedding(50, 8)})
     with pytest.raises(KflatsError, match="words has a shape but no values"):
-        compress_(model, {"words": SVD()}, budget="50%", quiet=True)
+        compress_(model, {"words": SVD()}, keep="50%", quiet=True)
 
 
 def test_no_name_is_not_the_current_folder(folder, monkeypatch):
     monkeypatch.chdir(folder)
     with pytest.raises(KflatsError, match="no model is named"):
-        compress_folder("", folder.parent / "out", budget="50%", quiet=True)
+        compress_folder("", folder.parent / "out", keep="50%", quiet=True)
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_constant_table_comes_back_as_it_was(value):
     model = nn.ModuleDict({"words": nn.Embedding(50, 8)})
     nn.init.constant_(model["words"].weight, value)
-    report = compress_(model, {"words": Flats(k=2)}, budget="60%", quiet=True)
+    report = compress_(model, {"words": Flats(k=2)}, keep="60%", quiet=True)
     torch.testing.assert_close(model["words"](torch.arange(50)).detach(), torch.full((50, 8), value))
     assert report.weights[0].error == pytest.approx(0, abs=1e-9)
     assert str(report)
@@ -227,7 +227,7 @@ def test_a_failed_factorization_is_an_error_never_a_random_or_another_layer(monk
     before = model["words"]
     monkeypatch.setattr(torch.linalg, "eigh", fail)
     with pytest.raises(torch.linalg.LinAlgError):
-        compress_(model, {"words": SVD()}, budget="50%", quiet=True)
+        compress_(model, {"words": SVD()}, keep="50%", quiet=True)
     assert model["words"] is before
 
 
@@ -252,13 +252,13 @@ def test_a_failed_factorization_is_an_error_never_a_random_or_another_layer(monk
     ],
 )
 def test_budgets_that_mean_nothing(folder, budget, message):
-    refused(message, folder, budget=budget)
+    refused(message, folder, keep=budget)
 
 
 @pytest.mark.parametrize("size", ["1%", "1000%", "100B", "1GB", "100 params"])
 def test_file_budgets_that_cannot_be_met(folder, size):
     with pytest.raises(KflatsError):
-        compress_folder(folder, folder.parent / "out", budget=kflats.parse_budget(size, scope="file"), quiet=True)
+        compress_folder(folder, folder.parent / "out", keep=kflats.parse_budget(size, scope="file"), quiet=True)
     assert not (folder.parent / "out").exists()
 
 
@@ -268,7 +268,7 @@ def test_no_compressed_file_is_larger_than_the_original(folder, method, budget):
     out = folder.parent / "out"
     refusal = ""
     try:
-        compress_folder(folder, out, budget=budget, method=method, quiet=True)
+        compress_folder(folder, out, keep=budget, method=method, quiet=True)
     except KflatsError as error:
         refusal = str(error)
     if refusal:  # factors that save nothing: their description makes the file larger than it was
@@ -318,7 +318,7 @@ PLANS = {
 @pytest.mark.parametrize(("edit", "message"), PLANS.values(), ids=PLANS.keys())
 def test_plans_that_are_damaged_or_for_another_model(folder, edit, message):
     path = folder.parent / "plan.json"
-    plan(load_model(folder), {TABLE: Recipe(Flats(k=2), Uniform())}, budget="50%").save(path)
+    plan(load_model(folder), {TABLE: Recipe(Flats(k=2), Uniform())}, keep="50%").save(path)
     data = json.loads(path.read_text())
     edit(data)
     path.write_text(json.dumps(data))
@@ -343,8 +343,8 @@ def test_an_empty_plan_is_not_a_success(folder):
 
 def test_every_error_names_symptom_and_a_way_on(folder):
     for error in (
-        refused("keeps nothing", folder, budget="0%"),
-        refused("cannot hold", folder, budget="20B"),
+        refused("keeps nothing", folder, keep="0%"),
+        refused("cannot hold", folder, keep="20B"),
         refused("no texts", folder, texts=()),
     ):
         assert error.symptom

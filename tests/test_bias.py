@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import kflats
-from kflats.errors import KflatsError
-from kflats.nn.matrix import Band, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
-from kflats.swap.surgery import find_weight, find_weights, restore_, swap_, unchanged_on_error
+from kflats.common.errors import KflatsError
+from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
+from kflats.model.swap import find_weight, find_weights, restore_, swap_, unchanged_on_error
 
 
 def low_rank(n: int, d: int) -> Matrix:
@@ -21,7 +21,7 @@ def low_rank(n: int, d: int) -> Matrix:
 
 def flats(n: int, d: int) -> Matrix:
     labels = (torch.arange(n) % 2).to(torch.uint8)
-    bands = (Band(-(-n // 2), 2, 0), Band(n // 2, 1, 1))
+    bands = (RankGroup(-(-n // 2), 2, 0), RankGroup(n // 2, 1, 1))
     return FlatsMatrix(torch.randn(2 * bands[0].rows + bands[1].rows), torch.randn(3, d), labels, bands, (2, 1))
 
 
@@ -48,12 +48,12 @@ class Model(nn.Module):
         return self.head(self.second(self.first(self.conv(x).mean((2, 3)))))
 
 
-def swapped(model: Model, name: str, matrix: Matrix, shift: Tensor | None, rows: str = "inputs") -> Matrix:
-    swap_(model, find_weight(model, name), matrix, rows=rows, bias_shift=shift)
+def swapped(model: Model, name: str, matrix: Matrix, shift: Tensor | None, rows: str = "in_features") -> Matrix:
+    swap_(model, find_weight(model, name), matrix, matrix_rows=rows, bias_shift=shift)
     return matrix
 
 
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_a_shift_is_added_and_a_missing_bias_made(kind: Any, rows: str) -> None:
     model = Model()
@@ -66,7 +66,7 @@ def test_a_shift_is_added_and_a_missing_bias_made(kind: Any, rows: str) -> None:
         ("head", True),
     ]
     before = bias.detach().clone()
-    turn = rows == "outputs"
+    turn = rows == "out_features"
     matrix = swapped(model, "first", kind(8, 6) if turn else kind(6, 8), shift, rows)
     x, dense = torch.randn(3, 6), matrix.dense().T if turn else matrix.dense()
     torch.testing.assert_close(model.first(x), x @ dense + before + shift)
@@ -140,14 +140,14 @@ def test_bad_shifts_are_refused(name: str, shift: Tensor, message: str) -> None:
 def test_bad_rows_are_refused() -> None:
     model = Model()
     with pytest.raises(KflatsError, match="rows='columns'"):
-        swap_(model, find_weight(model, "first"), low_rank(6, 8), rows="columns")
+        swap_(model, find_weight(model, "first"), low_rank(6, 8), matrix_rows="columns")
     with pytest.raises(KflatsError, match="rows are tokens"):
-        swap_(model, find_weight(model, "words"), low_rank(5, 7), rows="outputs")
+        swap_(model, find_weight(model, "words"), low_rank(5, 7), matrix_rows="out_features")
 
 
 def all_swapped(model: Model) -> Model:
     swapped(model, "conv", interpolative(18, 6), torch.randn(6))
-    swapped(model, "first", flats(8, 6), torch.randn(8), "outputs")
+    swapped(model, "first", flats(8, 6), torch.randn(8), "out_features")
     swapped(model, "second", flats(8, 5), torch.randn(5))
     swapped(model, "head", low_rank(5, 9), torch.randn(9))
     return model

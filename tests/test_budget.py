@@ -8,16 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
-from kflats.recipes.budget import Budget, parse_budget, split
-from kflats.swap.surgery import Place, Weight
+from kflats.common.errors import KflatsError
+from kflats.model.swap import Weight
+from kflats.model.weights import WeightUse
+from kflats.recipe.budget import Budget, parse_budget, split
 
 
 def weight(
     rows: int = 30522, columns: int = 384, name: str = "embeddings.word_embeddings", itemsize: int = 4
 ) -> Weight:
     dtype = {2: "float16", 4: "float32", 8: "float64"}[itemsize]
-    return Weight(name, (Place(name, "embedding"),), (rows, columns), dtype, rows * columns * itemsize)
+    return Weight(name, (WeightUse(name, "embedding"),), (rows, columns), dtype, rows * columns * itemsize)
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_a_file_budget_pays_for_the_bias_that_a_layer_may_gain() -> None:
     budget = parse_budget("50kB", "file")
 
     def left(role: str, bias: bool) -> int:
-        one = Weight("dense", (Place("dense", role),), (100, 200), "float32", 80_000, bias)
+        one = Weight("dense", (WeightUse("dense", role),), (100, 200), "float32", 80_000, bias)
         return budget.stored_bytes([one], 90_000, 4)
 
     assert left("linear", True) == left("embedding", False)

@@ -10,18 +10,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from kflats.calibration.measurements import Statistics
 from kflats.cli import compress as cli_compress
 from kflats.cli import inspect as cli_inspect
 from kflats.cli.app import app
-from kflats.cli.asked import Asked, recipe_of
-from kflats.errors import KflatsError
+from kflats.cli.recipe_options import RecipeOptions, recipe_of
+from kflats.common.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TokenCounts, TwoSided, Uniform, ZipfPrior
-from kflats.measure.measurements import Statistics
 from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Truncated
-from kflats.recipes.plan import Plan
-from kflats.recipes.recipe import Recipe, from_json
+from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Recipe, from_json
 from kflats.report.report import REPORT_FILE, Report
 
 transformers = pytest.importorskip("transformers")
@@ -134,7 +134,7 @@ def test_interrupted(command: str, note: bool, tiny: Path, tmp_path: Path, monke
 
     monkeypatch.setattr(cli_inspect, "resolve_model", interrupt)
     monkeypatch.setattr(cli_compress, "compress_folder", interrupt)
-    extra = ("--budget", "60%", "--out", tmp_path / "out") if command == "compress" else ()
+    extra = ("--keep", "60%", "--out", tmp_path / "out") if command == "compress" else ()
     result = run(command, tiny, *extra)
     assert result.exit_code == 130
     assert "interrupted" in result.stderr
@@ -182,7 +182,7 @@ def state(folder: Path) -> dict[str, bytes]:
 
 def test_compress_makes_a_folder_within_the_budget(tiny: Path, texts: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
-    result = run("compress", tiny, "--budget", "60%", "--flats", 2, "--texts", texts, "--out", out)
+    result = run("compress", tiny, "--keep", "60%", "--flats", 2, "--texts", texts, "--out", out)
     assert result.exit_code == 0, result.output
     assert "named weights" in result.stdout
     report = Report.load(out)
@@ -200,13 +200,13 @@ def test_compress_makes_a_folder_within_the_budget(tiny: Path, texts: Path, tmp_
 
 def test_all_numbers_in_half_precision(tiny: Path, tmp_path: Path) -> None:
     result = run(
-        "compress", tiny, "--method", "dense", "--codec", "float16", "--budget", "60%", "--out", tmp_path / "a"
+        "compress", tiny, "--method", "keep-dense", "--codec", "float16", "--keep", "60%", "--out", tmp_path / "a"
     )
     assert result.exit_code == 0, result.output
     (weight,) = Report.load(tmp_path / "a").weights
     assert (weight.kept, 2 * weight.bytes_after) == ("float16", weight.bytes_before)
     assert "embeddings.word_embeddings, 400 x 32, dense, 25.6 kB" in run("inspect", tmp_path / "a").output
-    asked = ("--method", "dense", "--codec", "bfloat16", "--weights", "all", "--file-budget", "60%")
+    asked = ("--method", "keep-dense", "--codec", "bfloat16", "--weights", "all", "--size", "60%")
     assert run("compress", tiny, *asked, "--out", tmp_path / "b").exit_code == 0
     sizes = [(folder / "model.safetensors").stat().st_size for folder in (tiny, tmp_path / "b")]
     assert sizes[1] <= 0.6 * sizes[0]
@@ -214,7 +214,7 @@ def test_all_numbers_in_half_precision(tiny: Path, tmp_path: Path) -> None:
 
 def test_compress_is_quiet_when_asked_and_reproducible(tiny: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        result = run("compress", tiny, "--budget", "20kB", "--seed", 3, "--quiet", "--out", tmp_path / name)
+        result = run("compress", tiny, "--keep", "20kB", "--seed", 3, "--quiet", "--out", tmp_path / name)
         assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
     assert a == b
@@ -222,17 +222,17 @@ def test_compress_is_quiet_when_asked_and_reproducible(tiny: Path, tmp_path: Pat
 
 def test_an_existing_folder_is_kept_unless_forced(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert run("compress", tiny, "--budget", "60%", "--method", "svd", "--out", out).exit_code == 0
+    assert run("compress", tiny, "--keep", "60%", "--method", "svd", "--out", out).exit_code == 0
     before = state(out)
-    assert "exists" in refused("compress", tiny, "--budget", "40%", "--method", "svd", "--out", out)
+    assert "exists" in refused("compress", tiny, "--keep", "40%", "--method", "svd", "--out", out)
     assert state(out) == before
-    assert run("compress", tiny, "--budget", "40%", "--method", "svd", "--force", "--out", out).exit_code == 0
+    assert run("compress", tiny, "--keep", "40%", "--method", "svd", "--force", "--out", out).exit_code == 0
     assert Report.load(out).budget == "40%"
 
 
 def test_a_plan_is_made_reviewed_and_run(tiny: Path, texts: Path, tmp_path: Path) -> None:
     file, out = tmp_path / "plan.json", tmp_path / "out"
-    arguments = ("plan", tiny, "--budget", "60%", "--flats", 3, "--texts", texts, "--out", file)
+    arguments = ("plan", tiny, "--keep", "60%", "--flats", 3, "--texts", texts, "--out", file)
     result = run(*arguments)
     assert result.exit_code == 0, result.output
     plan = Plan.load(file)
@@ -242,10 +242,10 @@ def test_a_plan_is_made_reviewed_and_run(tiny: Path, texts: Path, tmp_path: Path
     again = run(*arguments, "--force", "--quiet")
     assert (again.exit_code, again.stdout) == (0, "")
     assert "--flats" in refused("compress", tiny, "--plan", file, "--flats", 4, "--out", out)
-    assert "60%" in refused("compress", tiny, "--plan", file, "--budget", "50%", "--out", out)
-    assert "1MB of all files" in refused("compress", tiny, "--plan", file, "--file-budget", "1MB", "--out", out)
+    assert "60%" in refused("compress", tiny, "--plan", file, "--keep", "50%", "--out", out)
+    assert "1MB of all files" in refused("compress", tiny, "--plan", file, "--size", "1MB", "--out", out)
     assert not out.exists()
-    done = run("compress", tiny, "--plan", file, "--budget", "60%", "--texts", texts, "--quiet", "--out", out)
+    done = run("compress", tiny, "--plan", file, "--keep", "60%", "--texts", texts, "--quiet", "--out", out)
     assert done.exit_code == 0, done.output
     assert Report.load(out).weights[0].method["k"] == 3
 
@@ -254,28 +254,28 @@ def test_several_weights_and_a_file_budget(tiny: Path, tmp_path: Path) -> None:
     whole = (tiny / "model.safetensors").stat().st_size
     names = [x for n in ("embeddings.word_embeddings", "encoder.layer.0.output.dense") for x in ("--weights", n)]
     common = ("--method", "svd", "--quiet", *names)
-    assert run("compress", tiny, "--budget", "50%", *common, "--out", tmp_path / "a").exit_code == 0
+    assert run("compress", tiny, "--keep", "50%", *common, "--out", tmp_path / "a").exit_code == 0
     assert len(Report.load(tmp_path / "a").weights) == 2
     limit = whole - 10_000
-    done = run("compress", tiny, "--file-budget", f"{limit}B", *common, "--out", tmp_path / "b")
+    done = run("compress", tiny, "--size", f"{limit}B", *common, "--out", tmp_path / "b")
     assert done.exit_code == 0, done.output
     assert (tmp_path / "b" / "model.safetensors").stat().st_size <= limit
 
 
 def test_rows_that_are_no_tokens_count_alike_by_default(tiny: Path, tmp_path: Path) -> None:
     names = ("--weights", "embeddings.word_embeddings", "--weights", "encoder.layer.0.output.dense")
-    done = run("plan", tiny, "--budget", "90%", *names, "--out", tmp_path / "plan.json")
+    done = run("plan", tiny, "--keep", "90%", *names, "--out", tmp_path / "plan.json")
     assert done.exit_code == 0, done.output
     found = [d.recipe.importance for d in Plan.load(tmp_path / "plan.json").decisions]
     assert found == [ZipfPrior(), Uniform()]
     assert "--importance uniform" in refused(
-        "plan", tiny, "--budget", "90%", "--flats", 2, *names, "--out", tmp_path / "other.json"
+        "plan", tiny, "--keep", "90%", "--flats", 2, *names, "--out", tmp_path / "other.json"
     )
 
 
 def test_one_command_makes_every_linear_layer_smaller(tiny: Path, texts: Path, tmp_path: Path) -> None:
     out, kept = tmp_path / "small", tmp_path / "statistics.safetensors"
-    arguments = ("--weights", "linear", "--importance", "kronecker", "--calibration", texts, "--budget", "60%")
+    arguments = ("--weights", "linear", "--importance", "kronecker", "--calibration", texts, "--keep", "60%")
     done = run("compress", tiny, *arguments, "--statistics", kept, "--out", out)
     assert done.exit_code == 0, done.output
     report = Report.load(out)
@@ -307,7 +307,7 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
     lines = ["sentence1\tsentence2\tlabel", *(f"wa{chr(97 + i)} wb{chr(97 + i)} wca\t\t{i % 2}" for i in range(20))]
     (tmp_path / "sst2" / "train.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     kept = tmp_path / "statistics.safetensors"
-    given = ("--weights", "linear", "--task", "sst2", "--data", tmp_path / "sst2", "--budget", "60%")
+    given = ("--weights", "linear", "--task", "sst2", "--task-data", tmp_path / "sst2", "--keep", "60%")
     given += ("--samples", "16")
     done = run(
         "compress", tmp_path / "model", *given, "--importance", "row-fisher", "--statistics", kept,
@@ -322,28 +322,28 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
     assert Plan.load(tmp_path / "plan.json").allocation == "loss"
     both = ("--calibration", tmp_path / "sst2" / "train.tsv", "--out", tmp_path / "no")
     assert "are both given" in refused("compress", tmp_path / "model", *given, *both)
-    assert "--samples 0" in refused("compress", tiny, "--budget", "9%", "--samples", 0, *both[2:])
-    assert "--data is of a --task" in refused("compress", tiny, "--budget", "9%", "--data", tmp_path, *both[2:])
+    assert "--samples 0" in refused("compress", tiny, "--keep", "9%", "--samples", 0, *both[2:])
+    assert "--task-data is of a --task" in refused("compress", tiny, "--keep", "9%", "--task-data", tmp_path, *both[2:])
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give one of --budget and --file-budget"),
-        (("--budget", "60%", "--file-budget", "1MB"), "give one of --budget and --file-budget"),
-        (("--budget", "0.6"), "0.6"),
-        (("--budget", "300%"), "more than the original"),
-        (("--budget", "60%", "--method", "magic"), "no method is called 'magic'"),
-        (("--budget", "60%", "--importance", "magic"), "no importance is called 'magic'"),
-        (("--budget", "60%", "--method", "svd", "--flats", "3"), "--flats is of flats, kmeans-svd, messi, not of svd"),
-        (("--budget", "60%", "--importance", "counts"), "needs --texts"),
-        (("--budget", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
+        ((), "give one of --keep and --size"),
+        (("--keep", "60%", "--size", "1MB"), "give one of --keep and --size"),
+        (("--keep", "0.6"), "0.6"),
+        (("--keep", "300%"), "more than the original"),
+        (("--keep", "60%", "--method", "magic"), "no method is called 'magic'"),
+        (("--keep", "60%", "--importance", "magic"), "no importance is called 'magic'"),
+        (("--keep", "60%", "--method", "svd", "--flats", "3"), "--flats is of flats, kmeans-svd, messi, not of svd"),
+        (("--keep", "60%", "--importance", "counts"), "needs --texts"),
+        (("--keep", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
         (("--plan", "none.json"), "cannot be read"),
-        (("--budget", "60%", "--importance", "kronecker"), "needs --calibration"),
-        (("--budget", "60%", "--weights", "conv"), "no weights of the kind 'conv'"),
-        (("--budget", "60%", "--weights", "encoder.layer.9.*"), "no weight of the model matches"),
-        (("--budget", "60%", "--weights", "linear", "--allocation", "loss"), "not in units of a loss"),
-        (("--budget", "60%", "--allocation", "best"), "--allocation best is unknown"),
+        (("--keep", "60%", "--importance", "kronecker"), "needs --calibration"),
+        (("--keep", "60%", "--weights", "conv"), "no weights of the kind 'conv'"),
+        (("--keep", "60%", "--weights", "encoder.layer.9.*"), "no weight of the model matches"),
+        (("--keep", "60%", "--weights", "linear", "--allocation", "loss"), "not in units of a loss"),
+        (("--keep", "60%", "--allocation", "best"), "--allocation best is unknown"),
     ],
 )
 def test_compress_and_plan_refuse_alike(options: tuple[str, ...], message: str, tiny: Path, tmp_path: Path) -> None:
@@ -355,51 +355,51 @@ def test_compress_and_plan_refuse_alike(options: tuple[str, ...], message: str, 
 
 
 def test_options_become_recipes() -> None:
-    assert recipe_of(Asked(), counted=True) is None
-    assert recipe_of(Asked(flats=7), counted=True) == Recipe(Flats(k=7), TokenCounts())
-    assert recipe_of(Asked(flats=7), counted=False) == Recipe(Flats(k=7), ZipfPrior())
-    assert recipe_of(Asked("svd"), counted=False) == Recipe(SVD(), Uniform())
-    assert recipe_of(Asked("kmeans-svd", 4), counted=True) == Recipe(KMeansSVD(k=4), TokenCounts())
-    assert recipe_of(Asked("messi", 6, "uniform"), counted=False) == Recipe(MESSI(k=6), Uniform())
-    assert recipe_of(Asked("flats", power=0.75), counted=False) == Recipe(Flats(), ZipfPrior(power=0.75))
+    assert recipe_of(RecipeOptions(), counted=True) is None
+    assert recipe_of(RecipeOptions(flats=7), counted=True) == Recipe(Flats(k=7), TokenCounts())
+    assert recipe_of(RecipeOptions(flats=7), counted=False) == Recipe(Flats(k=7), ZipfPrior())
+    assert recipe_of(RecipeOptions("svd"), counted=False) == Recipe(SVD(), Uniform())
+    assert recipe_of(RecipeOptions("kmeans-svd", 4), counted=True) == Recipe(KMeansSVD(k=4), TokenCounts())
+    assert recipe_of(RecipeOptions("messi", 6, "uniform"), counted=False) == Recipe(MESSI(k=6), Uniform())
+    assert recipe_of(RecipeOptions("flats", power=0.75), counted=False) == Recipe(Flats(), ZipfPrior(power=0.75))
     with pytest.raises(KflatsError, match="counts no texts"):
-        recipe_of(Asked("flats", importance="zipf"), counted=True)
+        recipe_of(RecipeOptions("flats", importance="zipf"), counted=True)
 
 
 def test_options_of_methods_whose_error_is_no_square() -> None:
     uniform = {"counted": False}
     cases = {
-        Asked("robust-svd", p=1): RobustSVD(p=1.0),
-        Asked("robust-svd", p=0.5, ellipsoid="lewis"): RobustSVD(p=0.5),
-        Asked("robust-svd", ellipsoid="Loewner"): RobustSVD(ellipsoid=Loewner()),
-        Asked("entrywise", p=1.5): Entrywise(p=1.5),
-        Asked("l1"): Entrywise(),
-        Asked("subspace", error="huber 0.5"): Subspace(Huber(0.5)),
-        Asked("messi", 3, error="power 1"): MESSI(3, Power(1.0)),
+        RecipeOptions("robust-svd", p=1): RobustSVD(p=1.0),
+        RecipeOptions("robust-svd", p=0.5, ellipsoid="lewis"): RobustSVD(p=0.5),
+        RecipeOptions("robust-svd", ellipsoid="Loewner"): RobustSVD(ellipsoid=Loewner()),
+        RecipeOptions("entrywise", p=1.5): Entrywise(p=1.5),
+        RecipeOptions("l1"): Entrywise(),
+        RecipeOptions("subspace", error="huber 0.5"): Subspace(Huber(0.5)),
+        RecipeOptions("messi", 3, error="power 1"): MESSI(3, Power(1.0)),
     }
     for asked, method in cases.items():
         assert recipe_of(asked, **uniform) == Recipe(method, Uniform())
-    assert recipe_of(Asked("flats", error="power 1"), **uniform) == Recipe(Flats(error=Power(1.0)), ZipfPrior())
-    assert recipe_of(Asked(error="truncated 3 median"), counted=True) == Recipe(
+    assert recipe_of(RecipeOptions("flats", error="power 1"), **uniform) == Recipe(Flats(error=Power(1.0)), ZipfPrior())
+    assert recipe_of(RecipeOptions(error="truncated 3 median"), counted=True) == Recipe(
         Flats(error=Truncated(3.0, "median")), TokenCounts()
     )
-    assert recipe_of(Asked("robust-svd"), counted=False, measured=True) == Recipe(RobustSVD(), RowFisher())
-    assert recipe_of(Asked(error="power 1"), counted=False, measured=True) == Recipe(
+    assert recipe_of(RecipeOptions("robust-svd"), counted=False, measured=True) == Recipe(RobustSVD(), RowFisher())
+    assert recipe_of(RecipeOptions(error="power 1"), counted=False, measured=True) == Recipe(
         Flats(error=Power(1.0)), RowFisher()
     )
     for asked, message in (
-        (Asked(p=1.0), "--p is of robust-svd, entrywise, not of flats, the default.*--method robust-svd"),
-        (Asked("svd", p=1.0), "--p is of robust-svd, entrywise, not of svd"),
-        (Asked("entrywise", ellipsoid="lewis"), "--ellipsoid is of robust-svd, not of entrywise"),
-        (Asked("robust-svd", error="power 1"), "--error is of flats, messi, subspace"),
-        (Asked("robust-svd", ellipsoid="round"), "no ellipsoid is called 'round'"),
-        (Asked("robust-svd", p=0.0), "RobustSVD cannot use p=0"),
-        (Asked("entrywise", p=3.0), "Entrywise cannot use p=3"),
-        (Asked("subspace", error="power"), "no loss is called 'power'"),
-        (Asked("subspace", error="power 3"), "q=3"),
-        (Asked("subspace", error="huber 1 inch"), "no unit 'inch'"),
-        (Asked("subspace", error=""), "no loss is called ''"),
-        (Asked("robust"), "no method is called 'robust'.*robust-svd"),
+        (RecipeOptions(p=1.0), "--p is of robust-svd, entrywise, not of flats, the default.*--method robust-svd"),
+        (RecipeOptions("svd", p=1.0), "--p is of robust-svd, entrywise, not of svd"),
+        (RecipeOptions("entrywise", ellipsoid="lewis"), "--ellipsoid is of robust-svd, not of entrywise"),
+        (RecipeOptions("robust-svd", error="power 1"), "--error is of flats, messi, subspace"),
+        (RecipeOptions("robust-svd", ellipsoid="round"), "no ellipsoid is called 'round'"),
+        (RecipeOptions("robust-svd", p=0.0), "RobustSVD cannot use p=0"),
+        (RecipeOptions("entrywise", p=3.0), "Entrywise cannot use p=3"),
+        (RecipeOptions("subspace", error="power"), "no loss is called 'power'"),
+        (RecipeOptions("subspace", error="power 3"), "q=3"),
+        (RecipeOptions("subspace", error="huber 1 inch"), "no unit 'inch'"),
+        (RecipeOptions("subspace", error=""), "no loss is called ''"),
+        (RecipeOptions("robust"), "no method is called 'robust'.*robust-svd"),
     ):
         with pytest.raises(KflatsError, match=message):
             recipe_of(asked, **uniform)
@@ -418,7 +418,7 @@ def test_errors_that_are_no_squares_go_through_a_plan_file_into_a_folder(
     options: tuple[str, ...], method: object, tiny: Path, texts: Path, tmp_path: Path
 ) -> None:
     plan, out = tmp_path / "plan.json", tmp_path / "out"
-    done = run("plan", tiny, *options, "--texts", texts, "--budget", "60%", "--out", plan)
+    done = run("plan", tiny, *options, "--texts", texts, "--keep", "60%", "--out", plan)
     assert done.exit_code == 0, done.output
     assert Plan.load(plan).decisions[0].recipe == Recipe(method, TokenCounts())
     done = run("compress", tiny, "--plan", plan, "--texts", texts, "--out", out)
@@ -437,20 +437,22 @@ def test_errors_that_are_no_squares_go_through_a_plan_file_into_a_folder(
 
 def test_what_is_measured_goes_with_svd() -> None:
     measured = {"counted": False, "measured": True}
-    assert recipe_of(Asked(), **measured) is None
-    assert recipe_of(Asked(importance="kronecker"), **measured) == Recipe(SVD(), KroneckerFisher())
-    assert recipe_of(Asked("svd"), **measured) == Recipe(SVD(), KroneckerFisher())
-    assert recipe_of(Asked(form="interpolative"), **measured) == Recipe(SVD(form="interpolative"), KroneckerFisher())
-    assert recipe_of(Asked(flats=3), **measured) == Recipe(Flats(k=3), RowFisher())
-    assert recipe_of(Asked("flats", importance="input-gram", rows="outputs"), **measured) == Recipe(
-        Flats(), InputGram(), rows="outputs"
+    assert recipe_of(RecipeOptions(), **measured) is None
+    assert recipe_of(RecipeOptions(importance="kronecker"), **measured) == Recipe(SVD(), KroneckerFisher())
+    assert recipe_of(RecipeOptions("svd"), **measured) == Recipe(SVD(), KroneckerFisher())
+    assert recipe_of(RecipeOptions(form="interpolative"), **measured) == Recipe(
+        SVD(form="interpolative"), KroneckerFisher()
     )
-    assert recipe_of(Asked(importance="two-sided"), counted=True) == Recipe(SVD(), TwoSided())
+    assert recipe_of(RecipeOptions(flats=3), **measured) == Recipe(Flats(k=3), RowFisher())
+    assert recipe_of(RecipeOptions("flats", importance="input-gram", matrix_rows="out_features"), **measured) == Recipe(
+        Flats(), InputGram(), matrix_rows="out_features"
+    )
+    assert recipe_of(RecipeOptions(importance="two-sided"), counted=True) == Recipe(SVD(), TwoSided())
     for asked, message in (
-        (Asked(importance="two-sided"), "needs --calibration"),
-        (Asked(rows="columns"), "--rows columns"),
-        (Asked("flats", form="factors"), "--form is of svd"),
-        (Asked("svd", form="blocks"), "--form blocks"),
+        (RecipeOptions(importance="two-sided"), "needs --calibration"),
+        (RecipeOptions(matrix_rows="columns"), "--matrix-rows columns"),
+        (RecipeOptions("flats", form="factors"), "--form is of svd"),
+        (RecipeOptions("svd", form="blocks"), "--form blocks"),
     ):
         with pytest.raises(KflatsError, match=message):
             recipe_of(asked, counted=False)

@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from kflats.cli.app import app
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import weight_file_bytes
-from kflats.files.write_errors import explain
+from kflats.common.errors import KflatsError
+from kflats.evaluation.comparing import weight_file_bytes
+from kflats.io.write_errors import explain
 from kflats.report.report import Report
 
 pytest.importorskip("transformers")
@@ -46,8 +46,8 @@ def refused(desk: Path, *arguments: str) -> str:
     return " ".join(result.stderr.replace("│", " ").split())
 
 
-COMPRESS = ("compress", "model", "--budget", "50%")
-PLAN = ("plan", "model", "--budget", "50%")
+COMPRESS = ("compress", "model", "--keep", "50%")
+PLAN = ("plan", "model", "--keep", "50%")
 MEASURED = (*PLAN, "--method", "svd", "--calibration", "texts.txt", "--out", "plan.json", "--statistics")
 
 
@@ -121,7 +121,7 @@ def test_a_config_of_other_types_is_a_damaged_folder(command: tuple[str, ...], d
 
 def test_a_plan_whose_shares_were_raised_above_its_file(desk: Path) -> None:
     nbytes = weight_file_bytes(desk / "model")
-    asked = ("--file-budget", f"{int(0.7 * nbytes)}B", "--method", "svd", "--weights", "all")
+    asked = ("--size", f"{int(0.7 * nbytes)}B", "--method", "svd", "--weights", "all")
     done = CliRunner().invoke(app, ["plan", "model", *asked, "--out", "plan.json", "--quiet"])
     assert done.exit_code == 0, done.output
     plan = json.loads((desk / "plan.json").read_text())

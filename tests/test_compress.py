@@ -16,14 +16,14 @@ from torch import nn
 
 import kflats
 from kflats import MESSI, SVD, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
-from kflats.allocate.planning import plan
 from kflats.codecs import Float
+from kflats.common.errors import KflatsError
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import weight_file_bytes
-from kflats.nn.layers import FactoredEmbedding
-from kflats.recipes.plan import Plan
+from kflats.evaluation.comparing import weight_file_bytes
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.planning.decide import plan
+from kflats.recipe.plan import Plan
 from kflats.report.report import REPORT_FILE, Report
 
 TEXTS = ("the word1 of word2", "word3 the the", "a b of")
@@ -62,7 +62,7 @@ def beside(out: Path) -> list[str]:
 def test_weights_are_replaced_within_the_budget(method, budget):
     model = toy()
     before = model["words"].weight.detach().clone()
-    report = compress_(model, {"words": method}, budget=budget, quiet=True)
+    report = compress_(model, {"words": method}, keep=budget, quiet=True)
     allowed = {"30%": 0.3 * 6400, "3kB": 3000, "700 params": 700 * 4}[budget]
     matrix = model["words"].matrix
     assert isinstance(model["words"], FactoredEmbedding)
@@ -79,7 +79,7 @@ def test_weights_are_replaced_within_the_budget(method, budget):
 @pytest.mark.parametrize("name", ["bert", "bert-lm", "gpt2"])
 def test_tied_tables_stay_tied_and_models_still_run(tiny_model, tiny_tokenizer, name, tmp_path):
     model = tiny_model(name)
-    report = compress_(model, budget="60%", data=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
+    report = compress_(model, keep="60%", texts=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
     told = report.weights[0]
     assert told.importance["type"] == "TokenCounts"
     assert len(told.places) == (1 if name == "bert" else 2)
@@ -98,7 +98,7 @@ def test_equal_seeds_give_equal_factors_and_the_global_generator_is_left_alone()
     made = []
     for _ in range(2):
         model = toy()
-        compress_(model, {"words": Flats(k=2), "out": MESSI(k=2)}, budget="60%", seed=3, quiet=True)
+        compress_(model, {"words": Flats(k=2), "out": MESSI(k=2)}, keep="60%", seed=3, quiet=True)
         made.append(state(model))
     assert same(*made)
     assert torch.equal(before, torch.get_rng_state())
@@ -110,7 +110,7 @@ def test_counted_tokens_lose_less_than_others(tiny_model, tiny_tokenizer):
         model = tiny_model("bert")
         table = model.embeddings.word_embeddings.weight.detach().clone()
         recipe = Recipe(Flats(k=2), importance)
-        compress_(model, recipe, budget="40%", data=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
+        compress_(model, recipe, keep="40%", texts=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
         read = torch.tensor(sorted({i for ids in tiny_tokenizer(list(TEXTS))["input_ids"] for i in ids}))
         left = model.embeddings.word_embeddings.matrix.dense().detach() - table
         rows[type(importance)] = float(left[read].square().sum())
@@ -120,7 +120,7 @@ def test_counted_tokens_lose_less_than_others(tiny_model, tiny_tokenizer):
 def test_texts_may_come_from_a_generator(tiny_model, tiny_tokenizer):
     told = []
     for data in (TEXTS, (text for text in TEXTS)):
-        report = compress_(tiny_model("bert"), budget="50%", data=data, tokenizer=tiny_tokenizer, quiet=True)
+        report = compress_(tiny_model("bert"), keep="50%", texts=data, tokenizer=tiny_tokenizer, quiet=True)
         told.append(report.weights[0].error)
     assert told[0] == told[1]
 
@@ -129,7 +129,7 @@ def test_a_codec_buys_more_coordinates_for_the_same_bytes():
     errors = {}
     for dtype in ("same", "bfloat16", "float16"):
         model = toy()
-        report = compress_(model, {"words": Recipe(SVD(), Uniform(), Float(dtype))}, budget="40%", quiet=True)
+        report = compress_(model, {"words": Recipe(SVD(), Uniform(), Float(dtype))}, keep="40%", quiet=True)
         assert report.weights[0].bytes_after <= 0.4 * 6400
         assert model["words"](torch.tensor([1])).dtype == torch.float32
         errors[dtype] = report.weights[0].error
@@ -152,7 +152,7 @@ def test_a_failed_fit_leaves_the_model_as_it_was(recipes, spoil, message):
     spoil(model)
     before, modules = state(model), dict(model.named_modules())
     with pytest.raises(KflatsError, match=message):
-        compress_(model, recipes, budget="60%", quiet=True)
+        compress_(model, recipes, keep="60%", quiet=True)
     after = {k: v.nan_to_num() for k, v in state(model).items()}
     assert same({k: v.nan_to_num() for k, v in before.items()}, after)
     assert dict(model.named_modules()) == modules
@@ -163,7 +163,7 @@ def test_a_failed_fit_leaves_the_model_as_it_was(recipes, spoil, message):
 def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name, where):
     model = tiny_model(name)
     linear = next(n for n, m in model.named_modules() if n.endswith(("output.dense", "mlp.c_fc")))
-    table = kflats.allocate.planning.token_embedding(model).name
+    table = kflats.planning.decide.token_embedding(model).name
     before, modules, config = state(model), dict(model.named_modules()), model.config.to_dict()
     ties = dict(model.all_tied_weights_keys)
     tied = model.get_input_embeddings().weight
@@ -182,7 +182,7 @@ def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name,
     if where == "annotation":
         monkeypatch.setattr(compress_module, "annotate_", refuse)
     with pytest.raises(KflatsError, match="refused"):
-        compress_(model, {table: SVD(), linear: SVD()}, budget="50%", quiet=True)
+        compress_(model, {table: SVD(), linear: SVD()}, keep="50%", quiet=True)
     assert len(calls) == 2
     assert same(before, state(model))
     assert dict(model.named_modules()) == modules
@@ -191,12 +191,12 @@ def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name,
     assert model.get_output_embeddings().weight is tied is model.get_input_embeddings().weight
     monkeypatch.undo()
     model.resize_token_embeddings(310)  # the model's own again
-    assert compress_(model, {table: SVD(), linear: SVD()}, budget="50%", quiet=True).weights  # and once more, unspoilt
+    assert compress_(model, {table: SVD(), linear: SVD()}, keep="50%", quiet=True).weights  # and once more, unspoilt
 
 
 def test_a_plain_torch_model_is_saved_and_loaded(tmp_path):
     model = toy()
-    compress_(model, {"words": Flats(k=2), "out": SVD()}, budget="60%", quiet=True)
+    compress_(model, {"words": Flats(k=2), "out": SVD()}, keep="60%", quiet=True)
     kflats.save(model, tmp_path / "small")
     again = toy()
     kflats.load_(again, tmp_path / "small")
@@ -211,7 +211,7 @@ def test_a_plain_torch_model_is_saved_and_loaded(tmp_path):
 
 def test_a_folder_loads_where_the_original_did(tiny_folder, tmp_path):
     out = tmp_path / "small"
-    report = compress_folder(tiny_folder, out, budget="60%", texts=TEXTS, quiet=True)
+    report = compress_folder(tiny_folder, out, keep="60%", texts=TEXTS, quiet=True)
     from transformers import AutoModel, AutoTokenizer
 
     model = AutoModel.from_pretrained(out)
@@ -229,7 +229,7 @@ def test_a_file_budget_bounds_the_weight_files(tiny_folder, tmp_path, share):
     before = weight_file_bytes(tiny_folder)
     limit = int(share * before)
     budget = kflats.parse_budget(f"{limit}B", scope="file")
-    compress_folder(tiny_folder, tmp_path / "small", budget=budget, method=SVD(), weights=TWO, quiet=True)
+    compress_folder(tiny_folder, tmp_path / "small", keep=budget, method=SVD(), weights=TWO, quiet=True)
     after = weight_file_bytes(tmp_path / "small")
     # Short by less than a rank of each weight and what the header is allowed.
     assert limit - (300 + 16) * 4 - (32 + 16) * 4 - 2 * 2 * 250 < after <= limit
@@ -237,7 +237,7 @@ def test_a_file_budget_bounds_the_weight_files(tiny_folder, tmp_path, share):
 
 def test_equal_input_gives_equal_files(tiny_folder, tmp_path):
     for name in ("a", "b"):
-        compress_folder(tiny_folder, tmp_path / name, budget="50%", texts=TEXTS, seed=1, quiet=True)
+        compress_folder(tiny_folder, tmp_path / name, keep="50%", texts=TEXTS, seed=1, quiet=True)
     a, b = files(tmp_path / "a"), files(tmp_path / "b")
     a.pop(REPORT_FILE), b.pop(REPORT_FILE)  # seconds differ
     assert a == b
@@ -247,10 +247,10 @@ def test_an_existing_folder_is_refused_and_force_keeps_it_until_the_new_one_is_c
     tiny_folder, tmp_path, monkeypatch
 ):
     out = tmp_path / "small"
-    compress_folder(tiny_folder, out, budget="50%", method=SVD(), quiet=True)
+    compress_folder(tiny_folder, out, keep="50%", method=SVD(), quiet=True)
     old = files(out)
     with pytest.raises(KflatsError, match="exists already"):
-        compress_folder(tiny_folder, out, budget="30%", method=SVD(), quiet=True)
+        compress_folder(tiny_folder, out, keep="30%", method=SVD(), quiet=True)
     assert files(out) == old
 
     def watch(*args):
@@ -259,10 +259,10 @@ def test_an_existing_folder_is_refused_and_force_keeps_it_until_the_new_one_is_c
 
     monkeypatch.setattr(compress_module, "copy_companions", watch)
     with pytest.raises(KflatsError, match="stopped"):
-        compress_folder(tiny_folder, out, budget="30%", method=SVD(), force=True, quiet=True)
+        compress_folder(tiny_folder, out, keep="30%", method=SVD(), force=True, quiet=True)
     assert files(out) == old
     monkeypatch.undo()
-    compress_folder(tiny_folder, out, budget="30%", method=SVD(), force=True, quiet=True)
+    compress_folder(tiny_folder, out, keep="30%", method=SVD(), force=True, quiet=True)
     assert files(out) != old
     assert beside(out) == []
 
@@ -276,10 +276,10 @@ def test_what_is_not_a_model_is_never_replaced(tiny_folder, tmp_path, where):
         out.mkdir()
         (out / "thesis.tex").write_text("mine")
     if where == "new":
-        compress_folder(tiny_folder, out, budget="50%", force=True, quiet=True)
+        compress_folder(tiny_folder, out, keep="50%", force=True, quiet=True)
         return
     with pytest.raises(KflatsError):
-        compress_folder(tiny_folder, out, budget="50%", force=True, quiet=True)
+        compress_folder(tiny_folder, out, keep="50%", force=True, quiet=True)
     assert (out if where == "file" else out / "thesis.tex").read_text() == "mine"
 
 
@@ -289,14 +289,14 @@ def test_a_folder_that_holds_the_original_is_never_replaced(tiny_folder, tmp_pat
     (out / "config.json").write_text("{}")
     before = files(out)
     with pytest.raises(KflatsError, match="holds the original, 0_Transformer"):
-        compress_folder(out / "0_Transformer", out, budget="50%", method=SVD(), force=True, quiet=True)
+        compress_folder(out / "0_Transformer", out, keep="50%", method=SVD(), force=True, quiet=True)
     assert files(out) == before
 
 
 KILLED = """
 import os, signal, sys
 import kflats
-from kflats.files.partial import Partial
+from kflats.io.partial import Partial
 from kflats import SVD
 from kflats.compress.pipeline import compress_folder
 
@@ -307,7 +307,7 @@ def put_and_die(self, *args):
 
 Partial.put = put_and_die
 source, out, *names = sys.argv[1:]
-compress_folder(source, out, budget="50%", method=SVD(), weights=tuple(names), force=True, quiet=True)
+compress_folder(source, out, keep="50%", method=SVD(), weights=tuple(names), force=True, quiet=True)
 """
 
 
@@ -315,8 +315,8 @@ compress_folder(source, out, budget="50%", method=SVD(), weights=tuple(names), f
 @pytest.mark.slow
 def test_after_kill_9_finished_weights_are_not_fitted_again(tiny_folder, tmp_path, monkeypatch):
     out = tmp_path / "small"
-    options = {"budget": "50%", "method": SVD(), "weights": TWO, "quiet": True}
-    compress_folder(tiny_folder, out, budget="20%", method=SVD(), quiet=True)
+    options = {"keep": "50%", "method": SVD(), "weights": TWO, "quiet": True}
+    compress_folder(tiny_folder, out, keep="20%", method=SVD(), quiet=True)
     old = files(out)
     run = subprocess.run([sys.executable, "-c", KILLED, str(tiny_folder), str(out), *TWO], check=False, timeout=120)
     assert run.returncode == -signal.SIGKILL
@@ -342,7 +342,7 @@ def test_after_kill_9_finished_weights_are_not_fitted_again(tiny_folder, tmp_pat
 @pytest.mark.parametrize("change", ["budget", "seed", "texts", "method", "damage"])
 def test_leftovers_of_other_input_are_not_used(tiny_folder, tmp_path, monkeypatch, change):
     out = tmp_path / "small"
-    first = {"budget": "50%", "method": Recipe(Flats(k=2), ZipfPrior()), "seed": 0, "texts": TEXTS, "quiet": True}
+    first = {"keep": "50%", "method": Recipe(Flats(k=2), ZipfPrior()), "seed": 0, "texts": TEXTS, "quiet": True}
     with monkeypatch.context() as patch:
         patch.setattr(compress_module, "copy_companions", lambda *args: (_ for _ in ()).throw(KflatsError("stopped")))
         with pytest.raises(KflatsError, match="stopped"):
@@ -355,7 +355,7 @@ def test_leftovers_of_other_input_are_not_used(tiny_folder, tmp_path, monkeypatc
         data[-3] ^= 0xFF
         file.write_bytes(bytes(data))
     else:
-        second[change] = {"budget": "40%", "seed": 1, "texts": TEXTS[:1], "method": Recipe(Flats(k=3), ZipfPrior())}[
+        second[change] = {"keep": "40%", "seed": 1, "texts": TEXTS[:1], "method": Recipe(Flats(k=3), ZipfPrior())}[
             change
         ]
     fitted = []
@@ -370,9 +370,9 @@ def test_leftovers_of_other_input_are_not_used(tiny_folder, tmp_path, monkeypatc
 @pytest.mark.parametrize("replacing", [False, True], ids=["new", "force"])
 def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_path, monkeypatch, what, replacing):
     out = tmp_path / "small"
-    options = {"budget": "50%", "method": SVD(), "force": replacing, "quiet": True}
+    options = {"keep": "50%", "method": SVD(), "force": replacing, "quiet": True}
     if replacing:
-        compress_folder(tiny_folder, out, budget="20%", method=SVD(), quiet=True)
+        compress_folder(tiny_folder, out, keep="20%", method=SVD(), quiet=True)
     old = files(out) if replacing else None
 
     def full(*args, **kwargs):
@@ -381,11 +381,11 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
     from transformers import PreTrainedModel
 
     target = {
-        "partial": (kflats.files.partial, "save_file"),
+        "partial": (kflats.io.partial, "save_file"),
         "model": (PreTrainedModel, "save_pretrained"),
         "companions": (shutil, "copyfile"),
-        "durable": (kflats.files.atomic_folder, "_make_durable"),
-        "rename": (kflats.files.atomic_folder, "_put_in_place"),
+        "durable": (kflats.io.atomic_folder, "_make_durable"),
+        "rename": (kflats.io.atomic_folder, "_put_in_place"),
     }[what]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)
@@ -402,9 +402,9 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
 
 
 def test_a_plan_made_before_is_carried_out(tiny_folder, tmp_path):
-    from kflats.files import load_model
+    from kflats.io import load_model
 
-    made = plan(load_model(tiny_folder), {TWO[0]: Flats(k=2), TWO[1]: SVD()}, budget="55%")
+    made = plan(load_model(tiny_folder), {TWO[0]: Flats(k=2), TWO[1]: SVD()}, keep="55%")
     made.save(tmp_path / "plan.json")
     report = compress_folder(tiny_folder, tmp_path / "small", plan=Plan.load(tmp_path / "plan.json"), quiet=True)
     assert [w.name for w in report.weights] == list(TWO)

@@ -13,7 +13,7 @@ from torch import nn
 import kflats
 from kflats import (
     SVD,
-    Best,
+    Auto,
     Flats,
     InputGram,
     KroneckerFisher,
@@ -24,16 +24,16 @@ from kflats import (
     TaskLoss,
     TokenFisher,
 )
-from kflats.allocate import calibration as calibration_module
-from kflats.allocate.calibration import Data, gather
-from kflats.allocate.planning import plan
+from kflats.common.errors import KflatsError
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.errors import KflatsError
-from kflats.nn.conv import FactoredConv2d
-from kflats.nn.layers import FactoredLinear
-from kflats.recipes import budget as budget_module
-from kflats.recipes.plan import Plan
+from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredLinear
+from kflats.planning import calibration as calibration_module
+from kflats.planning.calibration_data import CalibrationData, gather
+from kflats.planning.decide import plan
+from kflats.recipe import budget as budget_module
+from kflats.recipe.plan import Plan
 from kflats.report.report import REPORT_FILE, Report
 
 TEXTS = [f"the word{i} of word{2 * i} a b word{i % 7}" for i in range(40)]
@@ -71,7 +71,7 @@ def test_a_task_model_gets_smaller_by_its_own_loss(tmp_path: Path) -> None:
     model = classifier(transformers)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     logits = model(**batches()[0]).logits
-    report = compress_(model, {"linear": KRONECKER}, budget="70%", calibration=batches(), quiet=True)
+    report = compress_(model, {"linear": KRONECKER}, keep="70%", calibration=batches(), quiet=True)
     assert report.bytes_after <= 0.7 * report.bytes_before
     assert report.bytes_before - report.bytes_after == report.model_bytes_before - report.model_bytes_after
     found = {w.name: w for w in report.weights}
@@ -91,7 +91,7 @@ def test_the_loss_is_the_tasks_where_there_are_labels_and_projections_elsewhere(
     pairs = [(w, Recipe(SVD(), RowFisher())) for w in kflats.find_weights(model)]
 
     def objective(batches, asked=None):
-        found = Data(calibration=tuple(batches), objective=asked).measured(model, pairs).statistics
+        found = CalibrationData(calibration=tuple(batches), objective=asked).measured(model, pairs).statistics
         assert found is not None
         return found.objective["type"]
 
@@ -112,7 +112,7 @@ def test_convolutions_become_pairs(tmp_path: Path) -> None:
             )  # fmt: skip
 
     model, images = build(), [{"input": torch.randn(6, 3, 10, 10)} for _ in range(5)]
-    report = compress_(model, {"conv": KRONECKER}, budget="55%", calibration=images, quiet=True)
+    report = compress_(model, {"conv": KRONECKER}, keep="55%", calibration=images, quiet=True)
     assert [w.name for w in report.weights] == ["0", "2"]
     assert report.bytes_after <= 0.55 * report.bytes_before
     assert any(isinstance(layer, FactoredConv2d) for layer in model)
@@ -133,7 +133,7 @@ def test_what_matters_to_the_output_stays_better_with_what_was_measured() -> Non
     lost = {}
     for name, recipe in (("plain", SVD()), ("gram", Recipe(SVD(), InputGram())), ("kronecker", KRONECKER)):
         model = build()
-        compress_(model, {"linear": recipe}, budget="40%", calibration=data[:10], quiet=True)
+        compress_(model, {"linear": recipe}, keep="40%", calibration=data[:10], quiet=True)
         with torch.no_grad():
             lost[name] = max(float((model(b["input"]) - build()(b["input"])).square().mean()) for b in data[10:])
     assert lost["kronecker"] < 0.2 * lost["plain"]
@@ -149,17 +149,17 @@ def test_statistics_are_measured_once_and_used_again(tmp_path: Path, monkeypatch
     found.save(tmp_path / "statistics.safetensors")
     again = Statistics.load(tmp_path / "statistics.safetensors")
     monkeypatch.setattr(calibration_module, "measure", lambda *a, **k: pytest.fail("measured again"))
-    made = plan(model, {"linear": KRONECKER}, budget="50%", statistics=again)
+    made = plan(model, {"linear": KRONECKER}, keep="50%", statistics=again)
     assert made.allocation == "loss"
-    compress_(model, {"linear": Recipe(Flats(k=2), RowFisher())}, budget="50%", statistics=again, quiet=True)
+    compress_(model, {"linear": Recipe(Flats(k=2), RowFisher())}, keep="50%", statistics=again, quiet=True)
     with pytest.raises(KflatsError, match="another model"):
-        plan(classifier(transformers, labels=5), {"linear": KRONECKER}, budget="50%", statistics=again)
+        plan(classifier(transformers, labels=5), {"linear": KRONECKER}, keep="50%", statistics=again)
 
 
 def test_nothing_is_measured_that_nothing_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calibration_module, "measure", lambda *a, **k: pytest.fail("measured"))
     model = nn.ModuleDict({"a": nn.Linear(20, 20)})
-    compress_(model, {"a": SVD()}, budget="50%", calibration=[{"x": torch.ones(2, 20)}], quiet=True)
+    compress_(model, {"a": SVD()}, keep="50%", calibration=[{"x": torch.ones(2, 20)}], quiet=True)
 
 
 # By folder
@@ -172,7 +172,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_a_folder_with_calibration_texts(tiny_folder: Path, tmp_path: Path) -> None:
     kept = tmp_path / "statistics.safetensors"
     report = compress_folder(
-        tiny_folder, tmp_path / "small", budget="60%", method=KRONECKER, weights=("linear",), calibration=TEXTS,
+        tiny_folder, tmp_path / "small", keep="60%", method=KRONECKER, weights=("linear",), calibration=TEXTS,
         keep_statistics=kept, quiet=True,
     )  # fmt: skip
     assert Report.load(tmp_path / "small") == report
@@ -186,9 +186,7 @@ def test_a_folder_with_calibration_texts(tiny_folder: Path, tmp_path: Path) -> N
     assert cosine > 0.99
     assert Statistics.load(kept).samples == len(TEXTS)
     # The same from a plan and from what was measured.
-    made = plan(
-        kflats.files.load_model(tiny_folder), {"linear": KRONECKER}, budget="60%", statistics=Statistics.load(kept)
-    )
+    made = plan(kflats.io.load_model(tiny_folder), {"linear": KRONECKER}, keep="60%", statistics=Statistics.load(kept))
     made.save(tmp_path / "plan.json")
     assert json.loads((tmp_path / "plan.json").read_text())["allocation"] == "loss"
     again = {"plan": Plan.load(tmp_path / "plan.json"), "statistics": Statistics.load(kept)}
@@ -200,7 +198,7 @@ def test_a_folder_with_calibration_texts(tiny_folder: Path, tmp_path: Path) -> N
 
 def test_calibration_texts_are_counted_too(tiny_folder: Path, tmp_path: Path) -> None:
     report = compress_folder(
-        tiny_folder, tmp_path / "small", budget="60%", weights=("embeddings.word_embeddings", LAYERS),
+        tiny_folder, tmp_path / "small", keep="60%", weights=("embeddings.word_embeddings", LAYERS),
         calibration=TEXTS, quiet=True,
     )  # fmt: skip
     assert report.weights[0].importance["type"] == "TokenCounts"
@@ -222,7 +220,7 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     options = {
-        "budget": "60%", "method": KRONECKER, "weights": (LAYERS,), "calibration": TEXTS, "quiet": True,
+        "keep": "60%", "method": KRONECKER, "weights": (LAYERS,), "calibration": TEXTS, "quiet": True,
         "objective": Projections(seed=1),
     }  # fmt: skip
     interrupted(monkeypatch, tiny_folder, tmp_path / "small", options)
@@ -238,7 +236,7 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
         file.write_bytes(bytes(data))
     elif change != "nothing":
         second[change] = {
-            "calibration": TEXTS[:-1], "objective": Projections(seed=2), "budget": "50%", "allocation": "uniform"
+            "calibration": TEXTS[:-1], "objective": Projections(seed=2), "keep": "50%", "allocation": "uniform"
         }[change]  # fmt: skip
     compress_folder(tiny_folder, tmp_path / "small", **second)
     assert bool(measured) == (change in ("calibration", "objective", "statistics"))
@@ -264,23 +262,23 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
         ({"calibration": ["text"]}, "need the model's tokenizer"),
         ({"calibration": ["text"], "samples": "many"}, "'many' samples"),
         ({"calibration": Path("texts.txt")}, "not the path 'texts.txt'"),
-        ({"data": 5, "tokenizer": object()}, "texts are expected, not int"),
-        ({"data": ["text", 3], "tokenizer": object()}, "expected texts, found int"),
+        ({"texts": 5, "tokenizer": object()}, "texts are expected, not int"),
+        ({"texts": ["text", 3], "tokenizer": object()}, "expected texts, found int"),
     ],
 )
 def test_data_that_is_none_is_refused(given: dict, message: str) -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4)})
     with pytest.raises(KflatsError, match=message):
-        plan(model, {"a": KRONECKER}, budget="90%", **given)
+        plan(model, {"a": KRONECKER}, keep="90%", **given)
 
 
 def test_long_lists_of_texts_are_sampled_evenly(tiny_tokenizer) -> None:
     texts = [f"word{i % 280}" for i in range(5000)]
-    found = Data(texts=tuple(texts), tokenizer=tiny_tokenizer).batches()
+    found = CalibrationData(texts=tuple(texts), tokenizer=tiny_tokenizer).batches()
     assert sum(len(batch["input_ids"]) for batch in found) == calibration_module.SAMPLES
-    fewer = Data(texts=tuple(texts), tokenizer=tiny_tokenizer, samples=30).batches()
+    fewer = CalibrationData(texts=tuple(texts), tokenizer=tiny_tokenizer, samples=30).batches()
     assert sum(len(batch["input_ids"]) for batch in fewer) == 30
-    few = Data(calibration=tuple(texts[:20]), tokenizer=tiny_tokenizer).batches()
+    few = CalibrationData(calibration=tuple(texts[:20]), tokenizer=tiny_tokenizer).batches()
     assert sum(len(batch["input_ids"]) for batch in few) == 20
 
 
@@ -331,7 +329,7 @@ def test_texts_are_counted_weights_weighed_and_the_budget_parsed_once(tiny_folde
     monkeypatch.setattr(TokenFisher, "weigh", weighing(TokenFisher))
     monkeypatch.setattr(KroneckerFisher, "weigh", weighing(KroneckerFisher))
     words = ("embeddings.word_embeddings", "encoder.layer.*")
-    compress_folder(tiny_folder, tmp_path / "out", budget="60%", method=Best(), weights=words, texts=TEXTS, quiet=True)
+    compress_folder(tiny_folder, tmp_path / "out", keep="60%", method=Auto(), weights=words, texts=TEXTS, quiet=True)
     assert counted == [300]
     assert parsed == ["60%"]
     assert any("TokenFisher" in importance for importance, _ in weighed)
@@ -340,7 +338,8 @@ def test_texts_are_counted_weights_weighed_and_the_budget_parsed_once(tiny_folde
 
 
 @pytest.mark.parametrize(
-    ("method", "rows"), [(SVD(), "inputs"), (SVD(form="interpolative"), "outputs"), (Flats(k=2), "outputs")]
+    ("method", "rows"),
+    [(SVD(), "in_features"), (SVD(form="interpolative"), "out_features"), (Flats(k=2), "out_features")],
 )
 def test_errors_and_biases_are_those_of_the_layer_which_widens_its_factors(method, rows) -> None:
     gen = torch.Generator().manual_seed(0)
@@ -350,8 +349,8 @@ def test_errors_and_biases_are_those_of_the_layer_which_widens_its_factors(metho
         model[0].weight.copy_(torch.randn(48, 48, generator=gen) / 7)
         model[0].bias.zero_()
         dense, before = model[0].weight.clone(), model(x)
-    recipe = Recipe(method, InputGram(), rows=rows, codec=kflats.Float("bfloat16"))
-    report = compress_(model, {"0": recipe}, budget="45%", calibration=[{"input": x}], quiet=True)
+    recipe = Recipe(method, InputGram(), matrix_rows=rows, codec=kflats.Float("bfloat16"))
+    report = compress_(model, {"0": recipe}, keep="45%", calibration=[{"input": x}], quiet=True)
     with torch.no_grad():
         lost = before - model(x)
         unbiased = model(torch.eye(48)) - model[0].bias

@@ -12,11 +12,11 @@ from torch import nn
 import kflats
 from kflats import (
     SVD,
-    Dense,
     Entrywise,
     Flats,
     Huber,
     Integer,
+    KeepDense,
     KflatsError,
     KroneckerFisher,
     Power,
@@ -28,13 +28,13 @@ from kflats import (
     Truncated,
 )
 from kflats.importance.weighting import Weighting
-from kflats.methods.judging import norm_error
+from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
+from kflats.matrices.registry import LowRankMatrix
+from kflats.methods.matrix_error import norm_error
 from kflats.methods.problem import Problem
-from kflats.nn.conv import FactoredConv2d
-from kflats.nn.layers import FactoredEmbedding, FactoredLinear
-from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.rows import TensorRows
-from kflats.recipes.plan import Plan
+from kflats.recipe.plan import Plan
 from kflats.report.report import REPORT_FILE, Report
 
 METHODS = {
@@ -68,11 +68,9 @@ def batches() -> list[dict[str, torch.Tensor]]:
 @EVERY
 def test_embeddings_linear_and_convolutional_layers_are_replaced_saved_and_loaded(method, tmp_path: Path) -> None:
     model = network()
-    tables = {
-        name: kflats.swap.surgery.dense_weight(model, kflats.swap.surgery.find_weight(model, name)) for name in model
-    }
+    tables = {name: kflats.model.swap.dense_weight(model, kflats.model.swap.find_weight(model, name)) for name in model}
     names = ["words", "hidden"] if isinstance(method, Flats) else ["words", "hidden", "conv"]
-    report = kflats.compress_(model, dict.fromkeys(names, method), budget="60%", quiet=True)
+    report = kflats.compress_(model, dict.fromkeys(names, method), keep="60%", quiet=True)
     kinds = {"words": FactoredEmbedding, "hidden": FactoredLinear, "conv": FactoredConv2d}
     for told in report.weights:
         assert type(model[told.name]) is kinds[told.name]
@@ -105,12 +103,12 @@ def test_a_model_folder_with_counted_tokens(method, tiny_folder: Path, tmp_path:
     transformers = pytest.importorskip("transformers")
     out = tmp_path / "out"
     report = kflats.compress_folder(
-        tiny_folder, out, budget="60%", method=Recipe(method, TokenCounts()), texts=TEXTS, quiet=True
+        tiny_folder, out, keep="60%", method=Recipe(method, TokenCounts()), texts=TEXTS, quiet=True
     )
     (told,) = report.weights
     assert told.importance["type"] == "TokenCounts"
     assert told.own is not None
-    assert kflats.recipes.recipe.from_json(told.method) == method
+    assert kflats.recipe.recipe.from_json(told.method) == method
     assert Report.load(out) == report
     assert "own error" in str(report)
     model = transformers.AutoModel.from_pretrained(out)
@@ -127,19 +125,19 @@ def test_a_model_folder_with_counted_tokens(method, tiny_folder: Path, tmp_path:
 @EVERY
 def test_plans_keep_values_inside_methods(method, tmp_path: Path) -> None:
     model = network()
-    made = kflats.plan(model, {"hidden": method}, budget="50%")
+    made = kflats.plan(model, {"hidden": method}, keep="50%")
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == made
     assert loaded.decisions[0].recipe.method == method
     by_plan, direct = network(), network()
     kflats.compress_(by_plan, loaded, quiet=True)
-    kflats.compress_(direct, {"hidden": method}, budget="50%", quiet=True)
+    kflats.compress_(direct, {"hidden": method}, keep="50%", quiet=True)
     assert torch.equal(by_plan["hidden"].matrix.dense(), direct["hidden"].matrix.dense())
 
 
 def test_a_plan_with_a_damaged_value_inside_a_method_is_refused(tmp_path: Path) -> None:
-    kflats.plan(network(), {"hidden": Subspace()}, budget="50%").save(tmp_path / "plan.json")
+    kflats.plan(network(), {"hidden": Subspace()}, keep="50%").save(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
     recipe = data["decisions"][0]["recipe"]
     for value, message in (
@@ -167,16 +165,16 @@ def test_a_plan_with_a_damaged_value_inside_a_method_is_refused(tmp_path: Path) 
     ids=str,
 )
 def test_the_report_says_where_a_limit_ended_the_fit(recipe) -> None:
-    cut = kflats.compress_(network(), {"words": recipe}, budget="40%", quiet=True)
+    cut = kflats.compress_(network(), {"words": recipe}, keep="40%", quiet=True)
     assert "limit of iterations" in cut.weights[0].note
-    whole = kflats.compress_(network(), {"words": Flats(k=1)}, budget="40%", quiet=True)
+    whole = kflats.compress_(network(), {"words": Flats(k=1)}, keep="40%", quiet=True)
     assert "limit of iterations" not in whole.weights[0].note
 
 
 def test_rows_as_outputs_are_the_columns() -> None:
     model = network()
     weight = model["hidden"].weight.detach().clone()  # torch's own: a row is an output
-    kflats.compress_(model, {"hidden": Recipe(Subspace(), rows="outputs")}, budget="50%", quiet=True)
+    kflats.compress_(model, {"hidden": Recipe(Subspace(), matrix_rows="out_features")}, keep="50%", quiet=True)
     expected = Subspace().fit(Problem(TensorRows(weight), weight.numel() * 2, 4)).matrix
     torch.testing.assert_close(model["hidden"].matrix.dense(), expected.dense())
 
@@ -185,7 +183,7 @@ def test_row_weights_count_in_the_method_s_own_norm(tiny_model, tiny_tokenizer) 
     model = tiny_model("bert")
     table = model.embeddings.word_embeddings.weight.detach().clone()
     recipe = Recipe(Entrywise(), TokenCounts(power=1.0, smoothing=0.0, floor=0.05))
-    report = kflats.compress_(model, recipe, budget="50%", data=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
+    report = kflats.compress_(model, recipe, keep="50%", texts=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
     rest = (table - model.embeddings.word_embeddings.matrix.dense().detach()).abs().sum(1) / table.abs().sum(1)
     counted = tiny_tokenizer(" ".join(TEXTS))["input_ids"]
     assert float(rest[counted].mean()) < 0.5 * float(rest[100:].mean())
@@ -194,23 +192,25 @@ def test_row_weights_count_in_the_method_s_own_norm(tiny_model, tiny_tokenizer) 
 
 def test_allocation_by_loss_compares_squares_and_the_method_fits_its_own_norm() -> None:
     model = nn.Sequential(nn.Linear(40, 30), nn.Tanh(), nn.Linear(30, 30), nn.Tanh(), nn.Linear(30, 3))
-    given = {"budget": "50%", "allocation": "loss", "calibration": batches()}
+    given = {"keep": "50%", "allocation": "loss", "calibration": batches()}
     recipes = {"0": Recipe(Entrywise(), RowFisher()), "2": Recipe(RobustSVD(), RowFisher())}
     made = kflats.plan(model, recipes, **given)
     squares = kflats.plan(model, dict.fromkeys(recipes, Recipe(SVD(), RowFisher())), **given)
     assert made.allocation == "loss"
     assert [d.budget_bytes for d in made.decisions] == [d.budget_bytes for d in squares.decisions]
-    assert all("relative error of an SVD" in d.note for d in made.decisions if not isinstance(d.recipe.method, Dense))
+    assert all(
+        "relative error of an SVD" in d.note for d in made.decisions if not isinstance(d.recipe.method, KeepDense)
+    )
     report = kflats.compress_(model, made, calibration=batches(), quiet=True)
     assert report.bytes_after <= 0.5 * report.bytes_before
-    assert {w.method["type"] for w in report.weights} <= {"Entrywise", "RobustSVD", "Dense"}
+    assert {w.method["type"] for w in report.weights} <= {"Entrywise", "RobustSVD", "KeepDense"}
 
 
 def test_an_importance_that_couples_rows_is_refused_before_anything_is_measured() -> None:
     model = network()
     with pytest.raises(KflatsError, match="RobustSVD"):
         kflats.compress_(
-            model, {"hidden": Recipe(RobustSVD(), KroneckerFisher())}, budget="50%", calibration=batches(), quiet=True
+            model, {"hidden": Recipe(RobustSVD(), KroneckerFisher())}, keep="50%", calibration=batches(), quiet=True
         )
     assert isinstance(model["hidden"], nn.Linear)
 
@@ -218,13 +218,13 @@ def test_an_importance_that_couples_rows_is_refused_before_anything_is_measured(
 def test_transposed_with_row_weights_is_refused_by_name(tiny_model, tiny_tokenizer) -> None:
     recipe = Recipe(RobustSVD(transposed=True), TokenCounts())
     with pytest.raises(KflatsError, match=r"word_embeddings.*cannot take row weights"):
-        kflats.compress_(tiny_model("bert"), recipe, budget="50%", data=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
+        kflats.compress_(tiny_model("bert"), recipe, keep="50%", texts=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
 
 
 def test_the_report_s_svd_is_that_of_the_same_bytes() -> None:
     model = network()
     table = model["words"].weight.detach().clone()
-    report = kflats.compress_(model, {"words": Subspace(), "hidden": Dense()}, budget="80%", quiet=True)
+    report = kflats.compress_(model, {"words": Subspace(), "hidden": KeepDense()}, keep="80%", quiet=True)
     told = next(w for w in report.weights if w.name == "words")
     rank = model["words"].matrix.weight.shape[1]
     u, s, v = torch.linalg.svd(table, full_matrices=False)

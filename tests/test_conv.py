@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import kflats
-from kflats.errors import KflatsError
-from kflats.nn.conv import FactoredConv2d
-from kflats.nn.matrix import Band, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
-from kflats.swap.surgery import dense_weight, find_weight, find_weights, restore_, swap_
+from kflats.common.errors import KflatsError
+from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
+from kflats.model.swap import dense_weight, find_weight, find_weights, restore_, swap_
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3},
@@ -52,7 +52,7 @@ both_kinds = pytest.mark.parametrize("make", [low_rank, interpolative])
 def factored(conv: nn.Conv2d, rank: int, rows: str, make: Any = low_rank) -> FactoredConv2d:
     model = nn.Sequential(copy.deepcopy(conv))
     table = dense_weight(model, find_weight(model, "0"))
-    swap_(model, find_weight(model, "0"), make(table if rows == "inputs" else table.T, rank), rows=rows)
+    swap_(model, find_weight(model, "0"), make(table if rows == "in_features" else table.T, rank), matrix_rows=rows)
     layer = model[0]
     assert isinstance(layer, FactoredConv2d)
     return layer
@@ -87,7 +87,7 @@ class ResNet(nn.Module):
 
 
 @both_kinds
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_full_rank_is_the_dense_convolution(geometry: dict[str, Any], rows: str, make: Any) -> None:
     conv = nn.Conv2d(3, 5, **geometry).double()
@@ -98,12 +98,12 @@ def test_full_rank_is_the_dense_convolution(geometry: dict[str, Any], rows: str,
 
 
 @both_kinds
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 def test_a_lower_rank_is_the_convolution_of_its_matrix(rows: str, make: Any) -> None:
     conv = nn.Conv2d(3, 5, 3, stride=2, padding=1)
     layer = factored(conv, 2, rows, make)
     with torch.no_grad():
-        table = layer.matrix.dense() if rows == "inputs" else layer.matrix.dense().T
+        table = layer.matrix.dense() if rows == "in_features" else layer.matrix.dense().T
         conv.weight.copy_(table.T.reshape_as(conv.weight))
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(layer(x), conv(x))
@@ -114,7 +114,7 @@ def test_a_lower_rank_is_the_convolution_of_its_matrix(rows: str, make: Any) -> 
 
 
 @both_kinds
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 def test_rank_zero_is_the_bias_alone(rows: str, make: Any) -> None:
     conv = nn.Conv2d(3, 5, 3, stride=2)
     layer = factored(conv, 0, rows, make)
@@ -122,7 +122,7 @@ def test_rank_zero_is_the_bias_alone(rows: str, make: Any) -> None:
 
 
 def test_types_layouts_and_recording() -> None:
-    layer = factored(nn.Conv2d(3, 8, 3, padding=1), 4, "inputs")
+    layer = factored(nn.Conv2d(3, 8, 3, padding=1), 4, "in_features")
     x = torch.randn(2, 3, 8, 8)
     expected = layer(x)
     torch.testing.assert_close(layer(x.to(memory_format=torch.channels_last)), expected)
@@ -163,7 +163,7 @@ def test_what_cannot_be_factored_says_why() -> None:
         with pytest.raises(KflatsError, match=reason):
             find_weight(model, name)
     flats = FlatsMatrix(
-        torch.randn(36, 2), torch.randn(2, 4), torch.zeros(36, dtype=torch.uint8), (Band(36, 2, 0),), (2,)
+        torch.randn(36, 2), torch.randn(2, 4), torch.zeros(36, dtype=torch.uint8), (RankGroup(36, 2, 0),), (2,)
     )
     weight = find_weight(model, "good")
     with pytest.raises(KflatsError, match=r"'flats' cannot be a convolution's kernel"):
@@ -192,9 +192,9 @@ def compressed(trained: ResNet, rank: int = 6) -> ResNet:
     for i, weight in enumerate(find_weights(trained)):
         if weight.name.startswith("blocks"):
             table = dense_weight(trained, weight)
-            rows = "outputs" if i % 2 else "inputs"
+            rows = "out_features" if i % 2 else "in_features"
             make = interpolative if i % 3 else low_rank
-            swap_(model, weight, make(table.T if i % 2 else table, rank), rows=rows)
+            swap_(model, weight, make(table.T if i % 2 else table, rank), matrix_rows=rows)
     return model
 
 
@@ -223,7 +223,7 @@ def test_a_network_is_saved_and_loaded(trained: ResNet, tmp_path: Path) -> None:
 def test_a_network_is_compressed(trained: ResNet, tmp_path: Path) -> None:
     model = copy.deepcopy(trained)
     names = [w.name for w in find_weights(model) if w.name.startswith("blocks") and w.shape[0] > 100]
-    report = kflats.compress_(model, dict.fromkeys(names, kflats.SVD()), budget="60%", quiet=True)
+    report = kflats.compress_(model, dict.fromkeys(names, kflats.SVD()), keep="60%", quiet=True)
     assert len(report.weights) == len(names) == 4
     kflats.save(model, tmp_path)
     loaded = ResNet().eval()

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from kflats import demo as demo_module
+from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model, round_rows_
-from kflats.errors import KflatsError
 from kflats.report.report import Report
 
 OFFLINE = """

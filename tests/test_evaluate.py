@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import (
+from kflats.common.errors import KflatsError
+from kflats.common.texts import packaged_texts, read_texts
+from kflats.evaluation.comparing import (
     Comparison,
     Fidelity,
     Latency,
@@ -24,8 +25,7 @@ from kflats.evaluate.comparing import (
     neighbour_overlap,
     weight_file_bytes,
 )
-from kflats.evaluate.encoding import encode, rare_words
-from kflats.texts import packaged_texts, read_texts
+from kflats.evaluation.encoding import encode, rare_words
 
 transformers = pytest.importorskip("transformers")
 

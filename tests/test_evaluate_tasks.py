@@ -13,12 +13,12 @@ from torch import nn
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from kflats.errors import KflatsError
-from kflats.evaluate.latency import paired, take_turns
-from kflats.nn.layers import FactoredLinear
-from kflats.nn.matrix import LowRankMatrix
-from kflats.swap.places import find_weights
-from kflats.swap.surgery import swap_
+from kflats.common.errors import KflatsError
+from kflats.evaluation.latency import paired, take_turns
+from kflats.matrices.layers import FactoredLinear
+from kflats.matrices.registry import LowRankMatrix
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weights
 from kflats.tasks.flops import count_flops
 from kflats.tasks.scoring import evaluate_folder, score
 
@@ -230,7 +230,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> tu
     table = small.get_submodule(weight.name).weight.detach().T
     u, s, v = torch.linalg.svd(table, full_matrices=False)
     swap_(small, weight, LowRankMatrix((u * s).contiguous(), v.contiguous()))
-    from kflats.files import annotate_
+    from kflats.io import annotate_
 
     annotate_(small)
     small.save_pretrained(root / "small")

@@ -17,11 +17,11 @@ from typer.testing import CliRunner
 
 import kflats
 from kflats.cli.app import app
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.export.dense import export_dense
-from kflats.nn.coded_build import from_integers
-from kflats.nn.matrix import LowRankMatrix
-from kflats.swap.surgery import find_weight, restore_, swap_
+from kflats.matrices.coded_build import from_integers
+from kflats.matrices.registry import LowRankMatrix
+from kflats.model.swap import find_weight, restore_, swap_
 
 IDS = torch.tensor([[2, 9, 150, 7, 3], [2, 120, 6, 3, 0]])
 
@@ -63,7 +63,7 @@ def run(model: Any, ids: torch.Tensor = IDS) -> torch.Tensor:
 def small(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A compressed folder: flats in the table, a truncated linear layer in float16."""
     out = tmp_path_factory.mktemp("dense") / "small"
-    model = kflats.compress_folder(tiny_folder, out, budget="60%", method=kflats.Flats(k=2), quiet=True)
+    model = kflats.compress_folder(tiny_folder, out, keep="60%", method=kflats.Flats(k=2), quiet=True)
     assert model.weights
     return out
 
@@ -72,7 +72,7 @@ def test_a_folder_loads_without_kflats(small: Path, tiny_folder: Path, tmp_path:
     made = export_dense(small, tmp_path / "dense")
     assert made.weights == ("embeddings.word_embeddings",)
     dtype, total, square = elsewhere(made.folder)
-    want = run(kflats.files.load_model(small)).double()
+    want = run(kflats.io.load_model(small)).double()
     assert dtype == "torch.float32"
     assert float(total) == pytest.approx(float(want.sum()), abs=1e-3)
     assert float(square) == pytest.approx(float(want.square().sum()), rel=1e-5)
@@ -105,7 +105,7 @@ def test_factors_in_half_precision(
     tiny_tokenizer.save_pretrained(tmp_path)
     want = run(model)
     made = export_dense(model, tmp_path / "dense")
-    loaded = kflats.files.load_model(made.folder)
+    loaded = kflats.io.load_model(made.folder)
     assert {p.dtype for p in loaded.parameters()} == {dtype}
     assert loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     tolerance = 1e-5 if dtype == torch.float32 else 0.02
@@ -131,7 +131,7 @@ def test_coded_tables(tiny_model: Callable[[str], Any], tmp_path: Path) -> None:
     swap_(model, find_weight(model, "embeddings.word_embeddings"), matrix)
     want = run(model)
     made = export_dense(model, tmp_path / "dense")
-    torch.testing.assert_close(run(kflats.files.load_model(made.folder)), want)
+    torch.testing.assert_close(run(kflats.io.load_model(made.folder)), want)
 
 
 def test_plain_torch_with_a_tie(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_plain_torch_with_a_tie(tmp_path: Path) -> None:
         return made
 
     model = build()
-    kflats.compress_(model, {"words": kflats.Flats(k=2)}, budget="50%", quiet=True)
+    kflats.compress_(model, {"words": kflats.Flats(k=2)}, keep="50%", quiet=True)
     made = export_dense(model, tmp_path / "dense")
     plain = build()
     assert load_model(plain, made.folder / "model.safetensors") == (set(), [])

@@ -10,13 +10,13 @@ import torch
 from typer.testing import CliRunner
 
 import kflats
-from kflats import Best, KflatsError, Recipe, Transform
+from kflats import Auto, KflatsError, Recipe, Transform
 from kflats.cli.app import app
-from kflats.cli.asked import Asked, recipe_of, weights_of
+from kflats.cli.recipe_options import RecipeOptions, recipe_of, weights_of
+from kflats.common.formatting import size
 from kflats.compress.pipeline import compress_folder
-from kflats.evaluate.comparing import weight_file_bytes
-from kflats.recipes.plan import Plan
-from kflats.tables import size
+from kflats.evaluation.comparing import weight_file_bytes
+from kflats.recipe.plan import Plan
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("constriction")
@@ -62,7 +62,7 @@ def test_the_file_is_within_one_per_cent_below_the_budget(encoder, tmp_path) -> 
     """Weights that are not named count as they are."""
     limit, weights = 200_000, ("embeddings.word_embeddings", "embeddings.position_embeddings", "encoder.*.output.dense")
     report = compress_folder(
-        encoder, tmp_path / "small", budget=f"{limit}B of all files", method=Best(), weights=weights, quiet=True
+        encoder, tmp_path / "small", keep=f"{limit}B of all files", method=Auto(), weights=weights, quiet=True
     )
     assert 0.99 * limit <= weight_file_bytes(tmp_path / "small") <= limit
     assert report.model_bytes_after <= limit
@@ -77,7 +77,7 @@ def with_dense(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     words = modules.Transformer(str(encoder))
     torch.manual_seed(0)
-    parts = [words, modules.Pooling(64), modules.Dense(64, 512)]
+    parts = [words, modules.Pooling(64), modules.KeepDense(64, 512)]
     folder = tmp_path_factory.mktemp("dense") / "model"
     SentenceTransformer(modules=parts, device="cpu").save(str(folder))
     return folder
@@ -106,10 +106,10 @@ def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
     limit = int(weight_file_bytes(source) * (0.3 if kind == "T5" else 0.5))
     assert limit > 50_000
     compress_folder(
-        source, tmp_path / "small", budget=f"{limit}B of all files", method=Best(), weights=("all",), quiet=True
+        source, tmp_path / "small", keep=f"{limit}B of all files", method=Auto(), weights=("all",), quiet=True
     )
     assert 0.99 * limit <= weight_file_bytes(tmp_path / "small") <= limit
-    small = kflats.files.load_model(tmp_path / "small")
+    small = kflats.io.load_model(tmp_path / "small")
     assert small.dtype == (torch.float32 if kind == "T5" else getattr(torch, kind))
     if kind == "T5":
         assert small.get_output_embeddings().matrix is small.get_input_embeddings().matrix
@@ -120,7 +120,7 @@ def test_what_is_left_of_a_file_buys_nothing_more(share: float, tmp_path: Path) 
     """Most weights keep all numbers in some type here, which takes no more of the header than the original did."""
     source = tiny("T5", tmp_path / "source")
     limit = int(weight_file_bytes(source) * share)
-    asked = {"budget": f"{limit}B of all files", "method": Best(), "weights": ("all",), "quiet": True}
+    asked = {"keep": f"{limit}B of all files", "method": Auto(), "weights": ("all",), "quiet": True}
     report = compress_folder(source, tmp_path / "small", **asked)
     left = limit - weight_file_bytes(tmp_path / "small")
     steps = [found.bytes_before - found.bytes_after for found in report.weights if found.kept == "float16"]
@@ -138,8 +138,8 @@ def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> Non
     assert dense > 512 * 64 * 4
     assert weight_file_bytes(with_dense) == on_disk(with_dense)
     limit = 300_000
-    asked = {"method": Best(), "weights": ("all",), "quiet": True}
-    report = compress_folder(with_dense, tmp_path / "small", budget=f"{limit}B of all files", **asked)
+    asked = {"method": Auto(), "weights": ("all",), "quiet": True}
+    report = compress_folder(with_dense, tmp_path / "small", keep=f"{limit}B of all files", **asked)
     small = tmp_path / "small"
     assert 0.99 * limit <= on_disk(small) == weight_file_bytes(small) <= limit
     assert (small / "2_Dense" / "model.safetensors").stat().st_size == dense
@@ -149,14 +149,14 @@ def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> Non
     row = next(line for line in (small / "README.md").read_text().splitlines() if line.startswith("| weight files"))
     assert all(part in row for part in shown)
     with pytest.raises(KflatsError, match="leaves nothing for the named weights"):
-        compress_folder(with_dense, tmp_path / "none", budget="130kB of all files", **asked)
+        compress_folder(with_dense, tmp_path / "none", keep="130kB of all files", **asked)
     assert not (tmp_path / "none").exists()
 
 
 def test_a_plan_and_its_report_tell_of_one_model(with_dense: Path, tmp_path: Path) -> None:
     """Whose size has the weights of other modules in it."""
     path = tmp_path / "plan.json"
-    done = CliRunner().invoke(app, ["plan", str(with_dense), "--file-budget", "300kB", "--out", str(path)])
+    done = CliRunner().invoke(app, ["plan", str(with_dense), "--size", "300kB", "--out", str(path)])
     assert done.exit_code == 0, done.output
     made = Plan.load(path)
     report = compress_folder(with_dense, tmp_path / "small", plan=made, quiet=True)
@@ -169,7 +169,7 @@ def test_a_plan_and_its_report_tell_of_one_model(with_dense: Path, tmp_path: Pat
 
 def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monkeypatch) -> None:
     weights = ("encoder.*.attention.*",)
-    asked = {"budget": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": weights, "quiet": True}
+    asked = {"keep": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": weights, "quiet": True}
     compress_folder(encoder, tmp_path / "whole", **asked)
     real, done = kflats.compress.fitting.store, []
 
@@ -193,7 +193,7 @@ def test_the_command_line_chooses_for_all_weights(encoder, tmp_path) -> None:
     texts.write_text("\n".join(TEXTS), encoding="utf-8")
     done = CliRunner().invoke(
         app,
-        ["plan", str(encoder), "--file-budget", "150kB", "--texts", str(texts), "--out", str(tmp_path / "plan.json")],
+        ["plan", str(encoder), "--size", "150kB", "--texts", str(texts), "--out", str(tmp_path / "plan.json")],
     )
     assert done.exit_code == 0, done.output
     plan = Plan.load(tmp_path / "plan.json")
@@ -211,26 +211,26 @@ def test_the_command_line_chooses_for_all_weights(encoder, tmp_path) -> None:
 
 
 def test_what_the_options_mean() -> None:
-    assert recipe_of(Asked(), counted=True, whole_file=True) == Best()
-    assert recipe_of(Asked(), counted=True) is None
-    assert recipe_of(Asked(method="best"), counted=False) == Best()
-    assert weights_of(None, Best(), True) == ("all",)
-    assert weights_of(["linear"], Best(), True) == ("linear",)
-    assert weights_of(None, Best(), False) == weights_of(None, None, True) == ()
-    made = recipe_of(Asked(codec="transform"), counted=True)
+    assert recipe_of(RecipeOptions(), counted=True, whole_file=True) == Auto()
+    assert recipe_of(RecipeOptions(), counted=True) is None
+    assert recipe_of(RecipeOptions(method="best"), counted=False) == Auto()
+    assert weights_of(None, Auto(), True) == ("all",)
+    assert weights_of(["linear"], Auto(), True) == ("linear",)
+    assert weights_of(None, Auto(), False) == weights_of(None, None, True) == ()
+    made = recipe_of(RecipeOptions(codec="transform"), counted=True)
     assert made == Recipe(kflats.SVD(), kflats.TokenCounts(), Transform())
-    assert recipe_of(Asked(codec="int4 32"), counted=False).method == kflats.Dense()
-    assert recipe_of(Asked(codec="float16"), counted=False).codec == kflats.Float("float16")
-    assert recipe_of(Asked(method="best", importance="uniform"), counted=False) == Recipe(Best())
-    assert recipe_of(Asked(codec="transform"), counted=False).method == kflats.SVD()
-    assert recipe_of(Asked(codec="transform", flats=3), counted=False).method == kflats.Flats(k=3)
-    assert recipe_of(Asked(codec="int8", flats=3), counted=False).method == kflats.Flats(k=3)
-    assert recipe_of(Asked(method="messi", codec="rotation 2"), counted=False).codec == kflats.Rotation(2)
+    assert recipe_of(RecipeOptions(codec="int4 32"), counted=False).method == kflats.KeepDense()
+    assert recipe_of(RecipeOptions(codec="float16"), counted=False).codec == kflats.Float("float16")
+    assert recipe_of(RecipeOptions(method="best", importance="uniform"), counted=False) == Recipe(Auto())
+    assert recipe_of(RecipeOptions(codec="transform"), counted=False).method == kflats.SVD()
+    assert recipe_of(RecipeOptions(codec="transform", flats=3), counted=False).method == kflats.Flats(k=3)
+    assert recipe_of(RecipeOptions(codec="int8", flats=3), counted=False).method == kflats.Flats(k=3)
+    assert recipe_of(RecipeOptions(method="messi", codec="rotation 2"), counted=False).codec == kflats.Rotation(2)
     for wrong, said in (
-        (Asked(method="best", codec="int8"), "decides itself what --codec"),
-        (Asked(method="best", power=1.0), "--power is of an importance"),
-        (Asked(method="best", importance="kronecker"), "by what the data allows"),
-        (Asked(method="dense", codec="transform"), "cannot store what Dense"),
+        (RecipeOptions(method="best", codec="int8"), "decides itself what --codec"),
+        (RecipeOptions(method="best", power=1.0), "--power is of an importance"),
+        (RecipeOptions(method="best", importance="kronecker"), "by what the data allows"),
+        (RecipeOptions(method="dense", codec="transform"), "cannot store what Dense"),
     ):
         with pytest.raises(KflatsError, match=said):
             recipe_of(wrong, counted=True)
@@ -238,14 +238,12 @@ def test_what_the_options_mean() -> None:
 
 def test_a_budget_that_nothing_fits_is_refused(encoder, tmp_path) -> None:
     with pytest.raises(KflatsError, match="budget"):
-        compress_folder(
-            encoder, tmp_path / "x", budget="6000B of all files", method=Best(), weights=("all",), quiet=True
-        )
+        compress_folder(encoder, tmp_path / "x", keep="6000B of all files", method=Auto(), weights=("all",), quiet=True)
     assert not (tmp_path / "x").exists()
 
 
 def test_what_entropy_codes_is_missed_before_any_work(encoder, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(kflats.allocate.selection, "find_spec", lambda name: None)
-    for method in (Best(), Recipe(kflats.Dense(), codec=kflats.Integer(bits=8))):
+    monkeypatch.setattr(kflats.planning.selection, "find_spec", lambda name: None)
+    for method in (Auto(), Recipe(kflats.KeepDense(), codec=kflats.Integer(bits=8))):
         with pytest.raises(KflatsError, match="constriction"):
-            kflats.plan(transformers.AutoModel.from_pretrained(encoder), method, budget="20%")
+            kflats.plan(transformers.AutoModel.from_pretrained(encoder), method, keep="20%")

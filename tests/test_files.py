@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from kflats.errors import KflatsError
-from kflats.files import annotate_, copy_companions, load_, resolve_model, save, weights_folder
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix
-from kflats.swap.surgery import find_weight, swap_
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, copy_companions, load_, resolve_model, save, weights_folder
+from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
+from kflats.model.swap import find_weight, swap_
 
 
 class Net(nn.Module):
@@ -40,10 +40,10 @@ def compressed(kind: str = "flats") -> Net:
         model.norm.running_mean.normal_()
         model.temperature.fill_(3)
     low = LowRankMatrix(torch.randn(8, 2), torch.randn(2, 8))
-    swap_(model, find_weight(model, "body"), low, rows="outputs")
+    swap_(model, find_weight(model, "body"), low, matrix_rows="out_features")
     if kind == "flats":
         labels = (torch.arange(40) % 3).to(torch.uint8)
-        bands = (Band(14, 2, 0), Band(13, 3, 1), Band(13, 1, 0))
+        bands = (RankGroup(14, 2, 0), RankGroup(13, 3, 1), RankGroup(13, 1, 0))
         table = FlatsMatrix(torch.randn(28 + 39 + 13), torch.randn(5, 8), labels, bands, (2, 3))
     else:
         table = LowRankMatrix(torch.randn(40, 2), torch.randn(2, 8)).half()
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
         filename.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kflats.files.plain.save_file", full)
+    monkeypatch.setattr("kflats.io.plain.save_file", full)
     with pytest.raises(KflatsError, match="the disk ran full"):
         save(Net(), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model.safetensors": before}

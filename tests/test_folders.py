@@ -17,11 +17,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from kflats.errors import KflatsError
-from kflats.files.atomic_files import replaced, replaced_together
-from kflats.files.atomic_folder import locked, new_folder
-from kflats.files.manifest import MANIFEST, differences, manifest_follows
-from kflats.files.partial import Partial
+from kflats.common.errors import KflatsError
+from kflats.io.atomic_files import replaced, replaced_together
+from kflats.io.atomic_folder import locked, new_folder
+from kflats.io.manifest import MANIFEST, differences, manifest_follows
+from kflats.io.partial import Partial
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -192,7 +192,7 @@ def process(program: str, *arguments: object, source: Path) -> Iterator[subproce
 WRITING = """
 import sys, time
 from pathlib import Path
-from kflats.files.atomic_folder import new_folder
+from kflats.io.atomic_folder import new_folder
 with new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("half")
     print("ready", flush=True)
@@ -201,7 +201,7 @@ with new_folder(sys.argv[1], force=True) as aside:
 REPLACING = """
 import sys, time
 from pathlib import Path
-import kflats.files.atomic_folder
+import kflats.io.atomic_folder
 rename = Path.rename
 def stop(self, target):
     if self.name.endswith(".kflats-new"):      # the old folder is aside, the new one is not yet in place
@@ -209,7 +209,7 @@ def stop(self, target):
         time.sleep(60)
     return rename(self, target)
 Path.rename = stop
-with kflats.files.atomic_folder.new_folder(sys.argv[1], force=True) as aside:
+with kflats.io.atomic_folder.new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("new")
 """
 
@@ -452,7 +452,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
         filename.write_bytes(b"half of it")
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
 
-    monkeypatch.setattr("kflats.files.partial.save_file", full)
+    monkeypatch.setattr("kflats.io.partial.save_file", full)
     for name in ("words", "linear"):
         with pytest.raises(KflatsError, match=r"disk ran full.*run the same command again"):
             partial.put(name, TENSORS, {})
@@ -463,7 +463,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
 
 KEEPS_PUTTING = """
 import sys, torch
-from kflats.files.partial import Partial
+from kflats.io.partial import Partial
 partial = Partial(sys.argv[1], "run")
 tensors = {"weight": torch.ones(1_000_000)}
 partial.put("words", tensors, {})

@@ -16,10 +16,10 @@ from frontier.baselines import Absmax, Factors, Half, Rotated, TorchAO, Transfor
 from frontier.codebooks import OPQ, PQ, Residual
 from frontier.sweeps import FAMILIES, OURS, sweep
 
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import fidelity, load_tokenizer
-from kflats.files import load_model
+from kflats.common.errors import KflatsError
+from kflats.evaluation.comparing import fidelity, load_tokenizer
 from kflats.importance.weighting import Weighting
+from kflats.io import load_model
 
 N, D = 700, 32
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from kflats.hashing import crc32, sha256, sha256_of_file
+from kflats.common.hashing import crc32, sha256, sha256_of_file
 
 
 def test_equal_digests_mean_equal_parts() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import kflats
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance import (
     Importance,
     InputGram,
@@ -25,7 +25,7 @@ from kflats.importance import (
     from_name,
 )
 from kflats.importance.measured import Measured
-from kflats.recipes.recipe import from_json, to_json
+from kflats.recipe.recipe import from_json, to_json
 
 F64 = torch.float64
 IMPORTANCES = {

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.errors import KflatsError
+from kflats.calibration import collect
+from kflats.calibration.accumulators import Accumulator, measured
+from kflats.calibration.batches import text_batches
+from kflats.calibration.collect import Statistics, measure
+from kflats.calibration.hooks import frozen
+from kflats.calibration.measurements import merge
+from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
+from kflats.calibration.running import batch_size, take
+from kflats.common.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher
-from kflats.measure import collect
-from kflats.measure.accumulators import Accumulator, measured
-from kflats.measure.batches import text_batches
-from kflats.measure.collect import Statistics, measure
-from kflats.measure.hooks import frozen
-from kflats.measure.measurements import merge
-from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
-from kflats.measure.running import batch_size, take
-from kflats.swap.places import find_weights
+from kflats.model.weights import find_weights
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -11,10 +11,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.measure.collect import Statistics, measure
-from kflats.measure.measurements import FIELDS
-from kflats.swap.places import find_weights
+from kflats.calibration.collect import Statistics, measure
+from kflats.calibration.measurements import FIELDS
+from kflats.common.errors import KflatsError
+from kflats.model.weights import find_weights
 
 ALL = frozenset(FIELDS)
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kflats
+from kflats.calibration.batches import text_batches
 from kflats.cli.app import app
 from kflats.codecs import Transform
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
+from kflats.common.release import version
 from kflats.export.dense import export_dense
-from kflats.files.headers import stamp_
-from kflats.measure.batches import text_batches
-from kflats.release import version
+from kflats.io.headers import stamp_
 from kflats.report.front_matter import split, with_tag, with_value
 from kflats.report.model_card import compressed_card, dense_card, hub_name, note_fidelity, without_section
 from kflats.report.report import Report
@@ -54,7 +54,7 @@ def with_card(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def small(with_card: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("cards") / "small"
     method = kflats.Recipe(kflats.Flats(k=2), kflats.TokenCounts())
-    kflats.compress_folder(with_card, out, budget="60%", method=method, texts=TEXTS, quiet=True)
+    kflats.compress_folder(with_card, out, keep="60%", method=method, texts=TEXTS, quiet=True)
     return out
 
 
@@ -68,7 +68,7 @@ def test_the_card_of_a_compressed_folder(small: Path, with_card: Path) -> None:
     report = Report.load(small)
     sizes = [sum(p.stat().st_size for p in folder.glob("*.safetensors")) for folder in (with_card, small)]
     for shown in (*sizes, report.bytes_before, report.bytes_after):
-        assert kflats.tables.size(shown) in body
+        assert kflats.common.formatting.size(shown) in body
     assert "| embeddings.word\\_embeddings |" in body or "| embeddings.word_embeddings |" in body
     assert "Flats(k=2" in body
     assert "TokenCounts(" in body
@@ -120,13 +120,13 @@ def test_the_card_says_what_was_used(
 ) -> None:
     method = kflats.Recipe(kflats.SVD(), importance)
     out = tmp_path / "out"
-    kflats.compress_folder(tiny_folder, out, budget="40%", method=method, weights=weights, quiet=True, **given)
+    kflats.compress_folder(tiny_folder, out, keep="40%", method=method, weights=weights, quiet=True, **given)
     assert f"\nData: {said}.\n" in (out / "README.md").read_text()
 
 
 def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
     method = kflats.Recipe(kflats.SVD(), kflats.RowFisher())
-    model, tokens = tiny_model("bert-lm"), kflats.evaluate.comparing.load_tokenizer(tiny_folder)
+    model, tokens = tiny_model("bert-lm"), kflats.evaluation.comparing.load_tokenizer(tiny_folder)
     model.save_pretrained(tmp_path / "lm")
     tokens.save_pretrained(tmp_path / "lm")
     labelled = batches(tokens, language_model=True)
@@ -135,7 +135,7 @@ def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: A
         ("drawn", kflats.SampledLabels(), "label-free"),
     ):
         kept = tmp_path / f"{name}.safetensors"
-        asked = {"weights": ("bert." + LINEAR,), "method": method, "budget": "40%", "quiet": True}
+        asked = {"weights": ("bert." + LINEAR,), "method": method, "keep": "40%", "quiet": True}
         kflats.compress_folder(
             tmp_path / "lm", tmp_path / name, calibration=labelled, objective=objective, keep_statistics=kept, **asked
         )
@@ -151,7 +151,7 @@ def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: A
 
 def test_best_is_told_with_all_that_it_used(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("constriction")
-    kflats.compress_folder(tiny_folder, tmp_path / "b", budget="20%", method=kflats.Best(), texts=MANY, quiet=True)
+    kflats.compress_folder(tiny_folder, tmp_path / "b", keep="20%", method=kflats.Auto(), texts=MANY, quiet=True)
     passed = f"40 of 40 texts passed through the model ({FREE})"
     assert f"\nData: 40 texts, counted; {PRIOR}; {passed}.\n" in (tmp_path / "b" / "README.md").read_text()
 
@@ -164,7 +164,7 @@ def test_weight_files_say_who_wrote_them(small: Path, tmp_path: Path) -> None:
     with safe_open(small / "model.safetensors", framework="pt") as file:
         assert file.metadata()["kflats_version"] == version()
         assert {"format", "kflats_version", "kflats_checksums"} == file.metadata().keys()
-    model = kflats.files.load_model(small)
+    model = kflats.io.load_model(small)
     kflats.save(model.embeddings, tmp_path)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         found = file.metadata()
@@ -174,17 +174,17 @@ def test_weight_files_say_who_wrote_them(small: Path, tmp_path: Path) -> None:
 def test_coded_folders_say_what_they_take_in_memory(with_card: Path, tmp_path: Path) -> None:
     pytest.importorskip("constriction")
     coded = kflats.Recipe(kflats.SVD(), codec=Transform())
-    report = kflats.compress_folder(with_card, tmp_path / "coded", budget="15%", method=coded, quiet=True)
+    report = kflats.compress_folder(with_card, tmp_path / "coded", keep="15%", method=coded, quiet=True)
     card = (tmp_path / "coded" / "README.md").read_text()
     (weight,) = report.weights
     assert weight.memory_bytes is not None
     assert weight.memory_bytes > weight.bytes_after
-    sizes = [kflats.tables.size(n) for n in (weight.bytes_before, weight.memory_bytes)]
+    sizes = [kflats.common.formatting.size(n) for n in (weight.bytes_before, weight.memory_bytes)]
     assert f"| the same in memory | {' | '.join(sizes)} |" in card
     assert "Transform(" in card
     with safe_open(tmp_path / "coded" / "model.safetensors", framework="pt") as file:
         assert {"format", "kflats_version", "kflats_checksums"} == file.metadata().keys()
-    assert kflats.files.load_model(tmp_path / "coded").get_input_embeddings().matrix.kind == "coded"
+    assert kflats.io.load_model(tmp_path / "coded").get_input_embeddings().matrix.kind == "coded"
 
 
 def test_stamping_copies_every_byte(small: Path, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_compressed_again_and_dense_again(small: Path, tmp_path: Path) -> None:
 
 
 def test_folders_without_a_card(tiny_folder: Path, tmp_path: Path) -> None:
-    kflats.compress_folder(tiny_folder, tmp_path / "small", budget="50%", quiet=True)
+    kflats.compress_folder(tiny_folder, tmp_path / "small", keep="50%", quiet=True)
     head, body = split((tmp_path / "small" / "README.md").read_text())
     assert yaml.safe_load("\n".join(head)) == {"tags": ["kflats"]}
     assert "The original's card" not in body
@@ -253,7 +253,7 @@ def test_cards_in_another_encoding(tiny_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "old"
     shutil.copytree(tiny_folder, folder)
     (folder / "README.md").write_bytes("# Größe\n".encode("latin-1"))
-    kflats.compress_folder(folder, tmp_path / "small", budget="50%", quiet=True)
+    kflats.compress_folder(folder, tmp_path / "small", keep="50%", quiet=True)
     assert "# Größe\n".encode("latin-1") in (tmp_path / "small" / "README.md").read_bytes()
 
 

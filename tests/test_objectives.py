@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.errors import KflatsError
-from kflats.measure.batches import text_batches
-from kflats.measure.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
-from kflats.measure.running import take
+from kflats.calibration.batches import text_batches
+from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
+from kflats.calibration.running import take
+from kflats.common.errors import KflatsError
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -22,15 +22,15 @@ from matrices import coded, int4
 
 import kflats
 from kflats.cli.app import app
-from kflats.errors import KflatsError
-from kflats.evaluate.encoding import encode
+from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import encode
 from kflats.export.onnx import export_onnx
-from kflats.files import load_model
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_integers, from_transform
-from kflats.nn.matrix import LowRankMatrix
+from kflats.io import load_model
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_build import from_integers, from_transform
+from kflats.matrices.registry import LowRankMatrix
+from kflats.model.swap import dense_weight, find_weight, swap_
 from kflats.numerics.coding.encode import transform_code
-from kflats.swap.surgery import dense_weight, find_weight, swap_
 
 
 def initialisers(path: Path) -> dict[str, int]:
@@ -52,7 +52,7 @@ def run(path: Path, *given: Tensor) -> Tensor:
 
 def test_a_folder_with_flats(tiny_folder: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
-    kflats.compress_folder(tiny_folder, small, budget="60%", method=kflats.Flats(k=2), quiet=True)
+    kflats.compress_folder(tiny_folder, small, keep="60%", method=kflats.Flats(k=2), quiet=True)
     made = export_onnx(small, tmp_path / "model.onnx")
     assert made.inputs == ("input_ids", "attention_mask", "token_type_ids")
     assert made.outputs == ("last_hidden_state",)
@@ -74,7 +74,7 @@ def test_coded_table_and_layers(tmp_path: Path) -> None:
     table = coded(300, 16)
     swap_(model, find_weight(model, "0"), table)
     swap_(model, find_weight(model, "1"), int4(16, 24))
-    swap_(model, find_weight(model, "3"), coded(7, 24), rows="outputs")
+    swap_(model, find_weight(model, "3"), coded(7, 24), matrix_rows="out_features")
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"input": torch.randint(0, 300, (2, 7))})
     assert made.difference < 1e-5
     values = initialisers(made.path)
@@ -100,7 +100,7 @@ def test_flats_of_codes_as_table_and_layer(tmp_path: Path) -> None:
     # So large that nothing of it is folded into the file.
     model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 6000), nn.Linear(6000, 8)).eval()
     swap_(model, find_weight(model, "0"), narrow(40, 8))
-    swap_(model, find_weight(model, "1"), narrow(6000, 8), rows="outputs")
+    swap_(model, find_weight(model, "1"), narrow(6000, 8), matrix_rows="out_features")
     swap_(model, find_weight(model, "2"), narrow(6000, 8))
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"input": torch.randint(0, 40, (2, 7))})
     ids = torch.randint(0, 40, (5, 20))
@@ -146,7 +146,7 @@ def test_sentence_transformers_with_their_own_pooling(tiny_folder: Path, tmp_pat
 @pytest.mark.slow  # recording a decoder's masks
 def test_decoders(tiny_model: Callable[[str], Any], tmp_path: Path) -> None:
     model = tiny_model("gpt2")
-    kflats.compress_(model, budget="60%", quiet=True)
+    kflats.compress_(model, keep="60%", quiet=True)
     made = export_onnx(model, tmp_path / "model.onnx")
     assert made.outputs == ("logits",)
     ids = torch.randint(0, 300, (2, 19))

@@ -13,22 +13,23 @@ import torch
 
 from kflats import codecs, importance, methods
 from kflats.codecs import Float
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance import TokenCounts, Uniform
 from kflats.methods import SVD, Flats
-from kflats.recipes.budget import Budget
-from kflats.recipes.plan import Decision, Plan
-from kflats.recipes.recipe import Recipe, as_recipe, from_json, to_json
-from kflats.swap.surgery import Place, Weight
+from kflats.model.swap import Weight
+from kflats.model.weights import WeightUse
+from kflats.recipe.budget import Budget
+from kflats.recipe.plan import Decision, Plan
+from kflats.recipe.recipe import Recipe, as_recipe, from_json, to_json
 
 TABLE = Weight(
     "embeddings.word_embeddings",
-    (Place("embeddings.word_embeddings", "embedding"), Place("cls.predictions.decoder", "head")),
+    (WeightUse("embeddings.word_embeddings", "embedding"), WeightUse("cls.predictions.decoder", "head")),
     (30522, 384),
     "float32",
     30522 * 384 * 4,
 )
-LAYER = Weight("encoder.dense", (Place("encoder.dense", "linear"),), (384, 1536), "float32", 384 * 1536 * 4)
+LAYER = Weight("encoder.dense", (WeightUse("encoder.dense", "linear"),), (384, 1536), "float32", 384 * 1536 * 4)
 PLAN = Plan(
     (
         Decision(TABLE, Recipe(Flats(k=7), TokenCounts(power=0.25)), 28_000_000, "tied"),
@@ -129,7 +130,7 @@ def test_a_plan_of_an_earlier_form_is_read(tmp_path: Path) -> None:
     def older(data: dict[str, Any]) -> None:
         data.pop("allocation")
         for decision in data["decisions"]:
-            decision["recipe"].pop("rows")
+            decision["recipe"].pop("matrix_rows")
             decision["weight"].pop("bias")
 
     assert Plan.load(edit(tmp_path / "plan.json", older)) == PLAN
@@ -138,8 +139,8 @@ def test_a_plan_of_an_earlier_form_is_read(tmp_path: Path) -> None:
 def test_a_plan_says_how_its_budget_is_shared() -> None:
     assert str(PLAN).startswith("budget 60%\n")
     assert "by what each byte saves of the loss" in str(dataclasses.replace(PLAN, allocation="loss"))
-    turned = Recipe(SVD(), rows="outputs")
-    assert "rows='outputs'" in str(dataclasses.replace(PLAN, decisions=(Decision(LAYER, turned, 1000),)))
+    turned = Recipe(SVD(), matrix_rows="out_features")
+    assert "matrix_rows='out_features'" in str(dataclasses.replace(PLAN, decisions=(Decision(LAYER, turned, 1000),)))
 
 
 def test_a_plan_prints_as_a_table() -> None:
@@ -183,7 +184,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
         (lambda d: d.update(model_bytes=-1), "model_bytes"),
         (lambda d: d.update(model_bytes=1.5), "model_bytes"),
         (lambda d: d.update(allocation="greed"), "allocation 'greed'"),
-        (lambda d: d["decisions"][0]["recipe"].update(rows="columns"), "rows cannot be 'columns'"),
+        (lambda d: d["decisions"][0]["recipe"].update(matrix_rows="columns"), "matrix_rows cannot be 'columns'"),
         (lambda d: d["decisions"][0]["weight"].update(bias=1), "bias should be true or false"),
         (lambda d: d["decisions"].append(d["decisions"][0]), "twice"),
         (lambda d: d["decisions"].append(None), r"decisions\[2\] is not a decision"),

@@ -10,11 +10,12 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
-from kflats.allocate.calibration import Data
-from kflats.allocate.planning import decide, plan, token_embedding
 from kflats.codecs import Float
-from kflats.errors import KflatsError
-from kflats.recipes.plan import Plan
+from kflats.common.errors import KflatsError
+from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.decide import decide, plan, token_embedding
+from kflats.recipe.budget import parse_budget
+from kflats.recipe.plan import Plan
 
 NAMES = ("words", "types", "project")
 
@@ -29,7 +30,7 @@ def recipe_of(made: Plan, name: str = "words") -> Recipe:
 
 
 def test_by_default_the_token_embedding_is_compressed_by_flats():
-    made = plan(toy(), budget="50%")
+    made = plan(toy(), keep="50%")
     assert [d.weight.name for d in made.decisions] == ["words"]
     assert recipe_of(made) == Recipe(Flats(), Uniform())
     assert made.decisions[0].budget_bytes == 200 * 8 * 4 // 2
@@ -42,15 +43,15 @@ def test_by_default_the_token_embedding_is_compressed_by_flats():
     ids=["texts", "tokenizer", "nothing"],
 )
 def test_the_default_importance_takes_what_there_is(data, tokenizer, expected):
-    made = plan(toy(), budget="50%", data=data, tokenizer=tokenizer)
+    made = plan(toy(), keep="50%", texts=data, tokenizer=tokenizer)
     assert recipe_of(made).importance == expected
 
 
 def test_texts_without_a_tokenizer_are_not_ignored_in_silence():
     with pytest.raises(KflatsError, match="no tokenizer that could count them"):
-        plan(toy(), budget="50%", data=["text"])
+        plan(toy(), keep="50%", texts=["text"])
     for chosen in (Flats(), Recipe(SVD(), Uniform())):  # a bare method means Uniform: asked for, but said
-        made = plan(toy(), {"words": chosen, "project": SVD()}, budget="50%", data=["text"])
+        made = plan(toy(), {"words": chosen, "project": SVD()}, keep="50%", texts=["text"])
         assert [d.note for d in made.decisions] == ["the texts are not counted: every row counts the same", ""]
 
 
@@ -71,19 +72,19 @@ def test_a_model_that_has_no_token_table_uses_its_largest_embedding():
     model.get_input_embeddings = refuse
     assert token_embedding(model).name == "words"
     with pytest.raises(KflatsError, match="no token embedding"):
-        plan(nn.ModuleDict({"a": nn.Linear(4, 4)}), budget="50%")
+        plan(nn.ModuleDict({"a": nn.Linear(4, 4)}), keep="50%")
 
 
 def test_one_method_or_recipe_means_the_token_embedding_and_a_mapping_names_its_own():
-    assert recipe_of(plan(toy(), SVD(), budget="50%")) == Recipe(SVD())
-    assert recipe_of(plan(toy(), Recipe(SVD(), Uniform(), Float("float16")), budget="50%")).codec == Float("float16")
-    made = plan(toy(), {"words": SVD(), "project": None, "types": Flats(k=2)}, budget="50%")
+    assert recipe_of(plan(toy(), SVD(), keep="50%")) == Recipe(SVD())
+    assert recipe_of(plan(toy(), Recipe(SVD(), Uniform(), Float("float16")), keep="50%")).codec == Float("float16")
+    made = plan(toy(), {"words": SVD(), "project": None, "types": Flats(k=2)}, keep="50%")
     assert [d.weight.name for d in made.decisions] == ["words", "project", "types"]
     assert recipe_of(made, "project") == Recipe(Flats(), Uniform())
 
 
 def test_none_for_a_weight_that_holds_no_tokens_means_uniform_even_with_texts():
-    made = plan(toy(), {"words": None, "types": None, "project": None}, budget="50%", data=["a"], tokenizer=object())
+    made = plan(toy(), {"words": None, "types": None, "project": None}, keep="50%", texts=["a"], tokenizer=object())
     found = {d.weight.name: d.recipe.importance for d in made.decisions}
     assert found == {"words": TokenCounts(), "types": Uniform(), "project": Uniform()}
 
@@ -99,7 +100,7 @@ def test_several_weights_share_one_budget_and_never_exceed_it(names, kind, perce
     total = sum(sizes[name] for name in names)
     amount = {"%": percent, "B": total * percent // 100, " params": total * percent // 400}[kind]
     allowed = {"%": total * percent // 100, "B": amount, " params": amount * 4}[kind]
-    made = plan(toy(), dict.fromkeys(names, SVD()), budget=f"{amount}{kind}")
+    made = plan(toy(), dict.fromkeys(names, SVD()), keep=f"{amount}{kind}")
     assert sum(d.budget_bytes for d in made.decisions) == allowed <= total
     for decision in made.decisions:
         assert decision.weight.nbytes == sizes[decision.weight.name]
@@ -111,18 +112,18 @@ def test_planning_changes_and_fits_nothing():
     model = toy()
     before = {key: value.clone() for key, value in model.state_dict().items()}
     state = torch.get_rng_state()
-    plan(model, dict.fromkeys(NAMES, Flats(k=2)), budget="50%")
+    plan(model, dict.fromkeys(NAMES, Flats(k=2)), keep="50%")
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_a_plan_can_be_kept_and_used_later(tmp_path):
-    made = plan(toy(), {"words": Flats(k=2), "project": SVD()}, budget="70%")
+    made = plan(toy(), {"words": Flats(k=2), "project": SVD()}, keep="70%")
     made.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == made
-    assert decide(toy(), loaded, None, Data()).plan == made
-    assert decide(toy(), loaded, "70%", Data()).plan == made
+    assert decide(toy(), loaded, None, CalibrationData()).plan == made
+    assert decide(toy(), loaded, parse_budget("70%"), CalibrationData()).plan == made
     report = kflats.compress_(toy(), loaded, quiet=True)
     assert [w.name for w in report.weights] == ["words", "project"]
     for decision, weight in zip(made.decisions, report.weights, strict=True):
@@ -140,9 +141,9 @@ def test_a_plan_can_be_kept_and_used_later(tmp_path):
     ids=["other budget", "other shape", "other type", "other name"],
 )
 def test_a_plan_for_something_else_is_refused(change, message):
-    model, made, budget = change(toy(), plan(toy(), {"words": Flats(k=2)}, budget="70%"))
+    model, made, budget = change(toy(), plan(toy(), {"words": Flats(k=2)}, keep="70%"))
     with pytest.raises(KflatsError, match=message):
-        decide(model, made, budget, Data())
+        decide(model, made, parse_budget(budget) if budget else None, CalibrationData())
 
 
 @pytest.mark.parametrize(
@@ -153,35 +154,35 @@ def test_a_plan_for_something_else_is_refused(change, message):
         ({"projekt": SVD()}, {}, "project"),
         ({"": SVD()}, {}, "''"),
         ({"project": Recipe(SVD(), ZipfPrior())}, {"tokenizer": object()}, "linear layer"),
-        ({"project": Recipe(SVD(), TokenCounts())}, {"tokenizer": object(), "data": ["a"]}, "weighs tokens"),
+        ({"project": Recipe(SVD(), TokenCounts())}, {"tokenizer": object(), "texts": ["a"]}, "weighs tokens"),
         ({"words": Recipe(SVD(), TokenCounts())}, {"tokenizer": object()}, "needs texts"),
-        ({"words": Recipe(SVD(), TokenCounts())}, {"data": ["a"]}, "needs the model's tokenizer"),
+        ({"words": Recipe(SVD(), TokenCounts())}, {"texts": ["a"]}, "needs the model's tokenizer"),
         ({"words": Recipe(SVD(), ZipfPrior())}, {}, "needs the model's tokenizer"),
         ({"words": Uniform()}, {}, "is not a method"),
         ({"words": SVD}, {}, "is not a method"),
         ("svd", {}, "is not a method"),
-        (SVD(), {"budget": "0.6"}, "ambiguous"),
-        (SVD(), {"budget": "150%"}, "more than the original"),
-        (SVD(), {"budget": "1GB"}, "more than the named weights"),
-        (SVD(), {"budget": "0%"}, "keeps nothing"),
-        (SVD(), {"budget": 0.6}, "not a budget"),
+        (SVD(), {"keep": "0.6"}, "ambiguous"),
+        (SVD(), {"keep": "150%"}, "more than the original"),
+        (SVD(), {"keep": "1GB"}, "more than the named weights"),
+        (SVD(), {"keep": "0%"}, "keeps nothing"),
+        (SVD(), {"keep": 0.6}, "not a budget"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(recipes, options, message):
     with pytest.raises(KflatsError, match=message):
-        plan(toy(), recipes, **{"budget": "50%", **options})
+        plan(toy(), recipes, **{"keep": "50%", **options})
 
 
 def test_one_tied_weight_cannot_be_named_by_two_of_its_places(tiny_model):
     weight = token_embedding(tiny_model("gpt2"))
     with pytest.raises(KflatsError, match="named twice"):
-        plan(tiny_model("gpt2"), {place.name: SVD() for place in weight.places}, budget="50%")
+        plan(tiny_model("gpt2"), {place.name: SVD() for place in weight.places}, keep="50%")
 
 
 def test_a_count_of_parameters_needs_one_stored_type():
     recipes = {"words": Recipe(SVD(), Uniform(), Float("float16")), "project": SVD()}
     with pytest.raises(KflatsError, match="one stored type"):
-        plan(toy(), recipes, budget="500 params")
+        plan(toy(), recipes, keep="500 params")
 
 
 def test_no_budget_is_asked_for():

@@ -16,25 +16,25 @@ import torch
 from torch.nn import functional as F
 from typer.testing import CliRunner
 
-from kflats import SVD, Dense, Integer, Recipe, Transform, compress_
-from kflats.errors import KflatsError
-from kflats.files import annotate_, load_model
-from kflats.nn.layers import FactoredEmbedding
-from kflats.nn.matrix import LowRankMatrix, Matrix
+from kflats import SVD, Integer, KeepDense, Recipe, Transform, compress_
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, load_model
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.matrices.registry import LowRankMatrix, Matrix
+from kflats.model.swap import swap_
+from kflats.model.weights import factored_layers, find_weights
 from kflats.recover import recover as recover_module
 from kflats.recover.checkpoints import last_checkpoint
 from kflats.recover.distill import Objective, distance
 from kflats.recover.recover import RECOVERY_FILE, recover_, recover_folder
 from kflats.recover.recovery import Recovery
 from kflats.recover.trainable import only
-from kflats.swap.places import factored_layers, find_weights
-from kflats.swap.surgery import swap_
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("sklearn")
 
-from kflats.recover.training import Mixed  # noqa: E402  it imports both
+from kflats.recover.training import LengthGroupedSampler  # noqa: E402  it imports both
 
 HEADER = "sentence1\tsentence2\tlabel\n"
 FAST = {"lr": 5e-3, "batch": 16, "epochs": 3, "quiet": True}
@@ -431,9 +431,9 @@ def test_models_that_cannot_be_recovered_are_refused(
 def test_codes_have_no_bases_to_train(tiny_model: Any) -> None:
     """Integers are constants: the error names them, scales train, and every flag is what it was."""
     pytest.importorskip("constriction")
-    for recipe in (Recipe(SVD(), codec=Transform()), Recipe(Dense(), codec=Integer(bits=8))):
+    for recipe in (Recipe(SVD(), codec=Transform()), Recipe(KeepDense(), codec=Integer(bits=8))):
         model = tiny_model("bert")
-        compress_(model, {"embeddings.word_embeddings": recipe}, budget="40%", quiet=True)
+        compress_(model, {"embeddings.word_embeddings": recipe}, keep="40%", quiet=True)
         before = {name: p.requires_grad for name, p in model.named_parameters()}
         with pytest.raises(KflatsError, match=r"codes have no bases.*integers.*--train all"), only(model, "bases"):
             pass
@@ -445,7 +445,7 @@ def test_codes_have_no_bases_to_train(tiny_model: Any) -> None:
 
 def test_batches_are_of_similar_length_and_differ_by_epoch() -> None:
     lengths = [int(x) for x in torch.randint(1, 100, (3 * 64 * 8 + 5,), generator=torch.Generator().manual_seed(0))]
-    order = Mixed(lengths, 8, seed=3)
+    order = LengthGroupedSampler(lengths, 8, seed=3)
     epochs = []
     for epoch in (0, 1, 0):
         order.set_epoch(epoch)

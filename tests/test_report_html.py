@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.report import html as report_html
 from kflats.report.report import BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
 
@@ -150,7 +150,9 @@ def layer(kind: str, number: int, rank: int | None) -> WeightReport:
         weight(f"encoder.{number}.{kind}", k=1, nested=False), shape=(24, 24),
         bands=() if rank is None else (BandReport(0, rank, 24, 1.0, 0.1),),
     )  # fmt: skip
-    return made if rank else replace(made, method={"type": "Dense"}, spectrum=(), frequency=(), worst=(), objective=())
+    return (
+        made if rank else replace(made, method={"type": "KeepDense"}, spectrum=(), frequency=(), worst=(), objective=())
+    )
 
 
 @pytest.mark.parametrize("kinds", [2, 12])

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from kflats import MESSI, SVD, Dense, Flats, KMeansSVD, Recipe, TokenCounts, Uniform
-from kflats.allocate.selection import Given, select, weighting_form
-from kflats.errors import KflatsError
+from kflats import MESSI, SVD, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts, Uniform
+from kflats.common.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.swap.places import find_weight
+from kflats.model.weights import find_weight
+from kflats.planning.selection import AvailableData, select, weighting_form
 
-MEASURED = Given(calibration=True)
+MEASURED = AvailableData(calibration=True)
 LAYER = "encoder.layer.0.attention.self.query"
 
 
@@ -50,7 +50,7 @@ def test_patterns_are_shell_patterns_over_paths_with_or_without_the_prefix(tiny_
 
 
 def test_a_name_goes_before_a_pattern_and_a_pattern_before_a_word(tiny_model) -> None:
-    given = {LAYER: SVD(), "linear": Flats(k=2), "*.attention.*": KMeansSVD(k=2), "*.output.dense": Dense()}
+    given = {LAYER: SVD(), "linear": Flats(k=2), "*.attention.*": KMeansSVD(k=2), "*.output.dense": KeepDense()}
     for recipes in (given, dict(reversed(given.items()))):
         found = {c.weight.name: c for c in select(tiny_model("bert"), recipes, MEASURED)}
         assert found[LAYER].recipe.method == SVD()
@@ -60,7 +60,7 @@ def test_a_name_goes_before_a_pattern_and_a_pattern_before_a_word(tiny_model) ->
         assert not found["pooler.dense"].named
     # Of two patterns the later one decides.
     found = {c.weight.name: c.recipe.method for c in select(tiny_model("bert"), given, MEASURED)}
-    assert found["encoder.layer.0.attention.output.dense"] == Dense()
+    assert found["encoder.layer.0.attention.output.dense"] == KeepDense()
 
 
 def test_a_layer_that_is_called_like_a_word_is_itself() -> None:
@@ -77,34 +77,34 @@ def test_two_places_of_one_weight_are_one_weight(tiny_model) -> None:
 
 def test_with_calibration_data_the_default_for_layers_is_what_it_says(tiny_model) -> None:
     recipes = {LAYER: None, "embeddings.word_embeddings": None}
-    with_data = [c.recipe for c in select(tiny_model("bert"), recipes, Given(True, True, True))]
+    with_data = [c.recipe for c in select(tiny_model("bert"), recipes, AvailableData(True, True, True))]
     assert with_data == [Recipe(SVD(), KroneckerFisher()), Recipe(Flats(), TokenCounts())]
-    without = [c.recipe for c in select(tiny_model("bert"), recipes, Given())]
+    without = [c.recipe for c in select(tiny_model("bert"), recipes, AvailableData())]
     assert without == [Recipe(Flats()), Recipe(Flats())]
     conv = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3)})
-    assert select(conv, {"conv": None}, Given())[0].recipe == Recipe(SVD())
+    assert select(conv, {"conv": None}, AvailableData())[0].recipe == Recipe(SVD())
 
 
 @pytest.mark.parametrize(
     ("method", "importance", "rows", "fits"),
     [
-        (SVD(), RowFisher(), "inputs", True),
-        (SVD(), KroneckerFisher(), "outputs", True),
-        (Flats(), RowFisher(), "inputs", True),
-        (Flats(), TwoSided(), "inputs", True),
-        (Flats(), InputGram(), "outputs", True),
-        (Flats(), InputGram(), "inputs", False),
-        (Flats(), KroneckerFisher(), "outputs", False),
-        (MESSI(), RowFisher(), "inputs", True),
-        (KMeansSVD(), RowFisher(), "inputs", True),
-        (KMeansSVD(), TwoSided(), "inputs", False),
-        (KMeansSVD(), RowFisher(), "outputs", False),
-        (Dense(), KroneckerFisher(), "inputs", True),
+        (SVD(), RowFisher(), "in_features", True),
+        (SVD(), KroneckerFisher(), "out_features", True),
+        (Flats(), RowFisher(), "in_features", True),
+        (Flats(), TwoSided(), "in_features", True),
+        (Flats(), InputGram(), "out_features", True),
+        (Flats(), InputGram(), "in_features", False),
+        (Flats(), KroneckerFisher(), "out_features", False),
+        (MESSI(), RowFisher(), "in_features", True),
+        (KMeansSVD(), RowFisher(), "in_features", True),
+        (KMeansSVD(), TwoSided(), "in_features", False),
+        (KMeansSVD(), RowFisher(), "out_features", False),
+        (KeepDense(), KroneckerFisher(), "in_features", True),
     ],
     ids=str,
 )
 def test_what_a_method_cannot_take_is_refused_when_planning(tiny_model, method, importance, rows, fits) -> None:
-    recipe = Recipe(method, importance, rows=rows)
+    recipe = Recipe(method, importance, matrix_rows=rows)
     if fits:
         assert select(tiny_model("bert"), {LAYER: recipe}, MEASURED)[0].recipe == recipe
         return
@@ -115,7 +115,7 @@ def test_what_a_method_cannot_take_is_refused_when_planning(tiny_model, method, 
 
 
 def test_the_way_out_is_named(tiny_model) -> None:
-    with pytest.raises(KflatsError, match='rows="outputs"'):
+    with pytest.raises(KflatsError, match='matrix_rows="out_features"'):
         select(tiny_model("bert"), {LAYER: Recipe(Flats(), InputGram())}, MEASURED)
 
 
@@ -129,11 +129,11 @@ def test_one_hot_inputs_make_row_weights_of_an_input_gram(tiny_model) -> None:
 @pytest.mark.parametrize(
     ("recipes", "given", "message"),
     [
-        ({LAYER: Recipe(SVD(), KroneckerFisher())}, Given(), "needs calibration data"),
-        ({LAYER: Recipe(SVD(), KroneckerFisher())}, Given(texts=True), "needs calibration data"),
-        ({LAYER: Recipe(SVD(), TokenCounts())}, Given(True, True, True), "weighs tokens, but .* linear layer"),
-        ({"embeddings": Recipe(SVD(), Uniform(), rows="outputs")}, Given(), "read row by row"),
-        ({}, Given(), "no weight is named"),
+        ({LAYER: Recipe(SVD(), KroneckerFisher())}, AvailableData(), "needs calibration data"),
+        ({LAYER: Recipe(SVD(), KroneckerFisher())}, AvailableData(texts=True), "needs calibration data"),
+        ({LAYER: Recipe(SVD(), TokenCounts())}, AvailableData(True, True, True), "weighs tokens, but .* linear layer"),
+        ({"embeddings": Recipe(SVD(), Uniform(), matrix_rows="out_features")}, AvailableData(), "read row by row"),
+        ({}, AvailableData(), "no weight is named"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tiny_model, recipes, given, message) -> None:
@@ -142,22 +142,24 @@ def test_what_cannot_be_done_is_refused(tiny_model, recipes, given, message) -> 
 
 
 def test_texts_with_a_tokenizer_are_data_to_measure_with(tiny_model) -> None:
-    assert select(tiny_model("bert"), {LAYER: Recipe(SVD(), RowFisher())}, Given(True, True))
+    assert select(tiny_model("bert"), {LAYER: Recipe(SVD(), RowFisher())}, AvailableData(True, True))
 
 
 def test_convolutions_take_pairs_only() -> None:
     model = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3, groups=8)})
-    assert [c.weight.name for c in select(model, {"conv": SVD()}, Given())] == ["a"]  # "b" is eight small matrices
+    assert [c.weight.name for c in select(model, {"conv": SVD()}, AvailableData())] == [
+        "a"
+    ]  # "b" is eight small matrices
     with pytest.raises(KflatsError, match="Flats\\(k=5\\) cannot be used for 'a'"):
-        select(model, {"a": Flats()}, Given())
+        select(model, {"a": Flats()}, AvailableData())
     with pytest.raises(KflatsError, match="grouped convolution"):
-        select(model, {"b": SVD()}, Given())
+        select(model, {"b": SVD()}, AvailableData())
 
 
 def test_a_recipe_of_other_rows_is_refused() -> None:
     with pytest.raises(KflatsError, match="rows='columns'"):
-        Recipe(SVD(), rows="columns")  # type: ignore[arg-type]
-    assert weighting_form(Recipe(SVD(), RowFisher(), rows="outputs"), _weight()).right == "diagonal"
+        Recipe(SVD(), matrix_rows="columns")  # type: ignore[arg-type]
+    assert weighting_form(Recipe(SVD(), RowFisher(), matrix_rows="out_features"), _weight()).right == "diagonal"
 
 
 def _weight():

@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 import kflats
-from kflats import SVD, Dense, Flats, KroneckerFisher, Recipe, RowFisher, Statistics, Uniform
-from kflats.allocate.planning import plan
+from kflats import SVD, Flats, KeepDense, KroneckerFisher, Recipe, RowFisher, Statistics, Uniform
 from kflats.codecs import Float
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance import IMPORTANCES, InputGram, TwoSided
 from kflats.importance.measured import Measured
-from kflats.recipes.plan import Plan
-from kflats.swap.places import find_weights
+from kflats.model.weights import find_weights
+from kflats.planning.decide import plan
+from kflats.recipe.plan import Plan
 
 SHAPES = {"a": (24, 24), "b": (24, 48), "c": (48, 24), "head": (24, 1)}
 
@@ -71,22 +71,22 @@ TOTAL = 4 * sum(n * d for n, d in SHAPES.values())
 def test_bytes_go_where_they_save_loss(importance, form, percent) -> None:
     made_for = model()
     given = statistics(made_for, {"a": 1e6})
-    made = plan(made_for, {"linear": Recipe(SVD(form), importance)}, budget=f"{percent}%", statistics=given)
+    made = plan(made_for, {"linear": Recipe(SVD(form), importance)}, keep=f"{percent}%", statistics=given)
     assert made.allocation == "loss"
     assert spent(made) <= TOTAL * percent // 100
     assert all(d.note for d in made.decisions)
     found = {d.weight.name: d for d in made.decisions}
     if percent >= 50:
-        assert kinds(made)["a"] == "Dense"
+        assert kinds(made)["a"] == "KeepDense"
         assert found["a"].budget_bytes == found["a"].weight.nbytes
     assert found["a"].budget_bytes / found["a"].weight.nbytes >= found["b"].budget_bytes / found["b"].weight.nbytes
     if percent == 100:
-        assert set(kinds(made).values()) == {"Dense"}
+        assert set(kinds(made).values()) == {"KeepDense"}
     # What was planned is what is done: ranks and bytes.
     report = kflats.compress_(made_for, made, statistics=given, quiet=True)
     for decision, weight in zip(made.decisions, report.weights, strict=True):
         assert weight.bytes_after == decision.budget_bytes
-        assert weight.dense == isinstance(decision.recipe.method, Dense)
+        assert weight.dense == isinstance(decision.recipe.method, KeepDense)
         if not weight.dense:
             assert decision.note.startswith(f"rank {weight.bands[0].rank} of {weight.full_rank}")
             assert float(decision.note.rsplit(" ", 1)[1]) == pytest.approx(weight.error, rel=0.02, abs=1e-6)
@@ -97,7 +97,7 @@ def test_by_loss_less_is_lost_than_uniformly() -> None:
     for allocation in ("uniform", "loss"):
         given = statistics(model(), {"a": 100.0, "c": 0.01})
         report = kflats.compress_(
-            m := model(), {"linear": KRONECKER}, budget="50%", statistics=given, allocation=allocation, quiet=True
+            m := model(), {"linear": KRONECKER}, keep="50%", statistics=given, allocation=allocation, quiet=True
         )
         original = model()
         total = 0.0
@@ -112,7 +112,7 @@ def test_by_loss_less_is_lost_than_uniformly() -> None:
 
 
 def test_a_share_of_ranks_is_the_papers_ratio() -> None:
-    made = plan(model(), {"[abc]": SVD()}, budget="33% ranks")
+    made = plan(model(), {"[abc]": SVD()}, keep="33% ranks")
     assert str(made.budget) == "33% ranks"
     assert [d.budget_bytes for d in made.decisions] == [8 * (n + d) * 4 for n, d in ((24, 24), (24, 48), (48, 24))]
     assert [d.note for d in made.decisions] == ["rank 8 of 24"] * 3
@@ -121,7 +121,7 @@ def test_a_share_of_ranks_is_the_papers_ratio() -> None:
 
 
 def test_what_would_not_shrink_at_its_rank_stays_dense_and_the_report_says_so() -> None:
-    report = kflats.compress_(model(), {"linear": SVD()}, budget="60% ranks", quiet=True)
+    report = kflats.compress_(model(), {"linear": SVD()}, keep="60% ranks", quiet=True)
     found = {w.name: w for w in report.weights}
     assert [name for name, w in found.items() if w.dense] == ["a", "head"]  # 14 of 24: 24 x 24 < 14 x 48
     assert "rank 14 of 24 takes 2.7 kB of 2.3 kB, so it would not shrink" in found["a"].note
@@ -131,8 +131,8 @@ def test_what_would_not_shrink_at_its_rank_stays_dense_and_the_report_says_so() 
 
 def test_ranks_shared_by_loss_take_the_same_bytes() -> None:
     given = statistics(model(), {"b": 50.0})
-    even = plan(model(), {"[abc]": KRONECKER}, budget="40% ranks", statistics=given, allocation="uniform")
-    made = plan(model(), {"[abc]": KRONECKER}, budget="40% ranks", statistics=given)
+    even = plan(model(), {"[abc]": KRONECKER}, keep="40% ranks", statistics=given, allocation="uniform")
+    made = plan(model(), {"[abc]": KRONECKER}, keep="40% ranks", statistics=given)
     assert made.allocation == "loss"
     assert spent(even) - 24 * 2 * 4 <= spent(made) <= spent(even)
     assert made.decisions[1].budget_bytes > even.decisions[1].budget_bytes
@@ -142,7 +142,7 @@ def test_ranks_shared_by_loss_take_the_same_bytes() -> None:
 def test_numbers_and_bytes_are_kept_to(budget) -> None:
     for codec in (Float(), Float("float16")):
         recipe = Recipe(SVD("interpolative"), KroneckerFisher(), codec)
-        report = kflats.compress_(model(), {"[abc]": recipe}, budget=budget, statistics=statistics(model()), quiet=True)
+        report = kflats.compress_(model(), {"[abc]": recipe}, keep=budget, statistics=statistics(model()), quiet=True)
         values = sum(w.values_after for w in report.weights)
         if "params" in budget:
             assert 1500 - 72 < values <= 1500
@@ -154,7 +154,7 @@ def test_a_layer_without_a_bias_gets_one_where_that_pays() -> None:
     bare = model(bias=False)
     given = statistics(bare)
     # A mean input takes a rank of its own, 48 + 24 numbers; a bias of 24 takes its place.
-    made = plan(bare, {"c": KRONECKER}, budget="56%", statistics=given)
+    made = plan(bare, {"c": KRONECKER}, keep="56%", statistics=given)
     assert made.decisions[0].recipe.importance.centred
     report = kflats.compress_(bare, made, statistics=given, quiet=True)
     assert bare["c"].bias is not None
@@ -163,7 +163,7 @@ def test_a_layer_without_a_bias_gets_one_where_that_pays() -> None:
     at_zero = {n: replace(m, fisher_mean=0 * m.fisher_mean) for n, m in given.measured.items()}
     still = replace(given, measured=at_zero)
     other = model(bias=False)
-    made = plan(other, {"[abc]": KRONECKER}, budget="60%", statistics=still)
+    made = plan(other, {"[abc]": KRONECKER}, keep="60%", statistics=still)
     assert not any(getattr(d.recipe.importance, "centred", False) for d in made.decisions)
     kflats.compress_(other, made, statistics=still, quiet=True)
     assert all(other[name].bias is None for name in "abc")
@@ -172,7 +172,7 @@ def test_a_layer_without_a_bias_gets_one_where_that_pays() -> None:
 def test_the_bias_takes_the_mean_error() -> None:
     made_for, original = model(), model()
     given = statistics(made_for)
-    kflats.compress_(made_for, {"b": KRONECKER}, budget="40%", statistics=given, quiet=True)
+    kflats.compress_(made_for, {"b": KRONECKER}, keep="40%", statistics=given, quiet=True)
     mean = given.of("b").fisher_mean.float()
     torch.testing.assert_close(made_for["b"](mean), original["b"](mean), rtol=1e-4, atol=1e-4)
 
@@ -183,24 +183,24 @@ def test_the_bias_takes_the_mean_error() -> None:
     [kind() for kind in IMPORTANCES.kinds if kind().needs and not kind.needs_tokenizer],
     ids=lambda v: type(v).__name__,
 )
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 def test_every_importance_with_every_method_it_fits(method, importance, rows) -> None:
-    recipe = Recipe(method, importance, rows=rows)
+    recipe = Recipe(method, importance, matrix_rows=rows)
     made_for = model()
     given = statistics(made_for)
     try:
-        report = kflats.compress_(made_for, {"b": recipe}, budget="55%", statistics=given, quiet=True)
+        report = kflats.compress_(made_for, {"b": recipe}, keep="55%", statistics=given, quiet=True)
     except KflatsError as error:
         assert "cannot take the importance" in str(error)  # noqa: PT017
         assert isinstance(method, Flats)
         return
     (told,) = report.weights
-    assert told.rows == rows
+    assert told.matrix_rows == rows
     assert told.bytes_after <= 0.55 * told.bytes_before
     assert 0 < told.error < 1
     weighting = importance.weigh(given.of("b"))
     layer = made_for["b"]
-    dense = layer.matrix.dense() if rows == "inputs" else layer.matrix.dense().T
+    dense = layer.matrix.dense() if rows == "in_features" else layer.matrix.dense().T
     original = model()["b"].weight.T.detach().double()
     error = original - dense.detach().double()
     assert told.error == pytest.approx(measure_by(weighting, error) / measure_by(weighting, original), rel=1e-3)
@@ -218,43 +218,43 @@ def measure_by(weighting, error):
 
 
 def test_narrow_layers_that_a_pattern_finds_stay_dense_and_named_ones_are_refused() -> None:
-    made = plan(model(), {"linear": SVD()}, budget="30%")
-    assert kinds(made) == {"a": "SVD", "b": "SVD", "c": "SVD", "head": "Dense"}
+    made = plan(model(), {"linear": SVD()}, keep="30%")
+    assert kinds(made) == {"a": "SVD", "b": "SVD", "c": "SVD", "head": "KeepDense"}
     assert spent(made) == TOTAL * 30 // 100
     with pytest.raises(KflatsError, match=r"head: a budget of .* cannot hold"):
-        kflats.compress_(model(), {"a": SVD(), "head": SVD()}, budget="30%", quiet=True)
+        kflats.compress_(model(), {"a": SVD(), "head": SVD()}, keep="30%", quiet=True)
 
 
 def test_what_is_kept_dense_on_request_counts() -> None:
-    made = plan(model(), {"linear": SVD(), "a": Dense()}, budget="60%")
-    assert kinds(made)["a"] == "Dense"
+    made = plan(model(), {"linear": SVD(), "a": KeepDense()}, keep="60%")
+    assert kinds(made)["a"] == "KeepDense"
     assert spent(made) == TOTAL * 60 // 100
     assert made.decisions[0].note == "dense: asked for"
     with pytest.raises(KflatsError, match="spent on weights that stay dense"):
-        plan(model(), {"linear": SVD(), "b": Dense()}, budget="10%")
+        plan(model(), {"linear": SVD(), "b": KeepDense()}, keep="10%")
 
 
 def test_data_that_never_reaches_a_layer_leaves_it_dense_or_is_refused() -> None:
     given = statistics(model(), {"c": 0.0})
-    made = plan(model(), {"linear": KRONECKER}, budget="60%", statistics=given)
+    made = plan(model(), {"linear": KRONECKER}, keep="60%", statistics=given)
     assert (
         made.decisions[2].note
         == "dense: the calibration data says nothing about it (never reached, or no loss depends on it)"
     )
-    assert kinds(made)["c"] == "Dense"
+    assert kinds(made)["c"] == "KeepDense"
     with pytest.raises(KflatsError, match="c: the data says nothing about this weight"):
-        plan(model(), {"c": KRONECKER, "a": KRONECKER}, budget="60%", statistics=given)
+        plan(model(), {"c": KRONECKER, "a": KRONECKER}, keep="60%", statistics=given)
     uniform = Recipe(SVD(), KroneckerFisher(unreached="uniform"))
-    made = plan(model(), {"[abc]": uniform}, budget="50%", statistics=given)
+    made = plan(model(), {"[abc]": uniform}, keep="50%", statistics=given)
     assert made.allocation == "loss"
     whole = sum(d.weight.nbytes for d in made.decisions)
     assert 0.45 * made.decisions[2].weight.nbytes < made.decisions[2].budget_bytes <= 0.5 * 24 * 48 * 4
     assert 0.48 * whole < spent(made) <= 0.5 * whole
     assert "the data says nothing about it: its share" in made.decisions[2].note
-    asked = plan(model(), {"[abc]": uniform}, budget="33% ranks", statistics=given)
-    equal = plan(model(), {"[abc]": uniform}, budget="33% ranks", statistics=given, allocation="uniform")
+    asked = plan(model(), {"[abc]": uniform}, keep="33% ranks", statistics=given)
+    equal = plan(model(), {"[abc]": uniform}, keep="33% ranks", statistics=given, allocation="uniform")
     assert spent(asked) <= spent(equal)
-    made = plan(model(), {"linear": uniform}, budget="60%", statistics=given, allocation="uniform")
+    made = plan(model(), {"linear": uniform}, keep="60%", statistics=given, allocation="uniform")
     assert kinds(made)["c"] == "SVD"
 
 
@@ -262,19 +262,19 @@ def test_data_that_never_reaches_a_layer_leaves_it_dense_or_is_refused() -> None
 def test_errors_that_are_no_loss_are_not_compared(importance) -> None:
     given = statistics(model())
     with pytest.raises(KflatsError, match=rf"cannot compare {type(importance).__name__}.*units of a loss"):
-        plan(model(), {"[abc]": Recipe(SVD(), importance)}, budget="50%", statistics=given, allocation="loss")
-    made = plan(model(), {"[abc]": Recipe(SVD(), importance)}, budget="50%", statistics=given)
+        plan(model(), {"[abc]": Recipe(SVD(), importance)}, keep="50%", statistics=given, allocation="loss")
+    made = plan(model(), {"[abc]": Recipe(SVD(), importance)}, keep="50%", statistics=given)
     assert made.allocation == "uniform"
-    made = plan(model(), {"[ab]": KRONECKER, "c": Recipe(SVD(), importance)}, budget="50%", statistics=given)
+    made = plan(model(), {"[ab]": KRONECKER, "c": Recipe(SVD(), importance)}, keep="50%", statistics=given)
     assert made.allocation == "uniform"
     with pytest.raises(KflatsError, match="allocation='best'"):
-        plan(model(), {"a": SVD()}, budget="50%", allocation="best")
+        plan(model(), {"a": SVD()}, keep="50%", allocation="best")
 
 
 def test_flats_are_given_bytes_by_loss_too() -> None:
     given = statistics(model(), {"b": 1e4})
     recipe = Recipe(Flats(k=2), RowFisher())
-    made = plan(model(), {"[abc]": recipe}, budget="50%", statistics=given)
+    made = plan(model(), {"[abc]": recipe}, keep="50%", statistics=given)
     assert made.allocation == "loss"
     report = kflats.compress_(model(), made, statistics=given, quiet=True)
     assert report.bytes_after <= spent(made) <= (24 * 24 + 2 * 24 * 48) * 4 // 2
@@ -283,26 +283,26 @@ def test_flats_are_given_bytes_by_loss_too() -> None:
 
 def test_a_budget_below_rank_one_says_what_it_takes() -> None:
     with pytest.raises(KflatsError, match="cannot hold the least of all 3 weights"):
-        plan(model(), {"[abc]": KRONECKER}, budget="3%", statistics=statistics(model()))
+        plan(model(), {"[abc]": KRONECKER}, keep="3%", statistics=statistics(model()))
 
 
 def test_uniform_shares_that_hold_no_rank_of_any_weight_are_refused() -> None:
     """Not left dense, all of them, above the budget."""
     for names in ("linear", "[abc]"):
         with pytest.raises(KflatsError, match="spent on weights that stay dense"):
-            plan(model(), {names: SVD()}, budget="1%")
+            plan(model(), {names: SVD()}, keep="1%")
 
 
 def test_small_heads_under_uniform_shares_are_told_of() -> None:
     net = nn.ModuleDict({"encoder": nn.Linear(64, 64), "classifier": nn.Linear(64, 3)})
     for budget in ("33% ranks", "70%"):
         with pytest.warns(UserWarning, match=r"^classifier: of so few outputs some are lost.*Dense\(\)"):
-            plan(net, {"linear": SVD()}, budget=budget)
+            plan(net, {"linear": SVD()}, keep=budget)
         for other in (
             {"encoder": SVD()},
-            {"linear": SVD(), "classifier": Dense()},
+            {"linear": SVD(), "classifier": KeepDense()},
             {"encoder": SVD(), "classifier": SVD()},
         ):
-            plan(net, other, budget=budget)
-    judged = plan(net, {"linear": KRONECKER}, budget="33% ranks", statistics=statistics(net))
+            plan(net, other, keep=budget)
+    judged = plan(net, {"linear": KRONECKER}, keep="33% ranks", statistics=statistics(net))
     assert judged.allocation == "loss"

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kflats.codecs import blocks, opening, streams
-from kflats.errors import KflatsError
-from kflats.nn.coded_build import from_integers
-from kflats.nn.coded_geometry import CodedGeometry
-from kflats.nn.matrix import CodedMatrix
+from kflats.common.errors import KflatsError
+from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded_geometry import CodedGeometry
+from kflats.matrices.registry import CodedMatrix
 
 pytest.importorskip("constriction")
 
@@ -262,7 +262,7 @@ def test_without_the_library_the_error_says_what_to_install():
 import sys
 sys.modules["constriction"] = None
 import torch
-from kflats.nn.coded_build import from_integers
+from kflats.matrices.coded_build import from_integers
 from kflats.codecs.streams import encode
 try:
     encode(from_integers([torch.ones(3, 2)], None, torch.ones(1)))

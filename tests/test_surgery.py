@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from kflats.errors import KflatsError
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix
-from kflats.swap.surgery import dense_weight, find_weight, find_weights, restore_, swap_
+from kflats.common.errors import KflatsError
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
+from kflats.model.swap import dense_weight, find_weight, find_weights, restore_, swap_
 
 
 def matrix(n: int, d: int, rank: int = 2) -> LowRankMatrix:
@@ -22,7 +22,7 @@ def matrix(n: int, d: int, rank: int = 2) -> LowRankMatrix:
 def flats(n: int, d: int) -> FlatsMatrix:
     labels = (torch.arange(n) % 2).to(torch.uint8)
     return FlatsMatrix(
-        torch.randn(n, 2), torch.randn(4, d), labels, (Band(-(-n // 2), 2, 0), Band(n // 2, 2, 1)), (2, 2)
+        torch.randn(n, 2), torch.randn(4, d), labels, (RankGroup(-(-n // 2), 2, 0), RankGroup(n // 2, 2, 1)), (2, 2)
     )
 
 
@@ -167,7 +167,7 @@ def test_what_carries_over() -> None:
 def test_rows_may_be_outputs() -> None:
     model = nn.Sequential(nn.Linear(4, 6))
     bias, new = model[0].bias, matrix(6, 4)
-    swap_(model, find_weight(model, "0"), new, rows="outputs")
+    swap_(model, find_weight(model, "0"), new, matrix_rows="out_features")
     x = torch.randn(3, 4)
     torch.testing.assert_close(model(x), x @ new.dense().T + bias)
     restore_(model)

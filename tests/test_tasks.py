@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.tasks.batches import IGNORED, Feature, collate, features, task_batches, uncollate
 from kflats.tasks.data import load_examples
 from kflats.tasks.metrics import entity_f1, f1, matthews, measure, pearson, pearson_spearman, perplexity, spearman

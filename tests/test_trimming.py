@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import kflats
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import load_tokenizer
-from kflats.files import load_model
+from kflats.common.errors import KflatsError
+from kflats.evaluation.comparing import load_tokenizer
+from kflats.io import load_model
 from kflats.report.html import render
 from kflats.report.report import Report
 from kflats.trim.trimming import TRIM_FILE, trim, trim_folder
@@ -337,7 +337,7 @@ def test_bad_models() -> None:
     with pytest.raises(KflatsError, match="logit_masks"):
         trim(model, tokenizer, keep=150)
     del model.logit_masks
-    kflats.compress_(model, kflats.SVD(), budget="60%", quiet=True)
+    kflats.compress_(model, kflats.SVD(), keep="60%", quiet=True)
     with pytest.raises(KflatsError, match="compressed already"):
         trim(model, tokenizer, keep=150)
 
@@ -441,7 +441,7 @@ def test_two_vocabularies_of_one_size_are_told_apart(folder: Path, tmp_path: Pat
 def test_trimming_in_front_of_compression(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     settings = {"method": kflats.SVD(), "texts": texts(), "quiet": True}
-    report = kflats.compress_folder(folder, out, budget="50%", trim=170, **settings)
+    report = kflats.compress_folder(folder, out, keep="50%", trim=170, **settings)
     assert report.trimming is not None
     assert report.trimming.entries[1] == 170
     assert report.weights[0].shape == (170, 16)
@@ -451,27 +451,27 @@ def test_trimming_in_front_of_compression(folder: Path, tmp_path: Path) -> None:
     card = (out / "README.md").read_text()
     assert f"| vocabulary entries | {report.trimming.entries[0]} | 170 |" in card
     assert "The vocabulary was trimmed first. Removed tokens are spelled" in card
-    whole = [kflats.tables.size(n) for n in (report.trimming.model_bytes[0], report.model_bytes_after)]
+    whole = [kflats.common.formatting.size(n) for n in (report.trimming.model_bytes[0], report.model_bytes_after)]
     assert f"| all tensors | {' | '.join(whole)} |" in card
     assert len(load_tokenizer(out)) == load_model(out).config.vocab_size == 170
     assert not (out / "vocab.txt").exists()
     assert kflats.compare(folder, out, texts(20), pairs=1).fidelity.mean_cosine > 0
     step = trim_folder(folder, tmp_path / "first", keep=170, texts=texts())
-    apart = kflats.compress_folder(tmp_path / "first", tmp_path / "second", budget="50%", **settings)
+    apart = kflats.compress_folder(tmp_path / "first", tmp_path / "second", keep="50%", **settings)
     assert step == report.trimming
     card = (tmp_path / "second" / "README.md").read_text()  # that of the trimmed model stays below
     assert card.index("compressed by kflats") < card.index("# Vocabulary trimmed by kflats") < card.rindex("card\n")
     assert apart.weights[0].error == pytest.approx(report.weights[0].error)
     page = render(report, tmp_path / "page").read_text()
     assert f"from {report.trimming.entries[0]} entries to 170" in page
-    plan = kflats.plan(load_model(folder), kflats.SVD(), budget="50%", quiet=True)
+    plan = kflats.plan(load_model(folder), kflats.SVD(), keep="50%", quiet=True)
     with pytest.raises(KflatsError, match="a plan is of one vocabulary"):
         kflats.compress_folder(folder, tmp_path / "third", plan=plan, trim=170)
     batches = [dict(load_tokenizer(folder)("ba dulfa", return_tensors="pt"))]
     known = kflats.Statistics({}, samples=1)
     for given, what in (({"calibration": batches}, "batches of ids"), ({"statistics": known}, "statistics")):
         with pytest.raises(KflatsError, match=f"{what} are of one vocabulary"):
-            kflats.compress_folder(folder, tmp_path / "third", budget="50%", method=kflats.SVD(), trim=170, **given)
+            kflats.compress_folder(folder, tmp_path / "third", keep="50%", method=kflats.SVD(), trim=170, **given)
     assert not (tmp_path / "third").exists()
 
 
@@ -483,7 +483,7 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(texts(50)))
     (tmp_path / "judge.txt").write_text("kilomedufa\n")
     arguments = ["trim", str(folder), "--keep", "170", "--texts", str(tmp_path / "texts.txt")]
-    arguments += ["--judge", str(tmp_path / "judge.txt"), "--out", str(tmp_path / "small")]
+    arguments += ["--eval-texts", str(tmp_path / "judge.txt"), "--out", str(tmp_path / "small")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "vocabulary entries" in done.stdout

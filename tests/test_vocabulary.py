@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.trim.vocabulary import choose, mentioned, read, reduced
 
 tokenizers = pytest.importorskip("tokenizers")

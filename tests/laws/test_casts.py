@@ -10,11 +10,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kflats
-from kflats import Dense, Float, KflatsError, Recipe
+from kflats import Float, KeepDense, KflatsError, Recipe
+from kflats.matrices.registry import DenseMatrix
 from kflats.methods import from_name
-from kflats.nn.matrix import DenseMatrix
-from kflats.recipes.plan import Plan
-from kflats.swap.surgery import find_weight, swap_
+from kflats.model.swap import find_weight, swap_
+from kflats.recipe.plan import Plan
 
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LAYERS = {
@@ -35,7 +35,7 @@ def given(layer: nn.Module) -> Tensor:
 
 
 def recipe(dtype: str, **more) -> Recipe:
-    return Recipe(Dense(), codec=Float(dtype), **more)
+    return Recipe(KeepDense(), codec=Float(dtype), **more)
 
 
 layers = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
@@ -44,18 +44,18 @@ types = pytest.mark.parametrize("dtype", HALF)
 
 @layers
 @types
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 def test_half_the_bytes_and_the_rounded_weight_in_the_models_type(make, dtype, rows, tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(make())
     x, dense = given(model[0]), model[0].weight.detach().clone()
-    if rows == "outputs" and isinstance(model[0], nn.Embedding):
+    if rows == "out_features" and isinstance(model[0], nn.Embedding):
         pytest.skip("an embedding is read by rows")
     rounded = nn.Sequential(make())
     rounded.load_state_dict(model.state_dict())
     with torch.no_grad():
         rounded[0].weight.copy_(dense.to(HALF[dtype]))
-    report = kflats.compress_(model, {"0": recipe(dtype, rows=rows)}, budget="50%", quiet=True)
+    report = kflats.compress_(model, {"0": recipe(dtype, rows=rows)}, keep="50%", quiet=True)
     found = report.weights[0]
     assert found.bytes_after == found.memory_bytes == dense.numel() * 2 == model[0].matrix.nbytes
     assert (found.kept, found.dense, found.coded) == (dtype, False, False)
@@ -81,7 +81,7 @@ def test_half_the_bytes_and_the_rounded_weight_in_the_models_type(make, dtype, r
 def test_a_tied_head_reads_the_same_numbers(tiny_model, dtype) -> None:
     model = tiny_model("gpt2")
     table = model.transformer.wte.weight.detach().clone()
-    kflats.compress_(model, {"transformer.wte": recipe(dtype), "linear": recipe(dtype)}, budget="50%", quiet=True)
+    kflats.compress_(model, {"transformer.wte": recipe(dtype), "linear": recipe(dtype)}, keep="50%", quiet=True)
     assert model.lm_head.matrix is model.transformer.wte.matrix
     assert torch.equal(model.transformer.wte.matrix.dense(), table.to(HALF[dtype]))
     out = model(torch.tensor([[1, 2, 3]])).logits
@@ -92,7 +92,7 @@ def test_a_tied_head_reads_the_same_numbers(tiny_model, dtype) -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_weight_that_would_not_shrink_stays_as_it_is(dtype) -> None:
     model = nn.ModuleDict({"b": nn.Embedding(90, 12).half(), "c": nn.Embedding(90, 12).half()})
-    made = kflats.plan(model, {"b": recipe(dtype), "c": kflats.SVD()}, budget="90%")
+    made = kflats.plan(model, {"b": recipe(dtype), "c": kflats.SVD()}, keep="90%")
     assert made.decisions[0].recipe.is_dense
     assert made.decisions[0].note == (
         "dense: it is float16 already" if dtype == "float16" else f"dense: {dtype} would not make it smaller"
@@ -106,7 +106,7 @@ def test_a_weight_that_would_not_shrink_stays_as_it_is(dtype) -> None:
 def test_plans_keep_it_and_need_no_data_for_it(tmp_path) -> None:
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 20))
     asked = {"0": recipe("float16", importance=kflats.KroneckerFisher()), "1": kflats.SVD()}
-    made = kflats.plan(model, asked, budget="60%")
+    made = kflats.plan(model, asked, keep="60%")
     assert [d.note for d in made.decisions] == ["float16: asked for", ""]
     made.save(tmp_path / "plan.json")
     report = kflats.compress_(model, Plan.load(tmp_path / "plan.json"), quiet=True)
@@ -126,7 +126,7 @@ def test_budgets_that_it_cannot_meet_are_refused(budget, said) -> None:
     model = nn.Sequential(nn.Embedding(90, 12))
     before = model[0].weight
     with pytest.raises(KflatsError, match=said):
-        kflats.compress_(model, {"0": recipe("float16")}, budget=budget, quiet=True)
+        kflats.compress_(model, {"0": recipe("float16")}, keep=budget, quiet=True)
     assert model[0].weight is before
 
 
@@ -135,8 +135,8 @@ def test_values_beyond_the_type_are_refused() -> None:
     with torch.no_grad():
         model[0].weight[3, 3] = 1e5
     with pytest.raises(KflatsError, match="overflow float16"):
-        kflats.compress_(model, {"0": recipe("float16")}, budget="60%", quiet=True)
-    kflats.compress_(model, {"0": recipe("bfloat16")}, budget="60%", quiet=True)
+        kflats.compress_(model, {"0": recipe("float16")}, keep="60%", quiet=True)
+    kflats.compress_(model, {"0": recipe("bfloat16")}, keep="60%", quiet=True)
     assert model[0].weight.dtype == torch.bfloat16
 
 
@@ -148,9 +148,9 @@ def test_a_square_layer_never_holds_its_table_turned() -> None:
 
 
 def test_it_is_what_it_was_where_no_type_is_named() -> None:
-    assert Recipe(Dense(), codec=Float()) == Recipe(from_name("dense"))
+    assert Recipe(KeepDense(), codec=Float()) == Recipe(from_name("keep-dense"))
     model = nn.ModuleDict({"a": nn.Embedding(90, 12), "b": nn.Embedding(90, 12)})
-    made = kflats.plan(model, {"a": Dense(), "b": kflats.SVD()}, budget="80%")
+    made = kflats.plan(model, {"a": KeepDense(), "b": kflats.SVD()}, keep="80%")
     assert made.decisions[0].note == "dense: asked for"
 
 
@@ -168,7 +168,7 @@ def test_onnx_computes_the_same(tmp_path: Path) -> None:
 
     torch.manual_seed(0)
     model = Scores().eval()
-    kflats.compress_(model, {"all": recipe("float16")}, budget="50%", quiet=True)
+    kflats.compress_(model, {"all": recipe("float16")}, keep="50%", quiet=True)
     made = kflats.export_onnx(model, tmp_path / "m.onnx", inputs={"ids": torch.tensor([[1, 2, 3], [4, 5, 6]])})
     assert made.difference < 1e-5
     assert made.nbytes < 2 * (900 * 48 + 48 * 64) + 20_000

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 import kflats
 from kflats import (
     SVD,
-    Best,
-    Dense,
+    Auto,
     Entrywise,
     Flats,
     Integer,
+    KeepDense,
     KflatsError,
     Recipe,
     RobustSVD,
@@ -26,22 +26,22 @@ from kflats import (
     Transform,
     Uniform,
 )
-from kflats.allocate.offers import candidates
 from kflats.codecs import Table, from_name, transform
 from kflats.codecs.streams import stored_bytes
-from kflats.evaluate.comparing import memory_bytes
+from kflats.common.formatting import number
+from kflats.evaluation.comparing import memory_bytes
 from kflats.importance.weighting import Weighting
-from kflats.methods.judging import weighted_error
+from kflats.matrices.coded import CodedMatrix
+from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Problem
-from kflats.nn.coded import CodedMatrix
 from kflats.numerics.coding import flats
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.loss import Power
 from kflats.numerics.rows import TensorRows
-from kflats.recipes.plan import Plan
-from kflats.recipes.recipe import from_json, to_json
+from kflats.planning.candidates import candidates
+from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import from_json, to_json
 from kflats.report.report import Report
-from kflats.tables import number
 
 pytest.importorskip("constriction")
 
@@ -49,11 +49,11 @@ CASES = [
     (SVD(), Transform(), 0.12),
     (SVD(), Transform(classes=1), 0.12),
     (Flats(k=2), Transform(), 0.14),
-    (Dense(), Integer(bits=8), 0.32),
-    (Dense(), Integer(bits=8, group=16), 0.40),
-    (Dense(), Integer(bits=4, group=16), 0.30),
-    (Dense(), Rotation(), 0.20),
-    (Dense(), Rotation(bits=2), 0.20),
+    (KeepDense(), Integer(bits=8), 0.32),
+    (KeepDense(), Integer(bits=8, group=16), 0.40),
+    (KeepDense(), Integer(bits=4, group=16), 0.30),
+    (KeepDense(), Rotation(), 0.20),
+    (KeepDense(), Rotation(bits=2), 0.20),
     (SVD(), Integer(bits=8), 0.20),
     (SVD(), Integer(bits=4, group=None), 0.12),
     (RobustSVD(p=1.0), Integer(bits=8), 0.20),
@@ -62,7 +62,7 @@ CASES = [
     (SVD(), Rotation(), 0.20),
     (RobustSVD(p=1.0), Rotation(bits=4), 0.20),
     (Flats(k=2), Integer(bits=8), 0.25),
-    (Flats(k=2, levels=2), Integer(bits=4, group=16), 0.20),
+    (Flats(k=2, nested_ranks=2), Integer(bits=4, group=16), 0.20),
     (Flats(k=2, error=Power(1.0)), Integer(bits=4, group=64), 0.20),
     (Flats(k=2), Rotation(), 0.25),
     (kflats.MESSI(k=2), Integer(bits=8), 0.25),
@@ -116,24 +116,24 @@ def test_a_layer_computes_with_what_was_decoded(method, codec, share, dtype) -> 
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(96, 64), "b": nn.Embedding(600, 32)}).to(dtype)
     share = min(1.0, share * 4 / dtype.itemsize)
-    kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget=f"{100 * share:g}%", quiet=True)
+    kflats.compress_(model, {"b": Recipe(method, codec=codec)}, keep=f"{100 * share:g}%", quiet=True)
     ids = torch.tensor([[0, 5, 599], [5, 5, 7]])
     dense = model["b"].matrix.dense()
     assert model["b"](ids).dtype == dtype
     torch.testing.assert_close(model["b"](ids), dense[ids].to(dtype), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 @table
 def test_linear_layers_in_both_orientations(method, codec, share, rows) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 128))
     if isinstance(codec, Rotation):
         share += 0.3  # the rotation itself, 256 x 256 bytes beside 128 rows
-    kflats.compress_(model, {"0": Recipe(method, codec=codec, rows=rows)}, budget=f"{130 * share:g}%", quiet=True)
+    kflats.compress_(model, {"0": Recipe(method, codec=codec, matrix_rows=rows)}, keep=f"{130 * share:g}%", quiet=True)
     x = torch.randn(3, 256)
     dense = model[0].matrix.dense()
-    expected = x @ (dense if rows == "inputs" else dense.T) + model[0].bias
+    expected = x @ (dense if rows == "in_features" else dense.T) + model[0].bias
     torch.testing.assert_close(model[0](x), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -141,7 +141,7 @@ def test_linear_layers_in_both_orientations(method, codec, share, rows) -> None:
 def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
-    report = kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget=f"{100 * share:g}%", quiet=True)
+    report = kflats.compress_(model, {"b": Recipe(method, codec=codec)}, keep=f"{100 * share:g}%", quiet=True)
     kflats.save(model, tmp_path)
     fresh = nn.ModuleDict({"b": nn.Embedding(600, 32)})
     kflats.load_(fresh, tmp_path)
@@ -161,11 +161,11 @@ def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None
 @pytest.mark.parametrize(
     "method", [SVD(), SVD(form="interpolative"), Flats(k=2), kflats.KMeansSVD(k=2), kflats.MESSI(k=2)]
 )
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 def test_factors_too_are_reported_as_memory_holds_them(method, rows) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 48, bias=False))
-    report = kflats.compress_(model, {"0": Recipe(method, rows=rows)}, budget="60%", quiet=True)
+    report = kflats.compress_(model, {"0": Recipe(method, matrix_rows=rows)}, keep="60%", quiet=True)
     assert report.weights[0].memory_bytes == memory_bytes(model)
 
 
@@ -179,7 +179,7 @@ def test_more_bytes_lose_less() -> None:
     rows = matrix()
     for recipe in (
         Recipe(SVD(), codec=Transform()),
-        Recipe(Dense(), codec=Rotation()),
+        Recipe(KeepDense(), codec=Rotation()),
         Recipe(SVD(), codec=Integer(bits=8)),
     ):
         errors = [relative(rows, recipe, share) for share in (0.1, 0.15, 0.27)]
@@ -189,7 +189,7 @@ def test_more_bytes_lose_less() -> None:
 
 def test_rounding_is_within_half_a_step() -> None:
     rows = matrix()
-    made = Recipe(Dense(), codec=Integer(bits=8)).encode(problem(rows, 0.5), torch.float32).matrix.dense()
+    made = Recipe(KeepDense(), codec=Integer(bits=8)).encode(problem(rows, 0.5), torch.float32).matrix.dense()
     step = rows.abs().amax(1, keepdim=True) / 127
     assert bool(((made - rows).abs() <= 0.51 * step).all())
 
@@ -201,7 +201,7 @@ def test_rounding_beside_a_row_much_longer_than_the_others_loses_no_more_of_them
     rows = (rows / rows.norm(dim=1, keepdim=True) / factor**0.5).to(dtype)
     long = torch.cat([rows[:1] * factor, rows[1:]])
     alone, beside = (
-        Recipe(Dense(), codec=codec).encode(problem(given, 1.0), dtype).matrix.dense().detach().float()
+        Recipe(KeepDense(), codec=codec).encode(problem(given, 1.0), dtype).matrix.dense().detach().float()
         for given in (rows, long)
     )
     lost = [float((found - rows.float())[1:].square().sum()) for found in (alone, beside)]
@@ -227,7 +227,9 @@ def test_transform_codes_use_their_bytes_beside_long_rows(factor, method) -> Non
 
 
 @pytest.mark.parametrize(
-    "other", [Recipe(Dense(), codec=Integer(bits=4, group=16)), Recipe(Dense(), codec=Rotation(bits=3))], ids=str
+    "other",
+    [Recipe(KeepDense(), codec=Integer(bits=4, group=16)), Recipe(KeepDense(), codec=Rotation(bits=3))],
+    ids=str,
 )
 def test_transform_codes_lose_less_in_the_bytes_of_others(other) -> None:
     rows = matrix(4000)
@@ -268,7 +270,7 @@ def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
     rows = matrix(300)
     # Room for the head of a file, but for no rank more.
     share = (codec.memory_bytes((300, 32), 4, rank) + 150) / rows.numel() / 4
-    made = Recipe(Dense() if rank is None else SVD(), codec=codec).encode(problem(rows, share), torch.float32)
+    made = Recipe(KeepDense() if rank is None else SVD(), codec=codec).encode(problem(rows, share), torch.float32)
     assert made.matrix.nbytes <= codec.memory_bytes((300, 32), 4, rank)
     assert made.matrix.nbytes >= 0.95 * codec.memory_bytes((300, 32), 4, rank)
 
@@ -280,37 +282,37 @@ def ternary(n: int = 512, d: int = 256) -> Tensor:
 @pytest.mark.parametrize(
     ("recipe", "share"),
     [
-        (Recipe(Dense(), codec=Integer(bits=8)), 0.092),
-        (Recipe(Dense(), codec=Integer(bits=4, group=64)), 0.07),
-        (Recipe(Dense(), codec=Rotation(bits=1)), 0.16),
+        (Recipe(KeepDense(), codec=Integer(bits=8)), 0.092),
+        (Recipe(KeepDense(), codec=Integer(bits=4, group=64)), 0.07),
+        (Recipe(KeepDense(), codec=Rotation(bits=1)), 0.16),
         (Recipe(SVD(), codec=Integer(bits=8)), 0.00525),
         (Recipe(Flats(k=2), codec=Integer(bits=8)), 0.0063),
     ],
     ids=str,
 )
 def test_codes_whose_file_fits_are_not_refused_for_their_size_in_memory(recipe, share) -> None:
-    rows, rank = ternary(), None if isinstance(recipe.method, Dense) else 1
+    rows, rank = ternary(), None if isinstance(recipe.method, KeepDense) else 1
     limit = int(share * rows.numel() * 4)
     assert recipe.codec.memory_bytes((512, 256), 4, rank, getattr(recipe.method, "k", 1)) > limit
     for seed in (0, 1):
         model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone()))
-        report = kflats.compress_(model, {"0": recipe}, budget=f"{limit}B", seed=seed, quiet=True)
+        report = kflats.compress_(model, {"0": recipe}, keep=f"{limit}B", seed=seed, quiet=True)
         assert report.bytes_after <= limit
 
 
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: Recipe(Flats(levels=3), codec=Transform()), "bits take the place of ranks"),
-        (lambda: Recipe(Flats(levels=3), codec=Rotation()), "cannot store what Flats.*makes all columns alike"),
+        (lambda: Recipe(Flats(nested_ranks=3), codec=Transform()), "bits take the place of ranks"),
+        (lambda: Recipe(Flats(nested_ranks=3), codec=Rotation()), "cannot store what Flats.*makes all columns alike"),
         (lambda: Recipe(SVD(form="interpolative"), codec=Integer(bits=8)), "interpolative"),
         (lambda: Recipe(SVD(form="interpolative"), codec=Transform()), "interpolative"),
         (lambda: Recipe(Flats(k=257), codec=Transform()), "256 classes of rows apart"),
-        (lambda: Recipe(Flats(k=65, levels=4), codec=Integer(bits=8)), "may be 260.*fewer flats or levels"),
-        (lambda: Recipe(Flats(k=None, levels=18), codec=Integer(bits=4, group=64)), "may be 270"),
+        (lambda: Recipe(Flats(k=65, nested_ranks=4), codec=Integer(bits=8)), "may be 260.*fewer flats or levels"),
+        (lambda: Recipe(Flats(k=None, nested_ranks=18), codec=Integer(bits=4, group=64)), "may be 270"),
         (lambda: Recipe(kflats.KMeansSVD(k=300), codec=Rotation()), "may be 300"),
-        (lambda: Recipe(Dense(), codec=Transform()), "SVD\\(\\) as the method"),
-        (lambda: Recipe(Best(), codec=Integer(bits=8)), "method chooses the codec"),
+        (lambda: Recipe(KeepDense(), codec=Transform()), "SVD\\(\\) as the method"),
+        (lambda: Recipe(Auto(), codec=Integer(bits=8)), "method chooses the codec"),
         (lambda: Integer(bits=4, group=0), "cannot group 0"),
         (lambda: Integer(bits=8, group=True), "cannot group True"),
         (lambda: Rotation(bits=9), "numbers in 9 bits"),
@@ -332,7 +334,7 @@ def test_a_budget_too_small_is_refused_and_the_model_stays(method, codec, share)
     # Fewer bytes than the head of a file takes; with some more, all numbers may be coded as zeros.
     said = r"cannot hold|are fewer than the|fixed rate take [0-9,]+ bytes more than the budget"
     with pytest.raises(KflatsError, match=said):
-        kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget="60B", quiet=True)
+        kflats.compress_(model, {"b": Recipe(method, codec=codec)}, keep="60B", quiet=True)
     assert model["b"].weight is before
 
 
@@ -340,7 +342,7 @@ def test_a_budget_too_small_is_refused_and_the_model_stays(method, codec, share)
 def test_budgets_that_count_numbers_are_refused(budget) -> None:
     model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
     with pytest.raises(KflatsError, match="says nothing of codes"):
-        kflats.compress_(model, {"b": Recipe(SVD(), codec=Transform())}, budget=budget, quiet=True)
+        kflats.compress_(model, {"b": Recipe(SVD(), codec=Transform())}, keep=budget, quiet=True)
 
 
 @table
@@ -349,7 +351,7 @@ def test_values_that_are_not_finite_are_refused(method, codec, share) -> None:
     with torch.no_grad():
         model["b"].weight[3, 3] = float("nan")
     with pytest.raises(KflatsError, match=r"b: .*(NaN|infinite|not finite)"):
-        kflats.compress_(model, {"b": Recipe(method, codec=codec)}, budget="50%", quiet=True)
+        kflats.compress_(model, {"b": Recipe(method, codec=codec)}, keep="50%", quiet=True)
 
 
 FEW = {
@@ -385,9 +387,9 @@ def test_small_matrices_are_within_the_budget_or_refused(recipe) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(*shape))
         try:
-            report = kflats.compress_(model, {"0": recipe}, budget=budget, quiet=True)
+            report = kflats.compress_(model, {"0": recipe}, keep=budget, quiet=True)
         except KflatsError:  # too small for its own head
-            assert not list(kflats.swap.surgery.factored_layers(model))
+            assert not list(kflats.model.swap.factored_layers(model))
             continue
         assert report.bytes_after <= float(budget[:-1]) / 100 * 4 * shape[0] * shape[1]
         accepted.add((shape, budget))
@@ -419,7 +421,7 @@ def test_tables_of_small_numbers_lose_no_more_in_half_precision(method, codec, s
     for size in (1.0, 1e-3, 1e-5):
         rows = (size * plain / plain.square().mean().sqrt()).half()
         model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone(), freeze=False))
-        kflats.compress_(model, {"0": Recipe(method, codec=codec)}, budget=f"{min(95.0, 160 * share)}%", quiet=True)
+        kflats.compress_(model, {"0": Recipe(method, codec=codec)}, keep=f"{min(95.0, 160 * share)}%", quiet=True)
         coded = model[0].matrix
         with torch.no_grad():
             read = coded.dense(), model(ids), coded.vecmat(torch.eye(300).half()), coded.matvec(torch.eye(32).half()).T
@@ -432,7 +434,7 @@ def test_tables_of_small_numbers_lose_no_more_in_half_precision(method, codec, s
 def test_groups_take_the_same_bits_whatever_number_of_columns_there_is(codec, columns, tmp_path) -> None:
     rows = torch.randn(200, columns, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone(), freeze=False))
-    report = kflats.compress_(model, {"0": Recipe(Dense(), codec=codec)}, budget="60%", quiet=True).weights[0]
+    report = kflats.compress_(model, {"0": Recipe(KeepDense(), codec=codec)}, keep="60%", quiet=True).weights[0]
     groups = -(-columns // 64)
     assert model[0].matrix.geometry.groups == groups
     bits = 8 * model[0].matrix.nbytes / rows.numel()  # a row's place comes on top, whatever the groups
@@ -503,8 +505,8 @@ SEVERAL = [
     (Flats(k=3), Integer(bits=8)),
     (Flats(k=3), Integer(bits=4, group=64)),
     (Flats(k=3), Rotation(bits=2)),
-    (Flats(k=3, levels=3), Integer(bits=8)),
-    (Flats(k=3, levels=3), Integer(bits=4, group=64)),
+    (Flats(k=3, nested_ranks=3), Integer(bits=8)),
+    (Flats(k=3, nested_ranks=3), Integer(bits=4, group=64)),
     (Flats(k=None), Integer(bits=8)),
     (kflats.MESSI(k=3), Integer(bits=4, group=64)),
     (kflats.MESSI(k=3), Rotation(bits=2)),
@@ -562,10 +564,10 @@ def small() -> nn.Module:
 @pytest.mark.parametrize("budget", ["8%", "15%", "30%"])
 def test_best_keeps_the_budget_and_its_plan_can_be_kept(budget, tmp_path) -> None:
     model = small()
-    made = kflats.plan(model, {"all": Best()}, budget=budget)
+    made = kflats.plan(model, {"all": Auto()}, keep=budget)
     allowed = float(budget[:-1]) / 100 * sum(d.weight.nbytes for d in made.decisions)
     assert sum(d.budget_bytes for d in made.decisions) <= allowed
-    assert not any(isinstance(d.recipe.method, Best) for d in made.decisions)
+    assert not any(isinstance(d.recipe.method, Auto) for d in made.decisions)
     assert all("bits" in d.note or "rank" in d.note or "dense" in d.note for d in made.decisions)
     made.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json")
@@ -576,23 +578,23 @@ def test_best_keeps_the_budget_and_its_plan_can_be_kept(budget, tmp_path) -> Non
 
 def test_best_loses_no_more_than_the_same_share_for_each() -> None:
     def total(recipe) -> float:
-        report = kflats.compress_(small(), {"all": recipe}, budget="10%", quiet=True)
+        report = kflats.compress_(small(), {"all": recipe}, keep="10%", quiet=True)
         return sum(weight.error for weight in report.weights)
 
-    assert total(Best()) <= 1.02 * total(Recipe(SVD(), codec=Transform()))
+    assert total(Auto()) <= 1.02 * total(Recipe(SVD(), codec=Transform()))
 
 
 def test_best_leaves_dense_what_a_large_budget_holds() -> None:
-    made = kflats.plan(small(), {"all": Best()}, budget="100%")
+    made = kflats.plan(small(), {"all": Auto()}, keep="100%")
     assert all(decision.recipe.is_dense for decision in made.decisions)
 
 
 @pytest.mark.parametrize("layer", [nn.Embedding(300, 16), nn.Linear(48, 64), nn.Conv2d(8, 16, 3)], ids=str)
 def test_best_keeps_all_numbers_in_half_precision_where_the_budget_holds_them(layer) -> None:
     model = nn.Sequential(layer)
-    made = kflats.plan(model, {"all": Best()}, budget="50%").decisions[0]
-    assert (made.recipe.method, made.recipe.codec) == (Dense(), kflats.Float("float16"))
-    found = kflats.compress_(model, {"all": Best()}, budget="50%", quiet=True).weights[0]
+    made = kflats.plan(model, {"all": Auto()}, keep="50%").decisions[0]
+    assert (made.recipe.method, made.recipe.codec) == (KeepDense(), kflats.Float("float16"))
+    found = kflats.compress_(model, {"all": Auto()}, keep="50%", quiet=True).weights[0]
     assert 0 < found.error < 1e-6
     assert found.note.endswith(f"relative error {number(found.error)}")  # what was promised was measured
 
@@ -604,22 +606,22 @@ def test_best_leaves_out_what_half_precision_cannot_hold(largest, right) -> None
     rows[:, 0] = largest
     weighting = Weighting(right=torch.linspace(0.5, 2.0, 16, dtype=torch.float64)) if right else NOTHING
     given = TensorRows(rows)
-    found = candidates(Recipe(Best()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
+    found = candidates(Recipe(Auto()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
     assert found
     assert not any(isinstance(option.codec, kflats.Float) for option in found)
     for budget in ("10%", "30%", "60%"):
         model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone()))
-        assert kflats.compress_(model, {"0": Best()}, budget=budget, quiet=True).weights[0].error < 1e-3
+        assert kflats.compress_(model, {"0": Auto()}, keep=budget, quiet=True).weights[0].error < 1e-3
     rows[:, 0] = 6e4  # which it does hold
-    found = candidates(Recipe(Best()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
-    assert any(option.method == Dense() and option.codec == kflats.Float("float16") for option in found)
+    found = candidates(Recipe(Auto()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
+    assert any(option.method == KeepDense() and option.codec == kflats.Float("float16") for option in found)
 
 
 @pytest.mark.parametrize(("n", "method"), [(2400, Flats(k=None)), (2397, SVD())], ids=str)
 def test_best_parts_a_long_table(n, method) -> None:
     rows = flat_rows(n, 8, 3)
     model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone(), freeze=False))
-    plan = kflats.plan(model, {"0": Best()}, budget="5%")
+    plan = kflats.plan(model, {"0": Auto()}, keep="5%")
     assert plan.decisions[0].recipe == Recipe(method, codec=Transform())
     report = kflats.compress_(model, plan, quiet=True)
     assert report.bytes_after <= 0.05 * report.bytes_before
@@ -630,16 +632,16 @@ def test_best_parts_a_long_table(n, method) -> None:
 
 def test_best_is_a_choice_and_fits_nothing() -> None:
     with pytest.raises(KflatsError, match="is a choice"):
-        Best().fit(problem(matrix(), 0.5))
+        Auto().fit(problem(matrix(), 0.5))
     with pytest.raises(KflatsError, match="by what each byte saves"):
-        kflats.plan(small(), {"all": Best()}, budget="10%", allocation="uniform")
+        kflats.plan(small(), {"all": Auto()}, keep="10%", allocation="uniform")
     with pytest.raises(KflatsError, match="says nothing of codes"):
-        kflats.plan(small(), {"all": Best()}, budget="33% ranks")
+        kflats.plan(small(), {"all": Auto()}, keep="33% ranks")
 
 
 def test_best_of_a_convolution_is_a_pair() -> None:
     model = nn.Sequential(nn.Conv2d(32, 32, 3), nn.ReLU(), nn.Conv2d(32, 16, 3))
-    made = kflats.plan(model, {"all": Best()}, budget="30%")
+    made = kflats.plan(model, {"all": Auto()}, keep="30%")
     assert all(decision.recipe.codec == kflats.Float("float16") for decision in made.decisions)
     report = kflats.compress_(model, made, quiet=True)
     assert report.bytes_after <= 0.3 * report.bytes_before
@@ -657,7 +659,7 @@ def test_best_rounds_what_the_data_never_reaches_where_that_makes_it_smaller() -
 
     torch.manual_seed(0)
     batches = [{"x": torch.randn(8, 64)} for _ in range(8)]
-    report = kflats.compress_(Reads(), {"all": Best()}, budget="40%", calibration=batches, quiet=True)
+    report = kflats.compress_(Reads(), {"all": Auto()}, keep="40%", calibration=batches, quiet=True)
     assert report.bytes_after <= 0.4 * report.bytes_before
     assert {weight.name: weight.coded for weight in report.weights if weight.name != "used"} == {
         "large": True,
@@ -667,9 +669,9 @@ def test_best_rounds_what_the_data_never_reaches_where_that_makes_it_smaller() -
 
 
 def test_uniform_shares_of_codes() -> None:
-    report = kflats.compress_(small(), {"all": Recipe(SVD(), Uniform(), Transform())}, budget="10%", quiet=True)
+    report = kflats.compress_(small(), {"all": Recipe(SVD(), Uniform(), Transform())}, keep="10%", quiet=True)
     assert all(0.09 <= weight.ratio <= 0.1 for weight in report.weights)
-    fixed = kflats.compress_(small(), {"all": Recipe(Dense(), Uniform(), Integer(bits=8))}, budget="40%", quiet=True)
+    fixed = kflats.compress_(small(), {"all": Recipe(KeepDense(), Uniform(), Integer(bits=8))}, keep="40%", quiet=True)
     assert all(weight.ratio <= 0.3 for weight in fixed.weights)
 
 
@@ -772,7 +774,7 @@ def test_flats_heed_row_weights_and_metrics() -> None:
 
 def test_tables_too_small_for_codes_stay_dense_beside_large_ones() -> None:
     model = nn.ModuleDict({"large": nn.Embedding(3000, 32), "small": nn.Embedding(2, 32)})
-    made = kflats.plan(model, {"all": Recipe(SVD(), codec=Transform())}, budget="8%")
+    made = kflats.plan(model, {"all": Recipe(SVD(), codec=Transform())}, keep="8%")
     assert [decision.recipe.is_dense for decision in made.decisions] == [False, True]
     report = kflats.compress_(model, made, quiet=True)
     assert report.bytes_after <= 0.08 * report.bytes_before
@@ -785,7 +787,7 @@ def test_layers_too_small_for_the_head_of_a_file_stay_dense_beside_large_ones(me
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 16), nn.ReLU(), nn.Linear(16, 1))
     batches = [{"input": torch.randn(8, 64)} for _ in range(4)] if importance == kflats.RowFisher() else None
-    recipe = Recipe(method, importance, codec, rows="inputs")
-    report = kflats.compress_(model, {"all": recipe}, budget="30%", calibration=batches, quiet=True)
+    recipe = Recipe(method, importance, codec, matrix_rows="in_features")
+    report = kflats.compress_(model, {"all": recipe}, keep="30%", calibration=batches, quiet=True)
     assert report.bytes_after <= 0.3 * report.bytes_before
     assert [found.dense for found in report.weights][::2] == [False, True]

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.nn import coded, coded_tiles
-from kflats.nn.coded_build import from_integers, from_transform
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.nn.matrix import CodedMatrix, matrix_from_spec
+from kflats.common.errors import KflatsError
+from kflats.matrices import coded, coded_tiles
+from kflats.matrices.coded_build import from_integers, from_transform
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.registry import CodedMatrix, matrix_from_spec
 from kflats.numerics.coding.encode import transform_code
 
 F64 = torch.float64
@@ -259,11 +259,11 @@ def test_layers_hold_it_as_any_other(make):
     assert half["emb"](ids).dtype == torch.float16
     emb(torch.zeros(2, dtype=torch.int64)).sum().backward()  # nothing but padding
     assert all(p.grad is None or not p.grad.any() for p in emb.parameters())
-    for rows in ("inputs", "outputs"):
-        linear = FactoredLinear(make(), rows=rows)
+    for rows in ("in_features", "out_features"):
+        linear = FactoredLinear(make(), matrix_rows=rows)
         x = torch.randn(2, linear.in_features, dtype=F64)
         dense = definition(linear.matrix)
-        torch.testing.assert_close(linear(x), x @ (dense if rows == "inputs" else dense.T))
+        torch.testing.assert_close(linear(x), x @ (dense if rows == "in_features" else dense.T))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert linear(x.float()).dtype == torch.bfloat16
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kflats import SVD, Dense, Flats, Integer, Recipe, Rotation, Transform
+from kflats import SVD, Flats, Integer, KeepDense, Recipe, Rotation, Transform
 from kflats.importance.weighting import Weighting
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_build import from_integers
+from kflats.matrices.layers import FactoredEmbedding
 from kflats.methods.problem import Problem
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_integers
-from kflats.nn.layers import FactoredEmbedding
 from kflats.numerics.rows import TensorRows
 
 pytest.importorskip("constriction")
@@ -21,9 +21,9 @@ TOP = torch.finfo(HALF).max
 CASES = {
     "transform": (SVD(), Transform(), 0.2),
     "transform on flats": (Flats(k=2), Transform(), 0.2),
-    "int8": (Dense(), Integer(bits=8), 0.7),
-    "int4": (Dense(), Integer(bits=4, group=64), 0.5),
-    "rotation": (Dense(), Rotation(3), 0.5),
+    "int8": (KeepDense(), Integer(bits=8), 0.7),
+    "int4": (KeepDense(), Integer(bits=4, group=64), 0.5),
+    "rotation": (KeepDense(), Rotation(3), 0.5),
     "svd int8": (SVD(), Integer(bits=8), 0.3),
     "svd int4": (SVD(), Integer(bits=4, group=64), 0.3),
 }

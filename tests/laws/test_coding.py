@@ -12,9 +12,10 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Recipe, Transform
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Problem
+from kflats.model.swap import find_weight, swap_
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.encode import transform_code
@@ -24,7 +25,6 @@ from kflats.numerics.coding.rotation import lloyd_max, random_rotation, rotation
 from kflats.numerics.coding.tables import KNOTS, Tables, table_for
 from kflats.numerics.coding.transform import context_moves, label_bits
 from kflats.numerics.rows import PartOfRows, TensorRows
-from kflats.swap.surgery import find_weight, swap_
 
 
 def cloud(n, d, seed=0, decay=1.0):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.nn.matrix import Matrix
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.registry import Matrix
 
 
 class TiedNet(nn.Module):
@@ -71,10 +71,10 @@ def test_compiled_by_inductor(table):
             torch.testing.assert_close(compiled(ids), net(ids))
 
 
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 @pytest.mark.parametrize("name", ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"])
 def test_compiled_linear(table, name, rows):
-    layer = FactoredLinear(table[name](), rows=rows)
+    layer = FactoredLinear(table[name](), matrix_rows=rows)
     inputs = [torch.randn(*shape, layer.in_features, dtype=torch.float64) for shape in ((2, 5), (3, 4))]
     assert_compiled_alike(layer, inputs, backend="aot_eager")
 
@@ -90,7 +90,7 @@ def test_one_compilation_serves_all_lengths(table):
 
 def test_compiled_operator_obeys_its_contract(table):
     """PyTorch's own checks of a custom operator: schema, autograd registration, fake tensors, dynamic shapes."""
-    from kflats.nn import lookup
+    from kflats.matrices import lookup
 
     matrix = table["nested_with_exact"]()
     codes = [v for band in matrix.bands for v in (band.rows, band.rank, -1 if band.flat is None else band.flat)]
@@ -133,10 +133,10 @@ def test_exported_with_dynamic_batch_and_length(make):
         torch.testing.assert_close(loaded(ids), net(ids))
 
 
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 @pytest.mark.parametrize("name", ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"])
 def test_exported_linear(table, name, rows):
-    layer = FactoredLinear(table[name](dtype=torch.float32), rows=rows)
+    layer = FactoredLinear(table[name](dtype=torch.float32), matrix_rows=rows)
     program = export(layer, torch.randn(3, 5, layer.in_features))
     for shape in ((1, 2), (7, 4)):
         x = torch.randn(*shape, layer.in_features)

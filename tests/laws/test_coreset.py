@@ -8,11 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import Coreset, chances, draw_sample, ridge_leverage
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud
+from kflats.numerics.flats import WeightedRows
 from kflats.numerics.loss import Huber, Power, Squared
 from kflats.numerics.rows import TensorRows
 
@@ -26,7 +26,7 @@ def generator(seed=0):
 
 def cloud_of(a, w=None, multiplicity=None):
     rows = TensorRows(a)
-    return Cloud(rows, squared_norms(rows), w, multiplicity)
+    return WeightedRows(rows, squared_norms(rows), w, multiplicity)
 
 
 def planted(k=5, rank=3, d=24, n=800, noise=0.02, seed=0):

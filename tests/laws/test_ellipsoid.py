@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid, certified, distortion_bound, distortion_found
 from kflats.numerics.lewis import Lewis, lewis_weights
 from kflats.numerics.loewner import Loewner, _cut, _cut_both, _gradient, _norms

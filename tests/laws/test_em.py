@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics import assign as assign_module
 from kflats.numerics.assign import assign, distances, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud, Shape, em
+from kflats.numerics.flats import RankSpec, WeightedRows, em
 from kflats.numerics.gram import cluster_grams, complement, improve_basis, leading_basis, move_rows, top_eigenvectors
 from kflats.numerics.rows import TensorRows
 
@@ -249,9 +249,9 @@ def test_a_sample_that_stands_for_all_rows_never_overruns_a_tight_budget(monkeyp
 def test_em_lowers_the_objective_of_any_start_and_the_price_moves_rows():
     a, w = cloud_of(400, 8, 0)
     rows = TensorRows(a)
-    cloud = Cloud(rows, squared_norms(rows), w)
+    cloud = WeightedRows(rows, squared_norms(rows), w)
     labels = (torch.arange(400) % 3).to(torch.uint8)
-    fit = em(cloud, Shape(3, budget=1000), labels)
+    fit = em(cloud, RankSpec(3, budget=1000), labels)
     assert fit.objective[-1] < 0.9 * fit.objective[0]
     # Rows that weigh little went to flats of lower rank.
     ranks = torch.tensor(fit.ranks, dtype=F64)[fit.labels.long()]

@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics import entrywise_admm, entrywise_irls
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.entrywise_prox import Pull
 from kflats.numerics.factors import Factors, powers_
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import truncated_svd
-from kflats.numerics.winsor import HeldBackRows
+from kflats.numerics.winsorize import HeldBackRows
 
 F64 = torch.float64
 SOLVERS = [("admm", 1.0), ("admm", 1.5), ("irls", 1.0), ("irls", 1.5), ("irls", 0.5)]

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
-from kflats.nn.layers import FactoredLinear
-from kflats.nn.matrix import InterpolativeMatrix, order_dtype
+from kflats.common.errors import KflatsError
+from kflats.matrices.layers import FactoredLinear
+from kflats.matrices.registry import InterpolativeMatrix, order_dtype
 from kflats.numerics.interpolative import interpolate
 
 F64 = torch.float64
@@ -112,13 +112,13 @@ def test_bad_input_is_refused(make, message):
         make(*pair(6, 4, 9))
 
 
-@pytest.mark.parametrize("rows", ["inputs", "outputs"])
+@pytest.mark.parametrize("rows", ["in_features", "out_features"])
 def test_a_linear_layer_computes_what_the_factors_did(rows):
     u, v = pair(12, 4, 9)
     found = interpolate(u, v)
     matrix = InterpolativeMatrix(found.skeleton, found.mixing, found.order.to(order_dtype(9)))
-    layer = FactoredLinear(matrix, rows=rows)
-    dense = u @ v if rows == "inputs" else (u @ v).T
+    layer = FactoredLinear(matrix, matrix_rows=rows)
+    dense = u @ v if rows == "in_features" else (u @ v).T
     x = torch.randn(5, dense.shape[0], dtype=F64)
     torch.testing.assert_close(layer(x), x @ dense)
     assert matrix.condition == pytest.approx(found.largest)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.errors import KflatsError
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.nn.matrix import FlatsMatrix, LowRankMatrix, Matrix
+from kflats.common.errors import KflatsError
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, Matrix
 
 F64 = torch.float64
 
@@ -221,9 +221,9 @@ def test_autocast_leaves_a_lookup_alone(make):
 
 
 def test_autocast_treats_a_linear_layer_as_it_treats_torch_s(make):
-    for rows in ("inputs", "outputs"):
-        size = 40 if rows == "outputs" else 6
-        layer = FactoredLinear(make(dtype=torch.float32), rows=rows)
+    for rows in ("in_features", "out_features"):
+        size = 40 if rows == "out_features" else 6
+        layer = FactoredLinear(make(dtype=torch.float32), matrix_rows=rows)
         layer.bias = nn.Parameter(torch.zeros(layer.out_features))
         x = torch.randn(2, layer.in_features)
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -256,19 +256,19 @@ def test_the_output_type_follows_the_model(table):
 
 
 def test_linear_in_both_orientations(make):
-    for rows in ("inputs", "outputs"):
+    for rows in ("in_features", "out_features"):
         for bias in (True, False):
             matrix = make()
-            size = matrix.shape[1] if rows == "inputs" else matrix.shape[0]
+            size = matrix.shape[1] if rows == "in_features" else matrix.shape[0]
             b = torch.randn(size, dtype=F64) if bias else None
-            layer = FactoredLinear(matrix, b, rows=rows)
+            layer = FactoredLinear(matrix, b, matrix_rows=rows)
             x = torch.randn(2, 3, layer.in_features, dtype=F64)
-            weight = matrix.dense() if rows == "outputs" else matrix.dense().T
+            weight = matrix.dense() if rows == "out_features" else matrix.dense().T
             torch.testing.assert_close(layer(x), F.linear(x, weight, b))
             assert (layer.in_features, layer.out_features) == (weight.shape[1], weight.shape[0])
             ours = torch.autograd.grad(layer(x).pow(2).sum(), list(layer.parameters()), allow_unused=True)
             theirs = torch.autograd.grad(
-                F.linear(x, matrix.dense() if rows == "outputs" else matrix.dense().T, layer.bias).pow(2).sum(),
+                F.linear(x, matrix.dense() if rows == "out_features" else matrix.dense().T, layer.bias).pow(2).sum(),
                 list(layer.parameters()),
                 allow_unused=True,
             )
@@ -280,7 +280,7 @@ def test_linear_in_both_orientations(make):
 def test_layers_refuse_what_does_not_fit(table):
     matrix = table["ragged"]()
     with pytest.raises(KflatsError, match="neither"):
-        FactoredLinear(matrix, rows="columns")
+        FactoredLinear(matrix, matrix_rows="columns")
     with pytest.raises(KflatsError, match="does not fit"):
         FactoredLinear(matrix, torch.zeros(matrix.shape[0]))
     with pytest.raises(KflatsError, match="does not fit"):

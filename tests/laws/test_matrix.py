@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kflats.errors import KflatsError
-from kflats.nn.matrix import (
-    Band,
+from kflats.common.errors import KflatsError
+from kflats.matrices.registry import (
     FlatsMatrix,
     InterpolativeMatrix,
     LowRankMatrix,
     Matrix,
+    RankGroup,
     label_dtype,
     matrix_from_spec,
     weight_shape,
@@ -236,12 +236,12 @@ def test_labels_that_contradict_the_bands_are_refused(table):
         with pytest.raises(KflatsError, match="labels do not match"):
             copy.deepcopy(matrix).load_state_dict(state)
     with pytest.raises(KflatsError, match="labels do not match"):
-        FlatsMatrix(torch.ones(2, 1), torch.ones(1, 3), torch.tensor([0, -1]), [Band(2, 1, 0)], [1])
+        FlatsMatrix(torch.ones(2, 1), torch.ones(1, 3), torch.tensor([0, -1]), [RankGroup(2, 1, 0)], [1])
 
 
 def test_tensors_that_do_not_fit_are_refused():
     labels = torch.zeros(4, dtype=torch.uint8)
-    band = [Band(4, 2, 0)]
+    band = [RankGroup(4, 2, 0)]
     for weight, basis, found in [
         (torch.ones(4, 1), torch.ones(2, 3), labels),
         (torch.ones(8), torch.ones(2, 3), labels),
@@ -385,7 +385,7 @@ def geometries(draw: st.DrawFn) -> FlatsMatrix:
     bands = draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=5))
     labels = draw(st.lists(st.integers(0, len(bands) - 1), min_size=1, max_size=12))
     sizes = [labels.count(c) for c in range(len(bands))]
-    made = [Band(rows, rank, flat) for rows, (rank, flat) in zip(sizes, bands, strict=True)]
+    made = [RankGroup(rows, rank, flat) for rows, (rank, flat) in zip(sizes, bands, strict=True)]
     gen = torch.Generator().manual_seed(draw(st.integers(0, 100)))
     weight = torch.randn(weight_shape(made), generator=gen, dtype=F64)
     basis = torch.randn(sum(ranks), d, generator=gen, dtype=F64)

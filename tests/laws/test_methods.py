@@ -10,14 +10,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
+from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.methods import (
     MESSI,
     SVD,
-    Dense,
     Entrywise,
     Flats,
+    KeepDense,
     KMeansSVD,
     Method,
     Problem,
@@ -26,11 +27,10 @@ from kflats.methods import (
     from_name,
     row_errors,
 )
-from kflats.methods.judging import norm_error
-from kflats.nn.matrix import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
+from kflats.methods.matrix_error import norm_error
 from kflats.numerics.loss import Huber, Truncated
 from kflats.numerics.rows import TensorRows
-from kflats.recipes.recipe import from_json, to_json
+from kflats.recipe.recipe import from_json, to_json
 
 F64 = torch.float64
 METHODS = {
@@ -38,8 +38,8 @@ METHODS = {
     "svd, interpolative": SVD(form="interpolative"),
     "flats": Flats(k=3),
     "flats, no exact rows": Flats(k=3, exact=False),
-    "flats, nested": Flats(k=2, levels=3),
-    "flats, one basis, nested": Flats(k=1, levels=4, exact=False),
+    "flats, nested": Flats(k=2, nested_ranks=3),
+    "flats, one basis, nested": Flats(k=1, nested_ranks=4, exact=False),
     "flats, uniform": Flats(k=3, ranks="uniform"),
     "flats, one": Flats(k=1),
     "flats, searched": Flats(k=None),
@@ -385,7 +385,7 @@ def test_rows_that_weigh_enough_are_kept_as_they_are():
         (lambda: Flats(tolerance=float("nan")), "tolerance"),
         (lambda: KMeansSVD(k=0), "0 clusters"),
         (lambda: SVD(form="some"), "no form 'some'"),
-        (lambda: from_name("dense", k=3), "'dense' has no k"),
+        (lambda: from_name("keep-dense", k=3), "'keep-dense' has no k"),
         (lambda: from_name("robust"), "svd, flats"),
         (lambda: from_name("svd", k=3), "'svd' has no k"),
     ],
@@ -397,7 +397,13 @@ def test_nonsense_is_refused_when_the_value_is_made(make, message):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("SVD", SVD()), ("flats", Flats()), (" kmeans-svd ", KMeansSVD()), ("messi", MESSI()), ("dense", Dense())],
+    [
+        ("SVD", SVD()),
+        ("flats", Flats()),
+        (" kmeans-svd ", KMeansSVD()),
+        ("messi", MESSI()),
+        ("keep-dense", KeepDense()),
+    ],
 )
 def test_names_of_the_command_line(name, value):
     assert from_name(name) == value

@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
+from kflats.matrices.registry import FlatsMatrix
 from kflats.methods import Flats, Problem, row_errors
-from kflats.nn.matrix import FlatsMatrix
 from kflats.numerics import nested_fit
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud
+from kflats.numerics.flats import WeightedRows
 from kflats.numerics.nested import assign_nested, em_nested
 from kflats.numerics.nested_fit import fit_nested
 from kflats.numerics.ordered import Ordered, captured, spend, sweep, turn
@@ -273,7 +273,7 @@ def test_a_fit_that_starts_on_a_sample_still_holds_the_budget(monkeypatch):
 
 def test_levels_share_one_stored_basis_in_the_matrix():
     a = skewed(500, 16, 9)
-    made = Flats(k=2, levels=3, exact=False).fit(Problem(TensorRows(a), 12000, 4))
+    made = Flats(k=2, nested_ranks=3, exact=False).fit(Problem(TensorRows(a), 12000, 4))
     matrix = made.matrix
     assert isinstance(matrix, FlatsMatrix)
     assert len(matrix.bands) > len(matrix.flat_ranks) <= 2
@@ -290,14 +290,14 @@ def test_nonsense_is_refused():
     with pytest.raises(KflatsError, match="levels"):
         fit_nested(a, 1, 0, budget=300)
     with pytest.raises(KflatsError, match="levels"):
-        Flats(levels=0)
+        Flats(nested_ranks=0)
     with pytest.raises(KflatsError, match="uniform"):
-        Flats(levels=4, ranks="uniform")
+        Flats(nested_ranks=4, ranks="uniform")
 
 
 def test_em_corrects_a_price_that_is_off():
     a = skewed(300, 12, 10)
-    cloud = Cloud(TensorRows(a), squared_norms(TensorRows(a)))
+    cloud = WeightedRows(TensorRows(a), squared_norms(TensorRows(a)))
     start = (Ordered(torch.linalg.eigh(a.double().T @ a.double()).eigenvectors.flip(1).T.contiguous(), (2, 6)),)
     right = em_nested(cloud, start, 1500, 1e-3).price
     errors = [em_nested(cloud, start, 1500, right * off).error for off in (0.3, 1.0, 3.0)]

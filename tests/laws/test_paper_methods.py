@@ -14,7 +14,7 @@ from element_fisher import weighted_low_rank
 from entry_flats import entry_flats, l1_coordinates, planted
 from sketched_ellipsoids import LewisSample, Sketch
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.ellipsoid import certified, distortion_found
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.lewis import Lewis

@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
+from kflats.matrices.registry import LowRankMatrix
 from kflats.methods import Flats, Problem
-from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud, Shape
+from kflats.numerics.flats import RankSpec, WeightedRows
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.initialization import Start
 from kflats.numerics.loss import Huber, Power, Squared, Truncated, absolute
 from kflats.numerics.robust_bound import losses, reweighted
 from kflats.numerics.robust_em import distances_of, robust_em
 from kflats.numerics.rows import TensorRows
-from kflats.numerics.starts import Start
 from kflats.numerics.subspace import robust_subspace
 
 F64 = torch.float64
@@ -66,7 +66,7 @@ def row_of_1e30():
 
 def cloud_of(a, w=None):
     rows = TensorRows(a)
-    return Cloud(rows, squared_norms(rows), w)
+    return WeightedRows(rows, squared_norms(rows), w)
 
 
 def distances2(a, fit):
@@ -186,7 +186,7 @@ def test_filled_ranks_begin_beside_power_one_as_well(size, monkeypatch):
 
     def lost(fit):
         rows = TensorRows(a)
-        return float(distances_of(Cloud(rows, squared_norms(rows)), fit.bases, fit.labels)[clean].sum())
+        return float(distances_of(WeightedRows(rows, squared_norms(rows)), fit.bases, fit.labels)[clean].sum())
 
     def made():
         return fit_flats(a, 3, budget=2 * (len(a) + 48), error=Truncated(3.0, "median"))
@@ -238,14 +238,16 @@ def test_one_reweighting_an_iteration_reaches_what_a_converged_inner_loop_does()
     a = a.double()
     labels = torch.where(torch.arange(len(a)) % 4 == 0, (truth + 1) % 3, truth).to(torch.uint8)
     whole = converged_inside(a, 3, 2, labels, Power(1), 8)
-    fit = robust_em(cloud_of(a), Shape(3, rank=2), Power(1), Start(labels), tolerance=1e-7, max_iterations=400)
+    fit = robust_em(cloud_of(a), RankSpec(3, rank=2), Power(1), Start(labels), tolerance=1e-7, max_iterations=400)
     assert fit.converged
     assert fit.error <= whole * 1.001  # another local minimum, perhaps
     assert fit.error <= converged_inside(a, 3, 2, fit.labels, Power(1), 2) * 1.0001
 
 
 @EVERY
-@pytest.mark.parametrize("shape", [Shape(3, rank=3), Shape(3, budget=1200, exact=True)], ids=["uniform", "filled"])
+@pytest.mark.parametrize(
+    "shape", [RankSpec(3, rank=3), RankSpec(3, budget=1200, exact=True)], ids=["uniform", "filled"]
+)
 def test_row_order_changes_rounding_only(loss, shape):
     a, w = table()
     loss = absolute(loss, torch.full((5,), 1.0))
@@ -265,9 +267,9 @@ def test_a_row_of_weight_two_is_two_rows(loss):
     twice = torch.arange(120) % 3 == 0
     flats = torch.linalg.qr(torch.randn(2, 10, 3, generator=generator(), dtype=F64)).Q.transpose(1, 2)
     start = Start(bases=tuple(flats.contiguous()))
-    heavy = robust_em(cloud_of(a, 1.0 + twice.double()), Shape(2, rank=3), loss, start)
+    heavy = robust_em(cloud_of(a, 1.0 + twice.double()), RankSpec(2, rank=3), loss, start)
     double = robust_em(
-        cloud_of(a[torch.cat([torch.arange(120), twice.nonzero().squeeze(1)])]), Shape(2, rank=3), loss, start
+        cloud_of(a[torch.cat([torch.arange(120), twice.nonzero().squeeze(1)])]), RankSpec(2, rank=3), loss, start
     )
     assert heavy.objective[0] == pytest.approx(double.objective[0], rel=1e-9)
     assert heavy.error == pytest.approx(double.error, rel=1e-2)
@@ -377,7 +379,7 @@ def test_thresholds_under_a_metric_are_distances_in_it(loss):
     ("make", "message"),
     [
         (lambda: Flats(error="power 1"), "Flats has no error 'power 1'"),
-        (lambda: Flats(levels=2, error=Power(1)), "levels=2 minimises squares only"),
+        (lambda: Flats(nested_ranks=2, error=Power(1)), "levels=2 minimises squares only"),
         (lambda: fit_flats(torch.randn(3, 5), 4, rank=1, error=Power(1)), "4 flats do not fit 3 rows"),
         (lambda: fit_flats(table()[0], 2, rank=1, error="power 1"), "no loss of distances is 'power 1'"),
         (lambda: fit_flats(row_of_1e30(), 2, rank=1, error=Power(1)), "row 5 is .* times as long as the median row"),

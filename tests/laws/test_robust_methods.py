@@ -10,16 +10,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
+from kflats.matrices.registry import LowRankMatrix
 from kflats.methods import SVD, Entrywise, Problem, RobustSVD, Subspace, ellipsoid_of, from_name
-from kflats.methods.judging import Distances, EntryPowers, norm_error
-from kflats.nn.matrix import LowRankMatrix
+from kflats.methods.matrix_error import Distances, EntryPowers, norm_error
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.rows import TensorRows
-from kflats.recipes.recipe import Recipe, as_recipe, brief, from_json, to_json
+from kflats.recipe.recipe import Recipe, as_recipe, brief, from_json, to_json
 
 F64 = torch.float64
 DESCENDING = {

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.lewis import Lewis

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.metric import right_metric
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import project, range_finder_svd, truncated_svd, weighted_spectrum

@@ -6,11 +6,11 @@ import pytest
 import scipy.linalg
 import torch
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
-from kflats.methods import MESSI, SVD, Dense, Flats, KMeansSVD, Problem, from_name
-from kflats.methods.judging import row_errors, weighted_error
-from kflats.nn.matrix import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
+from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
+from kflats.methods import MESSI, SVD, Flats, KeepDense, KMeansSVD, Problem, from_name
+from kflats.methods.matrix_error import row_errors, weighted_error
 from kflats.numerics.rows import TensorRows
 
 F64 = torch.float64
@@ -18,7 +18,7 @@ METHODS = {
     "svd": SVD(),
     "svd, interpolative": SVD(form="interpolative"),
     "flats": Flats(k=3),
-    "flats, nested": Flats(k=2, levels=3),
+    "flats, nested": Flats(k=2, nested_ranks=3),
     "flats, uniform": Flats(k=3, ranks="uniform"),
     "flats, one": Flats(k=1),
     "k-means": KMeansSVD(k=3),
@@ -98,7 +98,7 @@ NBYTES = 3600
 
 
 def test_what_methods_say_they_take():
-    assert SVD.accepts == Dense.accepts == {"rows", "left", "right"}
+    assert SVD.accepts == KeepDense.accepts == {"rows", "left", "right"}
     assert Flats.accepts == MESSI().accepts == {"rows", "right"}
     assert KMeansSVD.accepts == {"rows"}
 
@@ -185,7 +185,7 @@ def test_an_exact_row_stays_exact_under_a_metric():
 
 
 @pytest.mark.parametrize(
-    "method", [Flats(k=2), Flats(k=2, levels=3), Flats(k=1), SVD()], ids=["flats", "nested", "one", "svd"]
+    "method", [Flats(k=2), Flats(k=2, nested_ranks=3), Flats(k=1), SVD()], ids=["flats", "nested", "one", "svd"]
 )
 def test_bases_are_orthonormal_under_a_metric_too(method):
     """Rounding the coordinates then costs what it does without a metric."""
@@ -248,7 +248,7 @@ def test_a_wide_metric_is_applied_block_by_block(monkeypatch):
     a, w = table(200, 10).double(), Weighting(left=side("diagonal", 200, 1), right=side("full", 10, 1))
     method = Flats(k=2)
     held = method.fit(Problem(TensorRows(a), 9000, 8, w))
-    monkeypatch.setattr("kflats.methods.many_flats._HELD", 0)
+    monkeypatch.setattr("kflats.methods.flats._HELD", 0)
     streamed = method.fit(Problem(TensorRows(a), 9000, 8, w))
     assert streamed.objective[-1] == pytest.approx(held.objective[-1], rel=1e-9)
     torch.testing.assert_close(streamed.matrix.dense(), held.matrix.dense())
@@ -315,11 +315,11 @@ def test_flats_lose_less_than_their_spectrum_says(method):
 
 def test_dense_keeps_all_numbers_or_refuses():
     a = torch.randn(10, 4)
-    assert torch.equal(Dense().fit(Problem(TensorRows(a), 160, 4)).matrix.dense(), a)
+    assert torch.equal(KeepDense().fit(Problem(TensorRows(a), 160, 4)).matrix.dense(), a)
     with pytest.raises(KflatsError, match="budget"):
-        Dense().fit(Problem(TensorRows(a), 159, 4))
-    assert Dense().cost((10, 4), 3, 2) == 80
-    assert Dense().spectrum(TensorRows(a), Weighting()).tolist() == [0.0] * 5
+        KeepDense().fit(Problem(TensorRows(a), 159, 4))
+    assert KeepDense().cost((10, 4), 3, 2) == 80
+    assert KeepDense().spectrum(TensorRows(a), Weighting()).tolist() == [0.0] * 5
     assert from_name("svd", form="interpolative") == SVD(form="interpolative")
 
 

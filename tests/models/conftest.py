@@ -8,7 +8,7 @@ pytest.importorskip("transformers", minversion="5.0")
 
 from matrices import flats, interpolative, low_rank
 
-from kflats.files import register_plugin
+from kflats.io import register_plugin
 
 register_plugin()
 

@@ -11,13 +11,13 @@ import torch
 from matrices import flats, interpolative, low_rank
 from torch import Tensor, nn
 
-from kflats.files import annotate_
-from kflats.nn.matrix import Matrix
-from kflats.swap.places import Weight, dense_weight, find_weight, find_weights
-from kflats.swap.surgery import swap_
+from kflats.io import annotate_
+from kflats.matrices.registry import Matrix
+from kflats.model.swap import swap_
+from kflats.model.weights import Weight, dense_weight, find_weight, find_weights
 
 MAKERS = [low_rank, flats, interpolative]
-FORMS = [(make, rows) for rows in ("inputs", "outputs") for make in MAKERS]
+FORMS = [(make, rows) for rows in ("in_features", "out_features") for make in MAKERS]
 CONVOLVED = [form for form in FORMS if form[0] is not flats]
 
 
@@ -28,16 +28,16 @@ def factor(model: Any) -> Any:
     for i, weight in enumerate(find_weights(model)):
         role = weight.places[0].role
         if role == "embedding":
-            make, rows = MAKERS[i % 3], "inputs"
+            make, rows = MAKERS[i % 3], "in_features"
         else:
             make, rows = next(convolved if role == "conv2d" else forms)
         if make is flats and min(weight.shape) < 16:  # too few rows for five bands
             make = low_rank
-        matrix = make(*(weight.shape if rows == "inputs" else weight.shape[::-1]))
+        matrix = make(*(weight.shape if rows == "in_features" else weight.shape[::-1]))
         shift = torch.randn(weight.shape[1]) if role != "embedding" and i % 3 == 0 else None
-        table = matrix.dense() if rows == "inputs" else matrix.dense().T
+        table = matrix.dense() if rows == "in_features" else matrix.dense().T
         write(dense.get_submodule(weight.name), weight, table.detach(), shift)
-        swap_(model, find_weight(model, weight.name), matrix, rows=rows, bias_shift=shift)
+        swap_(model, find_weight(model, weight.name), matrix, matrix_rows=rows, bias_shift=shift)
     annotate_(model)
     return dense
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from kflats.nn.coded_build import from_integers
-from kflats.nn.matrix import (
-    Band,
+from kflats.matrices.coded_build import from_integers
+from kflats.matrices.registry import (
     CodedMatrix,
     FlatsMatrix,
     InterpolativeMatrix,
     LowRankMatrix,
     Matrix,
+    RankGroup,
     label_dtype,
     order_dtype,
     weight_shape,
@@ -34,8 +34,13 @@ def interpolative(n: int, d: int) -> Matrix:
 def flats(n: int, d: int) -> Matrix:
     """A random ragged matrix: nested bands on one flat, a second flat, and rows kept exactly."""
     rows, rank = [n // 8, n // 4, n // 8, 2], min(n, d) // 4
-    bands = [Band(rows[0], rank, 0), Band(rows[1], 2, 0), Band(rows[2], 3, 1), Band(rows[3], d, None)]
-    bands.append(Band(n - sum(rows), 1, 1))
+    bands = [
+        RankGroup(rows[0], rank, 0),
+        RankGroup(rows[1], 2, 0),
+        RankGroup(rows[2], 3, 1),
+        RankGroup(rows[3], d, None),
+    ]
+    bands.append(RankGroup(n - sum(rows), 1, 1))
     flat_ranks = (rank, 3)
     labels = torch.cat([torch.full((band.rows,), i) for i, band in enumerate(bands)])[torch.randperm(n)]
     return FlatsMatrix(

@@ -15,12 +15,12 @@ pytest.importorskip("transformers")
 from transformers import BertConfig, BertModel
 
 import kflats
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.export.adapters import adapt_lora_
-from kflats.nn.coded_build import from_integers
-from kflats.nn.layers import FactoredEmbedding, FactoredLinear
-from kflats.nn.matrix import LowRankMatrix, Matrix
-from kflats.swap.surgery import find_weight, swap_
+from kflats.matrices.coded_build import from_integers
+from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
+from kflats.matrices.registry import LowRankMatrix, Matrix
+from kflats.model.swap import find_weight, swap_
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 IDS = torch.tensor([[5, 9, 150, 7], [8, 120, 6, 1]])
@@ -39,7 +39,7 @@ def build(kind: str) -> Any:
     torch.manual_seed(0)
     model = BertModel(BertConfig(vocab_size=199, **SIZES)).eval()
     if kind == "flats":
-        kflats.compress_(model, dict.fromkeys((TABLE, LAYER), kflats.Flats(k=2)), budget="60%", quiet=True)
+        kflats.compress_(model, dict.fromkeys((TABLE, LAYER), kflats.Flats(k=2)), keep="60%", quiet=True)
         return model
     for name in (TABLE, LAYER):
         weight = find_weight(model, name)

@@ -27,8 +27,8 @@ from architectures import (
 from factoring import factor_named
 from transformers import AutoModel
 
-from kflats.nn.layers import FactoredEmbedding, FactoredHead, FactoredLinear
-from kflats.swap.places import factored_layers, find_weight, find_weights
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.model.weights import factored_layers, find_weight, find_weights
 
 every_architecture = pytest.mark.parametrize("case", ARCHITECTURES.values(), ids=ARCHITECTURES)
 tied_and_untied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])

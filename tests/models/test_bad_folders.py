@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from kflats.errors import KflatsError
-from kflats.files import annotate_, load_model
-from kflats.nn.matrix import LowRankMatrix
-from kflats.swap.surgery import find_weight, swap_
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, load_model
+from kflats.matrices.registry import LowRankMatrix
+from kflats.model.swap import find_weight, swap_
 
 TABLE = "bert.embeddings.word_embeddings"
 
@@ -75,12 +75,12 @@ assert not any(name.startswith("kflats") for name in sys.modules)
 
 @pytest.mark.parametrize("first", ["kflats", "transformers", "the plug-in"])
 def test_the_plugin_registers_in_either_order(first: str, folder: Path, repository: Path) -> None:
-    register = "from kflats.files import register_plugin; register_plugin(); register_plugin()"
+    register = "from kflats.io import register_plugin; register_plugin(); register_plugin()"
     check = "print('transformers' in sys.modules)"
     use = "from transformers import AutoModel"
     lines = [use, check, register] if first == "transformers" else [register, check, use]
     if first == "the plug-in":  # as a tool that imports every module does
-        lines.insert(2, "import kflats.files.transformers_plugin")
+        lines.insert(2, "import kflats.io.transformers_plugin")
     program = "\n".join(["import sys", *lines, "print(AutoModel.from_pretrained(sys.argv[1]).get_input_embeddings())"])
     imported, layer = run(program, folder, kflats=repository / "src").splitlines()
     assert imported == str(first == "transformers")  # registering alone does not import it
@@ -183,8 +183,11 @@ BAD = {
     "no places": (edited(**{"modules/TABLE/places": []}), "names no places"),
     "padding outside": (edited(**{"modules/TABLE/places/0/padding_idx": 199}), "padding row 199"),
     "scale no number": (edited(**{"modules/TABLE/places/0/scale": "2"}), "has scale"),
-    "rows": (edited(**{"modules/TABLE/rows": "diagonals"}), "rows='diagonals'"),
-    "outputs of an embedding": (edited(**{"modules/TABLE/rows": "outputs"}), "is an embedding with outputs as rows"),
+    "rows": (edited(**{"modules/TABLE/matrix_rows": "diagonals"}), "rows='diagonals'"),
+    "outputs of an embedding": (
+        edited(**{"modules/TABLE/matrix_rows": "out_features"}),
+        "is an embedding with outputs as rows",
+    ),
     "untied": (edited(**{"modules/TABLE/untied": ["../x"]}), "untied places"),
     "a path": (renamed("../../etc/passwd"), "not the path of a module"),
     "an absolute path": (renamed("/etc/passwd"), "not the path of a module"),
@@ -234,7 +237,7 @@ def test_a_cut_tie_in_the_config_is_refused(folder: Path, tmp_path: Path) -> Non
 
 
 def test_a_description_for_a_dense_model_is_refused(folder: Path, tmp_path: Path) -> None:
-    from kflats.files.transformers_plugin import KflatsConfig
+    from kflats.io.transformers_plugin import KflatsConfig
 
     note = json.loads((folder / "config.json").read_text())["quantization_config"]
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 40}

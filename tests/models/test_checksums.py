@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
-from kflats.errors import KflatsError
-from kflats.files import load_, load_model, save, save_model, stream_folder
-from kflats.swap.places import find_weight
-from kflats.swap.surgery import restore_, swap_
+from kflats.common.errors import KflatsError
+from kflats.io import load_, load_model, save, save_model, stream_folder
+from kflats.model.swap import restore_, swap_
+from kflats.model.weights import find_weight
 
 NAME = "model.safetensors"
 IDS = torch.tensor([[5, 9, 50, 7]])

@@ -18,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, BertModel
 
-from kflats.errors import KflatsError
-from kflats.files import annotate_, load_, load_model, save, stream_folder
-from kflats.swap.surgery import find_weight, swap_
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, load_, load_model, save, stream_folder
+from kflats.model.swap import find_weight, swap_
 
 pytest.importorskip("constriction")
 

@@ -26,11 +26,11 @@ from transformers import (
     BertModel,
 )
 
-from kflats.errors import KflatsError
-from kflats.files import annotate_, load_, load_model, save, stream_folder
-from kflats.nn.layers import FactoredEmbedding
-from kflats.nn.matrix import CodedMatrix
-from kflats.swap.surgery import find_weight, restore_, swap_
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, load_, load_model, save, stream_folder
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.matrices.registry import CodedMatrix
+from kflats.model.swap import find_weight, restore_, swap_
 
 pytest.importorskip("constriction")
 
@@ -270,7 +270,7 @@ class Net(nn.Module):
 def test_a_plain_module_returns(streams: bool, tmp_path: Path) -> None:
     net, ids = Net(), torch.arange(50)
     swap_(net, find_weight(net, "words"), coded(50, 8))
-    swap_(net, find_weight(net, "body"), int4(8, 8), rows="outputs")
+    swap_(net, find_weight(net, "body"), int4(8, 8), matrix_rows="out_features")
     save(net, tmp_path, streams=streams)
     assert ("words.bits" in load_file(tmp_path / "model.safetensors")) != streams
     other = Net()

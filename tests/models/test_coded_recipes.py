@@ -24,20 +24,20 @@ from transformers import (
 )
 
 import kflats
-from kflats import SVD, Dense, Integer, Recipe, Transform
+from kflats import SVD, Integer, KeepDense, Recipe, Transform
 from kflats.cli.app import app
-from kflats.evaluate.comparing import weight_file_bytes
-from kflats.files import load_model
-from kflats.nn.matrix import CodedMatrix
+from kflats.evaluation.comparing import weight_file_bytes
+from kflats.io import load_model
+from kflats.matrices.registry import CodedMatrix
+from kflats.model.weights import factored_layers
 from kflats.report.report import Report
-from kflats.swap.places import factored_layers
 
 IDS = torch.tensor([[2, 9, 150, 7, 3], [2, 120, 6, 299, 3]])
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 40}
 RECIPES = {
     "transform": (Recipe(SVD(), codec=Transform()), "35%", 0.95),
-    "int8": (Recipe(Dense(), codec=Integer(bits=8)), "40%", 0.9999),
-    "int4": (Recipe(Dense(), codec=Integer(bits=4, group=16)), "30%", 0.98),
+    "int8": (Recipe(KeepDense(), codec=Integer(bits=8)), "40%", 0.9999),
+    "int4": (Recipe(KeepDense(), codec=Integer(bits=4, group=16)), "30%", 0.98),
 }
 BERT = ("embeddings.word_embeddings", "encoder.layer.0.intermediate.dense")
 each = pytest.mark.parametrize("kind", RECIPES)
@@ -55,7 +55,7 @@ def cosine(a: Tensor, b: Tensor) -> float:
 def compressed(source: Path, out: Path, kind: str, weights: tuple[str, ...], scale: float = 1.0) -> Report:
     recipe, budget, _ = RECIPES[kind]
     budget = f"{scale * float(budget[:-1]):g}%"
-    report = kflats.compress_folder(source, out, budget=budget, method=recipe, weights=weights, quiet=True)
+    report = kflats.compress_folder(source, out, keep=budget, method=recipe, weights=weights, quiet=True)
     assert report.bytes_after <= float(budget[:-1]) / 100 * report.bytes_before
     assert weight_file_bytes(out) < weight_file_bytes(source)
     return report
@@ -193,7 +193,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
     for split in ("train", "dev"):
         (folder / "data" / f"{split}.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
     weights = [word for name in BERT for word in ("--weights", f"bert.{name}")]
-    recipe = ("--method", "svd", "--codec", "transform", "--importance", "uniform", "--budget", "30%")
+    recipe = ("--method", "svd", "--codec", "transform", "--importance", "uniform", "--keep", "30%")
     run("compress", folder / "model", *weights, *recipe, "--quiet", "--out", folder / "small")
     assert coded(load_model(folder / "small"))
     return folder

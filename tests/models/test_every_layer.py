@@ -19,11 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForImageClassification
 
-from kflats.errors import KflatsError
-from kflats.files import annotate_
-from kflats.nn.conv import FactoredConv2d
-from kflats.swap.places import factored_layers, find_weight, find_weights
-from kflats.swap.surgery import restore_, swap_
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_
+from kflats.matrices.conv import FactoredConv2d
+from kflats.model.swap import restore_, swap_
+from kflats.model.weights import factored_layers, find_weight, find_weights
 
 IMAGES: dict[str, tuple[Any, str, str]] = {
     "resnet": (

@@ -15,9 +15,9 @@ from matrices import coded, flats
 from torch import Tensor, nn
 from transformers import BertConfig, BertForMaskedLM, DistilBertConfig, DistilBertForMaskedLM, DistilBertModel
 
-from kflats.files import save_model
-from kflats.nn.layers import FactoredHead
-from kflats.swap.places import find_weights
+from kflats.io import save_model
+from kflats.matrices.layers import FactoredHead
+from kflats.model.weights import find_weights
 
 _SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
 

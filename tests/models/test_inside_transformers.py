@@ -31,11 +31,11 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
-from kflats.errors import KflatsError
-from kflats.files import annotate_, load_model
-from kflats.nn.layers import FactoredEmbedding, FactoredHead
-from kflats.nn.matrix import LowRankMatrix
-from kflats.swap.surgery import find_weight, find_weights, restore_, swap_
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, load_model
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead
+from kflats.matrices.registry import LowRankMatrix
+from kflats.model.swap import find_weight, find_weights, restore_, swap_
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
 IDS = torch.tensor([[5, 9, 150, 7], [8, 120, 6, 1]])

@@ -10,8 +10,8 @@ import transformers
 from factoring import factor
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.swap.places import find_weight, find_weights
+from kflats.common.errors import KflatsError
+from kflats.model.weights import find_weight, find_weights
 
 _COMMON = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
 _TEXT = {**_COMMON, "vocab_size": 99}

@@ -16,13 +16,13 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import AutoModel
 
 import kflats
-from kflats.errors import KflatsError
-from kflats.files import annotate_, copy_companions, load_model, weights_folder
-from kflats.nn.coded_build import from_transform
-from kflats.nn.layers import FactoredEmbedding
-from kflats.nn.matrix import LowRankMatrix
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, copy_companions, load_model, weights_folder
+from kflats.matrices.coded_build import from_transform
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.matrices.registry import LowRankMatrix
+from kflats.model.swap import dense_weight, find_weight, find_weights, swap_
 from kflats.numerics.coding.encode import transform_code
-from kflats.swap.surgery import dense_weight, find_weight, find_weights, swap_
 
 TEXTS = ["A small table is still a table.", "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich."]
 
@@ -111,7 +111,7 @@ def test_the_transformer_in_a_folder_of_its_own(minilm: Path, tmp_path: Path) ->
     modules = json.loads((old / "modules.json").read_text())
     modules[0]["path"] = "0_Transformer"
     (old / "modules.json").write_text(json.dumps(modules))
-    kflats.compress_folder(old, tmp_path / "small", budget="50%", method=kflats.SVD(), quiet=True)
+    kflats.compress_folder(old, tmp_path / "small", keep="50%", method=kflats.SVD(), quiet=True)
     model = SentenceTransformer(str(tmp_path / "small"), device="cpu")
     assert any(isinstance(module, FactoredEmbedding) for module in model.modules())
     assert model.encode(TEXTS).shape == (2, 384)
@@ -146,10 +146,10 @@ def assert_same_but_for_weights(folder: Path, original: Path) -> Any:
 
 
 def test_the_command_keeps_prompts_pooling_and_limit(prompted: Path, tmp_path: Path) -> None:
-    kflats.compress_folder(prompted, tmp_path / "small", budget="60%", method=kflats.SVD(), quiet=True)
+    kflats.compress_folder(prompted, tmp_path / "small", keep="60%", method=kflats.SVD(), quiet=True)
     model = assert_same_but_for_weights(tmp_path / "small", prompted)
     whole = SentenceTransformer(str(prompted), device="cpu")
-    kflats.compress_(whole, kflats.SVD(), budget="60%", quiet=True)
+    kflats.compress_(whole, kflats.SVD(), keep="60%", quiet=True)
     for name in PROMPTS:
         wanted = whole.encode(WORDS, prompt_name=name)
         assert abs(model.encode(WORDS, prompt_name=name) - wanted).max() < 1e-5

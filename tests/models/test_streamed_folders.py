@@ -14,13 +14,13 @@ from matrices import coded, int4
 from safetensors import safe_open
 from transformers import AutoModel, BertConfig, BertModel
 
-import kflats.files.atomic_files
-import kflats.files.coded
-from kflats.errors import KflatsError
-from kflats.files import annotate_, load_model, stream_folder
-from kflats.files.atomic_folder import new_folder
-from kflats.files.manifest import differences
-from kflats.swap.surgery import find_weight, swap_
+import kflats.io.atomic_files
+import kflats.io.coded
+from kflats.common.errors import KflatsError
+from kflats.io import annotate_, load_model, stream_folder
+from kflats.io.atomic_folder import new_folder
+from kflats.io.manifest import differences
+from kflats.model.swap import find_weight, swap_
 
 pytest.importorskip("constriction")
 
@@ -33,10 +33,10 @@ STEPS = (
     (os, "unlink"),
     (os, "rmdir"),
     (shutil, "rmtree"),
-    (kflats.files.coded, "save_file"),
-    (kflats.files.coded, "stamp_"),
-    (kflats.files.coded, "_write"),
-    (kflats.files.atomic_files, "fsync"),
+    (kflats.io.coded, "save_file"),
+    (kflats.io.coded, "stamp_"),
+    (kflats.io.coded, "_write"),
+    (kflats.io.atomic_files, "fsync"),
 )
 
 
@@ -100,14 +100,14 @@ def test_the_folder_changes_as_a_whole_or_not_at_all(
     assert old.keys() == new.keys()
     assert sum(map(len, new.values())) < sum(map(len, old.values()))
     folder, step, seen = tmp_path / "folder", 0, set()
-    real, streams = kflats.files.coded.encode, {}
+    real, streams = kflats.io.coded.encode, {}
 
     def remembered(matrix: Any) -> torch.Tensor:  # two matrices, encoded a hundred times
         if matrix.shape not in streams:
             streams[matrix.shape] = real(matrix)
         return streams[matrix.shape]
 
-    monkeypatch.setattr(kflats.files.coded, "encode", remembered)
+    monkeypatch.setattr(kflats.io.coded, "encode", remembered)
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     while True:
         step += 1

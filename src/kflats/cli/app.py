@@ -18,7 +18,7 @@ from kflats.cli.inspect import compare, inspect, report
 from kflats.cli.tasks import evaluate, recover
 from kflats.cli.terminal import complain
 from kflats.cli.trim import trim
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 
 class _Group(TyperGroup):

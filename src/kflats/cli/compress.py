@@ -7,22 +7,19 @@ from typing import Annotated, Any
 
 import typer
 
-from kflats.allocate.calibration import gather
-from kflats.allocate.planning import decide
-from kflats.cli.asked import Asked, allocation_of, budget_of, plan_of, recipe_of, weights_of
-from kflats.cli.given import given, tokenizer_of
+from kflats.cli.data_options import given, tokenizer_of
 from kflats.cli.options import (
-    BudgetText,
     Calibration,
     CalibrationTask,
     CodecName,
     EllipsoidName,
     ErrorName,
     Exponent,
-    FileBudget,
+    FileSize,
     FlatCount,
     Force,
     Importance,
+    KeptShare,
     MeasuredFile,
     Method,
     Model,
@@ -38,28 +35,31 @@ from kflats.cli.options import (
     Texts,
     Trim,
 )
+from kflats.cli.recipe_options import RecipeOptions, allocation_of, budget_of, plan_of, recipe_of, weights_of
 from kflats.cli.terminal import quiet_transformers
 from kflats.compress.pipeline import compress_folder
 from kflats.demo import demo as run_demo
-from kflats.evaluate.comparing import weight_file_bytes
-from kflats.files import load_model, resolve_model
-from kflats.files.atomic_files import check_file
-from kflats.files.sources import module_bytes
-from kflats.recipes.plan import Plan
-from kflats.recipes.recipe import as_recipe
+from kflats.evaluation.comparing import weight_file_bytes
+from kflats.io import load_model, resolve_model
+from kflats.io.atomic_files import check_file
+from kflats.io.sources import module_bytes
+from kflats.planning.calibration_data import gather
+from kflats.planning.decide import decide
+from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import as_recipe
 
 
 def plan(
     model: Model,
     out: Annotated[Path, typer.Option("--out", metavar="plan.json", help="Where to write the plan.")],
-    budget: BudgetText = None,
-    file_budget: FileBudget = None,
+    keep: KeptShare = None,
+    size: FileSize = None,
     method: Method = None,
     flats: FlatCount = None,
     weights: Names = None,
     importance: Importance = None,
     power: Power = None,
-    rows: RowSide = None,
+    matrix_rows: RowSide = None,
     form: StoredForm = None,
     p: Exponent = None,
     ellipsoid: EllipsoidName = None,
@@ -68,7 +68,7 @@ def plan(
     texts: Texts = None,
     calibration: Calibration = None,
     task: CalibrationTask = None,
-    data: TaskFolder = None,
+    task_data: TaskFolder = None,
     samples: SampleCount = None,
     statistics: MeasuredFile = None,
     allocation: SharedBy = None,
@@ -77,9 +77,9 @@ def plan(
 ) -> None:
     """Decide which weight is treated how, in how many bytes; write it as JSON to review, edit and run later."""
     check_file(out, force, Plan.is_saved_in)
-    allowed = budget_of(budget, file_budget)
-    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error, codec)
-    known, whole = given(texts, calibration, task, data, samples, statistics), file_budget is not None
+    allowed = budget_of(keep, size)
+    asked = RecipeOptions(method, flats, importance, power, matrix_rows, form, p, ellipsoid, error, codec)
+    known, whole = given(texts, calibration, task, task_data, samples, statistics), size is not None
     recipe = recipe_of(asked, counted=known.texts is not None, measured=known.measured, whole_file=whole)
     names, how = weights_of(weights, recipe, whole), allocation_of(allocation)
     quiet_transformers()
@@ -106,15 +106,15 @@ def plan(
 def compress(
     model: Model,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
-    budget: BudgetText = None,
-    file_budget: FileBudget = None,
+    keep: KeptShare = None,
+    size: FileSize = None,
     plan: Annotated[Path | None, typer.Option("--plan", metavar="plan.json", help="Do what this plan says.")] = None,
     method: Method = None,
     flats: FlatCount = None,
     weights: Names = None,
     importance: Importance = None,
     power: Power = None,
-    rows: RowSide = None,
+    matrix_rows: RowSide = None,
     form: StoredForm = None,
     p: Exponent = None,
     ellipsoid: EllipsoidName = None,
@@ -123,7 +123,7 @@ def compress(
     texts: Texts = None,
     calibration: Calibration = None,
     task: CalibrationTask = None,
-    data: TaskFolder = None,
+    task_data: TaskFolder = None,
     samples: SampleCount = None,
     statistics: MeasuredFile = None,
     allocation: SharedBy = None,
@@ -133,17 +133,17 @@ def compress(
     force: Force = False,
 ) -> None:
     """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
-    asked = Asked(method, flats, importance, power, rows, form, p, ellipsoid, error, codec)
-    known, whole = given(texts, calibration, task, data, samples, statistics), file_budget is not None
+    asked = RecipeOptions(method, flats, importance, power, matrix_rows, form, p, ellipsoid, error, codec)
+    known, whole = given(texts, calibration, task, task_data, samples, statistics), size is not None
     chosen: dict[str, Any] = {}
     if plan is None:
-        chosen["budget"] = budget_of(budget, file_budget)
+        chosen["keep"] = budget_of(keep, size)
         recipe = recipe_of(asked, counted=known.texts is not None, measured=known.measured, whole_file=whole)
         chosen |= {"method": recipe, "weights": weights_of(weights, recipe, whole)}
         chosen["allocation"] = allocation_of(allocation)
     else:
         decided = {**asked.given, "weights": weights, "allocation": allocation}
-        chosen["plan"] = plan_of(plan, budget, file_budget, known.texts is not None, **decided)
+        chosen["plan"] = plan_of(plan, keep, size, known.texts is not None, **decided)
     quiet_transformers()
     report = compress_folder(
         model,

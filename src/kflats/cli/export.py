@@ -9,7 +9,7 @@ import typer
 
 from kflats.cli.options import Force, Quiet
 from kflats.cli.terminal import quiet_transformers
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.export.dense import export_dense
 from kflats.export.onnx import export_onnx
 

@@ -7,18 +7,18 @@ from typing import Annotated
 
 import typer
 
-from kflats.cli.given import texts_of
+from kflats.cli.data_options import texts_of
 from kflats.cli.options import Model
 from kflats.cli.terminal import quiet_transformers, show_table
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import compare as run
-from kflats.evaluate.comparing import weight_file_bytes
-from kflats.files import load_model, resolve_model
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import share, size, table, visible
+from kflats.evaluation.comparing import compare as run
+from kflats.evaluation.comparing import weight_file_bytes
+from kflats.io import load_model, resolve_model
+from kflats.model.weights import factored_layers, find_weights
 from kflats.report.html import render
 from kflats.report.model_card import note_fidelity
 from kflats.report.report import Report
-from kflats.swap.places import factored_layers, find_weights
-from kflats.tables import share, size, table, visible
 
 
 def inspect(model: Model) -> None:

@@ -8,25 +8,26 @@ from typing import Annotated
 import typer
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder, or a hub name (owner/model).")]
-BudgetText = Annotated[
+KeptShare = Annotated[
     str | None,
     typer.Option(
-        "--budget",
-        help='Bytes kept of the named weights, row labels included: "60%", "12MB", "5.2M params"; or "33% ranks".',
+        "--keep",
+        help='What is kept of the named weights, row labels included: "60%", "12MB", "5.2M params" or "33% ranks".',
     ),
 ]
-FileBudget = Annotated[
+FileSize = Annotated[
     str | None,
     typer.Option(
-        "--file-budget", help='Bound all weight files instead: "40MB". Method and weights default to best and all.'
+        "--size",
+        help='Size of all weight files: "40MB", "10%", "2 bits" (a number). Method and weights default to auto, all.',
     ),
 ]
 Method = Annotated[
     str | None,
     typer.Option(
         "--method",
-        help="flats, svd, kmeans-svd or messi; best: for each weight what loses least for its bytes; where outliers "
-        "are, robust-svd, entrywise or subspace. Default: flats; svd for what is measured; best with --file-budget.",
+        help="flats, svd, kmeans-svd or messi; auto: for each weight what loses least for its bytes; where outliers "
+        "are, robust-svd, entrywise or subspace. Default: flats; svd for what is measured; auto with --size.",
     ),
 ]
 CodecName = Annotated[
@@ -63,7 +64,7 @@ Names = Annotated[
         "--weights",
         metavar="NAME",
         help='A weight to compress, a pattern ("encoder.layer.*.attention.*"), or one of linear, conv, embeddings and '
-        "all; may be repeated. Default: the token embeddings; all with --file-budget.",
+        "all; may be repeated. Default: the token embeddings; all with --size.",
     ),
 ]
 Importance = Annotated[
@@ -71,7 +72,7 @@ Importance = Annotated[
     typer.Option(
         "--importance",
         help="Whose error counts. Tokens: counts (needs --texts), zipf, token-fisher. Any weight: uniform; with "
-        "--calibration or --task: kronecker, two-sided, row-fisher (FWSVD), element-fisher, input-gram.",
+        "--calibration or --task: kronecker, two-sided, row-fisher (FWSVD), input-gram.",
     ),
 ]
 Power = Annotated[float | None, typer.Option("--power", help="Power of the counts or of the Zipf prior.")]
@@ -90,7 +91,7 @@ CalibrationTask = Annotated[
     ),
 ]
 TaskFolder = Annotated[
-    Path | None, typer.Option("--data", metavar="FOLDER", help="The task's folder of TSV files. Default: the hub.")
+    Path | None, typer.Option("--task-data", metavar="FOLDER", help="The task's folder of TSV files. Default: the hub.")
 ]
 SampleCount = Annotated[
     int | None, typer.Option("--samples", metavar="N", help="How many texts or examples to measure with (512).")
@@ -108,7 +109,8 @@ SharedBy = Annotated[
     ),
 ]
 RowSide = Annotated[
-    str | None, typer.Option("--rows", help="What a linear layer's rows are: inputs (default) or outputs.")
+    str | None,
+    typer.Option("--matrix-rows", help="What a linear layer's rows are: in_features (default) or out_features."),
 ]
 StoredForm = Annotated[
     str | None, typer.Option("--form", help="With svd: factors (default) or interpolative (16 % less, same matrix).")

@@ -7,16 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from kflats.cli.given import texts_of
+from kflats.cli.data_options import texts_of
 from kflats.cli.options import LARGEST_SEED, Force, Quiet
 from kflats.cli.terminal import quiet_transformers
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.recover.recover import recover_folder
 from kflats.tasks.scoring import evaluate_folder
 
 _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
 Data = Annotated[
-    Path | None, typer.Option("--data", metavar="FOLDER", help="Folder of TSV files, one a split. Default: the hub.")
+    Path | None,
+    typer.Option("--task-data", metavar="FOLDER", help="Folder of TSV files, one a split. Default: the hub."),
 ]
 MaxLength = Annotated[int, typer.Option("--max-length", min=1, help="Tokens an example; longer ones are cut.")]
 
@@ -69,7 +70,7 @@ def recover(
     ] = None,
     train: Annotated[str, typer.Option("--train", help="all, bases, coordinates or factors (both).")] = "all",
     split: Annotated[str, typer.Option("--split", help="The split to learn from.")] = "train",
-    judged: Annotated[str, typer.Option("--judged", help="The split that says which epoch is kept.")] = "dev",
+    judged: Annotated[str, typer.Option("--eval-split", help="The split that says which epoch is kept.")] = "dev",
     lr: Annotated[float, typer.Option("--lr", help="Adam's first step size.")] = 2e-5,
     batch: Annotated[int, typer.Option("--batch", help="Examples a step.")] = 32,
     epochs: Annotated[int, typer.Option("--epochs", help="At most.")] = 3,
@@ -86,7 +87,7 @@ def recover(
 ) -> None:
     """Train a compressed model on its task, towards the original, or both. Interrupted, the same command resumes."""
     if texts is not None and (data is not None or limit is not None):
-        raise KflatsError("--data and --limit are of a --task, not of --texts", hint="leave them out")
+        raise KflatsError("--task-data and --limit are of a --task, not of --texts", hint="leave them out")
     chosen: dict[str, Any] = {"train": train, "lr": lr, "batch": batch, "epochs": epochs, "patience": patience}
     chosen |= {"temperature": temperature, "labels_weight": labels_weight, "max_length": max_length, "seed": seed}
     if task is not None:

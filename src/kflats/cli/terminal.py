@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from kflats.tables import plain, visible
+from kflats.common.formatting import plain, visible
 
 
 def show_table(made: Table) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kflats.cli.given import texts_of
+from kflats.cli.data_options import texts_of
 from kflats.cli.options import Force, Model, Quiet, Texts
 from kflats.cli.terminal import quiet_transformers
 from kflats.trim.trimming import trim_folder
@@ -19,7 +19,8 @@ def trim(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
     texts: Texts = None,
     judge: Annotated[
-        Path | None, typer.Option("--judge", metavar="FILE", help="Texts that the report tells of. Default: --texts.")
+        Path | None,
+        typer.Option("--eval-texts", metavar="FILE", help="Texts that the report tells of. Default: --texts."),
     ] = None,
     alphabet: Annotated[
         str, typer.Option("--alphabet", help="Single characters that stay: all (default), or those seen in --texts.")

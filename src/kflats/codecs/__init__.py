@@ -12,8 +12,8 @@ from kflats.codecs.integer import Integer
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table, check_codec
 from kflats.codecs.rotation import Rotation
 from kflats.codecs.transform import Transform
-from kflats.errors import KflatsError
-from kflats.registry import Registry
+from kflats.common.errors import KflatsError
+from kflats.common.registry import Registry
 
 __all__ = [
     "CODECS",

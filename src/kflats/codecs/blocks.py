@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kflats.codecs.entropy import AGAIN, DAMAGED, Model, decode_symbols, encode_symbols
-from kflats.errors import KflatsError
-from kflats.nn.coded_geometry import CodedGeometry
+from kflats.common.errors import KflatsError
+from kflats.matrices.coded_geometry import CodedGeometry
 from kflats.numerics.coding.packing import Layout, pack, unpack
 
 BLOCK = 2**18  # integers a block, about: what decoding needs memory for

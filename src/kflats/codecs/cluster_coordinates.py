@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
-from kflats.nn.flats import FlatsMatrix
-from kflats.nn.geometry import tables_of
-from kflats.nn.matrix import LowRankMatrix, Matrix
+from kflats.common.errors import KflatsError
+from kflats.matrices.flats import FlatsMatrix
+from kflats.matrices.geometry import tables_of
+from kflats.matrices.registry import LowRankMatrix, Matrix
 from kflats.numerics.coding.scales import Scales, scales_of
 
 

@@ -17,8 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
-from kflats.hashing import crc32
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import crc32
 from kflats.numerics.coding.tables import Tables, knots_up_to, table_for
 
 DAMAGED, AGAIN = "a damaged or truncated file", "restore the file or compress again"

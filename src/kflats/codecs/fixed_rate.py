@@ -19,12 +19,12 @@ import torch
 from kflats.codecs.cluster_coordinates import ClusterCoordinates, cluster_coordinates
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.streams import stored_bytes
-from kflats.errors import KflatsError
-from kflats.methods.judging import Norm, weighted_error
+from kflats.common.errors import KflatsError
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_geometry import MAX_CLASSES, CodedGeometry
+from kflats.methods.matrix_error import Norm, weighted_error
 from kflats.methods.problem import Factored, Problem, refuse_bytes
 from kflats.methods.protocol import Method
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_geometry import MAX_CLASSES, CodedGeometry
 from kflats.numerics.rows import Rows
 
 HEADER_BYTES = 160
@@ -132,7 +132,7 @@ class FixedRateCodec(Codec, Protocol):
             )
         if method.most_classes > MAX_CLASSES:
             cause = f"it tells {MAX_CLASSES} classes of rows apart by a byte, and there may be {method.most_classes}"
-            return cause, "fewer flats or levels, or a floating-point codec"
+            return cause, "fewer flats or nested ranks, or a floating-point codec"
         return None
 
     # Candidates -------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ class FixedRateCodec(Codec, Protocol):
     def _ranks(self, method: Method, table: Table) -> Iterator[Candidate]:
         """At every rank: what a pair of that rank loses, and what rounding loses of the rest."""
         shape, itemsize, spectrum = table.rows.shape, table.dtype.itemsize, table.spectrum
-        kind = "relative error" if method.nested_ranks else "relative error of an SVD"
+        kind = "relative error" if method.prefix_optimal else "relative error of an SVD"
         least, total = self.min_bytes(method, shape, itemsize), float(spectrum[0])
         sized: list[Candidate] = []
         for codec in reversed(self.choices()):
@@ -266,7 +266,7 @@ def _encode_pair(codec: FixedRateCodec, method: Method, problem: Problem, dtype:
         # Headers shrink with the rank, too: rank 1 may fit where none below it seems to.
         rest = codec.memory_bytes(shape, itemsize, rank) - over
         rank = min(rank - 1, max(1, codec.largest_rank(shape, itemsize, 1, rest)))
-        if not method.nested_ranks:
+        if not method.prefix_optimal:
             fit = fit_at(rank)
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.methods import METHODS
-from kflats.methods.judging import weighted_error
+from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Factored, Problem
 from kflats.methods.protocol import Method
 from kflats.numerics.svd import truncated_svd

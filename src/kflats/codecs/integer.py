@@ -10,13 +10,13 @@ from torch import Tensor
 from kflats.codecs.cluster_coordinates import ClusterCoordinates, flat_layout, rounded_basis
 from kflats.codecs.fixed_rate import FixedRateCodec, Layout
 from kflats.codecs.protocol import Codec, Table
-from kflats.errors import KflatsError
-from kflats.methods import SVD, Dense
-from kflats.methods.judging import weighted_error
+from kflats.common.errors import KflatsError
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_build import from_integers
+from kflats.methods import SVD, KeepDense
+from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Problem
 from kflats.methods.protocol import Method
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_integers
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.rows import Rows
 
@@ -27,9 +27,9 @@ class Integer(FixedRateCodec):
 
         a_ij  ~  scale_ig q_ij,      |q_ij| <= 2^(bits - 1) - 1,      scale_ig = max_j |a_ij| / (2^(bits - 1) - 1)
 
-    With ``Dense()`` the matrix itself: nearly lossless at 8 bits, a little over a quarter of float32. With any other
-    method the coordinates in its flats, each column divided by its own size, of bases that have 8 bits; of ``Flats``
-    all rows are rounded, none is kept exactly.
+    With ``KeepDense()`` the matrix itself: nearly lossless at 8 bits, a little over a quarter of float32. With any
+    other method the coordinates in its flats, each column divided by its own size, of bases that have 8 bits; of
+    ``Flats`` all rows are rounded, none is kept exactly.
 
     Args:
         bits: 2 to 8.
@@ -96,7 +96,7 @@ class Integer(FixedRateCodec):
             KflatsError: flats of rank 0 alone.
         """
         if not coordinates.rank:
-            raise KflatsError("no flat has a rank", cause="a matrix of zeros", hint="Dense(), or leave it as it is")
+            raise KflatsError("no flat has a rank", cause="a matrix of zeros", hint="KeepDense(), or leave it as it is")
         sizes = [_sizes(coordinates, flat) for flat in range(len(coordinates.bases))]
         whole = torch.zeros(len(coordinates.labels), coordinates.rank)
         for c, (table, flat) in enumerate(zip(coordinates.tables, coordinates.flat_of, strict=True)):
@@ -123,7 +123,7 @@ class Integer(FixedRateCodec):
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
         """The matrix itself in 8 and in 4 bits."""
-        return (Dense(), cls(8)), (Dense(), cls(4, group=64))
+        return (KeepDense(), cls(8)), (KeepDense(), cls(4, group=64))
 
 
 def _sizes(coordinates: ClusterCoordinates, flat: int) -> Tensor:

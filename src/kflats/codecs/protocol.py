@@ -10,7 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Factored, Problem
 from kflats.methods.protocol import Method
@@ -130,7 +130,7 @@ class Codec(Protocol):
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """What ``Best()`` offers a weight of this shape."""
+        """What ``Auto()`` offers a weight of this shape."""
         return ()
 
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from kflats.codecs.cluster_coordinates import ClusterCoordinates, flat_layout, rounded_basis
 from kflats.codecs.fixed_rate import FixedRateCodec, Layout
 from kflats.codecs.protocol import Table
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_build import from_integers
 from kflats.methods.protocol import Method
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_integers
 from kflats.numerics.coding.rotation import RotationCode, gaussian_share, rotation_code
 from kflats.numerics.coding.scales import scales_of
 from kflats.numerics.rows import Rows
@@ -26,8 +26,8 @@ class Rotation(FixedRateCodec):
     """A random rotation, then 2^bits values of least squared error for a Gaussian: nothing is fitted.
 
     The error is that of a Gaussian source whatever the matrix: a share of .363, .117, .035, .0095 at 1 to 4 bits (Max,
-    IRE Trans. IT 6, 1960). With ``Dense()`` the matrix itself is rotated, and no decision depends on the data; with any
-    other method the coordinates in each of its flats.
+    IRE Trans. IT 6, 1960). With ``KeepDense()`` the matrix itself is rotated, and no decision depends on the data; with
+    any other method the coordinates in each of its flats.
 
     Args:
         bits: 1 to 8; None: as many as the budget holds, or those at which a method's rank and they lose least.
@@ -60,8 +60,11 @@ class Rotation(FixedRateCodec):
 
     def refusal(self, method: Method) -> tuple[str, str] | None:
         """As ``FixedRateCodec.refusal``."""
-        if method.levels > 1:
-            return "a rotation makes all columns alike, and levels need columns in order", "levels=1, or Integer(8)"
+        if method.nested_ranks > 1:
+            return (
+                "a rotation makes all columns alike, and nested ranks need columns in order",
+                "nested_ranks=1, or Integer(8)",
+            )
         return super().refusal(method)
 
     def counted_bytes(self, method: Method, rows: Rows, dtype: torch.dtype) -> int:

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from kflats.codecs.blocks import block_in, blocks_of, encode_block, groups_of
 from kflats.codecs.entropy import Writer, models_of
-from kflats.codecs.opening import MAGIC, fitting, label_model, middle_of, open_stream
-from kflats.errors import KflatsError
-from kflats.hashing import crc32
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_geometry import CodedGeometry
+from kflats.codecs.stream_reader import MAGIC, fitting, label_model, middle_of, open_stream
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import crc32
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_geometry import CodedGeometry
 from kflats.numerics.coding.packing import Layout, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, nearest_knot, tables_of
 from kflats.numerics.coding.transform import context_moves
@@ -34,7 +34,7 @@ def encode(matrix: CodedMatrix) -> Tensor:
     Raises:
         KflatsError: ``constriction`` is not installed.
 
-    >>> from kflats.nn.coded_build import from_integers
+    >>> from kflats.matrices.coded_build import from_integers
     >>> matrix = from_integers([torch.zeros(900, 8, dtype=torch.int16)], None, torch.ones(1))
     >>> stream = encode(matrix)
     >>> torch.equal(decode(stream, matrix.geometry)["codes"], matrix.get_buffer("codes"))
@@ -100,7 +100,7 @@ def decode_rows(stream: Tensor, geometry: CodedGeometry, index: Tensor) -> tuple
     Raises:
         KflatsError: as ``decode``; damage in blocks that are not read is not seen. IndexError: rows that are none.
 
-    >>> from kflats.nn.coded_build import from_integers
+    >>> from kflats.matrices.coded_build import from_integers
     >>> matrix = from_integers([torch.arange(900).view(900, 1).to(torch.int16)], None, torch.ones(1))
     >>> part, found = decode_rows(encode(matrix), matrix.geometry, torch.tensor([7, 3]))
     >>> CodedMatrix(part, found | {"weight": torch.ones(1), "shrink": torch.zeros(1)}).dense().tolist()

@@ -20,15 +20,15 @@ from kflats.codecs.cluster_coordinates import MatrixRows
 from kflats.codecs.fixed_rate import HEADER_BYTES, Rounded
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.streams import stored_bytes
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_build import from_flats, from_transform
+from kflats.matrices.flats import FlatsMatrix
 from kflats.methods import SVD, Flats
-from kflats.methods.judging import weighted_error
+from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Factored, Problem, check_accepts
 from kflats.methods.protocol import Method
-from kflats.nn.coded import CodedMatrix
-from kflats.nn.coded_build import from_flats, from_transform
-from kflats.nn.flats import FlatsMatrix
 from kflats.numerics.coding.encode import transform_code, transform_rates
 from kflats.numerics.coding.flats import flats_code
 from kflats.numerics.coding.gaussian_bound import water_level
@@ -65,8 +65,8 @@ class Transform(Codec):
 
     Choose it wherever bytes on disk count and values are continuous: of those it loses least at every size that is
     measured (benchmarks/results/frontier_error.md). Weights on a grid (ternary, 15 levels) are whole numbers times a
-    scale, which turned axes do not keep: ``Dense()`` with ``Integer(8)`` loses a fraction of that, and nothing of
-    ternary weights. Pruned weights, too, lose less with ``Integer(8)`` in its bytes. ``Best()`` tries both.
+    scale, which turned axes do not keep: ``KeepDense()`` with ``Integer(8)`` loses a fraction of that, and nothing of
+    ternary weights. Pruned weights, too, lose less with ``Integer(8)`` in its bytes. ``Auto()`` tries both.
     """
 
     classes: int = 32
@@ -86,8 +86,11 @@ class Transform(Codec):
                 "Transform chooses axes, and the matrix as it is has none",
                 "SVD() as the method: it may use all axes",
             )
-        if method.levels > 1:
-            return "bits take the place of ranks and levels", f"levels=1, or Integer(8) for {method.levels} levels"
+        if method.nested_ranks > 1:
+            return (
+                "bits take the place of nested ranks",
+                f"nested_ranks=1, or Integer(8) for {method.nested_ranks} ranks",
+            )
         if method.most_classes > 256:
             return "a label is a byte, which tells 256 classes of rows apart", "fewer flats, or a floating-point codec"
         return None
@@ -118,7 +121,7 @@ class Transform(Codec):
         size = math.sqrt(float(table.spectrum[0]) / table.numbers)
         counted: list[Candidate] = []
         kind = "relative error" + (
-            "" if method.nested_ranks else " of one flat" if method.produces == "clusters" else " of squares"
+            "" if method.prefix_optimal else " of one flat" if method.produces == "clusters" else " of squares"
         )
         rates = transform_rates(
             table.rows,

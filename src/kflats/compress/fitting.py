@@ -13,22 +13,22 @@ from rich.progress import Progress as Bar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
-from kflats.allocate.calibration import Data
-from kflats.allocate.shares import bias_bytes
-from kflats.compress.done import Done, bytes_of_one, gained_numbers
-from kflats.compress.filling import room_in_file
-from kflats.errors import KflatsError
-from kflats.files.partial import Partial
+from kflats.common.errors import KflatsError
+from kflats.common.release import version
+from kflats.compress.file_headroom import room_in_file
+from kflats.compress.result import CompressedWeight, bytes_of_one, gained_numbers
 from kflats.importance.weighting import Weighting
+from kflats.io.partial import Partial
+from kflats.matrices.registry import Matrix, matrix_from_spec
 from kflats.methods.problem import Problem
-from kflats.nn.matrix import Matrix, matrix_from_spec
+from kflats.model.swap import Weight, dense_weight
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
-from kflats.recipes.plan import Decision, Plan, as_cast
-from kflats.release import version
+from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.strategies import bias_bytes
+from kflats.recipe.plan import Decision, Plan, as_cast
 from kflats.report.analysis import analyse, left_dense
 from kflats.report.report import Report, WeightReport
-from kflats.swap.surgery import Weight, dense_weight
 
 _SHIFT = "bias shift"
 
@@ -36,18 +36,18 @@ _SHIFT = "bias shift"
 def factorize(
     model: nn.Module,
     decided: Plan,
-    data: Data,
+    data: CalibrationData,
     seed: int,
     quiet: bool,
     partial: Partial | None,
     file_limit: int | None = None,
-) -> list[Done]:
+) -> list[CompressedWeight]:
     """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed.
 
     ``file_limit``: bytes of the one weight file that the model will be, header and all; what the others leave of it is
     the last weight's, if its codes can have any size.
     """
-    found: dict[str, Done] = {}
+    found: dict[str, CompressedWeight] = {}
     free = not decided.budget.counts_labels
     last = _filler(decided)
     spare = 0
@@ -56,7 +56,7 @@ def factorize(
             name = planned.weight.name
             decision = replace(planned, recipe=as_cast(planned.weight, planned.recipe))
             if decision.recipe.is_dense:
-                found[name] = Done(decision, None, left_dense(decision))
+                found[name] = CompressedWeight(decision, None, left_dense(decision))
                 continue
             if planned is last:
                 room = None if file_limit is None else room_in_file(model, found, decision, file_limit)
@@ -82,10 +82,10 @@ def _filler(decided: Plan) -> Decision | None:
 
 
 def _fit(
-    model: nn.Module, decision: Decision, data: Data, seed: int, free_labels: bool, progress: Progress | None
-) -> Done:
+    model: nn.Module, decision: Decision, data: CalibrationData, seed: int, free_labels: bool, progress: Progress | None
+) -> CompressedWeight:
     weight, recipe = decision.weight, decision.recipe
-    turned = recipe.rows == "outputs"
+    turned = recipe.matrix_rows == "out_features"
     table = dense_weight(model, weight)
     if table.is_meta:
         raise KflatsError(
@@ -122,7 +122,7 @@ def _fit(
         memory_bytes=matrix.memory_bytes + gained * itemsize,
         values_after=matrix.num_values + gained,
     )
-    return Done(decision, matrix, report, shift)
+    return CompressedWeight(decision, matrix, report, shift)
 
 
 def _bias_shift(rows: TensorRows, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
@@ -148,7 +148,7 @@ def _tokens(weight: Weight, tokenizer: Any) -> list[str] | None:
     return names
 
 
-def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, Any]) -> Done | None:
+def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, Any]) -> CompressedWeight | None:
     """A finished weight from an interrupted run; None if it does not fit, and it is fitted again."""
     try:
         report = Report.from_json(meta["report"]).weights[0]
@@ -161,8 +161,8 @@ def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, An
     except (KflatsError, KeyError, IndexError, RuntimeError):
         return None
     shape = decision.weight.shape
-    fits = matrix.shape == (shape[::-1] if decision.recipe.rows == "outputs" else shape)
-    return Done(decision, matrix, report, shift) if fits else None
+    fits = matrix.shape == (shape[::-1] if decision.recipe.matrix_rows == "out_features" else shape)
+    return CompressedWeight(decision, matrix, report, shift) if fits else None
 
 
 def _alone(report: WeightReport) -> Report:

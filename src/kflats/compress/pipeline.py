@@ -10,28 +10,28 @@ from typing import Any
 
 from torch import nn
 
-from kflats.allocate.calibration import SAMPLES, Data, gather
-from kflats.allocate.planning import decide, required
-from kflats.allocate.shares import Allocation
-from kflats.compress.data_used import data_used
-from kflats.compress.done import Done
+from kflats.calibration.measurements import Statistics
+from kflats.common.errors import KflatsError
+from kflats.common.release import version
 from kflats.compress.fitting import factorize
-from kflats.compress.resuming import measured_once, model_fingerprint, work_fingerprint
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
-from kflats.files import annotate_, load_model, save_model
-from kflats.files.atomic_folder import new_folder
-from kflats.files.partial import Partial
-from kflats.files.sources import copy_companions, module_bytes, resolve_model, weights_folder
-from kflats.measure.measurements import Statistics
-from kflats.recipes.budget import Budget
-from kflats.recipes.plan import Plan
-from kflats.recipes.recipe import Recipe, as_recipe
-from kflats.release import version
+from kflats.compress.provenance import data_used
+from kflats.compress.result import CompressedWeight
+from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
+from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
+from kflats.io import annotate_, load_model, save_model
+from kflats.io.atomic_folder import new_folder
+from kflats.io.partial import Partial
+from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
+from kflats.model.swap import Weight, swap_, unchanged_on_error
+from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
+from kflats.planning.decide import decide
+from kflats.planning.strategies import Allocation
+from kflats.recipe.budget import Budget, one_budget
+from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Recipe, as_recipe
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import compressed_card, hub_name, rewrite_
 from kflats.report.report import REPORT_FILE, Report
-from kflats.swap.surgery import Weight, swap_, unchanged_on_error
 from kflats.trim.trimming import trim as trimmed_to
 from kflats.trim.trimming import write_vocabulary
 
@@ -40,8 +40,9 @@ def compress_(
     model: nn.Module,
     recipes: Any = None,
     *,
-    budget: str | Budget | None = None,
-    data: Iterable[str] | None = None,
+    keep: str | Budget | None = None,
+    size: str | Budget | None = None,
+    texts: Iterable[str] | None = None,
     tokenizer: Any = None,
     calibration: Iterable[Any] | None = None,
     objective: Any = None,
@@ -58,8 +59,8 @@ def compress_(
     All weights are fitted before the first is swapped: after an error the model is as it was.
 
     Args:
-        model, recipes, budget, data, tokenizer, calibration, objective, statistics, samples, allocation: as ``plan``;
-            or ``recipes`` is a ``Plan``, without a budget.
+        model, recipes, keep, size, texts, tokenizer, calibration, objective, statistics, samples, allocation: as
+            ``plan``; or ``recipes`` is a ``Plan``, without a budget.
         seed: of every random step. Equal seed, data and threads give equal factors.
         quiet: no progress bar.
 
@@ -74,11 +75,12 @@ def compress_(
 
     >>> import kflats, torch
     >>> model = torch.nn.ModuleDict({"words": torch.nn.Embedding(200, 16)})
-    >>> report = kflats.compress_(model, {"words": kflats.Flats(k=2)}, budget="50%", quiet=True)
+    >>> report = kflats.compress_(model, {"words": kflats.Flats(k=2)}, keep="50%", quiet=True)
     >>> report.weights[0].bytes_after <= 0.5 * 200 * 16 * 4
     True
     """
-    given = gather(data, tokenizer, calibration, objective, statistics, samples)
+    budget = None if isinstance(recipes, Plan) and keep is size is None else one_budget(keep, size)
+    given = gather(texts, tokenizer, calibration, objective, statistics, samples)
     decided = decide(model, recipes, budget, given, allocation=allocation, quiet=quiet)
     done = factorize(model, decided.plan, decided.data, seed, quiet, None)
     return _finish(model, decided.plan, done, seed)
@@ -88,7 +90,8 @@ def compress_folder(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    budget: str | Budget | None = None,
+    keep: str | Budget | None = None,
+    size: str | Budget | None = None,
     method: Any = None,
     weights: tuple[str, ...] = (),
     plan: Plan | None = None,
@@ -112,7 +115,7 @@ def compress_folder(
 
     Args:
         source: a local folder or a hub name. out: the folder to be.
-        budget, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
+        keep, size, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
             words. Or a ``plan``.
         texts: what importance counts, with the folder's own tokenizer; default: calibration texts.
         calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
@@ -126,6 +129,7 @@ def compress_folder(
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
             disk, a folder without a model.
     """
+    allowed = None if plan is not None and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
     if trim is not None and plan is not None:
         raise KflatsError(
@@ -156,11 +160,11 @@ def compress_folder(
             data = replace(data, calibration=made.calibration)
         about = model_fingerprint(folder, data, trim)
 
-        def measured(recipes: Sequence[tuple[Weight, Recipe]]) -> Data:
+        def measured(recipes: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
             return measured_once(model, recipes, data, Partial(out, about), quiet)
 
         recipes = plan or (dict.fromkeys(weights, method) if weights else method)
-        allowed, others = budget if plan else required(budget), module_bytes(folder)  # these stay as they are
+        others = module_bytes(folder)  # these stay as they are
         asked: dict[str, Any] = {"allocation": allocation, "file_bytes": before, "beside": others}
         decided = decide(model, recipes, allowed, data, measured=measured, **asked)
         if keep_statistics is not None and decided.data.statistics is not None:
@@ -191,13 +195,13 @@ def compress_folder(
     return report
 
 
-def _finish(model: nn.Module, decided: Plan, done: list[Done], seed: int, name: str = "") -> Report:
+def _finish(model: nn.Module, decided: Plan, done: list[CompressedWeight], seed: int, name: str = "") -> Report:
     before = stored_bytes(model)
     with unchanged_on_error(model):
         for one in done:
             if one.matrix is not None:
-                rows = one.decision.recipe.rows
-                swap_(model, one.decision.weight, one.matrix, rows=rows, bias_shift=one.bias_shift)
+                rows = one.decision.recipe.matrix_rows
+                swap_(model, one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
         annotate_(model)
     return Report(
         model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
@@ -216,7 +220,7 @@ def _called(source: str | os.PathLike[str]) -> str:
     return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
 
 
-def _tokenizer(folder: Path, data: Data, method: Any, plan: Plan | None) -> Any:
+def _tokenizer(folder: Path, data: CalibrationData, method: Any, plan: Plan | None) -> Any:
     """The folder's tokenizer; missing is an error only where something needs it."""
     recipes = [d.recipe for d in plan.decisions] if plan else [as_recipe(method)] if method is not None else []
     wanted = data.texts is not None or any(r.importance.needs_tokenizer for r in recipes)
@@ -262,7 +266,7 @@ def _check_file(folder: Path, decided: Plan, before: int) -> int:
         raise KflatsError(
             f"the new weight files take {after:,} bytes, more than the {limit:,} asked for",
             cause="more tensors are stored than the original's files had",
-            hint="a slightly smaller file budget",
+            hint="a slightly smaller size",
         )
     return after
 

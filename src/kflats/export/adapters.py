@@ -6,8 +6,8 @@ import warnings
 from functools import cache
 from typing import Any
 
-from kflats.errors import KflatsError
-from kflats.nn.layers import FactoredEmbedding, FactoredLinear
+from kflats.common.errors import KflatsError
+from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
 
 _STARTS = (True, False, "gaussian", "orthogonal")
 
@@ -25,7 +25,7 @@ def adapt_lora_(config: Any) -> None:
         KflatsError: peft is not installed; a setting that reads the dense table (DoRA; PiSSA and other starts).
 
     >>> import peft, torch
-    >>> from kflats.nn.matrix import LowRankMatrix
+    >>> from kflats.matrices.registry import LowRankMatrix
     >>> model = torch.nn.Sequential(FactoredLinear(LowRankMatrix(torch.ones(9, 2), torch.ones(2, 8))))
     >>> config = peft.LoraConfig(target_modules=["0"], r=2)
     >>> adapt_lora_(config)

@@ -14,15 +14,15 @@ from typing import Any
 from safetensors.torch import save_model
 from torch import nn
 
-from kflats.errors import KflatsError
-from kflats.files import load_model
-from kflats.files.atomic_folder import new_folder
-from kflats.files.sources import copy_companions, resolve_model, weights_folder
-from kflats.nn.conv import FactoredConv2d
-from kflats.nn.layers import FactoredLinear
+from kflats.common.errors import KflatsError
+from kflats.io import load_model
+from kflats.io.atomic_folder import new_folder
+from kflats.io.sources import copy_companions, resolve_model, weights_folder
+from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredLinear
+from kflats.model.swap import restore_
+from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, dense_card
-from kflats.swap.places import factored_layers, is_sentence_transformer, pretrained_models
-from kflats.swap.surgery import restore_
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def export_dense(
     >>> import kflats, tempfile, torch
     >>> from safetensors.torch import load_model
     >>> model = torch.nn.ModuleDict({"words": torch.nn.Embedding(200, 16)})
-    >>> report = kflats.compress_(model, {"words": kflats.SVD()}, budget="50%", quiet=True)
+    >>> report = kflats.compress_(model, {"words": kflats.SVD()}, keep="50%", quiet=True)
     >>> made = export_dense(model, tempfile.mkdtemp() + "/dense")
     >>> plain = torch.nn.ModuleDict({"words": torch.nn.Embedding(200, 16)})
     >>> load_model(plain, made.folder / "model.safetensors")

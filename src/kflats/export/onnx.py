@@ -18,17 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.evaluate.encoding import evaluating
+from kflats.common.errors import KflatsError
+from kflats.common.release import version
+from kflats.evaluation.encoding import evaluating
 from kflats.export.onnx_graphs import Graph, graph_of
-from kflats.files.atomic_files import check_file, replaced_together
-from kflats.files.atomic_folder import locked
-from kflats.files.headers import VERSION_KEY
-from kflats.files.write_errors import explain
-from kflats.release import version
+from kflats.io.atomic_files import check_file, replaced_together
+from kflats.io.atomic_folder import locked
+from kflats.io.headers import VERSION_KEY
+from kflats.io.write_errors import explain
+from kflats.model.describe import compute_dtype
+from kflats.model.weights import factored_layers
 from kflats.report.analysis import stored_bytes
-from kflats.swap.describing import compute_dtype
-from kflats.swap.places import factored_layers
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18

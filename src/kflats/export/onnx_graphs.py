@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.errors import KflatsError
-from kflats.evaluate.encoding import last_hidden_state
-from kflats.files import load_model, resolve_model
-from kflats.measure.running import is_encoder_decoder, task_output
-from kflats.swap.places import is_sentence_transformer, pretrained_models
+from kflats.calibration.running import is_encoder_decoder, task_output
+from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import last_hidden_state
+from kflats.io import load_model, resolve_model
+from kflats.model.weights import is_sentence_transformer, pretrained_models
 
 TEXT_SHAPES = ((2, 7), (1, 1), (5, 1), (1, 12), (4, 23))
 """Batches and lengths that a text model is tried with; the first is recorded."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
+from kflats.common.registry import Registry
 from kflats.importance.protocol import Importance, check_importance
 from kflats.importance.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.importance.tokens import TokenCounts, TokenFisher, Uniform, ZipfPrior
-from kflats.registry import Registry
 
 __all__ = [
     "IMPORTANCES",

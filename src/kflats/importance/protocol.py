@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar, Protocol, runtime_checkable
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting, WeightingForm
 

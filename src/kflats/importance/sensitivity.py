@@ -18,7 +18,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError, NoGradientSignalError
+from kflats.common.errors import KflatsError, NoGradientSignalError
 from kflats.importance.measured import Measured
 from kflats.importance.protocol import Importance
 from kflats.importance.weighting import Weighting, WeightingForm

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.measured import Measured
 from kflats.importance.protocol import Importance
 from kflats.importance.sensitivity import KroneckerFisher, is_number

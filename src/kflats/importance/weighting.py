@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 Side = Literal["identity", "diagonal", "full"]
 """What one side of a weighting is: nothing to weigh by, a number for each row (or column), or a whole matrix."""
@@ -82,7 +82,7 @@ class Weighting:
         return self.left
 
     def transposed(self) -> Weighting:
-        """The same for M.T: what ``rows="outputs"`` asks for.
+        """The same for M.T: what ``matrix_rows="out_features"`` asks for.
 
         ``mean`` stays as it is: it belongs to the layer's inputs, whichever side they are on.
         """

@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from kflats.errors import KflatsError
-from kflats.methods.judging import row_errors
+from kflats.common.errors import KflatsError
+from kflats.common.registry import Registry
+from kflats.methods.auto import Auto
+from kflats.methods.flats import Flats
+from kflats.methods.keep_dense import KeepDense
 from kflats.methods.kmeans_svd import KMeansSVD
-from kflats.methods.many_flats import Flats
-from kflats.methods.one_flat import SVD, Best, Dense
+from kflats.methods.matrix_error import row_errors
 from kflats.methods.problem import Factored, Problem
 from kflats.methods.protocol import ClusterMethod, Fit, Method, PairMethod, Product, check_method
 from kflats.methods.robust import EllipsoidWay, Entrywise, RobustSVD, Subspace, ellipsoid_of
+from kflats.methods.svd import SVD
 from kflats.numerics.loss import Loss, Squared
-from kflats.registry import Registry
 
 __all__ = [
     "MESSI",
     "METHODS",
     "SVD",
-    "Best",
+    "Auto",
     "ClusterMethod",
-    "Dense",
     "EllipsoidWay",
     "Entrywise",
     "Factored",
     "Fit",
     "Flats",
     "KMeansSVD",
+    "KeepDense",
     "Method",
     "PairMethod",
     "Problem",
@@ -50,14 +52,14 @@ def MESSI(k: int = 5, error: Loss = Squared()) -> Flats:
 
 METHODS: Registry[Method] = Registry(
     "method",
-    (SVD, Flats, KMeansSVD, Dense, Best, RobustSVD, Entrywise, Subspace),
+    (SVD, Flats, KMeansSVD, KeepDense, Auto, RobustSVD, Entrywise, Subspace),
     {
         "svd": SVD,
         "flats": Flats,
         "kmeans-svd": KMeansSVD,
         "messi": MESSI,
-        "dense": Dense,
-        "best": Best,
+        "keep-dense": KeepDense,
+        "auto": Auto,
         "robust-svd": RobustSVD,
         "entrywise": Entrywise,
         "l1": lambda: Entrywise(p=1.0),

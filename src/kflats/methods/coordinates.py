@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.nn.matrix import Band, FlatsMatrix, LowRankMatrix, Matrix, label_dtype
+from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, Matrix, RankGroup, label_dtype
 from kflats.numerics.flats import FlatsFit
 from kflats.numerics.metric import Metric
 from kflats.numerics.nested import NestedFit
@@ -94,7 +94,7 @@ def _stored(
         frames.append(_frame(rows, bases[c][: int(ranks.max())], ranks[labels], metric))
     stored = [found.basis for found in frames]
     bands = [
-        Band(rows_in, rank, None if c is None else flats.index(c))
+        RankGroup(rows_in, rank, None if c is None else flats.index(c))
         for rows_in, (c, rank) in zip(sizes, made, strict=True)
     ]
     parts: list[Tensor] = []

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.methods.coordinates import from_flats
 from kflats.methods.problem import Problem
 from kflats.methods.protocol import ClusterMethod, Fit
 from kflats.methods.spending import spent, too_few
 from kflats.numerics.assign import squared_norms
-from kflats.numerics.flats import Cloud, FlatsFit
+from kflats.numerics.flats import FlatsFit, WeightedRows
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.seeding import kmeans
 
@@ -43,7 +43,9 @@ class KMeansSVD(ClusterMethod):
         rank = min(problem.values(k) // (n + k * d), n, d)
         if rank < 1:
             raise too_few(problem, k)
-        labels = kmeans(Cloud(rows, squared_norms(rows), weights), k, rank, torch.Generator().manual_seed(problem.seed))
+        labels = kmeans(
+            WeightedRows(rows, squared_norms(rows), weights), k, rank, torch.Generator().manual_seed(problem.seed)
+        )
         solved = [top_eigenvectors(gram, rank) for gram in cluster_grams(rows, labels, k, weights)]
         spectra = torch.stack([values for values, _ in solved])
         error = float(spectra[:, rank:].sum())

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
-from kflats.methods.judging import Norm
-from kflats.nn.matrix import Matrix, label_dtype
+from kflats.matrices.registry import Matrix, label_dtype
+from kflats.methods.matrix_error import Norm
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
 
@@ -17,7 +17,7 @@ NO_WEIGHTING = Weighting()
 """Every entry counts the same."""
 
 _HINTS = {
-    "left": 'SVD(), or rows="outputs", which makes it a right metric for Flats',
+    "left": 'SVD(), or matrix_rows="out_features", which makes it a right metric for Flats',
     "elements": "SVD(), or TwoSided(), which is nearly the same in closed form",
     "right": "Flats() or SVD()",
 }

@@ -15,11 +15,11 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
-from kflats.methods.judging import Norm
+from kflats.matrices.registry import LowRankMatrix, Matrix, label_dtype
+from kflats.methods.matrix_error import Norm
 from kflats.methods.problem import Factored, Problem, check_accepts, refuse_bytes
-from kflats.nn.matrix import LowRankMatrix, Matrix, label_dtype
 from kflats.numerics.rows import Rows, check_finite, check_weights
 from kflats.numerics.svd import weighted_spectrum
 
@@ -51,7 +51,7 @@ class Method(Protocol):
     """Kinds of weighting that it can take: of "rows" (row weights), "left" (a metric that couples rows), "right"."""
     produces: ClassVar[Product]
     """What it makes."""
-    nested_ranks: ClassVar[bool] = False
+    prefix_optimal: ClassVar[bool] = False
     """Whether the first r coordinates of a fit of a higher rank are the fit of rank r."""
 
     @property
@@ -65,7 +65,7 @@ class Method(Protocol):
         return self.flats
 
     @property
-    def levels(self) -> int:
+    def nested_ranks(self) -> int:
         """How many ranks the rows of one flat may have."""
         return 1
 
@@ -141,7 +141,7 @@ class Method(Protocol):
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:
-        """Values that ``Best()`` offers a weight of this shape, with factors in float16."""
+        """Values that ``Auto()`` offers a weight of this shape, with factors in float16."""
         return ()
 
 

@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 import torch
 
-from kflats.errors import KflatsError
-from kflats.methods.judging import Distances, EntryPowers
+from kflats.common.errors import KflatsError
+from kflats.matrices.registry import LowRankMatrix
+from kflats.methods.matrix_error import Distances, EntryPowers
 from kflats.methods.problem import Problem
 from kflats.methods.protocol import Fit, PairMethod
-from kflats.nn.matrix import LowRankMatrix
 from kflats.numerics.entrywise import Solver, entrywise_low_rank
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.loewner import Loewner
@@ -69,7 +69,7 @@ class RobustSVD(PairMethod):
             raise KflatsError(
                 "RobustSVD(transposed=True) cannot take row weights",
                 cause="the ellipsoid is that of the columns, whose sums they would enter unevenly",
-                hint='transposed=False, or rows="outputs"',
+                hint='transposed=False, or matrix_rows="out_features"',
             )
         found = robust_svd(
             problem.rows, rank, self.p, ellipsoid=self.ellipsoid, weights=problem.weights, transposed=self.transposed

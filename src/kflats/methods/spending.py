@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.methods.problem import Problem, refuse_bytes
 from kflats.numerics.allocation import fill
 from kflats.numerics.flats import FlatsFit

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
-from kflats.numerics.flats import Cloud
+from kflats.common.errors import KflatsError
+from kflats.numerics.flats import WeightedRows
 from kflats.numerics.gram import cluster_grams
 from kflats.numerics.loss import Loss, Squared
 from kflats.numerics.rows import GRAM_BLOCK, TensorRows
@@ -51,7 +51,7 @@ class Coreset:
         if isinstance(self.rows, bool) or not isinstance(self.rows, int) or self.rows < 2:
             raise KflatsError(f"a coreset of {self.rows!r} rows is not possible", hint="a whole number, at least 2")
 
-    def draw(self, cloud: Cloud, rank: int, generator: torch.Generator, loss: Loss = _SQUARED) -> Cloud:
+    def draw(self, cloud: WeightedRows, rank: int, generator: torch.Generator, loss: Loss = _SQUARED) -> WeightedRows:
         """About ``rows`` rows of ``cloud`` for flats that span ``rank`` dimensions together; all of them if fewer."""
         if cloud.rows.shape[0] <= self.rows:
             return cloud
@@ -63,7 +63,7 @@ class Coreset:
         return _drawn(cloud, chance, taken)
 
 
-def ridge_leverage(cloud: Cloud, rank: int) -> Tensor:
+def ridge_leverage(cloud: WeightedRows, rank: int) -> Tensor:
     """(n,) not negative: each row's ridge leverage, for flats that span ``rank`` dimensions together."""
     mass = cloud.mass
     n, d = cloud.rows.shape
@@ -94,7 +94,7 @@ def chances(scores: Tensor, size: int) -> Tensor:
     )
 
 
-def draw_sample(cloud: Cloud, size: int, generator: torch.Generator, loss: Loss = _SQUARED) -> Cloud:
+def draw_sample(cloud: WeightedRows, size: int, generator: torch.Generator, loss: Loss = _SQUARED) -> WeightedRows:
     """At most ``size`` rows, drawn half by their share of the weighted energy (``loss``: of what it sees) and half
     evenly, each with the number of rows it stands for (Horvitz-Thompson); the whole cloud if it is no larger."""
     if cloud.rows.shape[0] <= size:
@@ -105,7 +105,7 @@ def draw_sample(cloud: Cloud, size: int, generator: torch.Generator, loss: Loss 
     return _drawn(cloud, chance, taken)
 
 
-def _drawn(cloud: Cloud, chance: Tensor, taken: Tensor) -> Cloud:
+def _drawn(cloud: WeightedRows, chance: Tensor, taken: Tensor) -> WeightedRows:
     rows = TensorRows(cloud.rows.take(taken))
     weights = None if cloud.weights is None else cloud.weights[taken]
     stands_for = 1.0 / chance[taken].to(torch.float64)
@@ -115,4 +115,4 @@ def _drawn(cloud: Cloud, chance: Tensor, taken: Tensor) -> Cloud:
         total = float(cloud.multiplicity.sum(dtype=torch.float64))
     # Together they stand for all rows, and not for one more: what a budget must hold is counted by them.
     stands_for *= (1 - 1e-6) * total / stands_for.sum()
-    return Cloud(rows, cloud.norms2[taken], weights, stands_for.to(rows.dtype))
+    return WeightedRows(rows, cloud.norms2[taken], weights, stands_for.to(rows.dtype))

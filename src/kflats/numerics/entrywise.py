@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise_admm import admm
 from kflats.numerics.entrywise_irls import irls
 from kflats.numerics.factors import Factors, powers_
@@ -36,7 +36,7 @@ from kflats.numerics.rows import (
     row_factors,
 )
 from kflats.numerics.svd import project, truncated_svd
-from kflats.numerics.winsor import HeldBackRows
+from kflats.numerics.winsorize import HeldBackRows
 
 Solver = Literal["irls", "admm"]
 

@@ -7,15 +7,15 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import Coreset, draw_sample
-from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable, em
+from kflats.numerics.flats import FlatsFit, Progress, RankSpec, WeightedRows, affordable, em
+from kflats.numerics.initialization import FILL_SAMPLE, SAMPLE, Start, start_filled, start_uniform
 from kflats.numerics.loss import Loss, Power, Squared, absolute, is_relative, stages
 from kflats.numerics.robust_bound import losses, reweighted, true_loss
 from kflats.numerics.robust_em import distances_of, robust_em
 from kflats.numerics.rows import Rows, as_rows, check_finite, check_rank, check_spread, check_weights
-from kflats.numerics.starts import FILL_SAMPLE, SAMPLE, Start, start_filled, start_uniform
 
 _SQUARED = Squared()
 _SPREAD = 1e12  # beside rows so much longer float64 leaves nothing of the others, once losses have weighed them
@@ -98,10 +98,10 @@ def fit_flats(
         # The scale of w must not matter: rows and prices are compared in float32.
         scale = float(weights.sum(dtype=torch.float64)) / n
         weights = (weights.to(torch.float64) / scale).to(rows.dtype).to(rows.device)
-    cloud = Cloud(rows, squared_norms(rows), weights)
+    cloud = WeightedRows(rows, squared_norms(rows), weights)
     if not isinstance(error, Squared):
         check_spread(cloud.norms2.to(torch.float64), weights, _SPREAD)
-    shape = Shape(k, rank, budget, exact)
+    shape = RankSpec(k, rank, budget, exact)
     first, *later = (_SQUARED,) if error == Power(2) else stages(error)
     best: FlatsFit | None = None
     for restart in range(max(restarts, 1)):
@@ -141,7 +141,13 @@ def fit_flats(
 
 
 def _em(
-    cloud: Cloud, shape: Shape, loss: Loss, first: Start, tolerance: float, limit: int, progress: Progress | None
+    cloud: WeightedRows,
+    shape: RankSpec,
+    loss: Loss,
+    first: Start,
+    tolerance: float,
+    limit: int,
+    progress: Progress | None,
 ) -> FlatsFit:
     if not isinstance(loss, Squared):
         return robust_em(cloud, shape, loss, first, tolerance, limit, progress)
@@ -158,8 +164,8 @@ def _em(
 
 
 def _fit_uniform(
-    cloud: Cloud,
-    shape: Shape,
+    cloud: WeightedRows,
+    shape: RankSpec,
     loss: Loss,
     start: str,
     sample: int,
@@ -174,8 +180,8 @@ def _fit_uniform(
 
 
 def _fit_filled(
-    cloud: Cloud,
-    shape: Shape,
+    cloud: WeightedRows,
+    shape: RankSpec,
     loss: Loss,
     start: str,
     restart: int,
@@ -200,7 +206,7 @@ def _fit_filled(
     return _em(cloud, shape, loss, Start(labels), tolerance, limit, progress)
 
 
-def _by_direction(cloud: Cloud) -> Cloud:
+def _by_direction(cloud: WeightedRows) -> WeightedRows:
     """The rows brought to length 1, as which far rows are no farther than others."""
     inverse = torch.where(cloud.norms2 > 0, 1 / cloud.norms2.to(torch.float64), 0.0)
     mass = inverse if cloud.weights is None else inverse * cloud.weights
@@ -209,13 +215,13 @@ def _by_direction(cloud: Cloud) -> Cloud:
     return replace(cloud, weights=(mass / mass.mean()).to(cloud.norms2.dtype))
 
 
-def _reached(loss: Loss, cloud: Cloud, start: Start) -> float:
+def _reached(loss: Loss, cloud: WeightedRows, start: Start) -> float:
     """The sum of losses at the flats of a start."""
     step = assign(cloud.rows, start.bases or (), cloud.norms2)
     return float(losses(loss, step.dist2, cloud).sum(dtype=torch.float64))
 
 
-def _within_reach(loss: Loss, cloud: Cloud, start: Start) -> bool:
+def _within_reach(loss: Loss, cloud: WeightedRows, start: Start) -> bool:
     """Whether any row counts at the flats of a start: a truncated loss may lie below all distances."""
     assert start.labels is not None
     assert start.bases is not None
@@ -223,7 +229,7 @@ def _within_reach(loss: Loss, cloud: Cloud, start: Start) -> bool:
     return bool((reweighted(loss, dist2, cloud)[start.labels < len(start.bases)] > 0).any())
 
 
-def _resolved(loss: Loss, cloud: Cloud, fit: FlatsFit) -> Loss:
+def _resolved(loss: Loss, cloud: WeightedRows, fit: FlatsFit) -> Loss:
     """``loss`` with a threshold in medians of the distances of ``fit`` as a distance."""
     if not is_relative(loss):
         return loss

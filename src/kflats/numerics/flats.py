@@ -47,7 +47,7 @@ come first, and convergence is judged by a whole one."""
 
 
 @dataclass(frozen=True)
-class Shape:
+class RankSpec:
     """What is fitted: ``rank`` for all k flats, or a ``budget`` of numbers that fills ranks (and buys
     rows kept exactly, if ``exact``)."""
 
@@ -58,7 +58,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Cloud:
+class WeightedRows:
     """The rows with all that weighs on them: weights w, squared norms, and, for a sample, how many rows
     each stands for (``multiplicity``)."""
 
@@ -74,7 +74,7 @@ class Cloud:
             return self.weights
         return self.multiplicity if self.weights is None else self.weights * self.multiplicity
 
-    def seen_by(self, loss: Loss) -> Cloud:
+    def seen_by(self, loss: Loss) -> WeightedRows:
         """The cloud whose squares stand for ``loss`` while no flat is known: rows weighted as it weighs them at the
         distance of their own norm, the mean weight kept."""
         if isinstance(loss, Squared):
@@ -126,8 +126,8 @@ class FlatsFit:
 
 
 def em(
-    cloud: Cloud,
-    shape: Shape,
+    cloud: WeightedRows,
+    shape: RankSpec,
     labels: Tensor | None,
     *,
     bases: tuple[Tensor, ...] | None = None,
@@ -150,7 +150,7 @@ def em(
 
 
 def _em_uniform(
-    cloud: Cloud,
+    cloud: WeightedRows,
     k: int,
     rank: int,
     labels: Tensor | None,
@@ -224,7 +224,7 @@ def doubtful_rows(margin: Tensor, norms2: Tensor) -> Tensor:
 
 
 def _em_filled(
-    cloud: Cloud, shape: Shape, labels: Tensor, tolerance: float, limit: int, progress: Progress | None
+    cloud: WeightedRows, shape: RankSpec, labels: Tensor, tolerance: float, limit: int, progress: Progress | None
 ) -> FlatsFit:
     rows, mass, k = cloud.rows, cloud.mass, shape.k
     grams = cluster_grams(rows, labels, k, mass)
@@ -261,7 +261,7 @@ def _em_filled(
     return replace(best, objective=tuple(history), converged=False)
 
 
-def _fill_fit(cloud: Cloud, shape: Shape, labels: Tensor, grams: Tensor) -> FlatsFit:
+def _fill_fit(cloud: WeightedRows, shape: RankSpec, labels: Tensor, grams: Tensor) -> FlatsFit:
     """Exact M-step: eigenvectors, and ranks that fill the budget."""
     k, d = shape.k, cloud.rows.shape[1]
     counts = cloud.counts(labels, k + 1)
@@ -274,7 +274,7 @@ def _fill_fit(cloud: Cloud, shape: Shape, labels: Tensor, grams: Tensor) -> Flat
     return FlatsFit(labels, bases, spectra, (error,), False, filling.price)
 
 
-def affordable(cloud: Cloud, shape: Shape, labels: Tensor) -> bool:
+def affordable(cloud: WeightedRows, shape: RankSpec, labels: Tensor) -> bool:
     """Whether the rows kept exactly leave enough of the budget for every flat to have rank 1."""
     k, d = shape.k, cloud.rows.shape[1]
     counts = cloud.counts(labels, k + 1)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 GROWTH = 1.01
 """Exchanges stop when no entry of T is larger."""

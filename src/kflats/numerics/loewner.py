@@ -24,7 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid, check_power, empty, lifted
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 from kflats.numerics.whitening import narrow, row_lengths, row_space

@@ -26,7 +26,7 @@ from typing import ClassVar, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 FLOOR = 1e-6
 """Squared distances below this share of the row's squared norm count as that share in weights: in float32

@@ -19,8 +19,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
-from kflats.numerics.flats import Cloud, Progress, update_grams
+from kflats.common.errors import KflatsError
+from kflats.numerics.flats import Progress, WeightedRows, update_grams
 from kflats.numerics.gram import cluster_grams
 from kflats.numerics.ordered import Ordered, captured, spend, sweep, turn
 from kflats.numerics.rows import BLOCK, Rows
@@ -138,7 +138,7 @@ class _State:
 
 
 def em_nested(
-    cloud: Cloud,
+    cloud: WeightedRows,
     flats: Sequence[Ordered],
     budget: int,
     price: float,
@@ -193,7 +193,7 @@ def em_nested(
     return NestedFit(best.labels, best.flats, tuple(history), best.used, best.price, converged)
 
 
-def settle(cloud: Cloud, fit: NestedFit, budget: int, *, sweeps: int = 12) -> NestedFit:
+def settle(cloud: WeightedRows, fit: NestedFit, budget: int, *, sweeps: int = 12) -> NestedFit:
     """A longer last M-step for the labels found: EM's own are short. Kept if the error falls."""
     bands = len(fit.flats) * len(fit.flats[0].ranks)
     grams = cluster_grams(cloud.rows, fit.labels, bands, cloud.mass)
@@ -205,7 +205,7 @@ def settle(cloud: Cloud, fit: NestedFit, budget: int, *, sweeps: int = 12) -> Ne
 
 
 def _within(
-    cloud: Cloud, flats: Sequence[Ordered], budget: int, price: float, spread: float, exact: bool
+    cloud: WeightedRows, flats: Sequence[Ordered], budget: int, price: float, spread: float, exact: bool
 ) -> tuple[Tensor, float, bool]:
     """E-step at the lowest of some prices near ``price`` whose rows fit the budget, so that labels and budget
     agree: labels, that price, and whether it lies between those tried. Near, because the ranks move too: ranks
@@ -228,7 +228,7 @@ def _within(
 
 
 def _maximise(
-    cloud: Cloud,
+    cloud: WeightedRows,
     labels: Tensor,
     grams: Tensor,
     flats: Sequence[Ordered],
@@ -284,7 +284,7 @@ def _revive(state: _State) -> _State:
     return replace(state, flats=tuple(flats), labels=labels, grams=grams)
 
 
-def _affordable(cloud: Cloud, labels: Tensor, before: Tensor | None, bands: int, k: int, budget: int) -> Tensor:
+def _affordable(cloud: WeightedRows, labels: Tensor, before: Tensor | None, bands: int, k: int, budget: int) -> Tensor:
     """If exact rows leave too little for rank 1 everywhere, keep to the choice of exact rows made before."""
     d = cloud.rows.shape[1]
     counts = cloud.counts(labels, bands + 1)

@@ -12,16 +12,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.coreset import draw_sample
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Cloud, Progress
+from kflats.numerics.flats import Progress, WeightedRows
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.initialization import FILL_SAMPLE
 from kflats.numerics.nested import SPREAD, NestedFit, em_nested, settle
 from kflats.numerics.ordered import Ordered
 from kflats.numerics.rows import BLOCK, Rows, as_rows, check_finite, check_weights
-from kflats.numerics.starts import FILL_SAMPLE
 
 WIDE = 4.0
 """How far ladders look for prices: few levels are far from the ranks that the budget would let them have."""
@@ -76,7 +76,7 @@ def fit_nested(
     first = fit_flats(
         rows, k, budget=budget, weights=weights, start=start, restarts=restarts, tolerance=1e-2, seed=seed
     )
-    cloud = Cloud(rows, squared_norms(rows), weights)
+    cloud = WeightedRows(rows, squared_norms(rows), weights)
     part = draw_sample(cloud, FILL_SAMPLE, torch.Generator().manual_seed(seed))
     labels = assign(part.rows, first.bases, part.norms2, weights=part.weights, price=first.price).labels.to(torch.int64)
     grams = cluster_grams(part.rows, labels, k, part.mass)
@@ -115,7 +115,7 @@ def _ladders(levels: int) -> list[list[int]]:
 
 
 def _climb(
-    cloud: Cloud,
+    cloud: WeightedRows,
     flats: tuple[Ordered, ...],
     labels: Tensor,
     ladder: list[int],
@@ -146,7 +146,7 @@ def _climb(
     return fit
 
 
-def wanted_ranks(cloud: Cloud, flats: tuple[Ordered, ...], labels: Tensor, price: float) -> Tensor:
+def wanted_ranks(cloud: WeightedRows, flats: tuple[Ordered, ...], labels: Tensor, price: float) -> Tensor:
     """(k, d + 1): how many rows of each flat would best keep r coordinates, argmin_r w tail(r) + price r.
 
     ``labels`` (n,): flat of each row; rows labelled k or more are left out.

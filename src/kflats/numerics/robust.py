@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.rows import (

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.assign import Assignment, assign
-from kflats.numerics.flats import PARTIAL, Cloud, Progress, doubtful_rows, update_grams
+from kflats.numerics.flats import PARTIAL, Progress, WeightedRows, doubtful_rows, update_grams
 from kflats.numerics.gram import cluster_grams, energy_outside, improve_basis
 from kflats.numerics.loss import Loss, Truncated, floored, out_of_reach
 from kflats.numerics.rows import GRAM_BLOCK, PartOfRows
 
 
-def losses(loss: Loss, dist2: Tensor, cloud: Cloud) -> Tensor:
+def losses(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> Tensor:
     """(n,) m_i w_i rho(dist_i), rho continued below the floor by its tangent there."""
     at = floored(dist2, cloud.norms2)
     cost = loss.rho(at) + loss.weight(at, cloud.norms2) * (dist2 - at)
@@ -30,11 +30,11 @@ def losses(loss: Loss, dist2: Tensor, cloud: Cloud) -> Tensor:
     return cost if cloud.mass is None else cost * cloud.mass
 
 
-def total_loss(loss: Loss, dist2: Tensor, cloud: Cloud) -> float:
+def total_loss(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> float:
     return float(losses(loss, dist2, cloud).sum(dtype=torch.float64))
 
 
-def true_loss(loss: Loss, cloud: Cloud, bases: tuple[Tensor, ...], labels: Tensor) -> float:
+def true_loss(loss: Loss, cloud: WeightedRows, bases: tuple[Tensor, ...], labels: Tensor) -> float:
     """sum_i m_i w_i rho(dist_i) without a floor, from residuals in float64; rows kept exactly lose nothing.
 
     Beside a long row ||a||^2 - ||Va||^2 is rounding, and of a power below 1 the floor can be half of the sum.
@@ -50,7 +50,7 @@ def true_loss(loss: Loss, cloud: Cloud, bases: tuple[Tensor, ...], labels: Tenso
     return total
 
 
-def reweighted(loss: Loss, dist2: Tensor, cloud: Cloud) -> Tensor:
+def reweighted(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> Tensor:
     """(n,) m_i w_i u_i: what row i counts in Grams at the distances reached."""
     weights = loss.weight(dist2, cloud.norms2)
     return weights if cloud.mass is None else weights * cloud.mass
@@ -59,7 +59,7 @@ def reweighted(loss: Loss, dist2: Tensor, cloud: Cloud) -> Tensor:
 class Squares:
     """The bound of the loss at the distances of an E-step, constant + sum_i weights_i dist_i^2, and EM on it."""
 
-    def __init__(self, cloud: Cloud, loss: Loss, bases: tuple[Tensor, ...], step: Assignment) -> None:
+    def __init__(self, cloud: WeightedRows, loss: Loss, bases: tuple[Tensor, ...], step: Assignment) -> None:
         self.cloud, self.bases, self.labels = cloud, bases, step.labels
         self.weights = reweighted(loss, step.dist2, cloud)
         check_alive(loss, self.weights, cloud)
@@ -106,6 +106,6 @@ class Squares:
         self.stale = set()
 
 
-def check_alive(loss: Loss, weights: Tensor, cloud: Cloud) -> None:
+def check_alive(loss: Loss, weights: Tensor, cloud: WeightedRows) -> None:
     if isinstance(loss, Truncated) and not bool((weights > 0).any()) and bool((cloud.norms2 > 0).any()):
         raise out_of_reach(loss)

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from kflats.numerics.allocation import fill
 from kflats.numerics.assign import Assignment, assign
-from kflats.numerics.flats import Cloud, FlatsFit, Progress, Shape, affordable
+from kflats.numerics.flats import FlatsFit, Progress, RankSpec, WeightedRows, affordable
 from kflats.numerics.gram import cluster_grams, leading_basis, refined_eigenvectors, top_eigenvectors
+from kflats.numerics.initialization import Start
 from kflats.numerics.loss import Loss
 from kflats.numerics.robust_bound import Squares, check_alive, losses, reweighted, total_loss
 from kflats.numerics.rows import PartOfRows
-from kflats.numerics.starts import Start
 
 LOOSE, BEHIND = 0.5, 0.2
 """Weights, and all Grams, are made anew once the bound exceeds the loss by more than this share of the tolerance, and
@@ -35,8 +35,8 @@ It seldom is off by more, so a pass over the rows is saved nearly every time."""
 
 
 def robust_em(
-    cloud: Cloud,
-    shape: Shape,
+    cloud: WeightedRows,
+    shape: RankSpec,
     loss: Loss,
     start: Start,
     tolerance: float = 1e-3,
@@ -60,7 +60,7 @@ def robust_em(
 
 
 def _uniform(
-    cloud: Cloud,
+    cloud: WeightedRows,
     k: int,
     rank: int,
     loss: Loss,
@@ -126,7 +126,7 @@ class _Solved:
     dist2: Tensor
 
 
-def _solved(cloud: Cloud, k: int, rank: int, loss: Loss, bases: tuple[Tensor, ...], step: Assignment) -> _Solved:
+def _solved(cloud: WeightedRows, k: int, rank: int, loss: Loss, bases: tuple[Tensor, ...], step: Assignment) -> _Solved:
     """The exact M-step at the distances of ``step``."""
     rows, labels = cloud.rows, step.labels
     grams = cluster_grams(rows, labels, k, reweighted(loss, step.dist2, cloud), halved=True)
@@ -141,8 +141,8 @@ def _solved(cloud: Cloud, k: int, rank: int, loss: Loss, bases: tuple[Tensor, ..
 
 
 def _filled(
-    cloud: Cloud,
-    shape: Shape,
+    cloud: WeightedRows,
+    shape: RankSpec,
     loss: Loss,
     start: Start,
     tolerance: float,
@@ -195,14 +195,14 @@ def _filled(
     return replace(best, objective=tuple(history), converged=False)
 
 
-def distances_of(cloud: Cloud, bases: tuple[Tensor, ...], labels: Tensor) -> Tensor:
+def distances_of(cloud: WeightedRows, bases: tuple[Tensor, ...], labels: Tensor) -> Tensor:
     """(n,) squared distances of rows to their own flats; of rows kept exactly, to the last one."""
     step = assign(cloud.rows, bases, cloud.norms2, before=labels.clamp(max=len(bases) - 1))
     assert step.stayed is not None
     return step.stayed
 
 
-def _fill_fit(cloud: Cloud, shape: Shape, loss: Loss, labels: Tensor, dist2: Tensor) -> FlatsFit:
+def _fill_fit(cloud: WeightedRows, shape: RankSpec, loss: Loss, labels: Tensor, dist2: Tensor) -> FlatsFit:
     """M-step: eigenvectors of the reweighted Grams, and ranks that fill the budget by what they save there."""
     weights = reweighted(loss, dist2, cloud)
     check_alive(loss, weights, cloud)

@@ -13,7 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 BLOCK = 1024
 """Rows per E-step block: the block and its coordinates stay in cache (measured best of 256..16384)."""

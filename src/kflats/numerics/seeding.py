@@ -14,25 +14,25 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.assign import assign, distances
-from kflats.numerics.flats import Cloud, FlatsFit, Shape, em
+from kflats.numerics.flats import FlatsFit, RankSpec, WeightedRows, em
 from kflats.numerics.rows import GRAM_BLOCK, TensorRows
 
-Seeding = Callable[[Cloud, int, int, torch.Generator], Tensor]
+Seeding = Callable[[WeightedRows, int, int, torch.Generator], Tensor]
 """(cloud, k, rank, generator) -> labels (n,) uint8 or int16."""
 
 
 _ENOUGH = 4096  # rows that greedy seeds are looked for among
 
 
-def random_partition(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+def random_partition(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """Equal parts of a random permutation (MESSI's start)."""
     n = cloud.rows.shape[0]
     return _labels(torch.randperm(n, generator=generator) % k, k).to(cloud.rows.device)
 
 
-def norms(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+def norms(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """Quantiles of w_i ||a_i||^2, smallest first."""
     n = cloud.rows.shape[0]
     size = cloud.norms2 if cloud.weights is None else cloud.norms2 * cloud.weights
@@ -41,7 +41,7 @@ def norms(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor
     return _labels(labels, k)
 
 
-def kmeans(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, iterations: int = 25) -> Tensor:
+def kmeans(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *, iterations: int = 25) -> Tensor:
     """Lloyd's algorithm from k rows drawn at random; an emptied cluster takes the row farthest from its centre."""
     rows = cloud.rows
     n = rows.shape[0]
@@ -73,13 +73,13 @@ def kmeans(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, itera
     return _labels(labels, k)
 
 
-def continuation(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+def continuation(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """EM at rank 4, 8, 16, ... below j, from the better of two short random starts at the lowest rank."""
     start = min(4, rank)
     fits = [
         em(
             cloud,
-            Shape(k, rank=start),
+            RankSpec(k, rank=start),
             random_partition(cloud, k, rank, generator),
             tolerance=1e-3,
             max_iterations=12,
@@ -92,28 +92,28 @@ def continuation(cloud: Cloud, k: int, rank: int, generator: torch.Generator) ->
     return labels if climbed is None else climbed.labels
 
 
-def climb(cloud: Cloud, k: int, low: int, rank: int, labels: Tensor, *, steps: int = 6) -> FlatsFit | None:
+def climb(cloud: WeightedRows, k: int, low: int, rank: int, labels: Tensor, *, steps: int = 6) -> FlatsFit | None:
     """Dimension continuation: short EMs at ranks 2 low, 4 low, ... below ``rank``, each from the last."""
     fit: FlatsFit | None = None
     while 2 * low < rank:
         low *= 2
         grams = None if fit is None else fit.grams
-        fit = em(cloud, Shape(k, low), labels, grams=grams, tolerance=3e-3, max_iterations=steps, refit=False)
+        fit = em(cloud, RankSpec(k, low), labels, grams=grams, tolerance=3e-3, max_iterations=steps, refit=False)
         labels = fit.labels
     return fit
 
 
-def greedy(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+def greedy(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """Flats one after another, each the best of a few through the neighbours of a badly fitted row."""
     return _grow(cloud, k, rank, generator, candidates=4)
 
 
-def plus_plus(cloud: Cloud, k: int, rank: int, generator: torch.Generator) -> Tensor:
+def plus_plus(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """As ``greedy``, one random candidate a flat, drawn by squared distance to the flats so far."""
     return _grow(cloud, k, rank, generator, candidates=1)
 
 
-def _grow(cloud: Cloud, k: int, rank: int, generator: torch.Generator, *, candidates: int) -> Tensor:
+def _grow(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *, candidates: int) -> Tensor:
     # Every second row or so is enough to find a flat by; all are then assigned.
     among = torch.arange(0, cloud.rows.shape[0], -(-cloud.rows.shape[0] // _ENOUGH), device=cloud.rows.device)
     a, norms2 = cloud.rows.take(among), cloud.norms2[among]

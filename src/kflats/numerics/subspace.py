@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.flats import Progress
 from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
 from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, out_of_reach, stages

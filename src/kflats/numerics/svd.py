@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.metric import FLOOR, NEGATIVE, Metric, check_gram, left_gram, right_metric, scale_of
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, as_rows, check_finite, check_rank, check_weights

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, ScaledRows, TensorRows
 
 RANK_FLOOR = 1e-12

@@ -13,9 +13,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.files.write_errors import explain
-from kflats.hashing import sha256
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import sha256
+from kflats.io.write_errors import explain
 
 TENSORS, REST = "kflats_trainer.safetensors", "kflats_trainer.json"
 _SETTINGS = "kflats_settings.json"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.tasks.batches import IGNORED
 from kflats.tasks.task import head_of
 

@@ -22,17 +22,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import load_tokenizer
-from kflats.evaluate.encoding import evaluating
-from kflats.files import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
-from kflats.files.atomic_folder import beside
+from kflats.common.errors import KflatsError
+from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.encoding import evaluating
+from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
+from kflats.io.atomic_folder import beside
 from kflats.recover.checkpoints import claim, digest, kept_in
 from kflats.recover.distill import Objective
-from kflats.recover.lessons import Lesson, lesson_of_batches, lesson_of_task
 from kflats.recover.recovery import Epoch, Recovery, kept_epoch
 from kflats.recover.schedule import Schedule
 from kflats.recover.trainable import only, own_randomness, put_back, unchanged_on_failure, widened
+from kflats.recover.training_data import Lesson, lesson_of_batches, lesson_of_task
 from kflats.tasks.batches import collate, padding_id, text_features
 from kflats.tasks.task import Task, find_task
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kflats.tables import plain, table
+from kflats.common.formatting import plain, table
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.recover.trainable import CHOICES
 
 

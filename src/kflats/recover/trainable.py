@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.nn.codes import Codes
-from kflats.nn.layers import FactoredEmbedding
-from kflats.swap.places import factored_layers
+from kflats.common.errors import KflatsError
+from kflats.matrices.codes import Codes
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.model.weights import factored_layers
 
 CHOICES = ("all", "bases", "coordinates", "factors")
 _HALF = (torch.float16, torch.bfloat16)

@@ -28,11 +28,11 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, Traini
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.recover.checkpoints import REST, TENSORS, last_checkpoint, read_state
 from kflats.recover.distill import Objective
-from kflats.recover.lessons import Lesson
 from kflats.recover.schedule import Schedule
+from kflats.recover.training_data import Lesson
 
 _POOL = 64  # batches whose examples are sorted together: length differs little inside a batch, and order still varies
 
@@ -81,14 +81,14 @@ def run(
         use_cpu=device.type == "cpu",
     )
     with _progress(quiet) as tell, _quiet_saving():
-        callbacks: list[TrainerCallback] = [Told(tell)]
+        callbacks: list[TrainerCallback] = [TrainingProgress(tell)]
         if judged and schedule.patience is not None:
             callbacks.append(EarlyStoppingCallback(schedule.patience))
         trainer = RecoveryTrainer(
             objective=objective,
             judge=lesson.value,
             metric=lesson.metric,
-            order=Mixed([len(row) for row in lesson.rows], schedule.batch, schedule.seed),
+            order=LengthGroupedSampler([len(row) for row in lesson.rows], schedule.batch, schedule.seed),
             model=model,
             args=arguments,
             train_dataset=lesson.rows,
@@ -139,7 +139,7 @@ def _quiet_saving() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class Mixed(Sampler[int]):
+class LengthGroupedSampler(Sampler[int]):
     """Examples in random order, those of one batch of similar length; a function of seed and epoch alone.
 
     The random states of torch are not touched, and an epoch that is resumed is the same epoch.
@@ -171,7 +171,7 @@ class Mixed(Sampler[int]):
             yield from batch
 
 
-class Told(TrainerCallback):
+class TrainingProgress(TrainerCallback):
     """Reports every step to ``tell(step, steps, epoch)``."""
 
     def __init__(self, tell: Callable[[int, int, float], None]) -> None:
@@ -198,7 +198,7 @@ class RecoveryTrainer(Trainer):
         objective: Callable[[Any, Any], Tensor],
         judge: Callable[[Any], float] | None,
         metric: str,
-        order: Mixed,
+        order: LengthGroupedSampler,
         **rest: Any,
     ) -> None:
         self.objective: Callable[[Any, Any], Tensor] = objective

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from kflats.importance.weighting import Weighting
-from kflats.methods.judging import norm_error, row_errors, weighted_error
+from kflats.matrices.registry import CodedMatrix, DenseMatrix, FlatsMatrix, LowRankMatrix, Matrix
+from kflats.methods.matrix_error import norm_error, row_errors, weighted_error
 from kflats.methods.problem import Factored
-from kflats.nn.matrix import CodedMatrix, DenseMatrix, FlatsMatrix, LowRankMatrix, Matrix
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
-from kflats.recipes.plan import Decision
-from kflats.recipes.recipe import to_json
+from kflats.recipe.plan import Decision
+from kflats.recipe.recipe import to_json
 from kflats.report.report import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
 
 _BINS = (100, 1000, 10000)
@@ -81,7 +81,7 @@ def analyse(
         objective=tuple(float(v) for v in factored.objective),
         seconds=factored.seconds,
         note="; ".join(filter(None, (decision.note, "" if factored.converged else _CUT_OFF))),
-        rows=decision.recipe.rows,
+        matrix_rows=decision.recipe.matrix_rows,
         condition=_condition(matrix),
         own=_own(factored, rows, weighting, rank),
     )
@@ -119,6 +119,12 @@ def stored_bytes(model: nn.Module) -> int:
     """Bytes that a file of ``model`` holds: its state, shared tensors once, derived buffers not."""
     held = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
     return sum(t.numel() * t.element_size() for t in held.values())
+
+
+def stored_numbers(model: nn.Module) -> int:
+    """Numbers that a file of ``model`` holds, shared tensors counted once."""
+    held = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
+    return sum(t.numel() for t in held.values())
 
 
 def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:

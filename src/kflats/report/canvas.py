@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 _SIZE, _DPI = (4.8, 3.1), 200  # inches: small, so that the writing is still readable 350 px wide
 

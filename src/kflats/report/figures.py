@@ -6,10 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from kflats.common.formatting import number, share, visible
 from kflats.report.canvas import Picture, Theme, picture
 from kflats.report.overview import BARS, FLATS, LEGEND, overview
 from kflats.report.report import BandReport, WeightReport, span
-from kflats.tables import number, share, visible
 
 __all__ = ["overview", "pictures"]
 

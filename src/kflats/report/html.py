@@ -10,12 +10,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from kflats.files.atomic_folder import new_folder
-from kflats.files.manifest import manifest_follows
+from kflats.common.formatting import share
+from kflats.io.atomic_folder import new_folder
+from kflats.io.manifest import manifest_follows
 from kflats.report.figures import overview, pictures
 from kflats.report.pages import page_template
 from kflats.report.report import Report, WeightReport, span
-from kflats.tables import share
 
 REPORT_PAGE = "report.html"
 _DRAWN = 8  # weights that get pictures, largest first: a page of every linear layer would weigh tens of MB

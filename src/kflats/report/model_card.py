@@ -11,15 +11,15 @@ import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import Comparison
-from kflats.files.atomic_files import replaced
-from kflats.files.manifest import manifest_follows
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import call, number, share, size, visible
+from kflats.evaluation.comparing import Comparison
+from kflats.io.atomic_files import replaced
+from kflats.io.manifest import manifest_follows
 from kflats.report.front_matter import split, with_tag, with_value
 from kflats.report.report import Report
 from kflats.report.trimmed import TrimReport
 from kflats.report.weights import WeightReport
-from kflats.tables import call, number, share, size, visible
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"

@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from kflats.common.formatting import share, size, visible
 from kflats.report.canvas import Picture, Theme, picture
 from kflats.report.report import Report, WeightReport
-from kflats.tables import share, size, visible
 
 BARS = 24
 """Bars in one picture."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 import base64
 from typing import Any
 
+from kflats.common.formatting import number, size, visible
 from kflats.report.canvas import missing_extra
-from kflats.tables import number, size, visible
 
 
 def page_template(name: str) -> Any:

@@ -25,12 +25,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from kflats.errors import KflatsError
-from kflats.files.atomic_files import replaced
-from kflats.records import decode
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import number, plain, share, size, table, visible
+from kflats.common.schema import decode
+from kflats.io.atomic_files import replaced
 from kflats.report.trimmed import TrimReport
 from kflats.report.weights import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
-from kflats.tables import number, plain, share, size, table, visible
 
 __all__ = ["REPORT_FILE", "BandReport", "FrequencyBin", "NormError", "Report", "WeightReport", "WorstRow", "span"]
 
@@ -123,7 +123,7 @@ class Report:
             raise KflatsError(
                 f"no report at {file}",
                 cause="the folder was not made by kflats compress",
-                hint="kflats compress MODEL --budget 60% --out DIR writes one",
+                hint="kflats compress MODEL --keep 60% --out DIR writes one",
             )
         if file.stat().st_size > _LARGEST_FILE:
             raise KflatsError(f"{file} is too large for a report ({size(file.stat().st_size)})", cause="another file")

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from kflats.errors import KflatsError
-from kflats.tables import plain, share, size, table
-from kflats.texts import check_texts
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import plain, share, size, table
+from kflats.common.texts import check_texts
 
 _BATCH = 512
 

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from typing import Any
 
-from kflats.tables import call, number
+from kflats.common.formatting import call, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ class WeightReport:
     objective: tuple[float, ...]
     seconds: float
     note: str = ""
-    rows: str = "inputs"
+    matrix_rows: str = "in_features"
     condition: float | None = None
     own: NormError | None = None
     memory_bytes: int | None = None
@@ -102,7 +102,7 @@ class WeightReport:
     @property
     def _whole(self) -> bool:
         """Whether all numbers are there, be it in another type."""
-        return self.method.get("type") == "Dense" and not self.coded
+        return self.method.get("type") == "KeepDense" and not self.coded
 
     @property
     def coded(self) -> bool:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
-from kflats.evaluate.encoding import pad_id, tokenize
+from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import pad_id, tokenize
 from kflats.tasks.data import Examples, load_examples
 from kflats.tasks.task import Task, check_head, head_of
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.tasks.task import Task, find_task
 
 # One split under its several names, in folders and on the hub.

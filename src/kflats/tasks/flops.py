@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from kflats.evaluate.encoding import evaluating
-from kflats.swap.roles import FactoredLayer
+from kflats.evaluation.encoding import evaluating
+from kflats.model.roles import FactoredLayer
 
 
 @dataclass(frozen=True)

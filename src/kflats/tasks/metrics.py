@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 
 def accuracy(predicted: Sequence[int], true: Sequence[int]) -> float:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kflats.evaluate.latency import Latency
-from kflats.tables import number, plain, share, size, table, visible
+from kflats.common.formatting import number, plain, share, size, table, visible
+from kflats.evaluation.latency import Latency
 from kflats.tasks.flops import Flops
 
 _PARTS = {

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import load_tokenizer, memory_bytes, weight_file_bytes
-from kflats.evaluate.encoding import encode, evaluating
-from kflats.evaluate.latency import paired, take_turns
-from kflats.files import load_model, resolve_model
+from kflats.common.errors import KflatsError
+from kflats.evaluation.comparing import load_tokenizer, memory_bytes, weight_file_bytes
+from kflats.evaluation.encoding import encode, evaluating
+from kflats.evaluation.latency import paired, take_turns
+from kflats.io import load_model, resolve_model
 from kflats.report.analysis import stored_bytes
 from kflats.tasks.batches import IGNORED, Feature, by_length, collate, features, length_limit, padding_id
 from kflats.tasks.data import Examples, load_examples

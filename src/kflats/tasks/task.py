@@ -10,7 +10,7 @@ import difflib
 from dataclasses import dataclass
 from typing import Any
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 _HEADS = {
     "ForSequenceClassification": "sequence",

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.evaluate.encoding import evaluating, last_hidden_state
-from kflats.swap.places import factored_layers, pretrained_models, vocabulary_end
+from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import evaluating, last_hidden_state
+from kflats.model.weights import factored_layers, pretrained_models, vocabulary_end
 
 _LISTS = (
     "suppress_tokens",

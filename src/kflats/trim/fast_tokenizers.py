@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from kflats.errors import KflatsError
-from kflats.swap.places import is_sentence_transformer
+from kflats.common.errors import KflatsError
+from kflats.model.weights import is_sentence_transformer
 
 _FORMS = frozenset(
     ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model")

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kflats.errors import KflatsError
-from kflats.evaluate.comparing import load_tokenizer, weight_file_bytes
-from kflats.files import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
-from kflats.measure.counting import count_tokens, zipf_prior
+from kflats.calibration.counting import count_tokens, zipf_prior
+from kflats.common.errors import KflatsError
+from kflats.common.texts import check_texts
+from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
+from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
 from kflats.report.trimmed import TrimReport, resegmented
-from kflats.texts import check_texts
 from kflats.trim.cutting import cut, find_tables
 from kflats.trim.fast_tokenizers import as_it_was, loaded, state_of, use_, vocabulary_files
 from kflats.trim.vocabulary import Vocabulary, choose, mentioned, read, reduced

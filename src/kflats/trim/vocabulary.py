@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 
 KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.coding.frame import Source, source_of
 from kflats.numerics.coding.sizing import at_size, at_step, estimate
 from kflats.numerics.coding.tables import FARTHEST

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.coding.encode import classed
 from kflats.numerics.coding.frame import source_of

@@ -15,7 +15,7 @@ import math
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.rows import check_weights
 
 _GROUPS = 512

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, nearest_knot, tables_of
 
 TRADE = 0.125

@@ -21,7 +21,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.coding.scales import Scales, scales_of
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.coding.basis import CodedBasis
 from kflats.numerics.coding.frame import Frame, Source
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, design

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.errors import KflatsError
+from kflats.common.errors import KflatsError
 from kflats.numerics.coding.packing import Layout, layout_of
 from kflats.numerics.coding.tables import Tables, table_for
 

@@ -1,0 +1,293 @@
+"""Sums over a calibration set for one weight, and the statistics that they give."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from kflats.calibration.hooks import LayerCall
+from kflats.calibration.measurements import Sums, shape_of
+from kflats.common.errors import KflatsError
+from kflats.importance.measured import Measured
+from kflats.model.weights import Weight
+from kflats.numerics.fisher import COLUMN, ROW, add_lookup_squares, add_squares, add_tied_squares, wide
+from kflats.numerics.moments import Moments, Products, mirror_, nearest_product
+
+GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram", "fisher_mean"})
+_SQUARES = (ROW, COLUMN)
+_LOST = 1e-3  # share of the squares of gradients that may be lost to underflow
+_UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
+
+
+class Inputs:
+    """The rows of the last input. Query, key and value layers read one tensor, and share one product of it."""
+
+    def __init__(self) -> None:
+        self.products = Products()
+        self._given: Tensor | None = None
+        self._rows: Tensor | None = None
+
+    def rows(self, given: Tensor, call: LayerCall) -> Tensor:
+        """(P, n) inputs of one call without padding: a copy, since later layers may overwrite the tensor."""
+        if given is not self._given or self._rows is None:
+            x = call.x
+            self._given, self._rows = given, wide(x.flatten(0, 1).clone() if call.mask is None else x[call.mask])
+        return self._rows
+
+    def forget(self) -> None:
+        """Call after a batch, so that its tensors are freed."""
+        self._given = self._rows = None
+
+
+class Accumulator:
+    """Sums over the samples of one block for one weight, filled call by call; ``measured`` turns them into means."""
+
+    def __init__(self, weight: Weight, needs: frozenset[str], device: torch.device, inputs: Inputs) -> None:
+        self.weight, self.needs = weight, needs
+        self._device, self._from = device, inputs
+        roles = {place.role for place in weight.places}
+        self._lookup = "embedding" in roles
+        self._positions = self._head_positions = 0
+        n, d = weight.shape
+        self._squares = {key: self._new(*shape_of(key, n, d)) for key in _SQUARES if key in needs}
+        grams = bool(needs & {"input_gram", "input_mean"})
+        fisher = bool(needs & {"fisher_gram", "fisher_mean"})
+        tied = "head" in roles and bool(needs & {"input_gram", "output_gram"})
+        self._reads = self._new(n) if self._lookup else None
+        self._inputs = Moments(n, inputs.products, device) if "input_gram" in needs and not self._lookup else None
+        self._mean = self._new(n) if grams and self._inputs is None and not self._lookup else None
+        self._outputs = Moments(d, None, device) if "output_gram" in needs else None
+        # Shares of positions by their gradients: a product of its own, even where the input is shared.
+        self._fisher = Moments(n, None, device) if fisher and not self._lookup else None
+        self._fisher_reads = self._new(n) if fisher and self._lookup else None
+        self._fisher_sum = self._new(n) if self._fisher is not None else None
+        self._fisher_total = 0.0
+        self._lost = self._seen = 0.0
+        # A tied head: its inputs are (d,), its outputs (n,).
+        self._hidden = Moments(d, inputs.products, device) if tied else None
+        self._logits = self._new(n) if tied and "output_gram" in needs else None
+
+    @staticmethod
+    def nbytes(weight: Weight, needs: frozenset[str]) -> int:
+        """An upper bound of the bytes that the sums take."""
+        n, d = weight.shape
+        roles = {place.role for place in weight.places}
+        total = 8 * (n + sum(math.prod(shape_of(key, n, d)) for key in _SQUARES if key in needs))
+        if "input_gram" in needs and "embedding" not in roles:
+            total += Moments.nbytes(n)
+        if "output_gram" in needs:
+            total += Moments.nbytes(d)
+        if needs & {"fisher_gram", "fisher_mean"}:
+            total += 8 * n if "embedding" in roles else Moments.nbytes(n)
+        if "head" in roles and needs & {"input_gram", "output_gram"}:
+            total += Moments.nbytes(d) + 8 * n
+        return total
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether a backward pass is needed."""
+        return bool(self.needs & GRADIENTS)
+
+    def add_input(self, call: LayerCall, given: Tensor) -> None:
+        """Add the input of one call, in forward."""
+        if call.role == "embedding":
+            assert self._reads is not None
+            ids = call.x.flatten() if call.mask is None else call.x[call.mask]
+            self._reads += torch.bincount(ids, minlength=len(self._reads))
+            self._positions += ids.numel()
+        elif call.role == "head":
+            self._head_positions += _count(call)
+            if self._hidden is not None:
+                self._hidden.add(self._from.rows(given, call))
+        elif call.role == "conv2d":
+            self._add_convolution(call)
+        else:
+            self._positions += _count(call)
+            if self._inputs is not None:
+                self._inputs.add(self._from.rows(given, call))
+            elif self._mean is not None:
+                self._mean += self._from.rows(given, call).sum(0)
+
+    def add_gradients(self, calls: list[LayerCall]) -> None:
+        """Add one batch's gradients, of all calls of the weight together: their positions add before squaring."""
+        for call in calls:
+            if call.lost:
+                self._lost += call.lost
+                self._seen += float(_gradient(call).square().sum(dtype=torch.float64))
+        if self._lookup:
+            self._add_table(calls)
+            return
+        samples = calls[0].samples
+        step = samples
+        if calls[0].role == "conv2d":
+            each = sum(_gradient(call).shape[1] for call in calls) * self.weight.shape[0]
+            step = max(1, _UNFOLDED // max(1, each))
+        for start in range(0, samples, step):
+            end = min(start + step, samples)
+            g = torch.cat([_gradient(call)[start:end] for call in calls], 1) if len(calls) > 1 else _gradient(calls[0])
+            g = g if len(calls) > 1 else g[start:end]
+            if self._squares or self._fisher is not None:
+                parts = [call.inputs(start, end) for call in calls]
+                x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+                if self._squares:
+                    add_squares(self._squares, x, g)
+                if self._fisher is not None:
+                    self._add_shares(self._fisher, x.flatten(0, 1), g.flatten(0, 1))
+            if self._outputs is not None:
+                self._outputs.add(_reached(g.flatten(0, 1)))
+
+    def _add_shares(self, moments: Moments, x: Tensor, g: Tensor) -> None:
+        """Rows x (P, n) scaled by the lengths of their gradients g (P, d)."""
+        size = torch.linalg.vector_norm(wide(g), dim=1)
+        kept = size != 0
+        if not bool(kept.all()):
+            x, size = x[kept], size[kept]
+        x = wide(x)
+        moments.add(x * size.unsqueeze(1))
+        assert self._fisher_sum is not None
+        self._fisher_sum += x.T @ size.square()
+        self._fisher_total += float(size.square().sum(dtype=torch.float64))
+
+    def sums(self, samples: int) -> Sums:
+        """The sums of the block, which had so many ``samples``; the accumulator is used up."""
+        vectors = {
+            "reads": self._reads,
+            "mean": self._mean,
+            "fisher_reads": self._fisher_reads,
+            "fisher_sum": self._fisher_sum,
+            "logits": self._logits,
+        }
+        tensors = self._squares | {key: value for key, value in vectors.items() if value is not None}
+        moments = {"inputs": self._inputs, "outputs": self._outputs, "fisher": self._fisher, "hidden": self._hidden}
+        for key, one in moments.items():
+            if one is not None:
+                tensors[f"{key} gram"], tensors[f"{key} sum"] = one.finish()
+        scalars = {"fisher_total": self._fisher_total, "lost": self._lost, "seen": self._seen}
+        tensors |= {key: torch.tensor(value, dtype=torch.float64) for key, value in scalars.items()}
+        hidden = 0 if self._hidden is None else self._hidden.rows
+        places = {"positions": self._positions, "head_positions": self._head_positions, "hidden": hidden}
+        return Sums(tensors, {"samples": samples} | places)
+
+    def _add_convolution(self, call: LayerCall) -> None:
+        each = call.inputs(0, 1)
+        self._positions += call.samples * each.shape[1]
+        if self._mean is None and self._inputs is None:
+            return
+        step = max(1, _UNFOLDED // max(1, each.numel()))
+        for start in range(0, call.samples, step):
+            rows = call.inputs(start, min(start + step, call.samples)).flatten(0, 1)
+            if self._inputs is not None:
+                self._inputs.add(rows)
+            elif self._mean is not None:
+                self._mean += rows.sum(0)
+
+    def _add_table(self, calls: list[LayerCall]) -> None:
+        read = [call for call in calls if call.role == "embedding"]
+        heads = [call for call in calls if call.role == "head"]
+        d, samples = self.weight.shape[1], calls[0].samples
+        like = _gradient(calls[0])
+        index = torch.cat([call.x for call in read], 1) if read else like.new_zeros(samples, 0, dtype=torch.int64)
+        g = torch.cat([wide(_gradient(call)) for call in read], 1) if read else wide(like.new_zeros(samples, 0, d))
+        if self._squares and not heads:
+            add_lookup_squares(self._squares, index, g)
+        elif self._squares:
+            hidden = torch.cat([call.x for call in heads], 1)
+            add_tied_squares(self._squares, index, g, hidden, torch.cat([_gradient(call) for call in heads], 1))
+        if self._outputs is not None:
+            self._outputs.add(_reached(g[index >= 0]))
+        if self._fisher_reads is not None:
+            size = g[index >= 0].square().sum(1, dtype=torch.float64)
+            self._fisher_reads.index_add_(0, index[index >= 0], size)
+            self._fisher_total += float(size.sum())
+        if self._logits is not None:
+            for call in heads:
+                self._logits += torch.linalg.vector_norm(wide(_gradient(call)), dim=(0, 1)).square()
+
+    def _new(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+
+
+def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
+    """The means of ``sums`` over all blocks, which are used up.
+
+    Raises:
+        KflatsError: a sum that is not finite, or gradients that underflow float16.
+    """
+    tensors, counts = sums.tensors, sums.counts
+    if 0 < float(tensors["seen"]) * _LOST < float(tensors["lost"]):
+        raise KflatsError(
+            f"gradients of {weight.name} underflow float16",
+            cause="gradients of other layers are so much larger that no scale of the loss suits both",
+            hint="measure this weight alone, or with the model in float32 or bfloat16",
+        )
+    samples, positions = max(counts["samples"], 1), max(counts["positions"], 1)
+    means = {key: tensors[key].div_(samples) for key in _SQUARES if key in tensors}
+    if "reads" in tensors:
+        shares = tensors["reads"] / positions
+        means |= {key: shares for key in ("input_gram", "input_mean") if key in needs}
+        if "counts" in needs:
+            means["counts"] = tensors["reads"].to(torch.int64)
+    elif "inputs gram" in tensors:
+        means |= {"input_gram": _gram(sums, "inputs", positions), "input_mean": tensors["inputs sum"].div_(positions)}
+    elif "mean" in tensors:
+        means["input_mean"] = tensors["mean"].div_(positions)
+    total = float(tensors["fisher_total"]) or 1.0
+    if "fisher gram" in tensors:
+        means |= {"fisher_gram": _gram(sums, "fisher", total), "fisher_mean": tensors["fisher_sum"] / total}
+    elif "fisher_reads" in tensors:
+        means |= dict.fromkeys(("fisher_gram", "fisher_mean"), tensors["fisher_reads"] / total)
+    if "outputs gram" in tensors:
+        means["output_gram"] = _gram(sums, "outputs", samples)
+    if "hidden gram" in tensors:
+        _tie(means, sums)
+    for key, value in means.items():
+        # A sum of what is not finite is not finite either, and needs no copy.
+        if not bool(torch.isfinite(value.sum())):
+            raise KflatsError(
+                f"the {key.replace('_', ' ')} of {weight.name} holds NaN or infinity",
+                cause="activations or gradients that overflow half precision",
+                hint="measure with the model in float32",
+            )
+    n, d = weight.shape
+    head = any(place.role == "head" for place in weight.places)
+    seen = counts["positions"] or counts["head_positions"]
+    kept = {key: value.cpu() for key, value in means.items()}
+    return Measured(n, head=head, samples=counts["samples"], positions=seen, columns=d, **kept)
+
+
+def _gram(sums: Sums, key: str, count: float) -> Tensor:
+    gram = sums.tensors[f"{key} gram"]
+    mirror_(gram)
+    return gram.div_(count)
+
+
+def _tie(means: dict[str, Tensor], sums: Sums) -> None:
+    """Both roles of a tied table in one Gram for each side."""
+    tensors, counts = sums.tensors, sums.counts
+    hidden = _gram(sums, "hidden", max(counts["hidden"], 1))
+    if "logits" in tensors:
+        reads = means.get("fisher_gram", tensors["reads"] / max(counts["positions"], 1))
+        pairs = [(reads, means["output_gram"]), (tensors["logits"] / max(counts["samples"], 1), hidden)]
+        left, means["output_gram"] = nearest_product(pairs)
+        means |= dict.fromkeys(means.keys() & {"input_gram", "fisher_gram"}, left)
+    elif "input_gram" in means:
+        # ||e' h||^2 summed over hidden states, by its mean over directions: each is the head's output error.
+        means["input_gram"] = means["input_gram"] + hidden.diagonal().mean()
+
+
+def _gradient(call: LayerCall) -> Tensor:
+    assert call.g is not None
+    return call.g
+
+
+def _count(call: LayerCall) -> int:
+    return call.x.shape[:2].numel() if call.mask is None else int(call.mask.sum())
+
+
+def _reached(g: Tensor) -> Tensor:
+    """A copy of the rows that are not zero: a loss that reads one position reaches few of the last layer's."""
+    g = wide(g)
+    kept = torch.linalg.vector_norm(g, dim=1) != 0  # a row whose square underflows adds nothing to the Gram
+    return g.clone() if bool(kept.all()) else g[kept]

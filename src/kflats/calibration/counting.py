@@ -1,0 +1,124 @@
+"""Measuring: token counts of texts, and the Zipf prior of a vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kflats.common.errors import KflatsError
+from kflats.common.texts import check_known, check_texts
+
+_BATCH = 512
+_MARKS = ("##", "\u2581", "\u0120", "</w>", "@@")
+
+
+def count_tokens(texts: Iterable[str], tokenizer: Any, rows: int) -> Tensor:
+    """How often each of ``rows`` rows is read when ``texts`` pass through the model's tokenizer, (rows,) int64.
+
+    Special tokens that the tokenizer adds are counted, since the model reads them. Streamed: texts may be
+    a generator. Warns where the tokenizer knows less than half of the words.
+
+    Raises:
+        KflatsError: no texts, something that is no text, texts without any known word, or token ids beyond the table.
+    """
+    check_texts(texts)
+    counts = torch.zeros(rows, dtype=torch.int64)
+    batch: list[str] = []
+    seen = 0
+    for text in texts:
+        if not isinstance(text, str):
+            raise KflatsError(f"expected texts, found {type(text).__name__}", hint="a list of strings")
+        batch.append(text)
+        seen += 1
+        if len(batch) == _BATCH:
+            _count(batch, tokenizer, counts)
+            batch = []
+    if batch:
+        _count(batch, tokenizer, counts)
+    if not seen:
+        raise KflatsError("there are no texts to count", cause="an empty file or list")
+    check_known(counts, tokenizer)
+    return counts
+
+
+def _count(batch: list[str], tokenizer: Any, counts: Tensor) -> None:
+    # verbose=False: a text longer than the model's window is no error here, it is only counted.
+    ids = [i for row in tokenizer(batch, verbose=False)["input_ids"] for i in row]
+    if not ids:
+        return
+    found = torch.tensor(ids, dtype=torch.int64)
+    if int(found.max()) >= len(counts):
+        raise KflatsError(
+            f"the tokenizer gave id {int(found.max())}, but the table has {len(counts)} rows",
+            cause="a tokenizer of another model",
+            hint="load the tokenizer from the model's own folder",
+        )
+    counts += torch.bincount(found, minlength=len(counts))
+
+
+def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
+    """Expected share of each row in natural text, guessed from the vocabulary alone: (rows,), sums to 1.
+
+    Vocabularies list tokens by frequency, but not from id 0: BERT's begins with 994 unused entries and
+    single characters, and "the" has id 1996. So rank counts only *words and pieces* of two characters or
+    more, in id order, up to where the frequency order ends (a vocabulary's tail of bytes and characters has none), and
+    p ~ 1 / (rank + 2.7). Outside the run: single ASCII characters (punctuation, "a", "i", digits) are
+    common and get the share of rank 32; tokens that the tokenizer adds to every text that of rank 1, its
+    other special tokens ([MASK], [UNK], which texts never show and tasks live on) that of rank 32;
+    everything else (unused, other scripts' characters) nothing here, and an importance's floor later.
+
+    Raises:
+        KflatsError: a vocabulary without words, or of another model: over a hundredth of it beyond the table.
+
+    >>> class Tokenizer:
+    ...     all_special_ids = [0]
+    ...     def get_vocab(self): return {"[CLS]": 0, "[unused1]": 1, "a": 2, "the": 3, "of": 4}
+    ...     def __call__(self, texts, verbose): return {"input_ids": [[0, 2]]}
+    >>> zipf_prior(Tokenizer(), 5).argsort(descending=True).tolist()[:2]
+    [0, 3]
+    """
+    names: list[str | None] = [None] * rows
+    vocabulary = tokenizer.get_vocab()
+    for token, row in vocabulary.items():
+        if 0 <= row < rows:
+            names[row] = token
+    # A few added tokens beyond the table are seen in the wild; a table of positions or types is another thing.
+    if sum(row >= rows for row in vocabulary.values()) > 0.01 * len(vocabulary):
+        raise KflatsError(
+            f"a table of {rows} rows is not what {len(vocabulary)} tokens enter",
+            cause="an embedding of positions or types, or a tokenizer of another model",
+            hint="Uniform() for this weight",
+        )
+    special = {int(i) for i in tokenizer.all_special_ids}
+    always = special & set(tokenizer(["a"], verbose=False)["input_ids"][0])
+    prior = torch.zeros(rows, dtype=torch.float64)
+    rank = 0
+    for row, name in enumerate(names):
+        if row in always:
+            prior[row] = _share(1)
+        elif row in special:
+            # Attention masks padding out, so its row says nothing.
+            prior[row] = 0.0 if row == getattr(tokenizer, "pad_token_id", None) else _share(32)
+        elif name is None or (name.startswith(("[", "<")) and name.endswith(("]", ">"))):
+            continue
+        else:
+            bare = name
+            for mark in _MARKS:
+                bare = bare.removeprefix(mark).removesuffix(mark)
+            if len(bare) >= 2:
+                rank += 1
+                prior[row] = _share(rank)
+            elif len(bare) == 1 and bare.isascii() and not name.startswith("##"):
+                prior[row] = _share(32)
+    if not any(prior[row] > 0 for row in range(rows) if row not in special):
+        raise KflatsError(
+            "the tokenizer's vocabulary has no words", cause="a tokenizer of another model", hint="Uniform()"
+        )
+    return prior / prior.sum()
+
+
+def _share(rank: int) -> float:
+    return 1.0 / (rank + 2.7)

@@ -1,0 +1,1 @@
+"""What every package uses: errors, digests, JSON, values by name, and how things are printed."""

@@ -1,0 +1,102 @@
+"""The values of one axis of a recipe by name: the package's own, and those that other packages announce.
+
+Another package announces a method, an importance or a codec by an entry point in its ``pyproject.toml``::
+
+    [project.entry-points."kflats.methods"]
+    my-method = "my_package:MyMethod"
+
+The entry point's name is what the command line calls it, and the class's own name is what plan files call it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from kflats.common.errors import KflatsError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Registry(Generic[T]):
+    """The kinds of one axis.
+
+    Args:
+        axis: "method", "importance" or "codec", for messages.
+        kinds: the package's own classes, which plan files name.
+        names: what the command line calls them: classes, or functions that make a value.
+    """
+
+    axis: str
+    kinds: tuple[type[T], ...]
+    names: Mapping[str, Callable[..., T]]
+
+    @property
+    def group(self) -> str:
+        """The group of entry points by which other packages announce theirs."""
+        return f"kflats.{self.axis}s"
+
+    def all_names(self) -> tuple[str, ...]:
+        """Every name that the command line knows; nothing of another package is imported."""
+        return (*self.names, *(entry.name for entry in self._announced()))
+
+    def all_kinds(self) -> Iterator[type[T]]:
+        """Every class, the package's own first.
+
+        Raises:
+            KflatsError: a package that announces one cannot be imported.
+        """
+        yield from self.kinds
+        for entry in self._announced():
+            yield self._load(entry)
+
+    def make(self, name: str) -> Callable[..., T]:
+        """What makes the value that the command line calls ``name``.
+
+        Raises:
+            KflatsError: no value has this name.
+        """
+        wanted = name.strip().lower()
+        if wanted in self.names:
+            return self.names[wanted]
+        for entry in self._announced():
+            if entry.name == wanted:
+                return self._load(entry)
+        raise KflatsError(f"no {self.axis} is called {name!r}", hint="one of " + ", ".join(self.all_names()))
+
+    def options(self, name: str) -> tuple[str, ...]:
+        """The arguments of ``make(name)``."""
+        return tuple(inspect.signature(self.make(name)).parameters)
+
+    def kind(self, class_name: str) -> type[T] | None:
+        """The class with this name, None where no installed package has one.
+
+        Raises:
+            KflatsError: a package that announces one cannot be imported.
+        """
+        return next((kind for kind in self.all_kinds() if kind.__name__ == class_name), None)
+
+    def _announced(self) -> tuple[EntryPoint, ...]:
+        return tuple(entry for entry in entry_points(group=self.group) if entry.name not in self.names)
+
+    def _load(self, entry: EntryPoint) -> type[T]:
+        package = entry.dist.name if entry.dist else entry.value
+        try:
+            kind = entry.load()
+        except Exception as error:  # whatever the other package raises
+            raise KflatsError(
+                f"the {self.axis} {entry.name!r} of the package {package!r} cannot be loaded",
+                cause=f"{type(error).__name__}: {error}",
+                hint=f"repair or remove the package {package!r}",
+            ) from error
+        if not isinstance(kind, type) or any(own.__name__ == kind.__name__ for own in self.kinds):
+            raise KflatsError(
+                f"the {self.axis} {entry.name!r} of the package {package!r} cannot be used",
+                cause=f"{entry.value} is not a class with a name of its own",
+                hint=f"repair or remove the package {package!r}",
+            )
+        return kind

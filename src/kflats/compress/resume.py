@@ -1,0 +1,63 @@
+"""What an interrupted run left, and whether it is of the same model, data and plan: only then is it taken up again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from kflats.calibration.measurements import Statistics
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import sha256
+from kflats.common.release import version
+from kflats.io.partial import Partial
+from kflats.model.swap import Weight
+from kflats.planning.calibration_data import CalibrationData, needed, statistics_digest
+from kflats.planning.decide import Decided
+from kflats.recipe.recipe import Recipe, to_json
+
+
+def measured_once(
+    model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], data: CalibrationData, partial: Partial, quiet: bool
+) -> CalibrationData:
+    """The data with its statistics: measured, or what an interrupted run measured of the same."""
+    needs = needed(recipes)
+    if not needs or data.statistics is not None:
+        return data
+    asked = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
+    name = sha256([partial.fingerprint, asked])[:24]
+    path = partial.folder / f"statistics-{name}.safetensors"
+    if path.is_file() and not path.is_symlink():
+        with suppress(KflatsError):  # damaged: measured again
+            return replace(data, statistics=Statistics.load(path))
+    found = data.measured(model, recipes, quiet)
+    assert found.statistics is not None
+    found.statistics.save(path)
+    return found
+
+
+def model_fingerprint(folder: Path, data: CalibrationData, trim: int | None) -> str:
+    """The model, and all data: what measurements depend on."""
+    # The weights, and the tokenizer's files: counts and priors come from those.
+    kinds = (".safetensors", ".json", ".txt", ".model")
+    found = (p for p in folder.rglob("*") if p.suffix in kinds)
+    # Hidden ones are not the model's.
+    shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
+    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
+    about = [str(folder), files, data.digest(), version(), trim]
+    return sha256([json.dumps(about)])
+
+
+def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
+    """Everything the factors depend on."""
+    made = decided.plan
+    recipes = [
+        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in made.decisions
+    ]
+    names = needed((d.weight, d.recipe) for d in made.decisions)
+    found = [about, recipes, str(made.budget), statistics_digest(decided.data.statistics, names), seed]
+    return sha256([json.dumps(found)])

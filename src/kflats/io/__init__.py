@@ -1,0 +1,159 @@
+"""Models on disk, and one place to import from: transformers folders here, plain torch files, folders, sources."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from kflats.common.errors import KflatsError
+from kflats.io.atomic_files import check_whole
+from kflats.io.atomic_folder import new_folder
+from kflats.io.coded import stream_folder
+from kflats.io.headers import check_files
+from kflats.io.partial import Partial
+from kflats.io.plain import load_, save
+from kflats.io.saving import guard_saving_, save_pretrained
+from kflats.io.sources import copy_companions, resolve_model, weights_folder
+from kflats.model.describe import describe
+from kflats.model.description import QUANT_METHOD
+from kflats.model.weights import pretrained_models
+
+__all__ = [
+    "Partial",
+    "annotate_",
+    "copy_companions",
+    "load_",
+    "load_model",
+    "new_folder",
+    "register_plugin",
+    "resolve_model",
+    "save",
+    "save_model",
+    "stream_folder",
+    "weights_folder",
+]
+
+_HOST = "transformers.quantizers.auto"
+
+
+def register_plugin() -> None:
+    """Let transformers load kflats folders: at once if it is imported already, else when it is; never twice.
+
+    Waiting keeps ``import kflats`` quick: transformers takes longer to import than everything else here.
+    """
+    if _HOST in sys.modules:
+        from kflats.io import transformers_plugin
+
+        transformers_plugin.register()
+    elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def annotate_(model: nn.Module) -> None:
+    """Write into the config of ``model`` (or of each transformers model inside it) which layers are factored.
+
+    ``model.save_pretrained`` then makes a folder that ``from_pretrained`` loads. A model without factored
+    layers loses such a note. Plain torch modules have no config, and ``save`` needs none.
+
+    Raises:
+        KflatsError: a model that another method has quantized, or factors no smaller than their table.
+    """
+    guard_saving_(model)
+    done: list[str] = []
+    for name, part in list(pretrained_models(model)):
+        if any(not outer or name.startswith(outer + ".") for outer in done):
+            continue
+        done.append(name)
+        known = getattr(part.config, "quantization_config", None)
+        if known is not None and not (isinstance(known, dict) and known.get("quant_method") == QUANT_METHOD):
+            raise KflatsError(
+                f"{type(part).__name__} is quantized by another method already",
+                hint="compress the original model, then quantize the result",
+            )
+        if (description := describe(part)) is not None:
+            part.config.quantization_config = description
+        elif known is not None:
+            del part.config.quantization_config
+
+
+def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
+    """Save a transformers model into ``folder``, annotated: codes as streams, and a checksum of every tensor."""
+    annotate_(model)
+    save_pretrained(model, folder)
+    stream_folder(folder)
+
+
+def load_model(folder: str | os.PathLike[str]) -> Any:
+    """The transformers model of a local folder, of the class its config names (else ``AutoModel``), in its own dtype.
+
+    Only safetensors are read and no code from the folder is run.
+
+    Raises:
+        KflatsError: transformers is missing, the folder holds no model, or one that needs its own code.
+    """
+    register_plugin()
+    try:
+        import transformers
+    except ImportError as error:
+        raise KflatsError("transformers is not installed", hint="pip install 'kflats[hf]'") from error
+    where = weights_folder(folder)
+    check_whole(where)
+    try:
+        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
+        known: Sequence[str] = getattr(config, "architectures", None) or ()
+        kind = getattr(transformers, known[0], None) if known else None
+        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+            kind = transformers.AutoModel
+        if not hasattr(config, "quantization_config"):  # else the plug-in checks them
+            check_files(sorted(where.glob("*.safetensors")))
+        return kind.from_pretrained(
+            where, dtype="auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
+        )
+    except KflatsError:
+        raise
+    except Exception as error:  # what a damaged config makes transformers raise is in many classes
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise KflatsError(
+            f"the model in {where} cannot be loaded: {reason[0]}",
+            cause="a damaged folder, or an architecture that this transformers does not have",
+            hint="transformers.AutoModel.from_pretrained on the same folder shows the details",
+        ) from error
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Registers the plug-in the moment transformers' table of formats has been imported, then is gone."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _HOST:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _ThenRegister(spec.loader)
+        return spec
+
+
+class _ThenRegister(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        found: ModuleType | None = self.loader.create_module(spec)
+        return found
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        # It registers itself. Nothing is called here: if the plug-in is what imported transformers, it is
+        # only half imported at this moment.
+        importlib.import_module("kflats.io.transformers_plugin")

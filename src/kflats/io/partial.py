@@ -1,0 +1,90 @@
+"""Finished weights of a run that is not finished, kept on disk so that an interrupted run resumes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kflats.common.hashing import sha256
+from kflats.io.atomic_files import replaced
+from kflats.io.atomic_folder import beside
+from kflats.io.write_errors import explain
+
+
+class Partial:
+    """Finished weights of an unfinished run, in ``.<name>.kflats-partial`` beside ``out``, so that it can resume.
+
+    One safetensors file per weight, written aside, made durable, renamed. A file that is damaged, or was
+    made from other input (another ``fingerprint``), reads as absent and is overwritten.
+
+    >>> import tempfile, torch
+    >>> partial = Partial(Path(tempfile.mkdtemp()) / "small", "model and settings")
+    >>> partial.put("words", {"weight": torch.ones(2)}, {"seconds": 1.5})
+    >>> partial.get("words")
+    ({'weight': tensor([1., 1.])}, {'seconds': 1.5})
+    >>> partial.discard(); partial.get("words") is None
+    True
+    """
+
+    def __init__(self, out: str | os.PathLike[str], fingerprint: str) -> None:
+        out = Path(out).expanduser().resolve()
+        self.folder = beside(out, "partial")
+        self.fingerprint = fingerprint
+
+    def get(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Tensors and meta that ``put`` stored under ``name``, or None."""
+        path = self._path(name)
+        if path.is_symlink() or not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                header = file.metadata() or {}
+                if header.get("fingerprint") != self.fingerprint or header.get("name") != name:
+                    return None
+                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            meta = json.loads(header["meta"])
+        except (SafetensorError, OSError, KeyError, ValueError):
+            return None
+        return (tensors, meta) if header.get("digest") == _digest(tensors) and isinstance(meta, dict) else None
+
+    def put(self, name: str, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+        """Store ``tensors`` and JSON-able ``meta`` under ``name``.
+
+        Raises:
+            KflatsError: the disk is full, or the folder cannot be written.
+        """
+        path = self._path(name)
+        stored = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+        header = {
+            "fingerprint": self.fingerprint,
+            "name": name,
+            "meta": json.dumps(meta, allow_nan=False),
+            "digest": _digest(stored),
+        }
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replaced(path) as aside:
+                save_file(stored, aside, metadata=header)
+        except (OSError, SafetensorError) as error:
+            explain(error, self.folder)
+            raise
+
+    def discard(self) -> None:
+        """Forget everything: the run is finished, or a fresh start is wanted."""
+        if self.folder.is_dir() and not self.folder.is_symlink():
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{sha256([name])[:24]}.safetensors"
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    """Of the stored bytes: a renamed file is complete, but disks also forget."""
+    return sha256(part for item in sorted(tensors.items()) for part in item)

@@ -1,0 +1,196 @@
+"""The transformers plug-in: ``AutoModel.from_pretrained`` of a kflats folder, once ``import kflats`` has run.
+
+transformers calls any weight format a "quantizer". Ours swaps layers while the model is still on the meta
+device, lets transformers load the factors as it loads anything, checks that none was missing, and then
+takes the "quantized" marks off again: a factored model is an ordinary float model for ``.half()``, the
+Trainer, PEFT and ``save_pretrained``.
+
+This module imports transformers; ``kflats.io.register_plugin`` imports this one, when transformers is there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+    register_quantization_config,
+    register_quantizer,
+)
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from kflats.common.errors import KflatsError
+from kflats.io.atomic_files import check_whole
+from kflats.io.coded import check_modules
+from kflats.io.headers import check_files, warn_of_unchecked
+from kflats.io.saving import guard_saving_
+from kflats.matrices.codes import CHECK
+from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
+from kflats.matrices.registry import CodedMatrix
+from kflats.model.describe import describe
+from kflats.model.description import QUANT_METHOD, Description, Module, read_description
+from kflats.model.matching import match, stored_dtype, swap_described_
+from kflats.model.roles import FactoredLayer
+from kflats.model.ties import untie_
+from kflats.model.weights import factored_layers, pretrained_models, spellings
+
+
+class KflatsConfig(QuantizationConfigMixin):
+    """``quantization_config`` of a kflats folder, as transformers wants it while it loads."""
+
+    def __init__(self, **data: Any) -> None:
+        self.quant_method = cast(Any, QUANT_METHOD)  # transformers lists its own methods in an enum
+        self.data = {"quant_method": QUANT_METHOD, **data}
+        self.description: Description = read_description(self.data)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        found = cls(**config_dict)
+        return (found, kwargs) if return_unused_kwargs else found
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.data)
+
+    def __repr__(self) -> str:
+        return f"KflatsConfig({', '.join(module.name for module in self.description.modules)})"
+
+
+class KflatsQuantizer(HfQuantizer):
+    """Swaps before the weights are loaded, checks after, and leaves no trace of itself."""
+
+    quantization_config: KflatsConfig
+
+    def __init__(self, quantization_config: KflatsConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if not self.pre_quantized:
+            raise KflatsError(
+                "a kflats description was passed for a model that has no factors in its folder",
+                cause="quantization_config=... given to from_pretrained",
+                hint="kflats.compress_(model, ...) makes factors",
+            )
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        return self._with_compute_dtype(config)
+
+    def update_tp_plan(self, config: Any) -> Any:
+        return self._with_compute_dtype(config)
+
+    def _with_compute_dtype(self, config: Any) -> Any:
+        # save_pretrained writes the type of the first parameter as the type of the model. Where that
+        # parameter is a factor stored in a type of its own, dtype="auto" would cast the whole model to it.
+        # Transformers shows the config to these two hooks (to which one depends on its version) before it
+        # reads the type; one that the caller names is left alone.
+        description = self.quantization_config.description
+        if any(module.dtype != description.dtype for module in description.modules):
+            config.dtype = description.dtype
+        return config
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        description = self.quantization_config.description
+        same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
+        dtype = kwargs.get("dtype")
+        untie_(model, {s for module in description.modules for n in module.untied for s in spellings(model, n)})
+        files = kwargs.get("checkpoint_files") or ()
+        for folder in {Path(path).parent for path in files}:
+            check_whole(folder)
+        warn_of_unchecked(check_files(files))
+        checked = check_modules(files, description.modules)
+        self._modules: list[tuple[str, Module]] = []
+        for weight, module in match(model, description, strict=same_class):
+            own = model.get_submodule(weight.name).weight.dtype
+            target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
+            matrix = module.new(target)
+            if module.name in checked:
+                # For transformers a tensor like any other, so that it does not warn of it.
+                matrix._buffers[CHECK] = torch.empty(1, dtype=torch.int64, device="meta")
+            swap_described_(model, weight, module, matrix)
+            self._modules.append((weight.name, module))
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for name, layer in factored_layers(model):
+            if layer.owns_matrix:
+                if isinstance(layer.matrix, CodedMatrix):
+                    layer.matrix._buffers[CHECK] = None
+                for key, tensor in _stored(layer).items():
+                    # transformers only warns of a missing tensor, and fills it with random numbers.
+                    if tensor.is_meta or not _is_loaded(tensor):
+                        raise KflatsError(
+                            f"the checkpoint has no {name}.{key} of shape {tuple(tensor.shape)}",
+                            cause="a damaged folder: config.json and model.safetensors do not belong together",
+                            hint="restore the folder, or compress again",
+                        )
+            if not isinstance(layer, FactoredEmbedding) and layer.bias is not None and not _is_loaded(layer.bias):
+                # transformers names it as missing, and initializes biases of torch's own layers only.
+                nn.init.zeros_(layer.bias)
+        # The first transformers 5 check no shapes where there is a quantizer; later ones never get here.
+        for name, tensor in model.state_dict().items():
+            there, here = tuple(tensor.shape), self._shapes.get(name)
+            if here is not None and there != here:
+                raise KflatsError(
+                    f"size mismatch: {name} is {there} in the checkpoint, {here} in the model",
+                    cause="config.json was edited, or belongs to another model",
+                )
+        for name, module in self._modules:
+            module.finish_(cast(FactoredLayer, model.get_submodule(name)).matrix)
+        _take_marks_off(model)
+        return model
+
+    def is_serializable(self, **_: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def _stored(layer: FactoredLayer) -> dict[str, Tensor]:
+    """What the checkpoint must bring for an owning layer, besides what its dense form would have too."""
+    found = layer.matrix.tensors()
+    if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias and layer.bias is not None:
+        found["bias"] = layer.bias
+    return found
+
+
+def _is_loaded(tensor: Tensor) -> bool:
+    return bool(tensor.__dict__.get("_is_hf_initialized"))
+
+
+def _take_marks_off(model: Any) -> None:
+    model.is_quantized = False
+    for name in ("hf_quantizer", "quantization_method"):
+        model.__dict__.pop(name, None)
+    for _, part in pretrained_models(model):
+        part.config.__dict__.pop("_is_quantized", None)
+    # In the words of this class: a base model that is saved again has no head, and no prefix in its names.
+    if (description := describe(model)) is None:
+        del model.config.quantization_config
+    else:
+        model.config.quantization_config = description
+    guard_saving_(model)
+
+
+def register() -> None:
+    """Enter both classes in transformers' tables; a second call does nothing."""
+    if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
+        register_quantization_config(QUANT_METHOD)(KflatsConfig)
+    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+        register_quantizer(QUANT_METHOD)(KflatsQuantizer)
+
+
+register()

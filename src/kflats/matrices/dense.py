@@ -1,0 +1,61 @@
+"""DenseMatrix: all numbers of the matrix itself, in a smaller type than the model computes in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kflats.common.errors import KflatsError
+from kflats.matrices.base import Matrix
+from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
+
+
+class DenseMatrix(Matrix):
+    """M = weight (n, d), unfactored: half the bytes in float16, widened to the model's type where it is used.
+
+    Its state looks like that of the layer it stands for. So it always lies as that layer's own table does
+    (``swap.places.own_rows``), and a program without kflats that takes the one for the other reads the right values.
+
+    Raises:
+        KflatsError: a weight that is no matrix.
+
+    >>> m = DenseMatrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float16))
+    >>> m.rows(torch.tensor([1]), dtype=torch.float32), m.nbytes
+    (tensor([[3., 4.]], grad_fn=<ToCopyBackward0>), 8)
+    """
+
+    kind = "dense"
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        if weight.ndim != 2:
+            raise KflatsError(f"a weight of shape {tuple(weight.shape)} is no matrix", cause="it must be (n, d)")
+        self.weight = nn.Parameter(weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
+        """As ``Matrix.rows``; ``sparse`` asks for a sparse gradient."""
+        return F.embedding(index, self.weight, sparse=sparse).to(dtype or self.weight.dtype)
+
+    def vecmat(self, x: Tensor) -> Tensor:
+        return x @ self.weight.to(x.dtype)
+
+    def matvec(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T.to(x.dtype)
+
+    def dense(self) -> Tensor:
+        return self.weight.clone()
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "shape": list(self.shape)}
+
+    def resized(self, n: int) -> DenseMatrix:
+        """As ``Matrix.resized``; new rows are the mean of all."""
+        check_rows(n)
+        return copy_trainable(self, DenseMatrix(with_rows(self.weight.detach(), n)))

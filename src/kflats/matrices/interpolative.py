@@ -1,0 +1,117 @@
+"""InterpolativeMatrix: one flat, stored as some columns of the matrix and what the others are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kflats.common.errors import KflatsError
+from kflats.matrices.base import Matrix
+from kflats.matrices.flats import refresh_after_load
+from kflats.matrices.geometry import order_dtype
+from kflats.matrices.lookup import FEW, distinct, inverse_of, is_jit_tracing
+from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
+
+
+class InterpolativeMatrix(Matrix):
+    """M[:, order] = [weight, weight @ basis]: r columns of M are stored, the others are made of them.
+
+    Args:
+        weight: the r columns, (n, r).
+        basis: what the other d - r columns are made of, (r, d - r).
+        order: (d,) int16 (int32 beyond 32768 columns), the columns of M in the order [stored, made].
+
+    Stores r (n + d - r) numbers and the order: the matrix of a ``LowRankMatrix`` with r^2 numbers less. Rounding
+    ``weight`` costs more by the norm of [I, basis]; ``condition`` tells. Choose it where bytes count and for
+    full rank, where it is as large as the dense matrix and no larger. In fine-tuning the identity block stays.
+
+    Raises:
+        KflatsError: shapes that do not fit, or an order that is no permutation.
+
+    >>> m = InterpolativeMatrix(torch.tensor([[4.0], [8.0]]), torch.tensor([[0.25, 0.5]]),
+    ...                         torch.tensor([1, 0, 2], dtype=torch.int16))
+    >>> m.dense().tolist(), m.condition
+    ([[1.0, 4.0, 2.0], [2.0, 8.0, 4.0]], 0.5)
+    """
+
+    kind = "interpolative"
+
+    def __init__(self, weight: Tensor, basis: Tensor, order: Tensor) -> None:
+        super().__init__()
+        if weight.ndim != 2 or basis.ndim != 2 or weight.shape[1] != basis.shape[0]:
+            raise KflatsError(
+                f"factors of shapes {tuple(weight.shape)} and {tuple(basis.shape)} cannot be multiplied",
+                cause="the first must be (n, r), the second (r, d - r)",
+            )
+        d = weight.shape[1] + basis.shape[1]
+        if tuple(order.shape) != (d,) or order.dtype != order_dtype(d):
+            raise KflatsError(
+                f"an order of {order.dtype} and shape {tuple(order.shape)} does not fit {d} columns",
+                cause=f"expected {order_dtype(d)} and {(d,)}",
+            )
+        self.weight = nn.Parameter(weight)
+        self.basis = nn.Parameter(basis)
+        self.order: Tensor
+        self.register_buffer("order", order)
+        self.register_load_state_dict_post_hook(refresh_after_load)  # type: ignore[no-untyped-call]
+        self.refresh()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.weight.shape[0], self.order.shape[0]
+
+    @property
+    def condition(self) -> float:
+        """Largest |entry| of ``basis``, the block beside the identity: how much rounding errors can grow."""
+        return float(self.basis.detach().abs().max()) if self.basis.numel() else 0.0
+
+    def refresh(self) -> None:
+        """Refuse an order that is no permutation."""
+        if self.order.is_meta:
+            return
+        order = self.order.to(torch.int64)
+        if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+            raise KflatsError(
+                "the columns' order is no permutation",
+                cause="a damaged or mixed-up file",
+                hint="restore the file or compress again",
+            )
+
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        dtype = dtype or self.weight.dtype
+        recorded = torch.compiler.is_compiling() or is_jit_tracing()
+        # On CUDA finding the distinct rows would make the host wait; one large product is quicker there.
+        if recorded or index.device.type != "cpu" or index.numel() < FEW:
+            return self._columns(F.embedding(index, self.weight).to(dtype))
+        values, inverse = distinct(index)
+        return F.embedding(inverse, self._columns(F.embedding(values, self.weight).to(dtype)))
+
+    def vecmat(self, x: Tensor) -> Tensor:
+        return self._columns(x @ self.weight.to(x.dtype))
+
+    def matvec(self, x: Tensor) -> Tensor:
+        # Two gathers, and not a split of one: a recorded graph then knows both sizes.
+        rank = self.weight.shape[1]
+        order = self.order.to(torch.int64)
+        stored, made = x.index_select(-1, order[:rank]), x.index_select(-1, order[rank:])
+        return (stored + made @ self.basis.T.to(x.dtype)) @ self.weight.T.to(x.dtype)
+
+    def dense(self) -> Tensor:
+        return self._columns(self.weight)
+
+    def spec(self) -> dict[str, Any]:
+        return {"kind": self.kind, "shape": list(self.shape), "rank": self.weight.shape[1]}
+
+    def resized(self, n: int) -> InterpolativeMatrix:
+        check_rows(n)
+        weight = with_rows(self.weight.detach(), n)
+        found = InterpolativeMatrix(weight, self.basis.detach().clone(), self.order.clone())
+        return copy_trainable(self, found)
+
+    def _columns(self, coordinates: Tensor) -> Tensor:
+        """``(*b, r)`` values of the stored columns -> ``(*b, d)``, all columns in M's own order."""
+        made = torch.cat([coordinates, coordinates @ self.basis.to(coordinates.dtype)], dim=-1)
+        return made.index_select(-1, inverse_of(self.order))

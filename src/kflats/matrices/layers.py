@@ -1,0 +1,250 @@
+"""Layers that eat a Matrix: embeddings, linear layers, and output heads tied to an embedding.
+
+A layer *adopts* its matrix: both share one table of parameters and one of buffers, so the state
+dict says ``layer.weight``, ``layer.basis``, ``layer.labels`` while all arithmetic stays in Matrix.
+A tied place *borrows*: it refers to the owner's matrix and has no parameters of its own, so a tie
+cannot come apart in saving, loading or training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kflats.common.errors import KflatsError
+from kflats.matrices.base import Matrix
+from kflats.matrices.codes import CHECK, Codes
+from kflats.matrices.dense import DenseMatrix
+from kflats.matrices.flats import refresh_after_load
+from kflats.matrices.low_rank import LowRankMatrix
+
+
+class HoldsMatrix:
+    """What all factored layers share: a matrix, adopted or borrowed."""
+
+    @property
+    def matrix(self) -> Matrix:
+        """The Matrix behind this layer."""
+        return cast(Matrix, self.__dict__["_matrix"])
+
+    @property
+    def owns_matrix(self) -> bool:
+        """False at a tied place, which borrows another layer's matrix."""
+        return cast(bool, self.__dict__["_owns_matrix"])
+
+    def _take(self, matrix: Matrix, *, own: bool) -> None:
+        # Not a registered child: its tensors would appear under two names.
+        self.__dict__["_matrix"] = matrix
+        self.__dict__["_owns_matrix"] = own
+        if own:
+            for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
+                self.__dict__[table] = getattr(matrix, table)
+            module = cast(nn.Module, self)
+            module.register_load_state_dict_post_hook(refresh_after_load)
+            if isinstance(matrix, Codes):
+                module.register_state_dict_post_hook(_add_check)
+                module.register_load_state_dict_pre_hook(_drop_check)
+
+    @property
+    def weight(self) -> Tensor:
+        """The first factor (coordinates), for code that reads a layer's dtype or device."""
+        return self.matrix.weight
+
+    def refresh(self) -> None:
+        """Recompute what the matrix derives from its stored tensors (call after loading into them)."""
+        self.matrix.refresh()
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise KflatsError(
+            "factored layers cannot be copied by nn.DataParallel",
+            cause="its copies hold views instead of parameters, which a shared matrix would not see",
+            hint="use DistributedDataParallel (torchrun), or let one GPU be visible",
+        )
+
+
+def mark_initialized(tensor: Tensor) -> Tensor:
+    """``tensor``, with a mark: transformers' ``init`` functions leave tensors that have it as they are."""
+    tensor.__dict__["_is_hf_initialized"] = True
+    return tensor
+
+
+def _add_check(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """To what is on its way into a file; ``keep_vars`` asks for the layer's own tensors, which are on no such way."""
+    matrix = layer.matrix
+    if state.get(prefix + "weight") is not matrix.weight and (check := matrix.current_check()) is not None:
+        state[prefix + CHECK] = check
+
+
+def _drop_check(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    # Numbers that come as a state may be averages of several, or of another type.
+    state.pop(prefix + CHECK, None)
+
+
+class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
+    """An ``nn.Embedding`` whose table is a Matrix: ``rows(ids)``, times ``scale`` where the model has one.
+
+    ``(*b,)`` ids -> ``(*b, d)``, in the table's dtype also under autocast, as ``nn.Embedding`` does.
+
+    Args:
+        matrix: the (n, d) table.
+        padding_idx: ids there receive no gradient, in coordinates or bases.
+        scale: factor on the output, rounded to the table's dtype (Gemma, BART).
+        sparse: sparse gradients for the coordinates (the basis keeps a dense one); only a
+            LowRankMatrix and a DenseMatrix can give them.
+        own: False when another layer owns the matrix (a tied table).
+        dtype: of the output, where the factors are stored in another (float16 factors in a float32 model).
+            It follows ``.half()``, ``.to(dtype)`` and the like.
+
+    Raises:
+        KflatsError: sparse gradients asked of another matrix than those, or a padding_idx outside the table.
+
+    >>> layer = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
+    >>> layer(torch.tensor([[0, 4]])).shape
+    torch.Size([1, 2, 3])
+    """
+
+    def __init__(
+        self,
+        matrix: Matrix,
+        *,
+        padding_idx: int | None = None,
+        scale: float | None = None,
+        sparse: bool = False,
+        own: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        if sparse and not isinstance(matrix, LowRankMatrix | DenseMatrix):
+            raise KflatsError(
+                f"a matrix of kind {matrix.kind!r} gives no sparse gradients",
+                cause="only the numbers of a whole matrix and the coordinates of a low-rank one are read row by row",
+                hint="build the original layer with sparse=False, or compress with SVD",
+            )
+        self.num_embeddings, self.embedding_dim = matrix.shape
+        if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:
+            raise KflatsError(f"padding_idx {padding_idx} lies outside the table of {self.num_embeddings} rows")
+        self.padding_idx = cast(int, None if padding_idx is None else padding_idx % self.num_embeddings)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
+        self.sparse, self.scale, self.out_dtype = sparse, scale, dtype
+        self._take(matrix, own=own)
+
+    def reset_parameters(self) -> None:
+        """Nothing: a factored table has no random start."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self.out_dtype is not None:
+            self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+
+    def forward(self, input: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(input.device.type):
+            with torch.autocast(input.device.type, enabled=False):
+                return self._look_up(input)
+        return self._look_up(input)
+
+    def _look_up(self, input: Tensor) -> Tensor:
+        matrix = self.matrix
+        if self.sparse and isinstance(matrix, LowRankMatrix | DenseMatrix):
+            out = matrix.rows(input, dtype=self.out_dtype, sparse=True)
+        else:
+            out = matrix.rows(input, dtype=self.out_dtype)
+        if self.padding_idx is not None and out.requires_grad:
+            out = torch.where((input == self.padding_idx).unsqueeze(-1), out.detach(), out)
+        if self.scale is not None:
+            # Models keep the scale as a float32 tensor and round it to the table's dtype before they multiply.
+            out = out * torch.full((), self.scale, dtype=torch.float32, device=out.device).to(out.dtype)
+        return out
+
+    def extra_repr(self) -> str:
+        n, d = self.matrix.shape
+        return f"{n}, {d}, {self.matrix.kind}, values={self.matrix.num_values}, own={self.owns_matrix}"
+
+
+class FactoredLinear(HoldsMatrix, nn.Module):
+    """A linear layer whose (in, out) matrix is a Matrix: x @ M + bias.
+
+    ``matrix_rows="out_features"`` says that M's rows are output neurons (M is torch's own (out, in) weight), and
+    the layer computes x @ M.T instead. The state dict holds ``weight``, ``basis``, ``labels`` of the
+    matrix and ``bias``.
+
+    Raises:
+        KflatsError: ``rows`` is neither of the two, or the bias has the wrong length.
+
+    >>> layer = FactoredLinear(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)), torch.zeros(3))
+    >>> layer(torch.ones(2, 5)).tolist()
+    [[5.0, 5.0, 5.0], [5.0, 5.0, 5.0]]
+    """
+
+    bias: nn.Parameter | None
+    gained_bias = False  # True where the layer it stands for has no bias
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, matrix_rows: str = "in_features") -> None:
+        nn.Module.__init__(self)
+        if matrix_rows not in ("in_features", "out_features"):
+            raise KflatsError(f"matrix_rows={matrix_rows!r} is neither 'inputs' nor 'outputs'")
+        self.matrix_rows = matrix_rows
+        self.in_features, self.out_features = matrix.shape if matrix_rows == "in_features" else matrix.shape[::-1]
+        check_bias(bias, self.out_features)
+        self._take(matrix, own=True)
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.matrix.vecmat(x) if self.matrix_rows == "in_features" else self.matrix.matvec(x)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.matrix.kind}, matrix_rows={self.matrix_rows}"
+
+
+class FactoredHead(HoldsMatrix, nn.Module):
+    """An output head tied to a factored embedding: logits = h @ M.T + bias, M borrowed from the embedding.
+
+    ``(*b, d)`` -> ``(*b, n)``. The bias is the head's own; a Parameter is taken as it is, so that a
+    model which lists it twice (BERT's decoder) keeps one.
+
+    Raises:
+        KflatsError: the bias has the wrong length.
+
+    >>> table = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
+    >>> FactoredHead(table.matrix)(torch.ones(2, 3)).shape
+    torch.Size([2, 5])
+    """
+
+    bias: nn.Parameter | None
+
+    @property
+    def weight(self) -> Tensor:
+        """As for other layers, but with one line per output always: transformers pads a bias to that length.
+
+        Coordinates without such lines are shown as a view of their first number, n times: PEFT takes layers
+        for untied whose weights do not begin at one place in memory.
+        """
+        table = self.matrix.weight
+        if table.ndim == 2:
+            return table
+        return mark_initialized(
+            table[:1].expand(self.out_features) if table.numel() else table.new_empty(self.out_features, 0)
+        )
+
+    def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
+        nn.Module.__init__(self)
+        self.out_features, self.in_features = matrix.shape
+        check_bias(bias, self.out_features)
+        self._take(matrix, own=False)
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.matrix.matvec(x)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, tied {self.matrix.kind}"
+
+
+def check_bias(bias: Tensor | None, size: int) -> None:
+    """Refuse a bias of another length than ``size``."""
+    if bias is not None and tuple(bias.shape) != (size,):
+        raise KflatsError(f"a bias of shape {tuple(bias.shape)} does not fit {size} outputs")

@@ -1,0 +1,150 @@
+"""How far a stored matrix is from its rows, by row and under a weighting.
+
+Factors of half precision are widened before they are multiplied, as a layer does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kflats.importance.weighting import Weighting
+from kflats.matrices.registry import Matrix
+from kflats.numerics.loss import Loss
+from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows
+
+
+@dataclass(frozen=True)
+class MatrixError:
+    """``error``: the weighted squared error. ``total``: the same if nothing were stored."""
+
+    error: float
+    total: float
+
+    @property
+    def relative(self) -> float:
+        """Error as a share of the total; 0 where there is nothing to lose."""
+        return self.error / self.total if self.total > 0 else 0.0
+
+
+class Norm(Protocol):
+    """What a method minimises where that is not the squared error: a cost for every row of an error matrix."""
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        ...
+
+    def costs(self, errors: Tensor) -> Tensor:
+        """(m,) from rows (m, d) of A - M."""
+        ...
+
+
+@dataclass(frozen=True)
+class EntryPowers:
+    """sum_j |e_ij|^p: the p-th power of the entrywise lp norm.
+
+    >>> EntryPowers(1.0).name, EntryPowers(1.0).costs(torch.tensor([[3.0, -4.0]])).tolist()
+    ('entrywise l1', [7.0])
+    """
+
+    p: float
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return f"entrywise l{self.p:g}"
+
+    def costs(self, errors: Tensor) -> Tensor:
+        """(m,) float64."""
+        return errors.to(torch.float64).abs().pow(self.p).sum(1)
+
+
+@dataclass(frozen=True)
+class Distances:
+    """rho(|e_i|): a loss of the row's distance from what is stored; its threshold, if any, is absolute.
+
+    >>> from kflats.numerics.loss import Power
+    >>> Distances(Power(1)).costs(torch.tensor([[3.0, -4.0]])).tolist()
+    [5.0]
+    """
+
+    loss: Loss
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return f"{self.loss.name} of distances"
+
+    def costs(self, errors: Tensor) -> Tensor:
+        """(m,) float64."""
+        return self.loss.rho(errors.to(torch.float64).square().sum(1))
+
+
+def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, weights: Tensor | None = None) -> MatrixError:
+    """sum_i w_i cost(a_i - m_i), and the same of the rows themselves, by blocks.
+
+    >>> from kflats.matrices.registry import LowRankMatrix
+    >>> stored = LowRankMatrix(torch.ones(2, 1), torch.tensor([[1.0, 0.0]]))
+    >>> norm_error(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), stored, EntryPowers(1.0), torch.tensor([1.0, 3.0]))
+    Judged(error=6.0, total=10.0)
+    """
+    source = as_rows(rows)
+    error = total = 0.0
+    with torch.no_grad():
+        for start, block in source.blocks(GRAM_BLOCK):
+            w = torch.ones(len(block), dtype=torch.float64, device=block.device)
+            if weights is not None:
+                w = weights[start : start + len(block)].to(w)
+            error += float(w @ norm.costs(_residual(start, block, matrix)).to(w))
+            total += float(w @ norm.costs(block).to(w))
+    return MatrixError(error, total)
+
+
+def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
+    """(n,) squared distance of each row to its stored form, ||a_i - m_i||^2, by blocks."""
+    source = as_rows(rows)
+    out = torch.empty(source.shape[0], dtype=torch.float64)
+    with torch.no_grad():
+        for start, block in source.blocks(GRAM_BLOCK):
+            out[start : start + len(block)] = _residual(start, block, matrix).square().sum(1, dtype=torch.float64).cpu()
+    return out
+
+
+def weighted_error(rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | None = None) -> MatrixError:
+    """|| L (A - M) R ||_F^2 in float64.
+
+    Rows are read by blocks, except under a full left metric, which couples all of them.
+
+    >>> from kflats.matrices.registry import LowRankMatrix
+    >>> stored = LowRankMatrix(torch.ones(2, 1), torch.tensor([[1.0, 0.0]]))
+    >>> weighted_error(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), stored, Weighting(left=torch.tensor([1.0, 3.0])))
+    Judged(error=12.0, total=16.0)
+    """
+    source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
+    coupled = weighting.left is not None and weighting.left.ndim == 2
+    error = total = 0.0
+    with torch.no_grad():
+        for start, block in source.blocks(source.shape[0] if coupled else GRAM_BLOCK):
+            error += _cost(_residual(start, block, matrix), start, weighting)
+            total += _cost(block, start, weighting)
+    return MatrixError(error, total)
+
+
+def _residual(start: int, block: Tensor, matrix: Matrix) -> Tensor:
+    index = torch.arange(start, start + len(block), device=block.device)
+    return block - matrix.rows(index, dtype=block.dtype)
+
+
+def _cost(block: Tensor, start: int, weighting: Weighting) -> float:
+    block = block.to(torch.float64)
+    here = slice(start, start + len(block))
+    left = None if weighting.left is None else weighting.left.to(torch.float64)
+    right = None if weighting.right is None else weighting.right.to(torch.float64)
+    measured = block if right is None else block * right if right.ndim == 1 else block @ right
+    if left is not None:
+        measured = left[here].unsqueeze(1) * measured if left.ndim == 1 else left @ measured
+    return float((measured * block).sum())

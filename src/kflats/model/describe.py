@@ -1,0 +1,129 @@
+"""Describes the factored layers of a model, in the form of ``description``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from kflats.common.errors import KflatsError
+from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.registry import CodedMatrix, DenseMatrix
+from kflats.model.description import FORMAT_VERSION, QUANT_METHOD
+from kflats.model.roles import FactoredLayer
+from kflats.model.ties import untied_places
+from kflats.model.weights import factored_layers, spellings
+
+
+def describe(model: nn.Module) -> dict[str, Any] | None:
+    """The description of ``model``'s factored layers, JSON-able, or None where nothing is factored.
+
+    Raises:
+        KflatsError: a place whose owner is outside ``model``, or factors that have the dense table's
+            shape (a program without kflats would load them as if they were the table).
+    """
+    modules: dict[str, dict[str, Any]] = {}
+    owners: dict[int, str] = {}
+    for name, layer in factored_layers(model):
+        matrix = layer.matrix
+        if layer.owns_matrix and id(matrix) not in owners:
+            owners[id(matrix)] = name
+            rows = layer.matrix_rows if isinstance(layer, FactoredLinear | FactoredConv2d) else "in_features"
+            _check_collision(name, layer)
+            modules[name] = {
+                "matrix": matrix.spec(),
+                "dtype": _name(matrix.weight.dtype),
+                "matrix_rows": rows,
+                "places": [],
+            }
+            if isinstance(matrix, CodedMatrix):
+                modules[name]["checksum"] = matrix.checksum()
+        if id(matrix) not in owners:
+            raise KflatsError(
+                f"{name!r} borrows its matrix from a layer outside this {type(model).__name__}",
+                cause="a part of a larger model is being saved",
+                hint="save the whole model",
+            )
+        modules[owners[id(matrix)]]["places"].append(_described(name, layer))
+    if not modules:
+        return None
+    for entry in modules.values():
+        entry["untied"] = list(untied_places(model, [place["name"] for place in entry["places"]]))
+    return {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "dtype": _name(compute_dtype(model)),
+        "modules": modules,
+    }
+
+
+def redescribe_(model: Any, name: str, layer: FactoredLayer) -> None:
+    """Bring the config's description of one owning layer up to date (its matrix has been resized)."""
+    known = getattr(model.config, "quantization_config", None)
+    if isinstance(known, dict) and known.get("quant_method") == QUANT_METHOD:
+        for spelling in spellings(model, name):
+            if spelling in known["modules"]:
+                known["modules"][spelling]["matrix"] = layer.matrix.spec()
+                if isinstance(layer.matrix, CodedMatrix):
+                    known["modules"][spelling]["checksum"] = layer.matrix.checksum()
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The type that ``model`` computes in, whatever its factors are stored in."""
+    for _, layer in factored_layers(model):
+        if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
+            return layer.out_dtype
+    factored = {id(t) for _, layer in factored_layers(model) for t in layer.matrix.tensors().values()}
+    own: torch.dtype | None = None
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            if id(parameter) not in factored:
+                return parameter.dtype
+            own = own or parameter.dtype
+    return own or torch.get_default_dtype()
+
+
+def _described(name: str, layer: FactoredLayer) -> dict[str, Any]:
+    padding, scale = (layer.padding_idx, layer.scale) if isinstance(layer, FactoredEmbedding) else (None, None)
+    found: dict[str, Any] = {"name": name, "role": _layer_role(layer), "padding_idx": padding, "scale": scale}
+    if isinstance(layer, FactoredConv2d):
+        found["kernel"] = [layer.in_channels, *layer.kernel_size]
+    if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias:
+        found["gained_bias"] = True
+    return found
+
+
+def _layer_role(layer: FactoredLayer) -> str:
+    if isinstance(layer, FactoredEmbedding):
+        return "embedding"
+    if isinstance(layer, FactoredHead):
+        return "head"
+    if isinstance(layer, FactoredConv2d):
+        return "conv2d"
+    shell = layer.__dict__.get("_shell")
+    return "linear" if shell is None or type(shell) is nn.Linear else "conv1d"
+
+
+def _check_collision(name: str, layer: FactoredLayer) -> None:
+    if isinstance(layer, FactoredConv2d):
+        return  # a dense kernel has four dimensions
+    if isinstance(layer.matrix, DenseMatrix):
+        return  # it holds the table's own numbers in the table's own order
+    n, d = layer.matrix.shape
+    # Conv1D keeps M, torch's linear layers M.T; with output neurons as rows M is M.T already.
+    turned = isinstance(layer, FactoredLinear) and (_layer_role(layer) == "linear") == (
+        layer.matrix_rows == "in_features"
+    )
+    dense = (d, n) if turned else (n, d)
+    if tuple(layer.matrix.weight.shape) == dense:
+        raise KflatsError(
+            f"the factors of {name!r} are no smaller than the table itself",
+            cause="its rank is the full dimension",
+            hint="a smaller budget, or leave this weight dense (kflats.restore_)",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

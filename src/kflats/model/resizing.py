@@ -1,0 +1,138 @@
+"""``resize_token_embeddings`` for factored vocabularies.
+
+transformers resizes an embedding by reading and replacing its ``weight``, which here is coordinates only.
+So ``swap_`` gives the instance its own method. It resizes the Matrix, every place that shares it, and the
+head's bias, or refuses before anything has changed; what a model class resizes besides (BART's logits bias)
+is left to the class.
+"""
+
+from __future__ import annotations
+
+from types import MethodType, SimpleNamespace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kflats.common.errors import KflatsError
+from kflats.matrices.layers import FactoredEmbedding, FactoredLinear, mark_initialized
+from kflats.matrices.registry import Matrix
+from kflats.model.describe import redescribe_
+from kflats.model.roles import FactoredLayer
+from kflats.model.weights import factored_layers, pretrained_models, vocabulary_end
+
+_PLACES = "_places"
+
+
+def guard_resizing_(model: nn.Module, matrix: Matrix, *, places: int) -> None:
+    """Give ``model``'s transformers parts a ``resize_token_embeddings`` that knows factors, where they need it."""
+    matrix.__dict__[_PLACES] = places
+    shared = {id(layer) for _, layer in factored_layers(model) if layer.matrix is matrix}
+    for _, part in pretrained_models(model):
+        ends = (vocabulary_end(part, "get_input_embeddings"), vocabulary_end(part, "get_output_embeddings"))
+        if any(id(end) in shared for end in ends):
+            # A bound method follows its model through copy.deepcopy.
+            for method in _METHODS:
+                part.__dict__[method.__name__] = MethodType(method, part)
+
+
+def unguard_resizing_(model: nn.Module) -> None:
+    """Undo ``guard_resizing_``."""
+    for _, part in pretrained_models(model):
+        for method in _METHODS:
+            part.__dict__.pop(method.__name__, None)
+
+
+def resize_token_embeddings(self: Any, *args: Any, **settings: Any) -> nn.Module:
+    """As transformers' method of that name, for a model whose vocabulary is factored.
+
+    Rows that stay are unchanged; new rows start at the mean of the rows they join, in coordinates
+    (``mean_resizing`` concerns only a part of the vocabulary that is still dense).
+
+    Raises:
+        KflatsError: factors that cannot follow; nothing has changed then.
+    """
+    type(self).resize_token_embeddings(self, *args, **settings)
+    found: nn.Module = self.get_input_embeddings()
+    return found
+
+
+def _resize_token_embeddings(
+    self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+) -> Any:
+    """The step of transformers' own ``resize_token_embeddings`` that works on tables."""
+    source, head = vocabulary_end(self, "get_input_embeddings"), vocabulary_end(self, "get_output_embeddings")
+    if source is None:
+        raise KflatsError(f"{type(self).__name__} does not say which of its layers are the token embeddings")
+    if new_num_tokens is None and pad_to_multiple_of is None:
+        return source
+    old = source.matrix.shape[0] if isinstance(source, FactoredLayer) else cast(nn.Embedding, source).num_embeddings
+    size = _padded(old if new_num_tokens is None else new_num_tokens, pad_to_multiple_of)
+
+    ends = [end for end in (source, head) if isinstance(end, FactoredLayer)]
+    for end in ends:
+        _check_end(self, end)
+    resized = {id(end.matrix): end.matrix.resized(size) for end in ends if end.matrix.shape[0] != size}
+
+    if not isinstance(source, FactoredLayer):
+        self.set_input_embeddings(self._get_resized_embeddings(source, size, None, mean_resizing))
+    if head is not None and not isinstance(head, FactoredLayer):
+        self.set_output_embeddings(self._get_resized_lm_head(head, size, mean_resizing=mean_resizing))
+    for name, layer in list(factored_layers(self)):
+        if (matrix := resized.get(id(layer.matrix))) is not None:
+            _take(self, layer, matrix)
+            redescribe_(self, name, layer)
+    # The caller reads the new size off the table's first dimension; ragged coordinates have no such dimension.
+    return SimpleNamespace(weight=torch.empty(size, 0, device="meta"))
+
+
+_METHODS = (resize_token_embeddings, _resize_token_embeddings)
+
+
+def _padded(size: int, multiple: int | None) -> int:
+    for value in (size, 1 if multiple is None else multiple):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise KflatsError(f"a vocabulary cannot be resized to {value!r}", hint="whole numbers, at least 1")
+    return size if multiple is None else -(-size // multiple) * multiple
+
+
+def _check_end(model: nn.Module, end: FactoredLayer) -> None:
+    if isinstance(end, FactoredLinear) and end.matrix_rows == "in_features":
+        raise KflatsError(
+            "the output head cannot be resized",
+            cause="its tokens are columns of a factored matrix, which has no coordinates for one more",
+            hint="resize before compressing, or kflats.restore_(model) first",
+        )
+    here = sum(layer.matrix is end.matrix for _, layer in factored_layers(model))
+    if here != end.matrix.__dict__.get(_PLACES, here):
+        raise KflatsError(
+            f"the vocabulary has places outside this {type(model).__name__}",
+            cause="it is part of a larger model whose head is tied to it",
+            hint="call resize_token_embeddings on the whole model",
+        )
+
+
+def _take(model: nn.Module, layer: FactoredLayer, matrix: Matrix) -> None:
+    """Let ``layer`` use ``matrix``, and a bias of its size."""
+    matrix.__dict__[_PLACES] = layer.matrix.__dict__.get(_PLACES, 1)
+    for parameter in matrix.parameters():
+        mark_initialized(parameter)
+    bias = layer._parameters.get("bias")
+    layer._take(matrix, own=layer.owns_matrix)
+    if isinstance(layer, FactoredEmbedding):
+        layer.num_embeddings = matrix.shape[0]
+    else:
+        layer._parameters["bias"] = bias  # an owner's parameters are now the new matrix's
+        layer.out_features = matrix.shape[0]
+    if bias is not None and bias.shape[0] != matrix.shape[0]:
+        longer = nn.Parameter(_resized_bias(bias.detach(), matrix.shape[0]), requires_grad=bias.requires_grad)
+        for module in model.modules():  # a tied bias (BERT's) has two names
+            module._parameters.update({key: longer for key, p in module._parameters.items() if p is bias})
+    padding = layer.padding_idx if isinstance(layer, FactoredEmbedding) else None
+    if padding is not None and padding >= matrix.shape[0]:
+        layer.padding_idx = None
+
+
+def _resized_bias(bias: Tensor, size: int) -> Tensor:
+    extra = size - bias.shape[0]
+    return bias[:size].clone() if extra <= 0 else torch.cat([bias, bias.mean().expand(extra)])

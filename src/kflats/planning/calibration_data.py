@@ -1,0 +1,222 @@
+"""What the user's data says: texts to count, batches to measure with, and what was measured, as one value."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from kflats.calibration.batches import text_batches
+from kflats.calibration.collect import measure
+from kflats.calibration.counting import count_tokens, zipf_prior
+from kflats.calibration.measurements import Statistics
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import Part, sha256
+from kflats.common.texts import check_texts
+from kflats.importance.measured import Measured
+from kflats.importance.weighting import Weighting
+from kflats.methods import SVD
+from kflats.model.weights import Weight
+from kflats.numerics.rows import TensorRows
+from kflats.planning.selection import AvailableData
+from kflats.recipe.recipe import Recipe, to_json
+
+SAMPLES = 512
+"""Texts that are measured with where no number is given: a few hundred do; some thousands gain a little more."""
+
+
+@dataclass(frozen=True)
+class CalibrationData:
+    """All that recipes may draw on.
+
+    Args:
+        texts: what ``TokenCounts`` counts; calibration data too where there is no other.
+        tokenizer: the model's own.
+        calibration: texts, or batches: mappings of tensors for ``model(**batch)``, with labels for a task's loss.
+        objective: what gradients are taken of; None: the task's loss where batches have labels, else random
+            projections of the output, which need no labels.
+        statistics: what was measured before.
+        samples: how many texts are measured with, evenly spaced ones of a longer list; batches are all used.
+
+    Token counts, weightings and curves are computed once and kept here; ``dataclasses.replace`` begins without them.
+    """
+
+    texts: tuple[str, ...] | None = None
+    tokenizer: Any = None
+    calibration: tuple[Any, ...] | None = None
+    objective: Any = None
+    statistics: Statistics | None = None
+    samples: int = SAMPLES
+    _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _curves: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @property
+    def given(self) -> AvailableData:
+        """What kinds of data there are."""
+        there = self.calibration is not None or self.statistics is not None
+        return AvailableData(self.texts is not None, self.tokenizer is not None, there)
+
+    def batches(self) -> list[Mapping[str, Any]]:
+        """The batches to measure with.
+
+        Raises:
+            KflatsError: none, texts without a tokenizer, or something else.
+        """
+        found = self.texts if self.calibration is None else self.calibration
+        if not found:
+            raise KflatsError("there is no calibration data", cause="an empty file or list", hint="a few hundred texts")
+        if all(isinstance(item, Mapping) for item in found):
+            return list(found)
+        if not all(isinstance(item, str) for item in found):
+            odd = next(type(item).__name__ for item in found if not isinstance(item, str))
+            raise KflatsError(
+                f"calibration data holds a {odd}",
+                cause="neither texts nor batches for model(**batch)",
+                hint="a list of strings with tokenizer=..., or a list of dicts of tensors",
+            )
+        if self.tokenizer is None:
+            raise KflatsError(
+                "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
+            )
+        return list(text_batches(_spread(found, self.samples), self.tokenizer))
+
+    def measured(
+        self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True
+    ) -> CalibrationData:
+        """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed."""
+        needs = needed(recipes)
+        if not needs:
+            return self
+        if self.statistics is not None:
+            self.statistics.check(model)
+            return self
+        weights = [weight for weight, _ in recipes if weight.name in needs]
+        found = measure(model, weights, self.batches(), needs=needs, objective=self.objective, quiet=quiet)
+        return replace(self, statistics=found)
+
+    def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:
+        """The weighting of the errors of ``weight``'s own matrix, whose rows are inputs. Computed once for each weight
+        and importance; do not change its tensors.
+
+        Raises:
+            KflatsError: as the importance; the message names the weight.
+        """
+        key = f"{weight.name} {to_json(recipe.importance)}"
+        if key not in self._weightings:
+            try:
+                self._weightings[key] = recipe.importance.weigh(self._measured(weight, recipe))
+            except KflatsError as error:
+                raise type(error)(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        return self._weightings[key]
+
+    def curve(self, table: Tensor, weight: Weight, recipe: Recipe, weighting: Weighting) -> Tensor:
+        """(R + 1,) float64: the objective of a low-rank pair by rank. Sharing a budget and reporting both need it.
+
+        Args:
+            table: ``weight``'s own matrix (n, d). weighting: of it.
+        """
+        key = f"{weight.name} {to_json(recipe.importance)} {recipe.matrix_rows}"
+        if key not in self._curves:
+            turned = recipe.matrix_rows == "out_features"
+            oriented = (weighting.transposed() if turned else weighting).to(table.device)
+            try:
+                self._curves[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
+            except KflatsError as error:
+                raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        return self._curves[key]
+
+    def _measured(self, weight: Weight, recipe: Recipe) -> Measured:
+        n, d = weight.shape
+        measured = Measured(n, columns=d)
+        if self.statistics is not None and recipe.importance.needs:
+            measured = self.statistics.of(weight.name)
+        measured = replace(measured, head=any(place.role == "head" for place in weight.places))
+        if self.tokenizer is None or not recipe.importance.needs_tokenizer:
+            return measured
+        measured = replace(measured, prior=zipf_prior(self.tokenizer, n))
+        if self.texts is None:
+            return measured
+        if n not in self._counts:
+            self._counts[n] = count_tokens(self.texts, self.tokenizer, n)
+        return replace(measured, counts=self._counts[n])
+
+    def digest(self) -> str:
+        """Of everything here that results depend on, but for the tokenizer."""
+        parts: list[Part] = [json.dumps([self.texts, repr(self.objective), self.samples])]
+        for item in self.calibration or ():
+            pairs = sorted(item.items()) if isinstance(item, Mapping) else [("text", item)]
+            parts += [part for name, value in pairs for part in (name, _part(value))]
+            parts.append("end of item")
+        return sha256(parts)
+
+
+def gather(
+    texts: Iterable[str] | None,
+    tokenizer: Any,
+    calibration: Iterable[Any] | None,
+    objective: Any,
+    statistics: Statistics | None,
+    samples: int = SAMPLES,
+) -> CalibrationData:
+    """What was given, read once and checked.
+
+    Raises:
+        KflatsError: one string in place of several, texts that are none, or no samples at all.
+    """
+    if not isinstance(samples, int) or samples < 1:
+        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+    return CalibrationData(
+        None if texts is None else _kept(texts),
+        tokenizer,
+        None if calibration is None else _kept(calibration, batches=True),
+        objective,
+        statistics,
+        samples,
+    )
+
+
+def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]]:
+    """What must be measured of each weight, those left out that need nothing."""
+    return {
+        weight.name: recipe.importance.needs
+        for weight, recipe in recipes
+        if recipe.importance.needs and not (recipe.is_dense or recipe.is_cast)
+    }
+
+
+def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> str:
+    """Of all that was measured of these weights."""
+    if statistics is None:
+        return sha256([])
+    measured = [(name, statistics.of(name)) for name in names]
+    return sha256(
+        part
+        for name, found in measured
+        for one in fields(found)
+        for part in (name, one.name, _part(getattr(found, one.name)))
+    )
+
+
+def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
+    if isinstance(data, Mapping):
+        raise KflatsError("calibration data must be a sequence of batches, not one batch", hint="calibration=[batch]")
+    check_texts(data)
+    found = tuple(data)
+    for item in found:
+        if not isinstance(item, str) and not (batches and isinstance(item, Mapping)):
+            what = "texts or batches (dicts of tensors)" if batches else "texts"
+            raise KflatsError(f"expected {what}, found {type(item).__name__}", hint="a list of strings")
+    return found
+
+
+def _spread(texts: Sequence[str], count: int) -> list[str]:
+    """At most ``count`` texts, evenly spaced: files are often sorted by topic."""
+    return [texts[i * len(texts) // count] for i in range(count)] if len(texts) > count else list(texts)
+
+
+def _part(value: object) -> Part:
+    return value if isinstance(value, Tensor) else repr(value)

@@ -1,0 +1,146 @@
+"""Select, measure, allocate: which weight is treated how, in how many bytes. Nothing is fitted, nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from kflats.calibration.measurements import Statistics
+from kflats.common.errors import KflatsError
+from kflats.model.swap import Weight, find_weight
+from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
+from kflats.planning.selection import Selected, check, select, token_embedding
+from kflats.planning.strategies import Allocation, share_out
+from kflats.recipe.budget import Budget, one_budget
+from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Recipe
+from kflats.report.analysis import stored_bytes, stored_numbers
+
+__all__ = ["Decided", "decide", "plan", "token_embedding"]
+
+Measure = Callable[[Sequence[tuple[Weight, Recipe]]], CalibrationData]
+
+
+@dataclass(frozen=True)
+class Decided:
+    """A plan, the data it was made from, with all that was measured, and the recipes as they were asked for.
+
+    A budget may turn a recipe into another (``Auto``, or "keep dense"); ``asked`` says whose error was judged.
+    """
+
+    plan: Plan
+    data: CalibrationData
+    asked: tuple[tuple[Weight, Recipe], ...]
+
+
+def plan(
+    model: nn.Module,
+    recipes: Any = None,
+    *,
+    keep: str | Budget | None = None,
+    size: str | Budget | None = None,
+    texts: Iterable[str] | None = None,
+    tokenizer: Any = None,
+    calibration: Iterable[Any] | None = None,
+    objective: Any = None,
+    statistics: Statistics | None = None,
+    samples: int = SAMPLES,
+    allocation: Allocation = "auto",
+    file_bytes: int | None = None,
+    quiet: bool = True,
+) -> Plan:
+    """Decide which weight is treated how, in how many bytes; nothing is changed and nothing is fitted.
+
+    Args:
+        model: any torch module; transformers models know their token embedding.
+        recipes: {name: recipe or method}; one recipe or method for the token embedding; None for the default
+            recipe on it: ``Flats(k=5)`` with ``TokenCounts`` if there are texts, ``ZipfPrior`` if there is only a
+            tokenizer, ``Uniform`` without both. A name may be a pattern ("encoder.layer.*.attention.*") or one of
+            the words "linear", "conv", "embeddings" and "all". A value of None in a mapping means the default for
+            the token embedding; for other layers ``SVD`` with ``KroneckerFisher`` if there is calibration data,
+            else ``Flats(k=5)`` (convolutions: ``SVD``) with ``Uniform``. ``KeepDense()`` keeps a weight as it is,
+            ``Recipe(KeepDense(), codec=Float("float16"))`` all of its numbers in that type.
+        keep: "60%", "12MB", "5.2M params" of the *named weights*, kept; or "33% ranks": that share of each
+            weight's full rank (FWSVD's rank ratio).
+        size: "8MB", "10%" or "2 bits" (a number): of all weight files, in place of ``keep``.
+        texts: what importance may count. tokenizer: the model's own.
+        calibration: texts or batches (mappings for ``model(**batch)``) to measure Fisher information and
+            activations with; default: ``texts``. samples: use so many of the texts, evenly spaced.
+        objective: what gradients are taken of; default: the task's loss where batches have labels, else random
+            projections of the output.
+        statistics: what ``kflats.measure`` found; then nothing is measured.
+        allocation: "uniform": weights share the budget in proportion to their bytes. "loss": ranks go where they
+            save most loss, and weights stay dense where that pays; every importance must be in units of a loss.
+            "auto": "loss" where that holds for all of several weights.
+        file_bytes: all weight files of the original, to which ``size`` belongs; default: the model's own bytes.
+        quiet: no progress bar while measuring.
+
+    Raises:
+        KflatsError: unknown names, a budget that cannot be met, an importance without its data, or one that its
+            method cannot take.
+    """
+    given = gather(texts, tokenizer, calibration, objective, statistics, samples)
+    return decide(
+        model, recipes, one_budget(keep, size), given, allocation=allocation, file_bytes=file_bytes, quiet=quiet
+    ).plan
+
+
+def decide(
+    model: nn.Module,
+    recipes: Any,
+    budget: Budget | None,
+    data: CalibrationData,
+    *,
+    allocation: Allocation = "auto",
+    file_bytes: int | None = None,
+    beside: int = 0,
+    quiet: bool = True,
+    measured: Measure | None = None,
+) -> Decided:
+    """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights.
+
+    Args:
+        beside: bytes of other modules' weight files: of the whole model, too, and left as they are.
+        measured: how the data gets its statistics; default: by measuring.
+    """
+    measured = measured or (lambda pairs: data.measured(model, pairs, quiet))
+    if isinstance(recipes, Plan):
+        resolved = _checked(model, recipes, budget, data)
+        planned = tuple((d.weight, d.recipe) for d in resolved.decisions)
+        return Decided(resolved, measured(planned), planned)
+    if budget is None:
+        raise KflatsError("no budget is given", hint='keep="60%" (named weights) or size="8MB" (all weight files)')
+    allowed = budget.in_bytes(stored_numbers(model))
+    selected = select(model, recipes, data.given)
+    asked = tuple((chosen.weight, chosen.recipe) for chosen in selected)
+    data = measured(asked)
+    total = stored_bytes(model) + beside
+    notes = [_note(chosen, data) for chosen in selected]
+    shares = share_out(model, selected, notes, allowed, data, allocation, file_bytes or total)
+    return Decided(Plan(shares.decisions, allowed, total, shares.allocation), data, asked)
+
+
+def _checked(model: nn.Module, made: Plan, budget: Budget | None, data: CalibrationData) -> Plan:
+    if budget is not None and str(budget.in_bytes(stored_numbers(model))) != str(made.budget):
+        raise KflatsError(f"the plan was made for {made.budget}, not {budget}", hint="leave the budget out")
+    resolved = made.resolve(lambda name: find_weight(model, name))
+    if not resolved.decisions:
+        raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
+    for decision in resolved.decisions:
+        check(decision.weight, decision.recipe, data.given)
+    return resolved
+
+
+def _note(chosen: Selected, data: CalibrationData) -> str:
+    recipe = chosen.recipe
+    embedding = chosen.weight.places[0].role == "embedding"
+    if not embedding or recipe.importance.form(one_hot=True).kinds or recipe.is_dense or recipe.is_cast:
+        return ""
+    if data.texts is not None:
+        return "the texts are not counted: every row counts the same"
+    if recipe.method.produces == "clusters" and data.tokenizer is None:
+        return "no texts and no tokenizer: every row counts the same"
+    return ""

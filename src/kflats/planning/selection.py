@@ -1,0 +1,260 @@
+"""Select: names, patterns and words become weights, each with its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from importlib.util import find_spec
+from typing import Any, Literal
+
+from torch import nn
+
+from kflats.common.errors import KflatsError
+from kflats.importance import KroneckerFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
+from kflats.importance.weighting import WeightingForm
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.methods import SVD, Flats, Method
+from kflats.model.weights import Weight, factored_layers, find_weight, find_weights, spellings
+from kflats.recipe.recipe import Recipe, as_recipe, brief
+
+WORDS: dict[str, frozenset[str]] = {
+    "linear": frozenset({"linear", "conv1d"}),
+    "embeddings": frozenset({"embedding"}),
+    "conv": frozenset({"conv2d"}),
+    "all": frozenset({"linear", "conv1d", "embedding", "conv2d"}),
+}
+"""Words that stand for all weights of some roles; a tied output head goes with its embedding."""
+
+
+@dataclass(frozen=True)
+class AvailableData:
+    """What kinds of data there are: texts to count, a tokenizer, and what to measure with (or what was measured)."""
+
+    texts: bool = False
+    tokenizer: bool = False
+    calibration: bool = False
+
+    @property
+    def measurable(self) -> bool:
+        """Whether gradients and activations can be had: texts will do where there is no other calibration data."""
+        return self.calibration or (self.texts and self.tokenizer)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """One weight and its recipe.
+
+    ``named`` is whether its own name was given. Then it is compressed, or refused with a reason; one that only a
+    pattern found may also be left dense where nothing else is possible.
+    """
+
+    weight: Weight
+    recipe: Recipe
+    named: bool
+
+
+def select(model: nn.Module, recipes: Any, given: AvailableData) -> tuple[Selected, ...]:
+    """The weights that ``recipes`` mean, in its order, each once.
+
+    Args:
+        recipes: {name, pattern or word: recipe, method or None}, or one of these for the token embedding. A pattern
+            is a shell pattern over names ("encoder.layer.*.attention.*"); a word is one of ``WORDS``. An exact name
+            goes before a pattern, a pattern before a word; of two patterns, or two words, the later one decides.
+        given: what data there is, for default recipes and for refusals.
+
+    Raises:
+        KflatsError: names or patterns that mean nothing, a weight named twice, a recipe that cannot be carried out
+            for its layer, an importance without its data.
+    """
+    if not isinstance(recipes, Mapping):
+        recipes = {token_embedding(model).name: recipes}
+    if not recipes:
+        raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
+    weights = find_weights(model)
+    found: dict[str, tuple[Weight, Any, int]] = {}
+    for name, recipe in recipes.items():
+        meant, rank = _meant(model, weights, str(name))
+        for weight in meant:
+            other = found.get(weight.name)
+            if other is not None and rank == other[2] == _NAME:
+                raise KflatsError(f"{name!r} is named twice", cause="two of the names are places of one tied weight")
+            if other is None or rank >= other[2]:
+                found[weight.name] = (weight, recipe, rank)
+    made = []
+    for weight, recipe, rank in found.values():
+        chosen = _default(model, weight, given) if recipe is None else as_recipe(recipe)
+        if chosen.chooses and chosen is not recipe:
+            chosen = _choice(model, weight, given, chosen.method)
+        check(weight, chosen, given)
+        made.append(Selected(weight, chosen, rank == _NAME))
+    return tuple(made)
+
+
+def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
+    """Refuse, before any work, a recipe that cannot be carried out for ``weight``.
+
+    Raises:
+        KflatsError: see above; the message names the weight and what would fit.
+    """
+    if recipe.is_dense:
+        return
+    if not weight.name:
+        raise KflatsError(
+            "the model is itself the layer that would be replaced",
+            cause="a layer is replaced inside of what holds it, and nothing holds this one",
+            hint="torch.nn.Sequential(layer)",
+        )
+    if recipe.is_cast:  # of any layer, and no importance has a say
+        return
+    if (recipe.is_coded or recipe.chooses) and find_spec("constriction") is None:
+        raise KflatsError(
+            f"{brief(recipe)} needs the library constriction, which codes integers", hint="pip install 'kflats[codes]'"
+        )
+    role, who = weight.places[0].role, brief(recipe.importance)
+    weighs_tokens = recipe.importance.needs_tokenizer
+    if role != "embedding" and weighs_tokens:
+        raise KflatsError(
+            f"{who} weighs tokens, but {weight.name!r} is a {role} layer",
+            hint="Uniform() for linear layers (--importance uniform), or KroneckerFisher() with calibration data",
+        )
+    if weighs_tokens and not given.tokenizer:
+        raise KflatsError(f"{who} needs the model's tokenizer", hint="tokenizer=..., or Uniform()")
+    if recipe.importance.needs_texts and not given.texts:
+        raise KflatsError(f"{who} needs texts to count", hint="data=texts, or ZipfPrior()")
+    if recipe.matrix_rows == "out_features" and role == "embedding":
+        raise KflatsError(
+            f'matrix_rows="out_features" is not possible for {weight.name!r}',
+            cause="an embedding is read row by row",
+            hint='matrix_rows="in_features"',
+        )
+    if role == "conv2d" and (recipe.is_coded or recipe.method.produces == "clusters"):
+        raise KflatsError(
+            f"{brief(recipe.codec if recipe.is_coded else recipe.method)} cannot be used for {weight.name!r}",
+            cause="a convolution becomes two convolutions, which needs a low-rank pair of numbers",
+            hint="SVD() with Float() (--method svd)",
+        )
+    if unfit := sorted(weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method)):
+        judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
+        raise KflatsError(
+            f"{brief(judge)} cannot take the importance {brief(recipe.importance)} of {weight.name!r}",
+            cause=_WHY.get(unfit[0], f"it weighs {unfit[0]}"),
+            hint=_way_out(recipe, role),
+        )
+    if recipe.importance.needs and not given.measurable:
+        raise KflatsError(
+            f"{who} of {weight.name!r} needs calibration data",
+            cause="it is measured by passing data through the model",
+            hint="data=texts with tokenizer=..., calibration=batches, or statistics=... (--calibration FILE)",
+        )
+
+
+def weighting_form(recipe: Recipe, weight: Weight) -> WeightingForm:
+    """The kind of weighting that the importance makes for ``weight``, as the method sees it.
+
+    >>> from kflats.importance import InputGram
+    >>> from kflats.model.weights import Place
+    >>> layer = Weight("dense", (WeightUse("dense", "linear"),), (8, 4), "float32", 128)
+    >>> weighting_form(Recipe(SVD(), InputGram()), layer).kinds
+    frozenset({'left'})
+    """
+    form = recipe.importance.form(one_hot=weight.places[0].role == "embedding")
+    return form.transposed() if recipe.matrix_rows == "out_features" else form
+
+
+def token_embedding(model: nn.Module) -> Weight:
+    """The weight that token ids enter: what the model calls its input embedding, else its largest embedding.
+
+    Raises:
+        KflatsError: the model has none that can be compressed.
+    """
+    weights = [w for w in find_weights(model) if w.places[0].role == "embedding"]
+    module = None
+    get = getattr(model, "get_input_embeddings", None)
+    if callable(get):
+        with suppress(NotImplementedError):  # models that read no tokens
+            module = get()
+        names = {name for name, part in model.named_modules(remove_duplicate=False) if part is module}
+        for weight in weights:
+            if names & {place.name for place in weight.places}:
+                return weight
+    # The largest of what is left is no token embedding where that one is factored already, or cannot be.
+    factored = any(isinstance(layer, FactoredEmbedding) for _, layer in factored_layers(model))
+    if not weights or factored or isinstance(module, nn.Module):
+        raise KflatsError(
+            "the model has no token embedding that can be compressed",
+            cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",
+            hint="name the weights: compress_(model, {name: recipe}, ...)",
+        )
+    return max(weights, key=lambda weight: weight.nbytes)
+
+
+_WORD, _PATTERN, _NAME = 0, 1, 2
+_WHY = {
+    "left": "a full metric on the side of the rows couples them, and this method treats rows one by one",
+    "right": "it weighs columns, and this method only rows",
+}
+
+
+def _meant(model: nn.Module, weights: tuple[Weight, ...], name: str) -> tuple[list[Weight], int]:
+    """The weights that one name, pattern or word means, and which of these it is."""
+    asked = {spelled.removesuffix(".weight") for spelled in spellings(model, name)}
+    exact = [w for w in weights if asked & {place.name for place in w.places}]
+    if not exact and name in WORDS:
+        found = [w for w in weights if w.places[0].role in WORDS[name]]
+        if not found:
+            kind = "" if name == "all" else f" of the kind {name!r}"
+            raise KflatsError(
+                f"the model has no weights{kind} that can be compressed", hint="kflats inspect MODEL lists them"
+            )
+        return found, _WORD
+    if not exact and any(mark in name for mark in "*?["):
+        found = [w for w in weights if any(fnmatchcase(place.name, text) for place in w.places for text in asked)]
+        if not found:
+            raise KflatsError(
+                f"no weight of the model matches {name!r}",
+                hint="names such as " + ", ".join(w.name for w in weights[:3]) + "; kflats inspect MODEL lists them",
+            )
+        return found, _PATTERN
+    return [find_weight(model, name)], _NAME
+
+
+def _default(model: nn.Module, weight: Weight, given: AvailableData) -> Recipe:
+    """What weighs tokens means nothing to rows that are no tokens."""
+    role = weight.places[0].role
+    if role == "embedding" and weight.name == token_embedding(model).name:
+        if given.texts and not given.tokenizer:
+            raise KflatsError(
+                "texts are given, but no tokenizer that could count them",
+                hint="tokenizer=..., or Recipe(method, Uniform())",
+            )
+        counted = TokenCounts() if given.texts and given.tokenizer else ZipfPrior() if given.tokenizer else Uniform()
+        return Recipe(Flats(), counted)
+    if role != "embedding" and given.calibration:
+        return Recipe(SVD(), KroneckerFisher())
+    return Recipe(SVD() if role == "conv2d" else Flats())
+
+
+def _choice(model: nn.Module, weight: Weight, given: AvailableData, method: Method) -> Recipe:
+    """A bare ``Auto()`` takes the importance that the data allows, in units of the loss where that can be."""
+    if weight.places[0].role == "embedding" and weight.name == token_embedding(model).name:
+        if given.texts and given.tokenizer:
+            return Recipe(method, TokenFisher())
+        return Recipe(method, ZipfPrior() if given.tokenizer else Uniform())
+    if not given.measurable:
+        return Recipe(method)
+    side: Literal["in_features", "out_features"] = (
+        "in_features" if weight.places[0].role == "embedding" else "out_features"
+    )
+    return Recipe(method, KroneckerFisher(), matrix_rows=side)
+
+
+def _way_out(recipe: Recipe, role: str) -> str:
+    """Another recipe that would be accepted."""
+    accepted, form = recipe.codec.accepts(recipe.method), recipe.importance.form(one_hot=False)
+    other = "in_features" if recipe.matrix_rows == "out_features" else "out_features"
+    turned = form.transposed() if other == "out_features" else form
+    if role != "embedding" and turned.kinds <= accepted:
+        return f'matrix_rows="{other}" (--matrix-rows {other}), or SVD()'
+    return "SVD(), or RowFisher()" if "rows" in accepted else "SVD()"
