@@ -418,7 +418,7 @@ def test_rotation_has_the_gaussian_error_of_max(bits, error):
 
 def test_rounding_and_rotation_refuse_other_bits():
     matrix = torch.ones(2, 2)
-    for call in (lambda: absmax_code(matrix, 5), lambda: absmax_code(matrix, 4, 0), lambda: rotation_code(matrix, 9)):
+    for call in (lambda: absmax_code(matrix, 9), lambda: absmax_code(matrix, 4, 0), lambda: rotation_code(matrix, 9)):
         with pytest.raises(KflatsError):
             call()
     with pytest.raises(KflatsError, match="NaN"):

@@ -5,24 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from kflats.codecs.cluster_coordinates import ClusterCoordinates, flat_layout, rounded_basis
-from kflats.codecs.fixed_rate import FixedRateCodec, Layout
-from kflats.codecs.protocol import Codec, Table
+from kflats.codecs.fixed_rate import Layout
+from kflats.codecs.protocol import Codec
+from kflats.codecs.row_scales import RoundedRows, RowScaleCodec
 from kflats.common.errors import KflatsError
-from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.coded_build import from_integers
-from kflats.methods import SVD, KeepDense
-from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Problem
-from kflats.methods.protocol import Method
+from kflats.methods import KeepDense, Method
 from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.rows import Rows
 
 
 @dataclass(frozen=True)
-class Integer(FixedRateCodec):
+class Integer(RowScaleCodec):
     """Integers of ``bits`` bits and a scale for each row, or for every ``group`` columns of it.
 
         a_ij  ~  scale_ig q_ij,      |q_ij| <= 2^(bits - 1) - 1,      scale_ig = max_j |a_ij| / (2^(bits - 1) - 1)
@@ -72,66 +66,13 @@ class Integer(FixedRateCodec):
         """As ``FixedRateCodec.layout``."""
         return Layout(self.bits, self.groups(columns))
 
-    def rounding_share(self, method: Method, table: Table) -> float:
-        """As ``FixedRateCodec.rounding_share``: measured on an SVD of all ranks."""
-        if float(table.spectrum[0]) <= 0:
-            return 0.0
-        shape, itemsize = table.rows.shape, table.dtype.itemsize
-        # Twice: of a small matrix the header of a file is most.
-        room = 2 * (self.memory_bytes(shape, itemsize, min(shape)) + self.min_bytes(method, shape, itemsize))
-        stored = self.encode(SVD(), Problem(table.rows, room, itemsize, table.weighting), table.dtype)
-        return min(1.0, weighted_error(table.rows, stored.matrix, table.weighting).relative)
-
-    def round_rows(self, rows: Rows, dtype: torch.dtype, seed: int) -> CodedMatrix:
-        """As ``FixedRateCodec.round_rows``."""
-        groups = self.groups(rows.shape[1])
-        code = absmax_code(rows, self.bits, -(-rows.shape[1] // groups), dtype=dtype)
-        scales = code.scales
-        return from_integers([code.levels], None, scales.values, scales="row", groups=groups, unit=scales.unit)
-
-    def round_coordinates(self, coordinates: ClusterCoordinates, dtype: torch.dtype, seed: int) -> CodedMatrix:
-        """As ``FixedRateCodec.round_coordinates``.
-
-        Raises:
-            KflatsError: flats of rank 0 alone.
-        """
-        if not coordinates.rank:
-            raise KflatsError("no flat has a rank", cause="a matrix of zeros", hint="KeepDense(), or leave it as it is")
-        sizes = [_sizes(coordinates, flat) for flat in range(len(coordinates.bases))]
-        whole = torch.zeros(len(coordinates.labels), coordinates.rank)
-        for c, (table, flat) in enumerate(zip(coordinates.tables, coordinates.flat_of, strict=True)):
-            rank = table.shape[1]
-            whole[coordinates.members(c), :rank] = (table / sizes[flat][:rank]).to(torch.float32)
-        groups = self.groups(coordinates.rank)
-        code = absmax_code(whole, self.bits, -(-coordinates.rank // groups), dtype=dtype)
-        basis = rounded_basis(
-            torch.cat([basis * size.unsqueeze(1) for basis, size in zip(coordinates.bases, sizes, strict=True)]), dtype
-        )
-        several = len(coordinates.tables) > 1
-        return from_integers(
-            [code.levels[coordinates.members(c)] for c in range(len(coordinates.tables))],
-            coordinates.labels if several else None,
-            code.scales.values,
-            scales="row",
-            groups=groups,
-            basis=basis.levels,
-            basis_scale=basis.scales.values,
-            flats=flat_layout(coordinates),
-            unit=code.scales.unit + basis.scales.unit,
-        )
+    def rounded(self, rows: Rows, dtype: torch.dtype) -> RoundedRows:
+        """As ``RowScaleCodec.rounded``."""
+        columns = rows.shape[1]
+        code = absmax_code(rows, self.bits, -(-columns // self.groups(columns)), dtype=dtype)
+        return RoundedRows(code.levels, code.scales)
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
         """The matrix itself in 8 and in 4 bits."""
         return (KeepDense(), cls(8)), (KeepDense(), cls(4, group=64))
-
-
-def _sizes(coordinates: ClusterCoordinates, flat: int) -> Tensor:
-    """(r,) the root mean square of each coordinate of a flat, over the rows that have it; 1 for those of zeros."""
-    sums, counts = torch.zeros(2, len(coordinates.bases[flat]), dtype=torch.float64)
-    for table, of in zip(coordinates.tables, coordinates.flat_of, strict=True):
-        if of == flat:
-            sums[: table.shape[1]] += table.square().sum(0)
-            counts[: table.shape[1]] += len(table)
-    size = (sums / counts.clamp_min(1.0)).sqrt()
-    return torch.where(size > 0, size, torch.ones_like(size))

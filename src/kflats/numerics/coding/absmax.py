@@ -1,4 +1,4 @@
-"""Rounding to 8 or 4 bits with a scale a row, or a group of columns in a row: what a user picks today.
+"""Rounding to 2 to 8 bits with a scale a row, or a group of columns in a row: what a user picks today.
 
     a_ij  ~  scale_ig q_ij,      q_ij whole, |q_ij| <= 2^(bits-1) - 1,      scale_ig = max_j |a_ij| / (2^(bits-1) - 1)
 
@@ -21,7 +21,7 @@ from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 
 @dataclass(frozen=True)
 class AbsmaxCode:
-    """``levels`` (n, d) int8, ``scales`` (n, groups); ``bits`` of a level, 8 or 4; ``group`` columns share a scale (the
+    """``levels`` (n, d) int8, ``scales`` (n, groups); ``bits`` of a level, 2 to 8; ``group`` columns share a scale (the
     last of them may be fewer)."""
 
     levels: Tensor
@@ -53,7 +53,7 @@ def absmax_code(
 
     Args:
         matrix: (n, d), finite.
-        bits: 8 or 4.
+        bits: 2 to 8.
         group: None: one scale a row. 8 bits are nearly lossless either way; 4 bits want groups of 32 to 128.
         dtype: of the scales; None: float16, or float32 where rows are so unlike that float16 does not hold all of them.
 
@@ -63,8 +63,8 @@ def absmax_code(
     >>> absmax_code(torch.tensor([[7.0, -3.0], [0.0, 0.0]]), 4).dense().tolist()
     [[7.0, -3.0], [0.0, 0.0]]
     """
-    if bits not in (4, 8):
-        raise KflatsError(f"rounding to {bits!r} bits", hint="8 or 4")
+    if bits not in range(2, 9):
+        raise KflatsError(f"rounding to {bits!r} bits", hint="2 to 8")
     rows = as_rows(matrix)
     n, d = rows.shape
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
