@@ -28,7 +28,7 @@ class _Group(TyperGroup):
         try:
             return super().invoke(ctx)
         except KflatsError as error:
-            complain(str(error))
+            complain(error.on_command_line())
             raise typer.Exit(2) from None
         except OSError as error:
             if error.filename is None:  # a broken pipe, say: not about a path, so not the user's to mend

@@ -6,22 +6,37 @@ from __future__ import annotations
 class KflatsError(ValueError):
     """A request that cannot be carried out as asked.
 
-    The message always has three parts: the symptom, its likely cause, and what to try.
-    The command line prints it without a traceback; any other exception is a defect.
+    Every message has one form: the symptom says what is refused ("X is not supported with Y"), the cause says why, and
+    the hint says what to use instead. The command line prints it without a traceback; any other exception is a defect.
 
-    >>> str(KflatsError("table has NaN", cause="training diverged", hint="load an earlier checkpoint"))
-    'table has NaN. Likely cause: training diverged. Try: load an earlier checkpoint.'
+    Args:
+        symptom: what cannot be done. cause: why. hint: what to do instead, in Python.
+        command: what to do instead on the command line, where ``hint`` names Python.
+
+    >>> error = KflatsError("no budget is given", hint='keep="60%"', command="--keep 60%")
+    >>> str(error)
+    'no budget is given. Try: keep="60%".'
+    >>> error.on_command_line()
+    'no budget is given. Try: --keep 60%.'
     """
 
-    def __init__(self, symptom: str, *, cause: str = "", hint: str = "") -> None:
-        parts = [symptom.rstrip(".") + "."]
-        if cause:
-            parts.append(f"Likely cause: {cause.rstrip('.')}.")
-        if hint:
-            parts.append(f"Try: {hint.rstrip('.')}.")
-        super().__init__(" ".join(parts))
-        self.symptom, self.cause, self.hint = symptom, cause, hint
+    def __init__(self, symptom: str, *, cause: str = "", hint: str = "", command: str = "") -> None:
+        super().__init__(_sentences(symptom, cause, hint))
+        self.symptom, self.cause, self.hint, self.command = symptom, cause, hint, command
+
+    def on_command_line(self) -> str:
+        """The message with what to do on the command line."""
+        return _sentences(self.symptom, self.cause, self.command or self.hint)
+
+    def about(self, name: str) -> KflatsError:
+        """The same error, whose symptom begins with ``name``: the weight or file that it is about."""
+        return type(self)(f"{name}: {self.symptom}", cause=self.cause, hint=self.hint, command=self.command)
 
 
 class NoGradientSignalError(KflatsError):
     """No gradient reached a weight: all statistics measured of it are zero."""
+
+
+def _sentences(symptom: str, cause: str, hint: str) -> str:
+    parts = [symptom, f"Likely cause: {cause}" if cause else "", f"Try: {hint}" if hint else ""]
+    return " ".join(part.rstrip(".") + "." for part in parts if part)

@@ -103,7 +103,7 @@ def _fit(
     try:
         factored = recipe.encode(problem, dtype)
     except KflatsError as error:
-        raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        raise error.about(weight.name) from error
     matrix = factored.matrix
     if not free_labels and factored.nbytes > nbytes:
         raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {nbytes}")

@@ -110,7 +110,7 @@ class CalibrationData:
             try:
                 self._weightings[key] = recipe.importance.weigh(self._measured(weight, recipe))
             except KflatsError as error:
-                raise type(error)(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+                raise error.about(weight.name) from error
         return self._weightings[key]
 
     def curve(self, table: Tensor, weight: Weight, recipe: Recipe, weighting: Weighting) -> Tensor:
@@ -126,7 +126,7 @@ class CalibrationData:
             try:
                 self._curves[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
             except KflatsError as error:
-                raise KflatsError(f"{weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+                raise error.about(weight.name) from error
         return self._curves[key]
 
     def _measured(self, weight: Weight, recipe: Recipe) -> Measured:

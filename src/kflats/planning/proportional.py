@@ -44,7 +44,7 @@ def _counted(model: nn.Module, item: WeightCosts) -> int | None:
     try:
         return item.recipe.codec.counted_bytes(item.recipe.method, rows, getattr(torch, item.weight.dtype))
     except KflatsError as error:
-        raise KflatsError(f"{item.weight.name}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+        raise error.about(item.weight.name) from error
 
 
 def uniform(items: Sequence[WeightCosts], allowed: int, data: CalibrationData) -> dict[str, Decision]:

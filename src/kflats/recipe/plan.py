@@ -115,7 +115,7 @@ class Plan:
             found = tuple(_decision(entry, f"decisions[{i}]") for i, entry in enumerate(decisions))
             return cls(found, parse_budget(head.budget), head.model_bytes, head.allocation)
         except KflatsError as error:
-            raise KflatsError(f"{path}: {error.symptom}", cause=error.cause, hint=error.hint) from error
+            raise error.about(os.fspath(path)) from error
 
     @classmethod
     def is_saved_in(cls, path: Path) -> bool:
