@@ -2,7 +2,7 @@
 the original's sentence embeddings on text of another domain than the counted one, and of .970 without any data.
 
 Counted: WikiText-2 (train). Judged: STS-B (dev) by default. Defaults are chosen on CoLA's sentences, of which
-``defaults.py`` makes a table (``--judged cola`` judges on them here). Rare words: 500 words of the vocabulary's tail
+``defaults.py`` makes a table (``--eval-split cola`` judges on them here). Rare words: 500 words of the vocabulary's tail
 that neither text shows, each alone.
 
     python benchmarks/fidelity.py --write benchmarks/results/fidelity.md
@@ -36,8 +36,8 @@ SMALL = ("SVD", "MESSI as published (k=5)", "SVD + counts", "kflats default: cou
 
 
 def main() -> None:
-    options = arguments(__doc__, judged="stsb", budgets="60%,40%,26%,13.5%")
-    counted, judged = sentences("wikitext2"), sentences(options.judged)
+    options = arguments(__doc__, eval_split="stsb", budgets="60%,40%,26%,13.5%")
+    counted, judged = sentences("wikitext2"), sentences(options.eval_split)
     source = packaged_model()
     original, tokenizer = load_model(source), load_tokenizer(source)
     # Rare words are looked for outside the judged texts; the counted ones are too long to tokenize all of them again.
@@ -68,7 +68,7 @@ def main() -> None:
     judge("13.5%", "4-bit rows (what a user picks today)", rounded, round_rows_(rounded, EMBEDDING, bits=4))
     head = ["kept", "method", "table", *HEAD]
     publish(
-        f"Fidelity of sentence embeddings (all-MiniLM-L6-v2, judged on {options.judged})",
+        f"Fidelity of sentence embeddings (all-MiniLM-L6-v2, judged on {options.eval_split})",
         f"{len(judged)} sentences judged; the original table has 46.88 MB.\n\n" + markdown(head, lines),
         options,
     )

@@ -51,8 +51,8 @@ def calibration(size: int) -> list[str]:
 
 
 def main() -> None:
-    options = arguments(__doc__, judged="stsb", samples=6000, limit=0)
-    judged = sentences(options.judged)
+    options = arguments(__doc__, eval_split="stsb", samples=6000, limit=0)
+    judged = sentences(options.eval_split)
     judged = judged[: options.limit] if options.limit else judged
     source = packaged_model()
     original, tokenizer = load_model(source), load_tokenizer(source)
@@ -87,7 +87,7 @@ def main() -> None:
     before = sum(weight.shape[0] * weight.shape[1] for weight in weights)
     publish(
         f"Fidelity with all {len(weights)} linear layers factorized, no fine-tuning (all-MiniLM-L6-v2)",
-        f"{len(judged)} sentences of {options.judged} judged; {options.samples} sentences of WikiText-2 measured in "
+        f"{len(judged)} sentences of {options.eval_split} judged; {options.samples} sentences of WikiText-2 measured in "
         f"{took:.0f} s. Dense: {before:,} numbers.\n\n" + markdown(head, lines),
         options,
     )
