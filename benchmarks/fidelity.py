@@ -2,7 +2,8 @@
 the original's sentence embeddings on text of another domain than the counted one, and of .970 without any data.
 
 Counted: WikiText-2 (train). Judged: STS-B (dev) by default. Defaults are chosen on CoLA's sentences, of which
-``defaults.py`` makes a table (``--eval-split cola`` judges on them here). Rare words: 500 words of the vocabulary's tail
+``defaults.py`` makes a table (``--eval-split cola`` judges on them here).
+Rare words: 500 words of the vocabulary's tail
 that neither text shows, each alone.
 
     python benchmarks/fidelity.py --write benchmarks/results/fidelity.md

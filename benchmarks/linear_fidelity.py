@@ -87,8 +87,8 @@ def main() -> None:
     before = sum(weight.shape[0] * weight.shape[1] for weight in weights)
     publish(
         f"Fidelity with all {len(weights)} linear layers factorized, no fine-tuning (all-MiniLM-L6-v2)",
-        f"{len(judged)} sentences of {options.eval_split} judged; {options.samples} sentences of WikiText-2 measured in "
-        f"{took:.0f} s. Dense: {before:,} numbers.\n\n" + markdown(head, lines),
+        f"{len(judged)} sentences of {options.eval_split} judged; {options.samples} sentences of WikiText-2 "
+        f"measured in {took:.0f} s. Dense: {before:,} numbers.\n\n" + markdown(head, lines),
         options,
     )
 
