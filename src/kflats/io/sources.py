@@ -126,7 +126,7 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def module_files(folder: str | os.PathLike[str]) -> list[Path]:
-    """Weight files, in any format, of the other modules of a sentence-transformers folder (``KeepDense`` has some).
+    """Weight files, in any format, of the other modules of a sentence-transformers folder (such as ``Dense``).
 
     ``copy_companions`` copies them as they are; a file of two names counts twice, as it does on the disk of a copy.
     """
