@@ -122,3 +122,11 @@ def tiny_folder(
     tiny_model("bert").save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Announces a method, an importance and a codec of another package; its folder, which holds the metadata too."""
+    folder = ROOT / "tests" / "plugins"
+    monkeypatch.syspath_prepend(folder / "metadata")
+    return folder

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from kflats_toys import LogCounts
 
 import kflats
 from kflats.common.errors import KflatsError
@@ -34,6 +35,7 @@ IMPORTANCES = {
     "counts as they are": TokenCounts(power=1, smoothing=0, floor=1e-9),
     "zipf": ZipfPrior(),
     "zipf, full": ZipfPrior(power=1),
+    "of another package": LogCounts(),
 }
 """A new importance is a new row."""
 
@@ -60,7 +62,7 @@ def test_every_row_gets_a_finite_weight_above_zero(importance, head):
 
 
 @EVERY
-def test_a_value_is_frozen_and_survives_json(importance):
+def test_a_value_is_frozen_and_survives_json(importance, toys):
     assert isinstance(importance, Importance)
     assert from_json(json.loads(json.dumps(to_json(importance)))) == importance
     assert hash(importance) == hash(dataclasses.replace(importance))

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+import kflats
+
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "kflats"
 
 # From the ground up. A package may import what is above its own line here, and itself where that makes no cycle.
@@ -227,6 +229,10 @@ print(report)
     done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "0" in done.stdout
+
+
+def test_every_public_name_is_there() -> None:
+    assert [name for name in kflats.__all__ if not hasattr(kflats, name)] == []
 
 
 def test_the_package_is_light() -> None:

@@ -48,7 +48,6 @@ __all__ = [
     "Auto",
     "Budget",
     "Coreset",
-    "EntryPower",
     "Entrywise",
     "Flats",
     "Float",

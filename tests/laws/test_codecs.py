@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from kflats_toys import SketchedSVD, Ternary
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -76,6 +77,12 @@ CASES = [
     (RobustSVD(p=1.0), Transform(), 0.12),
     (Entrywise(p=1.0), Transform(), 0.12),
     (Subspace(), Transform(classes=1), 0.12),
+    (SketchedSVD(), Integer(bits=8), 0.20),
+    (SketchedSVD(), Rotation(), 0.20),
+    (SketchedSVD(), Transform(), 0.12),
+    (KeepDense(), Ternary(), 0.15),
+    (SketchedSVD(), Ternary(), 0.12),
+    (Flats(k=2, nested_ranks=2), Ternary(), 0.12),
 ]
 table = pytest.mark.parametrize(
     ("method", "codec", "share"), CASES, ids=lambda v: str(v) if not isinstance(v, float) else ""
@@ -172,7 +179,7 @@ def test_factors_too_are_reported_as_memory_holds_them(method, rows) -> None:
 
 
 @table
-def test_recipes_survive_json(method, codec, share) -> None:
+def test_recipes_survive_json(method, codec, share, toys) -> None:
     recipe = Recipe(method, codec=codec)
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
 
@@ -374,7 +381,7 @@ def test_matrices_with_next_to_nothing_in_them(method, codec, share, rows) -> No
             Recipe(method, codec=codec).encode(given, torch.float32)
         return
     made = Recipe(method, codec=codec).encode(given, torch.float32).matrix.dense().detach()
-    lost = {2: 0.5, 3: 0.3, 4: 0.15}.get(getattr(codec, "bits", None) or 8, 0.05)
+    lost = {2: 0.5, 3: 0.3, 4: 0.15}.get(getattr(codec, "bits_per_number", 8), 0.05)
     assert float((made - rows).norm()) <= lost * float(rows.norm())
 
 

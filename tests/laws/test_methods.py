@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kflats_toys import SketchedSVD
 
 from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
@@ -53,10 +54,11 @@ METHODS = {
     "median flat": Subspace(),
     "huber flat": Subspace(Huber(2.0, "median")),
     "truncated flat": Subspace(Truncated(3.0, "median")),
+    "of another package": SketchedSVD(),
 }
 """A new method is a new row."""
 
-PAIRS = (SVD, RobustSVD, Entrywise, Subspace)
+PAIRS = (SVD, RobustSVD, Entrywise, Subspace, SketchedSVD)
 """Methods of one flat, stored as two factors."""
 
 EVERY = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
@@ -307,7 +309,7 @@ def test_weights_that_weigh_nothing_are_refused(method, weights, message):
 
 
 @EVERY
-def test_a_method_is_a_frozen_value_of_json_scalars(method):
+def test_a_method_is_a_frozen_value_of_json_scalars(method, toys):
     assert isinstance(method, Method)
     assert from_json(json.loads(json.dumps(to_json(method)))) == method
     assert hash(method) == hash(dataclasses.replace(method))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import scipy.linalg
 import torch
+from kflats_toys import SketchedSVD
 
 from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
@@ -23,6 +24,7 @@ METHODS = {
     "flats, one": Flats(k=1),
     "k-means": KMeansSVD(k=3),
     "messi": MESSI(k=3),
+    "of another package": SketchedSVD(),
 }
 KINDS = {
     "none": (),

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
+from kflats.importance.measured import Measured
 from kflats.importance.protocol import Importance, check_importance
 from kflats.importance.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.importance.tokens import TokenCounts, TokenFisher, Uniform, ZipfPrior
+from kflats.importance.weighting import Weighting, WeightingForm
 
 __all__ = [
     "IMPORTANCES",
     "Importance",
     "InputGram",
     "KroneckerFisher",
+    "Measured",
     "RowFisher",
     "TokenCounts",
     "TokenFisher",
     "TwoSided",
     "Uniform",
+    "Weighting",
+    "WeightingForm",
     "ZipfPrior",
     "check_importance",
     "from_name",

@@ -10,7 +10,7 @@ from kflats.methods.keep_dense import KeepDense
 from kflats.methods.kmeans_svd import KMeansSVD
 from kflats.methods.matrix_error import row_errors
 from kflats.methods.problem import Factored, Problem
-from kflats.methods.protocol import ClusterMethod, Fit, Method, PairMethod, Product, check_method
+from kflats.methods.protocol import ClusterMethod, Fit, Method, PairMethod, Product, check_method, low_rank_pair
 from kflats.methods.robust import EllipsoidWay, Entrywise, RobustSVD, Subspace, ellipsoid_of
 from kflats.methods.svd import SVD
 from kflats.numerics.loss import Loss, Squared
@@ -37,6 +37,7 @@ __all__ = [
     "check_method",
     "ellipsoid_of",
     "from_name",
+    "low_rank_pair",
     "row_errors",
 ]
 

@@ -1,0 +1,72 @@
+"""A method, an importance and a codec of another package: what a stranger adds to kflats, each one class.
+
+``metadata/`` announces them as an installed package would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from kflats.codecs import Codec, Layout, RoundedRows, RowScaleCodec, scales_of
+from kflats.importance import Importance, Measured, Weighting, WeightingForm
+from kflats.methods import Fit, KeepDense, Method, PairMethod, Problem, low_rank_pair
+from kflats.numerics.rows import Rows
+
+
+@dataclass(frozen=True)
+class SketchedSVD(PairMethod):
+    """A pair in the span of the matrix times random vectors (Halko, Martinsson and Tropp, 2011)."""
+
+    def _pair(self, problem: Problem, rank: int) -> Fit:
+        table = torch.cat([block for _, block in problem.rows.blocks(8192)]).to(torch.float64)
+        weighted = table if problem.weights is None else table * problem.weights.to(table).sqrt().unsqueeze(1)
+        random = torch.randn(len(table), rank + 8, generator=torch.Generator().manual_seed(problem.seed))
+        span = torch.linalg.qr(weighted.T @ (weighted @ (weighted.T @ random.to(table))))[0]
+        axes = torch.linalg.svd(weighted @ span, full_matrices=False)[2][:rank]
+        basis = axes @ span.T
+        error = weighted.square().sum() - (weighted @ basis.T).square().sum()
+        dtype = problem.rows.dtype
+        return low_rank_pair((table @ basis.T).to(dtype), basis.to(dtype), max(float(error), 0.0))
+
+    @classmethod
+    def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:
+        return (cls(),)
+
+
+@dataclass(frozen=True)
+class LogCounts(Importance):
+    """w_i = 1 + log(1 + how often texts read row i)."""
+
+    needs_texts: ClassVar[bool] = True
+    needs_tokenizer: ClassVar[bool] = True
+
+    def form(self, *, one_hot: bool) -> WeightingForm:
+        return WeightingForm(left="diagonal")
+
+    def weigh(self, measured: Measured) -> Weighting:
+        counts = torch.zeros(measured.rows) if measured.counts is None else measured.counts
+        return Weighting(left=1.0 + counts.to(torch.float64).log1p())
+
+
+@dataclass(frozen=True)
+class Ternary(RowScaleCodec):
+    """-s, 0 or s, with one s for each row: the mean size of its entries that are not small."""
+
+    bits_per_number = 2
+
+    def layout(self, columns: int) -> Layout:
+        return Layout(2)
+
+    def rounded(self, rows: Rows, dtype: torch.dtype) -> RoundedRows:
+        table = torch.cat([block for _, block in rows.blocks(8192)])
+        size = table.abs()
+        large = size > 0.5 * size.mean(1, keepdim=True)
+        scale = (size * large).sum(1, keepdim=True) / large.sum(1, keepdim=True).clamp_min(1)
+        return RoundedRows((table.sign() * large).to(torch.int8), scales_of(scale, dtype))
+
+    @classmethod
+    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
+        return ((KeepDense(), cls()),)
