@@ -27,6 +27,7 @@ from kflats import (
 from kflats.common.errors import KflatsError
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
+from kflats.io.manifest import MANIFEST
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredLinear
 from kflats.planning import calibration as calibration_module
@@ -166,7 +167,9 @@ def test_nothing_is_measured_that_nothing_needs(monkeypatch: pytest.MonkeyPatch)
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file() and p.name != REPORT_FILE}
+    """The files of a folder, without the report, which holds seconds, and the manifest, which holds its hash."""
+    paths = [p for p in sorted(folder.rglob("*")) if p.is_file() and p.name not in (REPORT_FILE, MANIFEST)]
+    return {p.name: p.read_bytes() for p in paths}
 
 
 def test_a_folder_with_calibration_texts(tiny_folder: Path, tmp_path: Path) -> None:

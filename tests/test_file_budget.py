@@ -171,7 +171,7 @@ def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monke
     weights = ("encoder.*.attention.*",)
     asked = {"keep": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": weights, "quiet": True}
     compress_folder(encoder, tmp_path / "whole", **asked)
-    real, done = kflats.compress.fitting.store, []
+    real, done = Transform.encode, []
 
     def stops(*given):
         done.append(1)
@@ -179,7 +179,7 @@ def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monke
             raise KeyboardInterrupt
         return real(*given)
 
-    monkeypatch.setattr(kflats.compress.fitting, "store", stops)
+    monkeypatch.setattr(Transform, "encode", stops)
     with pytest.raises(KeyboardInterrupt):
         compress_folder(encoder, tmp_path / "parts", **asked)
     monkeypatch.undo()
