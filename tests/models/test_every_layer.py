@@ -152,6 +152,7 @@ def test_networks_that_see(config: Any, refused: str, reason: str, tmp_path: Pat
     assert_same(load_exactly(AutoModelForImageClassification, tmp_path / "tuned"), loaded, see)
 
 
+@pytest.mark.filterwarnings("ignore:.* have no checksum")
 def test_a_checkpoint_without_a_gained_bias_is_an_error(tmp_path: Path) -> None:
     case, name = ARCHITECTURES["llama"], "model.layers.0.mlp.up_proj"
     model = case.make(tied=True)
