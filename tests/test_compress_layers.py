@@ -30,7 +30,7 @@ from kflats.compress.pipeline import compress_, compress_folder
 from kflats.io.manifest import MANIFEST
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredLinear
-from kflats.planning import calibration as calibration_module
+from kflats.planning import calibration_data as calibration_module
 from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.decide import plan
 from kflats.recipe import budget as budget_module

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kflats.codecs import blocks, opening, streams
+from kflats.codecs import blocks, stream_reader, streams
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded_build import from_integers
 from kflats.matrices.coded_geometry import CodedGeometry
@@ -157,8 +157,8 @@ def test_only_blocks_that_hold_the_rows_are_decoded(monkeypatch):
     monkeypatch.setattr(blocks, "BLOCK", 100)
     matrix = transform((300, 0, 50, 150))
     stream, decoded = streams.encode(matrix), []
-    real = opening.decode_block
-    monkeypatch.setattr(opening, "decode_block", lambda *given: decoded.append(given[1]) or real(*given))
+    real = stream_reader.decode_block
+    monkeypatch.setattr(stream_reader, "decode_block", lambda *given: decoded.append(given[1]) or real(*given))
     streams.decode(stream, matrix.geometry)
     whole = len(decoded)
     decoded.clear()
