@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.loss import Huber, Loss, Power, Truncated
-from kflats.numerics.refit import refit_l1
 from kflats.numerics.subspace import robust_subspace
 from kflats.numerics.svd import truncated_svd
 
@@ -58,7 +57,6 @@ def table_lines(table: Tensor, rank: int) -> list[Line]:
         "entrywise p=1, IRLS to 1e-4": lambda: _product(entrywise_low_rank(table, rank, solver="irls", tolerance=1e-4)),
         "entrywise p=1.25, ADMM": lambda: _product(entrywise_low_rank(table, rank, p=1.25, solver="admm")),
         "entrywise p=1.5, ADMM": lambda: _product(entrywise_low_rank(table, rank, p=1.5, solver="admm")),
-        "SVD's basis, l1 coordinates": lambda: _product(refit_l1(table, basis=svd.basis, max_iterations=100)),
         "subspace, sum of distances": lambda: _product(robust_subspace(table, rank)),
     }
     for name, make in tries.items():

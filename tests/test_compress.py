@@ -341,7 +341,7 @@ def test_after_kill_9_finished_weights_are_not_fitted_again(tiny_folder, tmp_pat
     AutoModel.from_pretrained(out)
 
 
-@pytest.mark.parametrize("change", ["budget", "seed", "texts", "method", "damage"])
+@pytest.mark.parametrize("change", ["keep", "seed", "texts", "method", "damage"])
 def test_leftovers_of_other_input_are_not_used(tiny_folder, tmp_path, monkeypatch, change):
     out = tmp_path / "small"
     first = {"keep": "50%", "method": Recipe(Flats(k=2), ZipfPrior()), "seed": 0, "texts": TEXTS, "quiet": True}

@@ -218,7 +218,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, folder: Path, out: Path, option
             compress_folder(folder, out, **options)
 
 
-@pytest.mark.parametrize("change", ["nothing", "calibration", "objective", "statistics", "budget", "allocation"])
+@pytest.mark.parametrize("change", ["nothing", "calibration", "objective", "statistics", "keep", "allocation"])
 def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
     tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:

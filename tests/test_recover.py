@@ -147,9 +147,9 @@ class Stop(KeyboardInterrupt):
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Let the judge stop the run when it is asked for the ``after``-th time."""
-    from kflats.recover import lessons
+    from kflats.recover import training_data
 
-    real, calls = lessons.judge, []
+    real, calls = training_data.judge, []
 
     def judge(*arguments: Any) -> Any:
         calls.append(1)
@@ -157,7 +157,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             raise Stop
         return real(*arguments)
 
-    monkeypatch.setattr(lessons, "judge", judge)
+    monkeypatch.setattr(training_data, "judge", judge)
 
 
 def test_an_interrupted_run_resumes_exactly(
