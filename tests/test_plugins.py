@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kflats_toys import LogCounts, SketchedSVD, Ternary
+from kflats_toys import Bfloat, LogCounts, SketchedSVD, Ternary
 from torch import nn
 
 import kflats
@@ -90,3 +90,27 @@ def test_automatic_choice_offers_them_and_takes_what_loses_least(toys) -> None:
     plan = kflats.plan(model, {"table": Auto()}, keep="6%")
     assert plan.decisions[0].recipe == Recipe(KeepDense(), codec=Ternary())
     assert kflats.compress_(model, plan, quiet=True).weights[0].error < 1e-6
+
+
+def test_a_codec_of_floating_point_numbers_works_with_every_method_and_layer(tmp_path) -> None:
+    recipes = {
+        "conv": SketchedSVD(), "dense": KeepDense(), "flats": kflats.Flats(k=2), "skeleton": SVD(form="interpolative")
+    }  # fmt: skip
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        linear = {name: nn.Linear(48, 32) for name in ("dense", "flats", "skeleton")}
+        return nn.ModuleDict({"conv": nn.Conv2d(8, 16, 3), **linear})
+
+    model, fresh = build(), build()
+    report = kflats.compress_(
+        model, {name: Recipe(method, codec=Bfloat()) for name, method in recipes.items()}, keep="50%", quiet=True
+    )
+    kept = {weight.name: weight.kept for weight in report.weights}
+    assert kept["dense"] == "bfloat16"
+    assert not any(weight.coded or weight.dense for weight in report.weights)
+    assert all(" of " in kept[name] for name in recipes if name != "dense"), kept
+    kflats.save(model, tmp_path)
+    kflats.load_(fresh, tmp_path)
+    state = fresh.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())

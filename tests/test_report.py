@@ -203,7 +203,7 @@ def test_a_report_with_a_nan_is_not_written(tmp_path: Path) -> None:
 
 def dense(name: str, note: str) -> WeightReport:
     return replace(
-        sample(name=name).weights[0], method={"type": "KeepDense"}, bands=(), spectrum=(), frequency=(), worst=(),
+        sample(name=name).weights[0], stored="dense", bands=(), spectrum=(), frequency=(), worst=(),
         objective=(), bytes_after=256_000, error=0.0, note=note,
     )  # fmt: skip
 

@@ -150,9 +150,7 @@ def layer(kind: str, number: int, rank: int | None) -> WeightReport:
         weight(f"encoder.{number}.{kind}", k=1, nested=False), shape=(24, 24),
         bands=() if rank is None else (BandReport(0, rank, 24, 1.0, 0.1),),
     )  # fmt: skip
-    return (
-        made if rank else replace(made, method={"type": "KeepDense"}, spectrum=(), frequency=(), worst=(), objective=())
-    )
+    return made if rank else replace(made, stored="dense", spectrum=(), frequency=(), worst=(), objective=())
 
 
 @pytest.mark.parametrize("kinds", [2, 12])

@@ -1,18 +1,19 @@
-"""A method, an importance and a codec of another package: what a stranger adds to kflats, each one class.
+"""A method, an importance and two codecs of another package: what a stranger adds to kflats, each one class.
 
 ``metadata/`` announces them as an installed package would.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
-from kflats.codecs import Codec, Layout, RoundedRows, RowScaleCodec, scales_of
+from kflats.codecs import Candidate, Codec, Layout, RoundedRows, RowScaleCodec, Table, scales_of
 from kflats.importance import Importance, Measured, Weighting, WeightingForm
-from kflats.methods import Fit, KeepDense, Method, PairMethod, Problem, low_rank_pair
+from kflats.methods import Factored, Fit, KeepDense, Method, PairMethod, Problem, low_rank_pair
 from kflats.numerics.rows import Rows
 
 
@@ -70,3 +71,23 @@ class Ternary(RowScaleCodec):
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
         return ((KeepDense(), cls()),)
+
+
+@dataclass(frozen=True)
+class Bfloat(Codec):
+    """What the method makes, in bfloat16."""
+
+    stores_integers: ClassVar[bool] = False
+
+    def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
+        return torch.bfloat16
+
+    def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
+        return method.min_bytes(shape, itemsize, counts_labels=counts_labels)
+
+    def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
+        return iter(())
+
+    def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
+        fit = method.fit(problem)
+        return replace(fit, matrix=fit.matrix.to(dtype))

@@ -84,6 +84,7 @@ def analyse(
         matrix_rows=decision.recipe.matrix_rows,
         condition=_condition(matrix),
         own=_own(factored, rows, weighting, rank),
+        stored=_stored(decision),
     )
 
 
@@ -112,7 +113,15 @@ def left_dense(decision: Decision) -> WeightReport:
         objective=(),
         seconds=0.0,
         note=decision.note,
+        stored="dense",
     )
+
+
+def _stored(decision: Decision) -> str:
+    """As ``WeightReport.stored``, of a weight that is not left as it is."""
+    if decision.recipe.is_cast:
+        return str(decision.recipe.torch_dtype(decision.weight.dtype)).removeprefix("torch.")
+    return "integers" if decision.recipe.is_coded else "factors"
 
 
 def stored_bytes(model: nn.Module) -> int:

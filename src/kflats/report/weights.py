@@ -66,7 +66,8 @@ class WeightReport:
     largest entry beside the identity block of an interpolative form, None for other forms. ``own`` is the error in
     the method's own norm, None where that is the squared error. ``bytes_after`` are those of a file;
     ``memory_bytes`` those of all parameters and buffers once loaded: more where a file holds entropy-coded integers,
-    or where each row's place is kept.
+    or where each row's place is kept. ``stored`` is "dense" (as it was), the type of all numbers where that is another
+    one ("float16"), "factors" or "integers".
     """
 
     name: str
@@ -93,21 +94,22 @@ class WeightReport:
     condition: float | None = None
     own: NormError | None = None
     memory_bytes: int | None = None
+    stored: str = "factors"
 
     @property
     def dense(self) -> bool:
         """Whether the weight was left as it is; ``note`` says why."""
-        return self._whole and self.codec.get("dtype", "same") == "same"
+        return self.stored == "dense"
 
     @property
     def _whole(self) -> bool:
         """Whether all numbers are there, be it in another type."""
-        return self.method.get("type") == "KeepDense" and not self.coded
+        return self.stored not in ("factors", "integers")
 
     @property
     def coded(self) -> bool:
-        """Whether integers are stored, and not numbers."""
-        return bool(self.codec.get("type", "Float") != "Float")
+        """Whether integers are stored, and not floating-point numbers."""
+        return self.stored == "integers"
 
     @property
     def bits(self) -> float:
@@ -131,10 +133,8 @@ class WeightReport:
     @property
     def kept(self) -> str:
         """The (mean) rank beside the largest possible one, bits a number, the type of all numbers, or "dense"."""
-        if self.dense:
-            return "dense"
         if self._whole:
-            return str(self.codec["dtype"])
+            return self.stored
         if self.coded:
             return f"{number(self.bits)} bits"
         if not self.bands:
