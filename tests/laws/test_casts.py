@@ -55,7 +55,7 @@ def test_half_the_bytes_and_the_rounded_weight_in_the_models_type(make, dtype, r
     rounded.load_state_dict(model.state_dict())
     with torch.no_grad():
         rounded[0].weight.copy_(dense.to(HALF[dtype]))
-    report = kflats.compress_(model, {"0": recipe(dtype, rows=rows)}, keep="50%", quiet=True)
+    report = kflats.compress_(model, {"0": recipe(dtype, matrix_rows=rows)}, keep="50%", quiet=True)
     found = report.weights[0]
     assert found.bytes_after == found.memory_bytes == dense.numel() * 2 == model[0].matrix.nbytes
     assert (found.kept, found.dense, found.coded) == (dtype, False, False)
