@@ -22,7 +22,7 @@ from kflats.common.errors import KflatsError
 
 
 class _Group(TyperGroup):
-    """Turns what a user should read into a message and an exit code."""
+    """Turns errors that the user can mend into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -31,14 +31,14 @@ class _Group(TyperGroup):
             complain(error.on_command_line())
             raise typer.Exit(2) from None
         except OSError as error:
-            if error.filename is None:  # a broken pipe, say: not about a path, so not the user's to mend
+            if error.filename is None:  # a broken pipe, for example: the user cannot mend it by another path
                 raise
-            said = KflatsError(
+            refusal = KflatsError(
                 f"{error.filename} cannot be used",
                 cause=(error.strerror or "").lower(),
-                hint="another path, or room and rights for this one",
+                hint="another path, or free space and the permissions for this one",
             )
-            complain(str(said))
+            complain(str(refusal))
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             resumes = ctx.invoked_subcommand in ("compress", "recover")
@@ -51,7 +51,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Cover weight matrices with flats: smaller embeddings and layers in an ordinary Hugging Face folder.",
+    help="Compress the weights of a model: smaller embeddings and layers in an ordinary Hugging Face folder.",
 )
 
 

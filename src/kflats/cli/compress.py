@@ -7,39 +7,14 @@ from typing import Annotated, Any
 
 import typer
 
-from kflats.cli.data_options import given, tokenizer_of
-from kflats.cli.options import (
-    Calibration,
-    CalibrationTask,
-    CodecName,
-    EllipsoidName,
-    ErrorName,
-    Exponent,
-    FileSize,
-    FlatCount,
-    Force,
-    Importance,
-    KeptShare,
-    MeasuredFile,
-    Method,
-    Model,
-    Names,
-    Power,
-    Quiet,
-    RowSide,
-    SampleCount,
-    Seed,
-    SharedBy,
-    StoredForm,
-    TaskFolder,
-    Texts,
-    Trim,
-)
-from kflats.cli.recipe_options import RecipeOptions, allocation_of, budget_of, plan_of, recipe_of, weights_of
+from kflats.cli.data_options import DataOptions
+from kflats.cli.options import LARGEST_SEED, Folder, Force, Model, Quiet, with_options
+from kflats.cli.recipe_options import BudgetOptions, RecipeOptions, plan_of, recipe_of
 from kflats.cli.terminal import quiet_transformers
+from kflats.common.errors import KflatsError
 from kflats.compress.pipeline import compress_folder
 from kflats.demo import demo as run_demo
-from kflats.evaluation.comparing import weight_file_bytes
+from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic_files import check_file
 from kflats.io.sources import module_bytes
@@ -49,126 +24,93 @@ from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import as_recipe
 
 
+@with_options
 def plan(
     model: Model,
-    out: Annotated[Path, typer.Option("--out", metavar="plan.json", help="Where to write the plan.")],
-    keep: KeptShare = None,
-    size: FileSize = None,
-    method: Method = None,
-    flats: FlatCount = None,
-    weights: Names = None,
-    importance: Importance = None,
-    power: Power = None,
-    matrix_rows: RowSide = None,
-    form: StoredForm = None,
-    p: Exponent = None,
-    ellipsoid: EllipsoidName = None,
-    error: ErrorName = None,
-    codec: CodecName = None,
-    texts: Texts = None,
-    calibration: Calibration = None,
-    task: CalibrationTask = None,
-    task_data: TaskFolder = None,
-    samples: SampleCount = None,
-    statistics: MeasuredFile = None,
-    allocation: SharedBy = None,
+    out: Annotated[Path, typer.Option("--out", metavar="plan.json", help="The plan file to write.")],
+    budget: BudgetOptions,
+    recipe: RecipeOptions,
+    data: DataOptions,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Decide which weight is treated how, in how many bytes; write it as JSON to review, edit and run later."""
+    """Decide the method and the bytes of each weight, and write them as JSON to review, edit and run later."""
     check_file(out, force, Plan.is_saved_in)
-    allowed = budget_of(keep, size)
-    asked = RecipeOptions(method, flats, importance, power, matrix_rows, form, p, ellipsoid, error, codec)
-    known, whole = given(texts, calibration, task, task_data, samples, statistics), size is not None
-    recipe = recipe_of(asked, counted=known.texts is not None, measured=known.measured, whole_file=whole)
-    names, how = weights_of(weights, recipe, whole), allocation_of(allocation)
+    allowed, given, whole = budget.budget(), data.read(), budget.size is not None
+    one = recipe_of(recipe, counted=given.counted, measured=given.measured, whole_file=whole)
     quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
-    importance_needs = recipe is not None and as_recipe(recipe).importance.needs_tokenizer
-    reads = any(found is not None for found in (known.texts, known.calibration, known.examples))
-    tokenizer = tokenizer_of(folder, needed=reads or importance_needs)
-    batches = known.calibration if known.examples is None else known.examples(loaded, tokenizer)
-    counted = known.calibration if known.texts is None else known.texts
-    gathered = gather(counted, tokenizer, batches, None, known.statistics, known.samples)
-    recipes = dict.fromkeys(names, recipe) if names else recipe
-    before, beside = weight_file_bytes(folder), module_bytes(folder)
-    made = decide(loaded, recipes, allowed, gathered, allocation=how, file_bytes=before, beside=beside, quiet=quiet)
+    reads = given.counted or given.calibration is not None
+    tokenizer = _tokenizer(folder, needed=reads or (one is not None and as_recipe(one).importance.needs_tokenizer))
+    batches = given.calibration(loaded, tokenizer) if callable(given.calibration) else given.calibration
+    texts = given.calibration if given.texts is None and not callable(given.calibration) else given.texts
+    decided = decide(
+        loaded,
+        dict.fromkeys(names, one) if (names := budget.names(one)) else one,
+        allowed,
+        gather(texts, tokenizer, batches, None, given.statistics, given.samples),
+        allocation=budget.allocation or "auto",
+        file_bytes=weight_file_bytes(folder),
+        beside=module_bytes(folder),
+        quiet=quiet,
+    )
     check_file(out, force, Plan.is_saved_in)
-    made.plan.save(out)
-    if statistics is not None and known.statistics is None and made.data.statistics is not None:
-        made.data.statistics.save(statistics)
+    decided.plan.save(out)
+    if given.keep_statistics is not None and decided.data.statistics is not None:
+        decided.data.statistics.save(given.keep_statistics)
     if not quiet:
-        typer.echo(str(made.plan))
-        typer.echo(f"\nplan: {out}")
+        typer.echo(f"{decided.plan}\n\nplan: {out}")
 
 
+@with_options
 def compress(
     model: Model,
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
-    keep: KeptShare = None,
-    size: FileSize = None,
-    plan: Annotated[Path | None, typer.Option("--plan", metavar="plan.json", help="Do what this plan says.")] = None,
-    method: Method = None,
-    flats: FlatCount = None,
-    weights: Names = None,
-    importance: Importance = None,
-    power: Power = None,
-    matrix_rows: RowSide = None,
-    form: StoredForm = None,
-    p: Exponent = None,
-    ellipsoid: EllipsoidName = None,
-    error: ErrorName = None,
-    codec: CodecName = None,
-    texts: Texts = None,
-    calibration: Calibration = None,
-    task: CalibrationTask = None,
-    task_data: TaskFolder = None,
-    samples: SampleCount = None,
-    statistics: MeasuredFile = None,
-    allocation: SharedBy = None,
-    trim: Trim = None,
-    seed: Seed = 0,
-    quiet: Quiet = False,
+    out: Folder,
+    budget: BudgetOptions,
+    recipe: RecipeOptions,
+    data: DataOptions,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="plan.json", help="Carry out this plan of kflats plan.")
+    ] = None,
+    trim: Annotated[
+        int | None,
+        typer.Option("--trim", metavar="N", help="First keep only the N commonest tokens, counted in --texts."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
     force: Force = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
-    asked = RecipeOptions(method, flats, importance, power, matrix_rows, form, p, ellipsoid, error, codec)
-    known, whole = given(texts, calibration, task, task_data, samples, statistics), size is not None
-    chosen: dict[str, Any] = {}
+    given, whole = data.read(), budget.size is not None
     if plan is None:
-        chosen["keep"] = budget_of(keep, size)
-        recipe = recipe_of(asked, counted=known.texts is not None, measured=known.measured, whole_file=whole)
-        chosen |= {"method": recipe, "weights": weights_of(weights, recipe, whole)}
-        chosen["allocation"] = allocation_of(allocation)
+        bound = budget.budget()
+        one = recipe_of(recipe, counted=given.counted, measured=given.measured, whole_file=whole)
+        chosen: dict[str, Any] = {"keep": bound, "method": one, "weights": budget.names(one)}
+        chosen["allocation"] = budget.allocation or "auto"
     else:
-        decided = {**asked.given, "weights": weights, "allocation": allocation}
-        chosen["plan"] = plan_of(plan, keep, size, known.texts is not None, **decided)
+        chosen = {"plan": plan_of(plan, budget, recipe, given.counted)}
     quiet_transformers()
-    report = compress_folder(
-        model,
-        out,
-        texts=known.texts,
-        calibration=known.examples or known.calibration,
-        statistics=known.statistics,
-        samples=known.samples,
-        keep_statistics=statistics if known.statistics is None else None,
-        trim=trim,
-        seed=seed,
-        force=force,
-        quiet=quiet,
-        **chosen,
-    )
+    report = compress_folder(model, out, trim=trim, seed=seed, force=force, quiet=quiet, **vars(given), **chosen)
     if not quiet:
-        typer.echo(str(report))
-        typer.echo(f"\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
+        typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
 
 
 def demo(
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")] = Path("demo-out"),
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+    out: Folder = Path("demo-out"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress bar.")] = False,
     force: Force = False,
 ) -> None:
-    """Compress the small real model of the extra 'demo', judge it, and draw the report. No network."""
+    """Compress the small real model of the extra 'demo', compare it, and draw the report. Needs no network."""
     quiet_transformers()
     run_demo(out, force=force, quiet=quiet, show=typer.echo)
+
+
+def _tokenizer(folder: Path, *, needed: bool) -> Any:
+    """The folder's tokenizer; None where it has none and nothing needs one."""
+    try:
+        return load_tokenizer(folder)
+    except KflatsError:
+        if needed:
+            raise
+        return None

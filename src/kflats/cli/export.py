@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from kflats.cli.options import Force, Quiet
+from kflats.cli.options import Force, Model, Quiet
 from kflats.cli.terminal import quiet_transformers
 from kflats.common.errors import KflatsError
 from kflats.export.dense import export_dense
@@ -15,14 +15,20 @@ from kflats.export.onnx import export_onnx
 
 
 def export(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="The model: a folder or a hub name.")],
+    model: Model,
     out: Annotated[
-        Path, typer.Option("--out", metavar="PATH", help="What to make: a folder with --dense, else model.onnx.")
+        Path,
+        typer.Option(
+            "--out", metavar="PATH", help="The folder to write with --dense; the file model.onnx with --onnx."
+        ),
     ],
-    dense: Annotated[bool, typer.Option("--dense", help="An ordinary checkpoint, loaded without kflats.")] = False,
-    onnx: Annotated[bool, typer.Option("--onnx", help="One ONNX file, checked with onnxruntime.")] = False,
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Write an ordinary checkpoint, which loads without kflats.")
+    ] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write one ONNX file, checked with onnxruntime.")] = False,
     pooled: Annotated[
-        bool, typer.Option("--pooled", help="With --onnx: sentence vectors, as sentence-transformers gives them.")
+        bool,
+        typer.Option("--pooled", help="With --onnx: the outputs are sentence vectors, as of sentence-transformers."),
     ] = False,
     drop_biases: Annotated[
         bool, typer.Option("--drop-biases", help="With --dense: leave out biases that compression added.")
@@ -30,15 +36,18 @@ def export(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a model for programs that know nothing of kflats: dense tables again, or an ONNX file."""
+    """Write a model for programs without kflats: a checkpoint with dense weights, or an ONNX file."""
     if dense == onnx:
         raise KflatsError("give one of --dense and --onnx", hint="--dense --out DIR, or --onnx --out model.onnx")
-    if (pooled and dense) or (drop_biases and onnx):
-        raise KflatsError("--pooled is of --onnx, --drop-biases of --dense", hint="leave it out")
+    if pooled and dense:
+        raise KflatsError("--pooled is not supported with --dense", hint="--onnx, or leave --pooled out")
+    if drop_biases and onnx:
+        raise KflatsError("--drop-biases is not supported with --onnx", hint="--dense, or leave --drop-biases out")
     quiet_transformers()
-    if dense:
-        made: object = export_dense(model, out, drop_biases=drop_biases, force=force)
-    else:
-        made = export_onnx(model, out, pooled=pooled, force=force)
+    written = (
+        export_dense(model, out, drop_biases=drop_biases, force=force)
+        if dense
+        else export_onnx(model, out, pooled=pooled, force=force)
+    )
     if not quiet:
-        typer.echo(str(made))
+        typer.echo(str(written))

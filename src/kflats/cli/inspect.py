@@ -22,7 +22,7 @@ from kflats.report.report import Report
 
 
 def inspect(model: Model) -> None:
-    """List every weight that can be compressed: tied places, shape, bytes, share of the model."""
+    """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
     quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
@@ -42,7 +42,7 @@ def inspect(model: Model) -> None:
     together = sum(w.nbytes for w in weights)
     show_table(
         table(
-            ["weight (= tied places)", "role", "shape", "type", "bytes", "share"],
+            ["weight (= tied names)", "role", "shape", "type", "bytes", "share"],
             rows,
             left=2,
             totals=[
@@ -65,27 +65,29 @@ def compare(
     texts: Annotated[
         Path | None,
         typer.Option(
-            "--texts", metavar="FILE", help="Sentences to compare on: UTF-8, one a line. Default: kflats' own."
+            "--texts",
+            metavar="FILE",
+            help="Sentences to compare on: UTF-8, one a line. Default: kflats' own sentences.",
         ),
     ] = None,
-    card: Annotated[bool, typer.Option("--card", help="Write the figures into DIR's model card too.")] = False,
+    card: Annotated[bool, typer.Option("--card", help="Write the figures into the model card of DIR too.")] = False,
 ) -> None:
-    """Sizes, fidelity of the outputs and latency of two models, side by side."""
+    """Compare two models: sizes, fidelity of the outputs, and latency."""
     data = texts_of(texts)
     if not compressed.is_dir():
-        raise KflatsError(f"there is no folder {compressed}", hint="the folder that kflats compress wrote")
+        raise KflatsError(f"there is no folder {compressed}", hint="a folder that kflats compress wrote")
     quiet_transformers()
-    found = run(original, compressed, data)
-    typer.echo(str(found))
+    comparison = run(original, compressed, data)
+    typer.echo(str(comparison))
     if card:
-        typer.echo(f"\ncard: {note_fidelity(compressed, found)}")
+        typer.echo(f"\ncard: {note_fidelity(compressed, comparison)}")
 
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that kflats compress wrote.")],
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Default: DIR/report.")] = None,
 ) -> None:
-    """Draw what a compression did: one HTML file that needs nothing else, and its pictures as PNG."""
+    """Draw the report of a compression: one HTML file that needs no other file, and its pictures as PNG."""
     loaded = Report.load(folder)
     page = render(loaded, out or (folder if folder.is_dir() else folder.parent) / "report")
     typer.echo(str(page))

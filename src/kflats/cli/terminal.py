@@ -1,4 +1,4 @@
-"""What a terminal shows: tables that fit it, complaints, and none of other libraries' remarks."""
+"""Output on a terminal: tables that fit its width, error messages, and no messages of other libraries."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from rich.text import Text
 from kflats.common.formatting import plain, visible
 
 
-def show_table(made: Table) -> None:
-    """On a terminal the table fits itself to the width; elsewhere lines stay whole."""
+def show_table(shown: Table) -> None:
+    """Print a table. On a terminal it fits the width; elsewhere its lines are not folded."""
     console = Console()
     if console.is_terminal:
-        console.print(made)
+        console.print(shown)
     else:
-        typer.echo(plain(made))
+        typer.echo(plain(shown))
 
 
 def complain(message: str) -> None:
-    """One message on stderr."""
+    """Print one error message on stderr."""
     # Text, not markup: "[unused1]" in a message is a token.
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("kflats: ", "bold red"), visible(message)))
 
 
 def quiet_transformers() -> None:
-    """transformers' own progress bars and remarks would stand between ours."""
+    """Turn off the progress bars and messages of transformers: they would stand between those of kflats."""
     try:
         from transformers.utils import logging as untyped
     except ImportError:

@@ -54,7 +54,7 @@ def trim(
     *,
     keep: int,
     texts: Iterable[str] | None = None,
-    judged: Iterable[str] | None = None,
+    eval_texts: Iterable[str] | None = None,
     alphabet: str = "all",
 ) -> Trimmed:
     """``model`` and ``tokenizer`` with the ``keep`` commonest entries of the vocabulary.
@@ -76,7 +76,8 @@ def trim(
         tokenizer: its fast tokenizer (WordPiece, Unigram, BPE, byte-level or with byte fallback, or word-level, whose
             removed words become unknown). None: the SentenceTransformer's own.
         keep: entries of the new vocabulary, all told.
-        texts: what is counted. judged: what the report tells of; None: the counted texts, which flatters.
+        texts: the texts whose tokens are counted.
+        eval_texts: the texts that the report is measured on; None: ``texts``, on which fewer tokens change.
         alphabet: "all" single characters stay, or those that are "seen" in the texts: other scripts then become the
             unknown token, or bytes.
 
@@ -104,7 +105,7 @@ def trim(
         raise KflatsError("without texts no character is seen", hint="give texts, or keep all characters")
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     state = state_of(tokenizer)
-    counted, shown = _held(texts), _held(judged)
+    counted, shown = _held(texts), _held(eval_texts)
     found = find_tables(model)
     vocabulary = read(state)
     entries = sum(token is not None for token in vocabulary.tokens)
@@ -152,7 +153,7 @@ def trim_folder(
     *,
     keep: int,
     texts: Iterable[str] | None = None,
-    judged: Iterable[str] | None = None,
+    eval_texts: Iterable[str] | None = None,
     alphabet: str = "all",
     force: bool = False,
 ) -> TrimReport:
@@ -165,7 +166,7 @@ def trim_folder(
 
     Args:
         source: a local folder or a hub name. out: the folder to be.
-        keep, texts, judged, alphabet: as ``trim``.
+        keep, texts, eval_texts, alphabet: as ``trim``.
         force: replace an existing folder that kflats wrote and nobody changed since.
 
     Raises:
@@ -175,7 +176,7 @@ def trim_folder(
     folder = resolve_model(source)
     with new_folder(out, force, [folder]) as aside:
         loaded, tokenizer = load_model(folder), load_tokenizer(folder)
-        made = trim(loaded, tokenizer, keep=keep, texts=texts, judged=judged, alphabet=alphabet)
+        made = trim(loaded, tokenizer, keep=keep, texts=texts, eval_texts=eval_texts, alphabet=alphabet)
         inner = aside / weights_folder(folder).relative_to(folder)
         save_model(made.model, inner)
         write_vocabulary(made, folder, aside)
