@@ -97,7 +97,7 @@ def main() -> None:
     def trimmed(name: str, bits: float) -> dict[str, Any]:
         """The commonest tokens whose rows in float16 take ``bits`` per number of the whole table."""
         began, keep = time.perf_counter(), int(len(table) * bits / 16)
-        made = trim(original, tokenizer, keep=max(1, keep), texts=counted, judged=judged)
+        made = trim(original, tokenizer, keep=max(1, keep), texts=counted, eval_texts=judged)
         rows = dense_weight(made.model, find_weight(made.model, EMBEDDING))
         with torch.no_grad():
             rows.copy_(rows.half())

@@ -26,7 +26,7 @@ def main() -> None:
     evaluator = Evaluator(original, tokenizer, judged, counted[:2000])
     lines = []
     for part in map(float, options.keep.split(",")):
-        made = trim(original, tokenizer, keep=round(part * len(tokenizer)), texts=counted, judged=judged)
+        made = trim(original, tokenizer, keep=round(part * len(tokenizer)), texts=counted, eval_texts=judged)
         found, told = evaluator(made.model, made.tokenizer).fidelity, made.report.segmentation
         assert told is not None
         anew = share(told.tokens_changed, told.tokens_before), share(told.tokens_after, told.tokens_before)

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import kflats
 from kflats import Auto, KflatsError, Recipe, Transform
 from kflats.cli.app import app
-from kflats.cli.recipe_options import RecipeOptions, recipe_of, weights_of
+from kflats.cli.recipe_options import BudgetOptions, RecipeOptions, recipe_of
 from kflats.common.formatting import size
 from kflats.compress.pipeline import compress_folder
 from kflats.evaluation.comparing import weight_file_bytes
@@ -213,24 +213,24 @@ def test_the_command_line_chooses_for_all_weights(encoder, tmp_path) -> None:
 def test_what_the_options_mean() -> None:
     assert recipe_of(RecipeOptions(), counted=True, whole_file=True) == Auto()
     assert recipe_of(RecipeOptions(), counted=True) is None
-    assert recipe_of(RecipeOptions(method="best"), counted=False) == Auto()
-    assert weights_of(None, Auto(), True) == ("all",)
-    assert weights_of(["linear"], Auto(), True) == ("linear",)
-    assert weights_of(None, Auto(), False) == weights_of(None, None, True) == ()
+    assert recipe_of(RecipeOptions(method="auto"), counted=False) == Auto()
+    assert BudgetOptions(size="9MB").names(Auto()) == ("all",)
+    assert BudgetOptions(size="9MB", weights=["linear"]).names(Auto()) == ("linear",)
+    assert BudgetOptions(keep="9%").names(Auto()) == BudgetOptions(size="9MB").names(None) == ()
     made = recipe_of(RecipeOptions(codec="transform"), counted=True)
     assert made == Recipe(kflats.SVD(), kflats.TokenCounts(), Transform())
     assert recipe_of(RecipeOptions(codec="int4 32"), counted=False).method == kflats.KeepDense()
     assert recipe_of(RecipeOptions(codec="float16"), counted=False).codec == kflats.Float("float16")
-    assert recipe_of(RecipeOptions(method="best", importance="uniform"), counted=False) == Recipe(Auto())
+    assert recipe_of(RecipeOptions(method="auto", importance="uniform"), counted=False) == Recipe(Auto())
     assert recipe_of(RecipeOptions(codec="transform"), counted=False).method == kflats.SVD()
     assert recipe_of(RecipeOptions(codec="transform", flats=3), counted=False).method == kflats.Flats(k=3)
     assert recipe_of(RecipeOptions(codec="int8", flats=3), counted=False).method == kflats.Flats(k=3)
     assert recipe_of(RecipeOptions(method="messi", codec="rotation 2"), counted=False).codec == kflats.Rotation(2)
     for wrong, said in (
-        (RecipeOptions(method="best", codec="int8"), "decides itself what --codec"),
-        (RecipeOptions(method="best", power=1.0), "--power is of an importance"),
-        (RecipeOptions(method="best", importance="kronecker"), "by what the data allows"),
-        (RecipeOptions(method="dense", codec="transform"), "cannot store what Dense"),
+        (RecipeOptions(method="auto", codec="int8"), "--codec cannot be used with --method auto"),
+        (RecipeOptions(method="auto", power=1.0), "--power cannot be used without"),
+        (RecipeOptions(method="auto", importance="kronecker"), "that the data allows"),
+        (RecipeOptions(method="keep-dense", codec="transform"), "cannot store what KeepDense"),
     ):
         with pytest.raises(KflatsError, match=said):
             recipe_of(wrong, counted=True)

@@ -271,10 +271,10 @@ def test_the_seen_alphabet_is_smaller() -> None:
         trim(model, tokenizer, keep=120, alphabet="seen")
 
 
-def test_judged_texts_are_told_of_and_counted_ones_flatter() -> None:
+def test_the_report_is_measured_on_eval_texts() -> None:
     model, tokenizer = built("bert")
     keep = trim_minimum(model, tokenizer) + 30
-    report = trim(model, tokenizer, keep=keep, texts=texts(50), judged=["bulbul kilomedufa"]).report
+    report = trim(model, tokenizer, keep=keep, texts=texts(50), eval_texts=["bulbul kilomedufa"]).report
     told = report.segmentation
     assert told is not None
     assert told.texts == 1
@@ -313,7 +313,7 @@ def test_all_entries_may_be_kept_and_padding_rows_go() -> None:
         ({"keep": 150, "texts": "one string"}, "not one string"),
         ({"keep": 150, "texts": []}, "no texts"),
         ({"keep": 150, "texts": [3]}, "expected texts"),
-        ({"keep": 150, "judged": []}, "no texts"),
+        ({"keep": 150, "eval_texts": []}, "no texts"),
     ],
 )
 def test_bad_requests(change: dict[str, Any], message: str) -> None:
@@ -481,9 +481,9 @@ def test_the_command(folder: Path, tmp_path: Path) -> None:
     from kflats.cli.app import app
 
     (tmp_path / "texts.txt").write_text("\n".join(texts(50)))
-    (tmp_path / "judge.txt").write_text("kilomedufa\n")
+    (tmp_path / "others.txt").write_text("kilomedufa\n")
     arguments = ["trim", str(folder), "--keep", "170", "--texts", str(tmp_path / "texts.txt")]
-    arguments += ["--eval-texts", str(tmp_path / "judge.txt"), "--out", str(tmp_path / "small")]
+    arguments += ["--eval-texts", str(tmp_path / "others.txt"), "--out", str(tmp_path / "small")]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     assert "vocabulary entries" in done.stdout
