@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,13 +13,16 @@ from kflats.common.errors import KflatsError
 from kflats.common.texts import check_known, check_texts
 from kflats.evaluation.encoding import pad
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 BLOCK = 64
 """Samples whose statistics are summed together: fixed, so that sums do not depend on how work is shared out."""
 
 
 def text_batches(
     texts: Iterable[str],
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     batch: int = 16,
     max_length: int = 128,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,11 +11,14 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.common.texts import check_known, check_texts
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _BATCH = 512
 _MARKS = ("##", "\u2581", "\u0120", "</w>", "@@")
 
 
-def count_tokens(texts: Iterable[str], tokenizer: Any, rows: int) -> Tensor:
+def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
     """How often each of ``rows`` rows is read when ``texts`` pass through the model's tokenizer, (rows,) int64.
 
     Special tokens that the tokenizer adds are counted, since the model reads them. Streamed: texts may be
@@ -44,7 +47,7 @@ def count_tokens(texts: Iterable[str], tokenizer: Any, rows: int) -> Tensor:
     return counts
 
 
-def _count(batch: list[str], tokenizer: Any, counts: Tensor) -> None:
+def _count(batch: list[str], tokenizer: PreTrainedTokenizerBase, counts: Tensor) -> None:
     # verbose=False: a text longer than the model's window is no error here, it is only counted.
     ids = [i for row in tokenizer(batch, verbose=False)["input_ids"] for i in row]
     if not ids:
@@ -59,7 +62,7 @@ def _count(batch: list[str], tokenizer: Any, counts: Tensor) -> None:
     counts += torch.bincount(found, minlength=len(counts))
 
 
-def zipf_prior(tokenizer: Any, rows: int) -> Tensor:
+def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
     """Expected share of each row in natural text, guessed from the vocabulary alone: (rows,), sums to 1.
 
     Vocabularies list tokens by frequency, but not from id 0: BERT's begins with 994 unused entries and

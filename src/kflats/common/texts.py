@@ -7,11 +7,14 @@ import warnings
 from collections.abc import Iterable
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def read_texts(path: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -53,7 +56,7 @@ def check_texts(texts: object) -> None:
         raise KflatsError(f"texts are expected, not {type(texts).__name__}", hint="a list of strings")
 
 
-def check_known(counts: Tensor, tokenizer: Any) -> None:
+def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
     """Whether a tokenizer knows what it read: ``counts`` (ids,) says how often it gave each id.
 
     Warns where over half of the words and pieces are the unknown token's.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -29,6 +29,9 @@ from kflats.planning.strategies import bias_bytes
 from kflats.recipe.plan import Decision, Plan, as_cast
 from kflats.report.analysis import analyse, left_dense
 from kflats.report.report import Report, WeightReport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SHIFT = "bias shift"
 
@@ -138,7 +141,7 @@ def _bias_shift(rows: TensorRows, matrix: Matrix, weighting: Weighting, turned: 
         return (error @ mean if turned else mean @ error).to(torch.float32)
 
 
-def _tokens(weight: Weight, tokenizer: Any) -> list[str] | None:
+def _tokens(weight: Weight, tokenizer: PreTrainedTokenizerBase | None) -> list[str] | None:
     if tokenizer is None or weight.places[0].role != "embedding":
         return None
     names = [""] * weight.shape[0]

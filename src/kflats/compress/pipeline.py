@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -35,6 +35,9 @@ from kflats.report.report import REPORT_FILE, Report
 from kflats.trim.trimming import trim as trimmed_to
 from kflats.trim.trimming import write_vocabulary
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 def compress_(
     model: nn.Module,
@@ -43,7 +46,7 @@ def compress_(
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
     texts: Iterable[str] | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     calibration: Iterable[Any] | None = None,
     objective: Any = None,
     statistics: Statistics | None = None,

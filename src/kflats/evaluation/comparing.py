@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from kflats.evaluation.encoding import encode, evaluating, last_hidden_state, pa
 from kflats.evaluation.latency import Latency, paired, take_turns
 from kflats.io import load_model, resolve_model, weights_folder
 from kflats.io.sources import weight_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 1024  # sentences compared with all others at once
 _ALIKE = 0.2  # mean cosine; of unrelated models it is near 0, of one that was spoilt by compression above .3
@@ -100,14 +103,14 @@ class Comparison:
 def fidelity(
     original: nn.Module,
     compressed: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     *,
     counted: Sequence[str] = (),
     batch: int = 32,
     neighbours: int = 10,
     words: int = 500,
-    compressed_tokenizer: Any = None,
+    compressed_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Fidelity:
     """Compare what two models say about ``texts``, and about up to ``words`` rare words.
 
@@ -177,12 +180,12 @@ def neighbour_overlap(a: Tensor, b: Tensor, neighbours: int = 10, block: int = _
 def latency(
     original: nn.Module,
     compressed: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     texts: Sequence[str],
     *,
     batch: int = 8,
     pairs: int = 20,
-    compressed_tokenizer: Any = None,
+    compressed_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Latency:
     """Time both models on the first ``batch`` texts, in ``pairs`` pairs; which goes first alternates.
 
@@ -236,7 +239,7 @@ def compare(
     )
 
 
-def _own_tokenizer(folder: Path, tokenizer: Any, original: nn.Module, compressed: nn.Module) -> Any:
+def _own_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, original: nn.Module, compressed: nn.Module) -> Any:
     """The tokenizer of a trimmed model's folder; the given one where the folder has the same, or a model alone."""
     try:
         own = load_tokenizer(folder)

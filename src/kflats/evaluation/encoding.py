@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,20 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _MAX_TOKENS = 256  # of one text: long enough for sentences and paragraphs
 _MARKS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write the blank before a word
 
 
 def encode(
-    model: nn.Module, tokenizer: Any, texts: Sequence[str], batch: int = 32, *, max_tokens: int = _MAX_TOKENS
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    batch: int = 32,
+    *,
+    max_tokens: int = _MAX_TOKENS,
 ) -> Tensor:
     """One unit vector a text: the mean of the last hidden states over the text's own tokens.
 
@@ -66,7 +74,9 @@ def encode(
     return out.clone()  # an ordinary tensor, not one of inference mode
 
 
-def tokenize(model: nn.Module, tokenizer: Any, texts: Sequence[str], max_tokens: int = _MAX_TOKENS) -> list[list[int]]:
+def tokenize(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int = _MAX_TOKENS
+) -> list[list[int]]:
     """Token ids of each text, special tokens included, never empty, checked against the model's table."""
     if tokenizer is None:
         raise KflatsError("a tokenizer is needed", cause="the model's folder has none", hint="give tokenizer=")
@@ -88,7 +98,7 @@ def tokenize(model: nn.Module, tokenizer: Any, texts: Sequence[str], max_tokens:
     return rows
 
 
-def pad(rows: Sequence[Sequence[int]], tokenizer: Any, device: torch.device) -> dict[str, Tensor]:
+def pad(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, device: torch.device) -> dict[str, Tensor]:
     """Ids and attention mask of one batch, padded at the right."""
     ids = torch.full((len(rows), max(map(len, rows))), pad_id(tokenizer), dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -113,7 +123,7 @@ def last_hidden_state(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
     return hidden
 
 
-def rare_words(tokenizer: Any, seen: Sequence[str] = (), count: int = 500) -> tuple[str, ...]:
+def rare_words(tokenizer: PreTrainedTokenizerBase, seen: Sequence[str] = (), count: int = 500) -> tuple[str, ...]:
     """Whole words from the tail of the vocabulary, one token each, that the texts ``seen`` never show.
 
     Vocabularies are ordered by frequency, or nearly so, hence the tail is the last quarter. From it
@@ -138,11 +148,11 @@ def rare_words(tokenizer: Any, seen: Sequence[str] = (), count: int = 500) -> tu
     return tuple(kept[::step][:count])
 
 
-def _ids(tokenizer: Any, words: list[str]) -> list[list[int]]:
+def _ids(tokenizer: PreTrainedTokenizerBase, words: list[str]) -> list[list[int]]:
     return list(tokenizer(words)["input_ids"]) if words else []
 
 
-def pad_id(tokenizer: Any) -> int:
+def pad_id(tokenizer: PreTrainedTokenizerBase | None) -> int:
     """The id to fill rows with: the tokenizer's padding token, or another special one, or 0."""
     for name in ("pad_token_id", "eos_token_id", "bos_token_id", "unk_token_id"):
         if isinstance(found := getattr(tokenizer, name, None), int):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -23,6 +23,9 @@ from kflats.model.weights import Weight
 from kflats.numerics.rows import TensorRows
 from kflats.planning.selection import AvailableData
 from kflats.recipe.recipe import Recipe, to_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 SAMPLES = 512
 """Texts that are measured with where no number is given: a few hundred do; some thousands gain a little more."""
@@ -45,7 +48,7 @@ class CalibrationData:
     """
 
     texts: tuple[str, ...] | None = None
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase | None = None
     calibration: tuple[Any, ...] | None = None
     objective: Any = None
     statistics: Statistics | None = None
@@ -156,7 +159,7 @@ class CalibrationData:
 
 def gather(
     texts: Iterable[str] | None,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     calibration: Iterable[Any] | None,
     objective: Any,
     statistics: Statistics | None,

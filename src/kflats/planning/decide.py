@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -18,6 +18,9 @@ from kflats.recipe.budget import Budget, one_budget
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe
 from kflats.report.analysis import stored_bytes, stored_numbers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Decided", "decide", "plan", "token_embedding"]
 
@@ -43,7 +46,7 @@ def plan(
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
     texts: Iterable[str] | None = None,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     calibration: Iterable[Any] | None = None,
     objective: Any = None,
     statistics: Statistics | None = None,

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from kflats.recover.training_data import Lesson, lesson_of_batches, lesson_of_ta
 from kflats.tasks.batches import collate, padding_id, text_features
 from kflats.tasks.task import Task, find_task
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 RECOVERY_FILE = "kflats_recovery.json"
 
 
@@ -43,7 +46,7 @@ def recover_(
     model: nn.Module,
     task: str | Task | Sequence[Any],
     *,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     data: str | os.PathLike[str] | None = None,
     split: str = "train",
     judged: str | Sequence[Any] | None = "dev",
@@ -214,7 +217,7 @@ def recover_folder(
 def _lesson(
     model: nn.Module,
     task: Any,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     data: Any,
     split: str,
     judged: Any,
@@ -242,7 +245,9 @@ def _lesson(
     )
 
 
-def _texts(texts: Sequence[str], tokenizer: Any, model: nn.Module, max_length: int) -> tuple[Any, Any]:
+def _texts(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: nn.Module, max_length: int
+) -> tuple[Any, Any]:
     """Texts as batches to learn from, and every tenth to judge by."""
     if len(texts) < 10:
         raise KflatsError(f"{len(texts)} texts are too few to learn from", hint="at least 10, one a line")

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -19,6 +19,9 @@ from kflats.tasks.batches import Feature, by_length, collate, features, padding_
 from kflats.tasks.data import load_examples
 from kflats.tasks.scoring import judge
 from kflats.tasks.task import Task, check_head, find_task
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _JUDGED_AT_ONCE = 32
 
@@ -57,7 +60,7 @@ class Lesson:
 def lesson_of_task(
     model: nn.Module,
     task: str | Task,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase | None,
     *,
     data: str | os.PathLike[str] | None,
     split: str,
@@ -76,6 +79,8 @@ def lesson_of_task(
     check_head(model, found)
     if found.kind == "similarity" and teacher is None:
         raise KflatsError(f"the task {found.name!r} is learnt from a teacher only", hint="give teacher= (--teacher)")
+    if tokenizer is None:
+        raise KflatsError(f"the task {found.name!r} needs the model's tokenizer", hint="tokenizer=...")
     learnt = load_examples(found, split, data)
     rows = features(learnt, tokenizer, max_length, limit=limit, model=model, seed=seed)
     value = None
@@ -99,7 +104,11 @@ def lesson_of_task(
 
 
 def lesson_of_batches(
-    model: nn.Module, batches: Sequence[Any], judged: Sequence[Any] | None, tokenizer: Any, objective: Objective
+    model: nn.Module,
+    batches: Sequence[Any],
+    judged: Sequence[Any] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    objective: Objective,
 ) -> Lesson:
     """The lesson of prepared batches; judged by the mean of ``objective`` over other batches, lower being better.
 

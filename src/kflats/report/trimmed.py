@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
 from kflats.common.texts import check_texts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _BATCH = 512
 
@@ -119,7 +122,7 @@ def _same(old: list[int], places: list[Any], new: list[int], goals: list[Any]) -
     return (first & Counter(zip(new, map(tuple, goals), strict=True))).total()
 
 
-def _read(tokenizer: Any, batch: list[str]) -> Iterator[tuple[list[int], list[Any]]]:
+def _read(tokenizer: PreTrainedTokenizerBase, batch: list[str]) -> Iterator[tuple[list[int], list[Any]]]:
     found = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return zip(found["input_ids"], found["offset_mapping"], strict=True)
 

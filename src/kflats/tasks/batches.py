@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import pad_id, tokenize
 from kflats.tasks.data import Examples, load_examples
 from kflats.tasks.task import Task, check_head, head_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 IGNORED = -100  # labels that losses of torch and transformers pass over
 _MASKED_SHARE = 0.15  # of the tokens of a masked language model, as it was trained
@@ -41,7 +44,7 @@ class Feature:
 
 def task_batches(
     task: str | Task,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     split: str = "train",
     batch: int = 16,
     max_length: int = 128,
@@ -80,7 +83,7 @@ def task_batches(
 
 def features(
     examples: Examples,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     max_length: int = 128,
     *,
     limit: int | None = None,
@@ -120,7 +123,9 @@ def features(
     return [Feature(row, label, place=i) for row, label, i in zip(made, labels, picked, strict=True)]
 
 
-def text_features(texts: Sequence[str], tokenizer: Any, max_length: int = 128, model: Any = None) -> list[Feature]:
+def text_features(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int = 128, model: Any = None
+) -> list[Feature]:
     """Plain texts without labels: what a headless encoder is distilled on."""
     if not texts:
         raise KflatsError("there are no texts", hint="give at least one sentence")
@@ -178,20 +183,22 @@ def by_length(rows: Sequence[Feature]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: -len(rows[i]))
 
 
-def padding_id(tokenizer: Any, model: Any = None) -> int:
+def padding_id(tokenizer: PreTrainedTokenizerBase | None, model: Any = None) -> int:
     """The id to pad with: the one the model's config names, else the tokenizer's."""
     found = getattr(getattr(model, "config", None), "pad_token_id", None)
     return found if isinstance(found, int) and found >= 0 else pad_id(tokenizer)
 
 
-def length_limit(tokenizer: Any, model: Any, max_length: int) -> int:
+def length_limit(tokenizer: PreTrainedTokenizerBase, model: Any, max_length: int) -> int:
     """``max_length``, or less where the tokenizer or the model's table of positions ends before."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     limits = [max_length, getattr(tokenizer, "model_max_length", None), positions - 2 if positions else None]
     return max(1, min(n for n in limits if isinstance(n, int) and n > 0))
 
 
-def _tokenized(tokenizer: Any, model: Any, max_length: int, *texts: list[str]) -> Iterator[dict[str, list[int]]]:
+def _tokenized(
+    tokenizer: PreTrainedTokenizerBase, model: Any, max_length: int, *texts: list[str]
+) -> Iterator[dict[str, list[int]]]:
     limit = length_limit(tokenizer, model, max_length)
     made = tokenizer(*texts, truncation=True, max_length=limit, return_attention_mask=False)
     _check_ids(made["input_ids"], model)
@@ -210,7 +217,12 @@ def _check_ids(rows: Sequence[Sequence[int]], model: Any) -> None:
 
 
 def _token_features(
-    examples: Examples, picked: list[int], tokenizer: Any, max_length: int, order: tuple[int, ...], model: Any
+    examples: Examples,
+    picked: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    order: tuple[int, ...],
+    model: Any,
 ) -> list[Feature]:
     """The first token of every word carries its label, the others none."""
     if not getattr(tokenizer, "is_fast", False):
@@ -238,7 +250,7 @@ def _token_features(
 
 
 def _blocks(
-    examples: Examples, tokenizer: Any, max_length: int, masked: bool, model: Any, seed: int
+    examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int, masked: bool, model: Any, seed: int
 ) -> Iterator[Feature]:
     """The split as one text, cut into blocks; without special tokens for a causal model, with them for a masked one."""
     text = "\n".join(paragraph for (paragraph,) in examples.inputs)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from kflats.tasks.metrics import measure, perplexity
 from kflats.tasks.scores import Score, TaskReport
 from kflats.tasks.task import Task, check_head, find_task, head_of
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = ["Score", "TaskReport", "evaluate_folder", "judge", "score"]
 
 _TIMED = 8  # examples of the batch that is timed and counted
@@ -34,7 +37,7 @@ _TURNS = 20
 
 def score(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     task: str | Task,
     *,
     data: str | os.PathLike[str] | None = None,
@@ -88,7 +91,7 @@ def score(
 
 def judge(
     model: nn.Module,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     examples: Examples,
     made: Sequence[Feature],
     batch: int = 32,
@@ -218,7 +221,7 @@ def _losses(model: nn.Module, made: Sequence[Feature], filler: int, batch: int) 
     return total, count
 
 
-def _costs(model: nn.Module, tokenizer: Any, made: Sequence[Feature]) -> dict[str, Any]:
+def _costs(model: nn.Module, tokenizer: PreTrainedTokenizerBase, made: Sequence[Feature]) -> dict[str, Any]:
     inputs = _timed_batch(model, tokenizer, made)
     with evaluating(model), torch.inference_mode():
         (times,) = take_turns([partial(_run, model, inputs)], _TURNS, _device(model))
@@ -228,7 +231,7 @@ def _costs(model: nn.Module, tokenizer: Any, made: Sequence[Feature]) -> dict[st
     return {"latency_ms": 1000 * median, "flops": counted, "batch": shape[0], "tokens": shape[1]}
 
 
-def _timed_batch(model: nn.Module, tokenizer: Any, made: Sequence[Feature]) -> dict[str, Tensor]:
+def _timed_batch(model: nn.Module, tokenizer: PreTrainedTokenizerBase, made: Sequence[Feature]) -> dict[str, Tensor]:
     inputs = collate(made[:_TIMED], padding_id(tokenizer, model), _device(model))
     inputs.pop("labels", None)
     return inputs

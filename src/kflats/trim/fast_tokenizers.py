@@ -7,12 +7,15 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.model.weights import is_sentence_transformer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _FORMS = frozenset(
     ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model")
@@ -20,15 +23,13 @@ _FORMS = frozenset(
 )
 
 
-def vocabulary_files(tokenizer: Any) -> frozenset[str]:
+def vocabulary_files(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
     """Names of files that hold the vocabulary, ``tokenizer.json`` among them: beside a new one they hold the old."""
     return _FORMS | set(tokenizer.vocab_files_names.values())
 
 
-def state_of(tokenizer: Any) -> dict[str, Any]:
+def state_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """A fast tokenizer as its ``tokenizer.json``."""
-    if tokenizer is None:
-        raise KflatsError("a tokenizer is needed", hint="tokenizer=, that of the model's folder")
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str"):
         raise KflatsError(
@@ -40,7 +41,7 @@ def state_of(tokenizer: Any) -> dict[str, Any]:
     return state
 
 
-def loaded(tokenizer: Any, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]) -> Any:
+def loaded(tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]) -> Any:
     """A tokenizer of the same class from the trimmed ``state``, loaded as users will load it, and tried.
 
     Raises:
@@ -81,7 +82,7 @@ def loaded(tokenizer: Any, state: dict[str, Any], new: dict[int, int], tried: Se
     return made
 
 
-def use_(model: nn.Module, tokenizer: Any) -> None:
+def use_(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
     """Let a SentenceTransformer read with ``tokenizer``; other models have none of their own."""
     if not is_sentence_transformer(model):
         return
@@ -96,7 +97,7 @@ def use_(model: nn.Module, tokenizer: Any) -> None:
 
 
 @contextmanager
-def as_it_was(tokenizer: Any) -> Iterator[None]:
+def as_it_was(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
     """Afterwards truncation and padding of the backend are those of before: every call sets its own."""
     backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,9 @@ from kflats.trim.cutting import cut, find_tables
 from kflats.trim.fast_tokenizers import as_it_was, loaded, state_of, use_, vocabulary_files
 from kflats.trim.vocabulary import Vocabulary, choose, mentioned, read, reduced
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 TRIM_FILE = "kflats_trimming.json"
 _TRIED = 500  # texts and removed words that the tokenizer is tried on in the end
 
@@ -43,14 +46,14 @@ class Trimmed:
     """
 
     model: Any
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     kept: Tensor
     report: TrimReport
 
 
 def trim(
     model: nn.Module,
-    tokenizer: Any = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     keep: int,
     texts: Iterable[str] | None = None,
@@ -104,6 +107,8 @@ def trim(
     if alphabet == "seen" and texts is None:
         raise KflatsError("without texts no character is seen", hint="give texts, or keep all characters")
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
+    if tokenizer is None:
+        raise KflatsError("a tokenizer is needed", hint="tokenizer=, that of the model's folder")
     state = state_of(tokenizer)
     counted, shown = _held(texts), _held(eval_texts)
     found = find_tables(model)
@@ -232,7 +237,7 @@ def _byte_level() -> set[str]:
 _BYTES = _byte_level()
 
 
-def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: Any) -> list[int]:
+def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """All ids, the commonest first; by the vocabulary's own order where counts are equal."""
     size = len(vocabulary.tokens)
     try:
