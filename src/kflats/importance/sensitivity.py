@@ -190,7 +190,7 @@ def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
         raise KflatsError(
             f"{who} needs {what.replace('_', ' ')} measured",
             cause="no calibration data was given, or the statistics were measured for another importance",
-            hint="data=texts with tokenizer=..., or statistics=kflats.measure(..., needs=importance.needs)",
+            hint="texts=... with tokenizer=..., or statistics=kflats.measure(..., needs=importance.needs)",
         )
     if not bool(torch.isfinite(value).all()):
         raise KflatsError(

@@ -87,7 +87,7 @@ class TokenCounts(Importance):
             raise KflatsError(
                 "TokenCounts has nothing to count",
                 cause="no texts were given",
-                hint="data=texts and tokenizer=..., or ZipfPrior(), which needs no texts",
+                hint="texts=... and tokenizer=..., or ZipfPrior(), which needs no texts",
             )
         counts = measured.counts.to(torch.float64)
         total = float(counts.sum())

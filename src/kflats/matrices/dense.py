@@ -17,7 +17,7 @@ class DenseMatrix(Matrix):
     """M = weight (n, d), unfactored: half the bytes in float16, widened to the model's type where it is used.
 
     Its state looks like that of the layer it stands for. So it always lies as that layer's own table does
-    (``swap.places.own_rows``), and a program without kflats that takes the one for the other reads the right values.
+    (``own_matrix_rows``), and a program without kflats that takes the one for the other reads the right values.
 
     Raises:
         KflatsError: a weight that is no matrix.

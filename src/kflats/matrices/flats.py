@@ -35,7 +35,7 @@ class FlatsMatrix(Matrix):
         KflatsError: tensors that do not fit the bands, or labels that contradict them.
 
     >>> m = FlatsMatrix(torch.tensor([[2.0], [3.0]]), torch.eye(2), torch.tensor([1, 0], dtype=torch.uint8),
-    ...                 (Band(1, 1, 0), Band(1, 1, 1)), (1, 1))
+    ...                 (RankGroup(1, 1, 0), RankGroup(1, 1, 1)), (1, 1))
     >>> m.dense().tolist()      # row 0 lies on the second axis, row 1 on the first
     [[0.0, 3.0], [2.0, 0.0]]
     """

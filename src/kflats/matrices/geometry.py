@@ -57,7 +57,7 @@ def order_dtype(columns: int) -> torch.dtype:
 def weight_shape(bands: Sequence[RankGroup]) -> tuple[int, ...]:
     """Shape of the compact coordinates: (n, j) when every band has rank j, else one-dimensional.
 
-    >>> weight_shape([RankGroup(2, 3, 0), Band(5, 3, 1)]), weight_shape([Band(2, 3, 0), Band(5, 1, 0)])
+    >>> weight_shape([RankGroup(2, 3, 0), RankGroup(5, 3, 1)]), weight_shape([RankGroup(2, 3, 0), RankGroup(5, 1, 0)])
     ((7, 3), (11,))
     """
     if len({band.rank for band in bands}) == 1:
@@ -68,7 +68,7 @@ def weight_shape(bands: Sequence[RankGroup]) -> tuple[int, ...]:
 def starts_of(bands: Sequence[RankGroup]) -> list[int]:
     """Places in band order where each band begins, and at last where the last one ends.
 
-    >>> starts_of([RankGroup(2, 3, 0), Band(5, 1, 0)])
+    >>> starts_of([RankGroup(2, 3, 0), RankGroup(5, 1, 0)])
     [0, 2, 7]
     """
     return [0, *accumulate(band.rows for band in bands)]

@@ -90,7 +90,7 @@ def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, weights: Tensor 
     >>> from kflats.matrices.registry import LowRankMatrix
     >>> stored = LowRankMatrix(torch.ones(2, 1), torch.tensor([[1.0, 0.0]]))
     >>> norm_error(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), stored, EntryPowers(1.0), torch.tensor([1.0, 3.0]))
-    Judged(error=6.0, total=10.0)
+    MatrixError(error=6.0, total=10.0)
     """
     source = as_rows(rows)
     error = total = 0.0
@@ -122,7 +122,7 @@ def weighted_error(rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | N
     >>> from kflats.matrices.registry import LowRankMatrix
     >>> stored = LowRankMatrix(torch.ones(2, 1), torch.tensor([[1.0, 0.0]]))
     >>> weighted_error(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), stored, Weighting(left=torch.tensor([1.0, 3.0])))
-    Judged(error=12.0, total=16.0)
+    MatrixError(error=12.0, total=16.0)
     """
     source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
     coupled = weighting.left is not None and weighting.left.ndim == 2

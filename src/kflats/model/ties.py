@@ -34,7 +34,7 @@ def untie_(model: nn.Module, places: Iterable[str]) -> None:
 
 
 def recall_ties_(model: nn.Module) -> None:
-    """Undo every ``forget_ties_``: the class's own list is valid again, and ties that hold are listed again."""
+    """Undo every ``untie_``: the class's own list is valid again, and ties that hold are listed again."""
     for path, part in pretrained_models(model):
         removed = part.__dict__.pop(_REMOVED, None)
         if removed is None:

@@ -106,8 +106,8 @@ def find_weight(model: nn.Module, name: str) -> Weight:
 def own_matrix_rows(weight: Weight) -> Literal["in_features", "out_features"]:
     """The side of M that the layer keeps as the rows of its table: "in_features" (M itself) or "out_features" (M.T).
 
-    >>> own_rows(Weight("out", (WeightUse("out", "linear"),), (4, 9), "float32", 144))
-    'outputs'
+    >>> own_matrix_rows(Weight("out", (WeightUse("out", "linear"),), (4, 9), "float32", 144))
+    'out_features'
     """
     return "out_features" if weight.places[0].role in ("linear", "conv2d") else "in_features"
 

@@ -68,7 +68,7 @@ def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tup
         pairs_only: no integers: a convolution becomes two convolutions.
 
     >>> from kflats.importance.weighting import Weighting
-    >>> from kflats.methods import SVD, Best
+    >>> from kflats.methods import SVD, Auto
     >>> rows = TensorRows(torch.randn(64, 16, generator=torch.Generator().manual_seed(0)))
     >>> table = Table(rows, Weighting(), torch.float32, SVD().spectrum(rows, Weighting()))
     >>> sorted({type(candidate.codec).__name__ for candidate in candidates(Recipe(Auto()), table)})

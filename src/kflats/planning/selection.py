@@ -122,7 +122,7 @@ def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
     if weighs_tokens and not given.tokenizer:
         raise KflatsError(f"{who} needs the model's tokenizer", hint="tokenizer=..., or Uniform()")
     if recipe.importance.needs_texts and not given.texts:
-        raise KflatsError(f"{who} needs texts to count", hint="data=texts, or ZipfPrior()")
+        raise KflatsError(f"{who} needs texts to count", hint="texts=..., or ZipfPrior()")
     if recipe.matrix_rows == "out_features" and role == "embedding":
         raise KflatsError(
             f'matrix_rows="out_features" is not possible for {weight.name!r}',
@@ -146,7 +146,7 @@ def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
         raise KflatsError(
             f"{who} of {weight.name!r} needs calibration data",
             cause="it is measured by passing data through the model",
-            hint="data=texts with tokenizer=..., calibration=batches, or statistics=... (--calibration FILE)",
+            hint="texts=... with tokenizer=..., calibration=batches, or statistics=... (--calibration FILE)",
         )
 
 
@@ -154,7 +154,7 @@ def weighting_form(recipe: Recipe, weight: Weight) -> WeightingForm:
     """The kind of weighting that the importance makes for ``weight``, as the method sees it.
 
     >>> from kflats.importance import InputGram
-    >>> from kflats.model.weights import Place
+    >>> from kflats.model.weights import WeightUse
     >>> layer = Weight("dense", (WeightUse("dense", "linear"),), (8, 4), "float32", 128)
     >>> weighting_form(Recipe(SVD(), InputGram()), layer).kinds
     frozenset({'left'})

@@ -185,9 +185,13 @@ def recover_folder(
             is written by another run; a full disk.
     """
     if (task is None) == (texts is None):
-        raise KflatsError("give a task, or texts", hint="--task mrpc --data FOLDER, or --texts FILE --teacher ORIGINAL")
+        raise KflatsError(
+            "give a task, or texts",
+            hint="task=..., or texts=... and teacher=...",
+            command="--task mrpc, or --texts FILE --teacher ORIGINAL",
+        )
     if texts is not None and teacher is None:
-        raise KflatsError("texts have no labels to learn from", hint="--teacher ORIGINAL (teacher=)")
+        raise KflatsError("texts have no labels to learn from", hint="teacher=ORIGINAL", command="--teacher ORIGINAL")
     folder = resolve_model(os.fspath(source))
     taught = None if teacher is None else resolve_model(os.fspath(teacher))
     device = "cuda" if torch.cuda.is_available() else "cpu"

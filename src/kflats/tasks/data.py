@@ -75,7 +75,11 @@ def load_examples(task: str | Task, split: str = "dev", data: str | os.PathLike[
 
 def _file(task: Task, split: str, folder: Path) -> Path:
     if not folder.is_dir():
-        raise KflatsError(f"there is no data folder {folder}", hint="--data FOLDER, or none for the hub")
+        raise KflatsError(
+            f"there is no data folder {folder}",
+            hint="data=None for the hub's examples",
+            command="leave --task-data out for the hub's examples",
+        )
     ending = "txt" if task.kind == "language" else "tsv"
     inner = folder / task.folder
     where = inner if task.folder and inner.is_dir() else folder
@@ -196,10 +200,15 @@ def _from_hub(task: Task, split: str) -> Examples:
     except ImportError as error:
         raise KflatsError(
             "tasks of the hub need the package datasets",
-            hint="pip install 'kflats[tasks]', or a local folder: --data FOLDER (data=)",
+            hint="pip install 'kflats[tasks]', or data=FOLDER, a local one",
+            command="pip install 'kflats[tasks]', or --task-data FOLDER, a local one",
         ) from error
     if task.hub is None:
-        raise KflatsError(f"the hub's name of the task {task.name!r} is not known", hint="--data FOLDER (data=)")
+        raise KflatsError(
+            f"the hub's name of the task {task.name!r} is not known",
+            hint="data=FOLDER",
+            command="--task-data FOLDER",
+        )
     hub = task.hub
     where = f"{hub.repository} ({hub.configuration or 'its only configuration'})"
     asked = {"dev": "validation_matched" if task.name == "mnli" else "validation"}.get(split, split)
@@ -210,7 +219,8 @@ def _from_hub(task: Task, split: str) -> Examples:
         raise KflatsError(
             f"{where} gives no split {asked!r}: {reason[:160]}",
             cause="no network, or no such split",
-            hint="another --split, or a local folder: --data FOLDER (data=)",
+            hint="another split, or data=FOLDER, a local one",
+            command="another --split, or --task-data FOLDER, a local one",
         ) from error
     columns = {name: list(rows[name]) for name in (*hub.columns, *(() if task.kind == "language" else (hub.label,)))}
     if task.kind == "language":
