@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kflats.codecs.streams import decode, encode
 from kflats.demo import packaged_model
-from kflats.io import annotate_, load_model, stream_folder
+from kflats.io import annotate_, load_model
 from kflats.matrices.coded_build import from_transform
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import CodedMatrix, LowRankMatrix
@@ -126,7 +126,6 @@ def main() -> None:
             annotate_(small)
             folder = Path(scratch) / str(bits)
             small.save_pretrained(folder)
-            stream_folder(folder)
             whole.append([f"{bits}", f"{a:.3f}", f"{b:.3f}", f"**{ratio:.3f}**", *resident(folder)])
     head = ["bits asked", "bytes in memory", "lookup, ms", "factored, ms", "ratio", "same bytes, ms", "ratio"]
     body = markdown([*head, "integers", "stream, bytes", "encode, s", "decode, s"], lines)

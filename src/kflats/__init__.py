@@ -25,7 +25,7 @@ from kflats.importance import (
     Uniform,
     ZipfPrior,
 )
-from kflats.io import annotate_, load_, register_plugin, save, stream_folder
+from kflats.io import annotate_, load_, register_plugin, save
 from kflats.methods import MESSI, SVD, Auto, Entrywise, Flats, KeepDense, KMeansSVD, RobustSVD, Subspace
 from kflats.model.swap import find_weights, restore_
 from kflats.numerics.coreset import Coreset
@@ -100,7 +100,6 @@ __all__ = [
     "restore_",
     "save",
     "score",
-    "stream_folder",
     "task_batches",
     "trim",
     "trim_folder",

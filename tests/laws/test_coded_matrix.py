@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.matrices import coded, coded_tiles
+from kflats.matrices import coded
 from kflats.matrices.coded_build import from_integers, from_transform
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, matrix_from_spec
@@ -187,7 +187,7 @@ def assert_same_gradients(matrix: nn.Module, ours: Tensor, theirs: Tensor, *inpu
 
 def test_every_operation_is_that_of_the_dense_matrix(make, monkeypatch):
     for tile, many in ((2**20, 1024), (2**20, 1), (24, 1024), (1, 1024)):
-        monkeypatch.setattr(coded_tiles, "TILE", tile)
+        monkeypatch.setattr(coded, "TILE", tile)
         monkeypatch.setattr(coded, "MANY", many)
         matrix = make()
         n, d = matrix.shape
@@ -237,7 +237,7 @@ def test_layers_hold_it_as_any_other(make):
     n = matrix.shape[0]
     emb = FactoredEmbedding(matrix, padding_idx=0)
     net = nn.ModuleDict({"emb": emb, "head": FactoredHead(matrix, nn.Parameter(torch.zeros(n, dtype=F64)))})
-    assert set(net.state_dict()) == {f"emb.{name}" for name in [*matrix.tensors(), "check"]} | {"head.bias"}
+    assert set(net.state_dict()) == {f"emb.{name}" for name in matrix.tensors()} | {"head.bias"}
     assert matrix.nbytes == sum(t.numel() * t.element_size() for t in matrix.state_dict().values())
     assert matrix.num_values == sum(p.numel() for p in matrix.parameters())
     ids = torch.randint(0, n, (3, 7), generator=torch.Generator().manual_seed(3))

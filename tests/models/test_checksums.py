@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM
 
 from kflats.common.errors import KflatsError
-from kflats.io import load_, load_model, save, save_model, stream_folder
+from kflats.io import load_, load_model, save, save_model
 from kflats.model.swap import restore_, swap_
 from kflats.model.weights import find_weight
 
@@ -155,17 +155,6 @@ def test_other_programs_files_load_with_one_warning(tmp_path: Path) -> None:
         loaded.save_pretrained(folder)
         if folder.name == "one":
             load_model(folder)  # without a warning
-
-
-def test_streams_are_not_made_of_damaged_tensors(tmp_path: Path) -> None:
-    """Nobody could tell the damage once there are new checksums."""
-    pytest.importorskip("constriction")
-    small(coded).save_pretrained(tmp_path)
-    for _ in corruptions(tmp_path / NAME, 3):
-        with pytest.raises(KflatsError, match="is damaged: its tensor"):
-            stream_folder(tmp_path)
-    stream_folder(tmp_path)
-    load_model(tmp_path)
 
 
 def test_a_restored_model_saves_as_transformers_does(tmp_path: Path) -> None:

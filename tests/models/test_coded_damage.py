@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from matrices import coded, int4
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, BertModel
 
+import kflats.io.coded
 from kflats.common.errors import KflatsError
-from kflats.io import annotate_, load_, load_model, save, stream_folder
+from kflats.io import annotate_, load_, load_model, save
 from kflats.model.swap import find_weight, swap_
 
 pytest.importorskip("constriction")
@@ -43,12 +43,20 @@ def original() -> Any:
     return compressed()
 
 
+def save_fixed(model: Any, folder: Path) -> None:
+    """As where constriction is not installed: codes at fixed rates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kflats.io.coded, "find_spec", lambda name: None)
+        model.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module", params=["fixed", "streams"])
 def folder(request: pytest.FixtureRequest, original: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp(request.param)
-    original.save_pretrained(found)
     if request.param == "streams":
-        stream_folder(found)
+        original.save_pretrained(found)
+    else:
+        save_fixed(original, found)
     return found
 
 
@@ -89,27 +97,36 @@ def test_a_flipped_bit_of_a_coded_matrix_is_refused(folder: Path, tmp_path: Path
         with pytest.raises(KflatsError, match=r"damaged|contradict|do not|does not|not there|more than"):
             load_model(tmp_path / "bad")
     assert seen >= {"weight", "basis_scale", "shrink", "codes"}
-    assert ("check" in seen) == (folder.name.startswith("fixed"))
+    assert ("low" in seen) == (folder.name.startswith("fixed"))
 
 
 @pytest.mark.filterwarnings("ignore:.* have no checksum")
-def test_so_is_one_of_a_streamed_file_that_another_program_wrote_again(original: Any, tmp_path: Path) -> None:
-    """Without a checksum of the file: every coded matrix has its own, in its stream and in config.json."""
+def test_so_is_one_of_a_stream_that_another_program_wrote_again(original: Any, tmp_path: Path) -> None:
+    """Without a checksum in the file's metadata: a stream has its own."""
     original.save_pretrained(tmp_path)
-    stream_folder(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file(load_file(path), path, metadata={"format": "pt"})
     assert torch.equal(output(load_model(tmp_path)), output(original))
-    for _ in flips(path, (TABLE, LAYER), 3):
+    for _ in flips(path, (f"{TABLE}.codes", f"{LAYER}.codes"), 6):
         with pytest.raises(KflatsError, match="damaged"):
             load_model(tmp_path)
 
 
-def test_streams_are_not_made_of_damaged_codes(original: Any, tmp_path: Path) -> None:
-    original.save_pretrained(tmp_path)
-    for _ in flips(tmp_path / "model.safetensors", (TABLE, LAYER), 1):
-        with pytest.raises(KflatsError):
-            stream_folder(tmp_path)
+def test_a_state_with_other_codes_is_not_saved(original: Any, tmp_path: Path) -> None:
+    state = original.state_dict()
+    state[f"{TABLE}.codes"] = state[f"{TABLE}.codes"] ^ 1
+    with pytest.raises(KflatsError, match="differ from those of the model"):
+        original.save_pretrained(tmp_path, state_dict=state)
+
+
+def test_a_state_of_a_file_is_loaded_like_any_other(folder: Path, original: Any) -> None:
+    """The Trainer loads its checkpoints by ``load_state_dict``."""
+    other = compressed()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(load_file(folder / "model.safetensors"))
+    assert torch.equal(output(other), output(original))
 
 
 def test_scales_that_were_trained_or_cast_are_no_damage(folder: Path, tmp_path: Path) -> None:
@@ -121,33 +138,12 @@ def test_scales_that_were_trained_or_cast_are_no_damage(folder: Path, tmp_path: 
     assert torch.equal(output(load_model(tmp_path / "trained")), output(loaded))
     narrow = AutoModel.from_pretrained(tmp_path / "trained", dtype=torch.bfloat16)
     narrow.save_pretrained(tmp_path / "narrow")
-    stream_folder(tmp_path / "narrow")
     again = load_model(tmp_path / "narrow")
     assert again.dtype == torch.bfloat16
     assert torch.equal(output(again), output(narrow))
     other = compressed()
     other.load_state_dict(loaded.state_dict())
     assert torch.equal(output(other), output(loaded))
-    assert "check" not in dict(other.named_buffers())
-
-
-@pytest.mark.filterwarnings("ignore:.* have no checksum")
-def test_folders_of_before_load(folder: Path, original: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Those have a checksum of the integers alone."""
-    shutil.copytree(folder, tmp_path / "old")
-    path = tmp_path / "old" / "model.safetensors"
-    with safe_open(path, "pt") as file:
-        metadata = file.metadata()
-    tensors = {name: tensor for name, tensor in load_file(path).items() if not name.endswith(".check")}
-    save_file(tensors, path, metadata={"format": metadata["format"]})
-    config = json.loads((folder / "config.json").read_text())
-    for entry in config["quantization_config"]["modules"].values():
-        entry.pop("floats", None)
-    (tmp_path / "old" / "config.json").write_text(json.dumps(config))
-    assert torch.equal(output(load_model(tmp_path / "old")), output(original))
-    assert not caplog.records
-    stream_folder(tmp_path / "old")
-    assert torch.equal(output(load_model(tmp_path / "old")), output(original))
 
 
 # Descriptions -----------------------------------------------------------------------------------

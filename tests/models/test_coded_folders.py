@@ -26,8 +26,9 @@ from transformers import (
     BertModel,
 )
 
+import kflats.io.coded
 from kflats.common.errors import KflatsError
-from kflats.io import annotate_, load_, load_model, save, stream_folder
+from kflats.io import annotate_, load_, load_model, save
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import CodedMatrix
 from kflats.model.swap import find_weight, restore_, swap_
@@ -60,19 +61,23 @@ def original() -> Any:
     return model()
 
 
+def save_fixed(of: Any, folder: Path) -> None:
+    """As where constriction is not installed: codes at fixed rates."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kflats.io.coded, "find_spec", lambda name: None)
+        of.save_pretrained(folder)
+
+
 @pytest.fixture(scope="module", params=["fixed", "streams", "shards"])
 def folder(request: pytest.FixtureRequest, original: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     found = tmp_path_factory.mktemp(request.param)
     if request.param == "shards":
         original.save_pretrained(found, max_shard_size="8KB")
         assert len(list(found.glob("*.safetensors"))) > 2
+    elif request.param == "fixed":
+        save_fixed(original, found)
     else:
         original.save_pretrained(found)
-    if request.param != "fixed":
-        stream_folder(found)
-        before = {path: path.read_bytes() for path in found.iterdir()}
-        stream_folder(found)
-        assert {path: path.read_bytes() for path in found.iterdir()} == before
     return found
 
 
@@ -86,7 +91,7 @@ def test_every_class_loads_it(original: Any, folder: Path) -> None:
     assert AutoModelForSequenceClassification.from_pretrained(folder)(IDS).logits.shape == (2, 2)
     note = json.loads((folder / "config.json").read_text())["quantization_config"]["modules"]
     assert all(("stream" in entry) == (folder.name.startswith(("streams", "shards"))) for entry in note.values())
-    assert loaded.config.quantization_config["modules"][TABLE].keys() == note[TABLE].keys() - {"stream", "floats"}
+    assert loaded.config.quantization_config["modules"][TABLE].keys() == note[TABLE].keys() - {"stream"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -109,7 +114,6 @@ def test_it_saves_again_trains_and_becomes_dense(original: Any, folder: Path, tm
     torch.optim.SGD([p for p in again.parameters() if p.requires_grad], lr=0.1).step()
     again.eval()
     again.save_pretrained(tmp_path / "trained")
-    stream_folder(tmp_path / "trained")
     assert torch.equal(run(load_model(tmp_path / "trained")), run(again))
     assert not torch.equal(run(again), run(original))
     restore_(loaded)
@@ -127,22 +131,19 @@ def test_a_vocabulary_shrinks_and_does_not_grow(folder: Path, tmp_path: Path) ->
     loaded.resize_token_embeddings(160)
     torch.testing.assert_close(run(loaded), before[..., :160])
     loaded.save_pretrained(tmp_path)
-    stream_folder(tmp_path)
     torch.testing.assert_close(run(load_model(tmp_path)), before[..., :160])
 
 
 def test_streams_replace_all_integers_and_have_a_checksum(original: Any, tmp_path: Path) -> None:
     original.save_pretrained(tmp_path)
-    stream_folder(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert len(file.metadata()["kflats_checksums"]) == 8 * len(file.keys())
         assert not any(key.endswith((".labels", ".bits", ".low")) for key in file.keys())  # noqa: SIM118
 
 
 def test_without_kflats_loading_fails(original: Any, tmp_path: Path) -> None:
-    for name in ("fixed", "streams"):
-        original.save_pretrained(tmp_path / name)
-    stream_folder(tmp_path / "streams")
+    save_fixed(original, tmp_path / "fixed")
+    original.save_pretrained(tmp_path / "streams")
     program = """
 import sys
 from transformers import AutoModel, AutoModelForMaskedLM
@@ -180,7 +181,6 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 @pytest.mark.filterwarnings("ignore")  # transformers warns of what it finds before it stops
 def test_a_damaged_file_is_refused_or_right(original: Any, tmp_path: Path) -> None:
     original.save_pretrained(tmp_path)
-    stream_folder(tmp_path)
     path, draw, refused = tmp_path / "model.safetensors", random.Random(2), 0
     data, right = path.read_bytes(), run(original)
     for _ in range(40):
@@ -197,7 +197,7 @@ def test_a_damaged_file_is_refused_or_right(original: Any, tmp_path: Path) -> No
 @pytest.mark.filterwarnings("ignore:.* have no checksum")
 @pytest.mark.parametrize("key", ["codes", "labels", "bits", "low", "centers", "contexts", "basis"])
 def test_damaged_fixed_rate_codes_are_refused(key: str, original: Any, tmp_path: Path) -> None:
-    original.save_pretrained(tmp_path)
+    save_fixed(original, tmp_path)
     path = tmp_path / "model.safetensors"
     tensors = load_file(path)
     value = tensors[f"{TABLE}.{key}"]
@@ -217,8 +217,6 @@ BAD = {
     "an endless stream": (("stream", "bytes"), 10**12, "claims a stream"),
     "another size": (("stream", "bytes"), 500, r"size mismatch: .*codes is \(\d+,\) in the checkpoint, \(500,\)"),
     "no stream": (("stream",), None, r"size mismatch: .*codes is \(\d+,\) in the checkpoint"),
-    "other floats": (("floats",), 7, "damaged: their checksum differs"),
-    "floats of text": (("floats",), "7", "has the checksum 7"),
     "another checksum": (("checksum",), 7, "checksum differs"),
     "a checksum of text": (("checksum",), "7", "has the checksum"),
     "a newer matrix": (("matrix", "version"), 3, "version 3"),
@@ -238,7 +236,6 @@ def test_a_malformed_description_is_refused(
     way: tuple[str, ...], value: Any, message: str, original: Any, tmp_path: Path
 ) -> None:
     original.save_pretrained(tmp_path)
-    stream_folder(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     entry = config["quantization_config"]["modules"][TABLE]
     for step in way[:-1]:
@@ -307,5 +304,4 @@ def test_a_base_model_alone(tmp_path: Path) -> None:
     swap_(base, find_weight(base, "embeddings.word_embeddings"), coded(60, 32))
     annotate_(base)
     base.save_pretrained(tmp_path)
-    stream_folder(tmp_path)
     assert torch.equal(run(AutoModel.from_pretrained(tmp_path), IDS % 60), run(base, IDS % 60))

@@ -15,16 +15,14 @@ from typing import Any
 from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.io.atomic_files import check_whole
 from kflats.io.atomic_folder import new_folder
-from kflats.io.coded import stream_folder
 from kflats.io.headers import check_files
 from kflats.io.partial import Partial
 from kflats.io.plain import load_, save
 from kflats.io.saving import guard_saving_, save_pretrained
 from kflats.io.sources import copy_companions, resolve_model, weights_folder
 from kflats.model.describe import describe
-from kflats.model.description import QUANT_METHOD
+from kflats.model.description import is_kflats_config
 from kflats.model.weights import pretrained_models
 
 __all__ = [
@@ -38,7 +36,6 @@ __all__ = [
     "resolve_model",
     "save",
     "save_model",
-    "stream_folder",
     "weights_folder",
 ]
 
@@ -74,7 +71,7 @@ def annotate_(model: nn.Module) -> None:
             continue
         done.append(name)
         known = getattr(part.config, "quantization_config", None)
-        if known is not None and not (isinstance(known, dict) and known.get("quant_method") == QUANT_METHOD):
+        if known is not None and not is_kflats_config(known):
             raise KflatsError(
                 f"{type(part).__name__} is quantized by another method already",
                 hint="compress the original model, then quantize the result",
@@ -89,7 +86,6 @@ def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
     """Save a transformers model into ``folder``, annotated: codes as streams, and a checksum of every tensor."""
     annotate_(model)
     save_pretrained(model, folder)
-    stream_folder(folder)
 
 
 def load_model(folder: str | os.PathLike[str]) -> Any:
@@ -106,7 +102,6 @@ def load_model(folder: str | os.PathLike[str]) -> Any:
     except ImportError as error:
         raise KflatsError("transformers is not installed", hint="pip install 'kflats[hf]'") from error
     where = weights_folder(folder)
-    check_whole(where)
     try:
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
         known: Sequence[str] = getattr(config, "architectures", None) or ()

@@ -43,17 +43,17 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextmanager
-def replaced_together(folder: Path, label: str = "") -> Iterator[Path]:
+def replaced_together(folder: Path, label: str) -> Iterator[Path]:
     """Where to write files of ``folder``, old and new ones, under their names; at the end all take their places.
 
     The old files stay in ``<label>.kflats-before`` until the last new one is in its place. After an exception (an
-    interrupt too) they are put back; after a crash or ``kill -9`` ``check_whole`` refuses the folder and ``put_back``
-    repairs it. One process at a time: the caller sees to that.
+    interrupt too) they are put back; after a crash or ``kill -9`` the next call with this ``label`` puts them back. The
+    caller lets one process at a time write.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
     >>> _ = (folder / "a").write_text("old")
-    >>> with replaced_together(folder) as aside:
+    >>> with replaced_together(folder, ".files") as aside:
     ...     for name in "ab":
     ...         _ = (aside / name).write_text("new")
     >>> sorted((path.name, path.read_text()) for path in folder.iterdir())
@@ -87,7 +87,7 @@ def replaced_together(folder: Path, label: str = "") -> Iterator[Path]:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def put_back(folder: Path, label: str = "") -> None:
+def put_back(folder: Path, label: str) -> None:
     """Undo a change of ``folder`` that did not come to its end, if there is one."""
     aside, before = folder / (label + _ASIDE), folder / (label + _BEFORE)
     if before.is_dir():
@@ -102,20 +102,6 @@ def put_back(folder: Path, label: str = "") -> None:
         shutil.rmtree(before)
     if aside.is_dir():
         shutil.rmtree(aside)
-
-
-def check_whole(folder: Path) -> None:
-    """Refuse a folder some of whose files are new and some old.
-
-    Raises:
-        KflatsError: a change was killed in the very moment of renaming.
-    """
-    if (folder / _BEFORE).is_dir():
-        raise KflatsError(
-            f"some files of {folder} are new and some are old",
-            cause="kflats.stream_folder was killed while it put the new files in their places",
-            hint="run kflats.stream_folder on the folder again: it puts the old files back first",
-        )
 
 
 def check_file(path: str | os.PathLike[str], force: bool = False, ours: Callable[[Path], bool] | None = None) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.io.atomic_files import replaced
-from kflats.io.coded import coded_modules, stream_codes_
+from kflats.io.coded import put_streams_
 from kflats.io.headers import check_files, stamp_, warn_of_unchecked
 from kflats.io.write_errors import explain
 from kflats.matrices.registry import CodedMatrix, Matrix
@@ -46,14 +46,14 @@ def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = Tr
     if is_sentence_transformer(model):
         raise KflatsError(f"{type(model).__name__} saves itself", hint="model.save(folder)")
     tensors, shared = _distinct(model)
-    note: dict[str, Any] = {"layers": describe(model), "shared": shared}
-    if streams:
-        stream_codes_(tensors, coded_modules(note["layers"]))
+    layers = describe(model)
+    if streams and layers is not None:
+        put_streams_(tensors, layers, required=True)
     path = Path(folder) / "model.safetensors"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replaced(path) as aside:
-            save_file(tensors, aside, metadata={"kflats": json.dumps(note)})
+            save_file(tensors, aside, metadata={"kflats": json.dumps({"layers": layers, "shared": shared})})
             stamp_(aside)
     except (OSError, SafetensorError) as error:
         explain(error, path)

@@ -1,4 +1,4 @@
-"""``save_pretrained`` of a model with factored layers: as transformers', and then a checksum of every tensor."""
+"""``save_pretrained`` of a model with factored layers: transformers' own, with streams and checksums."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kflats.io.coded import put_streams_
 from kflats.io.headers import stamp_
+from kflats.model.describe import describe
+from kflats.model.description import is_kflats_config
 from kflats.model.weights import factored_layers, pretrained_models
 
 
@@ -24,15 +27,40 @@ def guard_saving_(model: nn.Module) -> None:
             part.__dict__.pop("save_pretrained", None)
 
 
-def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *rest: Any, **settings: Any) -> None:
-    """transformers' method of that name; the weight files that it writes then get a checksum of every tensor.
+def save_pretrained(
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    *rest: Any,
+    **settings: Any,
+) -> None:
+    """transformers' method of that name. It writes codes as streams, and a checksum of every tensor.
 
-    ``push_to_hub=True`` uploads the files before they have checksums; ``model.push_to_hub(name)`` uploads them after.
+    Codes stay at fixed rates, which take more bytes and load alike, where constriction is not installed, where the
+    codes are offloaded or sharded, and with ``distributed_checkpoint=True``. With ``push_to_hub=True`` the files are
+    uploaded before they have checksums; ``model.push_to_hub(name)`` uploads them after.
+
+    Raises:
+        KflatsError: ``state_dict`` has other codes than the model.
     """
-    before = _versions(save_directory)
-    type(self).save_pretrained(self, save_directory, *rest, **settings)
-    writes = settings.get("is_main_process", rest[0] if rest else True)
-    if writes and _is_first() and not settings.get("distributed_checkpoint"):
+    config, before, described = self.config, _versions(save_directory), None
+    writes = is_main_process and _is_first() and not settings.get("distributed_checkpoint")
+    note, adapters = getattr(config, "quantization_config", None), getattr(self, "_hf_peft_config_loaded", False)
+    offloaded = any(layer.weight.is_meta for _, layer in factored_layers(self))
+    if is_kflats_config(note) and not adapters and not offloaded:
+        described = describe(self)  # anew: the vocabulary may have another size now
+    if described is not None:
+        if writes:
+            state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+            put_streams_(state_dict, described, required=False)
+        config.quantization_config = described
+    try:
+        type(self).save_pretrained(self, save_directory, is_main_process, state_dict, *rest, **settings)
+    finally:
+        if described is not None:
+            config.quantization_config = note
+    if writes:
         for path, written in _versions(save_directory).items():
             if before.get(path) != written:
                 stamp_(path)
@@ -40,12 +68,12 @@ def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *rest: An
 
 def _versions(folder: str | os.PathLike[str]) -> dict[Path, tuple[int, int, int]]:
     """What tells the weight files in ``folder`` from earlier files of the same names."""
-    found = ((path, path.stat()) for path in sorted(Path(folder).glob("*.safetensors")))
-    return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in found}
+    stats = ((path, path.stat()) for path in sorted(Path(folder).glob("*.safetensors")))
+    return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats}
 
 
 def _is_first() -> bool:
-    """Of several processes that save one model, one writes checksums."""
+    """Of several processes that save one model, one writes streams and checksums."""
     return not (
         torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
     )

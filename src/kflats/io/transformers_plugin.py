@@ -10,7 +10,6 @@ This module imports transformers; ``kflats.io.register_plugin`` imports this one
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -25,14 +24,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.common.errors import KflatsError
-from kflats.io.atomic_files import check_whole
-from kflats.io.coded import check_modules
+from kflats.io.coded import check_shapes
 from kflats.io.headers import check_files, warn_of_unchecked
 from kflats.io.saving import guard_saving_
-from kflats.matrices.codes import CHECK
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
-from kflats.matrices.registry import CodedMatrix
 from kflats.model.describe import describe
 from kflats.model.description import QUANT_METHOD, Description, Module, read_description
 from kflats.model.matching import match, stored_dtype, swap_described_
@@ -97,19 +93,13 @@ class KflatsQuantizer(HfQuantizer):
         dtype = kwargs.get("dtype")
         untie_(model, {s for module in description.modules for n in module.untied for s in spellings(model, n)})
         files = kwargs.get("checkpoint_files") or ()
-        for folder in {Path(path).parent for path in files}:
-            check_whole(folder)
         warn_of_unchecked(check_files(files))
-        checked = check_modules(files, description.modules)
+        check_shapes(files, description.modules)
         self._modules: list[tuple[str, Module]] = []
         for weight, module in match(model, description, strict=same_class):
             own = model.get_submodule(weight.name).weight.dtype
             target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
-            matrix = module.new(target)
-            if module.name in checked:
-                # For transformers a tensor like any other, so that it does not warn of it.
-                matrix._buffers[CHECK] = torch.empty(1, dtype=torch.int64, device="meta")
-            swap_described_(model, weight, module, matrix)
+            swap_described_(model, weight, module, module.new(target))
             self._modules.append((weight.name, module))
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
@@ -117,8 +107,6 @@ class KflatsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, layer in factored_layers(model):
             if layer.owns_matrix:
-                if isinstance(layer.matrix, CodedMatrix):
-                    layer.matrix._buffers[CHECK] = None
                 for key, tensor in _stored(layer).items():
                     # transformers only warns of a missing tensor, and fills it with random numbers.
                     if tensor.is_meta or not _is_loaded(tensor):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.matrices.base import Matrix
-from kflats.matrices.codes import CHECK, Codes
 from kflats.matrices.dense import DenseMatrix
 from kflats.matrices.flats import refresh_after_load
 from kflats.matrices.low_rank import LowRankMatrix
@@ -42,11 +41,7 @@ class HoldsMatrix:
         if own:
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 self.__dict__[table] = getattr(matrix, table)
-            module = cast(nn.Module, self)
-            module.register_load_state_dict_post_hook(refresh_after_load)
-            if isinstance(matrix, Codes):
-                module.register_state_dict_post_hook(_add_check)
-                module.register_load_state_dict_pre_hook(_drop_check)
+            cast(nn.Module, self).register_load_state_dict_post_hook(refresh_after_load)
 
     @property
     def weight(self) -> Tensor:
@@ -69,18 +64,6 @@ def mark_initialized(tensor: Tensor) -> Tensor:
     """``tensor``, with a mark: transformers' ``init`` functions leave tensors that have it as they are."""
     tensor.__dict__["_is_hf_initialized"] = True
     return tensor
-
-
-def _add_check(layer: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """To what is on its way into a file; ``keep_vars`` asks for the layer's own tensors, which are on no such way."""
-    matrix = layer.matrix
-    if state.get(prefix + "weight") is not matrix.weight and (check := matrix.current_check()) is not None:
-        state[prefix + CHECK] = check
-
-
-def _drop_check(layer: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    # Numbers that come as a state may be averages of several, or of another type.
-    state.pop(prefix + CHECK, None)
 
 
 class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]

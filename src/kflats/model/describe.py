@@ -14,7 +14,7 @@ from kflats.matrices.registry import CodedMatrix, DenseMatrix
 from kflats.model.description import FORMAT_VERSION, QUANT_METHOD
 from kflats.model.roles import FactoredLayer
 from kflats.model.ties import untied_places
-from kflats.model.weights import factored_layers, spellings
+from kflats.model.weights import factored_layers
 
 
 def describe(model: nn.Module) -> dict[str, Any] | None:
@@ -57,17 +57,6 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
         "dtype": _name(compute_dtype(model)),
         "modules": modules,
     }
-
-
-def redescribe_(model: Any, name: str, layer: FactoredLayer) -> None:
-    """Bring the config's description of one owning layer up to date (its matrix has been resized)."""
-    known = getattr(model.config, "quantization_config", None)
-    if isinstance(known, dict) and known.get("quant_method") == QUANT_METHOD:
-        for spelling in spellings(model, name):
-            if spelling in known["modules"]:
-                known["modules"][spelling]["matrix"] = layer.matrix.spec()
-                if isinstance(layer.matrix, CodedMatrix):
-                    known["modules"][spelling]["checksum"] = layer.matrix.checksum()
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:

@@ -5,12 +5,11 @@
             "matrix": {"kind": "flats", ...}, "dtype": "float32", "matrix_rows": "in_features", "untied": [],
             "places": [{"name": "embeddings.word_embeddings", "role": "embedding", "padding_idx": 0, "scale": null}]}}}
 
-A coded matrix has a ``checksum`` of its integers, and where the file holds them entropy coded a ``stream``
-({"version": 1, "bytes": ...}) and ``floats``, a checksum of its other tensors, which older files lack. ``untied`` names
-places that the model's class would tie, but that have a table of their own. ``dtype`` is the type the model computes
-in, a module's ``dtype`` the type its factors are stored in. The first place of a module owns the factors and gives it
-its name. A transformers folder keeps this in ``config.json`` as ``quantization_config``; a plain torch folder in the
-header of ``model.safetensors``. ``describing`` writes it.
+A coded matrix has a ``checksum`` of its integers, and a ``stream`` ({"version": 1, "bytes": ...}) where the file holds
+them entropy coded. ``untied`` names places that the model's class would tie, but that have a table of their own. The
+model computes in the type ``dtype``; a module's ``dtype`` is the type its factors are stored in. The first place of a
+module owns the factors and gives the module its name. A transformers folder keeps this in ``config.json`` as
+``quantization_config``; a plain torch folder keeps it in the header of ``model.safetensors``. ``describe`` writes it.
 """
 
 from __future__ import annotations
@@ -34,6 +33,11 @@ FORMAT_VERSION = 1
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # a module path; never a file path
 _ROLES = ("embedding", "head", "linear", "conv1d", "conv2d")
 DAMAGED = "a damaged or hand-edited file"
+
+
+def is_kflats_config(note: object) -> bool:
+    """Whether the ``quantization_config`` of a model is the description of its factored layers."""
+    return isinstance(note, dict) and note.get("quant_method") == QUANT_METHOD
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,6 @@ class Module:
     matrix_rows: str
     stream: int | None = None
     checksum: int | None = None
-    floats: int | None = None
 
     def new(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Matrix:
         """An empty matrix to load the file's tensors into; ``finish_`` must follow."""
@@ -145,11 +148,8 @@ def _fields(data: object, expected: set[str], where: str, optional: frozenset[st
 def _read_module(name: object, data: object) -> Module:
     if not isinstance(name, str) or _NAME.fullmatch(name) is None:
         raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=DAMAGED)
-    required, coded = (
-        {"matrix", "dtype", "matrix_rows", "places", "untied"},
-        frozenset({"stream", "checksum", "floats"}),
-    )
-    fields = _fields(data, required, f"module {name!r}", coded)
+    required = {"matrix", "dtype", "matrix_rows", "places", "untied"}
+    fields = _fields(data, required, f"module {name!r}", frozenset({"stream", "checksum"}))
     if fields["matrix_rows"] not in ("in_features", "out_features"):
         raise KflatsError(f"module {name!r} has matrix_rows={fields['matrix_rows']!r}", cause=DAMAGED)
     if not isinstance(fields["places"], list) or not fields["places"]:
@@ -171,22 +171,21 @@ def _read_module(name: object, data: object) -> Module:
     untied = fields["untied"]
     if not isinstance(untied, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in untied):
         raise KflatsError(f"module {name!r} has an unreadable list of untied places", cause=DAMAGED)
-    stream, *checksums = _read_coded(name, fields, empty)
-    return Module(name, places, tuple(untied), empty, dtype, fields["matrix_rows"], stream, *checksums)
+    stream, checksum = _read_coded(name, fields, empty)
+    return Module(name, places, tuple(untied), empty, dtype, fields["matrix_rows"], stream, checksum)
 
 
-def _read_coded(name: str, fields: dict[str, Any], empty: Matrix) -> tuple[int | None, int | None, int | None]:
-    """Stream bytes and both checksums, checked; ``empty`` then expects the stream."""
-    checksum, floats, found = (fields.get(key) for key in ("checksum", "floats", "stream"))
+def _read_coded(name: str, fields: dict[str, Any], empty: Matrix) -> tuple[int | None, int | None]:
+    """Stream bytes and checksum, checked; ``empty`` then expects the stream."""
+    checksum, found = fields.get("checksum"), fields.get("stream")
     if not isinstance(empty, CodedMatrix):
-        if any(value is not None for value in (checksum, floats, found)):
+        if checksum is not None or found is not None:
             raise KflatsError(f"module {name!r} has codes, but a matrix of kind {empty.kind!r}", cause=DAMAGED)
-        return None, None, None
-    for value in (checksum, *([floats] if "floats" in fields else [])):
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**32:
-            raise KflatsError(f"module {name!r} has the checksum {str(value)[:40]}", cause=DAMAGED)
+        return None, None
+    if isinstance(checksum, bool) or not isinstance(checksum, int) or not 0 <= checksum < 2**32:
+        raise KflatsError(f"module {name!r} has the checksum {str(checksum)[:40]}", cause=DAMAGED)
     if found is None:
-        return None, checksum, floats
+        return None, checksum
     entry = _fields(found, {"version", "bytes"}, f"the stream of {name!r}")
     version, size = entry["version"], entry["bytes"]
     if version != STREAM_VERSION or isinstance(version, bool):
@@ -200,7 +199,7 @@ def _read_coded(name: str, fields: dict[str, Any], empty: Matrix) -> tuple[int |
     if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= most:
         raise KflatsError(f"module {name!r} claims a stream of {str(size)[:40]} bytes", cause=DAMAGED)
     expect_(empty, size)
-    return size, checksum, floats
+    return size, checksum
 
 
 def _read_place(data: object, n: int) -> DescribedPlace:

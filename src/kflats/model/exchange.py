@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kflats.codecs.streams import decode
 from kflats.common.errors import KflatsError
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear, mark_initialized
-from kflats.matrices.registry import Matrix
+from kflats.matrices.registry import CodedMatrix, Matrix
 from kflats.model.roles import FactoredLayer, embedding_scale
 from kflats.model.weights import Weight, WeightUse
 
@@ -42,6 +43,8 @@ def factored_layers_for(
                 layer.bias = bias  # the parameter itself: it may be tied
             for name in _HOOKS:
                 layer.__dict__[name] = module.__dict__[name]
+            if layer.owns_matrix and isinstance(matrix, CodedMatrix):
+                layer.register_load_state_dict_pre_hook(_decode_stream)  # type: ignore[no-untyped-call]
             layer.train(module.training)
             layer.__dict__["_shell"] = module
             # transformers then never calls ``_init_weights`` on this layer, which would take its factors for a table.
@@ -131,6 +134,13 @@ def _new_layer(
     if isinstance(module, nn.Conv2d):
         return FactoredConv2d(matrix, module, matrix_rows=rows)
     return FactoredLinear(matrix, matrix_rows=rows)
+
+
+def _decode_stream(layer: FactoredLayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let ``load_state_dict`` read the state of a file, which holds a stream in place of the integers."""
+    stream, matrix = state.get(prefix + "codes"), cast(CodedMatrix, layer.matrix)
+    if stream is not None and prefix + "bits" not in state:
+        state.update({prefix + name: value for name, value in decode(stream, matrix.geometry).items()})
 
 
 def _mark_initialized(layer: nn.Module) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.matrices.layers import FactoredEmbedding, FactoredLinear, mark_initialized
 from kflats.matrices.registry import Matrix
-from kflats.model.describe import redescribe_
 from kflats.model.roles import FactoredLayer
 from kflats.model.weights import factored_layers, pretrained_models, vocabulary_end
 
@@ -78,10 +77,9 @@ def _resize_token_embeddings(
         self.set_input_embeddings(self._get_resized_embeddings(source, size, None, mean_resizing))
     if head is not None and not isinstance(head, FactoredLayer):
         self.set_output_embeddings(self._get_resized_lm_head(head, size, mean_resizing=mean_resizing))
-    for name, layer in list(factored_layers(self)):
+    for _, layer in list(factored_layers(self)):
         if (matrix := resized.get(id(layer.matrix))) is not None:
             _take(self, layer, matrix)
-            redescribe_(self, name, layer)
     # The caller reads the new size off the table's first dimension; ragged coordinates have no such dimension.
     return SimpleNamespace(weight=torch.empty(size, 0, device="meta"))
 

@@ -15,7 +15,7 @@ from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import DenseMatrix, Matrix
 from kflats.model.describe import compute_dtype
-from kflats.model.description import QUANT_METHOD
+from kflats.model.description import is_kflats_config
 from kflats.model.exchange import dense_layer_for, factored_layers_for, holders_of_bias, shift_bias_
 from kflats.model.resizing import guard_resizing_, unguard_resizing_
 from kflats.model.roles import FactoredLayer
@@ -154,8 +154,7 @@ def restore_(model: nn.Module) -> None:
     recall_ties_(model)
     unguard_resizing_(model)
     for _, part in pretrained_models(model):
-        known = getattr(part.config, "quantization_config", None)
-        if isinstance(known, dict) and known.get("quant_method") == QUANT_METHOD:
+        if is_kflats_config(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
         part.__dict__.pop("save_pretrained", None)  # see kflats.io.saving
 

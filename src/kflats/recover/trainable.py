@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.matrices.codes import Codes
+from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.weights import factored_layers
 
@@ -54,7 +54,7 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
                 hint="compress it first, or train='all' (--train all)",
             )
         chosen = [p for matrix in matrices for name, p in matrix.named_parameters() if name in names]
-        if not chosen and all(isinstance(matrix, Codes) for matrix in matrices):
+        if not chosen and all(isinstance(matrix, CodedMatrix) for matrix in matrices):
             raise KflatsError(
                 f"the model's codes have no {train} that could train",
                 cause="it is stored as integers by a codec; their scales and levels are what can be learned",
