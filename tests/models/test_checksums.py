@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from factoring import factor_named
-from matrices import coded, flats, low_rank
+from matrices import flats, low_rank
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForMaskedLM, BertConfig, BertForMaskedLM

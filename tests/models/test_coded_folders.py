@@ -212,13 +212,13 @@ def test_damaged_fixed_rate_codes_are_refused(key: str, original: Any, tmp_path:
 
 
 BAD = {
-    "a newer stream": (("stream", "version"), 2, "version 2"),
-    "no size": (("stream", "bytes"), None, "claims a stream"),
+    "a newer stream": (("stream", "version"), 2, "codes of version 2"),
+    "no size": (("stream", "bytes"), None, "bytes should be a whole number"),
     "an endless stream": (("stream", "bytes"), 10**12, "claims a stream"),
     "another size": (("stream", "bytes"), 500, r"size mismatch: .*codes is \(\d+,\) in the checkpoint, \(500,\)"),
     "no stream": (("stream",), None, r"size mismatch: .*codes is \(\d+,\) in the checkpoint"),
     "another checksum": (("checksum",), 7, "checksum differs"),
-    "a checksum of text": (("checksum",), "7", "has the checksum"),
+    "a checksum of text": (("checksum",), "7", "checksum should be a whole number"),
     "a newer matrix": (("matrix", "version"), 3, "version 3"),
     "a version without its field": (("matrix", "version"), 2, "unit"),
     "other classes": (
@@ -226,7 +226,7 @@ BAD = {
         [[199, 4]],
         r"size mismatch: .*weight is \(3,\) in the checkpoint, \(1,\)",
     ),
-    "a stream of factors": (("matrix",), {"kind": "low_rank", "shape": [199, 32], "rank": 4}, "has codes"),
+    "a stream of factors": (("matrix",), {"kind": "low_rank", "shape": [199, 32], "rank": 4}, "has the checksum"),
 }
 
 

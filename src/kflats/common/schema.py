@@ -15,6 +15,9 @@ _LARGEST = sys.float_info.max  # comparing with it refuses NaN, infinities and i
 def decode(kind: Any, data: object, where: str, *, signed: frozenset[str] = frozenset()) -> Any:
     """``data`` (parsed JSON) as the declared ``kind``: a frozen record, tuple, optional, number, string, or dict.
 
+    A ``dict`` of records is an object with names of its own; any other ``dict`` is an object with a "type". ``object``
+    takes what there is.
+
     Args:
         kind: a dataclass, or a type that a dataclass field may have.
         data: what ``json.loads`` gave.
@@ -29,6 +32,8 @@ def decode(kind: Any, data: object, where: str, *, signed: frozenset[str] = froz
     """
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return _record(kind, data, where, signed)
+    if kind is object:
+        return data
     origin, inner = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if data is None else decode(inner[0], data, where, signed=signed)
@@ -41,6 +46,10 @@ def decode(kind: Any, data: object, where: str, *, signed: frozenset[str] = froz
         return tuple(
             decode(k, v, f"{where}[{i}]", signed=signed) for i, (k, v) in enumerate(zip(kinds, data, strict=True))
         )
+    if origin is dict and dataclasses.is_dataclass(inner[1]):
+        if not isinstance(data, dict):
+            raise _wrong(where, "an object", data)
+        return {name: decode(inner[1], value, f"{where}.{name:.80}", signed=signed) for name, value in data.items()}
     if origin is dict:
         if not isinstance(data, dict) or not isinstance(data.get("type"), str):
             raise _wrong(where, 'an object with a "type"', data)
@@ -55,6 +64,24 @@ def decode(kind: Any, data: object, where: str, *, signed: frozenset[str] = froz
         return data
     names = {int: "a whole number", float: "a finite number", str: "a string", bool: "true or false"}
     raise _wrong(where, names[kind], data)
+
+
+def check_version(version: object, newest: int, what: str) -> None:
+    """Refuse a version that is not one of 1 to ``newest``; ``what`` has it, for the message.
+
+    >>> check_version(2, 1, "plans")
+    Traceback (most recent call last):
+        ...
+    kflats.common.errors.KflatsError: plans of version 2 are not readable. Likely cause: this kflats reads version 1...
+    """
+    if isinstance(version, bool) or not isinstance(version, int) or not 1 <= version <= newest:
+        newer = isinstance(version, int) and version > newest
+        raise KflatsError(
+            f"{what} of version {str(version)[:20]} are not readable",
+            cause=f"this kflats reads version {'1' if newest == 1 else f'1 to {newest}'}, and the file "
+            + ("was written by a newer kflats" if newer else "is damaged or was edited by hand"),
+            hint="pip install -U kflats" if newer else "restore the file",
+        )
 
 
 def _record(kind: type, data: object, where: str, signed: frozenset[str]) -> Any:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.matrices.geometry import check_shape, read_count
+from kflats.common.schema import check_version, decode
+from kflats.matrices.geometry import check_shape
 from kflats.numerics.coding.packing import MOST_BITS
 
 VERSION = 2
@@ -75,7 +76,7 @@ class CodedGeometry:
             problem = f"{self.contexts} contexts and {self.levels} levels"
         elif self.scales not in SCALES or self.basis not in BASES:
             problem = f"scales {self.scales!r}, basis {self.basis!r}"
-        elif self.groups < 1 or (self.rank and -(-self.rank // self.group) != self.groups):
+        elif not 1 <= self.groups <= max(1, self.rank) or (self.rank and -(-self.rank // self.group) != self.groups):
             problem = f"{self.groups} groups of {self.rank} columns"
         elif not -_FARTHEST_UNIT <= self.unit <= _FARTHEST_UNIT:
             problem = f"numbers in units of 2^{self.unit}"
@@ -174,51 +175,20 @@ INTEGERS = {
 }
 """Types of the stored integers; a basis may be one besides."""
 
-FIELDS = {
-    "kind",
-    "version",
-    "shape",
-    "rank",
-    "classes",
-    "contexts",
-    "levels",
-    "scales",
-    "groups",
-    "basis",
-    "flats",
-    "unit",
-}
-
 
 def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
     """The geometry that ``CodedGeometry.spec`` wrote.
 
     Raises:
-        KflatsError: another version, or impossible numbers. TypeError, ValueError: a field of another form.
+        KflatsError: another version, fields of another form, or impossible numbers.
     """
-    version = spec["version"]
-    if isinstance(version, bool) or version not in range(1, VERSION + 1):
-        raise KflatsError(
-            f"coded matrices of version {str(version)[:20]} are unknown here (this kflats reads 1 to {VERSION})",
-            cause="a file of a newer kflats",
-            hint="pip install -U kflats",
-        )
-    n, d = (read_count(size) for size in spec["shape"])
-    if len(spec["classes"]) > MAX_CLASSES:
-        raise KflatsError(f"more than {MAX_CLASSES} classes", cause=_DAMAGED)
-    classes = tuple((read_count(rows), read_count(row_bytes)) for rows, row_bytes in spec["classes"])
-    if len(spec["flats"]) > MAX_CLASSES:
-        raise KflatsError(f"more than {MAX_CLASSES} flats", cause=_DAMAGED)
-    flats = tuple((read_count(count), read_count(rank)) for count, rank in spec["flats"])
-    counts: dict[str, Any] = {name: read_count(spec[name]) for name in ("rank", "contexts", "levels", "groups")}
-    words = {"scales": spec["scales"], "basis": spec["basis"]}
-    unit = spec["unit"] if version > 1 else 0
-    if isinstance(unit, bool) or not isinstance(unit, int):
-        raise KflatsError(f"expected a whole number as unit, found {str(unit)[:40]}", cause=_DAMAGED)
-    found = CodedGeometry((n, d), classes=classes, flats=flats, unit=unit, **words, **counts)
-    if found.version != version or ("unit" in spec) != (version > 1):
-        raise KflatsError(f"a coded matrix that is not of version {version}", cause=_DAMAGED)
-    return found
+    version = spec.get("version")
+    check_version(version, VERSION, "coded matrices")
+    fields = {name: value for name, value in spec.items() if name not in ("kind", "version")}
+    geometry: CodedGeometry = decode(CodedGeometry, fields, "matrix", signed=frozenset({"matrix.unit"}))
+    if geometry.version != version or ("unit" in spec) != (version == VERSION):
+        raise KflatsError(f"the field 'unit' does not fit a coded matrix of version {version}", cause=_DAMAGED)
+    return geometry
 
 
 def contradiction(geometry: CodedGeometry, found: dict[str, Tensor]) -> str:

@@ -126,13 +126,3 @@ def _band_problem(band: RankGroup, d: int, flat_ranks: Sequence[int]) -> str:
     if not (0 <= band.flat < len(flat_ranks) and 0 <= band.rank <= flat_ranks[band.flat]):
         return f"{band} names no stored basis"
     return ""
-
-
-def read_count(value: object) -> int:
-    """A whole number >= 0 read from JSON; anything else (true, 1.0, "1", -1) is refused."""
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_SIDE:
-        raise KflatsError(
-            f"expected a whole number from 0 to {MAX_SIDE}, found {str(value)[:40]}",
-            cause="a damaged or hand-edited file",
-        )
-    return value

@@ -14,16 +14,15 @@ module owns the factors and gives the module its name. A transformers folder kee
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 
 from kflats.codecs.stream_reader import STREAM_VERSION
 from kflats.codecs.streams import expand_, expect_
 from kflats.common.errors import KflatsError
+from kflats.common.schema import check_version, decode
 from kflats.matrices.conv import CONVOLVED
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
 
@@ -105,6 +104,31 @@ class Description:
     modules: tuple[Module, ...]
 
 
+@dataclass(frozen=True)
+class _Stream:
+    version: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class _WrittenModule:
+    matrix: object
+    dtype: str
+    matrix_rows: str
+    places: tuple[DescribedPlace, ...]
+    untied: tuple[str, ...]
+    checksum: int | None = None
+    stream: _Stream | None = None
+
+
+@dataclass(frozen=True)
+class _WrittenDescription:
+    quant_method: str
+    format_version: int
+    dtype: str
+    modules: dict[str, _WrittenModule]
+
+
 def read_description(data: object) -> Description:
     """A ``Description`` from parsed JSON; nothing is allocated and every size is checked.
 
@@ -114,117 +138,76 @@ def read_description(data: object) -> Description:
     """
     if not isinstance(data, dict) or data.get("quant_method") != QUANT_METHOD:
         raise KflatsError("this is not a description of kflats layers", cause=DAMAGED)
-    version = data.get("format_version")
-    if version != FORMAT_VERSION or isinstance(version, bool):
-        raise KflatsError(
-            f"kflats layers of format version {version!r} are unknown here (this kflats reads {FORMAT_VERSION})",
-            cause="a file of a newer kflats",
-            hint="pip install -U kflats",
-        )
-    top = _fields(data, {"quant_method", "format_version", "dtype", "modules"}, "the description")
-    if not isinstance(top["modules"], dict):
-        raise KflatsError("the list of factored modules is not an object", cause=DAMAGED)
-    modules = tuple(_read_module(name, value) for name, value in top["modules"].items())
+    check_version(data.get("format_version"), FORMAT_VERSION, "kflats layers")
+    written: _WrittenDescription = decode(_WrittenDescription, data, "description")
+    modules = tuple(_module(name, module) for name, module in written.modules.items())
     names = [place.name for module in modules for place in module.places]
     if len(set(names)) != len(names):
         raise KflatsError("two factored modules claim the same place", cause=DAMAGED)
-    return Description(_dtype(top["dtype"]), modules)
+    return Description(_dtype(written.dtype), modules)
 
 
-def _dtype(name: object) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise KflatsError(f"{name!r} is not a floating-point type", cause=DAMAGED)
-    return found
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise KflatsError(f"{name[:40]!r} is not a floating-point type", cause=DAMAGED)
+    return dtype
 
 
-def _fields(data: object, expected: set[str], where: str, optional: frozenset[str] = frozenset()) -> dict[str, Any]:
-    if not isinstance(data, dict) or set(data) - optional != expected:
-        there = sorted(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise KflatsError(f"{where} must have the fields {sorted(expected)}, not {there}", cause=DAMAGED)
-    return data
-
-
-def _read_module(name: object, data: object) -> Module:
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=DAMAGED)
-    required = {"matrix", "dtype", "matrix_rows", "places", "untied"}
-    fields = _fields(data, required, f"module {name!r}", frozenset({"stream", "checksum"}))
-    if fields["matrix_rows"] not in ("in_features", "out_features"):
-        raise KflatsError(f"module {name!r} has matrix_rows={fields['matrix_rows']!r}", cause=DAMAGED)
-    if not isinstance(fields["places"], list) or not fields["places"]:
-        raise KflatsError(f"module {name!r} names no places", cause=DAMAGED)
-    if not isinstance(fields["matrix"], dict):
-        raise KflatsError(f"module {name!r} has no matrix", cause=DAMAGED)
-    dtype = _dtype(fields["dtype"])
-    empty = matrix_from_spec(fields["matrix"], dtype=dtype)
+def _module(name: str, written: _WrittenModule) -> Module:
+    for path in (name, *written.untied, *(place.name for place in written.places)):
+        if _NAME.fullmatch(path) is None:
+            raise KflatsError(f"{path[:80]!r} is not the path of a module", cause=DAMAGED)
+    dtype, rows, places = _dtype(written.dtype), written.matrix_rows, written.places
+    empty = matrix_from_spec(written.matrix, dtype=dtype)
     n, d = empty.shape
     if empty.num_values > 4 * n * d + 2**20:
-        raise KflatsError(f"module {name!r} claims {empty.num_values} numbers for a {n} x {d} table", cause=DAMAGED)
-    places = tuple(_read_place(place, n) for place in fields["places"])
-    if places[0].name != name or len({place.name for place in places}) != len(places):
-        raise KflatsError(f"module {name!r} does not own its own places", cause=DAMAGED)
-    if fields["matrix_rows"] == "out_features" and any(place.role in ("embedding", "head") for place in places):
-        raise KflatsError(f"module {name!r} is an embedding with outputs as rows", cause=DAMAGED)
-    if any(p.kernel is not None for p in places) and empty.kind not in CONVOLVED:
-        raise KflatsError(f"module {name!r} is a convolution with a matrix of kind {empty.kind!r}", cause=DAMAGED)
-    untied = fields["untied"]
-    if not isinstance(untied, list) or not all(isinstance(n, str) and _NAME.fullmatch(n) for n in untied):
-        raise KflatsError(f"module {name!r} has an unreadable list of untied places", cause=DAMAGED)
-    stream, checksum = _read_coded(name, fields, empty)
-    return Module(name, places, tuple(untied), empty, dtype, fields["matrix_rows"], stream, checksum)
+        problem = f"claims {empty.num_values} numbers for a {n} x {d} table"
+    elif rows not in ("in_features", "out_features"):
+        problem = f"has matrix_rows={rows[:40]!r}"
+    elif not places or places[0].name != name:
+        problem = "is not the first of its own places"
+    elif rows == "out_features" and any(place.role in ("embedding", "head") for place in places):
+        problem = "is an embedding whose matrix has outputs as rows"
+    elif any(place.kernel is not None for place in places) and empty.kind not in CONVOLVED:
+        problem = f"is a convolution with a matrix of kind {empty.kind!r}"
+    elif (written.checksum is None) == isinstance(empty, CodedMatrix):
+        problem = f"has the checksum {written.checksum} and a matrix of kind {empty.kind!r}"
+    else:
+        problem = next(filter(None, (_problem(place, n) for place in places)), "")
+    if problem:
+        raise KflatsError(f"the module {name!r} {problem}", cause=DAMAGED)
+    size = None if written.stream is None else _expect_stream(name, written.stream, empty)
+    return Module(name, places, written.untied, empty, dtype, rows, size, written.checksum)
 
 
-def _read_coded(name: str, fields: dict[str, Any], empty: Matrix) -> tuple[int | None, int | None]:
-    """Stream bytes and checksum, checked; ``empty`` then expects the stream."""
-    checksum, found = fields.get("checksum"), fields.get("stream")
-    if not isinstance(empty, CodedMatrix):
-        if checksum is not None or found is not None:
-            raise KflatsError(f"module {name!r} has codes, but a matrix of kind {empty.kind!r}", cause=DAMAGED)
-        return None, None
-    if isinstance(checksum, bool) or not isinstance(checksum, int) or not 0 <= checksum < 2**32:
-        raise KflatsError(f"module {name!r} has the checksum {str(checksum)[:40]}", cause=DAMAGED)
-    if found is None:
-        return None, checksum
-    entry = _fields(found, {"version", "bytes"}, f"the stream of {name!r}")
-    version, size = entry["version"], entry["bytes"]
-    if version != STREAM_VERSION or isinstance(version, bool):
-        raise KflatsError(
-            f"codes of version {str(version)[:20]} are unknown here (this kflats reads {STREAM_VERSION})",
-            cause="a file of a newer kflats",
-            hint="pip install -U kflats",
-        )
+def _expect_stream(name: str, stream: _Stream, empty: Matrix) -> int:
+    """Make ``empty`` expect the stream.
+
+    Returns:
+        Bytes of the stream.
+    """
+    check_version(stream.version, STREAM_VERSION, "codes")
     # A block that does not shrink is stored as it is: a stream is never much longer than the codes and their layout.
     most = 2**20 + 2 * sum(t.numel() * t.element_size() for t in empty.tensors().values())
-    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= most:
-        raise KflatsError(f"module {name!r} claims a stream of {str(size)[:40]} bytes", cause=DAMAGED)
-    expect_(empty, size)
-    return size, checksum
+    if not isinstance(empty, CodedMatrix) or not 0 < stream.bytes <= most:
+        raise KflatsError(
+            f"the module {name!r} claims a stream of {stream.bytes} bytes for a matrix of kind {empty.kind!r}",
+            cause=DAMAGED,
+        )
+    expect_(empty, stream.bytes)
+    return stream.bytes
 
 
-def _read_place(data: object, n: int) -> DescribedPlace:
-    fields = _fields(data, {"name", "role", "padding_idx", "scale"}, "a place", frozenset({"kernel", "gained_bias"}))
-    name, role, padding, scale = (fields[key] for key in ("name", "role", "padding_idx", "scale"))
-    if not isinstance(name, str) or _NAME.fullmatch(name) is None:
-        raise KflatsError(f"{str(name)[:80]!r} is not the path of a module", cause=DAMAGED)
-    if role not in _ROLES:
-        raise KflatsError(f"place {name!r} has the unknown role {role!r}", cause="a file of a newer kflats")
-    if padding is not None and (isinstance(padding, bool) or not isinstance(padding, int) or not 0 <= padding < n):
-        raise KflatsError(f"place {name!r} has padding row {padding!r} of {n}", cause=DAMAGED)
-    number = isinstance(scale, int | float) and not isinstance(scale, bool)
-    if scale is not None and not (number and math.isfinite(scale)):
-        raise KflatsError(f"place {name!r} has scale {scale!r}", cause=DAMAGED)
-    kernel = fields.get("kernel")
-    if (kernel is None) == (role == "conv2d") or (kernel is not None and not _is_kernel(kernel)):
-        raise KflatsError(f"place {name!r} has kernel {str(kernel)[:40]} and role {role!r}", cause=DAMAGED)
-    gained = fields.get("gained_bias", False)
-    if not isinstance(gained, bool) or (gained and role not in ("linear", "conv1d", "conv2d")):
-        raise KflatsError(f"place {name!r} of role {role!r} has gained_bias={str(gained)[:40]}", cause=DAMAGED)
-    return DescribedPlace(
-        name, role, padding, None if scale is None else float(scale), None if kernel is None else tuple(kernel), gained
-    )
-
-
-def _is_kernel(value: object) -> bool:
-    sizes = isinstance(value, list) and len(value) == 3
-    return sizes and all(isinstance(v, int) and not isinstance(v, bool) and v > 0 for v in cast(list[Any], value))
+def _problem(place: DescribedPlace, n: int) -> str:
+    """What a matrix of ``n`` rows makes impossible in a place; "" where nothing is."""
+    kernel = place.kernel
+    if place.role not in _ROLES:
+        return f"has a place of the unknown role {place.role[:40]!r}"
+    if place.padding_idx is not None and place.padding_idx >= n:
+        return f"has padding row {place.padding_idx} of {n}"
+    if (kernel is None) == (place.role == "conv2d") or (kernel is not None and (len(kernel) != 3 or 0 in kernel)):
+        return f"has a place of role {place.role!r} with kernel {str(kernel)[:40]}"
+    if place.gained_bias and place.role not in ("linear", "conv1d", "conv2d"):
+        return f"has a place of role {place.role!r} with a gained bias"
+    return ""
