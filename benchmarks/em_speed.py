@@ -18,7 +18,7 @@ from _common import arguments, embedding_table, markdown, median_pair, publish, 
 
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, WeightedRows, em
+from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, em
 from kflats.numerics.gram import improve_basis, move_rows
 from kflats.numerics.rows import BLOCK, TensorRows
 
@@ -53,7 +53,7 @@ def main() -> None:
     norms2 = squared_norms(rows)
     total = float(norms2.double().sum())
     fit = fit_flats(table, K, rank=J, seed=0)
-    warm = em(WeightedRows(rows, norms2), RankSpec(K, rank=J), fit.labels, tolerance=0, max_iterations=3)
+    warm = em(WeightedRows(rows, norms2), RankSpec(K, rank=J), Start(fit.labels), Stopping(0, 3))
     grams = torch.stack([table[warm.labels == c].double().T @ table[warm.labels == c].double() for c in range(K)])
     # The state one iteration earlier, so that the timed one moves rows as a warm iteration does.
     previous = assign(rows, fit.bases, norms2)

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import PARTIAL, Progress, RankSpec, WeightedRows, em
+from kflats.numerics.flats import PARTIAL, Progress, RankSpec, Start, Stopping, WeightedRows, em
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
-from kflats.numerics.initialization import Start
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.robust_bound import losses, reweighted
 from kflats.numerics.robust_em import robust_em
@@ -89,10 +88,8 @@ def speed(rank: int, rounds: int, table: Tensor) -> list[list[object]]:
     steps = 5 * ROUND
     pairs = [
         (
-            pace(lambda told: robust_em(cloud, shape, Power(1), start, 0.0, steps + 1, told)),
-            pace(
-                lambda told: em(cloud, shape, None, bases=bases, tolerance=0.0, max_iterations=steps + 1, progress=told)
-            ),
+            pace(lambda told: robust_em(cloud, shape, Power(1), start, Stopping(0.0, steps + 1, told))),
+            pace(lambda told: em(cloud, shape, start, Stopping(0.0, steps + 1, told))),
         )
         for _ in range(rounds)
     ]

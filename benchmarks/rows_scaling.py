@@ -23,7 +23,7 @@ from _common import arguments, markdown, publish
 
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, WeightedRows, em
+from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, em
 from kflats.numerics.rows import TensorRows, check_finite
 
 K, RANK, ITERATIONS = 10, 16, 6
@@ -68,7 +68,7 @@ def child(path: str, n: int, d: int) -> None:
     norms2 = squared_norms(rows)
     labels = assign(rows, seeds.bases, norms2).labels
     # A tolerance below 0: not to stop early.
-    fit = em(WeightedRows(rows, norms2), RankSpec(K, rank=RANK), labels, tolerance=-1.0, max_iterations=ITERATIONS)
+    fit = em(WeightedRows(rows, norms2), RankSpec(K, rank=RANK), Start(labels), Stopping(-1.0, ITERATIONS))
     took = time.perf_counter() - start
     done.set()
     thread.join()

@@ -50,7 +50,7 @@ def test_it_is_optimal_up_to_the_last_coordinate(problem):
     steps = [int(costs[c]) for c in range(k) if found.ranks[c] < d]
     assert not steps or budget - found.used < min(steps)
     # Only the one coordinate that did not fit whole may be missing: price is its saving per number.
-    least = found.price * max(int(c) for c in costs)
+    least = found.multiplier * max(int(c) for c in costs)
     assert kept(spectra, found.ranks) >= best(spectra, costs, budget, floor) - least - 1e-6
 
 
@@ -59,8 +59,8 @@ def test_it_is_optimal_up_to_the_last_coordinate(problem):
 def test_more_budget_never_keeps_less_than_a_coordinate_less(problem):
     spectra, costs, budget, floor = problem
     less, more = fill(spectra, costs, budget, floor=floor), fill(spectra, costs, budget + 7, floor=floor)
-    assert more.price <= less.price + 1e-9
-    assert kept(spectra, more.ranks) >= kept(spectra, less.ranks) - less.price * float(costs.max()) - 1e-6
+    assert more.multiplier <= less.multiplier + 1e-9
+    assert kept(spectra, more.ranks) >= kept(spectra, less.ranks) - less.multiplier * float(costs.max()) - 1e-6
 
 
 @settings(max_examples=100)

@@ -15,7 +15,7 @@ from kflats.common.errors import KflatsError
 from kflats.numerics import assign as assign_module
 from kflats.numerics.assign import assign, distances, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, WeightedRows, em
+from kflats.numerics.flats import RankSpec, Start, WeightedRows, em
 from kflats.numerics.gram import cluster_grams, complement, improve_basis, leading_basis, move_rows, top_eigenvectors
 from kflats.numerics.rows import TensorRows
 
@@ -44,7 +44,7 @@ def cloud_of(n, d, seed, dtype=F64, weighted=True):
     return a, (w if weighted else None)
 
 
-def brute_force(a, bases, w, price, exact):
+def brute_force(a, bases, w, multiplier, exact):
     """The cost (n, k or k + 1) of each row in each flat, and its squared distance, from the definitions."""
     a = a.double().numpy()
     cost, far = [], []
@@ -52,10 +52,10 @@ def brute_force(a, bases, w, price, exact):
         v = basis.double().numpy()
         rest = a - (a @ v.T) @ v
         far.append((rest**2).sum(1))
-        cost.append(w.numpy() * far[-1] + price * len(v))
+        cost.append(w.numpy() * far[-1] + multiplier * len(v))
     if exact:
         far.append(np.zeros(len(a)))
-        cost.append(np.full(len(a), price * a.shape[1]))
+        cost.append(np.full(len(a), multiplier * a.shape[1]))
     return np.stack(cost, 1), np.stack(far, 1)
 
 
@@ -64,19 +64,19 @@ def brute_force(a, bases, w, price, exact):
     n=st.integers(1, 50),
     d=st.integers(1, 9),
     data=st.data(),
-    price=st.sampled_from([0.0, 0.01, 0.5]),
+    multiplier=st.sampled_from([0.0, 0.01, 0.5]),
     exact=st.booleans(),
     dtype=st.sampled_from([torch.float32, F64]),
     seed=st.integers(0, 1000),
 )
-def test_the_e_step_is_the_brute_force_one(n, d, data, price, exact, dtype, seed):
+def test_the_e_step_is_the_brute_force_one(n, d, data, multiplier, exact, dtype, seed):
     ranks = data.draw(st.lists(st.integers(0, d), min_size=1, max_size=5))  # some above d / 2: the complement's path
-    exact = exact and price > 0
+    exact = exact and multiplier > 0
     a, w = cloud_of(n, d, seed, dtype)
     bases = tuple(orthonormal(rank, d, seed + c).to(dtype) for c, rank in enumerate(ranks))
     rows = TensorRows(a)
-    found = assign(rows, bases, squared_norms(rows), weights=w, price=price, exact=exact)
-    cost, far = brute_force(a, bases, w, price, exact)
+    found = assign(rows, bases, squared_norms(rows), weights=w, multiplier=multiplier, exact=exact)
+    cost, far = brute_force(a, bases, w, multiplier, exact)
     chosen = found.labels.long().numpy()
     at = np.arange(n)
     slack = (1e-5 if dtype == torch.float32 else 1e-12) * (1 + cost.max())
@@ -96,7 +96,7 @@ def test_the_e_step_does_not_depend_on_row_order_or_block_size(ranks, monkeypatc
 
     def run(a, w):
         rows = TensorRows(a)
-        return assign(rows, bases, squared_norms(rows), weights=w, price=0.01)
+        return assign(rows, bases, squared_norms(rows), weights=w, multiplier=0.01)
 
     whole = run(a, w)
     order = torch.randperm(len(a))
@@ -233,7 +233,7 @@ def test_any_shape_and_budget_is_fitted_within_it(n, d, data, exact, power, seed
 
 
 def test_a_sample_that_stands_for_all_rows_never_overruns_a_tight_budget(monkeypatch):
-    monkeypatch.setattr("kflats.numerics.fit.FILL_SAMPLE", 300)
+    monkeypatch.setattr("kflats.numerics.initialization.FILL_SAMPLE", 300)
     n, d, k = 2000, 8, 3
     for seed in range(6):
         a, w = cloud_of(n, d, seed, torch.float32)
@@ -251,7 +251,7 @@ def test_em_lowers_the_objective_of_any_start_and_the_price_moves_rows():
     rows = TensorRows(a)
     cloud = WeightedRows(rows, squared_norms(rows), w)
     labels = (torch.arange(400) % 3).to(torch.uint8)
-    fit = em(cloud, RankSpec(3, budget=1000), labels)
+    fit = em(cloud, RankSpec(3, budget=1000), Start(labels))
     assert fit.objective[-1] < 0.9 * fit.objective[0]
     # Rows that weigh little went to flats of lower rank.
     ranks = torch.tensor(fit.ranks, dtype=F64)[fit.labels.long()]

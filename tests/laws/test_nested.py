@@ -299,6 +299,6 @@ def test_em_corrects_a_price_that_is_off():
     a = skewed(300, 12, 10)
     cloud = WeightedRows(TensorRows(a), squared_norms(TensorRows(a)))
     start = (Ordered(torch.linalg.eigh(a.double().T @ a.double()).eigenvectors.flip(1).T.contiguous(), (2, 6)),)
-    right = em_nested(cloud, start, 1500, 1e-3).price
+    right = em_nested(cloud, start, 1500, 1e-3).multiplier
     errors = [em_nested(cloud, start, 1500, right * off).error for off in (0.3, 1.0, 3.0)]
     assert max(errors) < 1.5 * min(errors)

@@ -16,9 +16,8 @@ from kflats.matrices.registry import LowRankMatrix
 from kflats.methods import Flats, Problem
 from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, WeightedRows
+from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
-from kflats.numerics.initialization import Start
 from kflats.numerics.loss import Huber, Power, Squared, Truncated, absolute
 from kflats.numerics.robust_bound import losses, reweighted
 from kflats.numerics.robust_em import distances_of, robust_em
@@ -238,7 +237,7 @@ def test_one_reweighting_an_iteration_reaches_what_a_converged_inner_loop_does()
     a = a.double()
     labels = torch.where(torch.arange(len(a)) % 4 == 0, (truth + 1) % 3, truth).to(torch.uint8)
     whole = converged_inside(a, 3, 2, labels, Power(1), 8)
-    fit = robust_em(cloud_of(a), RankSpec(3, rank=2), Power(1), Start(labels), tolerance=1e-7, max_iterations=400)
+    fit = robust_em(cloud_of(a), RankSpec(3, rank=2), Power(1), Start(labels), Stopping(1e-7, 400))
     assert fit.converged
     assert fit.error <= whole * 1.001  # another local minimum, perhaps
     assert fit.error <= converged_inside(a, 3, 2, fit.labels, Power(1), 2) * 1.0001
@@ -253,8 +252,8 @@ def test_row_order_changes_rounding_only(loss, shape):
     loss = absolute(loss, torch.full((5,), 1.0))
     labels = (torch.arange(300) % 3).to(torch.uint8)
     order = torch.randperm(300, generator=generator(9))
-    one = robust_em(cloud_of(a, w), shape, loss, Start(labels), tolerance=1e-3)
-    other = robust_em(cloud_of(a[order], w[order]), shape, loss, Start(labels[order]), tolerance=1e-3)
+    one = robust_em(cloud_of(a, w), shape, loss, Start(labels))
+    other = robust_em(cloud_of(a[order], w[order]), shape, loss, Start(labels[order]))
     assert other.objective[0] == pytest.approx(one.objective[0], rel=1e-6)
     if shape.rank:  # ranks are whole numbers: a last bit may become a coordinate, and that another local minimum
         assert other.error == pytest.approx(one.error, rel=1e-6)
@@ -379,7 +378,7 @@ def test_thresholds_under_a_metric_are_distances_in_it(loss):
     ("make", "message"),
     [
         (lambda: Flats(error="power 1"), "Flats has no error 'power 1'"),
-        (lambda: Flats(nested_ranks=2, error=Power(1)), "levels=2 minimises squares only"),
+        (lambda: Flats(nested_ranks=2, error=Power(1)), "nested_ranks=2 minimises squares only"),
         (lambda: fit_flats(torch.randn(3, 5), 4, rank=1, error=Power(1)), "4 flats do not fit 3 rows"),
         (lambda: fit_flats(table()[0], 2, rank=1, error="power 1"), "no loss of distances is 'power 1'"),
         (lambda: fit_flats(row_of_1e30(), 2, rank=1, error=Power(1)), "row 5 is .* times as long as the median row"),

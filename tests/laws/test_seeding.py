@@ -11,7 +11,7 @@ from sklearn.metrics import adjusted_rand_score
 from kflats.common.errors import KflatsError
 from kflats.numerics.assign import squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, WeightedRows, em
+from kflats.numerics.flats import RankSpec, Start, WeightedRows, em
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.seeding import SEEDINGS, kmeans, norms, random_partition, seeding
 from kflats.numerics.split_merge import split_and_merge
@@ -46,7 +46,7 @@ def test_labels_are_valid_and_em_never_gets_worse_from_them(name, kind, weighted
     assert labels.shape == (60,)
     assert int(labels.min()) >= 0
     assert int(labels.max()) < 3
-    fit = em(cloud, RankSpec(3, rank=2), labels)
+    fit = em(cloud, RankSpec(3, rank=2), Start(labels))
     assert all(later <= earlier for earlier, later in zip(fit.objective, fit.objective[1:], strict=False))
     assert all(torch.isfinite(basis).all() for basis in fit.bases)
 
@@ -121,7 +121,7 @@ def test_split_and_merge_repairs_a_start_that_em_cannot():
     stuck = torch.where(truth < 2, 0, truth).to(torch.uint8)
     stuck[truth == 3] = torch.where(torch.arange(200) % 2 == 0, 3, 1).to(torch.uint8)
     shape = RankSpec(4, rank=2)
-    alone = em(cloud, shape, stuck, refit=False)
+    alone = em(cloud, shape, Start(stuck), refit=False)
     repaired = split_and_merge(cloud, shape, alone, generator())
     assert repaired.error <= alone.error
     assert adjusted_rand_score(truth.numpy(), repaired.labels.numpy()) >= 0.99
@@ -130,9 +130,9 @@ def test_split_and_merge_repairs_a_start_that_em_cannot():
 def test_split_and_merge_never_raises_the_error():
     for seed in range(4):
         cloud = cloud_of(torch.randn(150, 6, generator=generator(seed)))
-        start = em(cloud, RankSpec(4, rank=2), random_partition(cloud, 4, 2, generator(seed)), refit=False)
+        start = em(cloud, RankSpec(4, rank=2), Start(random_partition(cloud, 4, 2, generator(seed))), refit=False)
         assert split_and_merge(cloud, RankSpec(4, rank=2), start, generator(seed)).error <= start.error
-        one = em(cloud, RankSpec(1, rank=2), random_partition(cloud, 1, 2, generator(seed)), refit=False)
+        one = em(cloud, RankSpec(1, rank=2), Start(random_partition(cloud, 1, 2, generator(seed))), refit=False)
         assert split_and_merge(cloud, RankSpec(1, rank=2), one, generator()) is one
 
 

@@ -192,7 +192,7 @@ max_iterations=60, error=Squared(), coreset=None)
         if self.nested_ranks > 1 and k <= n and problem.values(k * self.nested_ranks + exact) >= n + k * d:
             held = problem.values(k * self.nested_ranks + exact)
             found = fit_nested(problem.rows, k, self.nested_ranks, budget=held, exact=exact, **settings)
-            if found.bands_in_use > 1:  # of one band, without labels to pay for, the rank below uses their bytes
+            if found.groups_in_use > 1:  # of one band, without labels to pay for, the rank below uses their bytes
                 return found
         values = problem.values(k + exact)
         if exact and values < n + k * d:  # one more band may need labels, or wider ones

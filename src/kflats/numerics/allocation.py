@@ -1,9 +1,9 @@
-"""Coordinates under a budget: which flats get how many.
+"""The ranks of flats under a budget.
 
-Given clusters, coordinate r of flat c saves the w-weighted eigenvalue lambda_cr of its Gram and costs
-n_c numbers for its rows plus d for its basis vector. The saving per cost falls with r inside a flat and
-costs inside a flat are equal, so taking the best ratios first (water-filling) is optimal up to the last
-coordinate; what is left after that is filled greedily by whatever still fits.
+For given clusters, coordinate r of flat c saves the weighted eigenvalue lambda_cr of its Gram and costs n_c numbers
+for the cluster's rows plus d for its basis vector. Inside a flat all coordinates cost the same, and the saving falls
+with r. Taking the best ratios of saving to cost first (water-filling) is therefore optimal up to the last coordinate.
+The rest of the budget is filled greedily with the coordinates that still fit.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from kflats.common.errors import KflatsError
 
 @dataclass(frozen=True)
 class Filling:
-    """``ranks`` of each flat, numbers ``used`` of the budget, and the water level ``price``:
-    the saving per number at which the budget ran out (the Lagrange multiplier mu)."""
+    """``ranks`` of each flat, numbers ``used`` of the budget, and the Lagrange ``multiplier`` mu: the saving per number
+    at which the budget ran out."""
 
     ranks: tuple[int, ...]
     used: int
-    price: float
+    multiplier: float
 
 
 def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Filling:
@@ -32,9 +32,9 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
     Args:
         spectra: (k, d), descending, not negative.
         costs: (k,) whole numbers: what one coordinate of flat c costs.
-        budget: numbers to spend; never exceeded, short by less than the cheapest step that still has
-            something to give.
-        floor: rank every flat gets first.
+        budget: numbers to spend. It is never exceeded, and falls short by less than the cheapest coordinate that still
+            saves something.
+        floor: rank that every flat gets first.
 
     Raises:
         KflatsError: the floor alone exceeds the budget.
@@ -49,8 +49,8 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
     if used > budget:
         raise KflatsError(
             f"a budget of {budget:,} numbers cannot hold {k} flats of rank {floor} ({used:,} numbers)",
-            cause="too many flats for the size asked",
-            hint="raise the budget or lower k",
+            cause="each coordinate stores a basis vector and a number a row",
+            hint="a larger budget, or fewer flats",
         )
     ratio = (spectra.to(torch.float64) / costs.to(torch.float64).unsqueeze(1))[:, floor:]
     flat = torch.arange(k, device=spectra.device).unsqueeze(1).expand(k, d - floor).reshape(-1)
@@ -62,8 +62,8 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
     ranks = torch.full((k,), floor, dtype=torch.int64)
     ranks += torch.bincount(flat[:whole].cpu(), minlength=k)
     used = int(spend[whole - 1]) if whole else used
-    price = float(values[whole]) if whole < len(values) else 0.0
-    # The first coordinate that did not fit ends the water-filling, but cheaper ones may still fit: best ratio first.
+    multiplier = float(values[whole]) if whole < len(values) else 0.0
+    # Water-filling ends at the first coordinate that does not fit. Cheaper ones may still fit: best ratio first.
     next_ratio = torch.cat([ratio, ratio.new_full((k, 1), -1.0)], 1).cpu()  # -1: the flat is full
     while True:
         open_flats = [c for c in range(k) if int(ranks[c]) < d and int(costs[c]) <= budget - used]
@@ -72,4 +72,4 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
         best = max(open_flats, key=lambda c: (float(next_ratio[c, int(ranks[c]) - floor]), int(costs[c])))
         ranks[best] += 1
         used += int(costs[best])
-    return Filling(tuple(ranks.tolist()), used, price)
+    return Filling(tuple(ranks.tolist()), used, multiplier)

@@ -1,10 +1,10 @@
-"""The E-step: which flat is nearest to each row.
+"""The E-step: the nearest flat of each row.
 
     dist^2(a, S_c) = ||a||^2 - ||V_c a||^2        (V_c orthonormal, j_c x d)
 
-One GEMM for all flats in blocks of rows; a flat of rank above d/2 is measured through its complement,
-dist^2 = ||N_c a||^2, which is cheaper and does not cancel. With a price mu per coordinate a row pays
-w_i dist^2 + mu j_c, so that cheap flats attract rows that have little to lose.
+One matrix product serves all flats, in blocks of rows. A flat of rank above d/2 is measured through its complement,
+dist^2 = ||N_c a||^2, which is cheaper and does not cancel. With a Lagrange multiplier mu per coordinate the choice
+minimises w_i dist^2 + mu j_c, so that flats of low rank attract rows with little to lose.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from torch import Tensor
 
 from kflats.numerics.gram import complement
 from kflats.numerics.loss import Loss, Squared
-from kflats.numerics.rows import BLOCK, Rows
+from kflats.numerics.rows import BLOCK, Rows, slices
 
 _SQUARED = Squared()
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """``labels`` (n,) uint8 or int16 (equal costs go to the lower flat), squared distances ``dist2`` (n,)
-    to the chosen flat, ``objective`` = sum_i m_i (w_i rho(dist_i) + price * rank of its flat), and, if asked for,
-    ``margin`` (n,): by how much the second cheapest choice is dearer, and ``stayed`` (n,): squared distances to the
-    flats that rows were labelled with before."""
+    """``labels`` (n,) uint8 or int16 (of equal costs the lower flat); squared distances ``dist2`` (n,) to the chosen
+    flat; ``objective`` = sum_i m_i (w_i rho(dist_i) + multiplier * rank of its flat). On request, ``margin`` (n,): how
+    much more the second choice costs, and ``stayed`` (n,): squared distances to the flats of earlier labels."""
 
     labels: Tensor
     dist2: Tensor
@@ -37,10 +36,7 @@ class Assignment:
 
 def squared_norms(rows: Rows) -> Tensor:
     """(n,) squared row norms."""
-    out = torch.empty(rows.shape[0], dtype=rows.dtype, device=rows.device)
-    for start, block in rows.blocks(BLOCK):
-        out[start : start + len(block)] = torch.linalg.vector_norm(block, dim=1).square_()
-    return out
+    return torch.cat([torch.linalg.vector_norm(block, dim=1).square_() for _, block in rows.blocks(BLOCK)])
 
 
 def assign(
@@ -50,23 +46,23 @@ def assign(
     *,
     weights: Tensor | None = None,
     multiplicity: Tensor | None = None,
-    price: float = 0.0,
+    multiplier: float = 0.0,
     exact: bool = False,
     margins: bool = False,
     loss: Loss = _SQUARED,
     before: Tensor | None = None,
 ) -> Assignment:
-    """Cheapest flat of every row, streamed.
+    """The flat of least cost for every row, block by block.
 
     Args:
-        bases: orthonormal (j_c, d), one a flat.
+        bases: orthonormal (j_c, d), one for each flat.
         norms2: ``squared_norms(rows)``.
-        weights: (n,) w_i. multiplicity: (n,) rows that row i of a sample stands for.
-        price: cost of storing one number, in units of the weighted squared error.
-        exact: offer one more choice, label k: keep the row as it is, for price * d.
-        margins: whether to find margins.
-        loss: what a distance costs; with a price the choice depends on it, and the objective always.
-        before: (n,) labels to find ``stayed`` for.
+        weights: (n,) w_i. multiplicity: (n,) number of rows of the matrix that each row of a sample stands for.
+        multiplier: cost of a stored number, in units of the weighted squared error.
+        exact: allow one more choice, label k: the row is kept as it is, for d numbers.
+        margins: whether to return margins.
+        loss: rho of a distance. It changes the choice where there is a multiplier, and the objective always.
+        before: (n,) labels for ``stayed``.
     """
     n, d = rows.shape
     measure = _Measure(bases, d, rows.dtype)
@@ -77,14 +73,13 @@ def assign(
     margin = torch.empty(n, dtype=rows.dtype, device=rows.device) if margins else None
     stayed = torch.empty(n, dtype=rows.dtype, device=rows.device) if before is not None else None
     objective = torch.zeros((), dtype=torch.float64, device=rows.device)
-    for start, block in rows.blocks(BLOCK):
-        part = slice(start, start + len(block))
+    for part, block in slices(rows):
         distances = measure(block, norms2[part], exact)
         cost = distances if isinstance(loss, Squared) else loss.rho(distances)
         if weights is not None:
             cost = cost * weights[part].to(rows.dtype).unsqueeze(1)
-        if price:
-            cost = cost + price * ranks
+        if multiplier:
+            cost = cost + multiplier * ranks
         best, chosen = cost.min(dim=1)
         labels[part] = chosen
         dist2[part] = distances.gather(1, chosen.unsqueeze(1)).squeeze(1)
@@ -100,14 +95,13 @@ def assign(
 
 
 def distances(rows: Rows, bases: tuple[Tensor, ...], norms2: Tensor) -> Tensor:
-    """(n, k) squared distances of all rows to all flats; for samples, it is not streamed out."""
+    """(n, k) squared distances of all rows to all flats, in memory: for samples."""
     measure = _Measure(bases, rows.shape[1], rows.dtype)
-    parts = [measure(block, norms2[s : s + len(block)], False).clone() for s, block in rows.blocks(BLOCK)]
-    return torch.cat(parts)
+    return torch.cat([measure(block, norms2[here], False).clone() for here, block in slices(rows)])
 
 
 class _Measure:
-    """Squared distances of a block to all flats by one GEMM, direct or through complements."""
+    """Squared distances of a block to all flats by one matrix product, directly or through complements."""
 
     def __init__(self, bases: tuple[Tensor, ...], d: int, dtype: torch.dtype) -> None:
         self.through = [2 * len(b) > d for b in bases]

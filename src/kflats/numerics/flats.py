@@ -1,15 +1,15 @@
-"""k-flats EM (projective clustering; MESSI, Maalouf et al., ICLR 2021, sections 2 and 2.1).
+"""k-flats EM for squared errors (projective clustering; MESSI, Maalouf et al., ICLR 2021, sections 2 and 2.1).
 
     minimise over flats S_1..S_k (dim j_c) and labels c(i):   sum_i  w_i dist(a_i, S_c(i))^2
 
-E-step: nearest flat (``assign``). M-step: leading eigenvectors of each cluster's weighted Gram
-(``gram``), updated only by the rows that moved. With ranks left free, a budget of numbers
+The E-step gives every row to its nearest flat (``assign``). The M-step takes the leading eigenvectors of each cluster's
+weighted Gram (``gram``); only the rows that moved change a Gram. Where a budget of numbers sets the ranks,
 
     sum_c j_c (n_c + d)  +  d * (rows kept exactly)  <=  budget
 
-is filled in every M-step (``allocation.fill``), and its water level mu prices coordinates in the next
-E-step: w_i dist^2 + mu j_c. Reallocating only after EM is much weaker, since it is the price that moves
-unimportant rows into small flats.
+every M-step fills the budget (``allocation.fill``) and finds its Lagrange multiplier mu. The next E-step minimises
+w_i dist^2 + mu j_c, which moves unimportant rows into flats of low rank. Filling the budget only once, after EM with
+equal ranks, leaves a much larger error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.allocation import fill
-from kflats.numerics.assign import assign
+from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.gram import (
     cluster_grams,
     energy_outside,
@@ -37,19 +37,39 @@ from kflats.numerics.rows import PartOfRows, Rows
 Progress = Callable[[str, int, float], None]
 """Called with (phase, iteration, objective)."""
 
+_SQUARED = Squared()
+
 
 DOUBTFUL = 0.1
-"""Share of the rows, those with the least to lose by another flat, that partial E-steps look at."""
+"""Share of the rows that a partial E-step assigns anew: the rows that are nearest to changing their flat."""
 
 PARTIAL = 6
-"""Partial E-steps after a whole one. Nearly all rows that move are doubtful ones: several cheap iterations
-come first, and convergence is judged by a whole one."""
+"""Partial E-steps after a whole one. They are cheap, and nearly all rows that move are among the doubtful rows. Only a
+whole E-step decides whether EM has converged."""
+
+
+@dataclass(frozen=True)
+class Stopping:
+    """When EM stops: after an iteration that lowers the objective by less than ``tolerance`` of it, at the latest after
+    ``max_iterations``. ``progress`` is called in every iteration."""
+
+    tolerance: float = 1e-3
+    max_iterations: int = 100
+    progress: Progress | None = None
+
+    def report(self, phase: str, iteration: int, objective: float) -> None:
+        """Call ``progress``, if there is one."""
+        if self.progress:
+            self.progress(phase, iteration, objective)
+
+
+_CLOSE = Stopping(1e-4)
 
 
 @dataclass(frozen=True)
 class RankSpec:
-    """What is fitted: ``rank`` for all k flats, or a ``budget`` of numbers that fills ranks (and buys
-    rows kept exactly, if ``exact``)."""
+    """The ranks of ``k`` flats: one ``rank`` for all of them, or a ``budget`` of numbers that is filled flat by flat.
+    With ``exact``, the budget may also keep single rows exactly."""
 
     k: int
     rank: int | None = None
@@ -58,9 +78,23 @@ class RankSpec:
 
 
 @dataclass(frozen=True)
+class Start:
+    """Where EM begins: ``labels`` (n,) of all rows, with the clusters' ``grams`` where they are known; or ``bases``.
+
+    EM with a budget needs labels. With bases it also takes their Lagrange ``multiplier``; None: the first M-step fills
+    the budget anew.
+    """
+
+    labels: Tensor | None = None
+    bases: tuple[Tensor, ...] | None = None
+    grams: Tensor | None = None
+    multiplier: float | None = None
+
+
+@dataclass(frozen=True)
 class WeightedRows:
-    """The rows with all that weighs on them: weights w, squared norms, and, for a sample, how many rows
-    each stands for (``multiplicity``)."""
+    """Rows with their weights w (n,) and squared norms (n,). In a sample, ``multiplicity`` (n,) says how many rows of
+    the matrix each row stands for."""
 
     rows: Rows
     norms2: Tensor
@@ -69,14 +103,14 @@ class WeightedRows:
 
     @property
     def mass(self) -> Tensor | None:
-        """w_i m_i: what row i counts in Grams."""
+        """w_i m_i: the weight of row i in Grams."""
         if self.multiplicity is None:
             return self.weights
         return self.multiplicity if self.weights is None else self.weights * self.multiplicity
 
     def seen_by(self, loss: Loss) -> WeightedRows:
-        """The cloud whose squares stand for ``loss`` while no flat is known: rows weighted as it weighs them at the
-        distance of their own norm, the mean weight kept."""
+        """The rows with the weights that ``loss`` gives them at a distance of their own norm: squares that stand for
+        the loss while no flat is known. The mean weight stays."""
         if isinstance(loss, Squared):
             return self
         tilt = loss.weight(self.norms2, self.norms2).to(torch.float64)
@@ -94,23 +128,38 @@ class WeightedRows:
         return torch.bincount(labels.to(torch.int64), weights=mass, minlength=k).to(torch.int64)
 
 
+def weighted_rows(rows: Rows, weights: Tensor | None) -> tuple[WeightedRows, float]:
+    """The rows with weights (n,) divided by their mean, and that mean.
+
+    The scale of w must not matter, because errors and the Lagrange multiplier are compared in float32.
+    """
+    scale = 1.0
+    if weights is not None:
+        scale = float(weights.sum(dtype=torch.float64)) / rows.shape[0]
+        weights = (weights.to(torch.float64) / scale).to(rows.dtype).to(rows.device)
+    return WeightedRows(rows, squared_norms(rows), weights), scale
+
+
 @dataclass(frozen=True)
 class FlatsFit:
-    """``labels`` (n,): flat of each row, k = kept exactly. ``bases``: orthonormal (j_c, d), leading
-    directions first. ``objective``: the weighted squared error after each accepted iteration, falling.
-    ``spectra`` (k, d): eigenvalues of the clusters' Grams, or (equal ranks far
-    below d) the leading ones and the mean of the others. ``converged``: False if the iteration limit cut it off.
-    ``grams`` (k, d, d): the clusters' own, where a further EM may go on with them (``refit=False``).
-    ``loss``: what was minimised, its threshold a distance; spectra are then of the reweighted Grams, and
-    ``objective`` and ``price`` in units of the loss. Of other losses than squares the last of ``objective`` is the sum
-    at what is returned; those before it are upper bounds (``robust_bound``)."""
+    """The result of k-flats EM.
+
+    ``labels`` (n,): the flat of each row; k for a row that is kept exactly. ``bases``: orthonormal (j_c, d), leading
+    directions first. ``spectra`` (k, d): eigenvalues of the clusters' Grams; for equal ranks far below d, the leading
+    eigenvalues and the mean of the others. ``objective``: the weighted error after each accepted iteration, falling.
+    ``converged``: False if the iteration limit ended EM. ``multiplier``: the Lagrange multiplier of the budget.
+    ``grams`` (k, d, d): the clusters' Grams, where a further EM may go on with them (``refit=False``).
+    ``loss``: the loss that was minimised, its threshold a distance. For a loss other than squares, ``spectra`` belong
+    to the reweighted Grams, the last value of ``objective`` is the sum at the returned flats, and the values before it
+    are upper bounds (``robust_bound``).
+    """
 
     labels: Tensor
     bases: tuple[Tensor, ...]
     spectra: Tensor
     objective: tuple[float, ...]
     converged: bool
-    price: float = 0.0
+    multiplier: float = 0.0
     grams: Tensor | None = None
     loss: Loss = Squared()
 
@@ -125,77 +174,53 @@ class FlatsFit:
         return self.objective[-1]
 
 
-def em(
-    cloud: WeightedRows,
-    shape: RankSpec,
-    labels: Tensor | None,
-    *,
-    bases: tuple[Tensor, ...] | None = None,
-    grams: Tensor | None = None,
-    tolerance: float = 1e-4,
-    max_iterations: int = 100,
-    progress: Progress | None = None,
-    refit: bool = True,
-) -> FlatsFit:
-    """EM from ``labels`` until the objective falls by less than ``tolerance`` of itself.
+def em(cloud: WeightedRows, shape: RankSpec, start: Start, stop: Stopping = _CLOSE, *, refit: bool = True) -> FlatsFit:
+    """EM on squared errors.
 
-    Uniform ranks may start from ``bases`` instead, or spare a pass with the ``grams`` of ``labels``, which are
-    changed; ``refit=False`` leaves out their exact final M-step (and
-    the spectra): for seeds, which are only compared.
+    For equal ranks it begins from labels or bases, and changes the Grams of ``start``. ``refit=False`` leaves out the
+    exact last M-step and the spectra: for seeds, which are only compared.
     """
     if shape.rank is not None:
-        return _em_uniform(cloud, shape.k, shape.rank, labels, bases, grams, tolerance, max_iterations, progress, refit)
-    assert labels is not None
-    return _em_filled(cloud, shape, labels, tolerance, max_iterations, progress)
+        return _em_uniform(cloud, shape.k, shape.rank, start, stop, refit)
+    assert start.labels is not None
+    return _em_filled(cloud, shape, start.labels, stop)
 
 
-def _em_uniform(
-    cloud: WeightedRows,
-    k: int,
-    rank: int,
-    labels: Tensor | None,
-    bases: tuple[Tensor, ...] | None,
-    grams: Tensor | None,
-    tolerance: float,
-    limit: int,
-    progress: Progress | None,
-    refit: bool,
-) -> FlatsFit:
-    rows, mass = cloud.rows, cloud.mass
+def _em_uniform(cloud: WeightedRows, k: int, rank: int, start: Start, stop: Stopping, refit: bool) -> FlatsFit:
+    rows, mass, labels = cloud.rows, cloud.mass, start.labels
     if labels is None:
-        assert bases is not None
-        labels = assign(rows, bases, cloud.norms2, weights=cloud.weights).labels
-    grams = cluster_grams(rows, labels, k, mass) if grams is None else grams
+        assert start.bases is not None
+        labels = assign(rows, start.bases, cloud.norms2, weights=cloud.weights).labels
+    grams = cluster_grams(rows, labels, k, mass) if start.grams is None else start.grams
     bases = tuple(leading_basis(gram, rank, rows.dtype) for gram in grams)
     history: list[float] = []
     converged = False
-    doubtful: Tensor | None = None  # rows that partial E-steps look at
+    doubtful: Tensor | None = None  # the rows of partial E-steps
     partial = 0
-    for iteration in range(limit):
+    for iteration in range(stop.max_iterations):
         if doubtful is None:
             step = assign(
                 rows, bases, cloud.norms2, weights=cloud.weights, multiplicity=cloud.multiplicity, margins=k > 1
             )
-            found, objective, known = step.labels, step.objective, True
+            new, objective, known = step.labels, step.objective, True
             if history and objective >= history[-1]:
                 converged = True
                 break
         else:
-            found = labels.clone()
-            found[doubtful] = assign(PartOfRows(rows, doubtful), bases, cloud.norms2[doubtful]).labels
-        moved = (found != labels).nonzero().squeeze(1)
-        grams = update_grams(grams, rows, moved, labels, found, mass)
-        touched = set(torch.cat([labels[moved], found[moved]]).unique().tolist())
-        labels = found
+            new = labels.clone()
+            new[doubtful] = assign(PartOfRows(rows, doubtful), bases, cloud.norms2[doubtful]).labels
+        moved = (new != labels).nonzero().squeeze(1)
+        grams = update_grams(grams, rows, moved, labels, new, mass)
+        touched = set(torch.cat([labels[moved], new[moved]]).unique().tolist())
+        labels = new
         if doubtful is not None:
             objective = sum(energy_outside(gram, basis) for gram, basis in zip(grams, bases, strict=True))
-            # A difference of large numbers: next to nothing left outside would be rounding.
+            # A difference of large numbers: a tiny one is only rounding.
             known = objective > 1e-5 * float(grams.diagonal(dim1=1, dim2=2).sum())
-        small = bool(history) and history[-1] - objective <= tolerance * history[-1]
+        small = bool(history) and history[-1] - objective <= stop.tolerance * history[-1]
         if not history or (known and objective < history[-1]):
             history.append(objective)
-        if progress:
-            progress("em", iteration, objective)
+        stop.report("em", iteration, objective)
         if doubtful is not None:
             partial += 1
             if small or partial == PARTIAL or not known:
@@ -217,73 +242,69 @@ def _em_uniform(
 
 
 def doubtful_rows(margin: Tensor, norms2: Tensor) -> Tensor:
-    """The rows nearest to changing their flat."""
+    """The rows that are nearest to changing their flat."""
     share = margin / norms2.clamp_min(torch.finfo(norms2.dtype).tiny)
     cut = share.kthvalue(max(1, int(DOUBTFUL * len(share)))).values
     return (share <= cut).nonzero().squeeze(1)
 
 
-def _em_filled(
-    cloud: WeightedRows, shape: RankSpec, labels: Tensor, tolerance: float, limit: int, progress: Progress | None
-) -> FlatsFit:
+def _em_filled(cloud: WeightedRows, shape: RankSpec, labels: Tensor, stop: Stopping) -> FlatsFit:
     rows, mass, k = cloud.rows, cloud.mass, shape.k
     grams = cluster_grams(rows, labels, k, mass)
-    best = fit = _fill_fit(cloud, shape, labels, grams)
+    best = fit = filled_fit(cloud, shape, labels, grams)
     history = [fit.error]
     stale = 0
-    for iteration in range(limit):
+    for iteration in range(stop.max_iterations):
         step = assign(
             rows,
             fit.bases,
             cloud.norms2,
             weights=cloud.weights,
             multiplicity=cloud.multiplicity,
-            price=fit.price,
+            multiplier=fit.multiplier,
             exact=shape.exact,
         )
-        if not affordable(cloud, shape, step.labels):  # keep to the exact rows chosen before
-            kept = torch.where((step.labels == k) | (labels == k), labels, step.labels)
-            step = replace(step, labels=kept)
-        moved = (step.labels != labels).nonzero().squeeze(1)
-        grams = update_grams(grams, rows, moved, labels, step.labels, mass)
-        labels = step.labels
-        fit = _fill_fit(cloud, shape, labels, grams)
-        if progress:
-            progress("em", iteration, fit.error)
+        new = step.labels
+        if not affordable(cloud, new, k, k, shape.budget):  # keep the rows exact that were exact before
+            new = torch.where((new == k) | (labels == k), labels, new)
+        moved = (new != labels).nonzero().squeeze(1)
+        grams = update_grams(grams, rows, moved, labels, new, mass)
+        labels = new
+        fit = filled_fit(cloud, shape, labels, grams)
+        stop.report("em", iteration, fit.error)
         fell = history[-1] - fit.error
         if fell > 0:
             best = fit
             history.append(fit.error)
-        # The price moves with the budget's filling, so one small step is no proof of convergence.
-        stale = stale + 1 if fell <= tolerance * history[-1] else 0
+        # The multiplier changes with every filling of the budget, so one small step does not prove convergence.
+        stale = stale + 1 if fell <= stop.tolerance * history[-1] else 0
         if stale >= 2 or not len(moved):
             return replace(best, objective=tuple(history), converged=True)
     return replace(best, objective=tuple(history), converged=False)
 
 
-def _fill_fit(cloud: WeightedRows, shape: RankSpec, labels: Tensor, grams: Tensor) -> FlatsFit:
-    """Exact M-step: eigenvectors, and ranks that fill the budget."""
+def filled_fit(cloud: WeightedRows, shape: RankSpec, labels: Tensor, grams: Tensor, loss: Loss = _SQUARED) -> FlatsFit:
+    """The exact M-step: eigenvectors of the clusters' Grams, and the ranks that fill the budget."""
     k, d = shape.k, cloud.rows.shape[1]
     counts = cloud.counts(labels, k + 1)
-    left = (shape.budget or 0) - int(counts[k]) * d
     solved = [top_eigenvectors(gram, d) for gram in grams]
     spectra = torch.stack([values for values, _ in solved])
-    filling = fill(spectra, counts[:k] + d, left)
+    filling = fill(spectra, counts[:k] + d, (shape.budget or 0) - int(counts[k]) * d)
     bases = tuple(v[:r].to(cloud.rows.dtype) for (_, v), r in zip(solved, filling.ranks, strict=True))
     error = float(sum(spectra[c, r:].sum() for c, r in enumerate(filling.ranks)))
-    return FlatsFit(labels, bases, spectra, (error,), False, filling.price)
+    return FlatsFit(labels, bases, spectra, (error,), False, filling.multiplier, loss=loss)
 
 
-def affordable(cloud: WeightedRows, shape: RankSpec, labels: Tensor) -> bool:
-    """Whether the rows kept exactly leave enough of the budget for every flat to have rank 1."""
-    k, d = shape.k, cloud.rows.shape[1]
-    counts = cloud.counts(labels, k + 1)
-    return int(counts[k]) * d + int(counts[:k].sum()) + k * d <= (shape.budget or 0)
+def affordable(cloud: WeightedRows, labels: Tensor, groups: int, k: int, budget: int | None) -> bool:
+    """Whether the rows kept exactly (label ``groups``) leave enough of the budget for rank 1 in each of k flats."""
+    d = cloud.rows.shape[1]
+    counts = cloud.counts(labels, groups + 1)
+    return int(counts[groups]) * d + int(counts[:groups].sum()) + k * d <= (budget or 0)
 
 
 def update_grams(grams: Tensor, rows: Rows, moved: Tensor, old: Tensor, new: Tensor, mass: Tensor | None) -> Tensor:
     """Grams after the rows ``moved`` went from clusters ``old`` (n,) to ``new`` (n,); may change ``grams``."""
-    # Below a third moved, taking them out and in again (two products a row) beats one pass over all rows.
+    # A row that moved costs two products. Where fewer than a third moved, that beats one pass over all rows.
     if 3 * len(moved) > rows.shape[0]:
         return cluster_grams(rows, new, grams.shape[0], mass)
     move_rows(grams, rows, moved, old[moved], new[moved], mass)

@@ -1,7 +1,6 @@
-"""Weighted Gram matrices of clusters, whole or by what moved.
+"""Weighted Gram matrices of clusters, computed whole or updated by the rows that moved.
 
-G_c = sum over rows i of cluster c of w_i a_i a_i'  (d x d). The Grams, and not the rows, are what an
-M-step needs, what can be exchanged between machines, and all that is kept: k d^2 numbers.
+G_c = sum over rows i of cluster c of w_i a_i a_i'  (d x d). An M-step needs the k d^2 numbers of the Grams and no rows.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from torch import Tensor
 
 from kflats.numerics.rows import GRAM_BLOCK, Rows
 
-_STRIPS = 4  # stripes of columns that a halved product is made of: measured best of 2..6 at 384 columns
-_WIDE = 128  # below, one product is as fast
+_STRIPS = 4  # stripes of columns in a halved product: the fastest of 2..6 at 384 columns
+_WIDE = 128  # columns; with fewer, one whole product is as fast
 
 
 def cluster_grams(rows: Rows, labels: Tensor, k: int, weights: Tensor | None = None, *, halved: bool = False) -> Tensor:
     """(k, d, d) float64 Grams of all clusters in one pass; rows labelled >= k are left out.
 
-    Products are float32 (float64 if the rows are) in blocks, their sums float64. ``halved`` multiplies out little
-    more than the upper triangle, two thirds of the time where all Grams are made anew each iteration; its last bits
-    differ from what updates by moved rows give.
+    Products of blocks are float32 (float64 if the rows are), their sums float64. ``halved`` computes little more than
+    the upper triangle, which takes two thirds of the time; the last bits differ from those of ``move_rows``.
     """
     d = rows.shape[1]
     grams = torch.zeros(k, d, d, dtype=torch.float64, device=rows.device)
@@ -28,6 +26,11 @@ def cluster_grams(rows: Rows, labels: Tensor, k: int, weights: Tensor | None = N
         here = labels[start : start + len(block)]
         _add(grams, block, here, None if weights is None else weights[start : start + len(block)], 1.0, halved)
     return torch.triu(grams) + torch.triu(grams, 1).transpose(1, 2) if halved else grams
+
+
+def gram_of(rows: Rows, weights: Tensor | None = None) -> Tensor:
+    """(d, d) float64 weighted Gram of all rows."""
+    return cluster_grams(rows, torch.zeros(rows.shape[0], dtype=torch.uint8, device=rows.device), 1, weights)[0]
 
 
 def move_rows(
@@ -72,18 +75,18 @@ def _add_product(gram: Tensor, part: Tensor, sign: float, halved: bool) -> None:
 def top_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """All eigenvalues, descending and clipped at 0, and the ``rank`` leading eigenvectors as rows (rank, d).
 
-    eigh in float64: never a Cholesky, which dies on the rank-deficient Gram of a small cluster.
+    eigh in float64, because a Cholesky factorization fails on the rank-deficient Gram of a small cluster.
     """
     values, vectors = torch.linalg.eigh(gram.to(torch.float64))
     return values.flip(0).clamp_min(0.0), vectors.flip(1)[:, :rank].T.contiguous()
 
 
 def refined_eigenvectors(gram: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    """``top_eigenvectors``, from a ``start`` (r, d) near them; eigenvalues beyond those found are their mean.
+    """``top_eigenvectors``, from a ``start`` (r, d) near them; the last eigenvalues are replaced by their mean.
 
-    For ranks far below d: subspace iteration in float64 until the residual is 1e-6 of the largest eigenvalue
-    (the error of the objective goes with its square), a fraction of eigh's d^3. Without a gap behind the
-    leading eigenvalues that takes too long, and eigh does it.
+    For ranks far below d this is subspace iteration in float64, until the residual is 1e-6 of the largest eigenvalue
+    (the error of the objective is its square). It costs a fraction of eigh's d^3. Without a gap behind the leading
+    eigenvalues it converges too slowly, and eigh is used.
     """
     d = gram.shape[0]
     if 8 * rank > d:
@@ -98,17 +101,16 @@ def refined_eigenvectors(gram: Tensor, start: Tensor, rank: int) -> tuple[Tensor
         residual = product @ turn[:, :rank] - (block @ turn[:, :rank]) * values[:rank]
         if float(residual.square().sum()) <= 1e-12 * float(values[0]) ** 2:
             rest = (gram.trace() - values.sum()).clamp_min(0.0) / (d - len(values))
-            found = torch.cat([values.clamp_min(0.0), rest.expand(d - len(values))])
-            return found, (block @ turn[:, :rank]).T.contiguous()
+            spectrum = torch.cat([values.clamp_min(0.0), rest.expand(d - len(values))])
+            return spectrum, (block @ turn[:, :rank]).T.contiguous()
         block = torch.linalg.qr(product).Q
     return top_eigenvectors(gram, rank)
 
 
 def leading_basis(gram: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
-    """An orthonormal (rank, d) basis close to the leading eigenvectors, for a start that EM will improve.
+    """An orthonormal (rank, d) basis close to the leading eigenvectors: a start for EM.
 
-    For ranks well below d: subspace iteration from the Gram's own longest rows, a fraction of eigh's cost;
-    else eigh.
+    For ranks well below d: subspace iteration from the Gram's longest rows, at a fraction of eigh's cost; else eigh.
     """
     d = gram.shape[0]
     if 4 * rank > d:
@@ -122,9 +124,9 @@ def leading_basis(gram: Tensor, rank: int, dtype: torch.dtype) -> Tensor:
 
 
 def improve_basis(gram: Tensor, basis: Tensor, steps: int = 1) -> Tensor:
-    """Warm-started subspace iteration: V <- orth(G V), in the basis' own type.
+    """Subspace iteration from ``basis``, V <- orth(G V), in its type, at a fraction of eigh's cost.
 
-    trace(V G V') never falls, since it is convex and G V is its gradient; a fraction of eigh's cost.
+    trace(V G V') never falls, since it is convex and G V is its gradient.
     """
     g = gram.to(basis.dtype)
     for _ in range(steps):
@@ -139,7 +141,7 @@ def energy_outside(gram: Tensor, basis: Tensor) -> float:
 
 
 def complement(basis: Tensor) -> Tensor:
-    """An orthonormal basis (d - j, d) of what the rows of ``basis`` (j, d) do not span."""
+    """An orthonormal basis (d - j, d) of the orthogonal complement of the rows of ``basis`` (j, d)."""
     j = basis.shape[0]
     full: Tensor = torch.linalg.qr(basis.T.to(torch.float64), mode="complete").Q
     return full[:, j:].T.to(basis.dtype).contiguous()

@@ -1,8 +1,8 @@
-"""The whole nested fit: flats to begin with, ranks from what each row would keep, EM by several ladders.
+"""The whole fit with nested ranks: k flats to begin with, ranks that the rows want, EM from two starts.
 
-Where levels begin decides which local minimum EM finds, and neither way is always the better: all L
-levels at once (unweighted rows), or a few levels that are doubled up to L (weights that differ much).
-Both are tried shortly, the better one is fitted to the end.
+The first ranks decide which local minimum EM finds, and neither of two ways is always better: all L rank groups at
+once (good for unweighted rows), or a few rank groups that are doubled up to L (good for weights that differ much). Both
+are tried for a few iterations, and EM goes on from the better one.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.assign import assign, squared_norms
+from kflats.numerics.assign import assign
 from kflats.numerics.coreset import draw_sample
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Progress, WeightedRows
+from kflats.numerics.flats import Progress, Stopping, WeightedRows, weighted_rows
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.initialization import FILL_SAMPLE
 from kflats.numerics.nested import SPREAD, NestedFit, em_nested, settle
 from kflats.numerics.ordered import Ordered
-from kflats.numerics.rows import BLOCK, Rows, as_rows, check_finite, check_weights
+from kflats.numerics.rows import Rows, as_rows, check_finite, check_weights, slices
 
 WIDE = 4.0
-"""How far ladders look for prices: few levels are far from the ranks that the budget would let them have."""
+"""The range of multipliers for a few rank groups: their ranks are far from those that the budget allows."""
 
 
 def fit_nested(
@@ -42,17 +42,17 @@ def fit_nested(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> NestedFit:
-    """k flats, in each ``levels`` prefix ranks of one ordered basis, at a budget of numbers (never exceeded).
+    """k flats with ``levels`` nested ranks each, within a budget of numbers (never exceeded).
 
     Args:
         matrix: (n, d), a tensor or any ``Rows``; read in blocks.
-        exact: let rows be kept as they are, where that pays.
+        exact: keep single rows exactly where that lowers the error.
         weights: (n,) w_i >= 0.
-        start, restarts: how the flats to begin with are found (``fit_flats``).
-        tolerance: stop when iterations lower the error by less than this share of it.
+        start, restarts: as ``fit_flats``, for the flats to begin with.
+        tolerance: EM stops when iterations lower the error by less than this share of it.
 
-    Choose it when rows differ much in importance or in how many directions they need; one flat with
-    8 to 16 levels is the extreme where all rows share one basis. Memory: k L Grams of d x d numbers.
+    Choose it when rows differ much in importance, or in how many directions they need. With one flat and 8 to 16
+    levels all rows share one basis. Memory: k * levels Grams of d x d numbers.
 
     Raises:
         KflatsError: as ``fit_flats``; k * levels above 32766.
@@ -65,45 +65,38 @@ def fit_nested(
     rows = as_rows(matrix)
     n, d = rows.shape
     if levels < 1 or k * levels > 32766:
-        raise KflatsError(f"{k} flats of {levels} levels are not possible", hint="fewer levels")
+        raise KflatsError(
+            f"{k} flats of {levels} levels are not supported",
+            cause="levels begin at 1, and k * levels ends at 32766",
+            hint="fewer levels",
+        )
     check_finite(rows)
     check_weights(weights, n)
-    scale = 1.0
-    if weights is not None:
-        # The scale of w must not matter: rows and prices are compared in float32.
-        scale = float(weights.sum(dtype=torch.float64)) / n
-        weights = (weights.to(torch.float64) / scale).to(rows.dtype).to(rows.device)
+    cloud, scale = weighted_rows(rows, weights)
     first = fit_flats(
-        rows, k, budget=budget, weights=weights, start=start, restarts=restarts, tolerance=1e-2, seed=seed
+        rows, k, budget=budget, weights=cloud.weights, start=start, restarts=restarts, tolerance=1e-2, seed=seed
     )
-    cloud = WeightedRows(rows, squared_norms(rows), weights)
     part = draw_sample(cloud, FILL_SAMPLE, torch.Generator().manual_seed(seed))
-    labels = assign(part.rows, first.bases, part.norms2, weights=part.weights, price=first.price).labels.to(torch.int64)
+    labels = assign(part.rows, first.bases, part.norms2, weights=part.weights, multiplier=first.multiplier).labels.to(
+        torch.int64
+    )
     grams = cluster_grams(part.rows, labels, k, part.mass)
     flats = tuple(Ordered(top_eigenvectors(gram, d)[1], (1,)) for gram in grams)
     tried = [
-        _climb(part, flats, labels, ladder, budget, first.price, exact, spread, progress)
+        _climb(part, flats, labels, ladder, budget, first.multiplier, exact, spread, Stopping(1e-2, 15, progress))
         for ladder, spread in zip(_ladders(min(levels, d)), (SPREAD, WIDE), strict=False)
     ]
     best = min(tried, key=lambda fit: fit.error)
-    fit = em_nested(
-        cloud,
-        best.flats,
-        budget,
-        best.price,
-        exact=exact,
-        tolerance=tolerance,
-        max_iterations=max_iterations,
-        progress=progress,
-    )
+    stop = Stopping(tolerance, max_iterations, progress)
+    fit = em_nested(cloud, best.flats, budget, best.multiplier, stop, exact=exact)
     if part is cloud and best.error < fit.error:
         fit = replace(best, converged=fit.converged)
     fit = settle(cloud, fit, budget)
-    return replace(fit, objective=tuple(scale * value for value in fit.objective), price=scale * fit.price)
+    return replace(fit, objective=tuple(scale * value for value in fit.objective), multiplier=scale * fit.multiplier)
 
 
 def _ladders(levels: int) -> list[list[int]]:
-    """All levels at once, and from 2 up by doubling.
+    """Numbers of rank groups to try one after the other: all at once, and from 2 up by doubling.
 
     >>> _ladders(8), _ladders(2)
     ([[8], [2, 4, 8]], [[2]])
@@ -120,43 +113,32 @@ def _climb(
     labels: Tensor,
     ladder: list[int],
     budget: int,
-    price: float,
+    multiplier: float,
     exact: bool,
     spread: float,
-    progress: Progress | None,
+    stop: Stopping,
 ) -> NestedFit:
-    """EM at each number of levels of the ladder, from ranks that the rows themselves would choose."""
+    """EM with each number of rank groups of the ladder, from the ranks that the rows want."""
     fit: NestedFit | None = None
     for levels in ladder:
-        wanted = wanted_ranks(cloud, flats, labels, price)
+        wanted = wanted_ranks(cloud, flats, labels, multiplier)
         flats = tuple(replace(f, ranks=quantiles(h, levels)) for f, h in zip(flats, wanted, strict=True))
-        fit = em_nested(
-            cloud,
-            flats,
-            budget,
-            price,
-            exact=exact,
-            tolerance=1e-2,
-            max_iterations=15,
-            spread=spread,
-            progress=progress,
-        )
-        flats, price, labels = fit.flats, fit.price, fit.labels.to(torch.int64) // levels
+        fit = em_nested(cloud, flats, budget, multiplier, stop, exact=exact, spread=spread)
+        flats, multiplier, labels = fit.flats, fit.multiplier, fit.labels.to(torch.int64) // levels
     assert fit is not None
     return fit
 
 
-def wanted_ranks(cloud: WeightedRows, flats: tuple[Ordered, ...], labels: Tensor, price: float) -> Tensor:
-    """(k, d + 1): how many rows of each flat would best keep r coordinates, argmin_r w tail(r) + price r.
+def wanted_ranks(cloud: WeightedRows, flats: tuple[Ordered, ...], labels: Tensor, multiplier: float) -> Tensor:
+    """(k, d + 1): how many rows of each flat want r coordinates, r = argmin w tail(r) + multiplier r.
 
-    ``labels`` (n,): flat of each row; rows labelled k or more are left out.
+    ``labels`` (n,): the flat of each row; rows labelled k or more are left out.
     """
     rows, d = cloud.rows, cloud.rows.shape[1]
-    found = torch.zeros(len(flats), d + 1, dtype=torch.float64)
-    steps = torch.arange(d + 1, dtype=rows.dtype, device=rows.device) * price
+    wanted = torch.zeros(len(flats), d + 1, dtype=torch.float64)
+    steps = torch.arange(d + 1, dtype=rows.dtype, device=rows.device) * multiplier
     bases = [flat.basis.to(rows.dtype) for flat in flats]
-    for start, block in rows.blocks(BLOCK):
-        here = slice(start, start + len(block))
+    for here, block in slices(rows):
         for c, basis in enumerate(bases):
             mine = (labels[here] == c).nonzero().squeeze(1)
             gain = (block[mine] @ basis.T).square_().cumsum(1)
@@ -164,8 +146,8 @@ def wanted_ranks(cloud: WeightedRows, flats: tuple[Ordered, ...], labels: Tensor
                 gain *= cloud.weights[here][mine].to(gain.dtype).unsqueeze(1)
             best = (torch.nn.functional.pad(gain, (1, 0)) - steps).argmax(1).cpu()
             counted = None if cloud.multiplicity is None else cloud.multiplicity[here][mine].to(torch.float64).cpu()
-            found[c] += torch.bincount(best, weights=counted, minlength=d + 1)
-    return found
+            wanted[c] += torch.bincount(best, weights=counted, minlength=d + 1)
+    return wanted
 
 
 def quantiles(wanted: Tensor, levels: int) -> tuple[int, ...]:

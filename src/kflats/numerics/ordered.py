@@ -1,15 +1,15 @@
-"""The M-step of one ordered basis: coordinates in an order that serves rows of several prefix ranks.
+"""The M-step of one ordered basis: an order of coordinates that serves rows of several nested ranks.
 
-Rows at level l keep the first r_l coordinates, r_1 <= ... <= r_L. With T_l the Gram of the rows at level l
-the basis V (orthonormal, all d directions) and the ranks minimise, at a price mu per stored number,
+Rows of rank group l keep the first r_l coordinates, r_1 <= ... <= r_L. With T_l the Gram of these rows, the basis V
+(orthonormal, all d directions) and the ranks minimise, at the Lagrange multiplier mu of a stored number,
 
     sum_l  tr T_l - tr(V_{:r_l} T_l V_{:r_l}')  +  mu n_l r_l        +  mu d r_L
 
-Boundary r_l divides U, the coordinates between r_{l-1} and r_{l+1} (d for the last). Rows of other levels
-use either none or all of U, so only T_l sees how it is divided, and the best division is closed form: the
-eigenvectors of U T_l U' whose eigenvalue exceeds the price mu n_l (mu (n_L + d) for the last) come first.
-One boundary after another never raises the objective, and finds order and ranks together (``sweep``). It
-can be stuck where only three blocks together could gain; ``turn`` moves all of them, at fixed ranks.
+Boundary r_l divides U, the coordinates between r_{l-1} and r_{l+1} (d for the last). Rows of the other groups use
+either none or all of U, so the division matters to T_l alone, and the best one has a closed form: first the
+eigenvectors of U T_l U' whose eigenvalue exceeds mu n_l (mu (n_L + d) for the last). ``sweep`` divides one boundary
+after another: the objective never rises, and order and ranks are found together. It stops where only a change of three
+blocks at once would gain; ``turn`` moves all blocks at fixed ranks.
 """
 
 from __future__ import annotations
@@ -24,55 +24,55 @@ from kflats.numerics.gram import complement
 
 @dataclass(frozen=True)
 class Ordered:
-    """``basis`` (d, d) orthonormal, its first ``ranks[-1]`` rows are stored; ``ranks`` of the levels, rising."""
+    """``basis`` (d, d) orthonormal, of which the first ``ranks[-1]`` rows are stored; ``ranks`` rising."""
 
     basis: Tensor
     ranks: tuple[int, ...]
 
 
-def sweep(ordered: Ordered, grams: Tensor, counts: list[int], price: float) -> Ordered:
-    """Divide every boundary anew, the last first: the objective above never rises.
+def sweep(ordered: Ordered, grams: Tensor, counts: list[int], multiplier: float) -> Ordered:
+    """Divide every boundary anew, from the last to the first. The objective above never rises.
 
     Args:
-        grams: (L, d, d), the Gram T_l of each level. counts: rows n_l of each level.
-        price: mu. Levels keep at least the first coordinate.
+        grams: (L, d, d), the Gram T_l of each rank group. counts: its number of rows n_l.
+        multiplier: mu. Every group keeps at least the first coordinate.
     """
     basis, ranks = ordered.basis.clone(), list(ordered.ranks)
     d, top = basis.shape[0], len(ranks) - 1
     for level in range(top, -1, -1):
         low = ranks[level - 1] if level else 0
         high = d if level == top else ranks[level + 1]
-        # A level without rows has no wish of its own: it stays as a spare place between its neighbours.
+        # A rank group without rows stays between its neighbours, free for rows that come later.
         if high - low < 1 or not counts[level]:
             continue
         part = basis[low:high]
         values, vectors = torch.linalg.eigh(part @ grams[level].to(basis.dtype) @ part.T)
         basis[low:high] = vectors.flip(1).T @ part
-        cost = price * (counts[level] + (d if level == top else 0))
+        cost = multiplier * (counts[level] + (d if level == top else 0))
         ranks[level] = max(low + int((values > cost).sum()), 1)
     return Ordered(basis, tuple(ranks))
 
 
 def captured(ordered: Ordered, grams: Tensor) -> Tensor:
-    """(L, d): weighted energy of the rows of each level along each coordinate, diag(V T_l V')."""
+    """(L, d): weighted energy of the rows of each rank group along each coordinate, diag(V T_l V')."""
     basis = ordered.basis
     return torch.stack([((basis @ gram.to(basis.dtype)) * basis).sum(1) for gram in grams]).clamp_min_(0.0)
 
 
 @dataclass(frozen=True)
-class Priced:
-    """Ranks of all levels, flat by flat, the numbers ``used``, and the ``price`` that led to them."""
+class NestedFilling:
+    """``ranks`` of all rank groups, flat by flat, the numbers ``used``, and the Lagrange ``multiplier``."""
 
     ranks: tuple[tuple[int, ...], ...]
     used: int
-    price: float
+    multiplier: float
 
 
-def spend(energy: Tensor, counts: Tensor, budget: int) -> Priced | None:
+def spend(energy: Tensor, counts: Tensor, budget: int) -> NestedFilling | None:
     """Ranks that keep the most energy with sum_cl n_cl r_cl + d sum_c r_cL <= budget.
 
-    The price at which the levels' best prefixes just fit is found by bisection; what is left over is
-    spent one coordinate at a time on whatever saves most per number and still fits.
+    Bisection finds the multiplier at which the groups' best ranks just fit. The rest of the budget is spent one
+    coordinate at a time, on the coordinate that saves most per number and still fits.
 
     Args:
         energy: (k, L, d), ``captured`` of each flat. counts: (k, L) rows.
@@ -81,8 +81,8 @@ def spend(energy: Tensor, counts: Tensor, budget: int) -> Priced | None:
     """
     k, levels, d = energy.shape
     counts = counts.cpu()
-    # Levels without rows go first, where they ask for nothing; the basis is paid by the highest level in use,
-    # and that of a flat without rows by nobody, since it is not stored.
+    # Groups without rows go first, where they cost nothing. The highest group in use pays for the basis; the basis of
+    # a flat without rows is not stored.
     order = torch.argsort((counts > 0).to(torch.int8), dim=1, stable=True)
     cost = counts.gather(1, order).to(torch.float64)
     cost[:, -1] += d * (cost[:, -1] > 0)
@@ -90,10 +90,10 @@ def spend(energy: Tensor, counts: Tensor, budget: int) -> Priced | None:
     kept = kept.gather(1, order.unsqueeze(2).expand(-1, -1, d + 1))
     steps = torch.arange(d + 1, dtype=torch.float64)
 
-    def at(price: float) -> tuple[Tensor, int]:
-        ranks = (kept - price * cost.unsqueeze(2) * steps).argmax(2).clamp_min(1)
+    def at(multiplier: float) -> tuple[Tensor, int]:
+        ranks = (kept - multiplier * cost.unsqueeze(2) * steps).argmax(2).clamp_min(1)
         ranks[cost == 0] = 1
-        ranks = ranks.cummax(1).values  # a prefix of the next level's
+        ranks = ranks.cummax(1).values  # a prefix of the next group's
         return ranks, int((ranks * cost).sum())
 
     low, high = 0.0, float((kept[:, :, 1:] / cost.clamp_min(1).unsqueeze(2)).max()) + 1e-300
@@ -111,11 +111,11 @@ def spend(energy: Tensor, counts: Tensor, budget: int) -> Priced | None:
         ranks = at(high)[0]
     used = _grow(ranks, kept, cost, budget)
     ranks = torch.zeros_like(ranks).scatter(1, order, ranks).cummax(1).values
-    return Priced(tuple(map(tuple, ranks.tolist())), used, high)
+    return NestedFilling(tuple(map(tuple, ranks.tolist())), used, high)
 
 
 def _grow(ranks: Tensor, kept: Tensor, cost: Tensor, budget: int) -> int:
-    """Raise ranks in place while something fits; numbers used."""
+    """Raise ranks in place while a coordinate fits. Returns the numbers used."""
     k, levels, width = kept.shape
     used = int((ranks * cost).sum())
     for _ in range(k * levels * width):
@@ -132,9 +132,9 @@ def _grow(ranks: Tensor, kept: Tensor, cost: Tensor, budget: int) -> int:
 
 
 def turn(ordered: Ordered, grams: Tensor) -> Ordered:
-    """Turn all blocks at once at fixed ranks, where ``sweep``, two blocks at a time, may be stuck.
+    """Turn all blocks at once at fixed ranks, where ``sweep``, which changes two blocks at a time, may have stopped.
 
-    With S_l the Gram of the rows at level l or above, the energy kept, sum_l tr V_l S_l V_l' over the blocks
+    With S_l the Gram of the rows of group l or above, the energy kept, sum_l tr V_l S_l V_l' over the blocks
     V_l between ranks, is convex, so the orthonormal matrix nearest to its gradient [S_1 V_1', S_2 V_2', ...]'
     never lowers it (generalized power method; Journee et al., JMLR 2010).
     """

@@ -2,12 +2,12 @@
 
     rho(t)  <=  rho(t_i) + u_i (t^2 - t_i^2),      u_i = rho'(t_i) / (2 t_i)                      for every t.
 
-All u_i change from one reweighting to the next, so Grams cannot be updated by what moved, as they are for squares; but
-between two reweightings the bound is an EM on squares of its own, and the same whole E-steps, and partial ones over
-doubtful rows, lower it cheaply, with Grams by what moved.
+A reweighting changes all u_i, so the rows that moved are not enough to update the Grams. Between two reweightings the
+u_i are fixed: the bound is then an EM on squares, with whole and partial E-steps, and Grams are updated by the rows
+that moved.
 
-Below ``FLOOR`` of a row's squared norm rho is replaced by its tangent at the floor, as the weights are: the sum
-that falls is the one that they belong to. It is never less than the loss itself.
+Below ``FLOOR`` of a row's squared norm, rho is replaced by its tangent at the floor, as the weights are. The sum that
+falls is therefore the sum that the weights belong to. It is never below the loss itself.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.assign import Assignment, assign
-from kflats.numerics.flats import PARTIAL, Progress, WeightedRows, doubtful_rows, update_grams
+from kflats.numerics.flats import PARTIAL, Stopping, WeightedRows, doubtful_rows, update_grams
 from kflats.numerics.gram import cluster_grams, energy_outside, improve_basis
 from kflats.numerics.loss import Loss, Truncated, floored, out_of_reach
 from kflats.numerics.rows import GRAM_BLOCK, PartOfRows
@@ -35,9 +35,9 @@ def total_loss(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> float:
 
 
 def true_loss(loss: Loss, cloud: WeightedRows, bases: tuple[Tensor, ...], labels: Tensor) -> float:
-    """sum_i m_i w_i rho(dist_i) without a floor, from residuals in float64; rows kept exactly lose nothing.
+    """sum_i m_i w_i rho(dist_i) without a floor, from residuals in float64; rows that are kept exactly add nothing.
 
-    Beside a long row ||a||^2 - ||Va||^2 is rounding, and of a power below 1 the floor can be half of the sum.
+    For a long row ||a||^2 - ||Va||^2 is only rounding, and for powers below 1 the floor can be half of the sum.
     """
     total, mass = 0.0, cloud.mass
     for start, block in cloud.rows.blocks(GRAM_BLOCK):
@@ -51,7 +51,7 @@ def true_loss(loss: Loss, cloud: WeightedRows, bases: tuple[Tensor, ...], labels
 
 
 def reweighted(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> Tensor:
-    """(n,) m_i w_i u_i: what row i counts in Grams at the distances reached."""
+    """(n,) m_i w_i u_i: the weight of row i in Grams, at the squared distances ``dist2``."""
     weights = loss.weight(dist2, cloud.norms2)
     return weights if cloud.mass is None else weights * cloud.mass
 
@@ -72,33 +72,34 @@ class Squares:
     def bound_at(self, dist2: Tensor) -> float:
         return self.constant + float((self.weights * dist2).sum(dtype=torch.float64))
 
-    def lower_(self, step: Assignment, tolerance: float, limit: int, said: int, progress: Progress | None) -> int:
-        """M-step, then partial E-steps over the doubtful rows of ``step`` while they help; how many."""
+    def lower_(self, step: Assignment, stop: Stopping, done: int) -> int:
+        """An M-step, then partial E-steps over the doubtful rows of ``step`` while they help. ``done``: iterations so
+        far. Returns the number of partial E-steps."""
         self._relabel_(step.labels)
         self._improve_()
         if step.margin is None:
             return 0
         doubtful = doubtful_rows(step.margin, self.cloud.norms2)
         part, norms2 = PartOfRows(self.cloud.rows, doubtful), self.cloud.norms2[doubtful]
-        for done in range(min(PARTIAL, limit)):
-            found = self.labels.clone()
-            found[doubtful] = assign(part, self.bases, norms2).labels
-            self._relabel_(found)
+        limit = min(PARTIAL, stop.max_iterations - done)
+        for count in range(limit):
+            new = self.labels.clone()
+            new[doubtful] = assign(part, self.bases, norms2).labels
+            self._relabel_(new)
             before = self.bound
             outside = (energy_outside(gram, basis) for gram, basis in zip(self.grams, self.bases, strict=True))
             self.bound = self.constant + sum(outside)
-            if progress:
-                progress("em", said + done, self.bound)
-            if before - self.bound <= tolerance * self.bound:
-                return done + 1
+            stop.report("em", done + count, self.bound)
+            if before - self.bound <= stop.tolerance * self.bound:
+                return count + 1
             self._improve_()
-        return min(PARTIAL, limit)
+        return limit
 
-    def _relabel_(self, found: Tensor) -> None:
-        moved = (found != self.labels).nonzero().squeeze(1)
-        self.grams = update_grams(self.grams, self.cloud.rows, moved, self.labels, found, self.weights)
-        self.stale |= set(torch.cat([self.labels[moved], found[moved]]).unique().tolist())
-        self.labels = found
+    def _relabel_(self, new: Tensor) -> None:
+        moved = (new != self.labels).nonzero().squeeze(1)
+        self.grams = update_grams(self.grams, self.cloud.rows, moved, self.labels, new, self.weights)
+        self.stale |= set(torch.cat([self.labels[moved], new[moved]]).unique().tolist())
+        self.labels = new
 
     def _improve_(self) -> None:
         bases = enumerate(self.bases)

@@ -2,14 +2,13 @@
 
     minimise over flats S_1..S_k and labels c(i):   sum_i  w_i rho( dist(a_i, S_c(i)) )
 
-Every rho of ``loss`` is concave in t^2, so at the distances reached its tangent there lies above it:
+Every rho of ``loss`` is concave in t^2, so its tangent at the current distances t_i lies above it:
 
     rho(t)  <=  rho(t_i) + u_i (t^2 - t_i^2),      u_i = rho'(t_i) / (2 t_i)                      for every t.
 
-With these u_i the sum is bounded by squares, whatever flats and labels follow. Lowering the squares lowers
-the loss, so there is nothing to gain from solving them: one whole E-step, one reweighting, one pass for the
-weighted Grams, one step of subspace iteration. Between two reweightings the bound is an EM on squares of its own
-(``robust_bound``).
+With these u_i, weighted squares bound the sum for all flats and labels. A step that lowers the squares lowers the loss,
+so an iteration need not solve them: it takes one whole E-step, one reweighting, one pass for the weighted Grams, and
+one step of subspace iteration. Between two reweightings the bound is an EM on squares of its own (``robust_bound``).
 """
 
 from __future__ import annotations
@@ -19,57 +18,38 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kflats.numerics.allocation import fill
 from kflats.numerics.assign import Assignment, assign
-from kflats.numerics.flats import FlatsFit, Progress, RankSpec, WeightedRows, affordable
-from kflats.numerics.gram import cluster_grams, leading_basis, refined_eigenvectors, top_eigenvectors
-from kflats.numerics.initialization import Start
-from kflats.numerics.loss import Loss
+from kflats.numerics.flats import FlatsFit, RankSpec, Start, Stopping, WeightedRows, affordable, em, filled_fit
+from kflats.numerics.gram import cluster_grams, leading_basis, refined_eigenvectors
+from kflats.numerics.loss import Loss, Squared
 from kflats.numerics.robust_bound import Squares, check_alive, losses, reweighted, total_loss
 from kflats.numerics.rows import PartOfRows
 
 LOOSE, BEHIND = 0.5, 0.2
-"""Weights, and all Grams, are made anew once the bound exceeds the loss by more than this share of the tolerance, and
-of what the loss fell by since the last whole E-step: a bound that is off by less has no other minimum to speak of.
-It seldom is off by more, so a pass over the rows is saved nearly every time."""
+"""Weights and Grams are computed anew once the bound exceeds the loss by more than LOOSE of the tolerance and by more
+than BEHIND of the fall of the loss since the last whole E-step. A closer bound has nearly the same minimum, and the
+bound is seldom off by more, so this saves a pass over the rows in most iterations."""
+
+_DEFAULT = Stopping()
 
 
-def robust_em(
-    cloud: WeightedRows,
-    shape: RankSpec,
-    loss: Loss,
-    start: Start,
-    tolerance: float = 1e-3,
-    max_iterations: int = 100,
-    progress: Progress | None = None,
-    *,
-    price: float | None = 0.0,
-) -> FlatsFit:
-    """EM from ``start`` until a whole iteration lowers the loss by less than ``tolerance`` of itself.
+def robust_em(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop: Stopping = _DEFAULT) -> FlatsFit:
+    """EM under any loss; on squares it is ``flats.em``. Thresholds are distances (``loss.absolute``).
 
-    Thresholds are distances (``loss.absolute``). Uniform ranks may start from bases; ranks that fill a budget
-    from labels, and from bases with their ``price`` as well, or (None) with ranks filled anew. Whole and partial
-    E-steps alike count as iterations; ``objective`` has the whole ones.
+    Whole and partial E-steps count as iterations alike; ``objective`` has a value for each whole one.
 
     Raises:
         KflatsError: a truncated loss whose threshold is below the distance of every row.
     """
+    if isinstance(loss, Squared):
+        return em(cloud, shape, start, stop)
     if shape.rank is not None:
-        return _uniform(cloud, shape.k, shape.rank, loss, start, tolerance, max_iterations, progress)
-    return _filled(cloud, shape, loss, start, tolerance, max_iterations, progress, price)
+        return _uniform(cloud, shape.k, shape.rank, loss, start, stop)
+    return _filled(cloud, shape, loss, start, stop)
 
 
-def _uniform(
-    cloud: WeightedRows,
-    k: int,
-    rank: int,
-    loss: Loss,
-    start: Start,
-    tolerance: float,
-    limit: int,
-    progress: Progress | None,
-) -> FlatsFit:
-    rows, norms2, bases = cloud.rows, cloud.norms2, start.bases
+def _uniform(cloud: WeightedRows, k: int, rank: int, loss: Loss, start: Start, stop: Stopping) -> FlatsFit:
+    rows, norms2, bases, limit = cloud.rows, cloud.norms2, start.bases, stop.max_iterations
     if bases is None:
         assert start.labels is not None
         grams = start.grams
@@ -81,28 +61,26 @@ def _uniform(
     while True:
         step = assign(rows, bases, norms2, margins=k > 1)
         value = total_loss(loss, step.dist2, cloud)
-        if progress:
-            progress("em", iteration, value)
+        stop.report("em", iteration, value)
         iteration += 1
         if not history or value < history[-1]:
             history.append(value)
         best, small = step, False
         squares = Squares(cloud, loss, bases, step)
         while iteration < limit and not small:
-            iteration += squares.lower_(step, tolerance, limit - iteration, iteration, progress)
+            iteration += squares.lower_(step, stop, iteration)
             if iteration >= limit:
                 break
             step = assign(rows, squares.bases, norms2, margins=k > 1)
             value = total_loss(loss, step.dist2, cloud)
-            if progress:
-                progress("em", iteration, value)
+            stop.report("em", iteration, value)
             iteration += 1
-            small = squares.bound - value <= tolerance * value or value >= history[-1]
+            small = squares.bound - value <= stop.tolerance * value or value >= history[-1]
             fell = history[-1] - value
             if value < history[-1]:
                 history.append(value)
                 best, bases = step, squares.bases
-            allowed = max(LOOSE * tolerance * value, BEHIND * fell)
+            allowed = max(LOOSE * stop.tolerance * value, BEHIND * fell)
             if not small and squares.bound_at(step.dist2) - value > allowed:
                 squares = Squares(cloud, loss, bases, step)
         last = history[-1]
@@ -111,8 +89,8 @@ def _uniform(
         if value < last:
             history.append(value)
             bases = solved.bases
-        # Subspace iteration creeps where eigenvalues are close: converged only where solving gains nothing either.
-        converged = small and last - value <= tolerance * last
+        # Subspace iteration is slow where eigenvalues are close: only an exact M-step that gains nothing is the end.
+        converged = small and last - value <= stop.tolerance * last
         if converged or iteration >= limit:
             return FlatsFit(best.labels, bases, solved.spectra, tuple(history), converged, loss=loss)
 
@@ -140,77 +118,60 @@ def _solved(cloud: WeightedRows, k: int, rank: int, loss: Loss, bases: tuple[Ten
     return _Solved(exact, torch.stack([values for values, _ in found]), dist2)
 
 
-def _filled(
-    cloud: WeightedRows,
-    shape: RankSpec,
-    loss: Loss,
-    start: Start,
-    tolerance: float,
-    limit: int,
-    progress: Progress | None,
-    price: float | None,
-) -> FlatsFit:
+def _filled(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop: Stopping) -> FlatsFit:
     assert start.labels is not None
     rows, k = cloud.rows, shape.k
     labels = start.labels
     if start.bases is None:
-        fit = _fill_fit(cloud, shape, loss, labels, cloud.norms2)
-    elif price is None:
-        fit = _fill_fit(cloud, shape, loss, labels, distances_of(cloud, start.bases, labels))
+        fit = _filled_fit(cloud, shape, loss, labels, cloud.norms2)
+    elif start.multiplier is None:
+        fit = _filled_fit(cloud, shape, loss, labels, distances_of(cloud, start.bases, labels))
     else:
-        fit = FlatsFit(labels, start.bases, torch.empty(0), (), False, price, loss=loss)
+        fit = FlatsFit(labels, start.bases, torch.empty(0), (), False, start.multiplier, loss=loss)
     best = fit
     history: list[float] = []
     stale = 0
-    for iteration in range(limit):
+    for iteration in range(stop.max_iterations):
         step = assign(
             rows,
             fit.bases,
             cloud.norms2,
             weights=cloud.weights,
             multiplicity=cloud.multiplicity,
-            price=fit.price,
+            multiplier=fit.multiplier,
             exact=shape.exact,
             loss=loss,
             before=labels,
         )
         assert step.stayed is not None
         value = float(losses(loss, step.stayed, cloud)[labels < k].sum(dtype=torch.float64))
-        if progress:
-            progress("em", iteration, value)
-        small = bool(history) and history[-1] - value <= tolerance * history[-1]
+        stop.report("em", iteration, value)
+        small = bool(history) and history[-1] - value <= stop.tolerance * history[-1]
         if not history or value < history[-1]:
             history.append(value)
             best = fit
-        # The price moves with the budget's filling, so one small step is no proof of convergence.
+        # The multiplier changes with every filling of the budget, so one small step does not prove convergence.
         stale = stale + 1 if small else 0
         if stale >= 2:
             return replace(best, objective=tuple(history), converged=True)
-        found, dist2 = step.labels, step.dist2
-        if not affordable(cloud, shape, found):  # keep to the exact rows chosen before
-            found = torch.where((found == k) | (labels == k), labels, found)
-            dist2 = torch.where(found == step.labels, dist2, step.stayed)
-        labels = found
-        fit = _fill_fit(cloud, shape, loss, labels, dist2)
+        new, dist2 = step.labels, step.dist2
+        if not affordable(cloud, new, k, k, shape.budget):  # keep the rows exact that were exact before
+            new = torch.where((new == k) | (labels == k), labels, new)
+            dist2 = torch.where(new == step.labels, dist2, step.stayed)
+        labels = new
+        fit = _filled_fit(cloud, shape, loss, labels, dist2)
     return replace(best, objective=tuple(history), converged=False)
 
 
 def distances_of(cloud: WeightedRows, bases: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """(n,) squared distances of rows to their own flats; of rows kept exactly, to the last one."""
+    """(n,) squared distances of rows to their own flats; for a row that is kept exactly, to the last flat."""
     step = assign(cloud.rows, bases, cloud.norms2, before=labels.clamp(max=len(bases) - 1))
     assert step.stayed is not None
     return step.stayed
 
 
-def _fill_fit(cloud: WeightedRows, shape: RankSpec, loss: Loss, labels: Tensor, dist2: Tensor) -> FlatsFit:
-    """M-step: eigenvectors of the reweighted Grams, and ranks that fill the budget by what they save there."""
+def _filled_fit(cloud: WeightedRows, shape: RankSpec, loss: Loss, labels: Tensor, dist2: Tensor) -> FlatsFit:
+    """The M-step at the distances ``dist2`` (n,): its ``objective`` is the bound."""
     weights = reweighted(loss, dist2, cloud)
     check_alive(loss, weights, cloud)
-    k, d = shape.k, cloud.rows.shape[1]
-    grams = cluster_grams(cloud.rows, labels, k, weights)
-    counts = cloud.counts(labels, k + 1)
-    solved = [top_eigenvectors(gram, d) for gram in grams]
-    spectra = torch.stack([values for values, _ in solved])
-    filling = fill(spectra, counts[:k] + d, (shape.budget or 0) - int(counts[k]) * d)
-    bases = tuple(v[:r].to(cloud.rows.dtype) for (_, v), r in zip(solved, filling.ranks, strict=True))
-    return FlatsFit(labels, bases, spectra, (), False, filling.price, loss=loss)
+    return filled_fit(cloud, shape, labels, cluster_grams(cloud.rows, labels, shape.k, weights), loss)

@@ -76,7 +76,26 @@ class TensorRows:
         return self.matrix.index_select(0, index.to(torch.int64)).to(self.dtype)
 
 
-class MetricRows:
+class MappedRows:
+    """Rows of ``source``, each block of them changed on its way by ``changed``; a subclass says how."""
+
+    def __init__(self, source: Rows, columns: int, dtype: torch.dtype) -> None:
+        self.source, self.dtype, self.device = source, dtype, source.device
+        self.shape = (source.shape[0], columns)
+
+    def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
+        """The rows at ``index`` of this matrix, from the same rows of the source."""
+        raise NotImplementedError
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        for start, block in self.source.blocks(size):
+            yield start, self.changed(block, slice(start, start + len(block)))
+
+    def take(self, index: Tensor) -> Tensor:
+        return self.changed(self.source.take(index), index)
+
+
+class MetricRows(MappedRows):
     """Rows of A R for a right factor R, (d, m) or a diagonal (d,), formed block by block.
 
     ``dtype`` is the type to multiply in, by default the rows' own.
@@ -84,24 +103,29 @@ class MetricRows:
 
     def __init__(self, rows: Rows, factor: Tensor, dtype: torch.dtype | None = None) -> None:
         if factor.ndim not in (1, 2) or factor.shape[0] != rows.shape[1]:
-            raise KflatsError(f"a right metric for {rows.shape[1]} columns cannot have shape {tuple(factor.shape)}")
-        self.source, self.dtype, self.device = rows, dtype or rows.dtype, rows.device
+            raise KflatsError(
+                f"a right metric of shape {tuple(factor.shape)} does not fit a matrix of {rows.shape[1]} columns",
+                hint=f"shape ({rows.shape[1]},) or ({rows.shape[1]}, m)",
+            )
+        super().__init__(rows, factor.shape[-1], dtype or rows.dtype)
         self.factor = factor.to(rows.device, self.dtype)
-        self.shape = (rows.shape[0], factor.shape[-1])
 
-    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        for start, block in self.source.blocks(size):
-            yield start, self._measured(block)
-
-    def take(self, index: Tensor) -> Tensor:
-        return self._measured(self.source.take(index))
-
-    def _measured(self, block: Tensor) -> Tensor:
+    def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
         block = block.to(self.dtype)
         return block * self.factor if self.factor.ndim == 1 else block @ self.factor
 
 
-class ScaledRows:
+class WidenedRows(MappedRows):
+    """The same rows in float64."""
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows, rows.shape[1], torch.float64)
+
+    def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
+        return block.to(torch.float64)
+
+
+class ScaledRows(MappedRows):
     """Rows of diag(s) A for factors s (n,), formed block by block.
 
     >>> ScaledRows(TensorRows(torch.ones(2, 2)), torch.tensor([1.0, 3.0])).take(torch.tensor([1])).tolist()
@@ -110,16 +134,15 @@ class ScaledRows:
 
     def __init__(self, rows: Rows, factors: Tensor) -> None:
         if tuple(factors.shape) != (rows.shape[0],):
-            raise KflatsError(f"expected {rows.shape[0]} row factors, found shape {tuple(factors.shape)}")
-        self.source, self.shape, self.dtype, self.device = rows, rows.shape, rows.dtype, rows.device
+            raise KflatsError(
+                f"row factors of shape {tuple(factors.shape)} do not fit a matrix of {rows.shape[0]} rows",
+                hint=f"shape ({rows.shape[0]},)",
+            )
+        super().__init__(rows, rows.shape[1], rows.dtype)
         self.factors = factors.to(rows.device, rows.dtype)
 
-    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        for start, block in self.source.blocks(size):
-            yield start, block * self.factors[start : start + len(block)].unsqueeze(1)
-
-    def take(self, index: Tensor) -> Tensor:
-        return self.source.take(index) * self.factors[index].unsqueeze(1)
+    def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
+        return block * self.factors[index].unsqueeze(1)
 
 
 class PartOfRows:
@@ -136,6 +159,17 @@ class PartOfRows:
 
     def take(self, index: Tensor) -> Tensor:
         return self.source.take(self.index[index])
+
+
+def slices(rows: Rows, size: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
+    """The blocks of ``rows``, each with the slice of row numbers that it holds."""
+    for start, block in rows.blocks(size):
+        yield slice(start, start + len(block)), block
+
+
+def all_rows(rows: Rows) -> Tensor:
+    """The whole matrix (n, d) in memory, in float64."""
+    return rows.take(torch.arange(rows.shape[0], device=rows.device)).to(torch.float64)
 
 
 def as_rows(matrix: Tensor | Rows) -> Rows:

@@ -1,10 +1,10 @@
-"""How EM starts. Every seeding maps a cloud (usually a sample) to labels; which one wins is measured.
+"""How EM begins. Every seeding gives each row of a sample a label; benchmarks/seeding.py compares them.
 
 ``continuation``: fit rank 4, then 8, 16, ... up to j, each from the last: few local minima at low rank.
-``greedy``: one flat after another through the neighbourhood of a badly fitted row; finds planted flats.
+``greedy``: one flat after another, through the neighbourhood of a badly fitted row; finds planted flats.
 ``plus_plus``: k-means++ (Arthur & Vassilvitskii 2007) with distances to flats instead of centres.
 ``kmeans``: Lloyd's clusters (MESSI appendix E's alternative). ``random``: the paper's random partition.
-``norms``: quantiles of weighted norm, the start for ranks that differ: rows with little to lose together.
+``norms``: quantiles of weighted norm, the start for ranks that differ: rows with little to lose share a flat.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.assign import assign, distances
-from kflats.numerics.flats import FlatsFit, RankSpec, WeightedRows, em
+from kflats.numerics.flats import FlatsFit, RankSpec, Start, Stopping, WeightedRows, em
 from kflats.numerics.rows import GRAM_BLOCK, TensorRows
 
 Seeding = Callable[[WeightedRows, int, int, torch.Generator], Tensor]
 """(cloud, k, rank, generator) -> labels (n,) uint8 or int16."""
 
 
-_ENOUGH = 4096  # rows that greedy seeds are looked for among
+_ENOUGH = 4096  # rows among which greedy seeds are searched
 
 
 def random_partition(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
@@ -75,18 +75,9 @@ def kmeans(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *
 
 def continuation(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator) -> Tensor:
     """EM at rank 4, 8, 16, ... below j, from the better of two short random starts at the lowest rank."""
-    start = min(4, rank)
-    fits = [
-        em(
-            cloud,
-            RankSpec(k, rank=start),
-            random_partition(cloud, k, rank, generator),
-            tolerance=1e-3,
-            max_iterations=12,
-            refit=False,
-        )
-        for _ in range(2)
-    ]
+    start, stop = min(4, rank), Stopping(1e-3, 12)
+    seeds = [Start(random_partition(cloud, k, rank, generator)) for _ in range(2)]
+    fits = [em(cloud, RankSpec(k, rank=start), begin, stop, refit=False) for begin in seeds]
     labels = min(fits, key=lambda fit: fit.error).labels
     climbed = climb(cloud, k, start, rank, labels)
     return labels if climbed is None else climbed.labels
@@ -97,8 +88,8 @@ def climb(cloud: WeightedRows, k: int, low: int, rank: int, labels: Tensor, *, s
     fit: FlatsFit | None = None
     while 2 * low < rank:
         low *= 2
-        grams = None if fit is None else fit.grams
-        fit = em(cloud, RankSpec(k, low), labels, grams=grams, tolerance=3e-3, max_iterations=steps, refit=False)
+        begin = Start(labels, grams=None if fit is None else fit.grams)
+        fit = em(cloud, RankSpec(k, low), begin, Stopping(3e-3, steps), refit=False)
         labels = fit.labels
     return fit
 
@@ -114,7 +105,7 @@ def plus_plus(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator
 
 
 def _grow(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *, candidates: int) -> Tensor:
-    # Every second row or so is enough to find a flat by; all are then assigned.
+    # A part of the rows is enough to find a flat; all rows are then assigned.
     among = torch.arange(0, cloud.rows.shape[0], -(-cloud.rows.shape[0] // _ENOUGH), device=cloud.rows.device)
     a, norms2 = cloud.rows.take(among), cloud.norms2[among]
     mass = None if cloud.mass is None else cloud.mass[among]

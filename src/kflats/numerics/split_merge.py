@@ -1,8 +1,8 @@
-"""Split-and-merge: the repair of EM's local minima (after Ueda et al., Neural Computation 2000).
+"""Split and merge: a way out of EM's local minima (after Ueda et al., Neural Computation 2000).
 
-Remove the flat whose rows lose least by going to their second nearest, give its place to half of the
-flat that gains most by being split, run EM, keep the result only if the objective fell. An empty or tiny
-flat costs nothing to remove, so this is also how such flats are seeded anew.
+Remove the flat whose rows lose least by going to their second nearest flat, and give its place to half of the flat that
+gains most by being split. Then run EM, and keep the result only if the objective fell. Removing an empty or tiny flat
+costs nothing, so these flats get new seeds in the same way.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.assign import distances
-from kflats.numerics.flats import FlatsFit, RankSpec, WeightedRows, em
+from kflats.numerics.flats import FlatsFit, RankSpec, Start, Stopping, WeightedRows, em
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.seeding import greedy
 
@@ -25,7 +25,7 @@ def split_and_merge(
     rounds: int = 8,
     tolerance: float = 1e-4,
 ) -> FlatsFit:
-    """Uniform ranks, in-memory clouds (samples): moves until none helps or ``rounds`` are done."""
+    """For equal ranks and rows in memory (a sample): one move after another, at most ``rounds``, while a move helps."""
     assert shape.rank is not None
     if shape.k < 2:
         return fit
@@ -33,7 +33,7 @@ def split_and_merge(
         labels = _proposal(cloud, shape.k, shape.rank, fit, generator)
         if labels is None:
             break
-        moved = em(cloud, shape, labels, tolerance=tolerance, max_iterations=20, refit=False)
+        moved = em(cloud, shape, Start(labels), Stopping(tolerance, 20), refit=False)
         if moved.error >= fit.error * (1 - tolerance):
             break
         fit = moved
@@ -48,7 +48,7 @@ def _proposal(cloud: WeightedRows, k: int, rank: int, fit: FlatsFit, generator: 
     mass = torch.ones_like(own) if cloud.mass is None else cloud.mass.to(own.dtype)
     loss = torch.zeros(k, dtype=own.dtype, device=own.device).index_add_(0, labels, (second.values - own) * mass)
     best: tuple[float, Tensor] | None = None
-    # Only the two worst flats are tried: a split is an EM of its own.
+    # Only the two worst flats are tried, because each split takes an EM of its own.
     errors = torch.zeros_like(loss).index_add_(0, labels, own * mass)
     for wide in errors.topk(min(2, k)).indices.tolist():
         inside = (labels == wide).nonzero().squeeze(1)
@@ -57,14 +57,8 @@ def _proposal(cloud: WeightedRows, k: int, rank: int, fit: FlatsFit, generator: 
         part = WeightedRows(
             TensorRows(cloud.rows.take(inside)), cloud.norms2[inside], None if cloud.mass is None else mass[inside]
         )
-        halves = em(
-            part,
-            RankSpec(2, rank=rank),
-            greedy(part, 2, rank, generator),
-            tolerance=3e-3,
-            max_iterations=8,
-            refit=False,
-        )
+        begin = Start(greedy(part, 2, rank, generator))
+        halves = em(part, RankSpec(2, rank=rank), begin, Stopping(3e-3, 8), refit=False)
         gain = float(errors[wide]) - halves.error
         others = loss.clone()
         others[wide] = torch.inf
