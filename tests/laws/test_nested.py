@@ -289,7 +289,7 @@ def test_nonsense_is_refused():
         fit_nested(a, 2, 2, budget=60)
     with pytest.raises(KflatsError, match="levels"):
         fit_nested(a, 1, 0, budget=300)
-    with pytest.raises(KflatsError, match="levels"):
+    with pytest.raises(KflatsError, match="nested_ranks"):
         Flats(nested_ranks=0)
     with pytest.raises(KflatsError, match="uniform"):
         Flats(nested_ranks=4, ranks="uniform")
