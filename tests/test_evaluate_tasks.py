@@ -265,7 +265,7 @@ def run(*arguments: object) -> Any:
 
 
 def test_the_command(folders: tuple[Path, Path], data: Path) -> None:
-    result = run("evaluate", folders[1], "--task", "mrpc", "--data", data, "--original", folders[0], "--limit", 20)
+    result = run("evaluate", folders[1], "--task", "mrpc", "--task-data", data, "--original", folders[0], "--limit", 20)
     assert result.exit_code == 0, result.output
     for word in ("f1", "accuracy", "parameters", "weight files", "in factored layers", "examples judged"):
         assert word in result.output
@@ -282,7 +282,7 @@ def test_the_command(folders: tuple[Path, Path], data: Path) -> None:
     ],
 )
 def test_the_command_says_no(folders: tuple[Path, Path], data: Path, options: list[str], message: str) -> None:
-    result = run("evaluate", folders[0], "--data", data, *options)
+    result = run("evaluate", folders[0], "--task-data", data, *options)
     assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""

@@ -477,7 +477,7 @@ def run(*arguments: object) -> Any:
 
 
 def test_a_folder_is_recovered_twice_over(folder: Path, data: Path, tmp_path: Path) -> None:
-    common = ("--task", "sst2", "--data", data, "--lr", "5e-3", "--batch", 16, "--epochs", 6, "--patience", 6)
+    common = ("--task", "sst2", "--task-data", data, "--lr", "5e-3", "--batch", 16, "--epochs", 6, "--patience", 6)
     result = run("recover", folder, "--out", tmp_path / "better", *common)
     assert result.exit_code == 0, result.output
     assert "accuracy on dev" in result.stdout
@@ -492,7 +492,7 @@ def test_a_folder_is_recovered_twice_over(folder: Path, data: Path, tmp_path: Pa
     assert run("recover", tmp_path / "better", "--out", tmp_path / "best", *common, "--quiet").stdout == ""
     second = json.loads((tmp_path / "best" / RECOVERY_FILE).read_text())
     assert second["before"] == first["after"]
-    shown = run("evaluate", tmp_path / "best", "--task", "sst2", "--data", data).stdout
+    shown = run("evaluate", tmp_path / "best", "--task", "sst2", "--task-data", data).stdout
     assert f"{second['after']:.4f}" in shown
 
 
@@ -547,10 +547,10 @@ def test_texts_and_a_teacher_will_do(tmp_path: Path, tiny_tokenizer: Any) -> Non
     [
         ([], "give a task, or texts"),
         (["--texts", "TEXTS"], "no labels to learn from"),
-        (["--texts", "TEXTS", "--teacher", "MODEL", "--limit", "3"], "--data and --limit"),
-        (["--task", "sst2", "--data", "DATA", "--train", "heads"], "train='heads' is not known"),
-        (["--task", "mnli", "--data", "DATA"], "has 3 labels"),
-        (["--task", "sst2", "--data", "DATA", "--split", "extra"], "no split 'extra'"),
+        (["--texts", "TEXTS", "--teacher", "MODEL", "--limit", "3"], "--task-data and --limit"),
+        (["--task", "sst2", "--task-data", "DATA", "--train", "heads"], "train='heads' is not known"),
+        (["--task", "mnli", "--task-data", "DATA"], "has 3 labels"),
+        (["--task", "sst2", "--task-data", "DATA", "--split", "extra"], "no split 'extra'"),
     ],
 )
 def test_the_command_says_no(folder: Path, data: Path, tmp_path: Path, options: list[str], message: str) -> None:

@@ -208,7 +208,7 @@ def test_inspect_compare_and_evaluate(classifier: Path) -> None:
     size = weight_file_bytes(classifier / "small")
     assert f"{size / 1000:.1f} kB" in compared
     judged = run(
-        "evaluate", classifier / "small", "--task", "sst2", "--data", classifier / "data",
+        "evaluate", classifier / "small", "--task", "sst2", "--task-data", classifier / "data",
         "--original", classifier / "model",
     )  # fmt: skip
     assert "accuracy" in judged
@@ -216,7 +216,7 @@ def test_inspect_compare_and_evaluate(classifier: Path) -> None:
 
 
 def test_recover_trains_what_is_no_code(classifier: Path, tmp_path: Path) -> None:
-    given = ("--task", "sst2", "--data", classifier / "data", "--epochs", 2, "--batch", 8, "--lr", "1e-2")
+    given = ("--task", "sst2", "--task-data", classifier / "data", "--epochs", 2, "--batch", 8, "--lr", "1e-2")
     run(
         "recover", classifier / "small", *given, "--teacher", classifier / "model", "--quiet", "--out", tmp_path / "out"
     )
