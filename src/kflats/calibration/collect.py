@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -24,6 +23,7 @@ from kflats.calibration.objectives import Objective, Projections, TaskLoss, desc
 from kflats.calibration.running import batch_size, run, take, to_device
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import size, visible
+from kflats.evaluation.encoding import Batch, BatchValue
 from kflats.importance.measured import Measured
 from kflats.model.weights import Weight
 
@@ -38,7 +38,7 @@ _MAX_EXPONENT = 60
 def measure(
     model: nn.Module,
     weights: Sequence[Weight],
-    batches: Iterable[Mapping[str, Any]],
+    batches: Iterable[Batch],
     *,
     needs: Mapping[str, frozenset[str]] | frozenset[str],
     objective: Objective | None = None,
@@ -126,7 +126,7 @@ class Job:
         self,
         model: nn.Module,
         weights: Sequence[Weight],
-        batches: Sequence[Mapping[str, Any]],
+        batches: Sequence[Batch],
         wanted: Mapping[str, frozenset[str]],
         objective: Objective | None,
         told: Callable[[int], Callable[[], None]],
@@ -158,7 +158,7 @@ class Job:
 
     def _sum(
         self,
-        batches: Sequence[tuple[int, Mapping[str, Any]]],
+        batches: Sequence[tuple[int, Batch]],
         weights: Sequence[Weight],
         one_sample: bool,
         step: Callable[[], None],
@@ -197,7 +197,7 @@ class Job:
         self.without_layout |= recorder.without_layout
         return {name: one.sums(seen) for name, one in sums.items()}
 
-    def _pass(self, batch: dict[str, Any], first: int, gradients: bool) -> Tensor | None:
+    def _pass(self, batch: dict[str, BatchValue], first: int, gradients: bool) -> Tensor | None:
         if not gradients:
             run(self._model, batch)
             return None
@@ -217,9 +217,9 @@ class Job:
         return losses
 
 
-def _blocks(batches: Sequence[Mapping[str, Any]]) -> dict[int, list[tuple[int, Mapping[str, Any]]]]:
+def _blocks(batches: Sequence[Batch]) -> dict[int, list[tuple[int, Batch]]]:
     """Batches with the place of their first sample, by block: that of the first sample, in units of ``BLOCK``."""
-    blocks: dict[int, list[tuple[int, Mapping[str, Any]]]] = {}
+    blocks: dict[int, list[tuple[int, Batch]]] = {}
     first = 0
     for batch in batches:
         blocks.setdefault(first // BLOCK, []).append((first, batch))
@@ -298,7 +298,7 @@ def _wanted(
     return found
 
 
-def _checked(batches: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]:
+def _checked(batches: Iterable[Batch]) -> tuple[dict[str, BatchValue], ...]:
     if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise KflatsError(
             f"calibration batches must be a list of dicts, not one {type(batches).__name__}", hint="[batch]"
@@ -324,7 +324,7 @@ def _checked(batches: Iterable[Mapping[str, Any]]) -> tuple[dict[str, Any], ...]
     return tuple(kept)
 
 
-def _check_ids(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> None:
+def _check_ids(model: nn.Module, batches: Sequence[Batch]) -> None:
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     for batch in batches:
         ids = batch.get("input_ids")
@@ -363,7 +363,7 @@ def _groups(
 
 
 def _statistics(
-    model: nn.Module, measured: Mapping[str, Measured], reached: set[str], about: dict[str, Any], quiet: bool
+    model: nn.Module, measured: Mapping[str, Measured], reached: set[str], about: dict[str, BatchValue], quiet: bool
 ) -> Statistics:
     unreached = tuple(name for name in measured if name not in reached)
     if unreached and not quiet:

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from kflats.calibration.layouts import ALONE, Layout, entering, places
 from kflats.calibration.running import batch_size, decoder_positions, is_encoder_decoder
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import evaluating
+from kflats.evaluation.encoding import BatchValue, evaluating
 from kflats.model.roles import embedding_scale
 from kflats.model.weights import Weight
 from kflats.numerics.fisher import wide
@@ -102,7 +102,7 @@ class ActivationRecorder:
         self._on_input, self._on_gradients = on_input, on_gradients
         self._gradients, self._one_sample, self._repeats = gradients, one_sample, repeats
         self._calls: dict[str, list[LayerCall]] = {}
-        self._batch: dict[str, Any] = {}
+        self._batch: dict[str, BatchValue] = {}
         self._samples = 0
         self._encoded: int | None = None
         self._anchor = torch.zeros((), requires_grad=True)
@@ -124,7 +124,7 @@ class ActivationRecorder:
                 self._calls.clear()
                 self._batch = {}
 
-    def start(self, batch: dict[str, Any]) -> None:
+    def start(self, batch: dict[str, BatchValue]) -> None:
         """Call before the forward pass of ``batch``."""
         self._calls.clear()
         self._batch, self._samples, self._encoded = batch, batch_size(batch), None
@@ -159,7 +159,9 @@ class ActivationRecorder:
     def _hook(self, weight: Weight, role: str) -> Callable[..., Tensor | None]:
         name = weight.name
 
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> Tensor | None:
+        def hook(
+            module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
+        ) -> Tensor | None:
             given = entering(args, kwargs)
             layout = ALONE if self._one_sample else self._layouts.get(id(module), ALONE)
             if not (self._one_sample or layout.fits(given, self._batch, self._samples)):

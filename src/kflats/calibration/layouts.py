@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from kflats.calibration.running import batch_size, take
 from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import Batch, BatchValue
 from kflats.model.weights import Weight, submodule
 
 
@@ -26,7 +27,7 @@ class Layout:
     axis: int | None
     rows: int | None = None
 
-    def fits(self, x: Tensor, batch: Mapping[str, Any], samples: int) -> bool:
+    def fits(self, x: Tensor, batch: Batch, samples: int) -> bool:
         """Whether an activation of this batch can have this layout."""
         if self.axis is None or x.ndim <= self.axis:
             return False
@@ -57,7 +58,7 @@ def places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[nn.Mod
                 yield module, weight, place.role
 
 
-def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def entering(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
     """A layer's input, however it was passed."""
     given = args[0] if args else next(iter(kwargs.values()))
     assert isinstance(given, Tensor)
@@ -65,7 +66,7 @@ def entering(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 def find_layouts(
-    model: nn.Module, weights: Sequence[Weight], batch: Mapping[str, Any], forward: Callable[[dict[str, Any]], object]
+    model: nn.Module, weights: Sequence[Weight], batch: Batch, forward: Callable[[dict[str, BatchValue]], object]
 ) -> dict[int, Layout]:
     """Where each layer's input keeps its samples, by module id, found by running two samples and three.
 
@@ -115,7 +116,7 @@ def _axis(a: Tensor, b: Tensor, positions: int, length: int) -> Layout:
     return Layout(0, 0 if rows == length else rows) if axis == 0 else ALONE
 
 
-def text_length(batch: Mapping[str, Any]) -> int:
+def text_length(batch: Batch) -> int:
     """Positions of a batch's text: the second axis of its ids, or of the first tensor that has one."""
     named = [batch.get("input_ids"), *batch.values()]
     return next((t.shape[1] for t in named if isinstance(t, Tensor) and t.ndim > 1), 1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from kflats.calibration.running import batch_size, takes_labels
 from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import Batch
 
 Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
 IGNORED = -100  # transformers' label for "not a target"
@@ -77,7 +78,7 @@ def first_only(labels: Tensor) -> Tensor:
     return found
 
 
-def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
+def own_loss(model: nn.Module, batch: Batch) -> Tensor | None:
     """What the model says its loss is; None where it does not take labels."""
     if not takes_labels(model):
         return None
@@ -91,7 +92,7 @@ def own_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor | None:
     return loss.float() if isinstance(loss, Tensor) and loss.ndim == 0 else None
 
 
-def labels_of(batch: Mapping[str, Any]) -> Tensor:
+def labels_of(batch: Batch) -> Tensor:
     """A batch's labels; raises KflatsError where it has none."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):

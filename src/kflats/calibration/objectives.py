@@ -10,7 +10,7 @@ All give (B,) losses of single samples, so that their sum has each sample's own 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, get_args
 
@@ -33,6 +33,7 @@ from kflats.calibration.loss_kinds import (
 )
 from kflats.calibration.running import decoder_mask, run, take, task_output, vectors
 from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import Batch
 
 _MISNAMED = ("label", "label_ids", "target", "targets")
 
@@ -40,7 +41,7 @@ _MISNAMED = ("label", "label_ids", "target", "targets")
 class Objective(Protocol):
     """Anything that gives the losses of single samples; ``first`` is the batch's place in the calibration stream."""
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses with gradients."""
         ...
 
@@ -71,7 +72,7 @@ class TaskLoss:
         if self.kind not in get_args(Kind):
             raise KflatsError(f"there is no TaskLoss of kind {self.kind!r}", hint=", ".join(get_args(Kind)))
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError for labels that are missing, out of range, or of another task."""
         if self.kind == "auto":
             return self.resolved(model, batch).losses(model, batch, first)
@@ -81,7 +82,7 @@ class TaskLoss:
         total, count = loss_sums(self.kind)(logits, labels)
         return total / count.clamp_min(1)
 
-    def resolved(self, model: nn.Module, batch: Mapping[str, Any]) -> TaskLoss:
+    def resolved(self, model: nn.Module, batch: Batch) -> TaskLoss:
         """The same with its kind decided, on two samples of ``batch``.
 
         Raises:
@@ -99,18 +100,18 @@ class TaskLoss:
         pair = take(batch, used.argsort(descending=True)[:2])
         with torch.no_grad():
             logits = logits_of(task_output(run(model, pair)), model)
-            kinds = possible(logits, pair["labels"], getattr(getattr(model, "config", None), "problem_type", None))
+            kinds = possible(logits, labels_of(pair), getattr(getattr(model, "config", None), "problem_type", None))
             for kind in kinds:
                 check_labels(logits, labels, kind, samples=False)
             own = own_loss(model, pair)
             if own is None:
                 return replace(self, kind=kinds[0])
-            fitting = [kind for kind in kinds if agree(kind, logits, pair["labels"], own)]
+            fitting = [kind for kind in kinds if agree(kind, logits, labels_of(pair), own)]
             if len(fitting) > 1 and logits.ndim == 3:
                 # An untrained head gives every label one loss: which position is read tells them apart.
-                begun = {**pair, "labels": first_only(pair["labels"])}
+                begun = {**pair, "labels": first_only(labels_of(pair))}
                 again, logits = own_loss(model, begun), logits_of(task_output(run(model, begun)), model)
-                fitting = [kind for kind in fitting if agree(kind, logits, begun["labels"], again)]
+                fitting = [kind for kind in fitting if agree(kind, logits, labels_of(begun), again)]
         if fitting:
             return replace(self, kind=fitting[0])
         raise KflatsError(
@@ -133,7 +134,7 @@ class SampledLabels:
 
     seed: int = 0
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError for a model without a task head."""
         logits = logits_of(task_output(run(model, batch)), model).float()
         problem = getattr(getattr(model, "config", None), "problem_type", None)
@@ -179,7 +180,7 @@ class Projections:
         if self.of not in ("auto", "pooled", "hidden", "logits"):
             raise KflatsError(f"Projections of {self.of!r}", hint="auto, pooled, hidden or logits")
 
-    def losses(self, model: nn.Module, batch: Mapping[str, Any], first: int = 0) -> Tensor:
+    def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError where the model has no such output."""
         output = None if self.of in ("pooled", "hidden") else run(model, batch)
         logits = None if output is None else task_output(output)
@@ -199,7 +200,7 @@ class Projections:
         return ((u * y).sum(-1) * mask).sum(1) / mask.sum(1).clamp_min(1).sqrt()
 
 
-def objective_of(batches: Sequence[Mapping[str, Any]], asked: Any = None) -> Any:
+def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Objective:
     """The objective asked for; by default the task's loss where batches have labels, projections where none has.
 
     Raises:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import last_hidden_state
+from kflats.evaluation.encoding import Batch, BatchValue, last_hidden_state
 from kflats.model.weights import is_sentence_transformer
 
 
-def batch_size(batch: Mapping[str, Any]) -> int:
+def batch_size(batch: Batch) -> int:
     """Samples of a batch: the length of its first tensor.
 
     >>> batch_size({"input_ids": torch.zeros(3, 7), "labels": torch.zeros(3)})
@@ -26,7 +26,7 @@ def batch_size(batch: Mapping[str, Any]) -> int:
     raise KflatsError("a calibration batch holds no tensors", hint="a dict of tensors, as for model(**batch)")
 
 
-def take(batch: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
+def take(batch: Batch, index: Tensor) -> dict[str, BatchValue]:
     """The samples ``index`` of a batch; what is not per sample stays."""
     size = batch_size(batch)
     return {
@@ -35,12 +35,12 @@ def take(batch: Mapping[str, Any], index: Tensor) -> dict[str, Any]:
     }
 
 
-def to_device(batch: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def to_device(batch: Batch, device: torch.device) -> dict[str, BatchValue]:
     """The batch where the model is."""
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
-def run(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+def run(model: nn.Module, batch: Batch) -> Any:
     """``model(**batch)`` without computing the model's own loss: labels serve only to feed a decoder."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if is_sentence_transformer(model):
@@ -65,7 +65,7 @@ def task_output(output: Any) -> Tensor | None:
     return logits if isinstance(logits, Tensor) else None
 
 
-def vectors(model: nn.Module, batch: Mapping[str, Any], output: Any, *, pooled: bool) -> tuple[Tensor, Tensor]:
+def vectors(model: nn.Module, batch: Batch, output: Any, *, pooled: bool) -> tuple[Tensor, Tensor]:
     """Last hidden states (B, T, d) or their masked means (B, d), and the mask (B, T).
 
     ``output`` is what the model gave, or None to run it without its task head here.
@@ -94,7 +94,7 @@ def vectors(model: nn.Module, batch: Mapping[str, Any], output: Any, *, pooled: 
     return mean, mask
 
 
-def text_mask(batch: Mapping[str, Any], like: Tensor) -> Tensor:
+def text_mask(batch: Batch, like: Tensor) -> Tensor:
     """(B, T) ones where the input has a token; all ones without an attention mask."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.ndim == 2:
@@ -102,7 +102,7 @@ def text_mask(batch: Mapping[str, Any], like: Tensor) -> Tensor:
     return like.new_ones(like.shape[:2] if like.ndim == 3 else (len(like), 1))
 
 
-def decoder_mask(model: nn.Module, batch: Mapping[str, Any], like: Tensor) -> Tensor:
+def decoder_mask(model: nn.Module, batch: Batch, like: Tensor) -> Tensor:
     """(B, T) ones where what the model puts out has a token: of a decoder's positions where there is one."""
     if is_encoder_decoder(model):
         return decoder_positions(batch, like.new_ones(like.shape[:2]))
@@ -111,7 +111,7 @@ def decoder_mask(model: nn.Module, batch: Mapping[str, Any], like: Tensor) -> Te
     return mask if like.ndim == 3 and mask.shape == like.shape[:2] else like.new_ones(like.shape[:2])
 
 
-def decoder_positions(batch: Mapping[str, Any], everything: Tensor) -> Tensor:
+def decoder_positions(batch: Batch, everything: Tensor) -> Tensor:
     """The decoder's mask: its own, else where labels are, else ``everything``."""
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if not isinstance(mask, Tensor) and isinstance(labels, Tensor):
@@ -130,7 +130,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(flag) and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
-def _with_own_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any:
+def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> Any:
     try:
         return model(**inputs)  # BART's classifier reads the text once more
     except ValueError as error:
@@ -140,6 +140,6 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Mapping[str, Any]) -> Any
         ) from error
 
 
-def _mask_shape(batch: Mapping[str, Any]) -> tuple[int, ...] | None:
+def _mask_shape(batch: Batch) -> tuple[int, ...] | None:
     mask = batch.get("attention_mask")
     return tuple(mask.shape) if isinstance(mask, Tensor) else None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from kflats.calibration.measurements import Statistics
+from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.common.release import version
 from kflats.compress.fitting import factorize
@@ -18,17 +19,19 @@ from kflats.compress.provenance import data_used
 from kflats.compress.result import CompressedWeight
 from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
+from kflats.evaluation.encoding import Batch
 from kflats.io import annotate_, load_model, save_model
 from kflats.io.atomic_folder import new_folder
 from kflats.io.partial import Partial
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
+from kflats.methods import Method
 from kflats.model.swap import Weight, swap_, unchanged_on_error
 from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
 from kflats.planning.decide import decide
 from kflats.planning.strategies import Allocation
 from kflats.recipe.budget import Budget, one_budget
 from kflats.recipe.plan import Plan
-from kflats.recipe.recipe import Recipe, as_recipe
+from kflats.recipe.recipe import Recipe, Recipes, as_recipe
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import compressed_card, hub_name, rewrite_
 from kflats.report.report import REPORT_FILE, Report
@@ -41,14 +44,14 @@ if TYPE_CHECKING:
 
 def compress_(
     model: nn.Module,
-    recipes: Any = None,
+    recipes: Recipes | Plan = None,
     *,
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
     texts: Iterable[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    calibration: Iterable[Any] | None = None,
-    objective: Any = None,
+    calibration: Iterable[str | Batch] | None = None,
+    objective: Objective | None = None,
     statistics: Statistics | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
@@ -95,12 +98,12 @@ def compress_folder(
     *,
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
-    method: Any = None,
+    method: Recipe | Method | None = None,
     weights: tuple[str, ...] = (),
     plan: Plan | None = None,
     texts: Iterable[str] | None = None,
     calibration: Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None = None,
-    objective: Any = None,
+    objective: Objective | None = None,
     statistics: Statistics | None = None,
     keep_statistics: str | os.PathLike[str] | None = None,
     samples: int = SAMPLES,
@@ -141,7 +144,8 @@ def compress_folder(
         )
     make = calibration if callable(calibration) else None
     data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
-    made_before = any(not isinstance(item, str) for item in data.calibration or ())
+    calibration_texts = tuple(item for item in data.calibration or () if isinstance(item, str))
+    made_before = len(calibration_texts) < len(data.calibration or ())
     if trim is not None and (statistics is not None or made_before):
         raise KflatsError(
             f"{'statistics' if statistics is not None else 'batches of ids'} are of one vocabulary, and trimming makes "
@@ -149,7 +153,7 @@ def compress_folder(
             hint="give texts, or trim the model first (kflats trim) and measure what that made",
         )
     if data.texts is None and data.calibration and not made_before:
-        data = replace(data, texts=data.calibration)
+        data = replace(data, texts=calibration_texts)
     with new_folder(out, force, [folder]) as aside:
         model = load_model(folder)
         data = replace(data, tokenizer=_tokenizer(folder, data, method, plan))
@@ -223,7 +227,7 @@ def _called(source: str | os.PathLike[str]) -> str:
     return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
 
 
-def _tokenizer(folder: Path, data: CalibrationData, method: Any, plan: Plan | None) -> Any:
+def _tokenizer(folder: Path, data: CalibrationData, method: Recipe | Method | None, plan: Plan | None) -> Any:
     """The folder's tokenizer; missing is an error only where something needs it."""
     recipes = [d.recipe for d in plan.decisions] if plan else [as_recipe(method)] if method is not None else []
     wanted = data.texts is not None or any(r.importance.needs_tokenizer for r in recipes)

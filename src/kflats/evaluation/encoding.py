@@ -5,9 +5,9 @@ Only this module knows how encoders, decoders and encoder-decoders differ; ``eva
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,10 @@ from kflats.common.errors import KflatsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+BatchValue: TypeAlias = Tensor | bool | int | float | str | None
+Batch: TypeAlias = Mapping[str, BatchValue]
+"""What a model is called with, ``model(**batch)``: tensors of its samples, and settings that hold for all of them."""
 
 _MAX_TOKENS = 256  # of one text: long enough for sentences and paragraphs
 _MARKS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write the blank before a word
@@ -108,7 +112,7 @@ def pad(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, devic
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def last_hidden_state(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+def last_hidden_state(model: nn.Module, inputs: Batch) -> Tensor:
     """(texts, tokens, hidden) of a transformers model without its task head."""
     bare: Any = model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

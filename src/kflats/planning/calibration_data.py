@@ -13,9 +13,11 @@ from kflats.calibration.batches import text_batches
 from kflats.calibration.collect import measure
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.calibration.measurements import Statistics
+from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import Part, sha256
 from kflats.common.texts import check_texts
+from kflats.evaluation.encoding import Batch
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
 from kflats.methods import SVD
@@ -49,8 +51,8 @@ class CalibrationData:
 
     texts: tuple[str, ...] | None = None
     tokenizer: PreTrainedTokenizerBase | None = None
-    calibration: tuple[Any, ...] | None = None
-    objective: Any = None
+    calibration: tuple[str | Batch, ...] | None = None
+    objective: Objective | None = None
     statistics: Statistics | None = None
     samples: int = SAMPLES
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -63,7 +65,7 @@ class CalibrationData:
         there = self.calibration is not None or self.statistics is not None
         return AvailableData(self.texts is not None, self.tokenizer is not None, there)
 
-    def batches(self) -> list[Mapping[str, Any]]:
+    def batches(self) -> list[Batch]:
         """The batches to measure with.
 
         Raises:
@@ -72,20 +74,21 @@ class CalibrationData:
         found = self.texts if self.calibration is None else self.calibration
         if not found:
             raise KflatsError("there is no calibration data", cause="an empty file or list", hint="a few hundred texts")
-        if all(isinstance(item, Mapping) for item in found):
-            return list(found)
-        if not all(isinstance(item, str) for item in found):
-            odd = next(type(item).__name__ for item in found if not isinstance(item, str))
+        batches = [item for item in found if not isinstance(item, str)]
+        if len(batches) == len(found):
+            return batches
+        if batches:
             raise KflatsError(
-                f"calibration data holds a {odd}",
+                f"calibration data holds a {type(batches[0]).__name__} beside texts",
                 cause="neither texts nor batches for model(**batch)",
                 hint="a list of strings with tokenizer=..., or a list of dicts of tensors",
             )
+        texts = [item for item in found if isinstance(item, str)]
         if self.tokenizer is None:
             raise KflatsError(
                 "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
             )
-        return list(text_batches(_spread(found, self.samples), self.tokenizer))
+        return list(text_batches(_spread(texts, self.samples), self.tokenizer))
 
     def measured(
         self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True
@@ -160,8 +163,8 @@ class CalibrationData:
 def gather(
     texts: Iterable[str] | None,
     tokenizer: PreTrainedTokenizerBase | None,
-    calibration: Iterable[Any] | None,
-    objective: Any,
+    calibration: Iterable[str | Batch] | None,
+    objective: Objective | None,
     statistics: Statistics | None,
     samples: int = SAMPLES,
 ) -> CalibrationData:

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from kflats.calibration.measurements import Statistics
+from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
+from kflats.evaluation.encoding import Batch
 from kflats.model.swap import Weight, find_weight
 from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
 from kflats.planning.selection import Selected, check, select, token_embedding
 from kflats.planning.strategies import Allocation, share_out
 from kflats.recipe.budget import Budget, one_budget
 from kflats.recipe.plan import Plan
-from kflats.recipe.recipe import Recipe
+from kflats.recipe.recipe import Recipe, Recipes
 from kflats.report.analysis import stored_bytes, stored_numbers
 
 if TYPE_CHECKING:
@@ -41,14 +43,14 @@ class Decided:
 
 def plan(
     model: nn.Module,
-    recipes: Any = None,
+    recipes: Recipes | Plan = None,
     *,
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
     texts: Iterable[str] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    calibration: Iterable[Any] | None = None,
-    objective: Any = None,
+    calibration: Iterable[str | Batch] | None = None,
+    objective: Objective | None = None,
     statistics: Statistics | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
@@ -93,7 +95,7 @@ def plan(
 
 def decide(
     model: nn.Module,
-    recipes: Any,
+    recipes: Recipes | Plan,
     budget: Budget | None,
     data: CalibrationData,
     *,

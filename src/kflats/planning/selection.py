@@ -17,7 +17,7 @@ from kflats.importance.weighting import WeightingForm
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.methods import SVD, Flats, Method
 from kflats.model.weights import Weight, factored_layers, find_weight, find_weights, spellings
-from kflats.recipe.recipe import Recipe, as_recipe, brief
+from kflats.recipe.recipe import Recipe, Recipes, as_recipe, brief
 
 WORDS: dict[str, frozenset[str]] = {
     "linear": frozenset({"linear", "conv1d"}),
@@ -55,7 +55,7 @@ class Selected:
     named: bool
 
 
-def select(model: nn.Module, recipes: Any, given: AvailableData) -> tuple[Selected, ...]:
+def select(model: nn.Module, recipes: Recipes, given: AvailableData) -> tuple[Selected, ...]:
     """The weights that ``recipes`` mean, in its order, each once.
 
     Args:

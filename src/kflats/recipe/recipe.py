@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -101,6 +101,11 @@ class Recipe:
             KflatsError: too few bytes, a weighting that cannot be taken, or ``constriction`` not installed.
         """
         return self.codec.encode(self.method, problem, dtype)
+
+
+Recipes: TypeAlias = Recipe | Method | Mapping[str, Recipe | Method | None] | None
+"""What is asked of a model: a recipe for each name, pattern or word; or one recipe, for the token embedding. None: the
+default recipe."""
 
 
 def as_recipe(value: Recipe | Method) -> Recipe:
