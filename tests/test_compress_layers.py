@@ -265,7 +265,7 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
         ({"calibration": ["text"]}, "need the model's tokenizer"),
         ({"calibration": ["text"], "samples": "many"}, "'many' samples"),
         ({"calibration": Path("texts.txt")}, "not the path 'texts.txt'"),
-        ({"texts": 5, "tokenizer": object()}, "texts are expected, not int"),
+        ({"texts": 5, "tokenizer": object()}, "texts must be a sequence of strings, not int"),
         ({"texts": ["text", 3], "tokenizer": object()}, "expected texts, found int"),
     ],
 )

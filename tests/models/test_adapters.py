@@ -93,7 +93,7 @@ def test_lora_says_what_it_cannot_do() -> None:
     with pytest.raises(ValueError, match=r"Target module FactoredLinear.* is not supported"):
         peft.get_peft_model(build("low_rank"), peft.LoraConfig(target_modules=["intermediate.dense"]))
     for wrong in ({"use_dora": True}, {"init_lora_weights": "pissa"}):
-        with pytest.raises(KflatsError, match="begins from the dense table"):
+        with pytest.raises(KflatsError, match="starts from the dense weight"):
             adapt_lora_(peft.LoraConfig(target_modules=["query"], **wrong))
 
 

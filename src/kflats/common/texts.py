@@ -1,4 +1,4 @@
-"""Text files: one sentence a line, UTF-8. What importance counts and what a comparison judges on."""
+"""Text files: UTF-8, one sentence a line."""
 
 from __future__ import annotations
 
@@ -33,39 +33,43 @@ def read_texts(path: str | os.PathLike[str]) -> tuple[str, ...]:
 
 
 def packaged_texts(name: str) -> tuple[str, ...]:
-    """Sentences that come with kflats: ``"count"`` (encyclopedic, to count) or ``"judge"`` (everyday, to judge on).
+    """Sentences of the package: ``"count"`` (encyclopedic, to count tokens) or ``"judge"`` (everyday, to compare on).
 
     >>> len(set(packaged_texts("judge")) & set(packaged_texts("count")))
     0
     """
     if name not in ("count", "judge"):
-        raise KflatsError(f"kflats brings no texts called {name!r}", hint="count or judge")
+        raise KflatsError(f"kflats has no texts called {name!r}", hint="count or judge")
     return _sentences((files("kflats") / "data" / f"{name}.txt").read_bytes(), f"{name}.txt")
 
 
 def check_texts(texts: object) -> None:
-    """Raises KflatsError for what is no collection of texts: one string, a path, or nothing that has items."""
+    """Raise KflatsError unless ``texts`` is a collection: for one string, a path, or a value without items."""
     if isinstance(texts, str | bytes):
-        raise KflatsError("texts must be a sequence of strings, not one string", hint="[text]")
+        raise KflatsError(
+            "texts must be a sequence of strings, not one string", hint="[text]", command="a file of texts"
+        )
     if isinstance(texts, os.PathLike):
         path = os.fspath(texts)
         raise KflatsError(
-            f"texts are expected, not the path {path!r}", hint="kflats.common.texts.read_texts(path): its lines"
+            f"texts must be strings, not the path {path!r}",
+            hint="kflats.common.texts.read_texts(path), which gives its lines",
+            command="a file of texts",
         )
     if not isinstance(texts, Iterable):
-        raise KflatsError(f"texts are expected, not {type(texts).__name__}", hint="a list of strings")
+        raise KflatsError(f"texts must be a sequence of strings, not {type(texts).__name__}", hint="a list of strings")
 
 
 def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Whether a tokenizer knows what it read: ``counts`` (ids,) says how often it gave each id.
+    """Check that a tokenizer knows the texts: ``counts`` (ids,) says how often each id occurred.
 
-    Warns where over half of the words and pieces are the unknown token's.
+    Warns if more than half of the tokens are the unknown token.
 
     Raises:
-        KflatsError: all of them are.
+        KflatsError: all of them are the unknown token.
     """
     unknown = getattr(tokenizer, "unk_token_id", None)
-    # Byte-level tokenizers know everything, and call their end mark the unknown token.
+    # Byte-level tokenizers know every text, and name their end token as the unknown token.
     names = ("bos_token_id", "eos_token_id", "pad_token_id", "cls_token_id", "sep_token_id")
     others = {getattr(tokenizer, name, None) for name in names}
     if not isinstance(unknown, int) or unknown >= len(counts) or unknown in others:
@@ -74,9 +78,9 @@ def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
     lost, known = int(counts[unknown]), int(counts.sum() - counts[special].sum())
     if lost and not known:
         raise KflatsError(
-            "the texts hold no word that the tokenizer knows",
+            "the tokenizer knows no word of the texts",
             cause="another language or script, or the tokenizer of another model",
-            hint="texts of the kind that the model was trained on",
+            hint="texts in the language of the model's training",
         )
     if lost > known:
         warnings.warn(
@@ -101,7 +105,7 @@ def _sentences(data: bytes, where: str) -> tuple[str, ...]:
             cause="another encoding, or a binary file",
             hint="convert it, for example: iconv -f latin1 -t utf-8",
         ) from error
-    found = tuple(stripped for line in text.split("\n") if (stripped := line.strip()))
-    if not found:
+    sentences = tuple(stripped for line in text.split("\n") if (stripped := line.strip()))
+    if not sentences:
         raise KflatsError(f"{where} has no text", cause="an empty file", hint="give one sentence a line")
-    return found
+    return sentences

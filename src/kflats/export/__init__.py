@@ -1,1 +1,1 @@
-"""Models for stacks that know nothing of kflats, and adapters on top of those that do."""
+"""Models for software without kflats, and adapters on top of compressed models."""

@@ -35,15 +35,15 @@ def adapt_lora_(config: Any) -> None:
     """
     if getattr(config, "use_dora", False) or getattr(config, "init_lora_weights", True) not in _STARTS:
         raise KflatsError(
-            "this adapter begins from the dense table, which a factored layer does not have",
-            cause="use_dora, or init_lora_weights such as pissa, olora or loftq",
+            "an adapter that starts from the dense weight is not supported with a factored layer",
+            cause="use_dora, and init_lora_weights such as pissa, olora or loftq, read the dense weight",
             hint="init_lora_weights=True or 'gaussian', without DoRA; or kflats.restore_(model) first",
         )
     config._register_custom_module(_classes())
 
 
 class _NeverMerged:
-    """What an adapter of a factored layer does otherwise than one of a dense layer."""
+    """The differences between an adapter of a factored layer and one of a dense layer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with warnings.catch_warnings():
@@ -63,7 +63,7 @@ def _classes() -> dict[type, type]:
     try:
         from peft.tuners import lora
     except ImportError as error:
-        raise KflatsError("peft is not installed", hint="pip install peft") from error
+        raise KflatsError("an adapter needs peft", cause="peft is not installed", hint="pip install peft") from error
     return {
         FactoredLinear: type("FactoredLora", (_NeverMerged, lora.Linear), {}),
         FactoredEmbedding: type("FactoredEmbeddingLora", (_NeverMerged, lora.Embedding), {}),

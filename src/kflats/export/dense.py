@@ -1,6 +1,6 @@
-"""A compressed model for stacks that know nothing of kflats: dense tables again, in the type the model computes in.
+"""A compressed model for software without kflats: dense tables in the type that the model computes in.
 
-Nothing is gained in size; what the model says is what the compressed one says.
+The sizes are those of the original, and the outputs those of the compressed model.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from kflats.report.model_card import CARD, dense_card
 
 @dataclass(frozen=True)
 class DenseExport:
-    """What ``export_dense`` made.
+    """The result of ``export_dense``.
 
     Args:
-        folder: where it is.
-        weight_bytes: of its weight files.
-        weights: names of the weights that are dense tables again.
-        dropped_biases: layers that lost a bias which compression gave them; empty unless that was allowed.
+        folder: the written folder.
+        weight_bytes: bytes of its weight files.
+        weights: names of the weights that were multiplied out.
+        dropped_biases: layers that lost a bias of the compression; empty unless ``drop_biases`` allowed it.
     """
 
     folder: Path
@@ -116,12 +116,13 @@ def _weights(model: nn.Module) -> tuple[str, ...]:
 
 
 def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:
-    """Layers that will lose a bias."""
+    """The layers that will lose a bias."""
     layers = list(factored_layers(model))
     if not layers:
         raise KflatsError(
             f"nothing in this {type(model).__name__} is factored, so it is dense already",
-            hint="a folder that kflats compress wrote, or a model after kflats.compress_",
+            hint="a folder that kflats compress wrote, or a model after compress_",
+            command="a folder that kflats compress wrote",
         )
     gained = tuple(
         name for name, layer in layers if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias
@@ -131,7 +132,8 @@ def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:
             f"{gained[0]!r} and {len(gained) - 1} more layers have a bias that an ordinary checkpoint cannot hold"
             if len(gained) > 1
             else f"{gained[0]!r} has a bias that an ordinary checkpoint cannot hold",
-            cause="centred inputs put the error's mean into a bias, and this architecture has none there",
-            hint="drop_biases=True (--drop-biases) leaves it out: outputs then differ by that constant",
+            cause="compression added the bias, for the mean of the error, and the architecture has none there",
+            hint="drop_biases=True, which leaves it out: outputs then differ by that constant",
+            command="--drop-biases, which leaves it out: outputs then differ by that constant",
         )
     return gained

@@ -1,6 +1,6 @@
-"""A model as one ONNX file of standard operators, factored and coded tables as they are stored, checked by running it.
+"""A model as one ONNX file of standard operators with its factored and coded tables; the file is checked by running it.
 
-Lookups are recorded, not unpacked: the file holds factors or codes, and the runtime computes the rows it is asked for.
+The file holds factors or codes, and the runtime computes the rows that it looks up.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from kflats.report.analysis import stored_bytes
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18
-_SMALL = 1024  # numbers of a constant
+_SMALL = 1024  # numbers in a constant that is folded
 
 
 @dataclass(frozen=True)
 class OnnxExport:
-    """What ``export_onnx`` made, and how near it is to PyTorch.
+    """The result of ``export_onnx``, and its difference from PyTorch.
 
     Args:
         path: the file; a model beyond 1.9 GB has its numbers in ``<path>.data`` beside it.
-        nbytes: of all of it.
-        inputs, outputs: names, in order.
+        nbytes: bytes of the file and its data file.
+        inputs, outputs: their names, in order.
         difference: largest absolute difference between onnxruntime and PyTorch over all shapes tried.
-        notes: what a user should know of the file.
+        notes: remarks on the file for its user.
     """
 
     path: Path
@@ -73,8 +73,8 @@ def export_onnx(
 ) -> OnnxExport:
     """Write ``model`` as an ONNX file with dynamic batch and length, and run it before it gets its name.
 
-    Factors and codes stay what they are: a low-rank table is two initialisers, a coded one its bytes, which are
-    gathered, shifted and masked by standard operators (opset 18). The file is run by onnxruntime on several shapes,
+    Factors and codes stay as stored: a low-rank table becomes two initializers, a coded table its bytes, which standard
+    operators (opset 18) gather, shift and mask. The file is run by onnxruntime on several shapes,
     padded texts and single tokens among them, and refused unless
 
         max |onnxruntime - PyTorch| <= tolerance max(1, max |PyTorch|).
@@ -84,25 +84,28 @@ def export_onnx(
     Args:
         model: a folder or hub name, a transformers model, a SentenceTransformer, or any torch module.
         path: the file to be, ``model.onnx`` by custom.
-        inputs: an example of each input by name, for a module that does not read text: it is called with
-            ``model(**inputs)``, the first axis of each is the batch, the second of integers with two axes the length.
+        inputs: an example of each input by name, for a module that does not read text. The module is called as
+            ``model(**inputs)``. The first axis of each input is the batch; the second axis of an integer matrix is the
+            length.
         pooled: one vector a text, named ``sentence_embedding``: by the folder's own sentence-transformers modules
             where it has some (pooling, dense layers, normalisation), else the masked mean of the last hidden states,
-            of length 1, as ``kflats.fidelity`` judges it. Without it: ``logits`` of a model with a head, else
+            of length 1, as ``kflats.fidelity`` compares it. Without it: ``logits`` of a model with a head, else
             ``last_hidden_state``. A SentenceTransformer is always pooled.
         tolerance: of the check.
         force: replace an existing ONNX file that kflats wrote.
 
     Raises:
         KflatsError: the extra "onnx" is not installed; ``path`` exists and is not to be replaced, or another run writes
-            it; a tolerance that is none; a model that cannot be recorded; outputs that differ; a full disk. Nothing is
-            left of a file that was refused.
+            it; a tolerance that is not positive; a model that cannot be recorded; outputs that differ; a full disk. A
+            refused file is removed.
     """
     _require("onnx", "onnxruntime", "onnxscript")
     goal = Path(path).expanduser().resolve()
     check_file(goal, force, _is_own_export)
     if not 0 < tolerance < math.inf:
-        raise KflatsError(f"tolerance={tolerance!r} is no bound", hint="a small positive number such as 1e-4")
+        raise KflatsError(
+            f"tolerance={tolerance!r} is not a positive number", hint="a small positive number such as 1e-4"
+        )
     graph = graph_of(model, inputs, pooled)
     notes = []
     if (dtype := compute_dtype(graph.model)) != torch.float32:
@@ -123,7 +126,7 @@ def export_onnx(
 
 
 def _derived(model: nn.Module) -> int:
-    """Bytes of what matrices derive from their stored tensors, and a graph must hold to find their rows."""
+    """Bytes of the buffers that matrices derive from their stored tensors; the graph needs them to look up rows."""
     found = 0
     for _, layer in factored_layers(model):
         if layer.owns_matrix:
@@ -141,7 +144,7 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
     shapes = tuple({axis: torch.export.Dim(name) for axis, name in axes.items()} for axes in graph.axes)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's and onnxscript's remarks on their own insides
+            warnings.simplefilter("ignore")  # torch and onnxscript warn about their own code
             program = torch.onnx.export(
                 graph,
                 tuple(example),
@@ -154,7 +157,7 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
                 verbose=False,
             )
             assert program is not None
-            # What is constant is folded where it is small: codes must not be decoded into the file.
+            # Only small constants are folded: codes must not be decoded into the file.
             optimize(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
             ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
             program.model.metadata_props[VERSION_KEY] = version()
@@ -168,11 +171,12 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
             f"this {type(graph.model).__name__} cannot be recorded: {reason[:200]}",
             cause="its forward has steps that depend on data, or operators that ONNX lacks",
             hint="torch.onnx.export(model, ..., dynamo=True, report=True) on the original model shows the details",
+            command="--dense, and another exporter on that checkpoint",
         ) from error
 
 
 def _check(graph: Graph, path: Path, tolerance: float) -> float:
-    """The largest difference; refuses more than ``tolerance``."""
+    """The largest difference between onnxruntime and PyTorch; more than ``tolerance`` is an error."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -189,7 +193,8 @@ def _check(graph: Graph, path: Path, tolerance: float) -> float:
                 raise KflatsError(
                     f"{name} of the recorded model is {tuple(found.shape)} for inputs of {shapes}, "
                     f"not {tuple(here.shape)}",
-                    cause="a size that the model's forward fixes when it is recorded",
+                    cause="the model's forward depends on the size of the recorded example",
+                    hint="kflats export --dense, and another exporter on that checkpoint",
                 )
             difference = float((found - here).abs().max()) if here.numel() else 0.0
             if not difference <= tolerance * max(1.0, float(here.abs().max())):
@@ -197,6 +202,7 @@ def _check(graph: Graph, path: Path, tolerance: float) -> float:
                     f"{name} of the recorded model differs by {difference:.2g} for inputs of {shapes}, "
                     f"more than {tolerance:g}",
                     cause="a step of the model's forward that depends on data, or a defect of the exporter",
+                    hint="kflats export --dense, and another exporter on that checkpoint",
                 )
             worst = max(worst, difference)
     return worst
@@ -208,13 +214,13 @@ def _as_tuple(value: Any) -> Sequence[Tensor]:
 
 @contextmanager
 def _written_aside(goal: Path, force: bool) -> Iterator[Path]:
-    """A path to write at, in a folder of its own; all files there get their names at the end, or never."""
+    """A path in a temporary folder; at the end all files there move beside ``goal``, or none of them."""
     try:
         with locked(goal), replaced_together(goal.parent, f".{goal.name}") as aside:
             yield aside / goal.name
             check_file(goal, force, _is_own_export)
             for file in aside.iterdir() if not goal.exists() else ():
-                check_file(goal.parent / file.name)  # numbers of another file's graph
+                check_file(goal.parent / file.name)  # the data file of another graph
     except OSError as error:
         explain(error, goal)
         raise
@@ -235,4 +241,8 @@ def _require(*packages: str) -> None:
     from importlib.util import find_spec
 
     if missing := [name for name in packages if find_spec(name) is None]:
-        raise KflatsError(f"{', '.join(missing)} not installed", hint="pip install 'kflats[onnx]'")
+        raise KflatsError(
+            f"export to ONNX needs {', '.join(missing)}",
+            cause="the extra 'onnx' is not installed",
+            hint="pip install 'kflats[onnx]'",
+        )

@@ -1,4 +1,4 @@
-"""What of a model is recorded: which inputs, which output, and the inputs it is tried with afterwards."""
+"""The part of a model that is recorded: its inputs, its output, and the inputs of the check afterwards."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from kflats.io import load_model, resolve_model
 from kflats.model.weights import is_sentence_transformer, pretrained_models
 
 TEXT_SHAPES = ((2, 7), (1, 1), (5, 1), (1, 12), (4, 23))
-"""Batches and lengths that a text model is tried with; the first is recorded."""
+"""Batches and lengths of the check of a text model; the first is recorded."""
 
 
 class Graph(nn.Module):
-    """A model as tensors in, one tensor out: what is recorded, with all that is needed to try it.
+    """A model as a function of tensors with one output tensor, with the inputs to record and to check it.
 
     Args:
-        model: what computes.
+        model: the model.
         kind: "pooled" (masked mean, length 1), "sentence" (a SentenceTransformer), "text" (logits or last hidden
             states) or "any".
-        names: of the inputs.
-        example: an input each.
-        axes: of each input, the axes that vary, by name.
+        names: the names of the inputs.
+        example: one tensor for each input.
+        axes: for each input, the names of the axes that vary.
     """
 
     def __init__(
@@ -59,12 +59,12 @@ class Graph(nn.Module):
         return _output(self.model(**given, **_quiet(self.model)), self.outputs[0])
 
     def of(self, model: nn.Module) -> Graph:
-        """The same of ``model``, a copy in float32 on the CPU."""
+        """The graph of ``model``, which is a copy in float32 on the CPU."""
         example = tuple(t.cpu().float() if t.is_floating_point() else t.cpu() for t in self.example)
         return Graph(model, self.kind, self.names, example, self.axes, self.outputs)
 
     def trials(self) -> Iterator[tuple[Tensor, ...]]:
-        """Inputs of several batches and lengths, always the same."""
+        """Inputs of several batches and lengths, the same in every run."""
         if self.kind != "any":
             for batch, length in TEXT_SHAPES:
                 yield _texts(self.model, self.names, batch, length)
@@ -78,7 +78,7 @@ class Graph(nn.Module):
 
 
 def graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Tensor] | None, pooled: bool) -> Graph:
-    """The graph to record of a model, or of a folder's.
+    """The graph to record of a model or of a model folder.
 
     Raises:
         KflatsError: a module that does not read text, without ``inputs``; a model that generates with a decoder of
@@ -88,27 +88,40 @@ def graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Ten
         model = _loaded(resolve_model(model), pooled)
     if inputs is not None:
         if pooled:
-            raise KflatsError("pooling is for models that read text", hint="leave inputs or pooled out")
+            raise KflatsError(
+                "pooled is not supported with inputs",
+                cause="only models that read text are pooled",
+                hint="leave one of them out",
+            )
         return _any_graph(model, inputs)
     if is_sentence_transformer(model):
         return _text_graph(model, "sentence", ("input_ids", "attention_mask"), "sentence_embedding")
     if not any(part is model for _, part in pretrained_models(model)):
         raise KflatsError(
-            f"what a {type(model).__name__} reads is unknown",
+            f"a {type(model).__name__} cannot be recorded without examples of its inputs",
+            cause="its inputs are unknown, because it is not a model of transformers",
             hint='inputs={"x": an example, ...}, as for model(**inputs)',
+            command="--dense, and another exporter on that checkpoint",
         )
     if pooled:
         return _text_graph(model, "pooled", ("input_ids", "attention_mask"), "sentence_embedding")
     if is_encoder_decoder(model):
         raise KflatsError(
-            f"{type(model).__name__} has a decoder, which runs once a token with a state of its own",
+            f"{type(model).__name__} cannot be recorded as one graph",
+            cause="its decoder runs once for each token, with a state",
             hint="pooled=True for its encoder, or an exporter of generation (optimum) on the dense checkpoint",
+            command="--pooled for its encoder, or an exporter of generation (optimum) on the checkpoint of --dense",
         )
     taken = inspect.signature(model.forward).parameters
     if "input_ids" not in taken:
-        raise KflatsError(f"{type(model).__name__} reads no text", hint='inputs={"pixel_values": an example, ...}')
+        raise KflatsError(
+            f"{type(model).__name__} cannot be recorded without examples of its inputs",
+            cause="its forward takes no input_ids: it reads no text",
+            hint='inputs={"pixel_values": an example, ...}',
+            command="--dense, and another exporter on that checkpoint",
+        )
     names = ["input_ids", "attention_mask"]
-    # Pairs of texts need it; where there is one type only it says nothing.
+    # Pairs of texts need token types; a table of one type has no information.
     if "token_type_ids" in taken and getattr(model.config, "type_vocab_size", 0) > 1:
         names.append("token_type_ids")
     return _text_graph(model, "text", tuple(names), "")
@@ -123,9 +136,10 @@ def _loaded(folder: Path, pooled: bool) -> nn.Module:
     except ImportError as error:
         raise KflatsError(
             f"{folder} has sentence-transformers modules, and that library is not installed",
-            hint="pip install 'kflats[st]', or without --pooled for last hidden states",
+            hint="pip install 'kflats[st]', or pooled=False for last hidden states",
+            command="pip install 'kflats[st]', or leave --pooled out for last hidden states",
         ) from error
-    # ``backend`` and the like stay at their defaults; no code of the folder is run.
+    # Other arguments keep their defaults; no code of the folder is run.
     return SentenceTransformer(str(folder), device="cpu", trust_remote_code=False, local_files_only=True)
 
 
@@ -142,7 +156,11 @@ def _text_graph(model: nn.Module, kind: str, names: tuple[str, ...], output: str
 
 def _any_graph(model: nn.Module, inputs: Mapping[str, Tensor]) -> Graph:
     if not inputs or not all(isinstance(t, Tensor) and t.ndim and len(t) > 1 for t in inputs.values()):
-        raise KflatsError("inputs must be tensors of two or more examples", hint='{"x": torch.rand(2, 9)}')
+        raise KflatsError(
+            "inputs must be tensors of two or more examples",
+            hint='inputs={"x": torch.rand(2, 9)}',
+            command="--dense, and another exporter on that checkpoint",
+        )
     axes = tuple(
         {0: "batch", 1: "length"} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}
         for t in inputs.values()
@@ -168,7 +186,7 @@ def _texts(model: nn.Module, names: tuple[str, ...], batch: int, length: int) ->
 
 
 def _quiet(model: nn.Module) -> dict[str, Any]:
-    """A cache would be a second output."""
+    """Arguments that turn off the cache, which would be a second output."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
 
 
@@ -178,5 +196,5 @@ def _output(found: Any, name: str) -> Tensor:
     value = found.get(name) if isinstance(found, Mapping) else getattr(found, name, None)
     value = getattr(found, "logits", None) if value is None and name == "output" else value
     if not isinstance(value, Tensor):
-        raise KflatsError(f"the model gives no {name}", hint="wrap it in a module that returns one tensor")
+        raise KflatsError(f"the model's output has no {name}", hint="a module around the model that returns one tensor")
     return value

@@ -1,8 +1,8 @@
-"""Models with fewer vocabulary entries: a copy that has some rows of the token table, in its heads and biases too.
+"""Models with fewer vocabulary entries: a copy with some rows of the token tables, their heads and biases.
 
 Token tables are those that ``get_input_embeddings`` and ``get_output_embeddings`` name, and all modules that share
 their parameters. Biases of heads follow; ids in configs (begin, end, padding, tokens that generation avoids) are
-numbered anew. A tensor of the vocabulary's size that is none of these is refused, not guessed at.
+numbered anew. Another tensor of the vocabulary's size is refused.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _CHECKED = 24  # ids that both models read in the end
 
 @dataclass(frozen=True)
 class Tables:
-    """What of a model is as long as its vocabulary.
+    """The tensors of a model that have a row for each entry of its vocabulary.
 
     Args:
-        rows: how many entries the tables have.
-        tables: (rows, d) parameters; biases: (rows,) or (1, rows) ones, and buffers of that kind.
-        required: ids that the model or its configs name.
+        rows: the number of entries.
+        tables: parameters (rows, d). biases: parameters and buffers (rows,) or (1, rows).
+        required: ids that the model or its configs mention.
     """
 
     rows: int
@@ -44,7 +44,7 @@ class Tables:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of them, shared ones counted once."""
+        """Bytes of all these tensors; shared ones count once."""
         return sum(t.numel() * t.element_size() for t in (*self.tables, *self.biases))
 
 
@@ -57,7 +57,11 @@ def find_tables(model: nn.Module) -> Tables:
     """
     parts = [part for _, part in pretrained_models(model)]
     if any(True for _ in factored_layers(model)):
-        raise KflatsError("the model is compressed already", hint="trim first: its coordinates have no single rows")
+        raise KflatsError(
+            "a compressed model cannot be trimmed",
+            cause="its coordinates have no single rows",
+            hint="trim the original first, then compress",
+        )
     found: dict[int, Tensor] = {}
     for part in parts:
         source, head = vocabulary_end(part, "get_input_embeddings"), vocabulary_end(part, "get_output_embeddings")
@@ -65,7 +69,7 @@ def find_tables(model: nn.Module) -> Tables:
             if isinstance(end, kind):
                 found[id(end.weight)] = end.weight
     if not any(isinstance(vocabulary_end(part, "get_input_embeddings"), nn.Embedding) for part in parts):
-        raise KflatsError(f"{type(model).__name__} names no token embeddings", hint="give a text model of transformers")
+        raise KflatsError(f"{type(model).__name__} has no token embeddings", hint="a text model of transformers")
     sizes = {table.shape[0] for table in found.values()}
     if len(sizes) > 1:
         raise KflatsError(
@@ -83,9 +87,9 @@ def find_tables(model: nn.Module) -> Tables:
     ]
     if left:
         raise KflatsError(
-            f"{left[0]!r} has a side of {rows} too, and is neither a token table nor the bias of one",
+            f"{left[0]!r} has a side of {rows} as the vocabulary, and is no token table and no bias of one",
             cause="a table of another use whose rows are tokens",
-            hint="a model without it cannot be told from here; please report the architecture",
+            hint="another model; please report this architecture",
         )
     return Tables(rows, tables, tuple(biases.values()), frozenset(_required(model, tables, rows)))
 
@@ -93,11 +97,11 @@ def find_tables(model: nn.Module) -> Tables:
 def cut(model: nn.Module, found: Tables, kept: Sequence[int]) -> nn.Module:
     """A copy of ``model`` whose vocabulary is the ``kept`` ids, numbered 0, 1, ...; the model itself stays.
 
-    All other parameters are copied; what was shared is shared again. Then both models read the same kept tokens and
-    must say the same.
+    All other parameters are copied, and shared parameters stay shared. Then both models read the same kept tokens, and
+    their outputs are compared.
 
     Raises:
-        KflatsError: they do not: the model keeps token ids in a place that is not known here.
+        KflatsError: the outputs differ, because the model keeps token ids in a place that is not known here.
     """
     index = torch.tensor(kept, dtype=torch.int64)
     new = {old: row for row, old in enumerate(kept)}
@@ -106,7 +110,7 @@ def cut(model: nn.Module, found: Tables, kept: Sequence[int]) -> nn.Module:
         memo[id(tensor)] = _like(tensor, tensor.detach().index_select(0, index.to(tensor.device)))
     for tensor in found.biases:
         memo[id(tensor)] = _like(tensor, tensor.detach().index_select(tensor.ndim - 1, index.to(tensor.device)))
-    # deepcopy takes from the memo what is to stand for a tensor: ties hold, and no old table is copied.
+    # deepcopy takes the new tensors from the memo: ties hold, and no old table is copied.
     made = copy.deepcopy(model, memo)
     tables = {id(memo[id(tensor)]) for tensor in found.tables}
     for module in made.modules():
@@ -131,7 +135,7 @@ def _biases(model: nn.Module, rows: int, tables: set[int]) -> Iterator[Tensor]:
 
 
 def _required(model: nn.Module, tables: Sequence[Tensor], rows: int) -> Iterator[int]:
-    """Ids that padding, configs and positions depend on."""
+    """Ids that padding, configs and positions need."""
     own = {id(table) for table in tables}
     for name, module in model.named_modules():
         padding = getattr(module, "padding_idx", None)
@@ -151,7 +155,7 @@ def _required(model: nn.Module, tables: Sequence[Tensor], rows: int) -> Iterator
 
 
 def _resize_(module: nn.Module, tables: set[int], rows: int, size: int, new: dict[int, int]) -> None:
-    """Let the attributes of ``module`` say what its tables are now."""
+    """Set the sizes and the padding id of ``module`` to those of its new tables."""
     weight = module._parameters.get("weight")
     held = module.__dict__
     if id(weight) in tables:
@@ -187,7 +191,7 @@ def _flat(value: Any) -> Iterator[int]:
 def _renumber_(config: Any, rows: int, size: int, new: dict[int, int]) -> None:
     def renumbered(value: Any) -> Any:
         if isinstance(value, int) and not isinstance(value, bool):
-            return new.get(value, value)  # what no table has stays: -1, say
+            return new.get(value, value)  # an id outside the table stays, such as -1
         return [renumbered(inner) for inner in value] if isinstance(value, list | tuple) else value
 
     if getattr(config, "vocab_size", None) == rows:
@@ -206,25 +210,25 @@ def _like(tensor: Tensor, rows: Tensor) -> Tensor:
 
 
 def _check_same(original: nn.Module, made: nn.Module, kept: Sequence[int]) -> None:
-    """Both models read the same kept tokens, evenly spaced ones, and give the same states and logits."""
+    """Raise if the models give different states or logits for the same kept tokens, evenly spaced ones."""
     rows = sorted({int(i) for i in torch.linspace(0, len(kept) - 1, min(_CHECKED, len(kept))).tolist()})
     name, part = next(pair for pair in pretrained_models(original) if vocabulary_end(pair[1], "get_input_embeddings"))
-    before, logits = _said(part, [kept[row] for row in rows])
-    after, new_logits = _said(made.get_submodule(name), rows)
+    before, logits = _outputs(part, [kept[row] for row in rows])
+    after, new_logits = _outputs(made.get_submodule(name), rows)
     if logits is not None and new_logits is not None:
         before = torch.cat([before, logits[..., torch.tensor(kept)]], dim=-1)
         after = torch.cat([after, new_logits], dim=-1)
     tolerance = 1e-3 if next(part.parameters()).dtype in (torch.float32, torch.float64) else 0.05
     if not float((before - after).abs().max()) <= tolerance * max(float(before.abs().max()), 1e-6):
         raise KflatsError(
-            f"{type(part).__name__} says something else after its vocabulary was cut",
+            f"{type(part).__name__} gives other outputs after its vocabulary was cut",
             cause="the model keeps token ids in a place that is not known here",
-            hint="the model as it was is untouched; please report the architecture",
+            hint="the original model, which is unchanged; please report this architecture",
         )
 
 
-def _said(model: Any, ids: list[int]) -> tuple[Tensor, Tensor | None]:
-    """Last hidden states, and what the head makes of them."""
+def _outputs(model: Any, ids: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Last hidden states, and the head's logits of them."""
     inputs = {"input_ids": torch.tensor([ids], device=next(model.parameters()).device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     with evaluating(model), torch.inference_mode():

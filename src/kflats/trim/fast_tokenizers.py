@@ -24,7 +24,7 @@ _FORMS = frozenset(
 
 
 def vocabulary_files(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Names of files that hold the vocabulary, ``tokenizer.json`` among them: beside a new one they hold the old."""
+    """Names of files that hold a vocabulary: ``tokenizer.json``, and those that are old beside a new one."""
     return _FORMS | set(tokenizer.vocab_files_names.values())
 
 
@@ -33,8 +33,8 @@ def state_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str"):
         raise KflatsError(
-            f"{type(tokenizer).__name__} is no fast tokenizer, so it has no tokenizer.json to trim",
-            cause="a tokenizer in Python, or a SentencePiece model that could not be converted",
+            f"{type(tokenizer).__name__} cannot be trimmed: it is no fast tokenizer",
+            cause="it has no tokenizer.json: it is in Python, or a SentencePiece model that could not be converted",
             hint="transformers.AutoTokenizer with the package 'tokenizers' (and 'sentencepiece' to convert)",
         )
     state: dict[str, Any] = json.loads(backend.to_str())
@@ -42,10 +42,10 @@ def state_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def loaded(tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]) -> Any:
-    """A tokenizer of the same class from the trimmed ``state``, loaded as users will load it, and tried.
+    """A tokenizer of the same class from the trimmed ``state``, loaded as users will load it, and tested on ``tried``.
 
     Raises:
-        KflatsError: the class makes something else of it.
+        KflatsError: the class loads another vocabulary, or segments ``tried`` otherwise.
     """
     from tokenizers import Tokenizer
 
@@ -74,16 +74,17 @@ def loaded(tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], new: dict[
             same = made(list(tried), verbose=False)["input_ids"] == ids
     if not same:
         raise KflatsError(
-            f"{type(tokenizer).__name__} does not load the smaller vocabulary as it is",
+            f"{type(tokenizer).__name__} does not load the smaller vocabulary unchanged",
             cause="the class numbers or normalises its entries in its own way",
-            hint="transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) with the names "
-            "of its special tokens, trimmed in its place",
+            hint="trim PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) in its place, with the "
+            "names of the special tokens",
+            command="a folder whose tokenizer_config.json names PreTrainedTokenizerFast",
         )
     return made
 
 
 def use_(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let a SentenceTransformer read with ``tokenizer``; other models have none of their own."""
+    """Make ``tokenizer`` that of a SentenceTransformer; other models hold no tokenizer."""
     if not is_sentence_transformer(model):
         return
     first: Any = next(model.children())
@@ -98,7 +99,7 @@ def use_(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
 
 @contextmanager
 def as_it_was(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
-    """Afterwards truncation and padding of the backend are those of before: every call sets its own."""
+    """Restore the truncation and padding of the backend at the end: every call of the tokenizer changes them."""
     backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding
     try:

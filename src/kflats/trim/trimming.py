@@ -1,7 +1,7 @@
 """Vocabulary trimming: keep the N commonest tokens, in the tokenizer and in the model.
 
-Removed words are segmented into kept pieces, so no table entry stands for what is gone. What the kept entries cover
-is segmented as before, and there the model says what it said.
+Removed words are segmented into kept pieces. A text whose tokens are all kept is segmented as before, and the outputs
+of the model for it stay the same.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Trimmed:
     """A model and a tokenizer with fewer entries.
 
     Args:
-        model, tokenizer: the new ones; those they were made from are as they were.
+        model, tokenizer: the new ones; the original ones are unchanged.
         kept: (entries,) int64, the old id of every new one, ascending but for added tokens at the end.
-        report: sizes, and what became of the texts.
+        report: sizes, and how many tokens of the texts changed.
     """
 
     model: Any
@@ -78,7 +78,7 @@ def trim(
         model: a transformers model, or a SentenceTransformer.
         tokenizer: its fast tokenizer (WordPiece, Unigram, BPE, byte-level or with byte fallback, or word-level, whose
             removed words become unknown). None: the SentenceTransformer's own.
-        keep: entries of the new vocabulary, all told.
+        keep: entries of the new vocabulary, special ones included.
         texts: the texts whose tokens are counted.
         eval_texts: the texts that the report is measured on; None: ``texts``, on which fewer tokens change.
         alphabet: "all" single characters stay, or those that are "seen" in the texts: other scripts then become the
@@ -101,14 +101,18 @@ def trim(
     (['ab', 'b', '##a', 'ab', '##a'], 10)
     """
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise KflatsError(f"{keep!r} is no number of entries to keep", hint="a whole number, at least 1")
+        raise KflatsError(f"{keep!r} is not a number of entries to keep", hint="a whole number, at least 1")
     if alphabet not in ("all", "seen"):
         raise KflatsError(f"no alphabet is called {alphabet!r}", hint="all or seen")
     if alphabet == "seen" and texts is None:
-        raise KflatsError("without texts no character is seen", hint="give texts, or keep all characters")
+        raise KflatsError("alphabet 'seen' is not supported without texts", hint="give texts, or alphabet 'all'")
     tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
     if tokenizer is None:
-        raise KflatsError("a tokenizer is needed", hint="tokenizer=, that of the model's folder")
+        raise KflatsError(
+            "the model cannot be trimmed without its tokenizer",
+            hint="tokenizer=..., that of the model's folder",
+            command="a folder with a tokenizer.json",
+        )
     state = state_of(tokenizer)
     counted, shown = _held(texts), _held(eval_texts)
     found = find_tables(model)
@@ -121,7 +125,7 @@ def trim(
             hint="the tokenizer of the model's own folder",
         )
     if keep > entries:
-        raise KflatsError(f"{keep:,} entries are more than the vocabulary's {entries:,}", hint="fewer")
+        raise KflatsError(f"{keep:,} entries are more than the {entries:,} of the vocabulary", hint="fewer entries")
     counts = torch.zeros(found.rows, dtype=torch.int64)
     if counted is not None:
         with as_it_was(tokenizer):
@@ -138,9 +142,9 @@ def trim(
     after = find_tables(small)
     smaller = loaded(tokenizer, made, new, [*(counted or ())[:_TRIED], *_removed(vocabulary, new)])
     use_(small, smaller)
-    told = shown if shown is not None else counted
+    evaluated = counted if shown is None else shown
     with as_it_was(tokenizer), as_it_was(smaller):
-        segmentation = None if told is None else resegmented(tokenizer, smaller, told, new)
+        segmentation = None if evaluated is None else resegmented(tokenizer, smaller, evaluated, new)
     report = TrimReport(
         entries=(found.rows, len(kept)),
         required=len(required),
@@ -212,9 +216,9 @@ def _held(texts: Iterable[str] | None) -> Sequence[str] | None:
 
 
 def _spelling(vocabulary: Vocabulary, counts: Tensor | None) -> frozenset[int]:
-    """What removed words are spelled with: single characters, and entries that those do not spell.
+    """Ids that spell the removed words: single characters, and entries that single characters do not spell.
 
-    With ``counts`` only characters that some token of the texts has; a byte-level alphabet is kept whole.
+    With ``counts`` only the characters of counted tokens; a byte-level alphabet stays complete.
     """
     fixed = set(vocabulary.fixed)
     if counts is None:
@@ -246,8 +250,8 @@ def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: PreTrainedTokenize
     except KflatsError:  # characters only: no words to rank
         prior = [0.0] * len(counts)
     rows = [row for row in range(size) if vocabulary.tokens[row] is not None]
-    told = counts.tolist()
-    return sorted(rows, key=lambda row: (-told[row], -prior[row], row))
+    by_row = counts.tolist()
+    return sorted(rows, key=lambda row: (-by_row[row], -prior[row], row))
 
 
 def _removed(vocabulary: Vocabulary, new: dict[int, int]) -> list[str]:

@@ -1,14 +1,14 @@
-"""Tokenizers with fewer entries: a parsed ``tokenizer.json`` in, another out; models are not known here.
+"""Tokenizers with fewer entries: functions from a parsed ``tokenizer.json`` to a smaller one.
 
-A word whose pieces are all kept is segmented as before; a word that lost a piece is segmented into kept ones. What
-the first half needs differs by kind:
+A word whose pieces are all kept is segmented as before. A word that lost a piece is segmented into kept pieces. The
+first rule has a condition for each kind of tokenizer:
 
     WordPiece  nothing: the longest kept prefix is the longest prefix if it is kept
     Unigram    nothing: the best of all segmentations is the best of those that are left
     BPE        every entry that the merging of a kept one passes through, and the merges between kept ones, in their
                order: then each step finds the merge that it found before (Sennrich et al., ACL 2016, algorithm 1)
 
-The second half needs every single character (or byte) that can occur, so those always stay.
+The second rule needs every single character (or byte) that can occur, so these always stay.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The entries of a tokenizer, and what keeping one of them takes.
+    """The entries of a tokenizer, and the entries that each of them needs.
 
     Args:
         kind: BPE, Unigram, WordLevel or WordPiece.
@@ -48,14 +48,14 @@ class Vocabulary:
     _merges: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict, repr=False)
 
     def needs(self, row: int) -> frozenset[int]:
-        """The ids without which entry ``row`` would never be found in a text; itself among them."""
+        """The ids that the tokenizer needs to produce entry ``row``, with ``row`` itself."""
         token = self.tokens[row]
         if self.kind != "BPE" or row not in self.own or row in self.fixed or token is None:
             return frozenset((row,))
         return frozenset(self._ids[part] for part in self._passes(token)) | {row}
 
     def unspelled(self) -> frozenset[int]:
-        """Entries with a character that has no entry of its own: removed, they would become the unknown token."""
+        """Entries with a character that has no entry of its own; without them their texts become the unknown token."""
         if self.kind in ("BPE", "WordLevel") or self.bytes_spell:
             return frozenset()
         return frozenset(
@@ -78,7 +78,7 @@ class Vocabulary:
         return symbols[:-1] + [symbols[-1] + self.suffix] if ends and symbols else symbols
 
     def _passes(self, token: str) -> set[str]:
-        """All entries that merging the characters of ``token`` passes through; empty where that does not end in it."""
+        """All entries that merging the characters of ``token`` passes through; none if the result is another token."""
         parts = self._symbols(token)
         passed = set(parts)
         while len(parts) > 1:
@@ -99,7 +99,7 @@ def read(state: dict[str, Any]) -> Vocabulary:
     """The vocabulary of a parsed ``tokenizer.json``.
 
     Raises:
-        KflatsError: a kind of tokenizer that is not known.
+        KflatsError: an unknown kind of tokenizer.
 
     >>> model = {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "##b": 2, "ab": 3}, "unk_token": "[UNK]"}
     >>> found = read({"model": model | {"continuing_subword_prefix": "##"}})
@@ -156,9 +156,10 @@ def choose(vocabulary: Vocabulary, required: Iterable[int], order: Iterable[int]
         kept |= vocabulary.needs(row)
     if len(kept) > keep:
         raise KflatsError(
-            f"{keep:,} entries are fewer than the {len(kept):,} that must stay: special and added tokens, and the "
-            "single characters (or bytes) that everything else is spelled with",
-            hint=f"keep at least {len(kept):,}, or only the characters that texts show: alphabet 'seen' (kflats trim)",
+            f"{keep:,} entries are fewer than the {len(kept):,} that must stay",
+            cause="special and added tokens, and the single characters (or bytes) that spell the other words, stay",
+            hint=f"keep at least {len(kept):,} entries, or only the characters of the texts: alphabet 'seen'",
+            command=f"--keep {len(kept)}, or --alphabet seen: only the characters of --texts",
         )
     for row in order:
         if len(kept) == keep:
@@ -200,7 +201,7 @@ def reduced(state: dict[str, Any], kept: Iterable[int]) -> tuple[dict[str, Any],
 
 
 def mentioned(state: dict[str, Any]) -> frozenset[int]:
-    """Ids that the parts of ``tokenizer.json`` around the vocabulary name: those that are put around texts."""
+    """Ids in the post-processor and the padding of ``tokenizer.json``: the tokens around a text."""
     found: set[int] = set()
 
     def visit(part: Any) -> None:
@@ -228,7 +229,9 @@ def kind_of(model: dict[str, Any]) -> str:
     """
     kind = model.get("type")
     if kind not in KINDS:
-        raise KflatsError(f"a tokenizer of kind {kind!r} cannot be trimmed", hint=f"one of {', '.join(KINDS)}")
+        raise KflatsError(
+            f"a tokenizer of kind {kind!r} cannot be trimmed", hint=f"a tokenizer of kind {', '.join(KINDS)}"
+        )
     return str(kind)
 
 
