@@ -11,12 +11,14 @@ import os
 import shutil
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
 from kflats.common.release import version
+from kflats.common.schema import decode
 from kflats.io.atomic_files import replaced
 
 VERSION_KEY = "kflats_version"
@@ -24,6 +26,15 @@ CHECKSUMS = "kflats_checksums"
 DIGITS = 8
 """Characters of the metadata that the checksum of one tensor takes."""
 _LONGEST = 100_000_000  # bytes of a header, as the format allows
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in the header of a safetensors file: its type ("F32"), its shape, and where its bytes begin and end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
 
 
 def stamp_(path: str | os.PathLike[str]) -> None:
@@ -49,22 +60,30 @@ def stamp_(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     with replaced(path) as aside:
         with path.open("rb") as source, aside.open("wb") as target:
-            header = _read_header(source, path)
+            metadata, entries = _read_header(source, path)
             begin = source.tell()
-            metadata = header.pop("__metadata__", {})
-            entries = {"format": "pt", CHECKSUMS: "".join(_checksums(source, header)), VERSION_KEY: version()}
-            # Sorted: safetensors writes several entries in any order, and equal models should be equal files.
-            header = {"__metadata__": dict(sorted((metadata | entries).items())), **header}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8
-            target.write(len(text).to_bytes(8, "little") + text)
+            target.write(_header(metadata, entries, "".join(_checksums(source, entries))))
             source.seek(begin)
             shutil.copyfileobj(source, target, 2**20)
         shutil.copymode(path, aside)
 
 
+def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int]]], data_bytes: int) -> int:
+    """The most bytes that come before the tensors in a safetensors file with checksums.
+
+    Args:
+        tensors: type ("F32") and shape of each tensor, by name.
+        data_bytes: of all tensors together. The number of its digits bounds the digits of each offset.
+
+    >>> header_bytes({"a": ("F32", (3,))}, 12)
+    152
+    """
+    entries = {name: TensorEntry(dtype, tuple(shape), (data_bytes,) * 2) for name, (dtype, shape) in tensors.items()}
+    return len(_header({}, entries, "0" * DIGITS * len(entries)))
+
+
 def check_tensors(path: str | os.PathLike[str]) -> int:
-    """Refuse a safetensors file one of whose tensors is not the one that ``stamp_`` took a checksum of.
+    """Refuse a safetensors file in which a tensor differs from the one that ``stamp_`` took a checksum of.
 
     Returns:
         How many tensors have no checksum: none, or all of a file that another program wrote.
@@ -74,26 +93,26 @@ def check_tensors(path: str | os.PathLike[str]) -> int:
     """
     path = Path(path)
     with path.open("rb") as file:
-        header = _read_header(file, path)
-        stored = header.pop("__metadata__", {}).get(CHECKSUMS)
+        metadata, entries = _read_header(file, path)
+        stored = metadata.get(CHECKSUMS)
         if stored is None:
-            return len(header)
-        there = _checksums(file, header)
+            return len(entries)
+        actual = _checksums(file, entries)
     expected = [stored[i : i + DIGITS] for i in range(0, len(stored), DIGITS)]
-    if there != expected:
+    if actual != expected:
         known = set(expected)
-        strange = [name for name, checksum in zip(sorted(header), there, strict=True) if checksum not in known]
-        what = f"its tensor {strange[0]!r} was changed or renamed" if strange else "it lacks tensors"
+        strange = [name for name, checksum in zip(sorted(entries), actual, strict=True) if checksum not in known]
+        problem = f"its tensor {strange[0]!r} was changed or renamed" if strange else "it lacks tensors"
         raise KflatsError(
-            f"{path} is damaged: {what}",
+            f"{path} is damaged: {problem}",
             cause="a failing disk, a broken download, or a program that changed tensors and kept the old checksums",
-            hint="fetch or compress the file again",
+            hint="fetch the file again, or compress the model again",
         )
     return 0
 
 
 def warn_of_unchecked(tensors: Mapping[str, int]) -> None:
-    """One warning for all files, by path, some of whose tensors have no checksum."""
+    """One warning for all files, by path, that have tensors without a checksum."""
     unchecked = {path: count for path, count in tensors.items() if count}
     if unchecked:
         first = min(unchecked)
@@ -110,30 +129,42 @@ def check_files(paths: Sequence[str | os.PathLike[str]]) -> dict[str, int]:
     return {str(path): check_tensors(path) for path in paths if str(path).endswith(".safetensors")}
 
 
-def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
+def _header(metadata: Mapping[str, str], entries: Mapping[str, TensorEntry], checksums: str) -> bytes:
+    """Length and header of a file, padded: tensors begin at multiples of 8."""
+    whole = {"format": "pt"} | dict(metadata) | {CHECKSUMS: checksums, VERSION_KEY: version()}
+    # Sorted: safetensors writes several entries in any order, and equal models should be equal files.
+    header = {"__metadata__": dict(sorted(whole.items())), **{name: vars(entry) for name, entry in entries.items()}}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    """Metadata and tensors of a file, which then stands where the header ends."""
     length = int.from_bytes(file.read(8), "little")
     try:
         header = json.loads(file.read(length) if length <= _LONGEST else b"")
         size = os.fstat(file.fileno()).st_size - file.tell()
-        spans = [entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"]
-        if isinstance(header.get("__metadata__", {}), dict) and all(0 <= a <= b <= size for a, b in spans):
-            return dict(header)
-    except (ValueError, AttributeError, TypeError, KeyError):
+        metadata = dict(header.pop("__metadata__", {}))
+        entries: dict[str, TensorEntry] = decode(dict[str, TensorEntry], header, "header")
+        if all(a <= b <= size for a, b in (entry.data_offsets for entry in entries.values())):
+            return metadata, entries
+    except (ValueError, AttributeError, TypeError):
         pass
     raise KflatsError(
-        f"{path} cannot be read", cause="a damaged or incomplete file", hint="fetch or compress the file again"
+        f"{path} cannot be read",
+        cause="a damaged or incomplete file",
+        hint="fetch the file again, or compress the model again",
     )
 
 
-def _checksums(file: BinaryIO, tensors: Mapping[str, Any]) -> list[str]:
-    """Of every tensor, in the order of names; ``file`` stands where the header ends."""
-    begin = file.tell()
+def _checksums(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> list[str]:
+    """The checksum of every tensor, in the order of names; ``file`` stands where the header ends."""
+    begin, checksums = file.tell(), []
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-        found = []
-        for name in sorted(tensors):
-            entry = tensors[name]
-            first, end = (begin + offset for offset in entry["data_offsets"])
-            kind = f"{name} {entry.get('dtype')} {entry.get('shape')} "
+        for name in sorted(entries):
+            entry = entries[name]
+            first, end = (begin + offset for offset in entry.data_offsets)
             with data[first:end] as part:
-                found.append(f"{crc32([kind, part]):08x}")
-        return found
+                checksums.append(f"{crc32([f'{name} {entry.dtype} {list(entry.shape)} ', part]):08x}")
+        return checksums

@@ -13,9 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256_of_file
 from kflats.common.schema import decode
 from kflats.io.atomic_files import replaced
@@ -30,6 +28,13 @@ class Entry:
 
     bytes: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class _Manifest:
+    format: str
+    version: int
+    files: dict[str, Entry]
 
 
 def write_manifest(folder: Path) -> None:
@@ -104,21 +109,18 @@ def _same(path: Path, entry: Entry, size_only: bool = False) -> bool:
 
 
 def _read(folder: Path) -> dict[str, Entry] | None:
-    """The entries of the manifest; None where there is none that can be read."""
+    """The entries of the manifest; None where no manifest can be read."""
     path = folder / MANIFEST
     if path.is_symlink() or not path.is_file():
         return None
     try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
-            return None
-        return {name: decode(Entry, entry, name) for name, entry in found["files"].items()}
-    except (OSError, ValueError, KeyError, AttributeError, RecursionError, KflatsError):
+        manifest: _Manifest = decode(_Manifest, json.loads(path.read_text(encoding="utf-8")), "manifest")
+    except (OSError, ValueError, RecursionError):
         return None
+    return manifest.files if (manifest.format, manifest.version) == (_FORMAT, _VERSION) else None
 
 
 def _write(folder: Path, entries: dict[str, Entry]) -> None:
-    listed = {name: asdict(entry) for name, entry in sorted(entries.items())}
-    text = json.dumps({"format": _FORMAT, "version": _VERSION, "files": listed}, indent=1)
+    text = json.dumps(asdict(_Manifest(_FORMAT, _VERSION, dict(sorted(entries.items())))), indent=1)
     with replaced(folder / MANIFEST) as aside:
         aside.write_text(text + "\n", encoding="utf-8")

@@ -21,24 +21,12 @@ _ALIGNED = 1.125
 
 
 def from_transform(code: TransformCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:
-    """The matrix of a ``TransformCode``; its steps, shrink and basis scales as ``dtype``.
+    """The matrix of a ``TransformCode``; its steps, shrink and basis scales are stored as ``dtype``.
 
     Raises:
         KflatsError: steps that ``dtype`` cannot hold.
     """
-    shift = _balance(code.steps, code.basis_scale)
-    steps, scales = scales_of(code.steps * shift, dtype), scales_of(code.basis_scale / shift, dtype)
-    return from_integers(
-        code.levels,
-        code.labels,
-        steps.values,
-        centers=code.centers,
-        contexts=code.contexts,
-        shrink=code.shrink.to(dtype),
-        basis=code.basis,
-        basis_scale=scales.values,
-        unit=steps.unit + scales.unit,
-    )
+    return _from_codes([code], code.labels, [code.contexts], code.shrink, dtype)
 
 
 def from_flats(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:
@@ -50,28 +38,35 @@ def from_flats(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedM
     codes, shared = code.codes, common_contexts(code.codes)
     if len(codes) == 1:
         return from_transform(codes[0], dtype=dtype)
-    rank, labels, first = max(one.rank for one in codes), torch.empty(len(code.flats), dtype=torch.int64), 0
+    labels, first = torch.empty(len(code.flats), dtype=torch.int64), 0
     for flat, one in enumerate(codes):
         labels[code.members(flat)] = one.labels.to(torch.int64) + first
         first += len(one.levels)
-    steps, scales = (torch.cat([getattr(one, name) for one in codes]) for name in ("steps", "basis_scale"))
+    contexts = [of[one.contexts.to(torch.int64)] for of, one in zip(shared.of, codes, strict=True)]
+    return _from_codes(codes, labels, contexts, shared.shrink, dtype)
+
+
+def _from_codes(
+    codes: Sequence[TransformCode], labels: Tensor, contexts: Sequence[Tensor], shrink: Tensor, dtype: torch.dtype
+) -> CodedMatrix:
+    rank = max(code.rank for code in codes)
+    steps, scales = torch.cat([code.steps for code in codes]), torch.cat([code.basis_scale for code in codes])
     shift = _balance(steps, scales)
     held, held_scales = scales_of(steps * shift, dtype), scales_of(scales / shift, dtype)
 
     def wide(values: Tensor) -> Tensor:
         return F.pad(values, (0, rank - values.shape[1]))
 
-    contexts = [of[one.contexts.to(torch.int64)] for of, one in zip(shared.of, codes, strict=True)]
     return from_integers(
-        [wide(levels) for one in codes for levels in one.levels],
+        [wide(levels) for code in codes for levels in code.levels],
         labels,
         held.values,
-        centers=torch.cat([wide(one.centers) for one in codes]),
+        centers=torch.cat([wide(code.centers) for code in codes]),
         contexts=torch.cat([wide(of) for of in contexts]).to(torch.uint8),
-        shrink=shared.shrink.to(dtype),
-        basis=torch.cat([one.basis for one in codes]),
+        shrink=shrink.to(dtype),
+        basis=torch.cat([code.basis for code in codes]),
         basis_scale=held_scales.values,
-        flats=tuple((len(one.levels), one.rank) for one in codes),
+        flats=tuple((len(code.levels), code.rank) for code in codes) if len(codes) > 1 else (),
         unit=held.unit + held_scales.unit,
     )
 

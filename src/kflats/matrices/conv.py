@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -13,7 +12,6 @@ from kflats.matrices.base import Matrix
 from kflats.matrices.dense import DenseMatrix
 from kflats.matrices.interpolative import InterpolativeMatrix
 from kflats.matrices.layers import HoldsMatrix, check_bias
-from kflats.matrices.lookup import inverse_of
 from kflats.matrices.low_rank import LowRankMatrix
 
 CONVOLVED = (LowRankMatrix.kind, InterpolativeMatrix.kind, DenseMatrix.kind)  # kinds of matrices that can be a kernel
@@ -86,27 +84,12 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         if isinstance(matrix, DenseMatrix):
             kernel = matrix.weight.T if self.matrix_rows == "in_features" else matrix.weight
             return self._convolved(x, kernel.to(x.dtype), bias)
-        weight, basis = matrix.weight.to(x.dtype), cast(Tensor, matrix.basis).to(x.dtype)
-        if weight.shape[1] == 0:  # torch has no convolution of no outputs: one that is zero stands for it
-            weight, basis = F.pad(weight, (0, 1)), F.pad(basis, (0, 0, 0, 1))
-        elif isinstance(matrix, InterpolativeMatrix):
-            place = inverse_of(matrix.order)
-            if self.matrix_rows == "in_features":
-                # The pivot outputs are the thin convolution's own; the others are mixtures of them.
-                pivots = self._thin(x, weight.T)
-                made = [_mix(pivots, basis.T)] if basis.shape[1] else []
-                out = torch.cat([pivots, *made], -3).index_select(-3, place)
-                return out if bias is None else out + bias[:, None, None].to(out.dtype)
-            identity = torch.eye(basis.shape[0], dtype=basis.dtype, device=basis.device)
-            kernel = torch.cat([identity, basis], 1).index_select(1, place)
-            return _mix(self._thin(x, kernel), weight, bias)
-        if self.matrix_rows == "in_features":
-            return _mix(self._thin(x, weight.T), basis.T, bias)
-        return _mix(self._thin(x, basis), weight, bias)
-
-    def _thin(self, x: Tensor, kernel: Tensor) -> Tensor:
-        """The convolution with ``kernel``, (r, in * kh * kw)."""
-        return self._convolved(x, kernel, None)
+        left, right = (factor.to(x.dtype) for factor in cast(LowRankMatrix | InterpolativeMatrix, matrix).factors())
+        if left.shape[1] == 0:  # torch has no convolution of no outputs: one that is zero stands for it
+            left, right = F.pad(left, (0, 1)), F.pad(right, (0, 0, 0, 1))
+        thin, mixing = (left.T, right.T) if self.matrix_rows == "in_features" else (right, left)
+        # At every pixel the (out, r) mixing matrix times the r channels of the thin convolution.
+        return F.conv2d(self._convolved(x, thin, None), mixing[:, :, None, None], bias)
 
     def _convolved(self, x: Tensor, kernel: Tensor, bias: Tensor | None) -> Tensor:
         padding = self.padding
@@ -118,8 +101,3 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     def extra_repr(self) -> str:
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
         return f"{size}, {self.matrix.kind}, values={self.matrix.num_values}, matrix_rows={self.matrix_rows}"
-
-
-def _mix(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """At every pixel the (out, r) ``weight`` times the r channels."""
-    return F.conv2d(x, weight[:, :, None, None], bias)

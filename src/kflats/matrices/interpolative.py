@@ -102,6 +102,10 @@ class InterpolativeMatrix(Matrix):
     def dense(self) -> Tensor:
         return self._columns(self.weight)
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(n, r) and (r, d), whose product is M."""
+        return self.weight, self._columns(torch.eye(self.weight.shape[1]).to(self.weight))
+
     def spec(self) -> dict[str, Any]:
         return {"kind": self.kind, "shape": list(self.shape), "rank": self.weight.shape[1]}
 

@@ -65,6 +65,10 @@ class LowRankMatrix(Matrix):
     def dense(self) -> Tensor:
         return self.weight @ self.basis
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(n, r) and (r, d), whose product is M."""
+        return self.weight, self.basis
+
     def spec(self) -> dict[str, Any]:
         return {"kind": self.kind, "shape": list(self.shape), "rank": self.basis.shape[0]}
 
