@@ -46,7 +46,7 @@ def main() -> None:
     lines = {name: [name] for name in METHODS}
     for setting, (weighting, compression) in settings.items():
         problem = Problem(rows, int((1 - compression) * n * d) * 4, 4, weighting=weighting)
-        weights = weighting.rows
+        weights = weighting.row_weights
         svd = float((weights * row_errors(rows, SVD().fit(problem).matrix)).sum())
         for name, method in METHODS.items():
             made = method.fit(problem)

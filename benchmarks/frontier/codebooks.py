@@ -58,7 +58,7 @@ class Codebooks(Baseline):
     def _code(self, table: Tensor, weighting: Weighting, seed: int) -> tuple[Tensor, int]:
         unit = unit_of(table)
         n, d = table.shape
-        return self._decoded((table / unit).numpy(), weighting.rows, seed) * unit, self.size((n, d))
+        return self._decoded((table / unit).numpy(), weighting.row_weights, seed) * unit, self.size((n, d))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from kflats.common.arguments import check_value
 from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.methods.problem import Factored, Problem
@@ -140,10 +141,4 @@ def check_codec(value: object) -> None:
     Raises:
         KflatsError: a class in place of a value, or another value.
     """
-    if isinstance(value, type) or not isinstance(value, Codec):
-        name = value.__name__ if isinstance(value, type) else type(value).__name__
-        raise KflatsError(
-            f"{value!r} is not a codec",
-            cause=f"{name} is a class" if isinstance(value, type) else f"{name} has no encode and candidates",
-            hint=f"{name}()" if isinstance(value, type) else "Float(), Integer(bits=8), Transform()",
-        )
+    check_value(value, Codec, "a codec", "encode and candidates", "Float(), Integer(bits=8), Transform()")

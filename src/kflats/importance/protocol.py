@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import ClassVar, Protocol, runtime_checkable
 
-from kflats.common.errors import KflatsError
+from kflats.common.arguments import check_value
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting, WeightingForm
 
@@ -57,10 +57,4 @@ def check_importance(value: object) -> None:
     Raises:
         KflatsError: a class in place of a value, or another value.
     """
-    if isinstance(value, type) or not isinstance(value, Importance):
-        name = value.__name__ if isinstance(value, type) else type(value).__name__
-        raise KflatsError(
-            f"{value!r} is not an importance",
-            cause=f"{name} is a class" if isinstance(value, type) else f"{name} has no weigh and form",
-            hint=f"{name}()" if isinstance(value, type) else "Uniform(), TokenCounts(), KroneckerFisher()",
-        )
+    check_value(value, Importance, "an importance", "weigh and form", "Uniform(), TokenCounts(), KroneckerFisher()")

@@ -1,4 +1,4 @@
-"""What an importance says about one weight: how much each error of its matrix counts."""
+"""The weighting of the errors of one weight's matrix: what an importance makes, and a method minimises."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 
 Side = Literal["identity", "diagonal", "full"]
-"""What one side of a weighting is: nothing to weigh by, a number for each row (or column), or a whole matrix."""
+"""One side of a weighting: the identity, a weight for each row (or column), or a full matrix that couples them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class WeightingForm:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What a method must be able to take: of "rows" (row weights), "left" (a metric that couples rows), "right"."""
+        """The kinds that a method must take: "rows" (row weights), "left" (a metric that couples rows), "right" (a
+        metric of columns)."""
         left = {"identity": set(), "diagonal": {"rows"}, "full": {"left"}}[self.left]
         return frozenset(left | ({"right"} if self.right != "identity" else set()))
 
@@ -41,14 +42,14 @@ class WeightingForm:
 
 @dataclass(frozen=True)
 class Weighting:
-    """How much the error matrix E = M - M^ (n, d) of one weight counts.
+    """How much the errors E = M - M^ (n, d) of one weight count.
 
         || L E R ||_F^2  =  trace(R' E' L' L E R)
 
     Args:
-        left: L' L, (n, n), or (n,) where it is diagonal (row weights). None: identity.
+        left: L' L, (n, n), or (n,) where it is diagonal: the row weights. None: identity.
         right: R R', (d, d), or (d,) where it is diagonal. None: identity.
-        mean: (n,) mean input; the error of its output, mean' E, is folded into the layer's bias.
+        mean: (n,) the mean input; the layer's bias takes the error of its output, mean' E.
         loss_units: whether values are in units of a loss, so that errors of different weights may be added.
 
     >>> Weighting(left=torch.ones(3)).kinds
@@ -67,29 +68,37 @@ class Weighting:
 
     @property
     def kinds(self) -> frozenset[str]:
-        """What a method must be able to take: of "rows", "left", "right"."""
+        """The kinds that a method must take: as ``WeightingForm.kinds``."""
         return self.form.kinds
 
     @property
-    def rows(self) -> Tensor | None:
+    def row_weights(self) -> Tensor | None:
         """(n,) row weights, None where every row counts the same.
 
         Raises:
             KflatsError: the left side couples rows.
         """
         if self.left is not None and self.left.ndim == 2:
-            raise KflatsError("a full left metric couples rows and has no row weights")
+            raise KflatsError(
+                "a full left metric has no row weights",
+                cause="it couples rows",
+                hint="uncoupled(), which takes its diagonal",
+            )
         return self.left
 
-    def transposed(self) -> Weighting:
-        """The same for M.T: what ``matrix_rows="out_features"`` asks for.
+    def uncoupled(self) -> Weighting:
+        """The weighting with row weights alone on the left side: of a full metric its diagonal."""
+        return replace(self, left=self.left.diagonal()) if self.left is not None and self.left.ndim == 2 else self
 
-        ``mean`` stays as it is: it belongs to the layer's inputs, whichever side they are on.
+    def transposed(self) -> Weighting:
+        """The weighting of M.T, for ``matrix_rows="out_features"``.
+
+        ``mean`` stays: it belongs to the layer's inputs on either side.
         """
         return replace(self, left=self.right, right=self.left)
 
     def to(self, device: torch.device | str) -> Weighting:
-        """On another device."""
+        """The same tensors on another device."""
         left, right, mean = (
             None if value is None else value.to(device) for value in (self.left, self.right, self.mean)
         )

@@ -1,4 +1,4 @@
-"""A choice between all ways to store a weight, made when a budget is shared."""
+"""A choice between methods and codecs, made when a budget is divided among weights."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kflats.methods.svd import SVD
 
 @dataclass(frozen=True)
 class Auto(Method):
-    """Of several ways to store a weight the one that loses least for its bytes, compared with all other weights.
+    """The way to store each weight that loses least for its bytes, chosen for all weights together.
 
-    Transform codes at any size, 8 and 4 bits a number, all numbers in float16, low rank in float16, or the weight as it
-    is. Codes of a table with 300 times as many rows as columns are on one flat or on as many, up to 8, as lose less.
-    What each loses is measured under the importance by encoding, for a pair read from the spectrum; then bytes go where
-    they save most. A plan names what was chosen.
+    The candidates are transform codes of many sizes, integers of 8 and 4 bits, all numbers in float16, low-rank pairs
+    in float16, and the weight unchanged. In a table with 300 times as many rows as columns a transform code has up to 8
+    flats. The error of a candidate is measured by encoding, that of a pair by the spectrum, both under the importance;
+    then bytes go where they save most. A plan names the chosen methods and codecs.
 
     Choose it for a budget in bytes over a whole model.
     """
@@ -29,8 +29,8 @@ class Auto(Method):
     def _fit(self, problem: Problem) -> Fit:
         raise KflatsError(
             "Auto() cannot fit rows",
-            cause="it is a choice between methods, and a plan names what was chosen",
-            hint="kflats.plan, or another method",
+            cause="it is a choice between methods, which a plan makes",
+            hint="kflats.plan(...), or another method",
         )
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:

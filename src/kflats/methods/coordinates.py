@@ -1,4 +1,4 @@
-"""From a fit to what is stored: the coordinates of every row, band by band."""
+"""The matrix that stores a fit of flats: coordinates of the rows in groups of one flat and rank."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kflats.numerics.rows import GRAM_BLOCK, Rows
 from kflats.numerics.whitening import least_squares
 
 _Kind = tuple[int | None, int]
-"""What a label means: (flat or None, rank)."""
+"""The meaning of a label: (flat or None for rows kept exactly, rank)."""
 
 
 def from_flats(rows: Rows, fit: FlatsFit, metric: Metric | None = None) -> Matrix:
-    """A band for each flat, at its rank, and one for the rows kept exactly; ``metric``: where the flats were found."""
+    """A group of rows for each flat, and one for the rows kept exactly; ``metric``: in which the flats were fitted."""
     kinds: list[_Kind] = [(c, len(basis)) for c, basis in enumerate(fit.bases)]
     return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])], metric)
 
 
 def from_nested(rows: Rows, fit: NestedFit, metric: Metric | None = None) -> Matrix:
-    """A band for each level of each flat, and one for the rows kept exactly."""
+    """A group of rows for each rank of each flat, and one for the rows kept exactly."""
     kinds: list[_Kind] = [(c, rank) for c, ranks in enumerate(fit.levels) for rank in ranks]
     bases = [flat.basis[: flat.ranks[-1]].to(rows.dtype) for flat in fit.flats]
     return _stored(rows, fit.labels, bases, [*kinds, (None, rows.shape[1])], metric)
@@ -34,25 +34,26 @@ def from_nested(rows: Rows, fit: NestedFit, metric: Metric | None = None) -> Mat
 
 @dataclass(frozen=True)
 class Frame:
-    """An orthonormal ``basis`` (r, d) of a flat, and how rows get their coordinates in it."""
+    """An orthonormal ``basis`` (r, d) of a flat, and the matrices that turn rows into coordinates in it."""
 
     basis: Tensor
     directions: Tensor
     turn: Tensor | None = None
 
     def encoder(self, rank: int) -> Tensor:
-        """(d, rank): rows times it are coordinates in the first ``rank`` lines of ``basis``."""
+        """(d, rank): rows times this matrix are coordinates in the first ``rank`` rows of ``basis``."""
         columns = self.directions[:, :rank]
         return columns if self.turn is None else columns @ self.turn[:rank, :rank]
 
 
 def _frame(rows: Rows, basis: Tensor, ranks: Tensor, metric: Metric | None) -> Frame:
-    """A basis P (r, d) that is orthonormal in A R as one that is orthonormal in A; ``ranks`` (n,): how many coordinates
-    in it each row has, 0 outside its flat.
+    """The orthonormal basis in A for a basis P (r, d) that is orthonormal in A R.
 
-    P R^-1 = T Q with T lower triangular: coordinates A R P' T in Q give the same rows, for every prefix, and
-    rounding them costs no more than it does without a metric. What a singular metric does not judge is first
-    chosen by least squares.
+    P R^-1 = T Q with T lower triangular: coordinates A R P' T in Q give the same rows, for every prefix, and they round
+    as well as without a metric. Directions that a singular metric maps to zero are chosen by least squares.
+
+    Args:
+        ranks: (n,) the number of coordinates of each row in this flat, 0 for rows of other flats.
     """
     if metric is None:
         return Frame(basis.to(rows.dtype), basis.T.to(rows.dtype))
@@ -77,39 +78,39 @@ def _stored(
     kinds: Sequence[_Kind],
     metric: Metric | None,
 ) -> Matrix:
-    """Coordinates of the rows' projections, band by band; one flat that holds all rows becomes a low-rank pair."""
+    """The coordinates of the rows' projections by groups; one flat that holds all rows becomes a low-rank pair."""
     d = rows.shape[1]
     labels = labels.to(torch.int64)
     counts = torch.bincount(labels, minlength=len(kinds)).tolist()
-    # A label that no row has is not stored, nor a basis that no label needs; equal bands become one.
-    met = [kind for kind, count in zip(kinds, counts, strict=True) if count]
-    flats = sorted({c for c, _ in met if c is not None})
-    made = sorted(set(met), key=lambda kind: (len(bases) if kind[0] is None else kind[0], kind[1]))
-    renamed = torch.tensor([made.index(kind) if kind in made else 0 for kind in kinds], device=labels.device)
-    labels = renamed[labels]
-    sizes = torch.bincount(labels, minlength=len(made)).tolist()
+    # Labels without rows and bases without labels are not stored; labels of one meaning become one.
+    used = {kind for kind, count in zip(kinds, counts, strict=True) if count}
+    flats = sorted({c for c, _ in used if c is not None})
+    stored_kinds = sorted(used, key=lambda kind: (len(bases) if kind[0] is None else kind[0], kind[1]))
+    new_labels = [stored_kinds.index(kind) if kind in used else 0 for kind in kinds]
+    labels = torch.tensor(new_labels, device=labels.device)[labels]
+    sizes = torch.bincount(labels, minlength=len(stored_kinds)).tolist()
     frames = []
     for c in flats:
-        ranks = torch.tensor([rank if flat == c else 0 for flat, rank in made], device=labels.device)
+        ranks = torch.tensor([rank if flat == c else 0 for flat, rank in stored_kinds], device=labels.device)
         frames.append(_frame(rows, bases[c][: int(ranks.max())], ranks[labels], metric))
-    stored = [found.basis for found in frames]
-    bands = [
-        RankGroup(rows_in, rank, None if c is None else flats.index(c))
-        for rows_in, (c, rank) in zip(sizes, made, strict=True)
+    stored = [frame.basis for frame in frames]
+    groups = [
+        RankGroup(size, rank, None if c is None else flats.index(c))
+        for size, (c, rank) in zip(sizes, stored_kinds, strict=True)
     ]
     parts: list[Tensor] = []
-    for i, band in enumerate(bands):
+    for i, group in enumerate(groups):
         index = (labels == i).nonzero().squeeze(1)
-        columns = None if band.flat is None else frames[band.flat].encoder(band.rank)
-        part = torch.empty(len(index), band.rank, dtype=rows.dtype, device=rows.device)
+        columns = None if group.flat is None else frames[group.flat].encoder(group.rank)
+        part = torch.empty(len(index), group.rank, dtype=rows.dtype, device=rows.device)
         for piece in torch.arange(len(index), device=labels.device).split(GRAM_BLOCK):
             block = rows.take(index[piece])
             part[piece] = block if columns is None else (block.to(columns.dtype) @ columns).to(rows.dtype)
         parts.append(part)
     basis = torch.cat(stored) if stored else torch.empty(0, d, dtype=rows.dtype, device=rows.device)
-    if len(bands) == 1 and bands[0].flat is not None:
+    if len(groups) == 1 and groups[0].flat is not None:
         return LowRankMatrix(parts[0], basis)
-    uniform = len({band.rank for band in bands}) == 1
+    uniform = len({group.rank for group in groups}) == 1
     weight = torch.cat(parts) if uniform else torch.cat([part.reshape(-1) for part in parts])
     kept = tuple(len(b) for b in stored)
-    return FlatsMatrix(weight, basis, labels.to(label_dtype(len(bands))), tuple(bands), kept)
+    return FlatsMatrix(weight, basis, labels.to(label_dtype(len(groups))), tuple(groups), kept)

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from kflats.common.arguments import is_number, is_whole
 from kflats.common.errors import KflatsError
 from kflats.methods.coordinates import from_flats, from_nested
 from kflats.methods.matrix_error import Distances, Norm
@@ -22,40 +23,38 @@ from kflats.numerics.nested import NestedFit
 from kflats.numerics.nested_fit import fit_nested
 from kflats.numerics.rows import MetricRows, Rows, TensorRows
 
-_HELD = 2**28  # numbers of a table that is kept in memory in another metric
-_CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)
-MOST_SEARCHED = _CHOICES[-1]
-"""The largest number of flats that a search tries."""
+_IN_MEMORY = 2**28  # numbers of a table that is multiplied by a metric once and kept in memory
+_CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)  # the numbers of flats that a search tries
 
 
 @dataclass(frozen=True)
 class Flats(ClusterMethod):
-    """k flats through the rows (MESSI, section 2), by default with ranks that follow importance.
+    """k flats through the rows (MESSI, section 2), each row in the nearest; by default with a rank for each flat.
 
         minimise  sum_i w_i rho(dist(a_i, S_c(i)))   with   sum_c j_c (n_c + d) + d n_exact + labels <= bytes
 
-    Under a right metric R distances are those of the rows of A R, dist(a_i R, S R)^2: flats are found there
+    Under a right metric R the distances are those of A R, dist(a_i R, S R)^2: the flats are fitted to the rows of A R
     and mapped back.
 
     Args:
-        k: number of flats; None searches (appendix D) by the objective, under the threshold (if any) of the first.
-        ranks: "filled": ranks flat by flat, by water-filling inside EM. "uniform": all flats of rank
+        k: number of flats, 1 to 4096. None: the search of appendix D, which compares objectives; all of them have the
+            threshold (if any) of the first fit.
+        ranks: "filled": a rank for each flat, by water-filling inside EM. "uniform": all flats have rank
             j = (numbers) / (n + k d), as published.
-        exact: with filled ranks, let rows whose weight pays for it be kept as they are.
-        nested_ranks: with filled ranks, how many ranks the rows of one flat may choose from, each a prefix of the
-            flat's ordered basis; 1: all rows of a flat have its rank. ``Flats(k=1, nested_ranks=8)`` is one basis
-            with a rank per row.
+        exact: with filled ranks, whether rows are kept exactly where that lowers the objective.
+        nested_ranks: with filled ranks, how many ranks the rows of one flat may have, 1 to 256, each a prefix of the
+            flat's ordered basis. ``Flats(k=1, nested_ranks=8)`` is one basis with a rank for each row.
         start: how EM starts: "auto", or continuation, greedy, plus_plus, kmeans, random, norms.
-        restarts: best of so many.
+        restarts: the number of starts, of which the best result is returned.
         tolerance: EM stops when an iteration lowers the objective by less than this share.
-        max_iterations: EM stops there in any case.
-        error: rho, what a distance costs: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
-            some rows lie far from all others (MESSI, appendix E.1). One level only.
-        coreset: with uniform ranks, ``Coreset()`` lets EM converge on a sample before it sees all rows: for tables of
+        max_iterations: EM stops after this many iterations.
+        error: rho, the cost of a distance: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
+            some rows lie far from all others (MESSI, appendix E.1); with one nested rank only.
+        coreset: with uniform ranks, ``Coreset()`` lets EM converge on a sample before it reads all rows: for tables of
             a million rows.
 
-    Choose it for tables with many more rows than columns. Limit: each flat costs a basis, so very short
-    tables prefer fewer flats, down to ``SVD``.
+    Choose it for tables with many more rows than columns. Limit: each flat stores a basis, so a short table is stored
+    better with fewer flats, or with ``SVD``.
 
     >>> Flats(k=5)
     Flats(k=5, ranks='filled', exact=True, nested_ranks=1, start='auto', restarts=1, tolerance=0.001, \
@@ -76,35 +75,41 @@ max_iterations=60, error=Squared(), coreset=None)
     accepts: ClassVar[frozenset[str]] = frozenset({"rows", "right"})
 
     def __post_init__(self) -> None:
-        counts = (1 if self.k is None else self.k, self.nested_ranks, self.restarts, self.max_iterations)
-        if not all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
-            raise KflatsError("k, nested_ranks, restarts and max_iterations are whole numbers", hint="Flats(k=5)")
-        if self.k is not None and (self.k < 1 or self.k > 4096):
-            raise KflatsError(f"{self.k} flats are not possible", hint="k from 1 to 4096, or None to search")
-        if self.ranks not in ("filled", "uniform"):
-            raise KflatsError(f"ranks={self.ranks!r} is unknown", hint='"filled" or "uniform"')
-        if not 1 <= self.nested_ranks <= 256 or (self.nested_ranks > 1 and self.ranks == "uniform"):
+        for valid, argument, hint in (
+            (self.k is None or is_whole(self.k, 1, 4096), f"k={self.k!r}", "1 to 4096, or None for a search"),
+            (self.ranks in ("filled", "uniform"), f"ranks={self.ranks!r}", '"filled" or "uniform"'),
+            (is_whole(self.nested_ranks, 1, 256), f"nested_ranks={self.nested_ranks!r}", "1 to 256"),
+            (is_whole(self.restarts, 1), f"restarts={self.restarts!r}", "a whole number from 1"),
+            (is_whole(self.max_iterations, 1), f"max_iterations={self.max_iterations!r}", "a whole number from 1"),
+            (
+                is_number(self.tolerance, 0, 1) and self.tolerance < 1,
+                f"tolerance={self.tolerance!r}",
+                "a number in [0, 1)",
+            ),
+            (isinstance(self.error, Loss), f"error={self.error!r}", "Squared(), Power(1), Huber(...), Truncated(...)"),
+            (
+                self.coreset is None or isinstance(self.coreset, Coreset),
+                f"coreset={self.coreset!r}",
+                'Coreset() with ranks="uniform"',
+            ),
+        ):
+            if not valid:
+                raise KflatsError(f"{argument} is not supported with Flats", hint=hint)
+        if self.nested_ranks > 1 and self.ranks == "uniform":
             raise KflatsError(
-                f"nested_ranks={self.nested_ranks} with {self.ranks} ranks is not possible",
-                hint='1 to 256, above 1 with "filled"',
-            )
-        number = isinstance(self.tolerance, int | float) and not isinstance(self.tolerance, bool)
-        if self.restarts < 1 or self.max_iterations < 1 or not number or not 0 <= self.tolerance < 1:
-            raise KflatsError("restarts and max_iterations start at 1, tolerance is a number in [0, 1)")
-        if not isinstance(self.error, Loss):
-            raise KflatsError(
-                f"Flats has no error {self.error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)"
+                f"nested_ranks={self.nested_ranks} is not supported with uniform ranks",
+                cause="all flats have one rank then",
+                hint='ranks="filled"',
             )
         if self.nested_ranks > 1 and not self.minimizes_squares:
             raise KflatsError(
-                f"nested_ranks={self.nested_ranks} minimises squares only",
-                cause="prefixes are chosen by what they save of a square",
+                f"nested_ranks={self.nested_ranks} is not supported with error={self.error!r}",
+                cause="the rank of a row is chosen by its squared error",
                 hint="nested_ranks=1",
             )
-        if self.coreset is not None and (not isinstance(self.coreset, Coreset) or self.ranks != "uniform"):
+        if self.coreset is not None and self.ranks != "uniform":
             raise KflatsError(
-                f"coreset={self.coreset!r} is not possible with {self.ranks} ranks",
-                hint='Coreset() with ranks="uniform"',
+                f"a coreset is not supported with {self.ranks} ranks", hint='coreset=Coreset() with ranks="uniform"'
             )
 
     @property
@@ -115,7 +120,7 @@ max_iterations=60, error=Squared(), coreset=None)
     @property
     def most_classes(self) -> int:
         """As ``Method.most_classes``."""
-        return (self.k or MOST_SEARCHED) * self.nested_ranks
+        return (self.k or _CHOICES[-1]) * self.nested_ranks
 
     @property
     def minimizes_squares(self) -> bool:
@@ -143,10 +148,7 @@ max_iterations=60, error=Squared(), coreset=None)
         inside, metric = _in_metric(problem)
         method = replace(self, error=_measured(self.error, metric))
         norm: Norm | None
-        if self.k is None:
-            fit = method._searched(inside)
-        else:
-            fit = method._with_k(inside, self.k)
+        fit = method._searched(inside) if self.k is None else method._with_k(inside, self.k)
         if isinstance(fit, NestedFit):
             matrix, norm = from_nested(problem.rows, fit, metric), None
             objective = _scaled(fit.objective, metric, 2)
@@ -167,21 +169,21 @@ max_iterations=60, error=Squared(), coreset=None)
         for k in _CHOICES:
             if not self._fits(problem, k):
                 continue
-            fits.append(found := method._with_k(problem, k))
-            if isinstance(found, FlatsFit) and found.loss != method.error:
-                # Medians differ from k to k, and sums under different thresholds cannot be compared.
-                method = replace(self, error=found.loss)
+            fits.append(fit := method._with_k(problem, k))
+            if isinstance(fit, FlatsFit) and fit.loss != method.error:
+                # A threshold in medians differs from k to k, and objectives under two thresholds cannot be compared.
+                method = replace(self, error=fit.loss)
         if not fits:
             raise too_few(problem, 1)
         return min(fits, key=_error)
 
     def _with_k(self, problem: Problem, k: int) -> FlatsFit | NestedFit:
-        return self._fit_bands(problem, k, self.exact and self.ranks == "filled")
+        return self._fit_groups(problem, k, self.exact and self.ranks == "filled")
 
-    def _fit_bands(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit:
+    def _fit_groups(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit:
         n, d = problem.rows.shape
         settings: dict[str, Any] = {
-            "weights": problem.weights,
+            "weights": problem.row_weights,
             "start": self.start,
             "restarts": self.restarts,
             "tolerance": self.tolerance,
@@ -189,13 +191,13 @@ max_iterations=60, error=Squared(), coreset=None)
             "seed": problem.seed,
             "progress": problem.progress,
         }
-        if self.nested_ranks > 1 and k <= n and problem.values(k * self.nested_ranks + exact) >= n + k * d:
-            held = problem.values(k * self.nested_ranks + exact)
-            found = fit_nested(problem.rows, k, self.nested_ranks, budget=held, exact=exact, **settings)
-            if found.groups_in_use > 1:  # of one band, without labels to pay for, the rank below uses their bytes
-                return found
+        values = problem.values(k * self.nested_ranks + exact)
+        if self.nested_ranks > 1 and k <= n and values >= n + k * d:
+            nested = fit_nested(problem.rows, k, self.nested_ranks, budget=values, exact=exact, **settings)
+            if nested.groups_in_use > 1:  # one group needs no labels: the fit below uses their bytes
+                return nested
         values = problem.values(k + exact)
-        if exact and values < n + k * d:  # one more band may need labels, or wider ones
+        if exact and values < n + k * d:  # rows kept exactly are one more group, which may need labels or wider ones
             exact, values = False, problem.values(k)
         rank = min(values // (n + k * d), n, d)
         if rank < 1:
@@ -206,11 +208,11 @@ max_iterations=60, error=Squared(), coreset=None)
             fit = fit_flats(problem.rows, k, rank=rank, error=self.error, coreset=self.coreset, **settings)
         if self.minimizes_squares:
             return fit
-        # What flats and labels that no row uses would take is given to the others: one fit more, with fewer.
+        # Flats without rows, and labels of one group, are not stored: one more fit uses their bytes for the others.
         counts = torch.bincount(fit.labels.to(torch.int64), minlength=k + 1)
         used, kept = int((counts[:k] > 0).sum()), int(counts[k]) > 0
         fewer = max(used, 1) < k or (k == 1 and exact and not kept)
-        return self._fit_bands(problem, max(used, 1), exact and kept) if fewer else fit
+        return self._fit_groups(problem, max(used, 1), exact and kept) if fewer else fit
 
 
 def _error(fit: FlatsFit | NestedFit) -> float:
@@ -223,20 +225,20 @@ def _degree(error: Loss) -> float:
 
 
 def _measured(error: Loss, metric: Metric | None) -> Loss:
-    """``error`` for distances that are all 1 / sqrt(scale) of the metric's."""
+    """``error`` for the distances in ``metric``, divided by sqrt(metric.scale)."""
     if metric is None or not isinstance(error, Huber | Truncated) or error.unit != "absolute":
         return error
     return replace(error, threshold=error.threshold / metric.scale**0.5)
 
 
 def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:
-    """The problem of the rows of A R, without R."""
+    """The same problem for the rows of A R, without R."""
     rows, right = problem.rows, problem.weighting.right
     if right is None:
         return problem, None
     metric = right_metric(right.to(rows.device), rows.shape[1])
     inside: Rows = MetricRows(rows, metric.factor)
-    if rows.shape[0] * rows.shape[1] <= _HELD:  # EM reads its rows many times: multiply once where memory allows
+    if rows.shape[0] * rows.shape[1] <= _IN_MEMORY:  # EM reads its rows many times
         inside = TensorRows(torch.cat([block for _, block in inside.blocks(rows.shape[0])]))
     return replace(problem, rows=inside, weighting=replace(problem.weighting, right=None)), metric
 

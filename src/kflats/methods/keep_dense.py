@@ -1,4 +1,4 @@
-"""No factorization: the weight itself."""
+"""No factorization: the matrix itself."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kflats.numerics.rows import GRAM_BLOCK, Rows
 
 @dataclass(frozen=True)
 class KeepDense(Method):
-    """The weight itself: as it is, which is what a plan writes where factors would not save anything, or all of its
-    numbers in the type or the integers of a codec.
+    """The matrix itself. With ``Float()`` the weight stays unchanged, which a plan writes where factors would save
+    nothing; with another codec all numbers are stored in its type or as its integers.
 
     >>> KeepDense().cost((10, 4), 3, 4)
     160
@@ -38,7 +38,7 @@ class KeepDense(Method):
         return shape[0] * shape[1] * itemsize
 
     def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
-        """(min(n, d) + 1,) zeros: nothing is lost."""
+        """(min(n, d) + 1,) zeros: no error."""
         return torch.zeros(min(rows.shape) + 1, dtype=torch.float64, device=rows.device)
 
     @classmethod

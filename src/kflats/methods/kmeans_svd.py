@@ -1,4 +1,4 @@
-"""The clusters that k flats are compared with: k-means, and an SVD in each."""
+"""k-means clusters with an SVD in each: a baseline for k flats."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
 from kflats.methods.coordinates import from_flats
 from kflats.methods.problem import Problem
@@ -20,15 +21,21 @@ from kflats.numerics.seeding import kmeans
 
 @dataclass(frozen=True)
 class KMeansSVD(ClusterMethod):
-    """k-means clusters of rows, an SVD in each: MESSI's appendix E, the alternative it compares with."""
+    """k-means clusters of rows with an SVD in each: the baseline of MESSI's appendix E.
+
+    Args:
+        k: number of clusters, 1 to 4096.
+
+    Choose it to compare with the paper; ``Flats`` loses less in the same bytes.
+    """
 
     k: int = 5
 
     accepts: ClassVar[frozenset[str]] = frozenset({"rows"})
 
     def __post_init__(self) -> None:
-        if not 1 <= self.k <= 4096:
-            raise KflatsError(f"KMeansSVD cannot make {self.k} clusters", hint="k from 1 to 4096")
+        if not is_whole(self.k, 1, 4096):
+            raise KflatsError(f"k={self.k!r} is not supported with KMeansSVD", hint="k from 1 to 4096")
 
     @property
     def flats(self) -> int:
@@ -36,10 +43,12 @@ class KMeansSVD(ClusterMethod):
         return self.k
 
     def _fit(self, problem: Problem) -> Fit:
-        rows, weights, k = problem.rows, problem.weights, self.k
+        rows, weights, k = problem.rows, problem.row_weights, self.k
         n, d = rows.shape
         if k > n:
-            raise KflatsError(f"{k} clusters are not possible with {n} rows", hint=f"k from 1 to {n}")
+            raise KflatsError(
+                f"k={k} is not supported with {n} rows", cause="each cluster has a row", hint=f"k from 1 to {n}"
+            )
         rank = min(problem.values(k) // (n + k * d), n, d)
         if rank < 1:
             raise too_few(problem, k)

@@ -1,6 +1,6 @@
-"""How far a stored matrix is from its rows, by row and under a weighting.
+"""The error of a stored matrix: of each row, and under a weighting or a norm.
 
-Factors of half precision are widened before they are multiplied, as a layer does.
+Factors of half precision are widened before they are multiplied, as in a layer.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows
 
 @dataclass(frozen=True)
 class MatrixError:
-    """``error``: the weighted squared error. ``total``: the same if nothing were stored."""
+    """``error``: the weighted error of a stored matrix. ``total``: the error of a matrix of zeros."""
 
     error: float
     total: float
 
     @property
     def relative(self) -> float:
-        """Error as a share of the total; 0 where there is nothing to lose."""
+        """The error as a share of the total; 0 for a matrix of zeros."""
         return self.error / self.total if self.total > 0 else 0.0
 
 
 class Norm(Protocol):
-    """What a method minimises where that is not the squared error: a cost for every row of an error matrix."""
+    """The error that a method minimises in place of the squared one: a cost for every row of an error matrix."""
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """Its name in reports."""
         ...
 
     def costs(self, errors: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class EntryPowers:
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """Its name in reports."""
         return f"entrywise l{self.p:g}"
 
     def costs(self, errors: Tensor) -> Tensor:
@@ -65,7 +65,7 @@ class EntryPowers:
 
 @dataclass(frozen=True)
 class Distances:
-    """rho(|e_i|): a loss of the row's distance from what is stored; its threshold, if any, is absolute.
+    """rho(|e_i|): a loss of the distance between a row and its stored form; its threshold, if any, is absolute.
 
     >>> from kflats.numerics.loss import Power
     >>> Distances(Power(1)).costs(torch.tensor([[3.0, -4.0]])).tolist()
@@ -76,7 +76,7 @@ class Distances:
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """Its name in reports."""
         return f"{self.loss.name} of distances"
 
     def costs(self, errors: Tensor) -> Tensor:
@@ -84,8 +84,8 @@ class Distances:
         return self.loss.rho(errors.to(torch.float64).square().sum(1))
 
 
-def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, weights: Tensor | None = None) -> MatrixError:
-    """sum_i w_i cost(a_i - m_i), and the same of the rows themselves, by blocks.
+def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, row_weights: Tensor | None = None) -> MatrixError:
+    """sum_i w_i cost(a_i - m_i) for ``norm``'s costs and (n,) row weights, by blocks.
 
     >>> from kflats.matrices.registry import LowRankMatrix
     >>> stored = LowRankMatrix(torch.ones(2, 1), torch.tensor([[1.0, 0.0]]))
@@ -97,8 +97,8 @@ def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, weights: Tensor 
     with torch.no_grad():
         for start, block in source.blocks(GRAM_BLOCK):
             w = torch.ones(len(block), dtype=torch.float64, device=block.device)
-            if weights is not None:
-                w = weights[start : start + len(block)].to(w)
+            if row_weights is not None:
+                w = row_weights[start : start + len(block)].to(w)
             error += float(w @ norm.costs(_residual(start, block, matrix)).to(w))
             total += float(w @ norm.costs(block).to(w))
     return MatrixError(error, total)

@@ -1,4 +1,4 @@
-"""What a method is given and what it hands back."""
+"""The problem that a method solves, and its result."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from kflats.numerics.rows import Rows
 NO_WEIGHTING = Weighting()
 """Every entry counts the same."""
 
+_KINDS = {"rows": "row weights", "left": "a full left metric", "right": "a right metric"}
 _HINTS = {
     "left": 'SVD(), or matrix_rows="out_features", which makes it a right metric for Flats',
-    "elements": "SVD(), or TwoSided(), which is nearly the same in closed form",
     "right": "Flats() or SVD()",
+    "rows": "Flats() or SVD()",
 }
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What a method is given: ``rows`` (n, d), how errors of them are weighted, and what it may store:
-    ``nbytes`` with ``itemsize`` bytes a number, row labels included unless ``free_labels``."""
+    """What a method is given.
+
+    Args:
+        rows: (n, d). weighting: of their errors.
+        nbytes: the bytes that may be stored, row labels included unless ``free_labels``.
+        itemsize: bytes of one stored number.
+        seed: of every random step. progress: called with the phase, the iteration and the objective.
+    """
 
     rows: Rows
     nbytes: int
@@ -37,24 +44,26 @@ class Problem:
     progress: Progress | None = None
 
     @property
-    def weights(self) -> Tensor | None:
+    def row_weights(self) -> Tensor | None:
         """(n,) row weights, None where every row counts the same."""
-        return self.weighting.rows
+        return self.weighting.row_weights
 
-    def values(self, bands: int) -> int:
-        """Numbers that fit beside the labels of ``bands`` bands."""
+    def values(self, groups: int) -> int:
+        """How many numbers fit beside the labels that tell ``groups`` groups of rows apart."""
         n = self.rows.shape[0]
-        labels = n * label_dtype(bands).itemsize if bands > 1 and not self.free_labels else 0
+        labels = n * label_dtype(groups).itemsize if groups > 1 and not self.free_labels else 0
         return (self.nbytes - labels) // self.itemsize
 
 
 @dataclass(frozen=True)
 class Factored:
-    """A method's result: the matrix, the objective per iteration (falling), and seconds taken.
+    """A method's result, perhaps coded.
 
-    ``norm`` is what was minimised where that is not the squared error: reports judge by it too. ``stored_bytes`` are
-    those of a file where that holds the matrix in less than memory does. ``converged``: False where a limit of
-    iterations ended the fit.
+    Args:
+        matrix: what is stored. objective: by iteration, falling. seconds: of the fit.
+        norm: the norm that was minimised, which reports show too; None: the squared error.
+        stored_bytes: of the matrix in a file; None: the bytes that it takes in memory.
+        converged: whether the fit ended before its limit of iterations.
     """
 
     matrix: Matrix
@@ -66,29 +75,26 @@ class Factored:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that a file holds of the matrix."""
+        """Bytes of the matrix in a file."""
         return self.matrix.nbytes if self.stored_bytes is None else self.stored_bytes
 
 
 def check_accepts(name: str, accepts: frozenset[str], weighting: Weighting) -> None:
-    """Refuse a weighting of a kind that a method cannot take.
+    """Refuse a weighting of a kind that a method does not take.
 
     Raises:
-        KflatsError: with the kinds, and a method that takes them.
+        KflatsError: the message names the kinds, and a method that takes them.
     """
-    refused = sorted(weighting.kinds - accepts)
-    if refused:
-        words = {"rows": "row weights", "left": "a full left metric", "right": "a right metric"}
-        said = " and ".join(words.get(kind, "a weight for every element") for kind in refused)
+    if refused := sorted(weighting.kinds - accepts):
         raise KflatsError(
-            f"{name} cannot take {said}",
-            cause="its closed forms hold for " + (" and ".join(words[kind] for kind in sorted(accepts)) or "none"),
-            hint=next((_HINTS[kind] for kind in ("elements", "left", "right") if kind in refused), ""),
+            f"{name} cannot take {' and '.join(_KINDS[kind] for kind in refused)}",
+            cause="its closed forms hold for " + (" and ".join(_KINDS[kind] for kind in sorted(accepts)) or "none"),
+            hint=next(_HINTS[kind] for kind in ("left", "right", "rows") if kind in refused),
         )
 
 
 def refuse_bytes(problem: Problem, least: int, what: str) -> KflatsError:
-    """The error for a budget below ``least`` bytes, the price of ``what``."""
+    """The error for a budget below the ``least`` bytes that ``what`` takes."""
     n, d = problem.rows.shape
     return KflatsError(
         f"a budget of {problem.nbytes:,} bytes cannot hold {what} for a {n} x {d} matrix",

@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 import time
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kflats.common.arguments import check_value
 from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
 from kflats.matrices.registry import LowRankMatrix, Matrix, label_dtype
@@ -24,14 +26,19 @@ from kflats.numerics.rows import Rows, check_finite, check_weights
 from kflats.numerics.svd import weighted_spectrum
 
 Product = Literal["pair", "clusters", "dense", "choice"]
-"""What a method makes: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing of its
-own, because it is a choice between recipes."""
+"""What a method makes: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing,
+because the method is a choice between recipes."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What an algorithm returns: the matrix, the objective per iteration (falling), what was minimised where that is
-    not the squared error, and whether the fit ended before its limit of iterations."""
+    """What an algorithm returns.
+
+    Args:
+        matrix: the result. objective: by iteration, falling.
+        norm: the norm that was minimised; None: the squared error.
+        converged: whether the fit ended before its limit of iterations.
+    """
 
     matrix: Matrix
     objective: tuple[float, ...] = ()
@@ -48,9 +55,10 @@ class Method(Protocol):
     """
 
     accepts: ClassVar[frozenset[str]] = frozenset({"rows"})
-    """Kinds of weighting that it can take: of "rows" (row weights), "left" (a metric that couples rows), "right"."""
+    """The kinds of weighting that the method takes: "rows" (row weights), "left" (a metric that couples rows), "right"
+    (a metric of columns)."""
     produces: ClassVar[Product]
-    """What it makes."""
+    """What the method makes."""
     prefix_optimal: ClassVar[bool] = False
     """Whether the first r coordinates of a fit of a higher rank are the fit of rank r."""
 
@@ -94,11 +102,13 @@ class Method(Protocol):
         check_accepts(type(self).__name__, self.accepts, problem.weighting)
         check_finite(problem.rows)
         if problem.weighting.form.left == "diagonal":
-            check_weights(problem.weights, problem.rows.shape[0])
+            check_weights(problem.row_weights, problem.rows.shape[0])
         fit = self._fit(problem)
         if fit.objective and not math.isfinite(fit.objective[-1]):
             raise KflatsError(
-                f"the error of {type(self).__name__} overflows float64", hint="a smaller p, or scale the matrix"
+                f"the error of {type(self).__name__} overflows float64",
+                cause="the p-th powers of the entries are too large",
+                hint="a smaller p, or a matrix that is divided by its largest entry",
             )
         seconds = time.perf_counter() - start
         return Factored(fit.matrix, fit.objective, seconds, fit.norm, converged=fit.converged)
@@ -122,17 +132,17 @@ class Method(Protocol):
     def spectrum(self, rows: Rows, weighting: Weighting) -> Tensor:
         """(min(n, d) + 1,) float64: the weighted squared error of *one* flat of rank 0, 1, ...
 
-        Budgets are shared by it. Several flats of those ranks lose less; a pair that minimises another norm loses more.
+        A budget is divided by it. Several flats of a rank lose less; a pair that minimises another norm loses more.
         """
         check_accepts(type(self).__name__, self.accepts, weighting)
         return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
 
     def all_in_flats(self) -> Method:
-        """The same method where no row is kept exactly: a code of integers rounds every row."""
+        """The same method without rows that are kept exactly: codecs of integers round every row."""
         return self
 
     def flat_counts(self) -> tuple[int, ...]:
-        """Numbers of flats that a codec tries, in this order."""
+        """The numbers of flats that a codec tries, in this order."""
         return (self.flats,)
 
     def with_flats(self, k: int) -> Method:
@@ -151,10 +161,9 @@ class PairMethod(Method, Protocol):
     produces: ClassVar[Product] = "pair"
 
     def rank(self, shape: tuple[int, int], nbytes: int, itemsize: int, *, free_labels: bool = False) -> int:
-        """The largest rank that ``nbytes`` hold, 0 if none."""
+        """The largest rank that ``nbytes`` hold, 0 if there is none."""
         spare = self.index_bytes(shape) if free_labels else 0
-        fitting = (r for r in range(min(shape), 0, -1) if self.cost(shape, r, itemsize) - spare <= nbytes)
-        return next(fitting, 0)
+        return largest_rank(lambda rank: self.cost(shape, rank, itemsize) - spare, min(shape), nbytes)
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """Stored bytes at ``rank``: two factors."""
@@ -187,6 +196,15 @@ class ClusterMethod(Method, Protocol):
         return self.cost(shape, 1, itemsize) - (0 if counts_labels else label_bytes(shape[0], self.flats))
 
 
+def largest_rank(cost: Callable[[int], int], full: int, nbytes: int) -> int:
+    """The largest rank from 1 to ``full`` whose ``cost`` in bytes is at most ``nbytes``; 0 if there is none.
+
+    >>> largest_rank(lambda rank: 10 * rank, 8, 35), largest_rank(lambda rank: 10 * rank, 8, 9)
+    (3, 0)
+    """
+    return next((rank for rank in range(full, 0, -1) if cost(rank) <= nbytes), 0)
+
+
 def label_bytes(n: int, k: int) -> int:
     """Bytes of the labels of ``n`` rows in ``k`` flats."""
     return n * label_dtype(k).itemsize if k > 1 else 0
@@ -198,7 +216,7 @@ def low_rank_pair(coordinates: Tensor, basis: Tensor, error: float) -> Fit:
 
 
 def tails(values: Tensor) -> Tensor:
-    """What is left after the first 0, 1, ... of ``values`` (m,): (m + 1,).
+    """(m + 1,) the sums of ``values`` (m,) without the first 0, 1, ... of them.
 
     >>> tails(torch.tensor([4.0, 1.0])).tolist()
     [5.0, 1.0, 0.0]
@@ -212,10 +230,4 @@ def check_method(value: object) -> None:
     Raises:
         KflatsError: a class in place of a value, or another value.
     """
-    if isinstance(value, type) or not isinstance(value, Method):
-        name = value.__name__ if isinstance(value, type) else type(value).__name__
-        raise KflatsError(
-            f"{value!r} is not a method",
-            cause=f"{name} is a class" if isinstance(value, type) else f"{name} has no fit and spectrum",
-            hint=f"{name}()" if isinstance(value, type) else "SVD(), Flats(k=5), RobustSVD()",
-        )
+    check_value(value, Method, "a method", "fit and spectrum", "SVD(), Flats(k=5), RobustSVD()")

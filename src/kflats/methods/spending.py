@@ -1,4 +1,4 @@
-"""What k flats cost in bytes, and what becomes of bytes that they leave."""
+"""Bytes that a fit of several flats leaves unused, given to its ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from kflats.numerics.gram import cluster_grams, top_eigenvectors
 
 
 def too_few(problem: Problem, k: int) -> KflatsError:
-    """The error for bytes that do not hold k flats of rank 1."""
+    """The error for a budget that does not hold k flats of rank 1."""
     n, d = problem.rows.shape
     least = (n + k * d) * problem.itemsize + n * (k > 1)
     return refuse_bytes(problem, least, f"{k} flat{'s' * (k > 1)} of rank 1")
 
 
 def spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
-    """Flats that no row uses, and labels that one band does not need, give their numbers to the others."""
+    """The fit with higher ranks, where flats without rows, or labels of a single group, need not be stored."""
     rows, k = problem.rows, len(fit.bases)
     n, d = rows.shape
     counts = torch.bincount(fit.labels.to(torch.int64), minlength=k + 1).cpu()
@@ -39,7 +39,7 @@ def spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
         ranks = list(fill(spectra, costs, numbers).ranks)
     if all(rank <= len(fit.bases[c]) for rank, c in zip(ranks, used, strict=True)):
         return fit
-    grams = cluster_grams(rows, fit.labels, k, problem.weights)
+    grams = cluster_grams(rows, fit.labels, k, problem.row_weights)
     bases = list(fit.bases)
     for rank, c in zip(ranks, used, strict=True):
         bases[c] = top_eigenvectors(grams[c], rank)[1].to(rows.dtype)

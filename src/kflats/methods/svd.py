@@ -1,4 +1,4 @@
-"""Methods of one flat: a truncated SVD in its two forms, and no factorization at all."""
+"""The truncated SVD, stored in one of two forms."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class SVD(PairMethod):
     """One flat: min || L (A - U V) R ||_F^2 of the largest rank that fits (FWSVD, eq. 6, for row weights).
 
     Args:
-        form: "factors": U (n, r) and V (r, d), r (n + d) numbers. "interpolative": exactly the same matrix by
-            r of its own columns and what the others are made of, r (n + d - r) numbers and an index of d columns.
+        form: "factors": U (n, r) and V (r, d), r (n + d) numbers. "interpolative": the same matrix as r of its own
+            columns and the combinations of them that give the others, r (n + d - r) numbers and an index of d columns.
 
-    Choose it for linear layers, and where a target runs plain low-rank pairs
-    only; for long tables ``Flats`` is better at equal bytes.
+    Choose it for linear layers, and where a target runs low-rank pairs only; for long tables ``Flats`` loses less at
+    equal bytes.
 
     >>> SVD().cost((384, 384), 127, 4), SVD(form="interpolative").cost((384, 384), 127, 4)
     (390144, 326396)
@@ -59,7 +59,7 @@ class SVD(PairMethod):
         return numbers * itemsize + self.index_bytes(shape)
 
     def index_bytes(self, shape: tuple[int, int]) -> int:
-        """Bytes of what is no number: nothing, or the order of the columns."""
+        """Bytes of the order of the columns, which the interpolative form stores."""
         return 0 if self.form == "factors" else shape[1] * order_dtype(shape[1]).itemsize
 
     def _pair(self, problem: Problem, rank: int) -> Fit:
@@ -67,7 +67,7 @@ class SVD(PairMethod):
         svd = truncated_svd(problem.rows, rank, left=weighting.left, right=weighting.right)
         coordinates, basis = svd.coordinates, svd.basis
         if weighting.right is not None:
-            # A right metric leaves the basis oblique. Made orthonormal, it rounds as well as without a metric.
+            # A right metric leaves the basis oblique. An orthonormal basis loses least when it is rounded.
             q, t = torch.linalg.qr(basis.to(torch.float64).T)
             coordinates = (coordinates.to(torch.float64) @ t.T).to(coordinates.dtype)
             basis = q.T.contiguous().to(basis.dtype)

@@ -165,11 +165,11 @@ def _own(factored: Factored, rows: Rows, weighting: Weighting, rank: int) -> Nor
     norm = factored.norm
     if norm is None:
         return None
-    found = norm_error(rows, factored.matrix, norm, weighting.rows)
+    found = norm_error(rows, factored.matrix, norm, weighting.row_weights)
     if rank < 1:
         return NormError(norm.name, found.relative, 1.0)
-    svd = truncated_svd(rows, rank, left=weighting.rows)
-    best = norm_error(rows, LowRankMatrix(svd.coordinates, svd.basis), norm, weighting.rows)
+    svd = truncated_svd(rows, rank, left=weighting.row_weights)
+    best = norm_error(rows, LowRankMatrix(svd.coordinates, svd.basis), norm, weighting.row_weights)
     return NormError(norm.name, found.relative, best.relative)
 
 
