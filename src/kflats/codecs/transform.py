@@ -1,14 +1,13 @@
 """Transform coding: principal axes, bits by reverse water-filling, rate-distortion optimised rounding.
 
-Of methods that minimise squares the code takes the place of the fit: the method says how many flats there are, and
-axes, ranks and bits follow from the bytes. Other methods keep their fit: they fit flats of the rank that the bytes
-would give bits to, and the code is one of the rows that lie in these flats.
+For methods that minimise squares the code replaces the fit: the method gives the number of flats, and axes, ranks and
+bits follow from the bytes. Other methods fit flats whose rank is the number of axes that get bits, and the fitted rows
+are coded.
 """
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,11 +16,11 @@ import torch
 from torch import Tensor
 
 from kflats.codecs.cluster_coordinates import MatrixRows
-from kflats.codecs.fixed_rate import HEADER_BYTES, Rounded
+from kflats.codecs.fixed_rate import HEADER_BYTES, coded
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.streams import stored_bytes
+from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
-from kflats.importance.weighting import Weighting
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.coded_build import from_flats, from_transform
 from kflats.matrices.flats import FlatsMatrix
@@ -36,12 +35,12 @@ from kflats.numerics.rows import Rows
 
 _ATTEMPTS = 6
 _SMALL = 48
-"""Bytes that are not worth another code."""
+"""Unused bytes for which no other code is tried."""
 _SLACK = 0.01
-"""Share of the bytes that may stay unused; a second code makes use of more."""
+"""Share of the bytes that may stay unused."""
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
 _LONG = 300
-"""Rows a column from which flats of their own pay for their axes: benchmarks/results/coded_flats_long.md."""
+"""Rows a column from which several flats pay for their axes: benchmarks/results/coded_flats_long.md."""
 _SIZES_A_BIT = 8  # candidates for each bit between two that were measured
 
 
@@ -51,22 +50,22 @@ class Transform(Codec):
 
         minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= budget
 
-    With ``SVD()`` it chooses the rank itself: axes that do not pay get no bits; with ``Flats(k)`` each flat has axes of
-    its own, for tables of many hundred times as many rows as columns. Of a metric that couples rows only the diagonal
-    is used. Methods that minimise other errors (``Entrywise()``, ``Flats(error=Power(1))``, ...) fit flats of the rank
-    that the bytes give bits to, and their own rows are coded. Stored bytes are those of the entropy-coded file; in
-    memory codes have a fixed rate, which takes more.
+    With ``SVD()`` the rank is the number of axes that get bits. With ``Flats(k)`` each flat has its own axes, for
+    tables with hundreds of times as many rows as columns. A metric that couples rows is replaced by its diagonal. Methods that
+    minimise other errors (``Entrywise()``, ``Flats(error=Power(1))``, ...) fit flats whose rank is the number of axes
+    that get bits, and the fitted rows are coded. Stored bytes are those of the entropy-coded file; in memory the codes
+    have a fixed rate and take more.
 
     Args:
-        classes: rows are told apart by weight and shape into at most so many classes, 1 to 256, of all flats together
-            (each has one at least). Rows so long that their integers would not fit the others' step are classes of
-            their own, with coarser steps: they lose about 1e-4 of their length, the others as much as without them.
-            With one class the longest row bounds how finely all are coded.
+        classes: the largest number of classes, 1 to 256, into which the rows of all flats are divided by weight and
+            shape; each flat has one at least. Rows that are too long for the common step get classes of their own with
+            coarser steps: they lose about 1e-4 of their length, and the other rows lose nothing by them. With one class
+            the longest row bounds the precision of all.
 
-    Choose it wherever bytes on disk count and values are continuous: of those it loses least at every size that is
-    measured (benchmarks/results/frontier_error.md). Weights on a grid (ternary, 15 levels) are whole numbers times a
-    scale, which turned axes do not keep: ``KeepDense()`` with ``Integer(8)`` loses a fraction of that, and nothing of
-    ternary weights. Pruned weights, too, lose less with ``Integer(8)`` in its bytes. ``Auto()`` tries both.
+    Choose it where bytes on disk count and values are continuous: for those weights it loses least at every measured
+    size (benchmarks/results/frontier_error.md). Weights on a grid (ternary, 15 levels) are whole numbers times a scale,
+    which turned axes do not keep: ``KeepDense()`` with ``Integer(8)`` loses a fraction of that, and nothing of ternary
+    weights. Pruned weights also lose less with ``Integer(8)`` in its bytes. ``Auto()`` tries both.
     """
 
     classes: int = 32
@@ -74,29 +73,24 @@ class Transform(Codec):
     any_size = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.classes, bool) or not isinstance(self.classes, int) or not 1 <= self.classes <= 256:
-            raise KflatsError(f"Transform cannot use {self.classes!r} classes of rows", hint="a whole number, 1 to 256")
+        if not is_whole(self.classes, 1, 256):
+            raise KflatsError(f"classes={self.classes!r} is not supported with Transform", hint="1 to 256")
 
     def refusal(self, method: Method) -> tuple[str, str] | None:
         """As ``Codec.refusal``."""
         if method.stores_skeleton:
-            return "the interpolative form stores an identity block, which other axes would undo", "SVD()"
+            return "the interpolative form stores an identity block, which other axes would not keep", "SVD()"
         if method.produces == "dense":
-            return (
-                "Transform chooses axes, and the matrix as it is has none",
-                "SVD() as the method: it may use all axes",
-            )
+            return "Transform chooses axes, and the matrix itself has none", "SVD(), which may use all axes"
         if method.nested_ranks > 1:
-            return (
-                "bits take the place of nested ranks",
-                f"nested_ranks=1, or Integer(8) for {method.nested_ranks} ranks",
-            )
+            hint = f"nested_ranks=1, or Integer(8) for {method.nested_ranks} ranks"
+            return "bits take the place of nested ranks", hint
         if method.most_classes > 256:
-            return "a label is a byte, which tells 256 classes of rows apart", "fewer flats, or a floating-point codec"
+            return "a label is a byte, for 256 classes of rows", "fewer flats, or a floating-point codec"
         return None
 
     def replaces_fit(self, method: Method) -> bool:
-        """As ``Codec.replaces_fit``: squares are minimised by the code."""
+        """As ``Codec.replaces_fit``: the code minimises squares."""
         return method.minimizes_squares
 
     def accepts(self, method: Method) -> frozenset[str]:
@@ -104,15 +98,15 @@ class Transform(Codec):
         return frozenset({"rows", "left", "right"}) if method.minimizes_squares else method.accepts
 
     def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
-        """A bound only, with one axis: what classes and distributions need is known after the fit."""
+        """A bound with one axis: the bytes of classes and distributions are known after the fit."""
         return HEADER_BYTES + shape[1] + max(64, shape[0] // 64)
 
     def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
-        """Codes at a few steps, and sizes between each two of them.
+        """Codes at a few steps, and candidates between each two of them.
 
-        Codes are counted a factor of two apart, where every live coordinate gains or loses about one bit, and farther
-        apart where all are live. Between two of them the logarithm of the error is nearly straight in the bytes
-        (D ~ 2^(-2 R)), and is taken to be.
+        Steps are a factor of two apart, where every coordinate with bits gains or loses about one bit, and farther
+        apart where all coordinates have bits. Between two steps the logarithm of the error is interpolated linearly in
+        the bytes (D ~ 2^(-2 R)).
         """
         if float(table.spectrum[0]) > 0:
             yield from _between(self._counted(method, table), table.numbers)
@@ -126,48 +120,35 @@ class Transform(Codec):
         rates = transform_rates(
             table.rows,
             [size * 2.0**-power for power in _POWERS],
-            weights=row_weights(table.weighting),
+            weights=table.weighting.uncoupled().row_weights,
             right=table.weighting.right,
             classes=self.classes,
         )
         for rate in rates:
-            if not rate.rank:  # nothing but labels and scales, a size that is not one to ask for
+            if not rate.rank:  # labels and scales alone
                 break
             counted.append(Candidate(method, self, rate.nbytes + HEADER_BYTES, rate.error, error_kind=kind))
         return counted
 
     def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
-        """As ``Codec.encode``; row weights and a right metric count."""
-        start = time.perf_counter()
+        """As ``Codec.encode``."""
         name = type(self if method.minimizes_squares else method).__name__
         check_accepts(name, self.accepts(method), problem.weighting)
-        rounded = (
-            _of_rows(method, self, problem, dtype)
-            if method.minimizes_squares
-            else _of_fit(method, self, problem, dtype)
-        )
-        return rounded.stored(time.perf_counter() - start)
+        encode = _of_rows if method.minimizes_squares else _of_fit
+        return encode(method, self, problem, dtype)
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """One flat, or for long tables as many as lose least: the error of one flat is then a bound."""
+        """One flat; for long tables the number of flats that loses least, whose error one flat's bounds."""
         return ((Flats(k=None) if shape[0] >= _LONG * shape[1] else SVD(), cls()),)
 
 
-@dataclass(frozen=True)
-class _Coded:
-    """A matrix, and what its code takes without the container of a file."""
-
-    matrix: CodedMatrix
-    nbytes: int
-
-
-def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dtype) -> Rounded:
-    """The code of the rows themselves, on the method's flats; of several numbers of flats the best in turn."""
-    weighting = Weighting(left=row_weights(problem.weighting), right=problem.weighting.right)
-    rows, problem = problem.rows, replace(problem, weighting=weighting)
+def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dtype) -> Factored:
+    """The code of the rows themselves, in the method's flats: of several numbers of flats the one that loses least."""
+    problem = replace(problem, weighting=problem.weighting.uncoupled())
+    rows, weighting = problem.rows, problem.weighting
     if method.produces == "pair":
-        return Rounded(_on_one_flat(rows, codec, problem, dtype))
+        return coded(_on_flats(rows, None, codec, problem, dtype))
     first, *others = method.flat_counts()
     best = _on_flats(rows, _labels(method, problem, first), codec, problem, dtype)
     error = weighted_error(rows, best, weighting).error if others else 0.0
@@ -176,66 +157,49 @@ def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dt
             break
         try:
             matrix = _on_flats(rows, _labels(method, problem, k), codec, problem, dtype)
-        except KflatsError:  # so many flats alone need more bytes than there are
+        except KflatsError:  # the axes of k flats need more bytes than there are
             break
         if (less := weighted_error(rows, matrix, weighting).error) >= error:
             break
         best, error = matrix, less
-    return Rounded(best)
+    return coded(best)
 
 
-def _of_fit(method: Method, codec: Transform, problem: Problem, dtype: torch.dtype) -> Rounded:
-    """The code of what the method fits, in its flats."""
+def _of_fit(method: Method, codec: Transform, problem: Problem, dtype: torch.dtype) -> Factored:
+    """The code of the rows that the method fits, in its flats."""
     method = method.all_in_flats()
-    nbytes = method.cost(problem.rows.shape, _rank_in_reach(method, problem, method.flats), 4)
-    factored = method.fit(replace(problem, nbytes=nbytes, itemsize=4, free_labels=False))
-    rows = MatrixRows(factored.matrix)
-    if isinstance(factored.matrix, FlatsMatrix):
-        labels = factored.matrix.labels.detach().cpu().to(torch.int64)
-        matrix = _on_flats(rows, labels, codec, problem, dtype)
-    else:
-        matrix = _on_one_flat(rows, codec, problem, dtype)
-    return Rounded(matrix, factored.norm, factored.converged)
+    nbytes = method.cost(problem.rows.shape, _axes_with_bits(method, problem, method.flats), 4)
+    fit = method.fit(replace(problem, nbytes=nbytes, itemsize=4, free_labels=False))
+    labels = fit.matrix.labels.detach().cpu().to(torch.int64) if isinstance(fit.matrix, FlatsMatrix) else None
+    return coded(_on_flats(MatrixRows(fit.matrix), labels, codec, problem, dtype), fit)
 
 
-def _on_one_flat(rows: Rows, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    """The code of ``rows`` on one flat."""
-    weighting = problem.weighting
+def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    """The code of ``rows`` in the flats that ``labels`` tell apart, or in one flat; fewer flats where bytes are few."""
+    weights, right, classes = problem.row_weights, problem.weighting.right, codec.classes
 
-    def build(aim: int) -> _Coded:
-        code = transform_code(rows, weights=weighting.left, right=weighting.right, nbytes=aim, classes=codec.classes)
-        return _Coded(from_transform(code, dtype=dtype), code.stored_bytes)
+    def build(nbytes: int) -> tuple[CodedMatrix, int]:
+        if labels is None:
+            code = transform_code(rows, weights=weights, right=right, nbytes=nbytes, classes=classes)
+            return from_transform(code, dtype=dtype), code.stored_bytes
+        flats = flats_code(rows, labels, nbytes=nbytes, weights=weights, right=right, classes=classes)
+        return from_flats(flats, dtype=dtype), flats.stored_bytes
 
-    return _within(problem, build)
-
-
-def _on_flats(rows: Rows, labels: Tensor, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    """The code of ``rows`` on the flats that ``labels`` tell apart, or fewer where some are given up."""
-    weighting = problem.weighting
-
-    def build(aim: int) -> _Coded:
-        code = flats_code(
-            rows, labels, nbytes=aim, weights=weighting.left, right=weighting.right, classes=codec.classes
-        )
-        return _Coded(from_flats(code, dtype=dtype), code.stored_bytes)
-
-    return _within(problem, build)
-
-
-def row_weights(weighting: Weighting) -> Tensor | None:
-    """(n,) how much the error of each row counts where errors of different rows do not go together."""
-    left = weighting.left
-    return left if left is None or left.ndim == 1 else left.diagonal()
+    return _within(problem.nbytes, build)
 
 
 def _labels(method: Method, problem: Problem, k: int) -> Tensor:
-    """(n,) int64, the flat of each row as the method finds it, at a rank that the bytes can give bits to."""
+    """(n,) int64, the flat of each row in a fit of the method whose rank is the number of axes with bits."""
     n, d = problem.rows.shape
     if k == 1:
         return torch.zeros(n, dtype=torch.int64)
     if n < 2 * k:
-        raise KflatsError(f"{k} flats for {n} rows", cause="each takes two rows at least", hint="fewer flats, or SVD()")
-    rank = max(1, min(_rank_in_reach(method, problem, k), d // 2))
+        raise KflatsError(
+            f"{k} flats are not supported with {n} rows",
+            cause="each takes two rows at least",
+            hint="fewer flats, or SVD()",
+        )
+    rank = max(1, min(_axes_with_bits(method, problem, k), d // 2))
     room = replace(problem, nbytes=4 * rank * (n + k * d), itemsize=4, free_labels=True)
     matrix = method.with_flats(k).fit(room).matrix
     if not isinstance(matrix, FlatsMatrix):  # one flat holds all rows exactly
@@ -243,49 +207,52 @@ def _labels(method: Method, problem: Problem, k: int) -> Tensor:
     return matrix.labels.detach().cpu().to(torch.int64)
 
 
-def _rank_in_reach(method: Method, problem: Problem, k: int) -> int:
-    """How many axes get bits in the bytes that there are, by the method's spectrum."""
+def _axes_with_bits(method: Method, problem: Problem, k: int) -> int:
+    """The number of axes to which reverse water-filling gives bits, by the method's spectrum."""
     n, d = problem.rows.shape
     energies = -method.spectrum(problem.rows, problem.weighting).diff().clamp_max(0.0) / n
     level = water_level(energies, 8 * problem.nbytes / (n * len(energies))) if float(energies.max()) > 0 else 0.0
     return max(1, min(int((energies > level).sum()), d, n // k))
 
 
-def _within(problem: Problem, build: Callable[[int], _Coded]) -> CodedMatrix:
-    """A container and the ends of blocks come on top of a code's own bytes."""
-    aim, best, left = problem.nbytes, None, problem.nbytes + 1
+def _within(nbytes: int, build: Callable[[int], tuple[CodedMatrix, int]]) -> CodedMatrix:
+    """A code whose file takes at most ``nbytes``.
+
+    ``build`` makes a code for a number of bytes and says how many it takes; the file's container comes on top.
+    """
+    target, best, left = nbytes, None, nbytes + 1
     for _ in range(_ATTEMPTS):
         try:
-            made = build(aim)
+            matrix, code_bytes = build(target)
         except KflatsError:
-            if aim == problem.nbytes:
+            if target == nbytes:
                 raise
-            break  # less than labels and scales need, once the container has its bytes
-        over = stored_bytes(made.matrix) - problem.nbytes
+            break  # the container leaves less than labels and scales need
+        over = stored_bytes(matrix) - nbytes
         if over <= 0:
             if -over >= left:  # no code lies between
                 break
-            best, left = made.matrix, -over
-            if left <= max(_SLACK * problem.nbytes, _SMALL):
+            best, left = matrix, -over
+            if left <= max(_SLACK * nbytes, _SMALL):
                 break
-            aim += left
+            target += left
             continue
-        # A code may lie anywhere in the last hundredth below its aim: the next must not come out higher in it.
-        aim = min(aim - over, made.nbytes) - over // 4 - 1
-        if aim < 1:
+        # A code may take any size in the last hundredth below its target: the next must not come out larger.
+        target = min(target - over, code_bytes) - over // 4 - 1
+        if target < 1:
             break
     if best is not None:
         return best
     raise KflatsError(
-        f"a budget of {problem.nbytes:,} bytes cannot hold codes of this matrix",
+        f"a budget of {nbytes:,} bytes cannot hold codes of this matrix",
         cause=f"the container takes {over:,} bytes more",
         hint="a larger budget, or fewer classes",
     )
 
 
 def _between(measured: Sequence[Candidate], numbers: int) -> list[Candidate]:
-    """The measured ones and, between each two, those on the straight line of log errors; ``numbers`` of the matrix."""
-    sized = []
+    """The measured candidates, and others on the line of log errors between each two; ``numbers``: of the matrix."""
+    candidates = []
     for fine, coarse in pairwise(measured):
         whole = fine.nbytes - coarse.nbytes
         if whole <= 0 or not 0 < fine.error < coarse.error:
@@ -294,6 +261,6 @@ def _between(measured: Sequence[Candidate], numbers: int) -> list[Candidate]:
         for part in range(parts):
             share = part / parts
             error = fine.error ** (1 - share) * coarse.error**share
-            sized.append(replace(fine, nbytes=fine.nbytes - int(whole * share), error=error))
-    sized += list(measured[-1:])
-    return [replace(one, note=f"{8 * one.nbytes / numbers:.2f} bits a number") for one in sized]
+            candidates.append(replace(fine, nbytes=fine.nbytes - int(whole * share), error=error))
+    candidates += list(measured[-1:])
+    return [replace(one, note=f"{8 * one.nbytes / numbers:.2f} bits a number") for one in candidates]

@@ -67,8 +67,8 @@ class Factored:
     """
 
     matrix: Matrix
-    objective: tuple[float, ...]
-    seconds: float
+    objective: tuple[float, ...] = ()
+    seconds: float = 0.0
     norm: Norm | None = None
     stored_bytes: int | None = None
     converged: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType, UnionType
@@ -100,7 +101,9 @@ class Recipe:
         Raises:
             KflatsError: too few bytes, a weighting that cannot be taken, or ``constriction`` not installed.
         """
-        return self.codec.encode(self.method, problem, dtype)
+        start = time.perf_counter()
+        factored = self.codec.encode(self.method, problem, dtype)
+        return dataclasses.replace(factored, seconds=time.perf_counter() - start)
 
 
 Recipes: TypeAlias = Recipe | Method | Mapping[str, Recipe | Method | None] | None
