@@ -23,7 +23,7 @@ class SketchedSVD(PairMethod):
 
     def _pair(self, problem: Problem, rank: int) -> Fit:
         table = torch.cat([block for _, block in problem.rows.blocks(8192)]).to(torch.float64)
-        weighted = table if problem.weights is None else table * problem.weights.to(table).sqrt().unsqueeze(1)
+        weighted = table if problem.row_weights is None else table * problem.row_weights.to(table).sqrt().unsqueeze(1)
         random = torch.randn(len(table), rank + 8, generator=torch.Generator().manual_seed(problem.seed))
         span = torch.linalg.qr(weighted.T @ (weighted @ (weighted.T @ random.to(table))))[0]
         axes = torch.linalg.svd(weighted @ span, full_matrices=False)[2][:rank]

@@ -1,4 +1,4 @@
-"""The coordinates of rows in orthonormal bases: the form in which codecs of integers round numbers."""
+"""The coordinates of rows in orthonormal bases, which codecs of integers round."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ClusterCoordinates:
 
     @property
     def rank(self) -> int:
-        """The largest of all flats."""
+        """The largest rank of all flats."""
         return max(len(basis) for basis in self.bases)
 
     def members(self, c: int) -> Tensor:
@@ -38,13 +38,13 @@ class ClusterCoordinates:
         return (self.labels == c).nonzero().squeeze(1)
 
     def first(self, rank: int) -> ClusterCoordinates:
-        """The first ``rank`` coordinates of every row: of a closed form the best of that rank."""
+        """The first ``rank`` coordinates of every row: the best of that rank for methods with optimal prefixes."""
         kept = tuple(part[:, :rank] for part in self.tables)
         return ClusterCoordinates(self.labels, kept, self.flat_of, tuple(basis[:rank] for basis in self.bases))
 
 
 def cluster_coordinates(matrix: Matrix) -> ClusterCoordinates:
-    """A low-rank pair or flats as ``ClusterCoordinates``: the same rows, in bases that rounding leaves alone.
+    """The same rows in orthonormal bases, from a low-rank pair or flats.
 
     Raises:
         KflatsError: a matrix of another kind, or one that keeps rows exactly.
@@ -57,7 +57,11 @@ def cluster_coordinates(matrix: Matrix) -> ClusterCoordinates:
         labels = torch.zeros(matrix.shape[0], dtype=torch.int64)
         return _orthonormal(labels, [matrix.weight], (0,), [matrix.basis])
     if not isinstance(matrix, FlatsMatrix) or any(band.flat is None for band in matrix.bands):
-        raise KflatsError(f"a matrix of the kind {matrix.kind!r} has no coordinates in flats alone")
+        raise KflatsError(
+            f"a matrix of kind {matrix.kind!r} cannot be coded in flats",
+            cause="some of its rows have no coordinates in a flat",
+            hint="Float(), or a method whose rows are all in flats",
+        )
     flats = tuple(band.flat for band in matrix.bands if band.flat is not None)
     tables = tables_of(matrix.weight, matrix.bands)
     bases = torch.split(matrix.basis, list(matrix.flat_ranks))
@@ -67,7 +71,7 @@ def cluster_coordinates(matrix: Matrix) -> ClusterCoordinates:
 def _orthonormal(
     labels: Tensor, tables: list[Tensor], flat_of: tuple[int, ...], bases: list[Tensor] | tuple[Tensor, ...]
 ) -> ClusterCoordinates:
-    """Of an oblique basis T Q, T lower triangular, Q has the same rows for every prefix."""
+    """For an oblique basis T Q with T lower triangular, every prefix of Q spans the rows of the same prefix of T Q."""
     turned = []
     for basis in bases:
         q, t = torch.linalg.qr(basis.detach().cpu().to(torch.float64).T)
@@ -80,7 +84,7 @@ def _orthonormal(
 
 
 class MatrixRows:
-    """The rows that a matrix stands for, decoded block by block.
+    """The rows of a stored matrix, decoded block by block.
 
     >>> pair = LowRankMatrix(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0, 4.0]]))
     >>> [block.tolist() for _, block in MatrixRows(pair).blocks(1)]
@@ -105,22 +109,22 @@ class MatrixRows:
 
 
 def flat_layout(coordinates: ClusterCoordinates) -> tuple[tuple[int, int], ...]:
-    """(classes, rank) of each flat; nothing where all classes share one basis."""
+    """(classes, rank) of each flat; empty if all classes share one basis."""
     if len(coordinates.bases) == 1:
         return ()
     return tuple((coordinates.flat_of.count(flat), len(basis)) for flat, basis in enumerate(coordinates.bases))
 
 
 @dataclass(frozen=True)
-class RoundedBasis:
-    """Rows of a basis as 8-bit integers and a scale each."""
+class RoundedRows:
+    """``levels`` (n, d) integers and ``scales`` (n, groups): a group is d / groups columns, rounded up."""
 
     levels: Tensor
     scales: Scales
 
 
-def rounded_basis(rows: Tensor, dtype: torch.dtype) -> RoundedBasis:
-    """(m, d) rows of bases; scales as ``dtype``."""
+def rounded_basis(rows: Tensor, dtype: torch.dtype) -> RoundedRows:
+    """(m, d) rows of bases as 8-bit integers with one scale a row, as ``dtype``."""
     scale = rows.abs().amax(1) / 127
     safe = torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(1)
-    return RoundedBasis((rows / safe).round().to(torch.int8), scales_of(scale, dtype))
+    return RoundedRows((rows / safe).round().to(torch.int8), scales_of(scale, dtype))

@@ -1,8 +1,7 @@
-"""Integers as bytes: entropy coding by the ``constriction`` library, and the small parts of a stream's head.
+"""Integers as bytes: entropy coding by the ``constriction`` library, and the parts of a stream's head.
 
 The coder is asymmetric numeral systems (Duda, arXiv:1311.2540). Its models are whole numbers, which all machines read
-alike (``numerics.coding.tables``); a checksum of what was coded tells a reader that nothing is damaged and that its
-coder is the writer's.
+alike (``numerics.coding.tables``). A checksum of the coded integers shows damage, and a coder that differs.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
@@ -34,7 +34,7 @@ class Model:
 
 
 def model_of(first: int, frequencies: Tensor) -> Model:
-    """The model of these frequencies, whole numbers; 0 counts as the least that can be coded."""
+    """The model of these whole-number frequencies; 0 counts as the least frequency that can be coded."""
     if len(frequencies) < 2:
         return Model(first, None)
     # Sums of whole numbers below 2^53 are exact in any order.
@@ -53,18 +53,18 @@ def encode_symbols(parts: Sequence[Integers], models: Sequence[Model]) -> bytes:
         KflatsError: ``constriction`` is not installed.
     """
     coder = _library().stack.AnsCoder()
-    for part, model in zip(reversed(parts), reversed(models), strict=True):  # what went in last comes out first
+    for part, model in zip(reversed(parts), reversed(models), strict=True):  # the coder is a stack
         if model.coder is not None:
             coder.encode_reverse(np.ascontiguousarray(part.reshape(-1) - model.first, dtype=np.int32), model.coder)
-    found: bytes = coder.get_compressed().astype("<u4").tobytes()
-    return found
+    data: bytes = coder.get_compressed().astype("<u4").tobytes()
+    return data
 
 
 def decode_symbols(data: memoryview, counts: Sequence[int], models: Sequence[Model]) -> list[Integers]:
-    """What ``encode_symbols`` wrote; damaged ``data`` gives other integers, or an error.
+    """The integers that ``encode_symbols`` wrote; damaged ``data`` gives other integers, or an error.
 
     Raises:
-        KflatsError: ``constriction`` is not installed, or ``data`` that no coder wrote.
+        KflatsError: ``constriction`` is not installed, or no coder wrote ``data``.
     """
     if len(data) % 4:
         raise KflatsError("the codes end inside a word", cause=DAMAGED, hint=AGAIN)
@@ -111,7 +111,7 @@ class Writer:
 
 
 class Reader:
-    """Reads what a ``Writer`` wrote, and never beyond its end.
+    """Reads the head that a ``Writer`` wrote, and never beyond its end.
 
     Raises (all methods):
         KflatsError: the data ends too early, or a checksum differs.
@@ -139,32 +139,31 @@ class Reader:
     def symbols(self, counts: Sequence[int], models: Sequence[Model]) -> list[Integers]:
         """Integers, each part by its own model."""
         size, checksum = self.get("<II")
-        found = decode_symbols(self.take(size), counts, models)
-        if _checksum(found) != checksum:
+        parts = decode_symbols(self.take(size), counts, models)
+        if _checksum(parts) != checksum:
             raise KflatsError("the codes are damaged: a checksum differs", cause=DAMAGED, hint=AGAIN)
-        return found
+        return parts
 
     def tables(self) -> Tables:
         """Distributions."""
         (count,) = self.get("<H")
         if count > 256:
-            raise KflatsError(f"{count} distributions of symbols", cause=DAMAGED, hint=AGAIN)
+            raise KflatsError(
+                f"the codes are damaged: {count} distributions, and 256 are the most", cause=DAMAGED, hint=AGAIN
+            )
         rows, reaches = [], []
         for _ in range(count):
             (reach,) = self.get("<H")
             reaches.append(reach)
             rows.append(torch.frombuffer(bytearray(self.take(knots_up_to(reach))), dtype=torch.uint8))
-        width = max((len(row) for row in rows), default=1)
-        costs = torch.zeros(count, width, dtype=torch.uint8)
-        for row, target in zip(rows, costs, strict=True):
-            target[: len(row)] = row
+        costs = pad_sequence(rows, batch_first=True) if rows else torch.zeros(0, 1, dtype=torch.uint8)
         return Tables(torch.tensor(reaches, dtype=torch.int16), costs)
 
     def array(self, shape: Sequence[int]) -> Tensor:
         """Integers of this shape, int32."""
         models, count = models_of(self.tables()), int(np.prod(shape, dtype=np.int64))
-        (found,) = self.symbols([count], models)
-        return torch.from_numpy(found).view(*shape)
+        (integers,) = self.symbols([count], models)
+        return torch.from_numpy(integers).view(*shape)
 
 
 def _checksum(parts: Sequence[Integers]) -> int:

@@ -1,4 +1,4 @@
-"""Floating-point numbers: every factor in one type."""
+"""Floating-point numbers: all factors in one type."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from kflats.numerics.svd import truncated_svd
 
 @dataclass(frozen=True)
 class Float(Codec):
-    """Every factor in one floating-point type.
+    """All factors in one floating-point type.
 
     Args:
-        dtype: "same" keeps the type the model was loaded in; "float32", "float16" or "bfloat16" chooses one.
-            A half-sized type buys twice the coordinates in the same bytes: worth it when the model
-            runs in that type anyway.
+        dtype: "same" keeps the type in which the model was loaded; otherwise "float32", "float16" or "bfloat16". A type
+            of half the size stores twice as many coordinates in the same bytes: choose it if the model runs in it.
 
     Raises:
         KflatsError: an unknown type.
@@ -40,9 +39,8 @@ class Float(Codec):
     def __post_init__(self) -> None:
         if self.dtype not in ("same", *DTYPES):
             raise KflatsError(
-                f"numbers cannot be stored as {self.dtype!r}",
-                cause="that is not a floating-point type of a codec",
-                hint=f"Float(dtype) with one of: same, {', '.join(DTYPES)}",
+                f"dtype={self.dtype!r} is not supported with Float",
+                hint=f"same, {', '.join(DTYPES)}",
             )
 
     def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
@@ -66,7 +64,7 @@ class Float(Codec):
         (n, d), kind = table.rows.shape, self.torch_dtype(table.dtype)
         if method.produces == "dense":
             cost = method.cost((n, d), 0, kind.itemsize)
-            if cost < table.nbytes:  # values beyond the type make the error infinite: not a candidate
+            if cost < table.nbytes:  # values that overflow the type make the error infinite: no candidate
                 whole = method.fit(Problem(table.rows, cost, kind.itemsize, table.weighting)).matrix.to(kind)
                 error = weighted_error(table.rows, whole, table.weighting).error
                 yield Candidate(method, self, cost, error, f"all numbers in {str(kind).removeprefix('torch.')}")
@@ -77,28 +75,29 @@ class Float(Codec):
                 yield Candidate(method, self, cost, float(table.spectrum[rank]), f"rank {rank} of {min(n, d)}")
 
     def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
-        """The method's own matrix, its numbers as ``dtype``."""
+        """As ``Codec.encode``: the method's matrix, with its numbers as ``dtype``."""
         fitted = method.fit(problem)
         matrix = fitted.matrix.to(dtype)
         if not all(bool(torch.isfinite(tensor).all()) for tensor in matrix.tensors().values()):
             raise KflatsError(
                 f"the coordinates overflow {str(dtype).removeprefix('torch.')}",
-                cause="rows with very large values",
-                hint="a type of more range: Float('bfloat16') or Float('float32')",
+                cause="rows have very large values",
+                hint="Float('bfloat16') or Float('float32')",
+                command="--codec bfloat16 or --codec float32",
             )
         return replace(fitted, matrix=matrix)
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """What methods offer, in float16."""
+        """As ``Codec.automatic``: what methods offer, in float16."""
         return tuple((method, cls("float16")) for kind in METHODS.all_kinds() for method in kind.automatic(shape))
 
 
 def _ranks_in_range(table: Table, most: float) -> int:
-    """The largest rank up to which coordinates in an orthonormal basis are ``most`` at most."""
+    """The largest rank at which no coordinate in an orthonormal basis is above ``most``."""
     weighting = table.weighting
     svd = truncated_svd(table.rows, min(table.rows.shape), left=weighting.left, right=weighting.right)
     sizes = svd.coordinates.abs() * svd.basis.norm(dim=1).to(svd.coordinates)
-    # A right metric leaves the basis oblique; made orthonormal, a coordinate may take up those of all later axes.
+    # A right metric leaves the basis oblique; in an orthonormal basis a coordinate may have the sum of later ones.
     bounds = sizes.amax(0).cummax(0).values if weighting.right is None else sizes.cumsum(1).amax(0)
     return int((bounds <= most).sum()) if math.isfinite(most) else len(bounds)

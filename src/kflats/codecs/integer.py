@@ -9,6 +9,7 @@ import torch
 from kflats.codecs.fixed_rate import Layout
 from kflats.codecs.protocol import Codec
 from kflats.codecs.row_scales import RoundedRows, RowScaleCodec
+from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
 from kflats.methods import KeepDense, Method
 from kflats.numerics.coding.absmax import absmax_code
@@ -21,14 +22,14 @@ class Integer(RowScaleCodec):
 
         a_ij  ~  scale_ig q_ij,      |q_ij| <= 2^(bits - 1) - 1,      scale_ig = max_j |a_ij| / (2^(bits - 1) - 1)
 
-    With ``KeepDense()`` the matrix itself: nearly lossless at 8 bits, a little over a quarter of float32. With any
-    other method the coordinates in its flats, each column divided by its own size, of bases that have 8 bits; of
-    ``Flats`` all rows are rounded, none is kept exactly.
+    With ``KeepDense()`` the matrix itself is rounded: at 8 bits it is nearly lossless and takes a little over a quarter
+    of float32. With any other method the coordinates in its flats are rounded, each column divided by its size, and the
+    bases have 8 bits. With ``Flats`` all rows are rounded, and none is kept exactly.
 
     Args:
         bits: 2 to 8.
-        group: None: one scale a row. Otherwise as few groups as have at most this number of columns, equal but for the
-            last. 8 bits need no groups; 4 bits want groups of 32 to 128.
+        group: None: one scale a row. Otherwise a scale for each group of this number of columns; the last group may
+            have fewer. 8 bits need no groups; 4 bits need groups of 32 to 128.
 
     Choose 8 bits where nothing may be lost and a quarter of float32 is small enough. At fewer bits ``Transform`` is
     smaller at equal error for weights with a smooth distribution; for weights on a grid (ternary, 15 levels, pruned)
@@ -44,17 +45,16 @@ class Integer(RowScaleCodec):
     group: int | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in range(2, 9):
-            raise KflatsError(f"Integer cannot store numbers in {self.bits!r} bits", hint="2 to 8")
-        if self.group is not None and (
-            isinstance(self.group, bool) or not isinstance(self.group, int) or self.group < 1
-        ):
+        if not is_whole(self.bits, 2, 8):
+            raise KflatsError(f"bits={self.bits!r} is not supported with Integer", hint="2 to 8")
+        if self.group is not None and not is_whole(self.group, 1):
             raise KflatsError(
-                f"Integer cannot group {self.group!r} columns", hint="a whole number from 1, or None for whole rows"
+                f"group={self.group!r} is not supported with Integer",
+                hint="a number of columns from 1, or None for whole rows",
             )
 
     def groups(self, columns: int) -> int:
-        """How many scales a row of so many columns has."""
+        """The number of scales in a row with this number of columns."""
         return 1 if self.group is None else -(-columns // self.group)
 
     @property

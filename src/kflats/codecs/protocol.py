@@ -1,4 +1,4 @@
-"""What a codec is: a frozen value that says how the numbers of a matrix are stored, and stores what a method makes."""
+"""What a codec is: a frozen value that stores the numbers of the matrix that a method makes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from kflats.numerics.rows import Rows
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 """Types that numbers and scales may be stored in."""
 _AMPLE = 1000
-"""Bytes a number that are enough for any code."""
+"""Bytes a number, more than any code takes."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """One weight as a codec sees it before bytes are decided.
+    """One weight before its bytes are decided.
 
     Args:
-        rows: (n, d) as the method is given them, transposed where the recipe says so.
+        rows: (n, d) as the method is given them, transposed where the recipe asks for it.
         weighting: of these rows. dtype: of the weight.
         spectrum: (min(n, d) + 1,) float64, the weighted squared error of an SVD of rank 0, 1, ...
     """
@@ -51,9 +51,11 @@ class Table:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to store a weight: ``nbytes`` in a file, and the weighted squared ``error`` that it leaves.
+    """One way to store a weight.
 
-    ``error_kind`` says what error that is; it is empty where the error is another method's.
+    Args:
+        nbytes: in a file. error: the weighted squared error.
+        note: for the plan. error_kind: what the error is called in the plan; empty: the plan does not show it.
     """
 
     method: Method
@@ -75,25 +77,26 @@ class Codec(Protocol):
     stores_integers: ClassVar[bool] = True
     """Whether a file holds entropy-coded integers (a ``CodedMatrix``), and not floating-point factors."""
     any_size: ClassVar[bool] = False
-    """Whether codes can be made as large as is wanted, within one per cent."""
+    """Whether codes can have any size, within one per cent."""
 
     def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
-        """The type of all floating-point numbers that are stored, for a weight of the type ``original``: the same type.
+        """The type of all stored floating-point numbers, for a weight of type ``original``; here that type itself.
 
         Raises:
-            KflatsError: the weight is not of a floating-point type.
+            KflatsError: the weight's type is not a floating-point type.
         """
         kept = getattr(torch, original.removeprefix("torch."), None) if isinstance(original, str) else original
         if not isinstance(kept, torch.dtype) or not kept.is_floating_point or kept.itemsize < 2:
             raise KflatsError(
-                f"factors cannot be kept in the weight's own type, {original}",
+                f"factors cannot be stored in the weight's own type, {original}",
                 cause="the weight is quantized already, or not floating point",
-                hint="load the model in float32 or bfloat16, or name a type: Float('float16')",
+                hint="load the model in float32 or bfloat16, or Float('float16')",
+                command="a model in float32 or bfloat16, or --codec float16",
             )
         return kept
 
     def refusal(self, method: Method) -> tuple[str, str] | None:
-        """Why this codec cannot store what ``method`` makes, and what to use instead; None where it can."""
+        """(cause, hint) if this codec cannot store what ``method`` makes, else None."""
         return None
 
     def replaces_fit(self, method: Method) -> bool:
@@ -106,14 +109,14 @@ class Codec(Protocol):
 
     @abstractmethod
     def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
-        """The least bytes that ``encode`` may be given; ``itemsize`` bytes a floating-point number."""
+        """The least bytes that ``encode`` may be given; ``itemsize``: bytes of a floating-point number."""
 
     def fixed_bytes(self, method: Method, shape: tuple[int, int], itemsize: int) -> int | None:
-        """A bound of the bytes in a file where these do not depend on the budget, else None."""
+        """A bound of the bytes in a file if they do not depend on the budget, else None."""
         return None
 
     def counted_bytes(self, method: Method, rows: Rows, dtype: torch.dtype) -> int:
-        """Bytes of the file that holds ``rows``, counted on the codes themselves; for codecs with ``fixed_bytes``."""
+        """Bytes of the codes of ``rows`` in a file, counted by encoding; for codecs with ``fixed_bytes``."""
         room = _AMPLE * rows.shape[0] * rows.shape[1] + _AMPLE**2
         return self.encode(method, Problem(rows, room, dtype.itemsize), dtype).nbytes
 
@@ -123,15 +126,15 @@ class Codec(Protocol):
 
     @abstractmethod
     def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
-        """What ``method`` makes of the rows, stored in at most ``problem.nbytes``; floating-point numbers as ``dtype``.
+        """The method's result, stored in at most ``problem.nbytes``; floating-point numbers as ``dtype``.
 
         Raises:
-            KflatsError: too few bytes, or whatever the method refuses.
+            KflatsError: too few bytes, or as ``method.fit``.
         """
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """What ``Auto()`` offers a weight of this shape."""
+        """The methods and codecs that ``Auto()`` tries for a weight of this shape."""
         return ()
 
 

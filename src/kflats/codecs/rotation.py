@@ -1,4 +1,4 @@
-"""A random rotation before rounding: an error that does not depend on the matrix."""
+"""A random rotation before rounding, so that the error does not depend on the matrix."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from kflats.codecs.cluster_coordinates import ClusterCoordinates, flat_layout, rounded_basis
 from kflats.codecs.fixed_rate import FixedRateCodec, Layout
 from kflats.codecs.protocol import Table
+from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.coded_build import from_integers
@@ -23,22 +24,25 @@ from kflats.numerics.rows import Rows
 
 @dataclass(frozen=True)
 class Rotation(FixedRateCodec):
-    """A random rotation, then 2^bits values of least squared error for a Gaussian: nothing is fitted.
+    """A random rotation, then the 2^bits values of least squared error for a Gaussian.
 
-    The error is that of a Gaussian source whatever the matrix: a share of .363, .117, .035, .0095 at 1 to 4 bits (Max,
-    IRE Trans. IT 6, 1960). With ``KeepDense()`` the matrix itself is rotated, and no decision depends on the data; with
-    any other method the coordinates in each of its flats.
+    The error is that of a Gaussian source for every matrix: a share of .363, .117, .035, .0095 at 1 to 4 bits (Max, IRE
+    Trans. IT 6, 1960). With ``KeepDense()`` the matrix itself is rotated, and nothing depends on data. With any other
+    method the coordinates in each of its flats are rotated.
 
     Args:
-        bits: 1 to 8; None: as many as the budget holds, or those at which a method's rank and they lose least.
+        bits: 1 to 8. None: the most bits that the budget holds; with a method of flats, the bits at which its rank and
+            rounding lose least together.
+
+    Choose it where the error must be known before the weights are. ``Transform`` loses less in the same bytes.
     """
 
     bits: int | None = None
 
     def __post_init__(self) -> None:
-        if self.bits is not None and (isinstance(self.bits, bool) or self.bits not in range(1, 9)):
+        if self.bits is not None and not is_whole(self.bits, 1, 8):
             raise KflatsError(
-                f"Rotation cannot store numbers in {self.bits!r} bits", hint="1 to 8, or None for what the budget holds"
+                f"bits={self.bits!r} is not supported with Rotation", hint="1 to 8, or None for a choice by the budget"
             )
 
     def choices(self) -> tuple[FixedRateCodec, ...]:
@@ -47,7 +51,7 @@ class Rotation(FixedRateCodec):
 
     @property
     def bits_per_number(self) -> int:
-        """As ``FixedRateCodec.bits_per_number``; the least where the budget chooses."""
+        """As ``FixedRateCodec.bits_per_number``; 1 where the budget chooses."""
         return self.bits or 1
 
     def layout(self, columns: int) -> Layout:
@@ -55,20 +59,18 @@ class Rotation(FixedRateCodec):
         return Layout(self.bits_per_number, levels=2**self.bits_per_number)
 
     def rounding_share(self, method: Method, table: Table) -> float:
-        """As ``FixedRateCodec.rounding_share``: a Gaussian's."""
+        """As ``FixedRateCodec.rounding_share``: that of a Gaussian source."""
         return gaussian_share(self.bits_per_number)
 
     def refusal(self, method: Method) -> tuple[str, str] | None:
         """As ``FixedRateCodec.refusal``."""
         if method.nested_ranks > 1:
-            return (
-                "a rotation makes all columns alike, and nested ranks need columns in order",
-                "nested_ranks=1, or Integer(8)",
-            )
+            cause = "a rotation mixes all columns, and nested ranks need columns in order"
+            return cause, "nested_ranks=1, or Integer(8)"
         return super().refusal(method)
 
     def counted_bytes(self, method: Method, rows: Rows, dtype: torch.dtype) -> int:
-        """As ``Codec.counted_bytes``: a bound, because the size depends a little on the seed."""
+        """As ``Codec.counted_bytes``: a bound, because the bytes depend a little on the seed."""
         return super().counted_bytes(method, rows, dtype) + rows.shape[1] ** 2 // 16 + 200
 
     def round_rows(self, rows: Rows, dtype: torch.dtype, seed: int) -> CodedMatrix:
@@ -102,10 +104,8 @@ def _rotated(
     for c, code in enumerate(codes):
         mine = slice(None) if labels is None else (labels == c).nonzero().squeeze(1)
         lengths[mine] = code.scales.wide
-    scales, basis = (
-        scales_of(lengths, dtype),
-        rounded_basis(torch.cat([basis.to(torch.float64) for basis in bases]), dtype),
-    )
+    scales = scales_of(lengths, dtype)
+    basis = rounded_basis(torch.cat([basis.to(torch.float64) for basis in bases]), dtype)
     integers = [code.levels.to(torch.int16) - len(values) // 2 for code in codes]
     return from_integers(
         [F.pad(one, (0, rank - one.shape[1])) for one in integers],

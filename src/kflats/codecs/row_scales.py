@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kflats.codecs.cluster_coordinates import ClusterCoordinates, flat_layout, rounded_basis
+from kflats.codecs.cluster_coordinates import ClusterCoordinates, RoundedRows, flat_layout, rounded_basis
 from kflats.codecs.fixed_rate import FixedRateCodec
 from kflats.codecs.protocol import Table
 from kflats.common.errors import KflatsError
@@ -19,34 +18,26 @@ from kflats.methods import SVD
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Problem
 from kflats.methods.protocol import Method
-from kflats.numerics.coding.scales import Scales
 from kflats.numerics.rows import Rows, TensorRows
 
 
-@dataclass(frozen=True)
-class RoundedRows:
-    """``levels`` (n, d) integers and ``scales`` (n, groups): a group is d / groups columns, rounded up."""
-
-    levels: Tensor
-    scales: Scales
-
-
 class RowScaleCodec(FixedRateCodec, Protocol):
-    """Integers times a scale of their row; a subclass says how rows are rounded.
+    """Integers times a scale of their row; a subclass rounds the rows.
 
-    Of a method's coordinates each column is divided by its own size first, which goes into the bases, of 8 bits.
+    Each column of a method's coordinates is first divided by its size, by which the rows of the bases are multiplied;
+    bases have 8 bits.
     """
 
     @abstractmethod
     def rounded(self, rows: Rows, dtype: torch.dtype) -> RoundedRows:
-        """All rows; scales as ``dtype``."""
+        """The integers and scales of all rows; scales as ``dtype``."""
 
     def rounding_share(self, method: Method, table: Table) -> float:
         """As ``FixedRateCodec.rounding_share``: measured on an SVD of all ranks."""
         if float(table.spectrum[0]) <= 0:
             return 0.0
         shape, itemsize = table.rows.shape, table.dtype.itemsize
-        # Twice: of a small matrix the header of a file is most.
+        # The room is doubled because the header is most of a small file.
         room = 2 * (self.memory_bytes(shape, itemsize, min(shape)) + self.min_bytes(method, shape, itemsize))
         stored = self.encode(SVD(), Problem(table.rows, room, itemsize, table.weighting), table.dtype)
         return min(1.0, weighted_error(table.rows, stored.matrix, table.weighting).relative)
@@ -63,10 +54,12 @@ class RowScaleCodec(FixedRateCodec, Protocol):
         """As ``FixedRateCodec.round_coordinates``.
 
         Raises:
-            KflatsError: flats of rank 0 alone.
+            KflatsError: all flats have rank 0.
         """
         if not coordinates.rank:
-            raise KflatsError("no flat has a rank", cause="a matrix of zeros", hint="KeepDense(), or leave it as it is")
+            raise KflatsError(
+                "a matrix of zeros cannot be coded in flats", cause="all flats have rank 0", hint="KeepDense()"
+            )
         sizes = [_sizes(coordinates, flat) for flat in range(len(coordinates.bases))]
         whole = torch.zeros(len(coordinates.labels), coordinates.rank)
         for c, (table, flat) in enumerate(zip(coordinates.tables, coordinates.flat_of, strict=True)):
@@ -91,7 +84,7 @@ class RowScaleCodec(FixedRateCodec, Protocol):
 
 
 def _sizes(coordinates: ClusterCoordinates, flat: int) -> Tensor:
-    """(r,) the root mean square of each coordinate of a flat, over the rows that have it; 1 for those of zeros."""
+    """(r,) the root mean square of each coordinate of a flat over the rows that have it, 1 in place of 0."""
     sums, counts = torch.zeros(2, len(coordinates.bases[flat]), dtype=torch.float64)
     for table, of in zip(coordinates.tables, coordinates.flat_of, strict=True):
         if of == flat:

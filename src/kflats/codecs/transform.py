@@ -51,10 +51,10 @@ class Transform(Codec):
         minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= budget
 
     With ``SVD()`` the rank is the number of axes that get bits. With ``Flats(k)`` each flat has its own axes, for
-    tables with hundreds of times as many rows as columns. A metric that couples rows is replaced by its diagonal. Methods that
-    minimise other errors (``Entrywise()``, ``Flats(error=Power(1))``, ...) fit flats whose rank is the number of axes
-    that get bits, and the fitted rows are coded. Stored bytes are those of the entropy-coded file; in memory the codes
-    have a fixed rate and take more.
+    tables with hundreds of times as many rows as columns. A metric that couples rows is replaced by its diagonal.
+    Methods that minimise other errors (``Entrywise()``, ``Flats(error=Power(1))``, ...) fit flats whose rank is the
+    number of axes that get bits, and the fitted rows are coded. Stored bytes are those of the entropy-coded file; in
+    memory the codes have a fixed rate and take more.
 
     Args:
         classes: the largest number of classes, 1 to 256, into which the rows of all flats are divided by weight and
