@@ -7,12 +7,13 @@ fit of methods that minimise squares.
 
 from __future__ import annotations
 
+from kflats.codecs.cluster_coordinates import RoundedRows
 from kflats.codecs.fixed_rate import FixedRateCodec, Layout
 from kflats.codecs.float import Float
 from kflats.codecs.integer import Integer
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table, check_codec
 from kflats.codecs.rotation import Rotation
-from kflats.codecs.row_scales import RoundedRows, RowScaleCodec
+from kflats.codecs.row_scales import RowScaleCodec
 from kflats.codecs.transform import Transform
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
+from kflats.codecs.cluster_coordinates import RoundedRows
 from kflats.codecs.fixed_rate import Layout
 from kflats.codecs.protocol import Codec
-from kflats.codecs.row_scales import RoundedRows, RowScaleCodec
+from kflats.codecs.row_scales import RowScaleCodec
 from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
 from kflats.methods import KeepDense, Method
