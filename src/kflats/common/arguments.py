@@ -38,7 +38,9 @@ def check_value(value: object, protocol: type, axis: str, members: str, examples
         KflatsError: a class in place of a value, or another value.
     """
     if isinstance(value, type):
-        name = value.__name__
-        raise KflatsError(f"{value!r} is not {axis}", cause=f"{name} is a class", hint=f"{name}()")
-    if not isinstance(value, protocol):
-        raise KflatsError(f"{value!r} is not {axis}", cause=f"{type(value).__name__} has no {members}", hint=examples)
+        cause, hint = f"{value.__name__} is a class", f"{value.__name__}()"
+    elif isinstance(value, protocol):
+        return
+    else:
+        cause, hint = f"{type(value).__name__} has no {members}", examples
+    raise KflatsError(f"{value!r} is not {axis}", cause=cause, hint=hint, command="kflats compress --help")
