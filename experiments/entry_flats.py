@@ -35,7 +35,7 @@ from kflats.numerics.entrywise_admm import admm
 from kflats.numerics.entrywise_irls import irls
 from kflats.numerics.factors import Factors
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Progress
+from kflats.numerics.flats import Progress, Stopping
 from kflats.numerics.loss import Power
 from kflats.numerics.rows import (
     BLOCK,
@@ -316,7 +316,7 @@ class EntryState:
             elif self.p == 1:
                 found = self._l1(part, begun, inside, tolerance / 10)
             else:
-                found = irls(part, begun, self.p, tolerance / 10, INNER, None)
+                found = irls(part, begun, self.p, Stopping(tolerance / 10, INNER))
             if found.error(part, self.p) >= float(self.costs[inside].sum()):
                 continue
             q, r = torch.linalg.qr(found.basis.T)
@@ -326,10 +326,10 @@ class EntryState:
 
     def _l1(self, part: TensorRows, begun: Factors, inside: Tensor, tolerance: float) -> Factors:
         if self.roots is None:
-            return admm(part, begun, 1.0, tolerance, INNER, None, shrink=QUICK)
+            return admm(part, begun, 1.0, Stopping(tolerance, INNER), shrink=QUICK)
         root = self.roots[inside]  # the power of weights that ADMM takes its rows in
         part, begun = TensorRows(part.matrix / root), Factors(begun.coordinates / root, begun.basis)
-        found = admm(part, begun, 1.0, tolerance, INNER, None, shrink=QUICK, sizes=root)
+        found = admm(part, begun, 1.0, Stopping(tolerance, INNER), shrink=QUICK, sizes=root)
         return Factors(found.coordinates * root, found.basis)
 
     def move_(self) -> None:

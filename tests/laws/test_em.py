@@ -105,6 +105,7 @@ def test_the_e_step_does_not_depend_on_row_order_or_block_size(ranks, monkeypatc
     torch.testing.assert_close(whole.dist2[order], shuffled.dist2)
     for block in (1, 7, 4096):
         monkeypatch.setattr(assign_module, "BLOCK", block)
+        monkeypatch.setattr("kflats.numerics.rows.BLOCK", block)
         part = run(a[:500], w[:500]) if block == 1 else run(a, w)
         assert torch.equal(whole.labels[: len(part.labels)], part.labels)
 

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
-from kflats.numerics import entrywise_admm, entrywise_irls
 from kflats.numerics.entrywise import entrywise_low_rank
 from kflats.numerics.entrywise_prox import Pull
 from kflats.numerics.factors import Factors, powers_
@@ -221,8 +220,7 @@ def test_weights(solver, p):
 def test_blocks_do_not_matter(monkeypatch, solver, p):
     a = draw(100, 6, 10)
     made = entrywise_low_rank(a, 2, p=p, solver=solver, max_iterations=20)
-    for module in (entrywise_admm, entrywise_irls):
-        monkeypatch.setattr(module, "BLOCK", 7)
+    monkeypatch.setattr("kflats.numerics.rows.BLOCK", 7)
     other = entrywise_low_rank(a, 2, p=p, solver=solver, max_iterations=20)
     assert other.error == pytest.approx(made.error, rel=1e-8)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kflats.common.errors import KflatsError
 from kflats.numerics.metric import right_metric
 from kflats.numerics.rows import TensorRows
-from kflats.numerics.svd import project, range_finder_svd, truncated_svd, weighted_spectrum
+from kflats.numerics.svd import project, truncated_svd, weighted_spectrum
 
 F64 = torch.float64
 SHAPES = {"tall": (60, 9), "square": (12, 12), "wide": (7, 30), "one row": (1, 5), "one column": (20, 1)}
@@ -248,28 +248,6 @@ def test_a_right_metric_is_split_and_inverted_where_it_is_regular():
         ) if gram.ndim == 1 else torch.testing.assert_close(found.factor @ found.inverse, eye, atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("shape", [(400, 120), (50, 200)], ids=["tall", "wide"])
-def test_the_range_finder_comes_close_to_the_optimum(shape, weighted):
-    gen = torch.Generator().manual_seed(2)
-    a = torch.randn(*shape, generator=gen) * torch.logspace(0, -2, shape[1])  # a decaying spectrum
-    w = torch.rand(shape[0], generator=gen) + 0.1 if weighted else None
-    found = range_finder_svd(a, 20, left=w)
-    least, _ = numpy_error(a, 20, w)
-    assert least * (1 - 1e-4) <= reached(a, found, w) <= 1.01 * least
-    assert found.error == pytest.approx(reached(a, found, w), rel=1e-3)
-
-
-def test_the_range_finder_follows_its_seed_alone():
-    a = draw(50, 20, 0)[0].float()
-    before = torch.get_rng_state()
-    first, again = range_finder_svd(a, 4, passes=0, seed=1), range_finder_svd(a, 4, passes=0, seed=1)
-    other = range_finder_svd(a, 4, passes=0, seed=2)
-    assert torch.equal(first.basis, again.basis)
-    assert not torch.equal(first.basis, other.basis)
-    assert torch.equal(before, torch.get_rng_state())
-
-
 def test_full_matrices_are_never_formed(monkeypatch):
     """A 4000 x 4 matrix must not give 4000 x 4000 of anything: every tensor made stays below n * d * 4."""
     largest = 0
@@ -287,7 +265,6 @@ def test_full_matrices_are_never_formed(monkeypatch):
     with Watch():
         truncated_svd(a, 2)
         truncated_svd(a.T.contiguous(), 2)
-        range_finder_svd(a, 2)
     assert 0 < largest <= 4 * a.numel()
 
 
@@ -297,7 +274,6 @@ def test_projection_by_blocks_is_the_projection():
     torch.testing.assert_close(project(TensorRows(a), basis), a @ basis.T)
 
 
-@pytest.mark.parametrize("solve", [truncated_svd, range_finder_svd])
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -314,7 +290,7 @@ def test_projection_by_blocks_is_the_projection():
         (lambda a, w: (a[:0], 2, w[:0]), "non-empty matrix"),
     ],
 )
-def test_bad_input_is_refused(solve, change, message):
+def test_bad_input_is_refused(change, message):
     a, rank, w = change(torch.randn(10, 6), torch.ones(10))
     with pytest.raises(KflatsError, match=message):
-        solve(a, rank, left=w)
+        truncated_svd(a, rank, left=w)

@@ -1,4 +1,4 @@
-"""The lp ellipsoid of a matrix, and how far it is from the body it stands for: proved, and found.
+"""The lp ellipsoid of a matrix, and its distortion: a proved bound, and a lower bound by search.
 
     ||D V'x||_2^p  <=  ||Ax||_p^p  <=  bound * ||D V'x||_2^p        for every x
 
@@ -59,7 +59,7 @@ class Ellipsoid:
 class Distortion:
     """``least`` * ||D V'x||_2^p <= ||Ax||_p^p <= ``greatest`` * ||D V'x||_2^p.
 
-    Of ``distortion_bound``: holds for every x. Of ``distortion_found``: both sides are attained by some x.
+    From ``distortion_bound`` it holds for every x. From ``distortion_found``, some x attains each side.
     """
 
     least: float
@@ -67,7 +67,7 @@ class Distortion:
 
     @property
     def ratio(self) -> float:
-        """greatest / least: what no scaling of the ellipsoid can change."""
+        """greatest / least, which does not depend on the scale of the ellipsoid."""
         return self.greatest / self.least
 
 
@@ -95,7 +95,7 @@ def check_power(p: float, n: int, d: int, *, least: float = 0.0) -> None:
 
 
 def distortion_bound(matrix: Tensor | Rows, ellipsoid: Ellipsoid) -> Distortion:
-    """Constants proved for *any* ellipsoid, however it was found: one pass over (n, d) and an r x r eigenproblem.
+    """Constants proved for *any* ellipsoid, by one pass over (n, d) and an r x r eigenproblem.
 
     With q_i = a_i'Q^-1 a_i, S = sum q_i^(p/2) and m <= M the extreme eigenvalues of
     Q^-1/2 (sum q_i^(p/2 - 1) a_i a_i') Q^-1/2, where Q = V D^2 V':
@@ -126,7 +126,11 @@ def distortion_bound(matrix: Tensor | Rows, ellipsoid: Ellipsoid) -> Distortion:
     values = torch.linalg.eigvalsh(gram)
     low, high = float(values[0]), float(values[-1])
     if not low > 0:
-        raise KflatsError("the ellipsoid has an axis along which the matrix vanishes", cause="it is another matrix's")
+        raise KflatsError(
+            "the ellipsoid has an axis along which the matrix vanishes",
+            cause="the ellipsoid belongs to another matrix",
+            hint="fit it to this one",
+        )
     spread: float = total ** (1 - p / 2)
     return Distortion(low, spread * high ** (p / 2)) if p <= 2 else Distortion(spread * low ** (p / 2), high)
 
@@ -139,7 +143,7 @@ def lifted(ellipsoid: Ellipsoid, basis: Tensor | None) -> Ellipsoid:
 
 
 def empty(rows: Rows, p: float) -> Ellipsoid:
-    """Of a matrix of zeros: no axes, and 0 <= 0 <= 0."""
+    """The ellipsoid of a matrix of zeros: no axes, and 0 <= 0 <= 0."""
     none = torch.zeros(0, rows.shape[1], dtype=torch.float64, device=rows.device)
     return Ellipsoid(none[:, 0], none, float(p), 1.0, 0, True)
 
@@ -154,11 +158,11 @@ def certified(matrix: Tensor | Rows, ellipsoid: Ellipsoid) -> Ellipsoid:
 def distortion_found(
     matrix: Tensor | Rows, ellipsoid: Ellipsoid, *, directions: int = 16, steps: int = 40, seed: int = 0
 ) -> Distortion:
-    """The least and greatest ||Ax||_p^p / ||D V'x||_2^p among ``directions`` random x, the longest rows and the axes,
-    each followed downhill and uphill for ``steps`` steps: a lower bound of any ellipsoid's true distortion.
+    """The least and greatest ||Ax||_p^p / ||D V'x||_2^p by search: a lower bound of an ellipsoid's true distortion.
 
-    Both climbs are gradient steps on the sphere ||D V'x|| = 1, each accepted only if it helps, its length halved
-    otherwise. Costs about 4 n d (2 directions) a step; local extrema only, so the truth may lie outside.
+    The search begins from ``directions`` random x, the longest rows and the axes, and goes downhill and uphill for
+    ``steps`` gradient steps on the sphere ||D V'x|| = 1. A step that does not help is undone, and the next is shorter.
+    Costs about 4 n d (2 directions) a step. The extrema are local, so the true distortion may be larger.
 
     >>> square = Ellipsoid(torch.ones(2).double(), torch.eye(2).double(), 1.0, 2.0, 0, True)
     >>> found = distortion_found(torch.eye(2), square)
@@ -175,7 +179,7 @@ def distortion_found(
 
 
 def _starts(rows: Rows, ellipsoid: Ellipsoid, count: int, seed: int) -> Tensor:
-    """(r, m) unit columns z = D V'x: axes, whitened rows that reach farthest in each block, random ones."""
+    """(r, m) unit columns z = D V'x: axes, the longest whitened rows of each block, and random ones."""
     r, generator = ellipsoid.rank, torch.Generator().manual_seed(seed)
     device, whitening = rows.device, ellipsoid.whitening.to(rows.device)
     far: list[tuple[float, Tensor]] = []
@@ -219,6 +223,6 @@ def _log_norm(rows: Rows, ellipsoid: Ellipsoid, z: Tensor) -> tuple[Tensor, Tens
         y = wide @ x
         size = y.abs()
         total += size.pow(p).sum(0)
-        near = 1e-3 * size.mean(0)  # a kink's own slope points away from the lowest point of it
+        near = 1e-3 * size.mean(0)  # at a kink, the exact slope leads away from its lowest point
         slope += wide.T @ (y * torch.maximum(size, near).clamp_min(1e-150).pow(p - 2))
     return total.log() / p, whitening.T @ slope / total

@@ -2,10 +2,10 @@
 
     minimise over U (n, r), V (r, d):   sum_i w_i sum_j |A - U V|_ij^p          0 < p <= 2
 
-Single wrong entries pull a squared error by their square; at p = 1 they count no more than how many they are. The
-problem is not convex (and NP-hard for p = 1: Gillis & Vavasis 2018): both solvers start from the SVD, or from that of
-the matrix with its far entries held back (``winsor``) where its sum is lower, and return the lowest sum they saw:
-``entrywise_admm`` (1 <= p < 2), ``entrywise_irls`` (any p).
+A single wrong entry counts by its square in a squared error, and by its size at p = 1. The problem is not convex (and
+NP-hard for p = 1: Gillis & Vavasis 2018). Both solvers, ``entrywise_admm`` (1 <= p < 2) and ``entrywise_irls`` (any p),
+begin from the SVD, or from the SVD of the matrix with its far entries held back (``winsorize``) where its sum is lower.
+They return the factors of the lowest sum on their way.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise_admm import admm
 from kflats.numerics.entrywise_irls import irls
 from kflats.numerics.factors import Factors, powers_
-from kflats.numerics.flats import Progress
+from kflats.numerics.flats import Progress, Stopping
 from kflats.numerics.rows import (
-    BLOCK,
-    MetricRows,
     Rows,
     ScaledRows,
     TensorRows,
+    WidenedRows,
+    all_rows,
     as_rows,
     check_finite,
     check_rank,
     check_spread,
+    check_steps,
     check_weights,
     row_factors,
+    slices,
 )
 from kflats.numerics.svd import project, truncated_svd
 from kflats.numerics.winsorize import HeldBackRows
 
 Solver = Literal["irls", "admm"]
 
-_SPREAD = 1e6  # squares of rows so much longer than the others leave float64 few digits of these
+_SPREAD = 1e6  # the squares of longer rows leave float64 few digits for those of the others
 SINGLE = 1e3
-"""How many times the longest row may be as long as the median row in float32."""
+"""In float32, the longest row may be this many times as long as the median row."""
 
 SMALL = 1e-12
-"""Least row factor: rows of smaller ones are projected onto a flat that they do not turn."""
+"""The least row factor. Rows of smaller factors are projected onto the flat but do not change it."""
 
-_ROUNDED = 1e-5  # the least that float32 takes
+_ROUNDED = 1e-5  # the least row factor for float32
 
-_NOTHING = 1e-6  # of an entry's mean size
+_NOTHING = 1e-6  # of the mean size of an entry
 
 
 @dataclass(frozen=True)
@@ -86,24 +88,24 @@ def entrywise_low_rank(
     Args:
         matrix: (n, d), a tensor or any ``Rows``; read in blocks.
         rank: 1..min(n, d).
-        p: 0 < p <= 2. 1 forgets outliers already; below 1 the start matters more; 2 is the SVD, without iterations.
-        solver: "irls" for any p. "admm" for 1 <= p < 2: as low on trained tables or lower in a fraction of the time;
-            where entries are grossly wrong it ends a few per cent farther from the truth. With row weights take "irls":
-            on matrices wider than long, or where a few rows have nearly all the weight, ADMM ended up to 45 % higher,
-            and says that it converged. Below 1 its step of |x|^p jumps: a problem that is not convex inside another.
-        weights: (n,) w_i >= 0; rows of weight 0 judge nothing and get their projection. So do, in fits by "irls", rows
-            of w^(1/p) below 1e-12 of the largest, but the sum at the end counts them.
-        tolerance: stop when an iteration lowers the sum by less than this share, over the last ten.
-        max_iterations: never more.
+        p: 0 < p <= 2. 1 already ignores outliers; below 1 the start matters more; 2 is the SVD, without iterations.
+        solver: "irls" for any p. "admm" for 1 <= p < 2: on trained tables its sum is as low or lower, in a fraction of
+            the time; where entries are grossly wrong it ends a few per cent farther from the truth. With row weights
+            choose "irls": on matrices wider than long, or where a few rows have nearly all the weight, the sum of
+            ADMM was up to 45 % higher although it had converged. Below 1 the step of ADMM is not convex.
+        weights: (n,) w_i >= 0. A row of weight 0 does not change the fit and gets its projection. With "irls" the same
+            holds for rows of w^(1/p) below 1e-12 of the largest, but the last sum includes them.
+        tolerance: stop when iterations lower the sum by less than this share each, over the last ten.
+        max_iterations: limit of iterations.
 
-    An iteration of ADMM costs 2 n d (d + 2 r) operations and an eigenproblem of the smaller side, one of IRLS
-    about 40 n d r; both are matrix products. Memory beside the source: a table n x d of its type, for ADMM two (where
-    n < d one more), and four of n x r. Choose it where single entries may be wrong, or where absolute errors are what
-    counts; where whole rows are wrong, ``robust_subspace``. Limit: outliers must be few in each row and column.
+    An iteration of ADMM costs 2 n d (d + 2 r) operations and an eigenproblem of the smaller side; one of IRLS costs
+    about 40 n d r. Both are matrix products. Memory beside the source: a table n x d of its type, for ADMM two (where
+    n < d one more), and four of n x r. Choose it where single entries may be wrong, or where absolute errors count;
+    where whole rows are wrong, ``robust_subspace``. Limit: outliers must be few in each row and column.
 
     Raises:
-        KflatsError: p outside (0, 2], ADMM for p < 1, NaN or infinity, a rank outside 1..min(n, d),
-            unusable weights, or a row so long that the others are rounding beside it.
+        KflatsError: p outside (0, 2], ADMM for p < 1, NaN or infinity, a rank outside 1..min(n, d), unusable weights,
+            or a row so long that the others are only rounding beside it.
 
     >>> a = torch.outer(torch.arange(1.0, 9.0), torch.ones(6))
     >>> a[3, 2] = 30.0                                                        # one wrong entry
@@ -115,8 +117,7 @@ def entrywise_low_rank(
     n, d = rows.shape
     chosen = _checked_solver(p, solver)
     check_rank(rank, min(n, d))
-    if not 0 <= tolerance < 1 or max_iterations < 1:
-        raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
+    check_steps(tolerance, max_iterations)
     check_finite(rows)
     check_weights(weights, n)
     scaled = _scaled(rows, weights, p, 0.5 if chosen == "admm" else 1 / p)
@@ -125,12 +126,13 @@ def entrywise_low_rank(
         return EntrywiseFit(project(rows, basis), basis, (0.0,), True, chosen)
     inside, sizes = scaled.rows, scaled.sizes
     begun = _begun(inside, rank, p, sizes)
+    stop = Stopping(tolerance, max_iterations, progress)
     if chosen == "svd":
         found = replace(begun, converged=True)
     elif chosen == "admm":
-        found = admm(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries, sizes=sizes)
+        found = admm(inside, begun, p, stop, entries=scaled.entries, sizes=sizes)
     else:
-        found = irls(inside, begun, p, tolerance, max_iterations, progress, entries=scaled.entries)
+        found = irls(inside, begun, p, stop, entries=scaled.entries)
     coordinates, basis = (found.basis.T, found.coordinates.T) if scaled.turned else (found.coordinates, found.basis)
     coordinates, basis = _ordered(coordinates, basis)
     coordinates, basis = (coordinates * scaled.back.unsqueeze(1)).to(rows.dtype), basis.to(rows.dtype)
@@ -140,17 +142,16 @@ def entrywise_low_rank(
     sums = begun.objective + tuple(value for value in found.objective if value < begun.objective[-1])
     objective = tuple(scaled.unit * value for value in sums)
     faint = weights is not None and bool((weights.to(rows.device)[scaled.back == 0] > 0).any())
-    if scaled.widened or faint:  # a small p makes much of what the narrower type rounds
+    if scaled.widened or faint:  # a small p enlarges the rounding of the narrower type
         error = _stored(rows, coordinates, basis, p, weights)
         objective = (*(value for value in objective if value > error), error)
     return EntrywiseFit(coordinates, basis, objective, found.converged, chosen)
 
 
 def _stored(rows: Rows, coordinates: Tensor, basis: Tensor, p: float, weights: Tensor | None) -> float:
-    """The sum of what is returned, in float64."""
+    """The sum at the returned factors, in float64."""
     total = 0.0
-    for first, block in rows.blocks(BLOCK):
-        here = slice(first, first + len(block))
+    for here, block in slices(rows):
         rest = block.to(torch.float64) - coordinates[here].to(torch.float64) @ basis.to(torch.float64)
         sums = powers_(rest.abs_(), p).sum(1)
         total += float(sums.sum() if weights is None else (sums * weights[here].to(sums)).sum())
@@ -158,25 +159,29 @@ def _stored(rows: Rows, coordinates: Tensor, basis: Tensor, p: float, weights: T
 
 
 def _begun(rows: Rows, rank: int, p: float, sizes: Tensor | None) -> Factors:
-    """The SVD, or that of the rows with far entries held back if its sum is lower; ``objective``: both, falling."""
-    svd = truncated_svd(rows, rank)
-    plain = Factors(svd.coordinates, svd.basis)
-    plain = replace(plain, objective=(plain.error(rows, p, sizes),))
-    inside = HeldBackRows(rows)
+    """The SVD, or the SVD of the rows with far entries held back if its sum is lower; ``objective``: both, falling."""
+
+    def of(source: Rows) -> Factors:
+        svd = truncated_svd(source, rank)
+        pair = Factors(svd.coordinates, svd.basis)
+        return replace(pair, objective=(pair.error(rows, p, sizes),))
+
+    plain, inside = of(rows), HeldBackRows(rows)
     if p == 2 or inside.largest < _NOTHING:
         return plain
-    svd = truncated_svd(inside, rank)
-    held = Factors(svd.coordinates, svd.basis)
-    error = held.error(rows, p, sizes)
-    return replace(held, objective=(*plain.objective, error)) if error < plain.objective[0] else plain
+    held = of(inside)
+    lower = held.objective < plain.objective
+    return replace(held, objective=plain.objective + held.objective) if lower else plain
 
 
 @dataclass(frozen=True)
 class _Scaled:
-    """diag(w^e) A / s, entries of mean about 1; ``back`` (n,): what brings coordinates to the rows as given (0 for
-    idle rows); ``unit``: what brings objectives back; ``entries``: those that count; ``turned``: it is the transpose
-    that is fitted, n < d; ``widened``: in a wider type than the rows'. ``sizes`` c, if e is not 1/p: what is to be
-    minimised is then sum c^(2-p) |.|^p."""
+    """diag(w^e) A / s, whose entries have a mean size of about 1.
+
+    ``back`` (n,): factors that bring coordinates back to the given rows (0 for idle rows). ``unit``: the factor for
+    objectives. ``entries``: how many count. ``turned``: the transpose is fitted, because n < d. ``widened``: the type
+    is wider than the rows'. ``sizes``: c where e is not 1/p, so that the sum to minimise is sum c^(2-p) |.|^p.
+    """
 
     rows: Rows
     back: Tensor
@@ -192,36 +197,34 @@ def _scaled(rows: Rows, weights: Tensor | None, p: float, power: float) -> _Scal
     factor = torch.ones(n, dtype=torch.float64, device=rows.device)
     if weights is not None:
         factor = row_factors(weights.to(rows.device), power)
-        factor = torch.where(factor > SMALL, factor, 0.0)  # beside the largest, the rest would come back as rounding
+        factor = torch.where(factor > SMALL, factor, 0.0)  # smaller ones would be rounding beside the largest
     total, lengths2 = 0.0, []
-    for first, block in rows.blocks(BLOCK):
-        sums = block.abs().sum(1, dtype=torch.float64)
-        total += float((sums * factor[first : first + len(block)]).sum())
+    for here, block in slices(rows):
+        total += float((block.abs().sum(1, dtype=torch.float64) * factor[here]).sum())
         lengths2.append(block.to(torch.float64).square().sum(1))
     spread = check_spread(torch.cat(lengths2), weights, _SPREAD)
     if total == 0:
         return None
-    # A power of two: a matrix scaled by one is fitted bit by bit as before.
+    # A power of two, so that a matrix scaled by a power of two gives the same bits.
     entries = int((factor > 0).sum()) * d
     size = 2.0 ** round(math.log2(total / entries))
     unit = size**p * (1.0 if weights is None else float(weights.max()))
     back = torch.where(factor > 0, size / factor.clamp_min(torch.finfo(torch.float64).tiny), 0.0)
     wide = rows.dtype == torch.float64
     tiny = float(factor[factor > 0].min()) < _ROUNDED
-    source = MetricRows(rows, torch.ones(d), torch.float64) if tiny and not wide else rows
-    inside: Rows = ScaledRows(source, factor / size)
+    inside: Rows = ScaledRows(WidenedRows(rows) if tiny and not wide else rows, factor / size)
     if spread > SINGLE and inside.dtype != torch.float64:
-        inside = MetricRows(inside, torch.ones(d), torch.float64)
+        inside = WidenedRows(inside)
     sizes = None
     if weights is not None and power != 1 / p:
         sizes = factor.clamp_min(torch.finfo(inside.dtype).tiny).to(inside.dtype).unsqueeze(0 if n < d else 1)
     if n < d:
-        inside = TensorRows(torch.cat([block for _, block in inside.blocks(BLOCK)]).T.contiguous())
+        inside = TensorRows(all_rows(inside).to(inside.dtype).T.contiguous())
     return _Scaled(inside, back, unit, entries, n < d, tiny and not wide, sizes)
 
 
 def _ordered(coordinates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:
-    """The same product with an orthonormal basis and coordinates of falling length, orthogonal to each other."""
+    """The same product with an orthonormal basis and orthogonal columns of coordinates, the longest first."""
     q, t = torch.linalg.qr(basis.T.to(torch.float64))
     turn = t.T
     gram = turn.T @ (coordinates.T.to(torch.float64) @ coordinates.to(torch.float64)) @ turn
@@ -234,7 +237,7 @@ def _checked_solver(p: float, solver: str) -> str:
     if isinstance(p, bool) or not isinstance(p, int | float) or not 0 < p <= 2:
         raise KflatsError(
             f"an entrywise error with p={p!r} cannot be minimised here",
-            cause="above 2 the worst entries decide alone, at 0 and below nothing is left to minimise",
+            cause="above 2 the largest errors decide alone, and at 0 and below there is no sum to minimise",
             hint="0 < p <= 2, for example p=1",
         )
     if solver not in ("irls", "admm"):
@@ -242,7 +245,7 @@ def _checked_solver(p: float, solver: str) -> str:
     if solver == "admm" and p < 1:
         raise KflatsError(
             f"ADMM is for 1 <= p < 2, not for p={p:g}",
-            cause="below 1 the step of |x|^p is no convex problem, and its answer jumps",
+            cause="below 1 the step of |x|^p is not convex, and its solution jumps",
             hint='solver="irls"',
         )
     if p == 2:

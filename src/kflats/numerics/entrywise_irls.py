@@ -2,11 +2,11 @@
 
     |x|^p  <=  (p/2) (z^2 + e^2)^(p/2 - 1) (x^2 - z^2) + (z^2 + e^2)^(p/2)       for every z, e and 0 < p <= 2
 
-so with the weights f_ij = (R_ij^2 + e^2)^(p/2-1) of the residuals R reached, a step that lowers sum f (A - U V)^2
+so with the weights f_ij = (R_ij^2 + e^2)^(p/2-1) of the current residuals R, a step that lowers sum f (A - U V)^2
 lowers the smoothed sum of (R^2 + e^2)^(p/2) (Daubechies, DeVore, Fornasier & Gunturk 2010, section 2; here for two
-factors in turn). The least squares are not solved, which would take a system of r x r a row, but improved by a few
-steps of conjugate gradients for all rows at once: two matrix products each. e falls from a third of the start's usual
-error to .003 of it.
+factors in turn). Solving the least squares would take an r x r system for every row. Instead, a few steps of conjugate
+gradients improve all rows at once; each step takes two matrix products. e falls from a third of the start's usual error
+to .003 of it.
 """
 
 from __future__ import annotations
@@ -18,40 +18,37 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.factors import Factors, size_of_errors, stalled
-from kflats.numerics.flats import Progress
-from kflats.numerics.rows import BLOCK, Rows
+from kflats.numerics.flats import Stopping
+from kflats.numerics.rows import BLOCK, Rows, slices
 
 STEPS = 3
-"""Conjugate gradients a half step: six end no lower in as much time, one does (measured)."""
+"""Conjugate gradients in a half step. In equal time six reach no lower sum, and one ends higher (measured)."""
 
 START, SHRINK, LEAST = 0.3, 0.93, 0.003
-"""The smoothing e in units of the start's ``size_of_errors``. Falling faster, it leaves entries where they happen to
-be: .8 an iteration ends 1 % higher."""
+"""The smoothing e in units of the start's ``size_of_errors``: its first value, its factor in every iteration, its least
+value. If it falls faster the sum ends higher: 1 % with a factor of .8."""
 
 
 def irls(
     rows: Rows,
     start: Factors,
     p: float,
-    tolerance: float,
-    limit: int,
-    progress: Progress | None,
+    stop: Stopping,
     *,
     entries: int | None = None,
 ) -> Factors:
-    """The lowest U V on the way; the ``entries`` of A that count, by default all,
-    are about 1 in size."""
+    """The U V of the least sum. The mean size of the ``entries`` of A that count, by default all, is about 1."""
     n, d = rows.shape
     unit = start.error(rows, 1.0) / (entries or n * d)
     best, history = start, [start.error(rows, p)]
-    if unit <= 8 * torch.finfo(rows.dtype).eps:  # rounding: the rank is large enough to hold A
+    if unit <= 8 * torch.finfo(rows.dtype).eps:  # only rounding: the rank is large enough for A
         return Factors(start.coordinates, start.basis, (history[0],), True)
     unit = size_of_errors(rows, start, unit)
     table = torch.empty(n, d, dtype=rows.dtype, device=rows.device)
     u, v = _orthonormal(start.coordinates, start.basis)
     seen: list[float] = list(history)
     smooth = START * unit
-    for iteration in range(limit):
+    for iteration in range(stop.max_iterations):
         improve_coordinates_(rows, u, v, p, smooth)
         v, u = _orthonormal(v.T, u.T)
         v, u = v.T, u.T.contiguous()
@@ -59,23 +56,21 @@ def irls(
         u, v = _orthonormal(u, v)
         error = Factors(u, v).error(rows, p)
         seen.append(error)
-        if progress:
-            progress("irls", iteration, error)
+        stop.report("irls", iteration, error)
         if error < history[-1]:
             history.append(error)
             best = Factors(u.clone(), v)
-        least = smooth <= LEAST * unit
-        if least and stalled(seen, tolerance):
+        if smooth <= LEAST * unit and stalled(seen, stop.tolerance):
             return Factors(best.coordinates, best.basis, tuple(history), True)
         smooth = max(smooth * SHRINK, LEAST * unit)
     return Factors(best.coordinates, best.basis, tuple(history), False)
 
 
 def improve_coordinates_(rows: Rows, u: Tensor, v: Tensor, p: float, smooth: float) -> None:
-    """Half a step, block by block: rows are apart once V (orthonormal) is held."""
+    """Half a step, block by block: with V (orthonormal) fixed, rows are independent."""
     squares = v.square().T.contiguous()
-    for first, block in rows.blocks(BLOCK):
-        part = u[first : first + len(block)]
+    for here, block in slices(rows):
+        part = u[here]
         rest = torch.addmm(block, part, v, alpha=-1)
         f = _weights(rest, p, smooth)
         gradient, diagonal = (f * rest) @ v.T, f @ squares
@@ -88,11 +83,10 @@ def _image(f: Tensor, v: Tensor, x: Tensor) -> Tensor:
 
 
 def _improved_basis(rows: Rows, u: Tensor, v: Tensor, p: float, smooth: float, table: Tensor) -> Tensor:
-    """The other half: columns are apart once U (orthonormal) is held, and their products are sums over blocks."""
+    """The other half: with U (orthonormal) fixed, columns are independent, and their products are sums over blocks."""
     gradient = torch.zeros(v.shape[1], v.shape[0], dtype=torch.float64, device=v.device)
     diagonal = torch.zeros_like(gradient)
-    for first, block in rows.blocks(BLOCK):
-        here = slice(first, first + len(block))
+    for here, block in slices(rows):
         rest = torch.addmm(block, u[here], v, alpha=-1)
         table[here] = f = _weights(rest, p, smooth)
         gradient += (f * rest).T @ u[here]
@@ -115,7 +109,7 @@ def _weights(rest: Tensor, p: float, smooth: float) -> Tensor:
 
 
 def _conjugate(gradient: Tensor, diagonal: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """What a few preconditioned conjugate gradients add to every row; each row's squares fall with each step."""
+    """The sum of a few preconditioned conjugate gradients for every row. Each step lowers each row's squares."""
     tiny = torch.finfo(gradient.dtype).tiny
     inverse = torch.where(diagonal > 0, 1 / diagonal.clamp_min(tiny), 0.0)
     out = torch.zeros_like(gradient)

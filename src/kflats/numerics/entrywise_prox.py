@@ -2,10 +2,10 @@
 
     E  =  argmin_x  s^(2-p) |x|^p / p  +  (x - t)^2 / 2         <=>         t = E + Y,    Y = s^(2-p) |E|^(p-1) sign E
 
-For p = 1 Y is t held within +-s. Else it has no closed form but for a few p; but in units of s all is one falling
-function of one number, Y / t = r(|t| / s), which ``Pull`` tabulates: the leading bits of a float32 are the place in the
-table (a logarithm), the other ones interpolate. Exact to 1e-6 of Y. The problem is convex, so E and Y are continuous in
-t; below p = 1 it is not, the minimum jumps from 0, and no multiplier stands still where entries are exactly fitted.
+For p = 1, Y is t clamped to +-s. For most other p there is no closed form. In units of s, however, Y / t = r(|t| / s)
+is a falling function of one number, which ``Pull`` tabulates: the leading bits of a float32 are its index in the table,
+and the other bits interpolate, to 1e-6 of Y. The problem is convex, so E and Y are continuous in t. Below p = 1 it is
+not convex: the minimum jumps from 0, and the multipliers of exactly fitted entries do not converge.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 _KEPT = 9
-"""Bits of the mantissa that make nodes: neighbours differ by 1/512, lines between them are off by its square."""
+"""Bits of the mantissa in the index. Neighbouring nodes differ by 1/512, and lines between them err by its square."""
 
 _DROPPED = 23 - _KEPT
 _LEAST, _LARGEST = 2.0**-40, 2.0**24
-"""The table's range. Outside r is taken to be constant: entries of no size, or of more than 1e7 thresholds."""
+"""The table's range. Outside it r is constant: these entries are next to 0, or larger than 1e7 thresholds."""
 
 
 class Pull:
-    """Y of t, the same sign and never larger: what the multipliers of ADMM hold of a residual.
+    """Y of t, with its sign and never larger: the multiplier of ADMM for a residual.
 
     >>> Pull(1.0)(torch.tensor([-3.0, 0.5]), 1.0).tolist()
     [-1.0, 0.5]
@@ -56,8 +56,8 @@ def _place(x: float) -> int:
 
 
 def _share(x: Tensor, p: float) -> Tensor:
-    """r(x) = u^(p-1) / x where u + u^(p-1) = x, float64: Newton's method for log u, whose function is convex, slopes
-    from p-1 to 1, so that after one step the steps only go down."""
+    """r(x) = u^(p-1) / x where u + u^(p-1) = x, float64: Newton's method for log u. Its function is convex
+    with slopes from p-1 to 1, so after the first step log u only falls."""
     goal = x.log()
     z = goal
     for _ in range(100):

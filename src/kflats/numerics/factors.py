@@ -1,4 +1,4 @@
-"""A pair of factors on its way through an iteration, and the entrywise error it leaves."""
+"""A pair of factors during an iteration, and its entrywise error."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.numerics.rows import BLOCK, Rows
+from kflats.numerics.rows import Rows, slices
 
 _SAMPLE = 4096  # rows
-_LEAST = 1e-4  # where most entries are fitted exactly, their errors are rounding
+_LEAST = 1e-4  # of the mean error: where most entries are fitted exactly, the median is only rounding
 
 
 @dataclass(frozen=True)
 class Factors:
-    """U = ``coordinates`` (n, r) and V = ``basis`` (r, d); ``objective``: the falling sums on the way here."""
+    """U = ``coordinates`` (n, r) and V = ``basis`` (r, d); ``objective``: the falling sums of the iterations so far."""
 
     coordinates: Tensor
     basis: Tensor
@@ -25,15 +25,14 @@ class Factors:
     def error(self, rows: Rows, p: float, sizes: Tensor | None = None) -> float:
         """sum_ij s_ij^(2-p) |A - U V|_ij^p, by blocks; ``sizes`` s (n, 1) or (1, d), by default 1."""
         total = torch.zeros((), dtype=torch.float64, device=rows.device)
-        for first, block in rows.blocks(BLOCK):
-            here = slice(first, first + len(block))
+        for here, block in slices(rows):
             rest = torch.addmm(block, self.coordinates[here], self.basis, alpha=-1).abs_()
             total += sized_(powers_(rest, p), p, sizes, here).sum(dtype=torch.float64)
         return float(total)
 
     def usual(self, rows: Rows, sizes: Tensor | None = None) -> float:
         """Twice the median |A - U V|_ij / s_ij that is not 0, of a sample of rows: a size of errors that a few gross
-        ones do not change. Of normal errors it exceeds their mean."""
+        errors do not change. For normal errors it exceeds the mean."""
         step = max(1, -(-rows.shape[0] // _SAMPLE))
         index = torch.arange(0, rows.shape[0], step, device=rows.device)
         rest = (rows.take(index) - self.coordinates[index] @ self.basis).abs()
@@ -70,7 +69,7 @@ def sized_(powers: Tensor, p: float, sizes: Tensor | None, here: slice) -> Tenso
 
 
 def size_of_errors(rows: Rows, start: Factors, mean: float, sizes: Tensor | None = None) -> float:
-    """The unit of thresholds and of smoothing: the ``mean`` error, or the usual one where few gross ones make that."""
+    """The unit of thresholds and of smoothing: the ``mean`` error, or the usual one if gross errors dominate."""
     return min(mean, max(start.usual(rows, sizes), _LEAST * mean))
 
 

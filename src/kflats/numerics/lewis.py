@@ -25,13 +25,13 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.ellipsoid import Ellipsoid, check_power, empty, lifted
-from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
+from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite, slices
 from kflats.numerics.whitening import narrow, row_lengths, row_space, symmetric, too_different
 
 Precision = Literal["mixed", "float64"]
 
-_LOST = 1e-3  # sum w^(1-2/p) a'Q^-1 a is r; farther off than this part of it, rounding has eaten the digits
-_HUGE = 1e30  # rows so short that float32 has no number that brings them to length 1
+_LOST = 1e-3  # sum w^(1-2/p) a'Q^-1 a is r; a larger relative difference shows that rounding has lost the digits
+_HUGE = 1e30  # the largest factor that brings a row to length 1 in float32
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class Lewis:
     """The ellipsoid of lp Lewis weights, for any p > 0: the default.
 
     Args:
-        iterations: at most so many; the ellipsoid is certified after any number, ``converged`` says if it is the last.
-        tolerance: stops when the certificate is within this part of its limit r^|1-p/2|.
+        iterations: limit. Any number gives a certified ellipsoid; ``converged`` says whether the tolerance was met.
+        tolerance: iterations stop when the certificate is within this share of its limit r^|1-p/2|.
         precision: "mixed" multiplies float32 matrices in float32 while that improves the certificate, then in float64;
-            "float64" always does, in about twice the time.
+            "float64" always multiplies in float64, in about twice the time.
 
     An iteration is one pass of 4 n d^2 operations. It converges like |1-p/2|^t for p <= 2 at worst, usually far faster;
     for p > 2 it is damped and converges like ((p-2)/(p+2))^t.
@@ -61,7 +61,9 @@ class Lewis:
         whole = isinstance(self.iterations, int) and not isinstance(self.iterations, bool)
         positive = isinstance(self.tolerance, int | float) and 0 < self.tolerance < math.inf
         if not whole or self.iterations < 1 or not positive or self.precision not in ("mixed", "float64"):
-            raise KflatsError(f"{self} makes no sense", hint="choose iterations >= 1 and tolerance > 0")
+            raise KflatsError(
+                f"{self} is not possible", hint='iterations >= 1, tolerance > 0, and precision "mixed" or "float64"'
+            )
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
         """The ellipsoid of ``matrix`` (n, d) at power p.
@@ -81,7 +83,7 @@ class LewisWeights:
 
 
 def lewis_weights(matrix: Tensor | Rows, p: float, settings: Lewis | None = None) -> LewisWeights:
-    """The weights and their ellipsoid: what ``Lewis.fit`` computes, for those who sample rows by it.
+    """The weights and their ellipsoid: as ``Lewis.fit`` computes them; use them to sample rows.
 
     Rows of zeros get weight 0, duplicate rows share, and directions in which A has no rank have no axis.
     At p = 2 these are the leverage scores, exactly: the weights are one step past those of the ellipsoid.
@@ -97,8 +99,8 @@ def lewis_weights(matrix: Tensor | Rows, p: float, settings: Lewis | None = None
     lengths = row_lengths(rows)
     if not bool(lengths.any()):
         return LewisWeights(lengths, lifted(empty(rows, p), lift))
-    found = iterate(rows, p, settings, start(rows, p, lengths))
-    return LewisWeights(found.weights, lifted(found.ellipsoid, lift))
+    fit = iterate(rows, p, settings, start(rows, p, lengths))
+    return LewisWeights(fit.weights, lifted(fit.ellipsoid, lift))
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,7 @@ def iterate(rows: Rows, p: float, settings: Lewis, state: State) -> LewisWeights
 
 @dataclass(frozen=True)
 class Swept:
-    """``log_rho`` of the state that went in, infinite where rounding ate the digits; the next ``log_weights``, and
+    """``log_rho`` of the state that went in, infinite where rounding dominates; the next ``log_weights``, and
     the ``turn`` (r, r) by which their whitening is the last one's."""
 
     log_rho: float
@@ -170,8 +172,7 @@ def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float
     whitening = (state.whitening / largest).to(dtype)
     gram = torch.zeros(whitening.shape[1], whitening.shape[1], dtype=torch.float64, device=rows.device)
     parts = []
-    for first, block in rows.blocks(GRAM_BLOCK):
-        part = slice(first, first + len(block))
+    for part, block in slices(rows, GRAM_BLOCK):
         white = (block.to(dtype) * inverse[part].to(dtype).unsqueeze(1)) @ whitening
         sizes = torch.linalg.vector_norm(white, dim=1).to(torch.float64)
         log_tau = 2 * (sizes / inverse[part] * largest).log()
@@ -188,7 +189,7 @@ def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float
 
 
 def _log_rho(log_weights: Tensor, log_tau: Tensor, p: float, r: int) -> float:
-    """log max tau^(p/2) / w; infinite if sum w^(1-2/p) tau, r in exact arithmetic, shows that rounding took over."""
+    """log max tau^(p/2) / w; infinite if sum w^(1-2/p) tau, r in exact arithmetic, shows that rounding dominates."""
     alive = log_tau > -math.inf
     trace = float(((1 - 2 / p) * log_weights[alive] + log_tau[alive]).exp().sum())
     if not abs(trace - r) <= _LOST * r:
@@ -203,7 +204,7 @@ def _inverse_root(gram: Tensor) -> Tensor:
 
 
 def _factors(log_weights: Tensor, p: float) -> Tensor:
-    """w^(1/2 - 1/p) (n,), 0 for rows of zeros: what rows are multiplied by in Q."""
+    """w^(1/2 - 1/p) (n,), 0 for rows of zeros: the factors of rows in Q."""
     return torch.where(log_weights > -math.inf, ((0.5 - 1 / p) * log_weights).exp(), 0.0)
 
 

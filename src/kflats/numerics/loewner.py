@@ -2,7 +2,7 @@
 
 Tukan, Maalouf, Weksler & Feldman, Sensors 2021, appendix A, after Groetschel, Lovasz & Schrijver 1993 (section 4.6).
 E = {x : (x - c)' F^-1 (x - c) <= 1} always contains L = {x : ||Ax||_p <= 1}; it shrinks until a contracted copy's
-2 d vertices lie in L. What was read into the printed algorithm, and why (docs/robust-svd.md has the numbers):
+2 d vertices lie in L. Differences from the printed algorithm, with reasons (docs/robust-svd.md has the numbers):
 
 - line 1's ||Ax||_1 is ||Ax||_p; line 4's F = r I is r^2 I, else the first ball need not contain L;
 - lines 8 and 18: the gradient of ||Ax||_p is A' (sign(y) |y|^(p-1)) / ||y||_p^(p-1), y = Ax;
@@ -42,8 +42,9 @@ class Loewner:
     Args:
         contraction: "1/d" is A1 as printed, one-sided cuts with its constants; proves ((1 + tolerance) d^(3/2))^p.
             "1/sqrt(d)" is theorem 2's, by mirrored cuts, much faster; proves ((1 + tolerance) d)^p.
-        tolerance: vertices may lie so far outside. Makes every step take a share of the volume, so steps are bounded.
-        max_steps: refused beyond. A step costs 4 n d^2.
+        tolerance: how far vertices may lie outside. Every step then takes a share of the volume, which bounds their
+            number.
+        max_steps: limit of steps; a fit that needs more is refused. A step costs 4 n d^2.
         max_columns: larger ranks are refused: with "1/d" the number of steps grows like d^4.
 
     >>> a = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
@@ -63,7 +64,7 @@ class Loewner:
         counts = (self.max_steps, self.max_columns)
         whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
         if not whole or not isinstance(self.tolerance, int | float) or not 0 < self.tolerance < math.inf:
-            raise KflatsError(f"{self} makes no sense", hint="choose a positive tolerance and at least one step")
+            raise KflatsError(f"{self} is not possible", hint="tolerance > 0, max_steps >= 1 and max_columns >= 1")
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
         """The ellipsoid of ``matrix`` (n, d) at power p >= 1; a float64 copy of it is held, in its r directions.

@@ -2,7 +2,7 @@
 
     A = U D V' (definition 1),   A_k = U D_k V',   stored as (U D_k^1/2) (D_k^1/2 V')
 
-What is given up is bounded on both sides, in the entrywise p-th power:
+The error is bounded on both sides, in the entrywise p-th power:
 
     sum_j |(D - D_k) V' e_j|^p  <=  ||A - A_k||_p,p^p  <=  bound * sum_j |(D - D_k) V' e_j|^p
 
@@ -23,23 +23,25 @@ from kflats.numerics.ellipsoid import Ellipsoid
 from kflats.numerics.lewis import Lewis
 from kflats.numerics.rows import (
     GRAM_BLOCK,
-    MetricRows,
     Rows,
     ScaledRows,
     TensorRows,
+    WidenedRows,
+    all_rows,
     as_rows,
     check_finite,
     check_rank,
     check_weights,
+    slices,
 )
 from kflats.numerics.svd import project
 
-_SMALL = 1e-12  # row factors that float32 still takes with their rows
-_ROOTS = 1e-24, 1e24  # the same of axes, and of what is divided by them
+_SMALL = 1e-12  # the least row factor for float32
+_ROOTS = 1e-24, 1e24  # the range of roots of axes for float32
 
 
 class Fits(Protocol):
-    """A way to an ellipsoid: ``Lewis`` or ``Loewner``."""
+    """A method for the ellipsoid: ``Lewis`` or ``Loewner``."""
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
         """The certified ellipsoid of ||Ax||_p."""
@@ -79,9 +81,9 @@ def robust_svd(
     Args:
         matrix: (n, d), a tensor or any ``Rows``.
         p: the power, > 0. At p = 2 this is the SVD.
-        ellipsoid: how to find it, by default ``Lewis()``.
+        ellipsoid: the method for the ellipsoid, by default ``Lewis()``.
         weights: (n,) row weights w_i >= 0; the ellipsoid is that of sum_i w_i |a_i'x|^p, by rows scaled by w^(1/p).
-        transposed: of A' instead (remark 8). With n >= d = rank A' is wide, all its Lewis weights are 1, and the
+        transposed: decompose A' instead (remark 8). With n >= d = rank A' is wide, all its Lewis weights are 1, and the
             result is the SVD for every p; holds A' in memory.
 
     Choose it for matrices with outlying rows and p <= 1; on trained tables it lowers the l1 error by a per cent at
@@ -101,8 +103,12 @@ def robust_svd(
     check_weights(weights, n)
     if transposed:
         if weights is not None:
-            raise KflatsError("row weights are columns' once transposed", hint="transposed=False, or no weights")
-        other = _algorithm_1(TensorRows(_whole(rows).T), rank, p, ellipsoid or Lewis(), None)
+            raise KflatsError(
+                "row weights are not supported with transposed=True",
+                cause="the rows are then columns",
+                hint="transposed=False, or no weights",
+            )
+        other = _algorithm_1(TensorRows(all_rows(rows).to(rows.dtype).T), rank, p, ellipsoid or Lewis(), None)
         return replace(other, coordinates=other.basis.T, basis=other.coordinates.T)
     return _algorithm_1(rows, rank, p, ellipsoid or Lewis(), weights)
 
@@ -140,12 +146,12 @@ def _algorithm_1(rows: Rows, rank: int, p: float, way: Fits, weights: Tensor | N
 
 
 def _weighted(rows: Rows, p: float, way: Fits, weights: Tensor) -> Ellipsoid:
-    """The ellipsoid of sum_i w_i |a_i'x|^p for weights up to 1: of a larger one a small p makes a huge factor."""
+    """The ellipsoid of sum_i w_i |a_i'x|^p for weights up to 1: a small p turns a larger weight into a huge factor."""
     factors = weights.pow(1 / p)
     factors = torch.where(factors > torch.finfo(torch.float64).tiny, factors, 0.0)
     alive = factors[factors > 0]
-    if float(alive.min()) < _SMALL and rows.dtype != torch.float64:  # float32 would lose what such rows are
-        rows = MetricRows(rows, torch.ones(rows.shape[1]), torch.float64)
+    if float(alive.min()) < _SMALL and rows.dtype != torch.float64:  # float32 would lose these rows
+        rows = WidenedRows(rows)
     return way.fit(ScaledRows(rows, factors), p)
 
 
@@ -160,8 +166,7 @@ def _extreme_weights(largest: float, p: float) -> KflatsError:
 def _errors(rows: Rows, left: Tensor, right: Tensor, p: float, weights: Tensor | None) -> tuple[float, float]:
     """Weighted sums of |A - left @ right|^p and |A|^p, over all entries."""
     error = total = 0.0
-    for start, block in rows.blocks(GRAM_BLOCK):
-        part = slice(start, start + len(block))
+    for part, block in slices(rows, GRAM_BLOCK):
         rest = (block - left[part] @ right).to(torch.float64).abs().pow(p).sum(1)
         whole = block.to(torch.float64).abs().pow(p).sum(1)
         if weights is not None:
@@ -169,7 +174,3 @@ def _errors(rows: Rows, left: Tensor, right: Tensor, p: float, weights: Tensor |
             rest, whole = w * rest, w * whole
         error, total = error + float(rest.sum()), total + float(whole.sum())
     return error, total
-
-
-def _whole(rows: Rows) -> Tensor:
-    return rows.take(torch.arange(rows.shape[0], device=rows.device))

@@ -1,7 +1,7 @@
-"""Where rows come from: a tensor, a memory-mapped file, or anything that hands out blocks.
+"""The rows of a matrix, read in blocks: from a tensor, a memory-mapped file, or any other source.
 
-Every algorithm here reads its (n, d) matrix through ``Rows``, block by block, so n is limited by disk
-and not by memory. Computation is in float32 (float64 if the source is), whatever the stored type.
+Every algorithm here reads its (n, d) matrix through ``Rows``, block by block, so n is limited by disk and not by
+memory. Computation is in float32 (float64 if the source is), whatever the stored type.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK = 1024
 GRAM_BLOCK = 8192
 """Rows per Gram block: long enough that adding the float64 sum costs little beside the product."""
 
-_SMALL_NORM = 1e-10  # only below it are single values looked at: a square may vanish, and with it the norm
+_SMALL_NORM = 1e-10  # below it squares may vanish, and the norm with them, so that single values must be checked
 
 
 @runtime_checkable
@@ -34,14 +34,14 @@ class Rows(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type blocks come in: float32 or float64."""
+        """The type of the blocks: float32 or float64."""
 
     @property
     def device(self) -> torch.device:
-        """Where blocks lie."""
+        """The device of the blocks."""
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
-        """(first row, block) for consecutive blocks of at most ``size`` rows."""
+        """Consecutive blocks of at most ``size`` rows, each with the number of its first row."""
 
     def take(self, index: Tensor) -> Tensor:
         """The rows at ``index``, in that order."""
@@ -56,7 +56,10 @@ class TensorRows:
 
     def __init__(self, matrix: Tensor) -> None:
         if matrix.ndim != 2 or 0 in matrix.shape:
-            raise KflatsError(f"expected a non-empty matrix, found shape {tuple(matrix.shape)}")
+            raise KflatsError(
+                f"expected a non-empty matrix, found shape {tuple(matrix.shape)}",
+                hint="a tensor of shape (n, d) with at least one row and one column",
+            )
         if not matrix.is_floating_point():
             raise KflatsError(
                 f"expected floating-point numbers, found {matrix.dtype}",
@@ -161,9 +164,9 @@ class PartOfRows:
         return self.source.take(self.index[index])
 
 
-def slices(rows: Rows, size: int = BLOCK) -> Iterator[tuple[slice, Tensor]]:
-    """The blocks of ``rows``, each with the slice of row numbers that it holds."""
-    for start, block in rows.blocks(size):
+def slices(rows: Rows, size: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """The blocks of ``rows``, by default of ``BLOCK`` rows, each with the slice of its row numbers."""
+    for start, block in rows.blocks(size or BLOCK):
         yield slice(start, start + len(block)), block
 
 
@@ -176,7 +179,7 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
     """A tensor as ``Rows``; a source as it is.
 
     Raises:
-        KflatsError: neither of the two.
+        KflatsError: ``matrix`` is neither of the two.
     """
     if isinstance(matrix, Tensor):
         return TensorRows(matrix)
@@ -189,7 +192,7 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
 
 
 def check_rank(rank: int, most: int) -> None:
-    """Refuse a rank that a matrix of ``most`` rows or columns, whichever are fewer, cannot have.
+    """Refuse a rank outside 1..``most``, the number of rows or columns, whichever is smaller.
 
     Raises:
         KflatsError: not a whole number in 1..``most``.
@@ -205,9 +208,10 @@ def check_rank(rank: int, most: int) -> None:
 
 
 def check_finite(rows: Rows, what: str = "matrix") -> None:
-    """Refuse NaN, infinity and numbers whose squares overflow: one bad row would silently poison a whole flat.
+    """Refuse NaN, infinity, numbers whose squares overflow, and a matrix whose squares all vanish.
 
-    So would squares that all vanish: every error would be reported as none. A matrix of zeros is one of zeros.
+    One such row would spoil a whole flat without a sign, and vanished squares would be reported as no error. A matrix
+    of zeros passes.
 
     Raises:
         KflatsError: with the first bad row's number.
@@ -242,13 +246,26 @@ def check_finite(rows: Rows, what: str = "matrix") -> None:
         )
 
 
+def check_steps(tolerance: float, max_iterations: int) -> None:
+    """Refuse a tolerance or an iteration limit that is not possible.
+
+    Raises:
+        KflatsError: a tolerance outside [0, 1), or a limit below 1.
+    """
+    if not 0 <= tolerance < 1 or max_iterations < 1:
+        raise KflatsError(
+            f"tolerance={tolerance!r} with max_iterations={max_iterations!r} is not supported",
+            hint="0 <= tolerance < 1 and max_iterations >= 1",
+        )
+
+
 def check_spread(norms2: Tensor, weights: Tensor | None, limit: float) -> float:
     """How many times the longest row is as long as the median row, by squared lengths (n,) in float64.
 
-    Rows of zeros, and of weight 0, are left out.
+    Rows of zeros and rows of weight 0 are left out.
 
     Raises:
-        KflatsError: more than ``limit`` times: beside such a row all others are rounding.
+        KflatsError: more than ``limit`` times, so that the other rows are lost in its rounding.
 
     >>> check_spread(torch.tensor([1.0, 9.0, 1.0, 0.0]), None, 100.0)
     3.0
@@ -262,7 +279,7 @@ def check_spread(norms2: Tensor, weights: Tensor | None, limit: float) -> float:
     if spread > limit:
         raise KflatsError(
             f"row {int(torch.where(alive, norms2, 0.0).argmax())} is {spread:.0e} times as long as the median row",
-            cause="a damaged or diverged row, beside which all others are rounding",
+            cause="a damaged or diverged row; the others are lost in its rounding",
             hint="give that row weight 0, or repair it",
         )
     return spread
@@ -277,11 +294,15 @@ def check_weights(weights: Tensor | None, n: int) -> None:
     if weights is None:
         return
     if tuple(weights.shape) != (n,):
-        raise KflatsError(f"expected {n} row weights, found shape {tuple(weights.shape)}")
+        raise KflatsError(f"expected {n} row weights, found shape {tuple(weights.shape)}", hint=f"shape ({n},)")
     if weights.requires_grad:
         raise KflatsError("row weights carry gradients", cause="a parameter, or a loss", hint="weights.detach()")
     if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
-        raise KflatsError("row weights must be finite and not negative", cause="an importance measure went wrong")
+        raise KflatsError(
+            "row weights must be finite and not negative",
+            cause="an importance measure went wrong",
+            hint="measure on other data, or Uniform()",
+        )
     if float(weights.sum()) <= 0:
         raise KflatsError(
             "all row weights are zero",
@@ -290,14 +311,14 @@ def check_weights(weights: Tensor | None, n: int) -> None:
         )
 
 
-_IDLE = 1e-12  # of the largest weight: one whose root vanishes altogether must be less
+_IDLE = 1e-12  # of the largest weight: a weight whose root vanishes must be smaller
 
 
 def row_factors(weights: Tensor, power: float) -> Tensor:
-    """(w / max w)^power (n,) in float64; below 1e-12 of the largest weight 0 where double precision has no such number.
+    """(w / max w)^power (n,) in float64. It is 0 where it underflows, for weights below 1e-12 of the largest.
 
     Raises:
-        KflatsError: it has none for a larger one.
+        KflatsError: it underflows for a larger weight.
 
     >>> row_factors(torch.tensor([4.0, 0.0, 1.0]), 2.0).tolist()
     [1.0, 0.0, 0.0625]

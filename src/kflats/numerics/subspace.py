@@ -2,10 +2,10 @@
 
     minimise over flats S (dim r):   sum_i  w_i rho( dist(a_i, S) )
 
-Every iteration measures the distances, weighs each row by w_i rho'(t_i) / (2 t_i) and takes the leading
+Every iteration computes the distances t_i, weights each row by w_i rho'(t_i) / (2 t_i) and takes the leading
 eigenvectors of the weighted Gram (Lerman & Maunu, Fast, robust and non-convex subspace recovery, 2018, algorithm 1,
-for rho = t^q). Both happen in one pass over blocks of rows. The sum never rises, because the weighted squares lie
-above it and touch it where they were taken; where it ends depends on the start, as the problem is not convex.
+for rho = t^q). One pass over blocks of rows does both. The sum never rises, because the weighted squares bound it and
+equal it at the current flat. The problem is not convex, so the result depends on the start.
 """
 
 from __future__ import annotations
@@ -16,31 +16,33 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.flats import Progress
-from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
+from kflats.numerics.flats import Progress, Stopping, WeightedRows
+from kflats.numerics.gram import complement, gram_of, top_eigenvectors
 from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, out_of_reach, stages
 from kflats.numerics.rows import (
-    BLOCK,
-    MetricRows,
     Rows,
     TensorRows,
+    WidenedRows,
+    all_rows,
     as_rows,
     check_finite,
     check_rank,
     check_spread,
+    check_steps,
     check_weights,
+    slices,
 )
 from kflats.numerics.svd import project
 
-_SPREAD = 1e8  # a row on the flat weighs 1 / (floor of its distance): beyond, float64 leaves nothing of the others
+_SPREAD = 1e8  # longer rows leave nothing of the others in float64: a row on the flat weighs 1 / (its floored distance)
 _SINGLE = 1e3  # the same for float32
 
 
 @dataclass(frozen=True)
 class SubspaceFit:
-    """``coordinates`` (n, r), orthonormal ``basis`` (r, d), directions that hold most of the weighted rows first;
-    ``objective``: the sum after each iteration under ``loss``, falling; ``loss`` has its threshold as a distance.
-    ``converged``: False if the iteration limit cut it off."""
+    """``coordinates`` (n, r); orthonormal ``basis`` (r, d), the directions that hold most of the weighted rows first;
+    ``objective``: the sum after each iteration under ``loss``, falling; ``loss``: its threshold is a distance;
+    ``converged``: False if the iteration limit ended the fit."""
 
     coordinates: Tensor
     basis: Tensor
@@ -60,7 +62,6 @@ def robust_subspace(
     loss: Loss | None = None,
     *,
     weights: Tensor | None = None,
-    start: Tensor | None = None,
     tolerance: float = 1e-5,
     max_iterations: int = 100,
     progress: Progress | None = None,
@@ -71,20 +72,20 @@ def robust_subspace(
         matrix: (n, d), a tensor or any ``Rows``; read in blocks.
         rank: dimension of the flat, 1..min(n, d).
         loss: rho, by default ``Power(1)``, the sum of distances. ``Squared()`` is the SVD, without iterations.
-        weights: (n,) w_i >= 0; rows of weight 0 get their coordinates and judge nothing.
-        start: (rank, d) orthonormal. By default the fit is made from two starts, the SVD of the rows and that of the
-            rows brought to length 1 (far rows cannot turn it), and the lower one is kept.
+        weights: (n,) w_i >= 0. A row of weight 0 gets its coordinates but does not change the flat.
         tolerance: stop when an iteration lowers the sum by less than this share of it.
-        max_iterations: a start and a stage (see ``loss.stages``) are left there in any case.
+        max_iterations: limit for each start and each stage (see ``loss.stages``).
 
-    An iteration costs n d (d + r) multiplications and an eigenproblem of the smaller side; memory is a block of rows
-    and a d x d Gram (where n < d, a copy of the matrix). Choose it when whole rows may be wrong; where single entries
-    are, ``entrywise_low_rank``. Limit: with few rows a sum of distances may be least on a flat through the far rows
-    themselves, as each of r directions can hold one; smaller powers and ``Truncated`` resist longer.
+    The fit begins from two flats, the SVD of the rows and the SVD of the rows scaled to length 1, which far rows cannot
+    turn. The lower sum is kept. An iteration costs n d (d + r) multiplications and an eigenproblem of the smaller side.
+    Memory: a block of rows and a d x d Gram (where n < d, a copy of the matrix). Choose it when whole rows may be
+    wrong; where single entries may be, ``entrywise_low_rank``. Limit: with few rows, the flat of least sum may go
+    through the far rows themselves, since each of its r directions can hold one. Smaller powers and ``Truncated``
+    resist longer.
 
     Raises:
-        KflatsError: NaN or infinity, a rank outside 1..min(n, d), unusable weights or start, a row so long that the
-            others are rounding beside it, or a truncated loss whose threshold is below every row's distance.
+        KflatsError: NaN or infinity, a rank outside 1..min(n, d), unusable weights, a row so long that the others are
+            only rounding beside it, or a truncated loss whose threshold is below every row's distance.
 
     >>> a = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [4.0, 0.0], [0.0, 6.0]])    # SVD: the last row wins
     >>> fit = robust_subspace(a, 1, Power(1))
@@ -97,30 +98,15 @@ def robust_subspace(
     rows = as_rows(matrix)
     n, d = rows.shape
     check_rank(rank, min(n, d))
-    if not 0 <= tolerance < 1 or max_iterations < 1:
-        raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
+    check_steps(tolerance, max_iterations)
     check_finite(rows)
     check_weights(weights, n)
-    if start is not None:
-        start = _checked_start(start, rank, d).to(rows.device, rows.dtype)
     inside, lift = _narrowed(rows)
-    cloud = _cloud(inside, weights)
-    if start is not None and lift is not None:
-        start = torch.linalg.qr(lift @ start.T).Q.T
-    if start is not None:
-        start = start.to(cloud.rows.dtype)
-    best = _fit(cloud, rank, loss, start, tolerance, max_iterations, progress)
+    cloud, scale = _weighted(inside, weights)
+    best = _fit(cloud, rank, loss, Stopping(tolerance, max_iterations, progress))
     basis = (best.basis if lift is None else best.basis @ lift.to(best.basis.dtype)).to(rows.dtype)
-    return SubspaceFit(project(rows, basis), basis, best.history, best.converged, best.loss)
-
-
-@dataclass(frozen=True)
-class _Cloud:
-    rows: Rows
-    norms2: Tensor
-    weights: Tensor | None
-    scale: float = 1.0
-    """Weights are as given once multiplied by it."""
+    objective = tuple(scale * value for value in best.history)
+    return SubspaceFit(project(rows, basis), basis, objective, best.converged, best.loss)
 
 
 @dataclass(frozen=True)
@@ -133,81 +119,70 @@ class _Stage:
     loss: Loss
 
 
-def _fit(
-    cloud: _Cloud,
-    rank: int,
-    loss: Loss,
-    start: Tensor | None,
-    tolerance: float,
-    limit: int,
-    progress: Progress | None,
-) -> _Stage:
-    starts = _starts(cloud, rank) if start is None else [start]
+def _fit(cloud: WeightedRows, rank: int, loss: Loss, stop: Stopping) -> _Stage:
     if isinstance(loss, Squared) or loss == Power(2.0):
         basis = _svd(cloud, rank, cloud.weights)
-        return _Stage(basis, (_measured(cloud, basis, loss),), True, loss)
+        return _Stage(basis, (_sum_of_losses(cloud, basis, loss),), True, loss)
+    starts = _starts(cloud, rank)
     *before, last = stages(loss)
     if not before:
-        return min((_descend(cloud, v, last, tolerance, limit, progress) for v in starts), key=_reached)
+        return min((_descend(cloud, basis, last, stop) for basis in starts), key=_reached)
     ends = starts
     for stage in before:
-        fits = [_descend(cloud, v, stage, tolerance, limit, progress) for v in starts]
+        fits = [_descend(cloud, basis, stage, stop) for basis in starts]
         starts = [min(fits, key=_reached).basis]
         ends = ends + [fit.basis for fit in fits]
     last = absolute(last, _distances2(cloud, starts[0]), cloud.norms2, cloud.weights)
-    # A loss that ignores far rows may judge the starts otherwise than the stage before it did.
-    nearest = min(ends, key=lambda v: _measured(cloud, v, last))
-    return _descend(cloud, nearest, last, tolerance, limit, progress)
+    # A loss that ignores far rows may order the flats otherwise than the stage before it did.
+    nearest = min(ends, key=lambda basis: _sum_of_losses(cloud, basis, last))
+    return _descend(cloud, nearest, last, stop)
 
 
 def _reached(stage: _Stage) -> float:
     return stage.history[-1]
 
 
-def _descend(
-    cloud: _Cloud, basis: Tensor, loss: Loss, tolerance: float, limit: int, progress: Progress | None
-) -> _Stage:
-    """Reweighting from ``basis`` until it no longer pays; what is returned is the lowest seen."""
-    found, gram = _pass(cloud, basis, loss)
+def _descend(cloud: WeightedRows, basis: Tensor, loss: Loss, stop: Stopping) -> _Stage:
+    """Reweighting from ``basis`` until the sum falls by too little. Returns the lowest flat."""
+    total, gram = _pass(cloud, basis, loss)
     if isinstance(loss, Truncated) and not bool(gram.any()) and bool((cloud.norms2 > 0).any()):
         raise out_of_reach(loss)
-    history, best = [found], basis
-    for iteration in range(limit):
+    history, best = [total], basis
+    for iteration in range(stop.max_iterations):
         basis = top_eigenvectors(gram, len(basis))[1].to(basis.dtype)
-        found, gram = _pass(cloud, basis, loss)
-        if progress:
-            progress(loss.name, iteration, found)
-        fell = history[-1] - found
+        total, gram = _pass(cloud, basis, loss)
+        stop.report(loss.name, iteration, total)
+        fell = history[-1] - total
         if fell > 0:
-            history.append(found)
+            history.append(total)
             best = basis
-        if fell <= tolerance * history[-1]:
+        if fell <= stop.tolerance * history[-1]:
             return _Stage(best, tuple(history), True, loss)
     return _Stage(best, tuple(history), False, loss)
 
 
-def _pass(cloud: _Cloud, basis: Tensor, loss: Loss) -> tuple[float, Tensor]:
-    """The objective at ``basis`` and the Gram of the rows weighted there, in one reading."""
+def _pass(cloud: WeightedRows, basis: Tensor, loss: Loss) -> tuple[float, Tensor]:
+    """The sum of losses at ``basis`` and the Gram of the rows weighted there, in one pass."""
     d = cloud.rows.shape[1]
     gram = torch.zeros(d, d, dtype=torch.float64, device=basis.device)
     total = torch.zeros((), dtype=torch.float64, device=basis.device)
-    measure = _Distance(basis)
-    for first, block in cloud.rows.blocks(BLOCK):
-        here = slice(first, first + len(block))
-        dist2 = measure(block)
-        cost, weight = loss.rho(dist2), loss.weight(dist2, cloud.norms2[here], measure.floor)
+    distance = _Distance(basis)
+    for here, block in slices(cloud.rows):
+        dist2 = distance(block)
+        cost, weight = loss.rho(dist2), loss.weight(dist2, cloud.norms2[here], distance.floor)
         if cloud.weights is not None:
             cost, weight = cost * cloud.weights[here], weight * cloud.weights[here]
         total += cost.sum(dtype=torch.float64)
         block = block * weight.sqrt().unsqueeze(1)
         gram += block.T @ block
-    return cloud.scale * float(total), gram
+    return float(total), gram
 
 
 class _Distance:
-    """Squared distances of a block to a flat, by its residuals: exact near the flat, where ||a||^2 - ||Va||^2 is not.
+    """Squared distances of a block to a flat, by residuals, which are exact near the flat, unlike ||a||^2 - ||Va||^2.
 
-    ``floor`` is then far below the one that distances by differences need."""
+    ``floor``, for weights, can therefore be far below ``loss.FLOOR``.
+    """
 
     def __init__(self, basis: Tensor) -> None:
         self.through = complement(basis) if 2 * len(basis) > basis.shape[1] else None
@@ -220,55 +195,45 @@ class _Distance:
         return torch.addmm(block, block @ self.basis.T, self.basis, alpha=-1).square_().sum(1)
 
 
-def _distances2(cloud: _Cloud, basis: Tensor) -> Tensor:
-    measure = _Distance(basis)
-    return torch.cat([measure(block) for _, block in cloud.rows.blocks(BLOCK)])
+def _distances2(cloud: WeightedRows, basis: Tensor) -> Tensor:
+    distance = _Distance(basis)
+    return torch.cat([distance(block) for _, block in slices(cloud.rows)])
 
 
-def _measured(cloud: _Cloud, basis: Tensor, loss: Loss) -> float:
+def _sum_of_losses(cloud: WeightedRows, basis: Tensor, loss: Loss) -> float:
     cost = loss.rho(_distances2(cloud, basis)).to(torch.float64)
-    return cloud.scale * float(cost.sum() if cloud.weights is None else (cost * cloud.weights).sum())
+    return float(cost.sum() if cloud.weights is None else (cost * cloud.weights).sum())
 
 
-def _starts(cloud: _Cloud, rank: int) -> list[Tensor]:
+def _starts(cloud: WeightedRows, rank: int) -> list[Tensor]:
     """The SVD of the rows, and of the rows at length 1."""
     inverse = torch.where(cloud.norms2 > 0, 1 / cloud.norms2.clamp_min(torch.finfo(cloud.norms2.dtype).tiny), 0.0)
-    masses = (cloud.weights, inverse if cloud.weights is None else inverse * cloud.weights)
-    return [_svd(cloud, rank, mass) for mass in masses]
+    weights = (cloud.weights, inverse if cloud.weights is None else inverse * cloud.weights)
+    return [_svd(cloud, rank, one) for one in weights]
 
 
-def _svd(cloud: _Cloud, rank: int, mass: Tensor | None) -> Tensor:
-    one = torch.zeros(cloud.rows.shape[0], dtype=torch.uint8, device=cloud.rows.device)
-    return top_eigenvectors(cluster_grams(cloud.rows, one, 1, mass)[0], rank)[1].to(cloud.rows.dtype)
+def _svd(cloud: WeightedRows, rank: int, weights: Tensor | None) -> Tensor:
+    return top_eigenvectors(gram_of(cloud.rows, weights), rank)[1].to(cloud.rows.dtype)
 
 
-def _cloud(rows: Rows, weights: Tensor | None) -> _Cloud:
-    norms2 = torch.cat([block.to(torch.float64).square().sum(1) for _, block in rows.blocks(BLOCK)])
+def _weighted(rows: Rows, weights: Tensor | None) -> tuple[WeightedRows, float]:
+    """The rows with weights divided by the largest, and the largest; in float64 where lengths differ much."""
+    norms2 = torch.cat([block.to(torch.float64).square().sum(1) for _, block in slices(rows)])
     spread = check_spread(norms2, weights, _SPREAD)
     if spread > _SINGLE and rows.dtype != torch.float64:
-        rows = MetricRows(rows, torch.ones(rows.shape[1]), torch.float64)
+        rows = WidenedRows(rows)
     scale = 1.0
     if weights is not None:
         weights = weights.to(rows.device, torch.float64)
         scale = float(weights.max())
         weights = (weights / scale).to(rows.dtype)
-    return _Cloud(rows, norms2.to(rows.dtype), weights, scale)
+    return WeightedRows(rows, norms2.to(rows.dtype), weights), scale
 
 
 def _narrowed(rows: Rows) -> tuple[Rows, Tensor | None]:
-    """Where n < d, the rows in an orthonormal basis (n, d) of all they span: all distances stay, d x d Grams do not."""
+    """Where n < d: the rows in an orthonormal basis (n, d) of their span. Distances stay, and Grams are n x n."""
     n, d = rows.shape
     if n >= d:
         return rows, None
-    whole = torch.cat([block for _, block in rows.blocks(n)]).to(torch.float64)
-    q, t = torch.linalg.qr(whole.T)
+    q, t = torch.linalg.qr(all_rows(rows).T)
     return TensorRows(t.T.contiguous().to(rows.dtype)), q.T.to(rows.dtype).contiguous()
-
-
-def _checked_start(start: Tensor, rank: int, d: int) -> Tensor:
-    if tuple(start.shape) != (rank, d):
-        raise KflatsError(f"a start of shape {tuple(start.shape)} does not fit a flat of rank {rank} in {d} columns")
-    found = start.detach().to(torch.float64)
-    if not torch.allclose(found @ found.T, torch.eye(rank, dtype=torch.float64, device=found.device), atol=1e-3):
-        raise KflatsError("the rows of a start must be orthonormal", hint="torch.linalg.qr(start.T).Q.T")
-    return found

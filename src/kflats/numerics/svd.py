@@ -2,11 +2,11 @@
 
     minimise over U (n, r), V (r, d):   || L (A - U V) R ||_F^2
 
-With P the r leading eigenvectors of (L A R)' (L A R), the minimiser is U = A R P', V = P R^{-1} (FWSVD,
-Hsu et al., ICLR 2022, eq. 6, is L = diag(sqrt I), R = 1). L enters by its Gram L'L alone and is never
-undone or split, so rows of weight zero get their projection instead of 0 / 0. Only R is inverted; it is
-floored, and V is chosen by least squares along what it hardly judges (see ``metric``). Where n < d an n x n problem
-has the same solution.
+With P the r leading eigenvectors of (L A R)' (L A R), the minimiser is U = A R P', V = P R^{-1} (FWSVD, Hsu et al.,
+ICLR 2022, eq. 6, is L = diag(sqrt I), R = 1). Only the Gram L'L of L is needed, and L is never inverted, so rows of
+weight zero get their projection instead of 0 / 0. R is inverted. Its small singular values are floored, and V is
+chosen by least squares along the directions to which R gives next to no weight (see ``metric``). Where n < d, an n x n
+problem has the same solution.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.gram import gram_of, top_eigenvectors
 from kflats.numerics.metric import FLOOR, NEGATIVE, Metric, check_gram, left_gram, right_metric, scale_of
-from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, as_rows, check_finite, check_rank, check_weights
+from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, all_rows, as_rows, check_finite, check_rank, slices
 from kflats.numerics.whitening import least_squares
 
 
@@ -49,12 +49,11 @@ def truncated_svd(
         left: (n, n), or (n,) where it is diagonal (row weights).
         right: (d, d), or (d,) where it is diagonal.
 
-    Goes through an eigenproblem of the smaller side, in float64. Full metrics are multiplied in float64;
-    else the matrix is read by blocks in its own type. Choose it when the smaller side is at most a few
-    thousand; ``range_finder_svd`` is for larger ones.
+    Solves an eigenproblem of the smaller side, in float64. Full metrics are multiplied in float64; else the matrix is
+    read by blocks in its own type. Choose it when the smaller side is at most a few thousand.
 
-    Accuracy: singular values below about 1e-7 of the largest (float32 sources) are noise; they carry
-    1e-14 of the energy.
+    Accuracy: of a float32 matrix, singular values below about 1e-7 of the largest are noise. They hold 1e-14 of the
+    energy.
 
     Raises:
         KflatsError: rank outside 1..min(n, d), NaN or infinite values, unusable weights or metrics.
@@ -80,7 +79,7 @@ def truncated_svd(
 
 
 def weighted_spectrum(matrix: Tensor | Rows, *, left: Tensor | None = None, right: Tensor | None = None) -> Tensor:
-    """(min(n, d),) squared singular values of L A R, descending: what each rank of ``truncated_svd`` takes away.
+    """(min(n, d),) squared singular values of L A R, descending: what each rank of ``truncated_svd`` saves.
 
     >>> weighted_spectrum(torch.tensor([[3.0, 0.0], [0.0, 1.0]]), right=torch.tensor([1.0, 4.0])).tolist()
     [9.0, 4.0]
@@ -92,67 +91,18 @@ def weighted_spectrum(matrix: Tensor | Rows, *, left: Tensor | None = None, righ
     return small.scale * values
 
 
-def range_finder_svd(
-    matrix: Tensor | Rows,
-    rank: int,
-    *,
-    left: Tensor | None = None,
-    oversample: int = 16,
-    passes: int = 4,
-    seed: int = 0,
-) -> LowRank:
-    """Randomized range finder (Halko, Martinsson & Tropp 2011, algorithms 4.4 and 5.1): costs
-    O(n d (r + oversample)) a pass and never forms a d x d Gram. Choose it for rank much below d;
-    the error exceeds the best by a factor that ``passes`` power iterations bring close to 1.
-
-    ``left`` are row weights (n,). ``spectrum`` holds the rank + oversample values found, not all d.
-
-    >>> range_finder_svd(torch.eye(6)[:, :3], 3).error < 1e-5
-    True
-    """
-    rows = as_rows(matrix)
-    n, d = rows.shape
-    check_rank(rank, min(n, d))
-    check_finite(rows)
-    check_weights(left, n)
-    generator = torch.Generator().manual_seed(seed)
-    width = min(rank + oversample, n, d)
-    basis = torch.randn(width, d, generator=generator).to(rows.device, rows.dtype)
-    basis = torch.linalg.qr(basis.T).Q.T
-    total = 0.0
-    for step in range(passes + 1):
-        product = torch.zeros(d, width, dtype=torch.float64, device=rows.device)
-        small = torch.zeros(width, width, dtype=torch.float64, device=rows.device)
-        total = 0.0
-        for start, block in rows.blocks(GRAM_BLOCK):
-            if left is not None:
-                block = block * left[start : start + len(block)].to(block.dtype).sqrt().unsqueeze(1)
-            coordinates = block @ basis.T
-            total += float(block.square().sum(dtype=torch.float64))
-            small += coordinates.T @ coordinates
-            if step < passes:
-                product += block.T @ coordinates
-        if step < passes:
-            basis = torch.linalg.qr(product.to(rows.dtype)).Q.T
-    values, turn = torch.linalg.eigh(small)
-    values = values.flip(0).clamp_min(0)
-    leading = (turn.flip(1).T @ basis.to(torch.float64))[:rank].to(rows.dtype)
-    error = max(total - float(values[:rank].sum()), 0.0)
-    return LowRank(project(rows, leading), leading, values, error, total)
-
-
 def project(rows: Rows, basis: Tensor) -> Tensor:
     """Coordinates (n, r) of all rows by ``basis`` (r, d): rows times its transpose, by blocks."""
     out = torch.empty(rows.shape[0], basis.shape[0], dtype=rows.dtype, device=rows.device)
-    for start, block in rows.blocks(GRAM_BLOCK):
-        torch.matmul(block, basis.T, out=out[start : start + len(block)])
+    for here, block in slices(rows, GRAM_BLOCK):
+        torch.matmul(block, basis.T, out=out[here])
     return out
 
 
 @dataclass(frozen=True)
 class _Small:
     """An eigenproblem of the smaller side: ``scale`` * ``gram`` has the eigenvalues of (LAR)'(LAR), and ``finish``
-    makes coordinates (n, r) and a basis (r, d) of its eigenvectors (r, m)."""
+    turns its eigenvectors (r, m) into coordinates (n, r) and a basis (r, d)."""
 
     gram: Tensor
     scale: float
@@ -174,8 +124,8 @@ def _small_problem(rows: Rows, left: Tensor | None, right: Tensor | None) -> _Sm
         if metric is None:
             return project(rows, basis.to(rows.dtype)), basis
         coordinates, decoder = project(rows, metric.encoder(basis).T.to(rows.dtype)), metric.decoder(basis)
-        if metric.is_singular and n >= d:  # a wide matrix has its own rows to be made of
-            pairs = ((coordinates[start : start + len(block)], block) for start, block in rows.blocks(GRAM_BLOCK))
+        if metric.is_singular and n >= d:  # a wide matrix needs no completion: its own rows span the basis
+            pairs = ((coordinates[here], block) for here, block in slices(rows, GRAM_BLOCK))
             decoder = metric.completed(decoder, least_squares(pairs, *decoder.shape))
         return coordinates, decoder
 
@@ -183,13 +133,13 @@ def _small_problem(rows: Rows, left: Tensor | None, right: Tensor | None) -> _Sm
 
 
 def _through_columns(rows: Rows, weights: Tensor | None, metric: Metric | None) -> tuple[Tensor, Tensor | None]:
-    """(LB)'(LB) for B = A R, or its n x n core T G T' with what lifts eigenvectors of it."""
+    """(LB)'(LB) for B = A R, or its n x n core T G T' with the matrix that lifts the core's eigenvectors."""
     n, d = rows.shape
     full = metric is not None and metric.factor.ndim == 2
     work = rows if metric is None else MetricRows(rows, metric.factor, torch.float64 if full else None)
     if n >= d and (weights is None or weights.ndim == 1):
-        return cluster_grams(work, torch.zeros(n, dtype=torch.uint8, device=rows.device), 1, weights)[0], None
-    b = _whole(work)
+        return gram_of(work, weights), None
+    b = all_rows(work)
     if n >= d and weights is not None:
         return _symmetric(b.T @ (weights @ b)), None
     q, t = torch.linalg.qr(b.T)  # B' = Q T: (LB)'(LB) = Q (T G T') Q', with G = L'L as it is
@@ -197,16 +147,16 @@ def _through_columns(rows: Rows, weights: Tensor | None, metric: Metric | None) 
 
 
 def _through_rows(rows: Rows, weights: Tensor | None, right: Tensor, scale: float) -> _Small:
-    """The same without splitting a right Gram S that is larger than the problem: only C = A S A' (n, n) is split.
+    """The same, where the right Gram S is larger than the problem: only C = A S A' (n, n) is decomposed, and not S.
 
     C = Q c Q', K = c^1/2 Q' G Q c^1/2: with w its eigenvectors, U = Q c^1/2 w, V = w' c^-1/2 Q' A (c floored).
     """
-    a = _whole(rows)
+    a = all_rows(rows)
     gram = check_gram(right, rows.shape[1], "right", "columns")
     measure = scale_of(gram)
     values, q = torch.linalg.eigh(_symmetric(a @ (gram / measure) @ a.T))
     if float(values[0]) < -NEGATIVE * float(values[-1]):
-        raise KflatsError("the right metric is not positive semidefinite", cause="it is no Gram matrix")
+        raise KflatsError("the right metric is not positive semidefinite", cause="it is not a Gram matrix")
     largest = float(values[-1])
     root = values.clamp_min(FLOOR**2 * largest if largest > 0 else 1.0).sqrt()
     spread = q * root
@@ -219,10 +169,6 @@ def _through_rows(rows: Rows, weights: Tensor | None, right: Tensor, scale: floa
 
 def _times(matrix: Tensor, weights: Tensor | None) -> Tensor:
     return matrix if weights is None else matrix * weights if weights.ndim == 1 else matrix @ weights
-
-
-def _whole(rows: Rows) -> Tensor:
-    return rows.take(torch.arange(rows.shape[0], device=rows.device)).to(torch.float64)
 
 
 def _symmetric(gram: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     L (d, r):   L' G L = I,   r = the rank that the numbers of G show
 
-Where rows differ in length by many powers of ten, G may show a lower rank than the rows have; that is refused.
+Where rows differ in length by many powers of ten, G may show a lower rank than the rows have. This is refused.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, ScaledRows, TensorRows
+from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows, WidenedRows, all_rows, slices
 
 RANK_FLOOR = 1e-12
 """Least eigenvalue that counts, in units of the largest, of a Gram with unit diagonal: 1e-6 of a singular value."""
 
 COLUMN_FLOOR = 1e-10
-"""Shortest column that counts, in units of the longest: dead neurons, or what a QR leaves of directions that are not
-there. Of shorter ones the leading axes would be lost: an SVD is as exact as its largest value, here the reciprocal."""
+"""Shortest column that counts, in units of the longest. Shorter ones are dead neurons, or the rounding of a QR in
+directions without energy. They would spoil the leading axes: an SVD is as exact as its largest value, here the
+reciprocal."""
 
 _PANEL = 96  # columns: wide enough for a fast product
 
@@ -37,9 +38,9 @@ def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
     n, d = rows.shape
     if n >= d:
         return rows, None
-    q, t = torch.linalg.qr(rows.take(torch.arange(n, device=rows.device)).to(torch.float64).T)
+    q, t = torch.linalg.qr(all_rows(rows).T)
     lengths = torch.linalg.vector_norm(t, dim=0)
-    # What a QR leaves of directions that are not there would pass for short columns.
+    # The rounding of a QR, in directions that the rows do not have, would look like short columns.
     _, values, turn = torch.linalg.svd((t / torch.where(lengths > 0, lengths, 1.0)).T, full_matrices=False)
     kept = values.square() > RANK_FLOOR * float(values[0]) ** 2
     if bool(kept.all()) or not bool(lengths.any()):
@@ -50,16 +51,16 @@ def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
 def gram(rows: Rows, factors: Tensor | None = None) -> Tensor:
     """(d, d) A' diag(factors)^2 A, products and sums in float64."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
-    for start, block in rows.blocks(GRAM_BLOCK):
+    for here, block in slices(rows, GRAM_BLOCK):
         wide = block.to(torch.float64)
         if factors is not None:
-            wide = wide * factors[start : start + len(block)].unsqueeze(1)
+            wide = wide * factors[here].unsqueeze(1)
         total += symmetric(wide)
     return total
 
 
 def symmetric(x: Tensor) -> Tensor:
-    """x'x (d, d) by panels of columns, of which only one of each mirrored pair is multiplied."""
+    """x'x (d, d) by panels of columns; of two mirrored panels only one is multiplied."""
     d = x.shape[1]
     product = x.new_empty(d, d)
     for start in range(0, d, _PANEL):
@@ -70,8 +71,8 @@ def symmetric(x: Tensor) -> Tensor:
 
 
 def whiten(matrix: Tensor, floor: float = COLUMN_FLOOR) -> Tensor:
-    """L (d, r) with L' ``matrix`` L = I; columns are brought to one scale first, so their units hardly matter: only
-    those below ``floor`` count as zeros."""
+    """L (d, r) with L' ``matrix`` L = I; columns are scaled to one length first, so their units hardly matter; columns
+    below ``floor`` of the longest count as zeros."""
     lengths = matrix.diagonal().clamp_min(0.0).sqrt()
     counts = lengths > floor * lengths.max()
     scale = torch.where(counts, lengths, 1.0)
@@ -80,7 +81,7 @@ def whiten(matrix: Tensor, floor: float = COLUMN_FLOOR) -> Tensor:
     )
     kept = values > RANK_FLOOR * float(values[-1])
     whitening: Tensor = vectors[:, kept] / values[kept].sqrt() / scale.unsqueeze(1)
-    if whitening.shape[1] < len(matrix):  # brought back into the row space, which the scales have led it out of
+    if whitening.shape[1] < len(matrix):  # back into the row space, which the scales have left
         space = torch.linalg.qr(torch.where(counts.unsqueeze(1), vectors[:, kept] * scale.unsqueeze(1), 0.0)).Q
         whitening = space @ (space.T @ whitening)
     return whitening
@@ -89,7 +90,7 @@ def whiten(matrix: Tensor, floor: float = COLUMN_FLOOR) -> Tensor:
 def least_squares(pairs: Iterable[tuple[Tensor, Tensor]], rank: int, d: int) -> Tensor:
     """X (rank, d) of the least sum of || a - c X ||^2 over blocks of coordinates c (b, rank) and rows a (b, d).
 
-    In float64; coordinates that say nothing (columns of zeros, or that others repeat) get none of X.
+    In float64. Columns of coordinates that are zero, or repeat others, get rows of zeros in X.
     """
     inner: Tensor | None = None
     for coordinates, block in pairs:
@@ -110,20 +111,20 @@ def row_space(rows: Rows, factors: Tensor, lengths: Tensor) -> Tensor:
     Raises:
         KflatsError: the longest rows hide directions that the others have.
     """
-    found = whiten(gram(rows, factors))
-    if found.shape[1] == rows.shape[1]:
-        return found
+    whitening = whiten(gram(rows, factors))
+    if whitening.shape[1] == rows.shape[1]:
+        return whitening
     inverse = torch.where(lengths > 0, 1 / lengths, 0.0)
-    # In float64: float32 has no number that brings the shortest rows to length 1.
-    unit = ScaledRows(MetricRows(rows, torch.ones(rows.shape[1]), torch.float64), inverse)
-    # A column must be well above the floor here to be missed there: one near it is short in both.
-    if whiten(gram(unit), 1e3 * COLUMN_FLOOR).shape[1] > found.shape[1]:
+    # In float64, because the factors of the shortest rows overflow float32.
+    unit = ScaledRows(WidenedRows(rows), inverse)
+    # Only a column well above the floor here is missing there; a column near the floor is short in both.
+    if whiten(gram(unit), 1e3 * COLUMN_FLOOR).shape[1] > whitening.shape[1]:
         raise too_different(lengths)
-    return found
+    return whitening
 
 
 def too_different(lengths: Tensor) -> KflatsError:
-    """What to say when rows of very different length leave no digits for the shorter ones."""
+    """The error where the shorter of very different rows are lost in rounding."""
     alive = lengths[lengths > 0]
     ratio = float(alive.max() / alive.median())
     return KflatsError(
