@@ -23,6 +23,7 @@ from kflats.calibration.objectives import Objective, Projections, TaskLoss, desc
 from kflats.calibration.running import batch_size, run, take, to_device
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import size, visible
+from kflats.common.schema import JsonObject
 from kflats.evaluation.encoding import Batch, BatchValue
 from kflats.importance.measured import Measured
 from kflats.model.weights import Weight
@@ -363,7 +364,7 @@ def _groups(
 
 
 def _statistics(
-    model: nn.Module, measured: Mapping[str, Measured], reached: set[str], about: dict[str, BatchValue], quiet: bool
+    model: nn.Module, measured: Mapping[str, Measured], reached: set[str], about: JsonObject, quiet: bool
 ) -> Statistics:
     unreached = tuple(name for name in measured if name not in reached)
     if unreached and not quiet:

@@ -33,6 +33,7 @@ from kflats.calibration.loss_kinds import (
 )
 from kflats.calibration.running import decoder_mask, run, take, task_output, vectors
 from kflats.common.errors import KflatsError
+from kflats.common.schema import JsonObject
 from kflats.evaluation.encoding import Batch
 
 _MISNAMED = ("label", "label_ids", "target", "targets")
@@ -231,7 +232,7 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
     return Projections()
 
 
-def describe(objective: object) -> dict[str, Any]:
+def describe(objective: object) -> JsonObject:
     """What a file remembers of an objective: its type and its fields, JSON only."""
     fields = {}
     if dataclasses.is_dataclass(objective) and not isinstance(objective, type):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
@@ -68,7 +68,7 @@ class BudgetOptions:
             )
         return one_budget(self.keep, self.size)
 
-    def names(self, recipe: Any) -> tuple[str, ...]:
+    def names(self, recipe: Recipe | Method | None) -> tuple[str, ...]:
         """The names of the weights; of all weights where the size of the files is given and methods are chosen."""
         if self.weights or self.size is None or recipe is None:
             return tuple(self.weights or ())

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from io import StringIO
-from typing import Any
 
 from rich.box import Box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from kflats.common.schema import Json
 
 _LINES = Box("    \n    \n -- \n    \n -- \n    \n    \n    \n", ascii=True)
 _WIDTH = 240  # wide enough that no table of ours is folded: folding is the reader's terminal's work
@@ -61,7 +62,7 @@ def number(value: float | None, digits: int = 3) -> str:
     return "-" if value is None else f"{value:.{digits}g}"
 
 
-def call(value: Mapping[str, Any]) -> str:
+def call(value: Mapping[str, Json]) -> str:
     """The JSON form of a method, importance or codec, written as the call that makes it.
 
     >>> call({"type": "Flats", "k": 5, "ranks": "filled"})

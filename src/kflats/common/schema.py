@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping, Sequence
 from types import UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 from kflats.common.errors import KflatsError
+
+Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
+"""What a JSON file holds."""
+JsonObject: TypeAlias = dict[str, Json]
 
 _LARGEST = sys.float_info.max  # comparing with it refuses NaN, infinities and integers no float can hold
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.release import version
+from kflats.common.schema import JsonObject
 from kflats.compress.file_headroom import room_in_file
 from kflats.compress.result import CompressedWeight, bytes_of_one, gained_numbers
 from kflats.importance.weighting import Weighting
@@ -70,7 +71,7 @@ def factorize(
             if done is None:
                 done = _fit(model, decision, data, seed, free, told(name))
                 if partial and done.matrix is not None:
-                    meta = {"spec": done.matrix.spec(), "report": _alone(done.report).to_json()}
+                    meta: JsonObject = {"spec": done.matrix.spec(), "report": _alone(done.report).to_json()}
                     shift = {} if done.bias_shift is None else {_SHIFT: done.bias_shift}
                     partial.put(decision.weight.name, done.matrix.tensors() | shift, meta)
             found[name] = done

@@ -79,7 +79,7 @@ def encode(
 
 
 def tokenize(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int = _MAX_TOKENS
+    model: nn.Module | None, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], max_tokens: int = _MAX_TOKENS
 ) -> list[list[int]]:
     """Token ids of each text, special tokens included, never empty, checked against the model's table."""
     if tokenizer is None:

@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from kflats.common.hashing import sha256
+from kflats.common.schema import JsonObject
 from kflats.io.atomic_files import replaced
 from kflats.io.atomic_folder import beside
 from kflats.io.write_errors import explain
@@ -38,7 +38,7 @@ class Partial:
         self.folder = beside(out, "partial")
         self.fingerprint = fingerprint
 
-    def get(self, name: str) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    def get(self, name: str) -> tuple[dict[str, Tensor], JsonObject] | None:
         """Tensors and meta that ``put`` stored under ``name``, or None."""
         path = self._path(name)
         if path.is_symlink() or not path.is_file():
@@ -54,7 +54,7 @@ class Partial:
             return None
         return (tensors, meta) if header.get("digest") == _digest(tensors) and isinstance(meta, dict) else None
 
-    def put(self, name: str, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def put(self, name: str, tensors: dict[str, Tensor], meta: JsonObject) -> None:
         """Store ``tensors`` and JSON-able ``meta`` under ``name``.
 
         Raises:

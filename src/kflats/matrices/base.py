@@ -11,10 +11,11 @@ wherever kflats is not imported, instead of leaving random weights in place.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from kflats.common.schema import JsonObject
 
 
 class Matrix(nn.Module):
@@ -57,7 +58,7 @@ class Matrix(nn.Module):
         """The whole (n, d) matrix, for tests, export and error reports."""
 
     @abstractmethod
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         """JSON-able geometry: with it ``matrix_from_spec`` builds an empty matrix of the same shapes."""
 
     @abstractmethod

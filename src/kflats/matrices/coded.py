@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
+from kflats.common.schema import JsonObject
 from kflats.matrices.base import Matrix
 from kflats.matrices.coded_geometry import CodedGeometry, contradiction
 from kflats.matrices.decoding import Reading, Tile, integers, limited, reading_of
@@ -128,7 +128,7 @@ class CodedMatrix(Matrix):
         integers = {name: value for name, value in self.tensors().items() if not value.is_floating_point()}
         return crc32(part for item in sorted(integers.items()) for part in item)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         return self.geometry.spec()
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.common.schema import check_version, decode
+from kflats.common.schema import JsonObject, check_version, decode
 from kflats.matrices.geometry import check_shape
 from kflats.numerics.coding.packing import MOST_BITS
 
@@ -147,9 +146,9 @@ class CodedGeometry:
             return torch.int8 if self.basis == "int8" else dtype
         return INTEGERS.get(name, dtype)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         """As JSON."""
-        found = {
+        found: JsonObject = {
             "kind": "coded",
             "version": self.version,
             "shape": list(self.shape),
@@ -176,7 +175,7 @@ INTEGERS = {
 """Types of the stored integers; a basis may be one besides."""
 
 
-def read_geometry(spec: dict[str, Any]) -> CodedGeometry:
+def read_geometry(spec: JsonObject) -> CodedGeometry:
     """The geometry that ``CodedGeometry.spec`` wrote.
 
     Raises:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
+from kflats.common.schema import JsonObject
 from kflats.matrices.base import Matrix
 from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
 
@@ -52,7 +51,7 @@ class DenseMatrix(Matrix):
     def dense(self) -> Tensor:
         return self.weight.clone()
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         return {"kind": self.kind, "shape": list(self.shape)}
 
     def resized(self, n: int) -> DenseMatrix:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
+from kflats.common.schema import JsonObject
 from kflats.matrices.base import Matrix
 from kflats.matrices.geometry import RankGroup, bases_of, check_geometry, tables_of, weight_shape
 from kflats.matrices.lookup import compiled_rows, eager_rows, exported_rows, inverse_of, is_exporting
@@ -129,7 +129,7 @@ class FlatsMatrix(Matrix):
         parts = [table if basis is None else table @ basis for table, basis in zip(tables, bases, strict=True)]
         return torch.cat(parts).index_select(0, self.position)
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         return {
             "kind": self.kind,
             "shape": list(self.shape),

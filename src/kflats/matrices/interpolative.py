@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
+from kflats.common.schema import JsonObject
 from kflats.matrices.base import Matrix
 from kflats.matrices.flats import refresh_after_load
 from kflats.matrices.geometry import order_dtype
@@ -106,7 +105,7 @@ class InterpolativeMatrix(Matrix):
         """(n, r) and (r, d), whose product is M."""
         return self.weight, self._columns(torch.eye(self.weight.shape[1]).to(self.weight))
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         return {"kind": self.kind, "shape": list(self.shape), "rank": self.weight.shape[1]}
 
     def resized(self, n: int) -> InterpolativeMatrix:

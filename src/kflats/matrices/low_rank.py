@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
+from kflats.common.schema import JsonObject
 from kflats.matrices.base import Matrix
 from kflats.matrices.lookup import FEW, distinct, is_jit_tracing
 
@@ -69,7 +70,7 @@ class LowRankMatrix(Matrix):
         """(n, r) and (r, d), whose product is M."""
         return self.weight, self.basis
 
-    def spec(self) -> dict[str, Any]:
+    def spec(self) -> JsonObject:
         return {"kind": self.kind, "shape": list(self.shape), "rank": self.basis.shape[0]}
 
     def resized(self, n: int) -> LowRankMatrix:

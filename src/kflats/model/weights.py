@@ -169,7 +169,7 @@ def pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, module
 
 
-def vocabulary_end(model: Any, getter: str) -> nn.Module | None:
+def vocabulary_end(model: nn.Module, getter: str) -> nn.Module | None:
     """The module of ``get_input_embeddings`` or ``get_output_embeddings``; some models have none and raise."""
     try:
         found = getattr(model, getter)()

@@ -14,6 +14,7 @@ import torch
 from kflats.codecs import CODECS, Codec, Float, check_codec
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
+from kflats.common.schema import JsonObject
 from kflats.importance import IMPORTANCES, Importance, Uniform, check_importance
 from kflats.methods import METHODS, Factored, Method, Problem, check_method
 
@@ -116,7 +117,7 @@ def as_recipe(value: Recipe | Method) -> Recipe:
     return value if isinstance(value, Recipe) else Recipe(value)
 
 
-def to_json(value: object) -> dict[str, Any]:
+def to_json(value: object) -> JsonObject:
     """A recipe, or one of its parts and theirs, as ``{"type": ..., field: ...}``.
 
     >>> to_json(Float("float16"))

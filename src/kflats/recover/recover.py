@@ -24,7 +24,7 @@ from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.evaluation.comparing import load_tokenizer
-from kflats.evaluation.encoding import evaluating
+from kflats.evaluation.encoding import Batch, evaluating
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic_folder import beside
 from kflats.recover.checkpoints import claim, digest, kept_in
@@ -44,12 +44,12 @@ RECOVERY_FILE = "kflats_recovery.json"
 
 def recover_(
     model: nn.Module,
-    task: str | Task | Sequence[Any],
+    task: str | Task | Sequence[Batch],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     data: str | os.PathLike[str] | None = None,
     split: str = "train",
-    judged: str | Sequence[Any] | None = "dev",
+    judged: str | Sequence[Batch] | None = "dev",
     teacher: nn.Module | None = None,
     temperature: float = 2.0,
     labels_weight: float = 0.5,

@@ -13,7 +13,7 @@ from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
-from kflats.evaluation.encoding import evaluating
+from kflats.evaluation.encoding import Batch, evaluating
 from kflats.recover.distill import Objective
 from kflats.tasks.batches import Feature, by_length, collate, features, padding_id, uncollate
 from kflats.tasks.data import load_examples
@@ -105,8 +105,8 @@ def lesson_of_task(
 
 def lesson_of_batches(
     model: nn.Module,
-    batches: Sequence[Any],
-    judged: Sequence[Any] | None,
+    batches: Sequence[Batch],
+    judged: Sequence[Batch] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     objective: Objective,
 ) -> Lesson:

@@ -23,11 +23,10 @@ import dataclasses
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, share, size, table, visible
-from kflats.common.schema import decode
+from kflats.common.schema import JsonObject, decode
 from kflats.io.atomic_files import replaced
 from kflats.report.trimmed import TrimReport
 from kflats.report.weights import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
@@ -78,7 +77,7 @@ class Report:
         """Whether a method minimised something else than the squared error."""
         return any(w.own is not None for w in self.weights)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """A JSON-able dict, with its format and version."""
         return {"format": _FORMAT, "version": _VERSION, "report": dataclasses.asdict(self)}
 

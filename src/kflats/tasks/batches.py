@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import pad_id, tokenize
+from kflats.evaluation.encoding import Batch, pad_id, tokenize
 from kflats.tasks.data import Examples, load_examples
 from kflats.tasks.task import Task, check_head, head_of
 
@@ -51,7 +51,7 @@ def task_batches(
     limit: int | None = None,
     *,
     data: str | os.PathLike[str] | None = None,
-    model: Any = None,
+    model: nn.Module | None = None,
     seed: int = 0,
 ) -> list[dict[str, Tensor]]:
     """Batches with labels, for ``model(**batch)``: what importance is measured on.
@@ -87,7 +87,7 @@ def features(
     max_length: int = 128,
     *,
     limit: int | None = None,
-    model: Any = None,
+    model: nn.Module | None = None,
     seed: int = 0,
 ) -> list[Feature]:
     """``examples`` in token ids, in their order; arguments as ``task_batches``.
@@ -101,7 +101,8 @@ def features(
     if max_length < 2 or (limit is not None and limit < 1):
         raise KflatsError(f"max_length={max_length}, limit={limit}: nothing would be left of the examples")
     order = tuple(range(len(task.labels) or 1)) if model is None else check_head(model, task)
-    if model is not None and task.kind in ("classification", "regression") and model.config.pad_token_id is None:
+    config = getattr(model, "config", None)
+    if config is not None and task.kind in ("classification", "regression") and config.pad_token_id is None:
         raise KflatsError(
             "the model's config has no pad_token_id, without which its head cannot find the end of a text",
             hint="model.config.pad_token_id = tokenizer.pad_token_id (or eos_token_id)",
@@ -124,7 +125,7 @@ def features(
 
 
 def text_features(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int = 128, model: Any = None
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int = 128, model: nn.Module | None = None
 ) -> list[Feature]:
     """Plain texts without labels: what a headless encoder is distilled on."""
     if not texts:
@@ -150,7 +151,7 @@ def collate(rows: Sequence[Feature], filler: int = 0, device: torch.device | str
     return {name: tensor.to(device) for name, tensor in found.items()}
 
 
-def uncollate(batches: Sequence[Any]) -> list[Feature]:
+def uncollate(batches: Sequence[Batch]) -> list[Feature]:
     """Batches of somebody else as features, padding removed, so that they can be mixed anew in every epoch.
 
     Raises:
@@ -158,20 +159,22 @@ def uncollate(batches: Sequence[Any]) -> list[Feature]:
     """
     found = []
     for batch in batches:
-        ids = batch.get("input_ids") if hasattr(batch, "get") else None
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
+        tensors = {n: t for n, t in batch.items() if isinstance(t, Tensor)} if isinstance(batch, Mapping) else {}
+        ids = tensors.pop("input_ids", torch.empty(0))
+        if ids.ndim != 2 or not ids.numel():
             raise KflatsError(
                 "a batch must be a dict of tensors with input_ids (examples, tokens)",
                 hint="kflats.task_batches(...)",
             )
-        mask = batch.get("attention_mask")
-        keep = (torch.ones_like(ids) if mask is None else mask).bool()
-        labels = batch.get("labels")
+        keep = tensors.pop("attention_mask", torch.ones_like(ids)).bool()
+        labels = tensors.pop("labels", None)
+        inputs = {"input_ids": ids} | {n: t for n, t in tensors.items() if t.shape == ids.shape}
         for i in range(ids.shape[0]):
-            names = [n for n, t in batch.items() if n not in ("attention_mask", "labels") and t.shape == ids.shape]
             label = None if labels is None else labels[i][keep[i]] if labels.shape == ids.shape else labels[i]
             found.append(
-                Feature({n: batch[n][i][keep[i]].tolist() for n in names}, None if label is None else label.tolist())
+                Feature(
+                    {n: t[i][keep[i]].tolist() for n, t in inputs.items()}, None if label is None else label.tolist()
+                )
             )
     if not found:
         raise KflatsError("there are no batches", cause="an empty list")
@@ -183,13 +186,13 @@ def by_length(rows: Sequence[Feature]) -> list[int]:
     return sorted(range(len(rows)), key=lambda i: -len(rows[i]))
 
 
-def padding_id(tokenizer: PreTrainedTokenizerBase | None, model: Any = None) -> int:
+def padding_id(tokenizer: PreTrainedTokenizerBase | None, model: nn.Module | None = None) -> int:
     """The id to pad with: the one the model's config names, else the tokenizer's."""
     found = getattr(getattr(model, "config", None), "pad_token_id", None)
     return found if isinstance(found, int) and found >= 0 else pad_id(tokenizer)
 
 
-def length_limit(tokenizer: PreTrainedTokenizerBase, model: Any, max_length: int) -> int:
+def length_limit(tokenizer: PreTrainedTokenizerBase, model: nn.Module | None, max_length: int) -> int:
     """``max_length``, or less where the tokenizer or the model's table of positions ends before."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     limits = [max_length, getattr(tokenizer, "model_max_length", None), positions - 2 if positions else None]
@@ -197,7 +200,7 @@ def length_limit(tokenizer: PreTrainedTokenizerBase, model: Any, max_length: int
 
 
 def _tokenized(
-    tokenizer: PreTrainedTokenizerBase, model: Any, max_length: int, *texts: list[str]
+    tokenizer: PreTrainedTokenizerBase, model: nn.Module | None, max_length: int, *texts: list[str]
 ) -> Iterator[dict[str, list[int]]]:
     limit = length_limit(tokenizer, model, max_length)
     made = tokenizer(*texts, truncation=True, max_length=limit, return_attention_mask=False)
@@ -206,7 +209,7 @@ def _tokenized(
         yield {name: list(values[i]) for name, values in made.items()}
 
 
-def _check_ids(rows: Sequence[Sequence[int]], model: Any) -> None:
+def _check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None) -> None:
     table = getattr(getattr(model, "config", None), "vocab_size", None)
     largest = max((max(row) for row in rows if len(row)), default=0)
     if isinstance(table, int) and largest >= table:
@@ -222,7 +225,7 @@ def _token_features(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     order: tuple[int, ...],
-    model: Any,
+    model: nn.Module | None,
 ) -> list[Feature]:
     """The first token of every word carries its label, the others none."""
     if not getattr(tokenizer, "is_fast", False):
@@ -250,7 +253,12 @@ def _token_features(
 
 
 def _blocks(
-    examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int, masked: bool, model: Any, seed: int
+    examples: Examples,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    masked: bool,
+    model: nn.Module | None,
+    seed: int,
 ) -> Iterator[Feature]:
     """The split as one text, cut into blocks; without special tokens for a causal model, with them for a masked one."""
     text = "\n".join(paragraph for (paragraph,) in examples.inputs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from kflats.evaluation.encoding import evaluating
+from kflats.evaluation.encoding import Batch, evaluating
 from kflats.model.roles import FactoredLayer
 
 
@@ -31,7 +30,7 @@ class Flops:
     other: int
 
 
-def count_flops(model: nn.Module, inputs: Mapping[str, Any]) -> Flops:
+def count_flops(model: nn.Module, inputs: Batch) -> Flops:
     """Count one ``model(**inputs)`` in eval mode: matrix products and convolutions, as torch's own counter does.
 
     A dense (n, d) layer takes 2 n d a position, a rank-r pair 2 r (n + d). Element-wise work (biases,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
-from typing import Any
+
+from torch import nn
 
 from kflats.common.errors import KflatsError
 
@@ -180,7 +181,7 @@ def find_task(name: str | Task) -> Task:
     )
 
 
-def head_of(model: Any) -> str:
+def head_of(model: nn.Module | None) -> str:
     """What a transformers model predicts: "sequence", "token", "causal", "masked", or "" without such a head.
 
     By the name of its class or of one it inherits from, as transformers itself does.
@@ -192,7 +193,7 @@ def head_of(model: Any) -> str:
     return ""
 
 
-def check_head(model: Any, task: Task) -> tuple[int, ...]:
+def check_head(model: nn.Module, task: Task) -> tuple[int, ...]:
     """Where the model keeps each of the task's labels: ``order[label of the task] = output of the model``.
 
     Models of the hub number their labels as they like; their names (``config.id2label``) say which is which.
@@ -222,7 +223,8 @@ def check_head(model: Any, task: Task) -> tuple[int, ...]:
         )
     if not task.labels:
         return (0,)
-    names = [_plain(str((model.config.id2label or {}).get(i, f"LABEL_{i}"))) for i in range(outputs)]
+    given = getattr(model.config, "id2label", None) or {}
+    names = [_plain(str(given.get(i, f"LABEL_{i}"))) for i in range(outputs)]
     if all(name == f"label{i}" for i, name in enumerate(names)):
         return tuple(range(expected))
     own = [_plain(name) for name in task.labels]
