@@ -380,3 +380,11 @@ def test_scores_of_nothing_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_real_files(data_folder: Path, task: str, split: str, count: int) -> None:
     assert len(load_examples(task, split, data_folder)) == count
+
+
+def test_a_setting_in_a_batch_is_no_row_of_tokens() -> None:
+    ids = torch.tensor([[2, 7, 3], [2, 9, 0]])
+    batch = {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": torch.tensor([0, 1]), "use_cache": False}
+    first, second = uncollate([batch])
+    assert (first.inputs, first.labels) == ({"input_ids": [2, 7, 3]}, 0)
+    assert (second.inputs, second.labels) == ({"input_ids": [2, 9]}, 1)
