@@ -54,7 +54,7 @@ def measured(n=50, seed=0, head=False):
 def test_every_row_gets_a_finite_weight_above_zero(importance, head):
     found = importance.weigh(measured(head=head))
     assert found.kinds <= {"rows"}
-    w = torch.ones(50, dtype=F64) if found.rows is None else found.rows
+    w = torch.ones(50, dtype=F64) if found.row_weights is None else found.row_weights
     assert w.shape == (50,)
     assert w.dtype == F64
     assert bool((w > 0).all())
@@ -71,7 +71,7 @@ def test_a_value_is_frozen_and_survives_json(importance, toys):
 @given(power=st.floats(0, 4), smoothing=st.floats(0, 1), floor=st.floats(1e-6, 10), seed=st.integers(0, 100))
 def test_token_counts_are_the_formula(power, smoothing, floor, seed):
     m = measured(seed=seed)
-    found = TokenCounts(power, smoothing, floor).weigh(m).rows
+    found = TokenCounts(power, smoothing, floor).weigh(m).row_weights
     counted = m.counts.to(F64) / m.counts.sum()
     expected = (50 * ((1 - smoothing) * counted + smoothing * m.prior + floor / 50)) ** power
     torch.testing.assert_close(found, expected)
@@ -81,35 +81,35 @@ def test_token_counts_are_the_formula(power, smoothing, floor, seed):
 @given(power=st.floats(0, 4), floor=st.floats(1e-6, 10), seed=st.integers(0, 100))
 def test_a_zipf_prior_is_the_formula(power, floor, seed):
     m = measured(seed=seed)
-    torch.testing.assert_close(ZipfPrior(power, floor).weigh(m).rows, (50 * m.prior + floor) ** power)
+    torch.testing.assert_close(ZipfPrior(power, floor).weigh(m).row_weights, (50 * m.prior + floor) ** power)
 
 
 def test_the_length_of_the_texts_does_not_matter_only_their_shares():
     short = measured()
     long = dataclasses.replace(short, counts=short.counts * 1000)
-    torch.testing.assert_close(TokenCounts().weigh(short).rows, TokenCounts().weigh(long).rows)
+    torch.testing.assert_close(TokenCounts().weigh(short).row_weights, TokenCounts().weigh(long).row_weights)
 
 
 def test_power_zero_is_uniform_and_power_one_keeps_proportions():
-    assert TokenCounts(power=0).weigh(measured()).rows.tolist() == [1.0] * 50
+    assert TokenCounts(power=0).weigh(measured()).row_weights.tolist() == [1.0] * 50
     assert Uniform().weigh(measured()).kinds == frozenset()
-    w = TokenCounts(power=1, smoothing=0, floor=1e-12).weigh(Measured(3, torch.tensor([8, 2, 0]))).rows
+    w = TokenCounts(power=1, smoothing=0, floor=1e-12).weigh(Measured(3, torch.tensor([8, 2, 0]))).row_weights
     assert float(w[0] / w[1]) == pytest.approx(4)
 
 
 def test_without_a_prior_counts_are_smoothed_evenly():
-    w = TokenCounts(power=1, smoothing=0.5, floor=0.1).weigh(Measured(2, torch.tensor([4, 0]))).rows
+    w = TokenCounts(power=1, smoothing=0.5, floor=0.1).weigh(Measured(2, torch.tensor([4, 0]))).row_weights
     assert w.tolist() == pytest.approx([0.5 * 2 + 0.5 + 0.1, 0.5 + 0.1])
 
 
 def test_frequent_rows_weigh_more_and_a_smaller_power_levels():
-    w, flat = TokenCounts(power=1).weigh(measured()).rows, TokenCounts(power=0.25).weigh(measured()).rows
+    w, flat = TokenCounts(power=1).weigh(measured()).row_weights, TokenCounts(power=0.25).weigh(measured()).row_weights
     assert float(w.max() / w.min()) > float(flat.max() / flat.min()) > 1
 
 
 @pytest.mark.parametrize("importance", [TokenCounts(), ZipfPrior()])
 def test_a_tied_head_adds_an_even_share_of_every_row(importance):
-    alone, tied = importance.weigh(measured()).rows, importance.weigh(measured(head=True)).rows
+    alone, tied = importance.weigh(measured()).row_weights, importance.weigh(measured(head=True)).row_weights
     torch.testing.assert_close(tied, alone / alone.mean() + 1)
     assert float(tied.mean()) == pytest.approx(2)  # half of the weight is the head's, row by row the same
     assert float(tied.min()) > 1
