@@ -10,16 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
-from kflats.planning.knapsack import Allocation, Curve, allocate
+from kflats.planning.knapsack import Options, Solution, allocate
 
 
-def curve(n: int, d: int, scale: float, decay: float, form: str = "factors", itemsize: int = 4) -> Curve:
+def curve(n: int, d: int, scale: float, decay: float, form: str = "factors", itemsize: int = 4) -> Options:
     """A matrix with geometrically falling singular values, stored in one of two forms."""
     ranks = torch.arange(min(n, d) + 1)
     values = scale * decay ** ranks[1:].to(torch.float64)
     errors = torch.cat([values.flip(0).cumsum(0).flip(0), torch.zeros(1, dtype=torch.float64)])
+    ranks = ranks[1:]
     numbers = ranks * (n + d) if form == "factors" else ranks * (n + d - ranks)
-    return Curve(f"{n}x{d}", errors, numbers * itemsize, n * d * itemsize)
+    return Options(f"{n}x{d}", errors[1:].tolist(), (numbers * itemsize).tolist(), n * d * itemsize)
 
 
 CURVES = st.builds(
@@ -33,15 +34,15 @@ CURVES = st.builds(
 )
 
 
-def cheapest(c: Curve) -> int:
-    return min([int(v) for v in c.costs[1:]] + [c.dense_bytes])
+def cheapest(c: Options) -> int:
+    return min([int(v) for v in c.costs] + [c.dense_bytes])
 
 
-def steps(found: Allocation, curves: list[Curve]) -> list[int]:
+def steps(found: Solution, curves: list[Options]) -> list[int]:
     """What every next better choice would cost more."""
     out = []
     for choice, c in zip(found.choices, curves, strict=True):
-        options = [(int(cost), float(error)) for cost, error in zip(c.costs[1:], c.errors[1:], strict=True)]
+        options = [(int(cost), float(error)) for cost, error in zip(c.costs, c.errors, strict=True)]
         options = [o for o in options if o[0] < c.dense_bytes] + [(c.dense_bytes, 0.0)]
         out += [cost - choice.cost for cost, error in options if error < choice.error]
     return out
@@ -49,7 +50,7 @@ def steps(found: Allocation, curves: list[Curve]) -> list[int]:
 
 @settings(max_examples=150)
 @given(curves=st.lists(CURVES, min_size=1, max_size=6), share=st.floats(0, 1))
-def test_budgets_are_kept_and_used_up_to_the_cheapest_step(curves: list[Curve], share: float) -> None:
+def test_budgets_are_kept_and_used_up_to_the_cheapest_step(curves: list[Options], share: float) -> None:
     low, high = sum(map(cheapest, curves)), sum(c.dense_bytes for c in curves)
     budget = low + int(share * (high - low))
     found = allocate(curves, budget)
@@ -57,23 +58,22 @@ def test_budgets_are_kept_and_used_up_to_the_cheapest_step(curves: list[Curve], 
     assert all(step > budget - found.cost for step in steps(found, curves))
     for choice, c in zip(found.choices, curves, strict=True):
         assert choice.name == c.name
-        if choice.rank is None:
+        if choice.option is None:
             assert (choice.cost, choice.error) == (c.dense_bytes, 0.0)
         else:
-            assert choice.rank >= 1
-            assert (choice.cost, choice.error) == (int(c.costs[choice.rank]), float(c.errors[choice.rank]))
+            assert (choice.cost, choice.error) == (c.costs[choice.option], c.errors[choice.option])
             assert choice.cost < c.dense_bytes
     assert found.bound <= found.error * (1 + 1e-9)
     uniform = equal_shares(curves, budget)
     assert uniform is None or found.error <= uniform * (1 + 1e-9)
 
 
-def equal_shares(curves: list[Curve], budget: int) -> float | None:
+def equal_shares(curves: list[Options], budget: int) -> float | None:
     """The error when every weight gets the same share of its bytes."""
     total, error = sum(c.dense_bytes for c in curves), 0.0
     for c in curves:
         part = budget * c.dense_bytes // total
-        fits = [float(e) for cost, e in zip(c.costs[1:], c.errors[1:], strict=True) if cost <= part]
+        fits = [float(e) for cost, e in zip(c.costs, c.errors, strict=True) if cost <= part]
         fits += [0.0] if c.dense_bytes <= part else []
         if not fits:
             return None
@@ -90,11 +90,11 @@ def equal_shares(curves: list[Curve], budget: int) -> float | None:
     ),
     share=st.floats(0, 1),
 )
-def test_the_bound_holds_against_every_allocation_there_is(curves: list[Curve], share: float) -> None:
+def test_the_bound_holds_against_every_allocation_there_is(curves: list[Options], share: float) -> None:
     low, high = sum(map(cheapest, curves)), sum(c.dense_bytes for c in curves)
     budget = low + int(share * (high - low))
     found = allocate(curves, budget)
-    tables = [[*zip(c.costs[1:].tolist(), c.errors[1:].tolist(), strict=True), (c.dense_bytes, 0.0)] for c in curves]
+    tables = [[*zip(c.costs, c.errors, strict=True), (c.dense_bytes, 0.0)] for c in curves]
     sums = [(sum(o[0] for o in picked), sum(o[1] for o in picked)) for picked in itertools.product(*tables)]
     best = min(error for cost, error in sums if cost <= budget)
     assert found.bound <= best * (1 + 1e-9) + 1e-12
@@ -117,40 +117,40 @@ def test_many_layers_are_nearly_optimal() -> None:
 
 def test_a_weight_of_no_account_pays_for_one_that_matters() -> None:
     idle, vital = curve(20, 20, 1e-9, 0.9), curve(20, 20, 1.0, 0.99)
-    found = allocate([idle, vital], int(idle.costs[1]) + vital.dense_bytes)
-    assert [choice.rank for choice in found.choices] == [1, None]
+    found = allocate([idle, vital], idle.costs[0] + vital.dense_bytes)
+    assert [choice.option for choice in found.choices] == [0, None]
     assert found.error < 1e-7
 
 
 def test_concave_costs_end_at_dense() -> None:
     c = curve(12, 20, 1.0, 0.99, form="interpolative")
-    costs = c.costs.tolist()
+    costs = [0, *c.costs]
     rises = [b - a for a, b in itertools.pairwise(costs)]
     assert rises == sorted(rises, reverse=True)
     assert costs[-1] == c.dense_bytes
-    ranks = {allocate([c], budget).choices[0].rank for budget in range(cheapest(c), c.dense_bytes + 1)}
-    assert ranks == {*range(1, 12), None}
+    options = {allocate([c], budget).choices[0].option for budget in range(cheapest(c), c.dense_bytes + 1)}
+    assert options == {*range(11), None}
 
 
 def test_ranks_that_cost_more_than_the_dense_table_are_never_chosen() -> None:
     c = curve(10, 10, 1.0, 0.999)  # a pair of rank 5 takes as much as the table
-    assert allocate([c], c.dense_bytes).choices[0].rank is None
-    assert allocate([c], c.dense_bytes - 1).choices[0].rank == 4
+    assert allocate([c], c.dense_bytes).choices[0].option is None
+    assert allocate([c], c.dense_bytes - 1).choices[0].option == 3
 
 
 def test_a_narrow_weight_has_no_factors_worth_having() -> None:
     head = curve(50, 1, 1.0, 0.9)
     body = curve(50, 50, 1.0, 0.9)
     found = allocate([head, body], 50 * 4 + 3 * 100 * 4)
-    assert [choice.rank for choice in found.choices] == [None, 3]
+    assert [choice.option for choice in found.choices] == [None, 2]
 
 
 def test_a_long_step_is_taken_first_where_that_is_better() -> None:
     # Only dense helps the first; greedy by error per byte would spend on the second what the first then lacks.
-    first = Curve("first", torch.tensor([10.0, 10.0]), torch.tensor([0, 1]), 100)
-    second = Curve("second", torch.tensor([2.0, 2.0, 1.0]), torch.tensor([0, 1, 9]), 1000)
+    first = Options("first", [10.0], [1], 100)
+    second = Options("second", [2.0, 1.0], [1, 9], 1000)
     found = allocate([first, second], 101)
-    assert [choice.rank for choice in found.choices] == [None, 1]
+    assert [choice.option for choice in found.choices] == [None, 0]
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -158,6 +158,4 @@ def test_what_cannot_be_is_refused() -> None:
         allocate([curve(5, 5, 1, 0.5), curve(9, 9, 1, 0.5)], 100)
     for errors in ([1.0, float("nan")], [1.0, -1.0], [float("inf"), 0.0]):
         with pytest.raises(KflatsError, match="a: its errors"):
-            Curve("a", torch.tensor(errors), torch.tensor([0, 1]), 5)
-    with pytest.raises(KflatsError, match="errors for"):
-        Curve("a", torch.ones(3), torch.ones(2), 5)
+            Options("a", errors, [0, 1], 5)

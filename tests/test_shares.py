@@ -237,10 +237,7 @@ def test_what_is_kept_dense_on_request_counts() -> None:
 def test_data_that_never_reaches_a_layer_leaves_it_dense_or_is_refused() -> None:
     given = statistics(model(), {"c": 0.0})
     made = plan(model(), {"linear": KRONECKER}, keep="60%", statistics=given)
-    assert (
-        made.decisions[2].note
-        == "dense: the calibration data says nothing about it (never reached, or no loss depends on it)"
-    )
+    assert made.decisions[2].note == "dense: the calibration data does not reach it, or no loss depends on it"
     assert kinds(made)["c"] == "KeepDense"
     with pytest.raises(KflatsError, match="c: the data says nothing about this weight"):
         plan(model(), {"c": KRONECKER, "a": KRONECKER}, keep="60%", statistics=given)
@@ -250,7 +247,7 @@ def test_data_that_never_reaches_a_layer_leaves_it_dense_or_is_refused() -> None
     whole = sum(d.weight.nbytes for d in made.decisions)
     assert 0.45 * made.decisions[2].weight.nbytes < made.decisions[2].budget_bytes <= 0.5 * 24 * 48 * 4
     assert 0.48 * whole < spent(made) <= 0.5 * whole
-    assert "the data says nothing about it: its share" in made.decisions[2].note
+    assert "no gradient reached it: an equal share" in made.decisions[2].note
     asked = plan(model(), {"[abc]": uniform}, keep="33% ranks", statistics=given)
     equal = plan(model(), {"[abc]": uniform}, keep="33% ranks", statistics=given, allocation="uniform")
     assert spent(asked) <= spent(equal)
@@ -296,7 +293,7 @@ def test_uniform_shares_that_hold_no_rank_of_any_weight_are_refused() -> None:
 def test_small_heads_under_uniform_shares_are_told_of() -> None:
     net = nn.ModuleDict({"encoder": nn.Linear(64, 64), "classifier": nn.Linear(64, 3)})
     for budget in ("33% ranks", "70%"):
-        with pytest.warns(UserWarning, match=r"^classifier: of so few outputs some are lost.*Dense\(\)"):
+        with pytest.warns(UserWarning, match=r"^classifier: equal shares cut the rank.*KeepDense\(\)"):
             plan(net, {"linear": SVD()}, keep=budget)
         for other in (
             {"encoder": SVD()},

@@ -26,7 +26,7 @@ from kflats.model.swap import Weight, dense_weight
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import TensorRows
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.strategies import bias_bytes
+from kflats.planning.costs import bias_bytes
 from kflats.recipe.plan import Decision, Plan, as_cast
 from kflats.report.analysis import analyse, left_dense
 from kflats.report.report import Report, WeightReport
@@ -100,7 +100,7 @@ def _fit(
     rows = TensorRows(table.T if turned else table)
     weighting = data.weigh(weight, recipe)
     nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
-    tails = data.curve(table, weight, recipe, weighting)
+    spectrum = data.spectrum(table, weight, recipe)
     weighting = (weighting.transposed() if turned else weighting).to(table.device)
     dtype = recipe.torch_dtype(weight.dtype)
     problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
@@ -117,7 +117,7 @@ def _fit(
             cause="nothing is left to factorize",
             hint="a smaller budget, or cast the model to that type",
         )
-    report = analyse(decision, rows, factored, weighting, tails, _tokens(weight, data.tokenizer))
+    report = analyse(decision, rows, factored, weighting, spectrum, _tokens(weight, data.tokenizer))
     shift = _bias_shift(rows, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
     gained, itemsize = gained_numbers(weight, shift), bytes_of_one(weight)
     report = replace(

@@ -46,7 +46,7 @@ class CalibrationData:
         statistics: what was measured before.
         samples: how many texts are measured with, evenly spaced ones of a longer list; batches are all used.
 
-    Token counts, weightings and curves are computed once and kept here; ``dataclasses.replace`` begins without them.
+    Token counts, weightings and spectra are computed once and kept here; ``dataclasses.replace`` begins without them.
     """
 
     texts: tuple[str, ...] | None = None
@@ -57,7 +57,7 @@ class CalibrationData:
     samples: int = SAMPLES
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _curves: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def given(self) -> AvailableData:
@@ -119,21 +119,22 @@ class CalibrationData:
                 raise error.about(weight.name) from error
         return self._weightings[key]
 
-    def curve(self, table: Tensor, weight: Weight, recipe: Recipe, weighting: Weighting) -> Tensor:
-        """(R + 1,) float64: the objective of a low-rank pair by rank. Sharing a budget and reporting both need it.
+    def spectrum(self, table: Tensor, weight: Weight, recipe: Recipe) -> Tensor:
+        """(R + 1,) float64: the weighted error of a low-rank pair of each rank. Computed once for each weight,
+        importance and side.
 
         Args:
-            table: ``weight``'s own matrix (n, d). weighting: of it.
+            table: ``weight``'s own matrix (n, d).
         """
         key = f"{weight.name} {to_json(recipe.importance)} {recipe.matrix_rows}"
-        if key not in self._curves:
-            turned = recipe.matrix_rows == "out_features"
+        if key not in self._spectra:
+            turned, weighting = recipe.matrix_rows == "out_features", self.weigh(weight, recipe)
             oriented = (weighting.transposed() if turned else weighting).to(table.device)
             try:
-                self._curves[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
+                self._spectra[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
             except KflatsError as error:
                 raise error.about(weight.name) from error
-        return self._curves[key]
+        return self._spectra[key]
 
     def _measured(self, weight: Weight, recipe: Recipe) -> Measured:
         n, d = weight.shape

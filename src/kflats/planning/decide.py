@@ -14,6 +14,7 @@ from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import Batch
 from kflats.model.swap import Weight, find_weight
 from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
+from kflats.planning.costs import WeightCosts
 from kflats.planning.selection import Selected, check, select, token_embedding
 from kflats.planning.strategies import Allocation, share_out
 from kflats.recipe.budget import Budget, one_budget
@@ -123,9 +124,9 @@ def decide(
     asked = tuple((chosen.weight, chosen.recipe) for chosen in selected)
     data = measured(asked)
     total = stored_bytes(model) + beside
-    notes = [_note(chosen, data) for chosen in selected]
-    shares = share_out(model, selected, notes, allowed, data, allocation, file_bytes or total)
-    return Decided(Plan(shares.decisions, allowed, total, shares.allocation), data, asked)
+    items = [WeightCosts(s.weight, s.recipe, s.named, allowed.counts_labels, _note(s, data)) for s in selected]
+    decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total)
+    return Decided(Plan(decisions, allowed, total, shared_by), data, asked)
 
 
 def _checked(model: nn.Module, made: Plan, budget: Budget | None, data: CalibrationData) -> Plan:

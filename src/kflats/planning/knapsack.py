@@ -1,22 +1,22 @@
-"""Allocation: one budget, many weights; which rank each gets, and which stay dense. Pure numbers.
+"""One option for each of many weights within one budget: the multiple-choice knapsack problem.
 
-    minimise  sum_i error_i(rank_i)   with   sum_i cost_i(rank_i) <= budget,   rank_i >= 1 or "dense"
+    minimise  sum_i error_i(option_i)   with   sum_i cost_i(option_i) <= budget,   or weight i stays dense
 
-Errors must be in one unit (that of a loss) to be added. The problem is a knapsack with choices. On the lower
-convex hull of each weight's (cost, error) points, greedy by error saved per byte is optimal for the budgets it
-meets exactly, and bounds the optimum for all others (the Lagrangian dual; Sinha & Zoltners, "The
-multiple-choice knapsack problem", 1979). What is left of the budget is then filled with whatever fits.
+Errors are added, so they must be in one unit (that of a loss). On the lower convex hull of each weight's (cost, error)
+points the greedy choice by error saved per byte is optimal for the budgets that it meets exactly, and it bounds the
+optimum for all others (the Lagrangian dual; Sinha & Zoltners, "The multiple-choice knapsack problem", 1979). The rest
+of the budget is then spent on steps that fit.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import size
@@ -25,122 +25,118 @@ _ROUNDS = 8
 
 
 @dataclass(frozen=True)
-class Curve:
-    """What every rank of one weight costs and loses.
+class Options:
+    """The ways to store one weight.
 
     Args:
-        name: for messages.
-        errors: (R + 1,) error at rank 0..R, in units shared by all curves.
-        costs: (R + 1,) stored bytes at rank 0..R.
+        name: of the weight, for messages.
+        errors: of each option, in one unit for all weights. costs: bytes of each option.
         dense_bytes: of the weight kept as it is, with error 0.
+
+    Raises:
+        KflatsError: an error that is negative or not finite.
     """
 
     name: str
-    errors: Tensor
-    costs: Tensor
+    errors: Sequence[float]
+    costs: Sequence[int]
     dense_bytes: int
 
     def __post_init__(self) -> None:
-        if self.errors.shape != self.costs.shape or self.errors.ndim != 1:
-            raise KflatsError(f"{self.name}: {tuple(self.errors.shape)} errors for {tuple(self.costs.shape)} costs")
-        if not bool(torch.isfinite(self.errors).all()) or bool((self.errors < 0).any()):
-            raise KflatsError(f"{self.name}: its errors hold NaN, infinity or negative values")
+        if not all(math.isfinite(error) and error >= 0 for error in self.errors):
+            raise KflatsError(
+                f"{self.name}: its errors hold NaN, infinity or negative values",
+                cause="the weight, or what was measured of it, holds values that overflow",
+                hint="a model in float32, and other calibration data",
+            )
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What one weight gets: ``rank`` (None: it stays dense), the bytes that takes and the error it leaves."""
+    """The choice for one weight: the index of an ``option`` (None: it stays dense), its bytes and its error."""
 
     name: str
-    rank: int | None
+    option: int | None
     cost: int
     error: float
 
 
 @dataclass(frozen=True)
-class Allocation:
-    """The choices, in the order of the curves, and ``bound``: no allocation within the budget loses less."""
+class Solution:
+    """The choices, in the order of the weights, and ``bound``: the least error that any choice could have."""
 
     choices: tuple[Choice, ...]
-    budget: int
     bound: float
 
     @property
     def cost(self) -> int:
-        """Bytes in all; never above the budget."""
+        """Bytes of all choices; never above the budget."""
         return sum(choice.cost for choice in self.choices)
 
     @property
     def error(self) -> float:
-        """The sum that is minimised."""
+        """Sum of all errors."""
         return sum(choice.error for choice in self.choices)
 
 
-def allocate(curves: Sequence[Curve], budget: int) -> Allocation:
-    """Ranks for all weights at once: never above ``budget``, and short of it by less than the cheapest step.
+def allocate(weights: Sequence[Options], budget: int) -> Solution:
+    """Choose for all weights at once: at most ``budget`` bytes, and short of it by less than the cheapest step.
 
-    Never worse than the same share of bytes for every weight. How far from the best possible it can be is known:
+    The error is never above that of the same share of bytes for every weight, and above the optimum by at most
     ``error - bound``.
 
     Raises:
-        KflatsError: the budget does not hold rank 1 of every weight.
+        KflatsError: the budget does not hold the cheapest option of every weight.
 
-    >>> flat = Curve("flat", torch.tensor([4.0, 3.0, 2.0]), torch.tensor([0, 10, 20]), 30)
-    >>> steep = Curve("steep", torch.tensor([9.0, 1.0, 0.5]), torch.tensor([0, 10, 20]), 30)
-    >>> [(choice.rank, choice.cost) for choice in allocate([flat, steep], 40).choices]
-    [(None, 30), (1, 10)]
+    >>> flat = Options("flat", [3.0, 2.0], [10, 20], 30)
+    >>> steep = Options("steep", [1.0, 0.5], [10, 20], 30)
+    >>> [(choice.option, choice.cost) for choice in allocate([flat, steep], 40).choices]
+    [(None, 30), (0, 10)]
     """
-    tables = [_options(curve) for curve in curves]
+    tables = [_table(options) for options in weights]
     least = sum(table[0].cost for table in tables)
     if least > budget:
         dear = max(tables, key=lambda table: table[0].cost)[0]
         raise KflatsError(
-            f"a budget of {budget:,} bytes cannot hold the least of all {len(curves)} weights",
+            f"a budget of {budget:,} bytes cannot hold the least of all {len(weights)} weights",
             cause=f"rank 1 or the coarsest codes take {least:,} bytes, {size(dear.cost)} of them for {dear.name!r}",
             hint="a larger budget, or fewer weights",
         )
     forced: dict[int, int] = {}
     best, bound = None, 0.0
     for turn in range(_ROUNDS):
-        found = _greedy(tables, budget, forced)
+        walk = _greedy(tables, budget, forced)
         if turn == 0:
-            bound = found.bound
-        if best is None or _error(tables, found.state) < _error(tables, best):
-            best = found.state
-        # Greedy stopped before a step that did not fit, perhaps a long one: also try what comes of taking it first.
-        if found.stopped is None or found.stopped[0] in forced:
+            bound = walk.bound
+        if best is None or _error(tables, walk.state) < _error(tables, best):
+            best = walk.state
+        # The first step that did not fit may be a long one: the next walk starts with it.
+        if walk.stopped is None or walk.stopped[0] in forced:
             break
-        forced[found.stopped[0]] = found.stopped[1]
+        forced[walk.stopped[0]] = walk.stopped[1]
         if _cost(tables, _start(tables, forced)) > budget:
             break
-    equal = _proportional(tables, [curve.dense_bytes for curve in curves], budget)
+    equal = _proportional(tables, [options.dense_bytes for options in weights], budget)
     if best is None or (equal is not None and _error(tables, equal) < _error(tables, best)):
         best = equal
     assert best is not None
-    return Allocation(tuple(table[i] for table, i in zip(tables, best, strict=True)), budget, bound)
+    return Solution(tuple(table[i] for table, i in zip(tables, best, strict=True)), bound)
 
 
-def _options(curve: Curve) -> list[Choice]:
-    """The choices worth having, cheapest first: each loses less than every cheaper one."""
-    ranks: list[int | None] = [None, *range(1, len(curve.errors))]
-    costs, errors = curve.costs.tolist(), curve.errors.tolist()
-    found = [
-        Choice(curve.name, None, curve.dense_bytes, 0.0)
-        if rank is None
-        else Choice(curve.name, rank, int(costs[rank]), float(errors[rank]))
-        for rank in ranks
-        if rank is None or costs[rank] < curve.dense_bytes
-    ]
-    found.sort(key=lambda choice: (choice.cost, choice.error))
+def _table(options: Options) -> list[Choice]:
+    """The choices that lose less than every cheaper one, cheapest first."""
+    pairs = enumerate(zip(options.costs, options.errors, strict=True))
+    choices = [Choice(options.name, i, cost, error) for i, (cost, error) in pairs if cost < options.dense_bytes]
+    choices.insert(0, Choice(options.name, None, options.dense_bytes, 0.0))
     kept: list[Choice] = []
-    for choice in found:
+    for choice in sorted(choices, key=lambda choice: (choice.cost, choice.error)):
         if not kept or choice.error < kept[-1].error:
             kept.append(choice)
     return kept
 
 
 def _hull(table: Sequence[Choice]) -> list[int]:
-    """Places of the lower convex hull of (cost, error)."""
+    """Indices of the lower convex hull of (cost, error)."""
     kept: list[int] = []
     for place, point in enumerate(table):
         while len(kept) >= 2:
@@ -156,7 +152,7 @@ def _hull(table: Sequence[Choice]) -> list[int]:
 class _Walk:
     state: list[int]
     bound: float
-    stopped: tuple[int, int] | None  # the first step that did not fit: which weight, to which option
+    stopped: tuple[int, int] | None  # the first step that did not fit: index of the weight, and of its choice
 
 
 def _greedy(tables: Sequence[Sequence[Choice]], budget: int, forced: Mapping[int, int]) -> _Walk:
@@ -190,7 +186,7 @@ def _greedy(tables: Sequence[Sequence[Choice]], budget: int, forced: Mapping[int
 
 
 def _fill(tables: Sequence[Sequence[Choice]], state: list[int], spare: int) -> None:
-    """Spend what is left, most error saved per byte first, until no step of any weight fits."""
+    """Spend ``spare`` on the steps that save most error per byte, until no step of any weight fits."""
     costs = [[choice.cost for choice in table] for table in tables]
     values = [torch.tensor([(c.cost, c.error) for c in table], dtype=torch.float64) for table in tables]
     while True:
@@ -212,7 +208,7 @@ def _fill(tables: Sequence[Sequence[Choice]], state: list[int], spare: int) -> N
 
 
 def _proportional(tables: Sequence[Sequence[Choice]], sizes: Sequence[int], budget: int) -> list[int] | None:
-    """The same share of bytes for every weight, None where one of them cannot live on it."""
+    """The same share of bytes for every weight, None if one share does not hold the cheapest choice."""
     state = []
     for table, nbytes in zip(tables, sizes, strict=True):
         end = bisect_right([choice.cost for choice in table], budget * nbytes // sum(sizes))

@@ -241,26 +241,6 @@ def one_budget(keep: str | Budget | None, size: str | Budget | None) -> Budget:
     return parse_budget(keep) if keep is not None else parse_budget(size or "", scope="file")
 
 
-def split(budget_bytes: int, weights: Sequence[Weight]) -> tuple[int, ...]:
-    """``budget_bytes`` shared out in proportion to the weights' own bytes; the parts sum to it exactly.
-
-    A part never exceeds its weight's own bytes, so no matrix grows.
-
-    Raises:
-        KflatsError: no weights, nothing to share out, or more than the weights take.
-    """
-    original = sum(weight.nbytes for weight in weights)
-    if not 0 < budget_bytes <= original:
-        raise KflatsError(f"{budget_bytes:,} bytes cannot be split over weights of {original:,} bytes", hint=_FORMS)
-    parts, done, given = [], 0, 0
-    for weight in weights:
-        # Differences of a rounded running total: whole numbers that sum exactly, each within one of its share.
-        done += weight.nbytes
-        parts.append(budget_bytes * done // original - given)
-        given += parts[-1]
-    return tuple(parts)
-
-
 def _longer_header(weight: Weight, whole: bool) -> int:
     """Bytes that the entries of a weight may gain in a file's header."""
     lengths = [len(place.name.encode()) for place in weight.places]
