@@ -17,8 +17,9 @@ from kflats.report.report import BandReport, FrequencyBin, NormError, Report, We
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
 
-from kflats.report.figures import overview, pictures
+from kflats.report.figures import pictures
 from kflats.report.html import REPORT_PAGE, render
+from kflats.report.overview import overview
 
 NASTY = "$x^2$<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b‮$x^2$"
 

@@ -6,7 +6,6 @@ Exit codes: 0 done; 2 the request cannot be carried out (the message says why an
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +18,7 @@ from kflats.cli.tasks import evaluate, recover
 from kflats.cli.terminal import complain
 from kflats.cli.trim import trim
 from kflats.common.errors import KflatsError
+from kflats.common.release import version
 
 
 class _Group(TyperGroup):
@@ -57,10 +57,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        try:
-            typer.echo(f"kflats {version('kflats')}")
-        except PackageNotFoundError:  # run from a checkout that was never installed
-            typer.echo("kflats (not installed)")
+        typer.echo(f"kflats {version()}")
         raise typer.Exit
 
 

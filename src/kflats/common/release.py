@@ -1,4 +1,4 @@
-"""Which kflats this is."""
+"""The version of kflats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import version as installed_version
 
 
 def version() -> str:
-    """kflats' own version, "0" for a checkout that was never installed."""
+    """The installed version, "0" for a checkout that was never installed."""
     try:
         return installed_version("kflats")
     except PackageNotFoundError:

@@ -1,1 +1,1 @@
-"""What was done, for people: tables, pictures, pages and model cards."""
+"""The report of a compression: tables, pictures, pages and model cards."""

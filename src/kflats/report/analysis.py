@@ -1,15 +1,16 @@
-"""What a factorization did to one weight: errors by flat, by importance and by row, for the report."""
+"""The report of one compressed weight: its errors by flat, by importance and by row."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from kflats.importance.weighting import Weighting
-from kflats.matrices.registry import CodedMatrix, DenseMatrix, FlatsMatrix, LowRankMatrix, Matrix
+from kflats.matrices.registry import CodedMatrix, DenseMatrix, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
 from kflats.methods.matrix_error import norm_error, row_errors, weighted_error
 from kflats.methods.problem import Factored
 from kflats.numerics.assign import squared_norms
@@ -21,7 +22,7 @@ from kflats.report.report import BandReport, FrequencyBin, NormError, WeightRepo
 
 _BINS = (100, 1000, 10000)
 _WORST = 12
-_CUT_OFF = "the fit was ended by its limit of iterations (max_iterations)"
+_CUT_OFF = "the fit reached its limit of iterations (max_iterations)"
 
 
 def analyse(
@@ -35,7 +36,7 @@ def analyse(
     """Measure ``factored`` against its ``rows`` under ``weighting``.
 
     Args:
-        tails: what an SVD of every rank loses. names: tokens by row.
+        tails: the squared error of the weighted SVD of every rank. names: the token of each row.
     """
     matrix, weight = factored.matrix, decision.weight
     n, d = rows.shape
@@ -50,15 +51,8 @@ def analyse(
     rank = min(factored.nbytes // itemsize // (n + d), len(eigenvalues))
     labels, bands = _bands(matrix)
     ranks = torch.tensor([float(rank) for _, rank in bands])[labels]
-    return WeightReport(
-        name=weight.name,
-        places=tuple(place.name for place in weight.places),
-        shape=weight.shape,
-        dtype=weight.dtype,
-        method=to_json(decision.recipe.method),
-        importance=to_json(decision.recipe.importance),
-        codec=to_json(decision.recipe.codec),
-        bytes_before=weight.nbytes,
+    return replace(
+        left_dense(decision),
         bytes_after=factored.nbytes,
         memory_bytes=matrix.memory_bytes,
         values_after=matrix.num_values,
@@ -82,14 +76,14 @@ def analyse(
         seconds=factored.seconds,
         note="; ".join(filter(None, (decision.note, "" if factored.converged else _CUT_OFF))),
         matrix_rows=decision.recipe.matrix_rows,
-        condition=_condition(matrix),
+        condition=matrix.condition if isinstance(matrix, InterpolativeMatrix) else None,
         own=_own(factored, rows, weighting, rank),
         stored=_stored(decision),
     )
 
 
 def left_dense(decision: Decision) -> WeightReport:
-    """The report of a weight that stays as it is, with the reason why."""
+    """The report of a weight that stays dense; its note is the reason."""
     weight = decision.weight
     return WeightReport(
         name=weight.name,
@@ -118,83 +112,74 @@ def left_dense(decision: Decision) -> WeightReport:
 
 
 def _stored(decision: Decision) -> str:
-    """As ``WeightReport.stored``, of a weight that is not left as it is."""
+    """``WeightReport.stored`` of a weight that changes."""
     if decision.recipe.is_cast:
         return str(decision.recipe.torch_dtype(decision.weight.dtype)).removeprefix("torch.")
     return "integers" if decision.recipe.is_coded else "factors"
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes that a file of ``model`` holds: its state, shared tensors once, derived buffers not."""
-    held = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
-    return sum(t.numel() * t.element_size() for t in held.values())
+    """Bytes that a file of ``model`` holds: those of its state dict; shared tensors count once."""
+    return sum(t.numel() * t.element_size() for t in _stored_tensors(model))
 
 
 def stored_numbers(model: nn.Module) -> int:
-    """Numbers that a file of ``model`` holds, shared tensors counted once."""
-    held = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
-    return sum(t.numel() for t in held.values())
+    """Numbers that a file of ``model`` holds; shared tensors count once."""
+    return sum(t.numel() for t in _stored_tensors(model))
+
+
+def _stored_tensors(model: nn.Module) -> list[Tensor]:
+    return list({id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}.values())
 
 
 def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
+    """The band of each row (n,), and the flat and the rank of each band."""
     if isinstance(matrix, FlatsMatrix):
         return matrix.labels.cpu().to(torch.int64), [(band.flat, band.rank) for band in matrix.bands]
+    one = torch.zeros(matrix.shape[0], dtype=torch.int64)
     if isinstance(matrix, CodedMatrix):
         labels = matrix.tensors().get("labels")
-        rows = torch.zeros(matrix.shape[0], dtype=torch.int64) if labels is None else labels.cpu().to(torch.int64)
         used = [how.used for how in matrix.readings]
-        return rows, list(zip(matrix.geometry.flat_of, used, strict=True))
-    return torch.zeros(matrix.shape[0], dtype=torch.int64), [(0, matrix.weight.shape[1])]
+        return one if labels is None else labels.cpu().to(one), list(zip(matrix.geometry.flat_of, used, strict=True))
+    return one, [(0, matrix.weight.shape[1])]
 
 
 def _row_weights(weighting: Weighting, n: int) -> Tensor:
-    """(n,) how much each row counts by itself."""
+    """The weight of each row (n,), float64; of a full metric its diagonal."""
     if weighting.left is None:
         return torch.ones(n, dtype=torch.float64)
-    found = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
-    return found.detach().cpu().to(torch.float64)
-
-
-def _condition(matrix: Matrix) -> float | None:
-    found = getattr(matrix, "condition", None)
-    return None if found is None else float(found)
+    weights = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
+    return weights.detach().cpu().to(torch.float64)
 
 
 def _own(factored: Factored, rows: Rows, weighting: Weighting, rank: int) -> NormError | None:
-    """The error in the norm that was minimised, and there that of the SVD of ``rank``."""
+    """The error in the norm that the method minimises, and the error of the SVD of ``rank`` in that norm."""
     norm = factored.norm
     if norm is None:
         return None
-    found = norm_error(rows, factored.matrix, norm, weighting.row_weights)
+    error = norm_error(rows, factored.matrix, norm, weighting.row_weights).relative
     if rank < 1:
-        return NormError(norm.name, found.relative, 1.0)
+        return NormError(norm.name, error, 1.0)
     svd = truncated_svd(rows, rank, left=weighting.row_weights)
     best = norm_error(rows, LowRankMatrix(svd.coordinates, svd.basis), norm, weighting.row_weights)
-    return NormError(norm.name, found.relative, best.relative)
+    return NormError(norm.name, error, best.relative)
 
 
 def _bins(w: Tensor, dist2: Tensor, norm2: Tensor, ranks: Tensor) -> tuple[FrequencyBin, ...]:
     order = torch.argsort(w, descending=True, stable=True)
     edges = [0, *(edge for edge in _BINS if edge < len(w)), len(w)]
-    found = []
-    for first, end in itertools.pairwise(edges):
-        part = order[first:end]
-        found.append(
-            FrequencyBin(
-                f"{first + 1:,}-{end:,}",
-                len(part),
-                float(ranks[part].mean()),
-                _ratio(dist2[part].sum(), norm2[part].sum()),
-            )
-        )
-    return tuple(found)
+    parts = [(f"{first + 1:,}-{end:,}", order[first:end]) for first, end in itertools.pairwise(edges)]
+    return tuple(
+        FrequencyBin(label, len(part), float(ranks[part].mean()), _ratio(dist2[part].sum(), norm2[part].sum()))
+        for label, part in parts
+    )
 
 
 def _worst(w: Tensor, dist2: Tensor, norm2: Tensor, names: Sequence[str] | None) -> tuple[WorstRow, ...]:
     relative = torch.where(norm2 > 0, dist2 / norm2.clamp_min(1e-300), torch.zeros_like(dist2))
-    found = relative.topk(min(_WORST, len(relative))).indices.tolist()
+    worst = relative.topk(min(_WORST, len(relative))).indices.tolist()
     return tuple(
-        WorstRow(row, names[row] if names is not None else "", float(w[row]), float(relative[row])) for row in found
+        WorstRow(row, names[row] if names is not None else "", float(w[row]), float(relative[row])) for row in worst
     )
 
 

@@ -1,7 +1,7 @@
-"""How a picture is made: one drawing, two sets of colours, PNG bytes and a text alternative.
+"""A picture: one drawing, two sets of colours, PNG bytes and a text alternative.
 
 Needs matplotlib (``pip install 'kflats[report]'``), imported only when a picture is drawn. Figures
-are drawn without pyplot: no global state, no window, safe in threads and notebooks.
+are drawn without pyplot: it has global state and windows, and threads and notebooks share it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from kflats.common.errors import KflatsError
 
-_SIZE, _DPI = (4.8, 3.1), 200  # inches: small, so that the writing is still readable 350 px wide
+_SIZE, _DPI = (4.8, 3.1), 200  # inches: small, so that its text is readable at a width of 350 px
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ Draw = Callable[[Any, Theme], None]  # draws into a matplotlib Figure
 
 
 def picture(stem: str, title: str, alt: str, draw: Draw) -> Picture:
-    """``draw`` run once for each version; the text alternative starts with the title."""
+    """The picture that ``draw`` draws, in both versions; the text alternative starts with the title."""
     return Picture(stem, title, f"{title}. {alt}.", _png(draw, LIGHT), _png(draw, DARK))
 
 
@@ -78,7 +78,7 @@ def _png(draw: Draw, theme: Theme) -> bytes:
         "legend.fontsize": 8,
     }
     with matplotlib.rc_context(style), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing")  # a label in a script the font lacks shows boxes
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # the font lacks some scripts and draws boxes
         figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained", facecolor=theme.paper)
         canvas: Any = FigureCanvasAgg(figure)
         draw(figure, theme)
@@ -88,7 +88,7 @@ def _png(draw: Draw, theme: Theme) -> bytes:
 
 
 def missing_extra(error: ImportError) -> KflatsError:
-    """What to say when matplotlib or jinja2 is not installed."""
+    """The error if matplotlib or jinja2 is not installed."""
     return KflatsError(
         f"drawing a report needs {error.name or error}",
         cause="the extra for reports is not installed",

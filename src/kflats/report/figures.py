@@ -1,4 +1,4 @@
-"""The pictures of one weight: spectrum, ranks, errors and what was kept, each drawn from its report."""
+"""The pictures of one weight, drawn from its report: spectrum, ranks, errors and the share of each flat."""
 
 from __future__ import annotations
 
@@ -8,24 +8,22 @@ from typing import Any
 
 from kflats.common.formatting import number, share, visible
 from kflats.report.canvas import Picture, Theme, picture
-from kflats.report.overview import BARS, FLATS, LEGEND, overview
+from kflats.report.overview import BARS, FLATS, LEGEND
 from kflats.report.report import BandReport, WeightReport, span
-
-__all__ = ["overview", "pictures"]
 
 
 def pictures(weight: WeightReport) -> list[Picture]:
-    """All pictures of one weight, those left out that its report has no figures for."""
-    made: list[Picture] = []
+    """All pictures of one weight for which its report has figures."""
+    drawn: list[Picture] = []
     if any(v > 0 for v in weight.spectrum):
-        made.append(_spectrum(weight))
+        drawn.append(_spectrum(weight))
     if weight.bands:
-        made += [_rank_by_flat(weight), _error_by_band(weight), _kept(weight)]
+        drawn += [_rank_by_flat(weight), _error_by_band(weight), _kept(weight)]
     if weight.frequency:
-        made.append(_error_by_frequency(weight))
+        drawn.append(_error_by_frequency(weight))
     if len(weight.objective) > 1:
-        made.append(_objective(weight))
-    return made
+        drawn.append(_objective(weight))
+    return drawn
 
 
 def _spectrum(weight: WeightReport) -> Picture:
@@ -58,7 +56,7 @@ def _spectrum(weight: WeightReport) -> Picture:
 
 def _rank_by_flat(weight: WeightReport) -> Picture:
     ranks = sorted({b.rank for b in weight.bands})
-    # Ranks that are few get a bar each; many are gathered into equal intervals.
+    # A few ranks get one bar each; many ranks are grouped into equal intervals.
     width = max(1, math.ceil((ranks[-1] - ranks[0] + 1) / BARS))
     alt = "Stacked bars of rows by the rank they keep. " + "; ".join(
         f"{_label(flat)}: {sum(b.rows for b in bands)} rows at rank {span([b.rank for b in bands])}"
@@ -213,7 +211,7 @@ def _label(flat: int | None) -> str:
 
 
 def _colour(weight: WeightReport, flat: int | None, theme: Theme) -> Any:
-    """One colour a flat: named ones for a few, a scale for many."""
+    """One colour for each flat: named colours for a few flats, a scale for many."""
     if flat is None:
         return theme.exact
     flats = [f for f in weight.flats if f is not None]

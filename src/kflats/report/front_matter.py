@@ -1,19 +1,18 @@
-"""The YAML at the top of a model card: kept line by line, with a few entries of ours.
+"""The YAML at the top of a model card: the original's lines, with a few entries added or replaced.
 
-It is edited as text. Parsing and writing it anew would change what others wrote: the language "no" becomes false,
-comments and order are lost.
+Only the entries that change are parsed. Loading and dumping the whole YAML, as ``huggingface_hub.ModelCard`` does,
+would change the others: the language "no" becomes false, and comments are lost.
 """
 
 from __future__ import annotations
 
 import re
 
-_KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:(.*)")
-_ITEM = re.compile(r"\s*-\s+(.*)")
+_KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:")
 
 
 def split(card: str) -> tuple[list[str], str]:
-    """The lines between the two ``---`` at the top of ``card``, and what follows; no lines where there is no such top.
+    """The lines between the two ``---`` at the top of ``card``, and the text after them; no lines without such a top.
 
     >>> split("---\\nlicense: mit\\n---\\n# Model\\n")
     (['license: mit'], '# Model\\n')
@@ -26,58 +25,43 @@ def split(card: str) -> tuple[list[str], str]:
     return [], card
 
 
-def with_value(lines: list[str], key: str, value: str) -> list[str]:
-    """``lines`` with ``key: value`` in place of what ``key`` had, at the end where it had nothing."""
-    kept = [line for name, block in _blocks(lines) if name != key for line in block]
-    return [*kept, f"{key}: {value}"]
+def with_value(lines: list[str], key: str, value: str | list[str]) -> list[str]:
+    """``lines`` without the entry ``key``, then ``key: value``.
+
+    >>> with_value(["base_model: [a, b]", "license: mit"], "base_model", "c")
+    ['license: mit', 'base_model: c']
+    """
+    import yaml
+
+    return [*_entry(lines, key)[1], *yaml.safe_dump({key: value}, allow_unicode=True).splitlines()]
 
 
 def with_tag(lines: list[str], tag: str) -> list[str]:
-    """``lines`` with ``tag`` among their tags, in the form that the list has.
+    """``lines`` with ``tag`` among their tags; unchanged if their tags cannot be read.
 
-    >>> with_tag(["tags: [a, b]", "license: mit"], "c")
-    ['tags: [a, b, c]', 'license: mit']
-    >>> with_tag(["tags:", "  - a"], "c")
-    ['tags:', '  - a', '  - c']
+    >>> with_tag(["tags: [a, no]", "license: mit"], "c")
+    ['license: mit', 'tags:', '- a', "- 'no'", '- c']
     """
-    found: list[str] = []
-    there = False
-    for name, block in _blocks(lines):
-        if name == "tags":
-            there = True
-            block = _tagged(block, tag)
-        found += block
-    return found if there else [*found, "tags:", f"- {tag}"]
+    import yaml
+
+    try:
+        # The base loader keeps every value as text.
+        tags = (yaml.BaseLoader("\n".join(_entry(lines, "tags")[0])).get_single_data() or {}).get("tags")
+    except yaml.YAMLError:
+        return lines
+    if tags in (None, "", "null", "~"):
+        tags = []
+    tags = tags if isinstance(tags, list) else [tags]
+    return lines if tag in tags else with_value(lines, "tags", [*tags, tag])
 
 
-def _tagged(block: list[str], tag: str) -> list[str]:
-    first = _KEY.fullmatch(block[0])
-    value = first[2].strip() if first else ""
-    items = [match[1].strip().strip("\"'") for line in block[1:] if (match := _ITEM.fullmatch(line))]
-    if tag in items:
-        return block
-    if items:
-        at = max(i for i, line in enumerate(block) if _ITEM.fullmatch(line))
-        indent = block[at][: len(block[at]) - len(block[at].lstrip())]
-        return [*block[: at + 1], f"{indent}- {tag}", *block[at + 1 :]]
-    if value.startswith("[") and value.endswith("]") and len(block) == 1:
-        inner = [part.strip() for part in value[1:-1].split(",") if part.strip()]
-        known = [part.strip("\"'") for part in inner]
-        return [f"tags: [{', '.join(inner if tag in known else [*inner, tag])}]"]
-    if not value or value in ("null", "~"):
-        return ["tags:", f"- {tag}"]
-    if len(block) == 1:
-        return ["tags:", *([f"- {value}"] if value.strip("\"'") != tag else []), f"- {tag}"]
-    return block  # a form of YAML that no list of tags needs: left as it is
-
-
-def _blocks(lines: list[str]) -> list[tuple[str, list[str]]]:
-    """Each key at the left margin with all its lines; lines before the first have the key ""."""
-    found: list[tuple[str, list[str]]] = []
+def _entry(lines: list[str], key: str) -> tuple[list[str], list[str]]:
+    """The lines of the entry ``key``, and the other lines. An entry ends where another key stands at the margin."""
+    own: list[str] = []
+    others: list[str] = []
+    part = others
     for line in lines:
-        match = _KEY.fullmatch(line)
-        if match or not found:
-            found.append((match[1] if match else "", [line]))
-        else:
-            found[-1][1].append(line)
-    return found
+        if match := _KEY.match(line):
+            part = own if match[1] == key else others
+        part.append(line)
+    return own, others

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else, and its pictures as PNG files beside it.
+"""A report as one HTML file that needs no other file, and its pictures as PNG files beside it.
 
 Needs matplotlib and jinja2: ``pip install 'kflats[report]'``.
 """
@@ -13,7 +13,8 @@ from typing import Any
 from kflats.common.formatting import share
 from kflats.io.atomic_folder import new_folder
 from kflats.io.manifest import manifest_follows
-from kflats.report.figures import overview, pictures
+from kflats.report.figures import pictures
+from kflats.report.overview import overview
 from kflats.report.pages import page_template
 from kflats.report.report import Report, WeightReport, span
 

@@ -1,7 +1,7 @@
-"""The model card (README.md) of a compressed folder: sizes, method, data, measured fidelity, how to load it.
+"""The model card (README.md) of a compressed folder: sizes, method, data, measured fidelity, and how to load it.
 
-The original's card is kept: its YAML at the top, with ``base_model`` and a tag added, its text below ours. Our part
-stands between two comments, so that it can be found and written anew.
+The card keeps that of the original: its YAML at the top, with ``base_model`` and a tag, and its text at the end. The
+section of kflats stands between two comments, so that it can be replaced.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kflats.report.weights import WeightReport
 CARD = "README.md"
 _BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"
 _MEASURED, _AFTER = "<!-- kflats: measured -->", "<!-- kflats: measured ends -->"
-_SHOWN = 12  # weights listed one by one
+_SHOWN = 12  # weights in the table
 _HUB_CACHE = "models--"
 
 
@@ -36,9 +36,9 @@ def compressed_card(
     Args:
         report: what was done.
         files: bytes of the weight files, before and after.
-        data: what importance was measured on, a phrase each; none: the weights alone.
-        base_model: the original's name on the hub, where that is known.
-        original: the original's card, "" where it has none.
+        data: the data that importance was measured on, a phrase for each; none: the weights alone.
+        base_model: the original's name on the hub, None if it is unknown.
+        original: the original's card, "" if it has none.
         loader: "transformers" or "sentence-transformers".
     """
     head, body = split(original)
@@ -52,7 +52,7 @@ def compressed_card(
 
 
 def dense_card(original: str) -> str:
-    """The card of a dense export: the compressed folder's, which says of what its tables were made."""
+    """The card of a dense export: that of the compressed folder, with a note in place of its section."""
     head, body = split(original)
     if _BEGIN not in body:
         return original
@@ -64,7 +64,7 @@ def dense_card(original: str) -> str:
 def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | None, original: str) -> str:
     """The card of a model that has fewer vocabulary entries and is otherwise as it was; arguments as above.
 
-    It has no marks: compressed later, the model keeps it as its original's card.
+    It has no comments around it: a later compression keeps it as the original's card.
     """
     head, body = split(original)
     head = with_tag(head, "kflats")
@@ -72,8 +72,8 @@ def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | N
     lines = [
         "# Vocabulary trimmed by kflats",
         "",
-        f"{_linked(base_model) if base_model else 'The original'} with fewer tokens. It is called as the original is; "
-        "kflats is not needed for that.",
+        f"{_linked(base_model) if base_model else 'The original'} with fewer tokens. It loads as the original does, "
+        "without kflats.",
         "",
         "| | original | here | ratio |",
         "| --- | --- | --- | --- |",
@@ -88,7 +88,7 @@ def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | N
 
 
 def without_section(body: str) -> str:
-    """``body`` without our part and the heading that followed it.
+    """``body`` without the section of kflats and the heading after it.
 
     >>> without_section(f"{_BEGIN}\\nours\\n{_END}\\n\\n# The original's card\\n\\ntheirs")
     'theirs'
@@ -97,11 +97,11 @@ def without_section(body: str) -> str:
     return re.sub(pattern, "", body, count=1, flags=re.S)
 
 
-def note_fidelity(folder: str | os.PathLike[str], found: Comparison) -> Path:
-    """Write what ``kflats.compare`` measured into the card of a compressed folder; the file is replaced in one step.
+def note_fidelity(folder: str | os.PathLike[str], comparison: Comparison) -> Path:
+    """Write the result of ``kflats.compare`` into the card of a compressed folder; the file is replaced in one step.
 
     Raises:
-        KflatsError: the folder has no card that kflats wrote.
+        KflatsError: the folder has no card of kflats.
     """
     path = Path(folder) / CARD
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
@@ -109,24 +109,24 @@ def note_fidelity(folder: str | os.PathLike[str], found: Comparison) -> Path:
     if len(re.findall(pattern, text, flags=re.S)) != 1:
         raise KflatsError(
             f"{path} has no place for measurements",
-            cause="the folder was not made by kflats compress, or its card was rewritten",
+            cause="kflats compress did not write the folder, or its card was rewritten",
         )
-    made = re.sub(pattern, lambda _: _fidelity(found), text, flags=re.S)
+    rewritten = re.sub(pattern, lambda _: _fidelity(comparison), text, flags=re.S)
     with manifest_follows(Path(folder), CARD), replaced(path) as aside:
-        aside.write_text(made, encoding="utf-8")
+        aside.write_text(rewritten, encoding="utf-8")
     return path
 
 
 def rewrite_(folder: Path, make: Callable[[str], str]) -> None:
-    """Write what ``make`` makes of the folder's card, of "" where it has none. For folders that are not shown yet."""
+    """Replace the folder's card by ``make`` of it, of "" if it has none. For temporary folders."""
     path = folder / CARD
-    # Whatever its encoding is, the original's text comes out as it went in.
+    # The bytes of the original's text stay, whatever their encoding is.
     original = path.read_text(encoding="utf-8", errors="surrogateescape") if path.is_file() else ""
     path.write_text(make(original), encoding="utf-8", errors="surrogateescape")
 
 
 def hub_name(source: str | os.PathLike[str]) -> str | None:
-    """The hub's name of a model: ``source`` where it is no folder, or what the hub's cache calls that folder.
+    """The hub's name of a model: ``source`` if it is no folder, else the name in the hub's cache.
 
     >>> hub_name("owner/model"), hub_name(".")
     ('owner/model', None)
@@ -151,7 +151,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         _BEGIN,
         f"# {_cell(report.model.rpartition('/')[2])}, compressed by kflats",
         "",
-        f"{of} with smaller weights. It is called as the original is, after `import kflats`.",
+        f"{of} with smaller weights. It loads as the original does, after `import kflats`.",
         "",
         "| | original | here | ratio |",
         "| --- | --- | --- | --- |",
@@ -203,16 +203,16 @@ def _entries(report: TrimReport) -> str:
 
 
 def _resegmented(report: TrimReport) -> str:
-    """What became of the texts, in a sentence or two."""
-    lost = "Removed tokens are spelled with kept ones, by this folder's own tokenizer."
-    told = report.segmentation
-    if told is None:
-        return f"{lost} Which are common was told by the order of the vocabulary; no text was counted."
-    kind = "counted" if report.counted else "judged"
+    """How many tokens of the texts changed."""
+    lost = "The tokenizer of this folder spells removed tokens with kept ones."
+    texts = report.segmentation
+    if texts is None:
+        return f"{lost} The order of the vocabulary decided which tokens are common; no text was counted."
+    kind = "counted" if report.counted else "other"
     return (
-        f"{lost} Of {told.texts:,} {kind} texts {share(told.texts_changed, told.texts)} are segmented anew, with "
-        f"{share(told.tokens_changed, told.tokens_before)} of their tokens; they take {told.tokens_after:,} tokens "
-        f"instead of {told.tokens_before:,}."
+        f"{lost} Of {texts.texts:,} {kind} texts {share(texts.texts_changed, texts.texts)} are segmented anew, with "
+        f"{share(texts.tokens_changed, texts.tokens_before)} of their tokens; they take {texts.tokens_after:,} tokens "
+        f"instead of {texts.tokens_before:,}."
     )
 
 
@@ -223,8 +223,8 @@ def _loading(loader: str) -> list[str]:
     return [first, "from transformers import AutoModel", "", 'AutoModel.from_pretrained("FOLDER")']
 
 
-def _fidelity(found: Comparison) -> str:
-    f = found.fidelity
+def _fidelity(comparison: Comparison) -> str:
+    f = comparison.fidelity
     rows = [
         _row(f"mean cosine of sentence vectors, {f.sentences:,} sentences", f"{f.mean_cosine:.4f}"),
         _row("its 5th percentile", f"{f.p5_cosine:.4f}"),
@@ -233,7 +233,7 @@ def _fidelity(found: Comparison) -> str:
         rows.append(_row(f"mean cosine of {f.rare_words:,} rare words, each alone", f"{f.rare_mean_cosine:.4f}"))
     if f.neighbour_overlap is not None:
         rows.append(_row("of the 10 nearest sentences, kept", share(f.neighbour_overlap)))
-    t = found.latency
+    t = comparison.latency
     rows.append(
         _row("time of a batch, share of the original's", f"{number(t.ratio)} ({number(t.low)}-{number(t.high)})")
     )
@@ -255,5 +255,5 @@ def _row(*cells: str) -> str:
 
 
 def _cell(text: str) -> str:
-    """Names come out of files: they must not end a cell, or be taken for markup."""
+    """``text`` without markup: names come from files, and must not end a cell."""
     return re.sub(r"([|<>`*\[\]\\])", r"\\\1", visible(text))

@@ -1,4 +1,4 @@
-"""The pictures of a whole report: its sizes, and the rank that every weight keeps."""
+"""The pictures of a whole report: its sizes, and the rank of every weight."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FLATS = (
     "#ee8866",
     "#44aa99",
 )
-"""Tol's colours, which colour-blind readers can tell apart."""
+"""Tol's colours, which colour-blind readers can distinguish."""
 
 
 def overview(report: Report) -> list[Picture]:
@@ -48,12 +48,12 @@ def overview(report: Report) -> list[Picture]:
         axes.tick_params(axis="y", length=0)
         axes.grid(visible=False, axis="y")
 
-    made = [picture("size", "Size before and after", alt, draw)]
-    return made + ([_rank_by_layer(report.weights)] if len(report.weights) > 1 else [])
+    pictures = [picture("size", "Size before and after", alt, draw)]
+    return pictures + ([_rank_by_layer(report.weights)] if len(report.weights) > 1 else [])
 
 
 def _rank_by_layer(weights: Sequence[WeightReport]) -> Picture:
-    """The share of its full rank that every weight keeps: a line for each kind of layer, or a bar for each weight."""
+    """The rank of every weight in per cent of its full rank: a line for each kind of layer, or a bar a weight."""
     kinds: dict[str, list[WeightReport]] = {}
     for weight in weights:
         kinds.setdefault(re.sub(r"\d+", "*", weight.name), []).append(weight)
@@ -89,5 +89,5 @@ def _kept_share(weight: WeightReport) -> float:
 
 
 def _short(name: str) -> str:
-    """The end of a path, fit for a legend: from a file, so "$" must not start a formula."""
+    """The end of a path, for a legend. The name comes from a file, so "$" must not start a formula."""
     return visible(".".join(name.split(".")[-3:]))[-30:].replace("$", r"\$")

@@ -1,7 +1,7 @@
-"""HTML pages that are one file and need nothing else: the frame that they share, and how texts come into it.
+"""HTML pages of one file: the frame that they share, and the filters of their texts.
 
-No script, no font, no address to load: the pages' own content policy forbids them. Every text goes
-through jinja2's escaping, since token names and notes come out of files.
+The content policy of the pages forbids scripts, fonts and addresses. jinja2 escapes every text, because token names and
+notes come from files.
 
 Needs jinja2: ``pip install 'kflats[report]'``.
 """
@@ -16,7 +16,7 @@ from kflats.report.canvas import missing_extra
 
 
 def page_template(name: str) -> Any:
-    """jinja2's template of a page, ``templates/<name>``, with the words that all pages use.
+    """The jinja2 template ``templates/<name>``, with the filters that all pages use.
 
     Raises:
         KflatsError: jinja2 is missing.

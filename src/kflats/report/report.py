@@ -1,4 +1,4 @@
-"""What a compression did, as records: printed as a table, kept as JSON, drawn by ``report_html``.
+"""The report of a compression: printed as a table, saved as JSON, drawn by ``kflats.report.html``.
 
 All errors are relative squared errors. For a matrix with rows a_i, importance w_i and compressed
 rows b_i::
@@ -7,14 +7,13 @@ rows b_i::
     error_unweighted = the same with every w_i = 1
     svd_error        = the same as error, for the weighted SVD that fits in the same bytes
 
-Where importance is more than row weights, ``error`` is in its own measure: |L (A - B) R|^2 / |L A R|^2 for metrics
+If importance is more than row weights, ``error`` has its measure: |L (A - B) R|^2 / |L A R|^2 for metrics
 on both sides, sum_ij F_ij (a_ij - b_ij)^2 over sum_ij F_ij a_ij^2 for weights of single entries.
 
-A method that minimises another norm is judged by that too, ``own``: its cost of the errors over its cost of the rows
-themselves, for it and for the weighted SVD in the same bytes. What is best in one norm is not best in the other.
+If a method minimises another norm, ``own`` is the error in that norm: the cost of the errors over the cost of the rows,
+for the method and for the weighted SVD in the same bytes.
 
-*Ratio* always means bytes after / bytes before of the named weights, labels included, and is
-printed beside the whole model's.
+*Ratio* means bytes after / bytes before, labels included; it is printed for the named weights and for the whole model.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from pathlib import Path
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, share, size, table, visible
-from kflats.common.schema import JsonObject, decode
+from kflats.common.schema import JsonObject, check_version, decode
 from kflats.io.atomic_files import replaced
 from kflats.report.trimmed import TrimReport
 from kflats.report.weights import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
@@ -35,14 +34,14 @@ __all__ = ["REPORT_FILE", "BandReport", "FrequencyBin", "NormError", "Report", "
 
 REPORT_FILE = "kflats_report.json"
 _FORMAT, _VERSION = "kflats-report", 1
-_LARGEST_FILE = 64_000_000  # bytes: a report is a few kB a weight, so more than this is not one
-_DETAILED = 4  # weights whose flats are listed in the text form
-_REASONS = 12  # weights left dense whose reasons are
+_LARGEST_FILE = 64_000_000  # bytes: a report takes a few kB for each weight
+_DETAILED = 4  # weights whose flats the text form lists
+_REASONS = 12  # dense weights whose reasons the text form lists
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What ``compress_`` did to a model. ``print(report)`` shows it; ``kflats report`` draws it.
+    """The report of ``compress_``. ``print(report)`` shows it; ``kflats report`` draws it.
 
     Sizes are bytes of weights: ``model_bytes_*`` of everything the model stores (with the weight files of a
     sentence-transformers folder's other modules), the weights' own in ``weights``; where the vocabulary was trimmed
@@ -74,7 +73,7 @@ class Report:
 
     @property
     def has_own(self) -> bool:
-        """Whether a method minimised something else than the squared error."""
+        """Whether a method minimised another error than the squared one."""
         return any(w.own is not None for w in self.weights)
 
     def to_json(self) -> JsonObject:
@@ -89,17 +88,12 @@ class Report:
             KflatsError: another format, another version, a missing or unknown field, a wrong type.
         """
         if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise KflatsError("this is not a kflats report", hint=f"give the {REPORT_FILE} that compress wrote")
-        version = data.get("version")
-        if version != _VERSION or isinstance(version, bool):
             raise KflatsError(
-                f"a report of version {version!r}; this kflats reads version {_VERSION}",
-                cause="a file of another kflats",
-                hint="upgrade kflats, or compress again",
+                "the file is not a report of kflats", hint=f"the {REPORT_FILE} that kflats compress wrote"
             )
-        made = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
-        assert isinstance(made, Report)
-        return made
+        check_version(data.get("version"), _VERSION, "reports")
+        report: Report = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
+        return report
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file (``kflats_report.json`` in a compressed folder)."""
@@ -121,18 +115,20 @@ class Report:
         if not file.is_file():
             raise KflatsError(
                 f"no report at {file}",
-                cause="the folder was not made by kflats compress",
-                hint="kflats compress MODEL --keep 60% --out DIR writes one",
+                cause="kflats compress did not write the folder",
+                hint="kflats compress MODEL --keep 60% --out DIR writes a report",
             )
         if file.stat().st_size > _LARGEST_FILE:
-            raise KflatsError(f"{file} is too large for a report ({size(file.stat().st_size)})", cause="another file")
+            raise KflatsError(
+                f"{file} is too large for a report ({size(file.stat().st_size)})", cause="another kind of file"
+            )
         try:
             data = json.loads(file.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
             raise KflatsError(
                 f"{file} is not readable JSON ({error})",
                 cause="a damaged file",
-                hint="compress again: it is written anew",
+                hint="compress again, which writes the report again",
             ) from error
         return Report.from_json(data)
 
@@ -186,7 +182,7 @@ class Report:
 
 
 def _own(weight: WeightReport) -> list[str]:
-    """Norm, error in it, and the SVD's; dashes where the norm is the squared error."""
+    """The norm, the error in it, and the SVD's error in it; dashes for the squared error."""
     own = weight.own
     return ["-"] * 3 if own is None else [own.norm, number(own.error), number(own.svd_error)]
 
@@ -196,7 +192,7 @@ def _before_after(before: int, after: int) -> list[str]:
 
 
 def _details(weight: WeightReport) -> list[str]:
-    """The flats of one weight, a line each."""
+    """The flats of one weight, one line for each."""
     places = f"; tied: {', '.join(visible(p) for p in weight.places)}" if len(weight.places) > 1 else ""
     lines = [f"{visible(weight.name)}: {weight.shape[0]} x {weight.shape[1]} {visible(weight.dtype)}{places}"]
     lines += [f"  {weight.recipe}", f"  fitted in {weight.seconds:.1f} s"]

@@ -1,4 +1,4 @@
-"""What trimming a vocabulary did: sizes, and how many tokens of a text are segmented anew."""
+"""The report of a trimmed vocabulary: its sizes, and how many tokens of a text changed."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Resegmented:
 
 @dataclass(frozen=True)
 class TrimReport:
-    """A trimmed vocabulary: sizes in entries and bytes, and what became of the texts.
+    """The report of a trimmed vocabulary: sizes in entries and bytes, and how many tokens of the texts changed.
 
     ``table_bytes`` are those of token tables, heads and their biases, shared ones counted once; ``model_bytes`` all
-    that the model stores. Each pair is (before, after). ``required`` entries stay whatever their counts.
-    ``segmentation`` is None without texts; ``counted`` says whether its texts are those that were counted, which
-    flatters it.
+    that the model stores. Each pair is (before, after). ``required`` entries stay for any counts.
+    ``segmentation`` is None without texts; ``counted`` says whether it is measured on the counted texts, of which fewer
+    tokens change than of others.
     """
 
     entries: tuple[int, int]
@@ -58,7 +58,7 @@ class TrimReport:
 
     @property
     def saved(self) -> int:
-        """Bytes that the model stores less."""
+        """Bytes that the model stores no longer."""
         return self.model_bytes[0] - self.model_bytes[1]
 
     def __str__(self) -> str:
@@ -66,23 +66,23 @@ class TrimReport:
         rows = [["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]]
         for name, (old, new) in (("token tables, heads", self.table_bytes), ("whole model", self.model_bytes)):
             rows.append([name, size(old), size(new), share(new, old)])
-        told = self.segmentation
-        if told is not None:
+        segmented = self.segmentation
+        if segmented is not None:
             rows.append(
                 [
                     "tokens of the texts",
-                    f"{told.tokens_before:,}",
-                    f"{told.tokens_after:,}",
-                    share(told.tokens_after, told.tokens_before),
+                    f"{segmented.tokens_before:,}",
+                    f"{segmented.tokens_after:,}",
+                    share(segmented.tokens_after, segmented.tokens_before),
                 ]
             )
-            rows.append(["unknown tokens", f"{told.unknown_before:,}", f"{told.unknown_after:,}", ""])
+            rows.append(["unknown tokens", f"{segmented.unknown_before:,}", f"{segmented.unknown_after:,}", ""])
         lines = [plain(table(["", "before", "after", "ratio"], rows)), ""]
         lines.append(f"{self.required:,} entries stay in any case: special and added tokens, single characters, bytes")
-        if told is not None:
+        if segmented is not None:
             lines.append(
-                f"segmented anew: {share(told.tokens_changed, told.tokens_before)} of the tokens, in "
-                f"{share(told.texts_changed, told.texts)} of {told.texts:,} texts"
+                f"segmented anew: {share(segmented.tokens_changed, segmented.tokens_before)} of the tokens, in "
+                f"{share(segmented.texts_changed, segmented.texts)} of {segmented.texts:,} texts"
                 + (" (those that were counted; other texts change more)" if self.counted else "")
             )
         return "\n".join(lines)
@@ -93,10 +93,10 @@ def resegmented(before: Any, after: Any, texts: Iterable[str], kept: Mapping[int
 
     Args:
         before, after: the tokenizers. texts: streamed.
-        kept: the new id of every old id that there still is.
+        kept: the new id of every old id that stays.
 
     Raises:
-        KflatsError: no texts, or something that is no text.
+        KflatsError: no texts, or a value that is not a text.
     """
     check_texts(texts)
     totals: Counter[str] = Counter()
@@ -112,12 +112,12 @@ def resegmented(before: Any, after: Any, texts: Iterable[str], kept: Mapping[int
             totals["unknown_before"] += old.count(before.unk_token_id) if before.unk_token_id is not None else 0
             totals["unknown_after"] += new.count(after.unk_token_id) if after.unk_token_id is not None else 0
     if not totals["texts"]:
-        raise KflatsError("there are no texts to segment", cause="an empty file or list")
+        raise KflatsError("the report of trimming needs texts", cause="an empty file or list")
     return Resegmented(**{name: totals[name] for name in Resegmented.__dataclass_fields__})
 
 
 def _same(old: list[int], places: list[Any], new: list[int], goals: list[Any]) -> int:
-    """How many tokens both segmentations have in one place."""
+    """Number of tokens that both segmentations have at the same offsets."""
     first = Counter(zip(old, map(tuple, places), strict=True))
     return (first & Counter(zip(new, map(tuple, goals), strict=True))).total()
 
@@ -132,5 +132,5 @@ def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
     while batch := list(islice(stream, _BATCH)):
         for text in batch:
             if not isinstance(text, str):
-                raise KflatsError(f"expected texts, found {type(text).__name__}", hint="a list of strings")
+                raise KflatsError(f"texts must be strings, not {type(text).__name__}", hint="a list of strings")
         yield batch

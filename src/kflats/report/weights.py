@@ -1,4 +1,4 @@
-"""What became of one weight, as a record: sizes, errors, what was kept of which rows."""
+"""Records of one compressed weight: its sizes, its errors, and the ranks of its rows."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kflats.common.formatting import call, number
 
 @dataclasses.dataclass(frozen=True)
 class BandReport:
-    """One band: ``rows`` rows that keep ``rank`` coordinates in flat ``flat`` (None: kept exactly).
+    """One band: ``rows`` rows with ``rank`` coordinates in the flat ``flat`` (None: stored exactly).
 
     ``weight_share`` is these rows' share of the total importance, ``error`` their own relative error.
     """
@@ -35,7 +35,7 @@ class FrequencyBin:
 
 @dataclasses.dataclass(frozen=True)
 class WorstRow:
-    """A row with a large relative error |a - b|^2 / |a|^2; ``name`` is its token where there is one."""
+    """A row with a large relative error |a - b|^2 / |a|^2; ``name`` is its token, "" for other rows."""
 
     row: int
     name: str
@@ -45,7 +45,7 @@ class WorstRow:
 
 @dataclasses.dataclass(frozen=True)
 class NormError:
-    """The error in the norm that a method minimises, where that is not the squared error.
+    """The error in the norm that a method minimises, if that is not the squared error.
 
     ``error`` is sum_i w_i cost(a_i - b_i) over sum_i w_i cost(a_i); ``svd_error`` the same for the weighted SVD that
     fits in the same bytes.
@@ -58,16 +58,15 @@ class NormError:
 
 @dataclasses.dataclass(frozen=True)
 class WeightReport:
-    """What became of one weight; ``kflats.report`` defines the errors.
+    """The report of one weight; ``kflats.report.report`` defines the errors.
 
-    ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum``
-    holds the eigenvalues of the weighted Gram matrix, descending, summing to 1. ``objective`` is the
-    fit's objective per iteration. ``rows`` is the side of a linear layer that was taken as rows, ``condition`` the
-    largest entry beside the identity block of an interpolative form, None for other forms. ``own`` is the error in
-    the method's own norm, None where that is the squared error. ``bytes_after`` are those of a file;
-    ``memory_bytes`` those of all parameters and buffers once loaded: more where a file holds entropy-coded integers,
-    or where each row's place is kept. ``stored`` is "dense" (as it was), the type of all numbers where that is another
-    one ("float16"), "factors" or "integers".
+    ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum`` holds the
+    eigenvalues of the weighted Gram matrix, descending, with sum 1. ``objective`` is the objective after each
+    iteration. ``matrix_rows`` is the side of a linear layer that the matrix has as rows. ``condition`` is the largest
+    entry beside the identity block of an interpolative form, None for other forms. ``own`` is the error in the
+    method's own norm, None if that is the squared error. ``bytes_after`` are bytes in a file, ``memory_bytes`` those
+    of all parameters and buffers of the loaded weight: entropy-coded integers and the index of the rows take more in
+    memory. ``stored`` is "dense" (unchanged), another type of all numbers ("float16"), "factors" or "integers".
     """
 
     name: str
@@ -98,12 +97,12 @@ class WeightReport:
 
     @property
     def dense(self) -> bool:
-        """Whether the weight was left as it is; ``note`` says why."""
+        """Whether the weight stayed as it was; ``note`` is the reason."""
         return self.stored == "dense"
 
     @property
     def _whole(self) -> bool:
-        """Whether all numbers are there, be it in another type."""
+        """Whether all numbers are stored, perhaps in another type."""
         return self.stored not in ("factors", "integers")
 
     @property
@@ -124,7 +123,7 @@ class WeightReport:
 
     @property
     def mean_rank(self) -> float:
-        """Coordinates a row keeps, on average over all rows; the full rank where all numbers are kept."""
+        """Mean number of coordinates of a row; the full rank if all numbers are stored."""
         if self._whole:
             return float(self.full_rank)
         rows = sum(b.rows for b in self.bands)
@@ -132,7 +131,7 @@ class WeightReport:
 
     @property
     def kept(self) -> str:
-        """The (mean) rank beside the largest possible one, bits a number, the type of all numbers, or "dense"."""
+        """The mean rank of the full rank, the bits of a number, the type of all numbers, or "dense"."""
         if self._whole:
             return self.stored
         if self.coded:
@@ -142,13 +141,8 @@ class WeightReport:
         return f"{number(self.mean_rank)} of {self.full_rank}"
 
     @property
-    def ratio(self) -> float:
-        """Bytes after / bytes before."""
-        return self.bytes_after / self.bytes_before if self.bytes_before else math.nan
-
-    @property
     def flats(self) -> dict[int | None, tuple[BandReport, ...]]:
-        """The bands of each flat; exact rows under None, first."""
+        """The bands of each flat, first those of exact rows under None."""
         keys = sorted({b.flat for b in self.bands}, key=lambda f: -1 if f is None else f)
         return {key: tuple(b for b in self.bands if b.flat == key) for key in keys}
 
