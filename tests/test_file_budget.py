@@ -99,7 +99,7 @@ def tiny(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("kind", ["float16", "bfloat16", "T5"])
+@pytest.mark.parametrize("kind", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), "T5"])
 def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
     """The last weight gets what the file's own header leaves, not what an allowance for one does."""
     source = tiny(kind, tmp_path / "source")
@@ -115,7 +115,7 @@ def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
         assert small.get_output_embeddings().matrix is small.get_input_embeddings().matrix
 
 
-@pytest.mark.parametrize("share", [0.5, 0.7])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_what_is_left_of_a_file_buys_nothing_more(share: float, tmp_path: Path) -> None:
     """Most weights keep all numbers in some type here, which takes no more of the header than the original did."""
     source = tiny("T5", tmp_path / "source")

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from table import slow
 from torch import Tensor
 
 from kflats.matrices.registry import (
@@ -101,6 +102,19 @@ TABLE: dict[str, Case] = {
 @pytest.fixture(params=TABLE.values(), ids=TABLE.keys(), scope="session")
 def make(request: pytest.FixtureRequest) -> Case:
     """A row of the table: ``make(seed=, dtype=)`` builds the matrix anew."""
+    case: Case = request.param
+    return case
+
+
+QUICK_GRAPHS = {"low_rank", "dense", "interpolative", "nested_with_exact", "empty_bands", "rank_0_flat"}
+
+
+@pytest.fixture(
+    params=[pytest.param(case, id=name, marks=() if name in QUICK_GRAPHS else slow) for name, case in TABLE.items()],
+    scope="session",
+)
+def make_for_graph(request: pytest.FixtureRequest) -> Case:
+    """As ``make``, for laws that record a graph: recording takes seconds, so most rows are slow."""
     case: Case = request.param
     return case
 

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from kflats_toys import SketchedSVD, Ternary
+from table import crossed, each_coded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -46,49 +46,6 @@ from kflats.report.report import Report
 
 pytest.importorskip("constriction")
 
-CASES = [
-    (SVD(), Transform(), 0.12),
-    (SVD(), Transform(classes=1), 0.12),
-    (Flats(k=2), Transform(), 0.14),
-    (KeepDense(), Integer(bits=8), 0.32),
-    (KeepDense(), Integer(bits=8, group=16), 0.40),
-    (KeepDense(), Integer(bits=4, group=16), 0.30),
-    (KeepDense(), Integer(bits=6), 0.25),
-    (KeepDense(), Rotation(), 0.20),
-    (KeepDense(), Rotation(bits=2), 0.20),
-    (SVD(), Integer(bits=8), 0.20),
-    (SVD(), Integer(bits=4, group=None), 0.12),
-    (SVD(), Integer(bits=3), 0.12),
-    (RobustSVD(p=1.0), Integer(bits=8), 0.20),
-    (Entrywise(p=1.0), Integer(bits=4, group=64), 0.12),
-    (Subspace(), Integer(bits=8, group=16), 0.20),
-    (SVD(), Rotation(), 0.20),
-    (RobustSVD(p=1.0), Rotation(bits=4), 0.20),
-    (Flats(k=2), Integer(bits=8), 0.25),
-    (Flats(k=2, nested_ranks=2), Integer(bits=4, group=16), 0.20),
-    (Flats(k=2, error=Power(1.0)), Integer(bits=4, group=64), 0.20),
-    (Flats(k=2), Rotation(), 0.25),
-    (kflats.MESSI(k=2), Integer(bits=8), 0.25),
-    (kflats.KMeansSVD(k=2), Integer(bits=4, group=64), 0.20),
-    (kflats.KMeansSVD(k=2), Rotation(), 0.25),
-    (kflats.MESSI(k=2), Transform(), 0.14),
-    (kflats.KMeansSVD(k=2), Transform(), 0.14),
-    (Flats(k=2, error=Power(1.0)), Transform(), 0.14),
-    (RobustSVD(p=1.0), Transform(), 0.12),
-    (Entrywise(p=1.0), Transform(), 0.12),
-    (Subspace(), Transform(classes=1), 0.12),
-    (SketchedSVD(), Integer(bits=8), 0.20),
-    (SketchedSVD(), Rotation(), 0.20),
-    (SketchedSVD(), Transform(), 0.12),
-    (KeepDense(), Ternary(), 0.15),
-    (SketchedSVD(), Ternary(), 0.12),
-    (Flats(k=2, nested_ranks=2), Ternary(), 0.12),
-]
-table = pytest.mark.parametrize(
-    ("method", "codec", "share"), CASES, ids=lambda v: str(v) if not isinstance(v, float) else ""
-)
-
-
 NOTHING = Weighting()
 
 
@@ -110,7 +67,7 @@ def relative(rows: Tensor, found: kflats.Recipe, share: float, weighting: Weight
     return weighted_error(rows, made.matrix, weighting).relative
 
 
-@table
+@each_coded()
 def test_a_file_never_holds_more_than_the_budget(method, codec, share) -> None:
     rows = matrix()
     made = Recipe(method, codec=codec).encode(problem(rows, share), torch.float32)
@@ -119,34 +76,37 @@ def test_a_file_never_holds_more_than_the_budget(method, codec, share) -> None:
         assert made.stored_bytes >= 0.98 * share * rows.numel() * 4
 
 
-@table
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_layer_computes_with_what_was_decoded(method, codec, share, dtype) -> None:
-    torch.manual_seed(0)
-    model = nn.ModuleDict({"a": nn.Linear(96, 64), "b": nn.Embedding(600, 32)}).to(dtype)
-    share = min(1.0, share * 4 / dtype.itemsize)
-    kflats.compress_(model, {"b": Recipe(method, codec=codec)}, keep=f"{100 * share:g}%", quiet=True)
-    ids = torch.tensor([[0, 5, 599], [5, 5, 7]])
-    dense = model["b"].matrix.dense()
-    assert model["b"](ids).dtype == dtype
-    torch.testing.assert_close(model["b"](ids), dense[ids].to(dtype), rtol=1e-2, atol=1e-2)
+@each_coded()
+def test_a_layer_computes_with_what_was_decoded(method, codec, share) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(96, 64), "b": nn.Embedding(600, 32)}).to(dtype)
+        kept = min(1.0, share * 4 / dtype.itemsize)
+        kflats.compress_(model, {"b": Recipe(method, codec=codec)}, keep=f"{100 * kept:g}%", quiet=True)
+        ids = torch.tensor([[0, 5, 599], [5, 5, 7]])
+        dense = model["b"].matrix.dense()
+        assert model["b"](ids).dtype == dtype
+        torch.testing.assert_close(model["b"](ids), dense[ids].to(dtype), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("rows", ["in_features", "out_features"])
-@table
-def test_linear_layers_in_both_orientations(method, codec, share, rows) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(256, 128))
-    if isinstance(codec, Rotation):
-        share += 0.3  # the rotation itself, 256 x 256 bytes beside 128 rows
-    kflats.compress_(model, {"0": Recipe(method, codec=codec, matrix_rows=rows)}, keep=f"{130 * share:g}%", quiet=True)
-    x = torch.randn(3, 256)
-    dense = model[0].matrix.dense()
-    expected = x @ (dense if rows == "in_features" else dense.T) + model[0].bias
-    torch.testing.assert_close(model[0](x), expected, rtol=1e-4, atol=1e-4)
+@each_coded()
+def test_linear_layers_in_both_orientations(method, codec, share) -> None:
+    for rows in ("in_features", "out_features"):
+        torch.manual_seed(0)
+        kept = share
+        model = nn.Sequential(nn.Linear(256, 128))
+        if isinstance(codec, Rotation):
+            kept += 0.3  # the rotation itself, 256 x 256 bytes beside 128 rows
+        kflats.compress_(
+            model, {"0": Recipe(method, codec=codec, matrix_rows=rows)}, keep=f"{130 * kept:g}%", quiet=True
+        )
+        x = torch.randn(3, 256)
+        dense = model[0].matrix.dense()
+        expected = x @ (dense if rows == "in_features" else dense.T) + model[0].bias
+        torch.testing.assert_close(model[0](x), expected, rtol=1e-4, atol=1e-4)
 
 
-@table
+@each_coded()
 def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None:
     torch.manual_seed(0)
     model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
@@ -170,15 +130,15 @@ def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None
 @pytest.mark.parametrize(
     "method", [SVD(), SVD(form="interpolative"), Flats(k=2), kflats.KMeansSVD(k=2), kflats.MESSI(k=2)]
 )
-@pytest.mark.parametrize("rows", ["in_features", "out_features"])
-def test_factors_too_are_reported_as_memory_holds_them(method, rows) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 48, bias=False))
-    report = kflats.compress_(model, {"0": Recipe(method, matrix_rows=rows)}, keep="60%", quiet=True)
-    assert report.weights[0].memory_bytes == memory_bytes(model)
+def test_factors_too_are_reported_as_memory_holds_them(method) -> None:
+    for rows in ("in_features", "out_features"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 48, bias=False))
+        report = kflats.compress_(model, {"0": Recipe(method, matrix_rows=rows)}, keep="60%", quiet=True)
+        assert report.weights[0].memory_bytes == memory_bytes(model)
 
 
-@table
+@each_coded()
 def test_recipes_survive_json(method, codec, share, toys) -> None:
     recipe = Recipe(method, codec=codec)
     assert from_json(json.loads(json.dumps(to_json(recipe)))) == recipe
@@ -336,7 +296,7 @@ def test_impossible_values_are_refused(make, said) -> None:
         make()
 
 
-@table
+@each_coded()
 def test_a_budget_too_small_is_refused_and_the_model_stays(method, codec, share) -> None:
     model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
     before = model["b"].weight
@@ -354,7 +314,7 @@ def test_budgets_that_count_numbers_are_refused(budget) -> None:
         kflats.compress_(model, {"b": Recipe(SVD(), codec=Transform())}, keep=budget, quiet=True)
 
 
-@table
+@each_coded()
 def test_values_that_are_not_finite_are_refused(method, codec, share) -> None:
     model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
     with torch.no_grad():
@@ -373,7 +333,7 @@ FEW = {
 
 
 @pytest.mark.parametrize("rows", FEW.values(), ids=FEW)
-@table
+@each_coded()
 def test_matrices_with_next_to_nothing_in_them(method, codec, share, rows) -> None:
     k, given = getattr(method, "k", None) or 1, Problem(TensorRows(rows), 10_000, 4)
     if k > len(rows):
@@ -385,13 +345,10 @@ def test_matrices_with_next_to_nothing_in_them(method, codec, share, rows) -> No
     assert float((made - rows).norm()) <= lost * float(rows.norm())
 
 
-FITTED = [Recipe(m, codec=c) for m, c, _ in CASES if not isinstance(c, Transform) or m in (Flats(k=2), Subspace())]
-
-
-@pytest.mark.parametrize("recipe", FITTED, ids=str)
-def test_small_matrices_are_within_the_budget_or_refused(recipe) -> None:
+@each_coded()
+def test_small_matrices_are_within_the_budget_or_refused(method, codec, share) -> None:
     """The smallest are too small for a head; of those with a few hundred numbers every recipe holds some."""
-    accepted = set()
+    recipe, accepted = Recipe(method, codec=codec), set()
     for shape, budget in product([(8, 8), (1, 300), (300, 1), (40, 16)], ("60%", "100%")):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(*shape))
@@ -407,7 +364,7 @@ def test_small_matrices_are_within_the_budget_or_refused(recipe) -> None:
         assert ((40, 16), "60%") in accepted, accepted
 
 
-@pytest.mark.parametrize("scale", [1e-8, 1e-4, 1.0])
+@pytest.mark.parametrize("scale", [1e-8, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1e-4, 1.0))])
 def test_half_precision_holds_codes_whatever_the_unit_of_the_error(scale) -> None:
     rows = 0.02 * matrix(300, 16)
     metric = scale * torch.linspace(0.5, 2.0, 16, dtype=torch.float64)
@@ -421,7 +378,7 @@ def test_half_precision_holds_codes_whatever_the_unit_of_the_error(scale) -> Non
         assert half < 1.1 * single + 1e-4
 
 
-@table
+@each_coded()
 def test_tables_of_small_numbers_lose_no_more_in_half_precision(method, codec, share) -> None:
     """Down to 1e-5, where float16 has next to no digits left; in memory, through layers, and in products."""
     if isinstance(codec, Integer):
@@ -455,8 +412,11 @@ def test_groups_take_the_same_bits_whatever_number_of_columns_there_is(codec, co
     assert torch.equal(fresh[0].matrix.dense(), model[0].matrix.dense())
 
 
-@pytest.mark.parametrize("method", [RobustSVD(p=1.0), Entrywise(p=1.0), Subspace()], ids=str)
-@pytest.mark.parametrize("codec", [Integer(bits=8), Integer(bits=4, group=64)], ids=str)
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    crossed([RobustSVD(p=1.0), Entrywise(p=1.0), Subspace()], [Integer(bits=8), Integer(bits=4, group=64)]),
+    ids=str,
+)
 def test_a_pair_is_its_methods_own_rounded(method, codec) -> None:
     """A tenth of the rows are far off, so that a robust pair is no SVD: codes are near the one and not the other."""
     gen = torch.Generator().manual_seed(0)
@@ -483,26 +443,31 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("codec", [Transform(), Integer(bits=8), Rotation(bits=8)], ids=str)
-@pytest.mark.parametrize(("method", "k"), OWN, ids=str)
-def test_codes_stand_for_what_the_method_fits(method, k, codec) -> None:
+@pytest.mark.parametrize(("own", "codec"), crossed(OWN, [Transform(), Integer(bits=8), Rotation(bits=8)]), ids=str)
+def test_codes_stand_for_what_the_method_fits(own, codec) -> None:
     """Some rows are far off, so that what is fitted is no SVD: codes leave that fit as it is, and say how it is
     judged."""
-    rows = flat_rows(600, 24, 3, seed=5)
+    (method, k), rows = own, flat_rows(600, 24, 3, seed=5)
     rows[::40] = 8 * torch.randn(15, 24, generator=torch.Generator().manual_seed(1))
     made = Recipe(method, codec=codec).encode(problem(rows, 0.16), torch.float32)
     parts = [rank for _, rank in made.matrix.geometry.parts]
     assert len(parts) <= k
-    own = method.fit(Problem(TensorRows(rows), method.cost((600, 24), max(parts), 4), 4))
-    assert made.norm == own.norm
-    judged = [weighted_error(rows, one).relative for one in (made.matrix, own.matrix)]
+    plain = method.fit(Problem(TensorRows(rows), method.cost((600, 24), max(parts), 4), 4))
+    assert made.norm == plain.norm
+    judged = [weighted_error(rows, one).relative for one in (made.matrix, plain.matrix)]
     assert judged[0] == pytest.approx(judged[1], rel=0.1, abs=0.02)
-    apart = float((made.matrix.dense() - own.matrix.dense()).detach().square().sum() / rows.square().sum())
+    apart = float((made.matrix.dense() - plain.matrix.dense()).detach().square().sum() / rows.square().sum())
     assert apart < 0.02
 
 
-@pytest.mark.parametrize("method", [SVD(), Flats(k=3), kflats.MESSI(k=3), kflats.KMeansSVD(k=3)], ids=str)
-@pytest.mark.parametrize("codec", [Integer(bits=8), Integer(bits=4, group=8), Rotation()], ids=str)
+@pytest.mark.parametrize(
+    ("method", "codec"),
+    crossed(
+        [SVD(), Flats(k=3), kflats.MESSI(k=3), kflats.KMeansSVD(k=3)],
+        [Integer(bits=8), Integer(bits=4, group=8), Rotation()],
+    ),
+    ids=str,
+)
 def test_rounded_coordinates_lose_less_than_numbers_in_the_same_bytes(method, codec) -> None:
     rows = matrix(3000, 32)
     plain = method.fit(problem(rows, 0.15)).matrix
@@ -522,11 +487,10 @@ SEVERAL = [
 ]
 
 
-@pytest.mark.parametrize(("method", "codec"), SEVERAL, ids=str)
-@pytest.mark.parametrize("share", [0.06, 0.2])
-def test_codes_of_several_flats_fill_their_bytes(method, codec, share) -> None:
+@pytest.mark.parametrize(("several", "share"), crossed(SEVERAL, [0.06, 0.2]), ids=str)
+def test_codes_of_several_flats_fill_their_bytes(several, share) -> None:
     """Sizes are known only once flats have ranks: fits go on until bytes are used up, or ranks are whole."""
-    rows = matrix(2000, 48)
+    (method, codec), rows = several, matrix(2000, 48)
     given = problem(rows, share)
     made = Recipe(method, codec=codec).encode(given, torch.float32).matrix
     assert made.nbytes <= given.nbytes
@@ -536,8 +500,14 @@ def test_codes_of_several_flats_fill_their_bytes(method, codec, share) -> None:
     assert whole or made.nbytes >= (given.nbytes - two if uniform else 0.95 * given.nbytes)
 
 
-@pytest.mark.parametrize("codec", [Integer(bits=8), Integer(bits=4, group=16), Rotation(), Rotation(bits=3)], ids=str)
-@pytest.mark.parametrize("method", [SVD(), RobustSVD(p=1.0), Flats(k=2)], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "method"),
+    crossed(
+        [Integer(bits=8), Integer(bits=4, group=16), Rotation(), Rotation(bits=3)],
+        [SVD(), RobustSVD(p=1.0), Flats(k=2)],
+    ),
+    ids=str,
+)
 def test_what_a_rank_is_said_to_take_and_to_lose_is_so(method, codec) -> None:
     """So that a budget over several weights can be shared by what each of them loses."""
     rows, recipe = matrix(600, 32), Recipe(method, codec=codec)
@@ -608,22 +578,22 @@ def test_best_keeps_all_numbers_in_half_precision_where_the_budget_holds_them(la
     assert found.note.endswith(f"relative error {number(found.error)}")  # what was promised was measured
 
 
-@pytest.mark.parametrize("right", [False, True])
 @pytest.mark.parametrize("largest", [1e5, 1e8])
-def test_best_leaves_out_what_half_precision_cannot_hold(largest, right) -> None:
-    rows = matrix(300, 16)
-    rows[:, 0] = largest
-    weighting = Weighting(right=torch.linspace(0.5, 2.0, 16, dtype=torch.float64)) if right else NOTHING
-    given = TensorRows(rows)
-    found = candidates(Recipe(Auto()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
-    assert found
-    assert not any(isinstance(option.codec, kflats.Float) for option in found)
-    for budget in ("10%", "30%", "60%"):
-        model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone()))
-        assert kflats.compress_(model, {"0": Auto()}, keep=budget, quiet=True).weights[0].error < 1e-3
-    rows[:, 0] = 6e4  # which it does hold
-    found = candidates(Recipe(Auto()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
-    assert any(option.method == KeepDense() and option.codec == kflats.Float("float16") for option in found)
+def test_best_leaves_out_what_half_precision_cannot_hold(largest) -> None:
+    for right in (False, True):
+        rows = matrix(300, 16)
+        rows[:, 0] = largest
+        weighting = Weighting(right=torch.linspace(0.5, 2.0, 16, dtype=torch.float64)) if right else NOTHING
+        given = TensorRows(rows)
+        found = candidates(Recipe(Auto()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
+        assert found
+        assert not any(isinstance(option.codec, kflats.Float) for option in found)
+        for budget in ("10%", "30%", "60%"):
+            model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone()))
+            assert kflats.compress_(model, {"0": Auto()}, keep=budget, quiet=True).weights[0].error < 1e-3
+        rows[:, 0] = 6e4  # which it does hold
+        found = candidates(Recipe(Auto()), Table(given, weighting, rows.dtype, SVD().spectrum(given, weighting)))
+        assert any(option.method == KeepDense() and option.codec == kflats.Float("float16") for option in found)
 
 
 @pytest.mark.parametrize(("n", "method"), [(2400, Flats(k=None)), (2397, SVD())], ids=str)
@@ -789,9 +759,15 @@ def test_tables_too_small_for_codes_stay_dense_beside_large_ones() -> None:
     assert report.bytes_after <= 0.08 * report.bytes_before
 
 
-@pytest.mark.parametrize("codec", [Integer(bits=8), Integer(bits=4, group=8), Rotation(), Rotation(bits=3)], ids=str)
-@pytest.mark.parametrize("method", [SVD(), Flats(k=2), kflats.KMeansSVD(k=2)], ids=str)
-@pytest.mark.parametrize("importance", [Uniform(), kflats.RowFisher()], ids=str)
+@pytest.mark.parametrize(
+    ("codec", "method", "importance"),
+    crossed(
+        [Integer(bits=8), Integer(bits=4, group=8), Rotation(), Rotation(bits=3)],
+        [SVD(), Flats(k=2), kflats.KMeansSVD(k=2)],
+        [Uniform(), kflats.RowFisher()],
+    ),
+    ids=str,
+)
 def test_layers_too_small_for_the_head_of_a_file_stay_dense_beside_large_ones(method, importance, codec) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 16), nn.ReLU(), nn.Linear(16, 1))

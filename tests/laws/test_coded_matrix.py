@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from table import slow
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
@@ -297,8 +298,14 @@ def batches(matrix: CodedMatrix) -> list[Tensor]:
 RECORDED = ["ragged groups", "levels", "transform", "no bits", "rounded flats", "rotated flats"]
 
 
+def recorded(*names: str) -> pytest.MarkDecorator:
+    """Cases of the table for laws that record a graph, which takes seconds: two of them are quick."""
+    quick = {"ragged groups", "rounded flats"}
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in quick else slow) for name in names])
+
+
 @pytest.mark.usefixtures("_fresh")
-@pytest.mark.parametrize("name", RECORDED)
+@recorded(*RECORDED)
 def test_compiled_forward_and_backward(name):
     layer = FactoredEmbedding(TABLE[name](dtype=torch.float32), padding_idx=0)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -322,7 +329,7 @@ def test_compiled_by_inductor():
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export on itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", [*RECORDED, "empty classes", "rank 0"])
+@recorded(*RECORDED, "empty classes", "rank 0")
 def test_exported_with_dynamic_batch_and_length(name):
     net = TiedNet(TABLE[name](dtype=torch.float32))
     inputs = batches(net.emb.matrix)
@@ -335,7 +342,7 @@ def test_exported_with_dynamic_batch_and_length(name):
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit itself
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", RECORDED)
+@recorded(*RECORDED)
 def test_traced_graph_does_not_freeze_the_ids_it_saw(name):
     net = TiedNet(TABLE[name](dtype=torch.float32)).requires_grad_(False)
     inputs = batches(net.emb.matrix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from table import slow
 from torch import Tensor, nn
 
 from kflats import SVD, Flats, Integer, KeepDense, Recipe, Rotation, Transform
@@ -47,7 +48,14 @@ def coded(case: str, kind: str) -> CodedMatrix:
     return found.requires_grad_(False)
 
 
-@pytest.fixture(scope="module", params=[(case, kind) for case in CASES for kind in ("clamped", "near")], ids="-".join)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((case, kind), id=f"{case}-{kind}", marks=slow if kind == "near" and case != "transform" else ())
+        for case in CASES
+        for kind in ("clamped", "near")
+    ],
+)
 def matrix(request: pytest.FixtureRequest) -> CodedMatrix:
     return coded(*request.param)
 

@@ -54,8 +54,8 @@ def assert_compiled_alike(net: nn.Module, inputs: list[Tensor], **options: objec
             torch.testing.assert_close(a, b)
 
 
-def test_compiled_forward_and_backward(make):
-    layer = FactoredEmbedding(make(), padding_idx=0)
+def test_compiled_forward_and_backward(make_for_graph):
+    layer = FactoredEmbedding(make_for_graph(), padding_idx=0)
     assert_compiled_alike(layer, batches(layer.matrix), backend="aot_eager", dynamic=True)
 
 
@@ -116,8 +116,8 @@ def export(net: nn.Module, given: Tensor, names: tuple[str, ...] = ("batch", "le
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export on itself
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_exported_with_dynamic_batch_and_length(make):
-    matrix = make(dtype=torch.float32)
+def test_exported_with_dynamic_batch_and_length(make_for_graph):
+    matrix = make_for_graph(dtype=torch.float32)
     if len(getattr(matrix, "bands", ())) > 100:
         pytest.skip("a graph holds each band apart: right, but slow to record")
     net = TiedNet(matrix)

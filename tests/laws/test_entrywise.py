@@ -88,40 +88,40 @@ def test_it_starts_at_the_svd_and_at_two_it_is_the_svd(weights):
             assert made.error < made.objective[0]
 
 
-@pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(("solver", "p"), SOLVERS)
-@pytest.mark.parametrize("turned", [False, True])
-def test_rank_one_of_two_columns_against_all_directions(solver, p, seed, turned):
+def test_rank_one_of_two_columns_against_all_directions(solver, p):
     """For each direction (c, s) the best coordinate of a row meets one of its two entries if p <= 1: enumerate them;
     else search it. The sum found is one of the local minima of that curve, and near the least."""
-    a = draw(12, 2, seed)
-    through = torch.atan2(a[:, 1], a[:, 0]) % torch.pi
-    angle = torch.cat([torch.linspace(0, torch.pi, 6001, dtype=F64)[:-1], through]).sort().values
-    c, s = angle.cos(), angle.sin()
-    cross = (a[:, :1] * s - a[:, 1:] * c).abs()
-    if p <= 1:
-        curve = (cross / torch.maximum(c.abs(), s.abs())).pow(p).sum(0)
-    else:  # by duality the distance in lp to a line is |<a, normal>| over the normal's norm in the dual space
-        q = p / (p - 1)
-        curve = (cross / (c.abs().pow(q) + s.abs().pow(q)).pow(1 / q)).pow(p).sum(0)
-    made = entrywise_low_rank(a.T if turned else a, 1, p=p, solver=solver, tolerance=1e-7, max_iterations=3000)
-    least = float(curve.min())
-    assert made.error >= least * (1 - 1e-3)
-    assert made.error <= 1.15 * least
-    if p > 1:
-        hollow = (curve <= curve.roll(1)) & (curve <= curve.roll(-1))
-        assert float((curve[hollow] - made.error).abs().min()) <= 1e-3 * made.error
+    for seed in range(6):
+        for turned in (False, True):
+            a = draw(12, 2, seed)
+            through = torch.atan2(a[:, 1], a[:, 0]) % torch.pi
+            angle = torch.cat([torch.linspace(0, torch.pi, 6001, dtype=F64)[:-1], through]).sort().values
+            c, s = angle.cos(), angle.sin()
+            cross = (a[:, :1] * s - a[:, 1:] * c).abs()
+            if p <= 1:
+                curve = (cross / torch.maximum(c.abs(), s.abs())).pow(p).sum(0)
+            else:  # by duality the distance in lp to a line is |<a, normal>| over the normal's norm in the dual space
+                q = p / (p - 1)
+                curve = (cross / (c.abs().pow(q) + s.abs().pow(q)).pow(1 / q)).pow(p).sum(0)
+            made = entrywise_low_rank(a.T if turned else a, 1, p=p, solver=solver, tolerance=1e-7, max_iterations=3000)
+            least = float(curve.min())
+            assert made.error >= least * (1 - 1e-3)
+            assert made.error <= 1.15 * least
+            if p > 1:
+                hollow = (curve <= curve.roll(1)) & (curve <= curve.roll(-1))
+                assert float((curve[hollow] - made.error).abs().min()) <= 1e-3 * made.error
 
 
 @pytest.mark.parametrize("solver", ["admm", "irls"])
-@pytest.mark.parametrize(("n", "d", "rank"), [(12, 6, 2), (6, 12, 2), (15, 5, 3)])
-def test_no_factor_alone_can_be_much_better(solver, n, d, rank):
+def test_no_factor_alone_can_be_much_better(solver):
     """The end of the descent, judged by linear programs: with either factor held the other one is nearly the best."""
-    a = draw(n, d, 5)
-    made = entrywise_low_rank(a, rank, solver=solver, tolerance=1e-8, max_iterations=2000)
-    rows, _ = least_l1(a, made.basis)
-    columns, _ = least_l1(a.T.contiguous(), made.coordinates.T.contiguous())
-    assert made.error <= 1.02 * min(rows.sum(), columns.sum())
+    for n, d, rank in ((12, 6, 2), (6, 12, 2), (15, 5, 3)):
+        a = draw(n, d, 5)
+        made = entrywise_low_rank(a, rank, solver=solver, tolerance=1e-8, max_iterations=2000)
+        rows, _ = least_l1(a, made.basis)
+        columns, _ = least_l1(a.T.contiguous(), made.coordinates.T.contiguous())
+        assert made.error <= 1.02 * min(rows.sum(), columns.sum())
 
 
 @pytest.mark.parametrize(("solver", "p"), [("admm", 1.0), ("irls", 1.0), ("irls", 0.5)])
@@ -141,18 +141,18 @@ def test_three_per_cent_of_wrong_entries(solver, p, dtype):
 
 
 @pytest.mark.parametrize(("solver", "p"), [("admm", 1.0), ("irls", 1.0), ("irls", 0.5)])
-@pytest.mark.parametrize("size", [60.0, 1e3, 1e5])
-def test_wrong_entries_of_any_size_are_forgotten(solver, p, size):
+def test_wrong_entries_of_any_size_are_forgotten(solver, p):
     """An SVD holds nothing but them: started there, all of these end farther from the truth than zero is."""
-    a, clean = planted(300, 60, 4, 0.03, 0.1, seed=2)
-    a = torch.where(a.abs() == 20, size / 20 * a, a)
-    made, svd = entrywise_low_rank(a, 4, p=p, solver=solver), truncated_svd(a, 4)
-    floor = truncated_svd(clean + 0.1 * draw(300, 60, 3), 4)
-    far, worst, least = (float((m.coordinates @ m.basis - clean).norm()) for m in (made, svd, floor))
-    assert far < (1.45 if p == 1 else 1.8) * least
-    assert worst > float(clean.norm())
-    assert made.objective[0] == pytest.approx(sum_of(a, svd, p), rel=1e-9)
-    assert made.objective[1] < made.objective[0] / 1.5
+    for size in (60.0, 1e3, 1e5):
+        a, clean = planted(300, 60, 4, 0.03, 0.1, seed=2)
+        a = torch.where(a.abs() == 20, size / 20 * a, a)
+        made, svd = entrywise_low_rank(a, 4, p=p, solver=solver), truncated_svd(a, 4)
+        floor = truncated_svd(clean + 0.1 * draw(300, 60, 3), 4)
+        far, worst, least = (float((m.coordinates @ m.basis - clean).norm()) for m in (made, svd, floor))
+        assert far < (1.45 if p == 1 else 1.8) * least
+        assert worst > float(clean.norm())
+        assert made.objective[0] == pytest.approx(sum_of(a, svd, p), rel=1e-9)
+        assert made.objective[1] < made.objective[0] / 1.5
 
 
 def test_far_entries_are_held_back_by_rows_and_columns():
@@ -226,20 +226,21 @@ def test_blocks_do_not_matter(monkeypatch, solver, p):
 
 
 @pytest.mark.parametrize(("solver", "p"), SOLVERS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, F64])
-def test_hollow_matrices(solver, p, dtype):
-    zero = entrywise_low_rank(torch.zeros(5, 4, dtype=dtype), 2, p=p, solver=solver)
-    assert zero.error == 0
-    assert zero.converged
-    thin = torch.outer(torch.arange(1.0, 9), torch.tensor([1.0, 0.0, 2.0, 0.0])).to(dtype)  # rank 1, columns of zeros
-    for shape in (thin, thin.T):
-        flat = entrywise_low_rank(shape, 2, p=p, solver=solver)
-        torch.testing.assert_close(flat.coordinates @ flat.basis, shape.to(flat.basis.dtype), atol=1e-4, rtol=1e-4)
-        assert flat.converged
-    same = torch.cat([draw(10, 3, 11), torch.ones(10, 1, dtype=F64)], dim=1).to(dtype)  # a constant column
-    full = entrywise_low_rank(same, 4, p=p, solver=solver)
-    torch.testing.assert_close(full.coordinates @ full.basis, same.to(full.basis.dtype), atol=1e-4, rtol=1e-4)
-    assert entrywise_low_rank(same, 2, p=p, solver=solver).error > 0
+def test_hollow_matrices(solver, p):
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, F64):
+        zero = entrywise_low_rank(torch.zeros(5, 4, dtype=dtype), 2, p=p, solver=solver)
+        assert zero.error == 0
+        assert zero.converged
+        # Rank 1, with columns of zeros.
+        thin = torch.outer(torch.arange(1.0, 9), torch.tensor([1.0, 0.0, 2.0, 0.0])).to(dtype)
+        for shape in (thin, thin.T):
+            flat = entrywise_low_rank(shape, 2, p=p, solver=solver)
+            torch.testing.assert_close(flat.coordinates @ flat.basis, shape.to(flat.basis.dtype), atol=1e-4, rtol=1e-4)
+            assert flat.converged
+        same = torch.cat([draw(10, 3, 11), torch.ones(10, 1, dtype=F64)], dim=1).to(dtype)  # a constant column
+        full = entrywise_low_rank(same, 4, p=p, solver=solver)
+        torch.testing.assert_close(full.coordinates @ full.basis, same.to(full.basis.dtype), atol=1e-4, rtol=1e-4)
+        assert entrywise_low_rank(same, 2, p=p, solver=solver).error > 0
 
 
 def test_one_row_of_1e30_is_named():
@@ -268,16 +269,16 @@ def test_the_limit_is_kept_and_said(solver, p):
 
 @pytest.mark.parametrize(("solver", "p"), [pair for pair in SOLVERS if pair != ("admm", 1.0)])
 @pytest.mark.parametrize("shape", [(60, 12), (12, 60)])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_no_iteration_raises_the_sum(solver, p, shape, weighted):
+def test_no_iteration_raises_the_sum(solver, p, shape):
     """As reported by every iteration, kept or not; for p < 1 the smoothing falls too, and its bound a little behind."""
-    for seed in range(4):
-        a = draw(shape[0], 3, seed) @ draw(3, shape[1], seed + 9) + draw(*shape, seed + 50)
-        w = torch.rand(shape[0], generator=torch.Generator().manual_seed(seed)) + 0.1 if weighted else None
-        sums = []
-        entrywise_low_rank(a, 3, p=p, solver=solver, weights=w, progress=lambda *step, to=sums: to.append(step[2]))
-        assert len(sums) > 10
-        assert all(later <= earlier * (1 + (1e-4 if p < 1 else 1e-9)) for earlier, later in pairwise(sums))
+    for weighted in (False, True):
+        for seed in range(4):
+            a = draw(shape[0], 3, seed) @ draw(3, shape[1], seed + 9) + draw(*shape, seed + 50)
+            w = torch.rand(shape[0], generator=torch.Generator().manual_seed(seed)) + 0.1 if weighted else None
+            sums = []
+            entrywise_low_rank(a, 3, p=p, solver=solver, weights=w, progress=lambda *step, to=sums: to.append(step[2]))
+            assert len(sums) > 10
+            assert all(later <= earlier * (1 + (1e-4 if p < 1 else 1e-9)) for earlier, later in pairwise(sums))
 
 
 SPREAD = {
@@ -377,16 +378,16 @@ def test_powers_by_square_roots(p):
     torch.testing.assert_close(powers_(x.clone(), p), x**p, rtol=1e-13, atol=0)
 
 
-@pytest.mark.parametrize("p", [1.0, 1.1, 1.25, 1.5, 1.75, 1.95])
 @pytest.mark.parametrize(("n", "d", "rank", "seed"), [(60, 12, 3, 0), (80, 30, 15, 1), (12, 40, 4, 2)])
-def test_both_solvers_end_alike(p, n, d, rank, seed):
-    a = draw(n, rank, seed) @ draw(rank, d, seed + 10) + draw(n, d, seed + 20)
-    admm, irls = (
-        entrywise_low_rank(a, rank, p=p, solver=solver, tolerance=1e-6, max_iterations=1500)
-        for solver in ("admm", "irls")
-    )
-    assert admm.converged
-    assert admm.error <= 1.01 * irls.error
+def test_both_solvers_end_alike(n, d, rank, seed):
+    for p in (1.0, 1.1, 1.25, 1.5, 1.75, 1.95):
+        a = draw(n, rank, seed) @ draw(rank, d, seed + 10) + draw(n, d, seed + 20)
+        admm, irls = (
+            entrywise_low_rank(a, rank, p=p, solver=solver, tolerance=1e-6, max_iterations=1500)
+            for solver in ("admm", "irls")
+        )
+        assert admm.converged
+        assert admm.error <= 1.01 * irls.error
 
 
 @pytest.mark.parametrize("p", [1.25, 1.5, 1.75])

@@ -145,17 +145,17 @@ def test_stages_end_with_the_loss_and_begin_convex():
     assert not is_relative(Truncated(1.0))
 
 
-@pytest.mark.parametrize("q", [0, -1, 2.1, math.inf, -math.inf, math.nan, True, "1", None])
-def test_powers_out_of_range_are_refused(q):
-    with pytest.raises(KflatsError, match="cannot be minimised"):
-        Power(q)
+def test_powers_out_of_range_are_refused():
+    for q in (0, -1, 2.1, math.inf, -math.inf, math.nan, True, "1", None):
+        with pytest.raises(KflatsError, match="cannot be minimised"):
+            Power(q)
 
 
 @pytest.mark.parametrize("kind", [Huber, Truncated])
-@pytest.mark.parametrize("threshold", [0, -1.0, 1e-200, 1e200, math.inf, math.nan, True, "1"])
-def test_thresholds_out_of_range_are_refused(kind, threshold):
-    with pytest.raises(KflatsError, match="is not possible"):
-        kind(threshold)
+def test_thresholds_out_of_range_are_refused(kind):
+    for threshold in (0, -1.0, 1e-200, 1e200, math.inf, math.nan, True, "1"):
+        with pytest.raises(KflatsError, match="is not possible"):
+            kind(threshold)
 
 
 def test_unknown_units_and_names_are_refused_and_medians_need_data():

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kflats_toys import SketchedSVD
+from table import METHODS, each_method
 
 from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
@@ -29,39 +30,14 @@ from kflats.methods import (
     row_errors,
 )
 from kflats.methods.matrix_error import norm_error
-from kflats.numerics.loss import Huber, Truncated
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.recipe import from_json, to_json
 
 F64 = torch.float64
-METHODS = {
-    "svd": SVD(),
-    "svd, interpolative": SVD(form="interpolative"),
-    "flats": Flats(k=3),
-    "flats, no exact rows": Flats(k=3, exact=False),
-    "flats, nested": Flats(k=2, nested_ranks=3),
-    "flats, one basis, nested": Flats(k=1, nested_ranks=4, exact=False),
-    "flats, uniform": Flats(k=3, ranks="uniform"),
-    "flats, one": Flats(k=1),
-    "flats, searched": Flats(k=None),
-    "flats, greedy start": Flats(k=3, start="greedy", restarts=2),
-    "k-means": KMeansSVD(k=3),
-    "messi": MESSI(k=3),
-    "robust svd": RobustSVD(),
-    "robust svd, p = 4": RobustSVD(p=4.0),
-    "entrywise": Entrywise(),
-    "entrywise, p = 0.7": Entrywise(p=0.7),
-    "median flat": Subspace(),
-    "huber flat": Subspace(Huber(2.0, "median")),
-    "truncated flat": Subspace(Truncated(3.0, "median")),
-    "of another package": SketchedSVD(),
-}
-"""A new method is a new row."""
-
 PAIRS = (SVD, RobustSVD, Entrywise, Subspace, SketchedSVD)
 """Methods of one flat, stored as two factors."""
 
-EVERY = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
+EVERY = each_method()
 KINDS = ("gauss", "low rank", "duplicates", "zeros", "zero rows", "wild norms")
 
 
@@ -247,15 +223,15 @@ def test_equal_rows_are_stored_alike_and_cost_one_coordinate(method):
 
 
 @EVERY
-@pytest.mark.parametrize("shape", [(4, 30), (7, 7), (3, 1)], ids=str)
-def test_fewer_rows_than_k_times_j_are_no_trouble(method, shape):
-    a = torch.randn(*shape)
-    n, d = shape
-    nbytes = least_bytes(method, n, d) + 8 * d
-    matrix = solve(method, a, nbytes).matrix
-    assert matrix.shape == shape
-    assert matrix.nbytes <= nbytes
-    assert row_errors(a, matrix).sum() <= a.square().sum() * (1 + 1e-5)
+def test_fewer_rows_than_k_times_j_are_no_trouble(method):
+    for shape in ((4, 30), (7, 7), (3, 1)):
+        a = torch.randn(*shape)
+        n, d = shape
+        nbytes = least_bytes(method, n, d) + 8 * d
+        matrix = solve(method, a, nbytes).matrix
+        assert matrix.shape == shape
+        assert matrix.nbytes <= nbytes
+        assert row_errors(a, matrix).sum() <= a.square().sum() * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("method", [m for m in METHODS.values() if (getattr(m, "k", 1) or 1) >= 3], ids=repr)
@@ -265,12 +241,12 @@ def test_more_flats_than_rows_are_refused(method):
 
 
 @EVERY
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_is_named(method, bad):
-    a = torch.randn(50, 6)
-    a[17, 2] = bad
-    with pytest.raises(KflatsError, match="row 17"):
-        solve(method, a, 1500)
+def test_a_row_that_is_not_finite_is_named(method):
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        a = torch.randn(50, 6)
+        a[17, 2] = bad
+        with pytest.raises(KflatsError, match="row 17"):
+            solve(method, a, 1500)
 
 
 @EVERY
@@ -280,32 +256,28 @@ def test_numbers_too_large_to_square_are_refused_not_answered_with_nan(method):
 
 
 @EVERY
-@pytest.mark.parametrize("nbytes", [1, 100])
-def test_too_few_bytes_are_refused_with_the_least_that_would_do(method, nbytes):
-    a = torch.randn(50, 6)
-    with pytest.raises(KflatsError, match="cannot hold") as caught:
-        solve(method, a, nbytes)
-    assert f"{nbytes:,} bytes" in str(caught.value)
-    needed = int(caught.value.cause.split("takes ")[1].split(" bytes")[0].replace(",", ""))
-    assert solve(method, a, needed).matrix.nbytes <= needed
-    with pytest.raises(KflatsError, match="cannot hold"):
-        solve(method, a, needed - 1)
+def test_too_few_bytes_are_refused_with_the_least_that_would_do(method):
+    for nbytes in (1, 100):
+        a = torch.randn(50, 6)
+        with pytest.raises(KflatsError, match="cannot hold") as caught:
+            solve(method, a, nbytes)
+        assert f"{nbytes:,} bytes" in str(caught.value)
+        needed = int(caught.value.cause.split("takes ")[1].split(" bytes")[0].replace(",", ""))
+        assert solve(method, a, needed).matrix.nbytes <= needed
+        with pytest.raises(KflatsError, match="cannot hold"):
+            solve(method, a, needed - 1)
 
 
 @EVERY
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
+def test_weights_that_weigh_nothing_are_refused(method):
+    for weights, message in [
         (torch.zeros(50), "all row weights are zero"),
         (-torch.ones(50), "not negative"),
         (torch.ones(49), "expected 50 row weights"),
         (torch.full((50,), float("nan")), "finite"),
-    ],
-    ids=["zero", "negative", "too few", "nan"],
-)
-def test_weights_that_weigh_nothing_are_refused(method, weights, message):
-    with pytest.raises(KflatsError, match=message):
-        solve(method, torch.randn(50, 6), 1500, weights=weights)
+    ]:
+        with pytest.raises(KflatsError, match=message):
+            solve(method, torch.randn(50, 6), 1500, weights=weights)
 
 
 @EVERY

@@ -91,28 +91,28 @@ def test_the_squares_lie_above_the_loss_and_touch_it(loss, at, to, norm):
 
 @EVERY
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_the_objective_ends_at_the_loss_of_what_is_returned(loss, way, weighted):
-    a, w = table(dtype=torch.float32 if weighted else F64)
-    fit = fit_flats(a, **{"k": 3, "weights": w if weighted else None, "error": loss, **way})
-    assert fit.error == min(fit.objective)
-    mass = w if weighted else torch.ones_like(w)
-    total = float((fit.loss.rho(distances2(a, fit)) * mass).sum())
-    assert fit.error == pytest.approx(total, rel=1e-6 if weighted else 1e-9)
-    for basis in fit.bases:
-        torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis), dtype=basis.dtype), atol=1e-5, rtol=0)
-    if "budget" in way:
-        counts = torch.bincount(fit.labels.long(), minlength=4)
-        assert sum(int(counts[c] + 10) * r for c, r in enumerate(fit.ranks)) + int(counts[3]) * 10 <= way["budget"]
+def test_the_objective_ends_at_the_loss_of_what_is_returned(loss, way):
+    for weighted in (False, True):
+        a, w = table(dtype=torch.float32 if weighted else F64)
+        fit = fit_flats(a, **{"k": 3, "weights": w if weighted else None, "error": loss, **way})
+        assert fit.error == min(fit.objective)
+        mass = w if weighted else torch.ones_like(w)
+        total = float((fit.loss.rho(distances2(a, fit)) * mass).sum())
+        assert fit.error == pytest.approx(total, rel=1e-6 if weighted else 1e-9)
+        for basis in fit.bases:
+            torch.testing.assert_close(basis @ basis.T, torch.eye(len(basis), dtype=basis.dtype), atol=1e-5, rtol=0)
+        if "budget" in way:
+            counts = torch.bincount(fit.labels.long(), minlength=4)
+            assert sum(int(counts[c] + 10) * r for c, r in enumerate(fit.ranks)) + int(counts[3]) * 10 <= way["budget"]
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_is_fitted_in_float32(loss, dtype):
-    a, _ = table(dtype=dtype)
-    fit = fit_flats(a, 3, rank=3, error=loss)
-    assert fit.bases[0].dtype == torch.float32
-    assert fit.error == fit_flats(a.float(), 3, rank=3, error=loss).error
+def test_half_precision_is_fitted_in_float32(loss):
+    for dtype in (torch.float16, torch.bfloat16):
+        a, _ = table(dtype=dtype)
+        fit = fit_flats(a, 3, rank=3, error=loss)
+        assert fit.bases[0].dtype == torch.float32
+        assert fit.error == fit_flats(a.float(), 3, rank=3, error=loss).error
 
 
 def test_squares_take_the_same_path_as_ever():
@@ -153,29 +153,29 @@ def inlier_error(a, clean, fit):
     return assign(rows, fit.bases, squared_norms(rows)).objective
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("loss", [Truncated(3.0, "median"), Truncated(1.0)], ids=["medians", "distance"])
-def test_gross_outliers_leave_truncated_flats_where_clean_rows_put_them(seed, loss):
-    a, clean, truth = planted(0.03, seed)
-    fit = fit_flats(a, 3, rank=2, error=loss, seed=seed)
-    alone = fit_flats(a[clean], 3, rank=2, seed=seed)
-    assert inlier_error(a, clean, fit) <= 1.05 * inlier_error(a, clean, alone)
-    assert adjusted_rand_score(truth[clean].numpy(), fit.labels[clean].numpy()) >= 0.95
-    # Squares, for comparison, follow the outliers.
-    assert inlier_error(a, clean, fit_flats(a, 3, rank=2, seed=seed)) > 3 * inlier_error(a, clean, alone)
+def test_gross_outliers_leave_truncated_flats_where_clean_rows_put_them(loss):
+    for seed in range(3):
+        a, clean, truth = planted(0.03, seed)
+        fit = fit_flats(a, 3, rank=2, error=loss, seed=seed)
+        alone = fit_flats(a[clean], 3, rank=2, seed=seed)
+        assert inlier_error(a, clean, fit) <= 1.05 * inlier_error(a, clean, alone)
+        assert adjusted_rand_score(truth[clean].numpy(), fit.labels[clean].numpy()) >= 0.95
+        # Squares, for comparison, follow the outliers.
+        assert inlier_error(a, clean, fit_flats(a, 3, rank=2, seed=seed)) > 3 * inlier_error(a, clean, alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, F64], ids=str)
-@pytest.mark.parametrize("size", [100, 1e4, 1e6])
-def test_outliers_of_any_size_leave_truncated_flats_there(size, dtype):
+def test_outliers_of_any_size_leave_truncated_flats_there():
     """Far enough, the outliers own the flats of Power(1) as well: its fit is not where one may begin."""
-    a, clean, _ = planted(0.03, size=size)
-    a = a.to(dtype)
-    alone = inlier_error(a, clean, fit_flats(a[clean], 3, rank=2))
-    assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Truncated(3.0, "median"))) <= 1.05 * alone
-    if size == 100:
-        assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(0.5))) <= 1.05 * alone
-        assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(1))) > 3 * alone
+    for size in (100, 1e4, 1e6):
+        for dtype in (torch.float32, F64):
+            a, clean, _ = planted(0.03, size=size)
+            a = a.to(dtype)
+            alone = inlier_error(a, clean, fit_flats(a[clean], 3, rank=2))
+            assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Truncated(3.0, "median"))) <= 1.05 * alone
+            if size == 100:
+                assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(0.5))) <= 1.05 * alone
+                assert inlier_error(a, clean, fit_flats(a, 3, rank=2, error=Power(1))) > 3 * alone
 
 
 @pytest.mark.parametrize("size", [1e4, 1e6])
@@ -206,13 +206,13 @@ def test_other_losses_find_the_flats_as_well(loss):
 
 
 @pytest.mark.parametrize("loss", [Power(1), Power(1.5), Huber(0.5), Huber(1.0, "median")], ids=str)
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-def test_one_flat_is_the_robust_subspace(loss, weighted):
-    a, w = table(dtype=F64)
-    w = w if weighted else None
-    ours = fit_flats(a, 1, rank=4, weights=w, error=loss, tolerance=1e-8, max_iterations=500)
-    theirs = robust_subspace(a, 4, loss, weights=w, tolerance=1e-8, max_iterations=500)
-    assert ours.error == pytest.approx(theirs.error, rel=2e-3)
+def test_one_flat_is_the_robust_subspace(loss):
+    for weighted in (False, True):
+        a, w = table(dtype=F64)
+        w = w if weighted else None
+        ours = fit_flats(a, 1, rank=4, weights=w, error=loss, tolerance=1e-8, max_iterations=500)
+        theirs = robust_subspace(a, 4, loss, weights=w, tolerance=1e-8, max_iterations=500)
+        assert ours.error == pytest.approx(theirs.error, rel=2e-3)
 
 
 def converged_inside(a, k, rank, labels, loss, rounds):
@@ -244,19 +244,17 @@ def test_one_reweighting_an_iteration_reaches_what_a_converged_inner_loop_does()
 
 
 @EVERY
-@pytest.mark.parametrize(
-    "shape", [RankSpec(3, rank=3), RankSpec(3, budget=1200, exact=True)], ids=["uniform", "filled"]
-)
-def test_row_order_changes_rounding_only(loss, shape):
-    a, w = table()
-    loss = absolute(loss, torch.full((5,), 1.0))
-    labels = (torch.arange(300) % 3).to(torch.uint8)
-    order = torch.randperm(300, generator=generator(9))
-    one = robust_em(cloud_of(a, w), shape, loss, Start(labels))
-    other = robust_em(cloud_of(a[order], w[order]), shape, loss, Start(labels[order]))
-    assert other.objective[0] == pytest.approx(one.objective[0], rel=1e-6)
-    if shape.rank:  # ranks are whole numbers: a last bit may become a coordinate, and that another local minimum
-        assert other.error == pytest.approx(one.error, rel=1e-6)
+def test_row_order_changes_rounding_only(loss):
+    for shape in (RankSpec(3, rank=3), RankSpec(3, budget=1200, exact=True)):
+        a, w = table()
+        loss = absolute(loss, torch.full((5,), 1.0))
+        labels = (torch.arange(300) % 3).to(torch.uint8)
+        order = torch.randperm(300, generator=generator(9))
+        one = robust_em(cloud_of(a, w), shape, loss, Start(labels))
+        other = robust_em(cloud_of(a[order], w[order]), shape, loss, Start(labels[order]))
+        assert other.objective[0] == pytest.approx(one.objective[0], rel=1e-6)
+        if shape.rank:  # ranks are whole numbers: a last bit may become a coordinate, and that another local minimum
+            assert other.error == pytest.approx(one.error, rel=1e-6)
 
 
 @EVERY
@@ -293,15 +291,15 @@ TABLES = {
 
 
 @EVERY
-@pytest.mark.parametrize("kind", TABLES)
-def test_hard_tables_are_fitted(loss, kind):
-    if isinstance(loss, Truncated) and loss.unit == "absolute":
-        loss = Truncated(1e9)
-    a = TABLES[kind]()
-    for way in ({"rank": 1}, {"rank": 2, "start": "random"}, {"budget": 3 * 5 + 2 * len(a), "exact": True}):
-        fit = fit_flats(a, 3, error=loss, **way)
-        assert all(torch.isfinite(basis).all() for basis in fit.bases)
-        assert all(later < earlier for earlier, later in zip(fit.objective, fit.objective[1:], strict=False))
+def test_hard_tables_are_fitted(loss):
+    for kind in TABLES:
+        if isinstance(loss, Truncated) and loss.unit == "absolute":
+            loss = Truncated(1e9)
+        a = TABLES[kind]()
+        for way in ({"rank": 1}, {"rank": 2, "start": "random"}, {"budget": 3 * 5 + 2 * len(a), "exact": True}):
+            fit = fit_flats(a, 3, error=loss, **way)
+            assert all(torch.isfinite(basis).all() for basis in fit.bases)
+            assert all(later < earlier for earlier, later in zip(fit.objective, fit.objective[1:], strict=False))
 
 
 @pytest.mark.parametrize("loss", [Power(1), Truncated(3.0, "median")], ids=str)

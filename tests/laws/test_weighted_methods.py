@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import scipy.linalg
 import torch
-from kflats_toys import SketchedSVD
+from table import METHODS as ALL_METHODS
+from table import each_method, slow
 
 from kflats.common.errors import KflatsError
 from kflats.importance.weighting import Weighting
@@ -15,17 +18,8 @@ from kflats.methods.matrix_error import row_errors, weighted_error
 from kflats.numerics.rows import TensorRows
 
 F64 = torch.float64
-METHODS = {
-    "svd": SVD(),
-    "svd, interpolative": SVD(form="interpolative"),
-    "flats": Flats(k=3),
-    "flats, nested": Flats(k=2, nested_ranks=3),
-    "flats, uniform": Flats(k=3, ranks="uniform"),
-    "flats, one": Flats(k=1),
-    "k-means": KMeansSVD(k=3),
-    "messi": MESSI(k=3),
-    "of another package": SketchedSVD(),
-}
+OF_SQUARES = ("svd", "svd, interpolative", "flats", "flats, nested", "flats, uniform", "flats, one", "k-means", "messi")
+METHODS = {name: ALL_METHODS[name] for name in (*OF_SQUARES, "of another package")}
 KINDS = {
     "none": (),
     "rows": ("diagonal left",),
@@ -84,18 +78,19 @@ def dense_error(a, matrix, w):
     return float(rest.square().sum())
 
 
-CASES = [
-    pytest.param(method, names, id=f"{m}: {k}")
-    for m, method in METHODS.items()
-    for k, names in KINDS.items()
-    if weighting(names, 8, 8).kinds <= method.accepts
-]
-REFUSED = [
-    pytest.param(method, names, id=f"{m}: {k}")
-    for m, method in METHODS.items()
-    for k, names in KINDS.items()
-    if not weighting(names, 8, 8).kinds <= method.accepts
-]
+def cases(taken: bool) -> list[Any]:
+    """Methods with the weightings that they take, or do not. Two methods have all kinds in `make test`, others one."""
+    return [
+        pytest.param(
+            method, names, id=f"{m}: {k}", marks=() if m in ("svd", "flats") or k in ("rows", "left") else slow
+        )
+        for m, method in METHODS.items()
+        for k, names in KINDS.items()
+        if (weighting(names, 8, 8).kinds <= method.accepts) == taken
+    ]
+
+
+CASES, REFUSED = cases(True), cases(False)
 NBYTES = 3600
 
 
@@ -106,17 +101,17 @@ def test_what_methods_say_they_take():
 
 
 @pytest.mark.parametrize(("method", "names"), CASES)
-@pytest.mark.parametrize("shape", [(120, 12), (12, 120)], ids=["tall", "wide"])
-def test_the_objective_ends_at_the_error_of_the_matrix_in_the_metric(method, names, shape):
-    a, w = table(*shape), weighting(names, *shape)
-    made = method.fit(Problem(TensorRows(a), NBYTES, 4, w))
-    judged = weighted_error(a, made.matrix, w)
-    assert made.matrix.nbytes <= NBYTES
-    assert judged.error == pytest.approx(dense_error(a, made.matrix, w), rel=1e-6, abs=1e-9 * judged.total)
-    assert judged.total == pytest.approx(dense_error(a, LowRankMatrix(a[:, :1] * 0, a[:1] * 0), w), rel=1e-6)
-    assert made.objective[-1] == pytest.approx(judged.error, rel=1e-3, abs=1e-6 * judged.total)
-    assert all(later <= earlier for earlier, later in zip(made.objective, made.objective[1:], strict=False))
-    assert 0 <= judged.relative < 1
+def test_the_objective_ends_at_the_error_of_the_matrix_in_the_metric(method, names):
+    for shape in ((120, 12), (12, 120)):
+        a, w = table(*shape), weighting(names, *shape)
+        made = method.fit(Problem(TensorRows(a), NBYTES, 4, w))
+        judged = weighted_error(a, made.matrix, w)
+        assert made.matrix.nbytes <= NBYTES
+        assert judged.error == pytest.approx(dense_error(a, made.matrix, w), rel=1e-6, abs=1e-9 * judged.total)
+        assert judged.total == pytest.approx(dense_error(a, LowRankMatrix(a[:, :1] * 0, a[:1] * 0), w), rel=1e-6)
+        assert made.objective[-1] == pytest.approx(judged.error, rel=1e-3, abs=1e-6 * judged.total)
+        assert all(later <= earlier for earlier, later in zip(made.objective, made.objective[1:], strict=False))
+        assert 0 <= judged.relative < 1
 
 
 @pytest.mark.parametrize(("method", "names"), REFUSED)
@@ -153,26 +148,26 @@ def test_the_scale_of_a_weighting_does_not_matter(method, names):
 
 
 @pytest.mark.parametrize(("method", "names"), CASES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_rows_are_fitted_at_their_own_values(method, names, dtype):
-    a, w = table(80, 10).to(dtype), weighting(names, 80, 10)
-    ours = method.fit(Problem(TensorRows(a), 1500, 2, w)).matrix
-    assert torch.equal(ours.dense(), method.fit(Problem(TensorRows(a.float()), 1500, 2, w)).matrix.dense())
-    # Stored in that type it stays what it is, to the type's rounding: no factor is badly scaled.
-    with torch.no_grad():
-        stored, scale = ours.dense(), float(a.float().norm())
-        assert float((ours.to(dtype).dense().float() - stored).norm()) < 4 * torch.finfo(dtype).eps * scale
+def test_half_precision_rows_are_fitted_at_their_own_values(method, names):
+    for dtype in (torch.float16, torch.bfloat16):
+        a, w = table(80, 10).to(dtype), weighting(names, 80, 10)
+        ours = method.fit(Problem(TensorRows(a), 1500, 2, w)).matrix
+        assert torch.equal(ours.dense(), method.fit(Problem(TensorRows(a.float()), 1500, 2, w)).matrix.dense())
+        # Stored in that type it stays what it is, to the type's rounding: no factor is badly scaled.
+        with torch.no_grad():
+            stored, scale = ours.dense(), float(a.float().norm())
+            assert float((ours.to(dtype).dense().float() - stored).norm()) < 4 * torch.finfo(dtype).eps * scale
 
 
-@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS.keys())
-@pytest.mark.parametrize("form", ["left", "right"])
-def test_a_weighting_form_another_shape_is_refused(method, form):
-    if form == "left":
-        w, message = Weighting(left=torch.ones(19)), "row weights|cannot have shape"
-    else:
-        w, message = Weighting(right=torch.eye(7)), "cannot have shape|cannot take"
-    with pytest.raises(KflatsError, match=message):
-        method.fit(Problem(TensorRows(table(20, 6)), 2000, 4, w))
+@each_method(METHODS)
+def test_a_weighting_of_another_shape_is_refused(method):
+    for form in ("left", "right"):
+        if form == "left":
+            w, message = Weighting(left=torch.ones(19)), "row weights|cannot have shape"
+        else:
+            w, message = Weighting(right=torch.eye(7)), "cannot have shape|cannot take"
+        with pytest.raises(KflatsError, match=message):
+            method.fit(Problem(TensorRows(table(20, 6)), 2000, 4, w))
 
 
 def test_an_exact_row_stays_exact_under_a_metric():
@@ -260,19 +255,19 @@ def test_a_wide_metric_is_applied_block_by_block(monkeypatch):
 
 
 @pytest.mark.parametrize("shape", [(40, 9), (9, 40), (12, 12), (1, 5), (5, 1)], ids=str)
-@pytest.mark.parametrize("form", ["factors", "interpolative"])
-@pytest.mark.parametrize("itemsize", [2, 4])
-def test_the_cost_of_a_rank_is_what_its_matrix_stores(shape, form, itemsize):
-    method, a = SVD(form=form), torch.randn(*shape)
-    for rank in range(1, min(shape) + 1):
-        cost = method.cost(shape, rank, itemsize)
-        matrix = method.fit(Problem(TensorRows(a), cost, itemsize)).matrix
-        assert matrix.weight.shape[1] == rank
-        assert matrix.to(torch.float16 if itemsize == 2 else torch.float32).nbytes == cost
-        assert method.rank(shape, cost, itemsize) == rank
-        assert method.rank(shape, cost - 1, itemsize) == rank - 1
-    index = 2 * shape[1] if form == "interpolative" else 0
-    assert method.rank(shape, method.cost(shape, 1, itemsize) - index, itemsize, free_labels=True) == 1
+def test_the_cost_of_a_rank_is_what_its_matrix_stores(shape):
+    for form in ("factors", "interpolative"):
+        for itemsize in (2, 4):
+            method, a = SVD(form=form), torch.randn(*shape)
+            for rank in range(1, min(shape) + 1):
+                cost = method.cost(shape, rank, itemsize)
+                matrix = method.fit(Problem(TensorRows(a), cost, itemsize)).matrix
+                assert matrix.weight.shape[1] == rank
+                assert matrix.to(torch.float16 if itemsize == 2 else torch.float32).nbytes == cost
+                assert method.rank(shape, cost, itemsize) == rank
+                assert method.rank(shape, cost - 1, itemsize) == rank - 1
+            index = 2 * shape[1] if form == "interpolative" else 0
+            assert method.rank(shape, method.cost(shape, 1, itemsize) - index, itemsize, free_labels=True) == 1
 
 
 def test_the_interpolative_form_saves_the_square_of_the_rank():
@@ -292,18 +287,18 @@ def test_the_cost_of_flats_of_one_rank(method):
 
 
 @pytest.mark.parametrize("names", KINDS.values(), ids=KINDS.keys())
-@pytest.mark.parametrize("shape", [(40, 9), (9, 40)], ids=["tall", "wide"])
-def test_the_spectrum_says_what_every_rank_will_cost(names, shape):
-    a, w, method = table(*shape).double(), weighting(names, *shape), SVD()
-    errors = method.spectrum(TensorRows(a), w)
-    assert errors.shape == (10,)
-    assert errors.dtype == F64
-    assert bool((errors[1:] <= errors[:-1] * (1 + 1e-12)).all())
-    nothing = LowRankMatrix(a[:, :1] * 0, a[:1] * 0)
-    assert float(errors[0]) == pytest.approx(weighted_error(a, nothing, w).total, rel=1e-9)
-    for rank in range(1, 10):
-        reached = method.fit(Problem(TensorRows(a), method.cost(shape, rank, 8), 8, w)).objective[-1]
-        assert reached == pytest.approx(float(errors[rank]), rel=1e-6, abs=1e-10 * float(errors[0]))
+def test_the_spectrum_says_what_every_rank_will_cost(names):
+    for shape in ((40, 9), (9, 40)):
+        a, w, method = table(*shape).double(), weighting(names, *shape), SVD()
+        errors = method.spectrum(TensorRows(a), w)
+        assert errors.shape == (10,)
+        assert errors.dtype == F64
+        assert bool((errors[1:] <= errors[:-1] * (1 + 1e-12)).all())
+        nothing = LowRankMatrix(a[:, :1] * 0, a[:1] * 0)
+        assert float(errors[0]) == pytest.approx(weighted_error(a, nothing, w).total, rel=1e-9)
+        for rank in range(1, 10):
+            reached = method.fit(Problem(TensorRows(a), method.cost(shape, rank, 8), 8, w)).objective[-1]
+            assert reached == pytest.approx(float(errors[rank]), rel=1e-6, abs=1e-10 * float(errors[0]))
 
 
 @pytest.mark.parametrize("method", [Flats(k=3), KMeansSVD(k=3)], ids=["flats", "k-means"])

@@ -24,13 +24,19 @@ from architectures import (
     tokens,
     weights_bytes,
 )
-from factoring import factor_named
+from factoring import MAKERS, factor_named
+from table import crossed
 from transformers import AutoModel
 
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.model.weights import factored_layers, find_weight, find_weights
 
-every_architecture = pytest.mark.parametrize("case", ARCHITECTURES.values(), ids=ARCHITECTURES)
+every_architecture = pytest.mark.parametrize(
+    ("case", "make_matrix"),
+    crossed(ARCHITECTURES.values(), MAKERS),
+    ids=lambda value: getattr(value, "config", None) or value.__name__,
+    indirect=["make_matrix"],
+)
 tied_and_untied = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 
 

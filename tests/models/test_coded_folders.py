@@ -141,6 +141,7 @@ def test_streams_replace_all_integers_and_have_a_checksum(original: Any, tmp_pat
         assert not any(key.endswith((".labels", ".bits", ".low")) for key in file.keys())  # noqa: SIM118
 
 
+@pytest.mark.slow  # a process that imports transformers
 def test_without_kflats_loading_fails(original: Any, tmp_path: Path) -> None:
     save_fixed(original, tmp_path / "fixed")
     original.save_pretrained(tmp_path / "streams")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from table import slow
 from torch import Tensor
 from typer.testing import CliRunner
 
@@ -40,7 +41,9 @@ RECIPES = {
     "int4": (Recipe(KeepDense(), codec=Integer(bits=4, group=16)), "30%", 0.98),
 }
 BERT = ("embeddings.word_embeddings", "encoder.layer.0.intermediate.dense")
-each = pytest.mark.parametrize("kind", RECIPES)
+each = pytest.mark.parametrize(
+    "kind", ["transform", *(pytest.param(k, marks=slow) for k in RECIPES if k != "transform")]
+)
 
 
 def coded(model: Any) -> dict[str, CodedMatrix]:

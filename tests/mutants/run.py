@@ -2,20 +2,23 @@
 
     run.py trace --tree . --out hits.jsonl
     run.py kill --tree . --hits hits.jsonl --out killed.jsonl
-    run.py count killed.jsonl
+    run.py kill --tree NEWER --hits hits.jsonl --earlier killed.jsonl --mark "not slow" --out killed-newer.jsonl
+    run.py count killed.jsonl killed-newer.jsonl
 
 `trace` runs the suite once in a copy of the tree where a probe stands before every mutated statement. It writes which
 tests reach which mutant and how much processor time each test takes. `kill` copies the tree, and for each mutant runs
 only the tests that reach it, the quickest first, until one fails. Every mutant gets the same processor time in tests
 (--seconds), so "survived" means "not killed within that time". A test that takes ten times its usual time has failed.
 torch and the other packages are imported once; the tests of each mutant run in a fork. `kill` appends to --out and
-goes on where an earlier run stopped. Tests that fail or are skipped without a mutant kill nothing.
+goes on where an earlier run stopped. In a newer tree it finds a mutant by function and line, and the tests by the names
+of their functions. Tests that fail or are skipped without a mutant kill nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import importlib
 import json
 import os
 import resource
@@ -35,6 +38,9 @@ from draw import Mutant, spans
 
 COPIED = ("src", "tests", "docs", "examples", "benchmarks", "experiments")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.json.gz")
+PRELOADED = ("torch._dynamo", "torch.export", "scipy.linalg", "sklearn.metrics", "hypothesis", "typer.testing", "rich",
+             "sentence_transformers", "transformers.models.bert.modeling_bert", "constriction", "safetensors.torch",
+             "transformers.models.gpt2.modeling_gpt2", "matplotlib.pyplot", "jinja2", "datasets")  # fmt: skip
 FIRST = 25  # tests of the first fork of a mutant: most mutants die there, and few files are imported
 PROBE = "KFLATS_PROBE"
 
@@ -58,28 +64,44 @@ def copy_of(tree: Path, where: Path) -> Path:
     return where
 
 
-def place_of(mutant: Mutant, tree: Path) -> int | None:
-    """The line number of a mutant in this tree, found by function and text; None where it is gone."""
-    path = tree / mutant.file
-    if not path.is_file():
-        return None
+def places_in(mutant: Mutant, path: Path) -> list[int]:
+    """The numbers of the mutant's line in functions of its name, in one file."""
     text = path.read_text()
-    for name, first, last in spans(ast.parse(text)):
-        if name == mutant.function:
-            lines = text.split("\n")
-            same = [number for number in range(first, last + 1) if lines[number - 1].strip() == mutant.line]
-            if len(same) > mutant.occurrence:
-                return same[mutant.occurrence]
-    return None
+    lines = text.split("\n")
+    return [
+        number
+        for name, first, last in spans(ast.parse(text))
+        if name == mutant.function
+        for number in range(first, last + 1)
+        if lines[number - 1].strip() == mutant.line
+    ]
 
 
-def mutate(mutant: Mutant, tree: Path) -> None:
-    """Writes the mutant into this tree."""
-    number = place_of(mutant, tree)
-    assert number is not None
-    lines = (tree / mutant.file).read_text().split("\n")
+def place_of(mutant: Mutant, tree: Path) -> tuple[Path, int] | None:
+    """File and line number of a mutant in this tree, by function and text; another file where its own has no such line.
+
+    None where the line is gone, or where several other files have it.
+    """
+    path = tree / mutant.file
+    same = places_in(mutant, path) if path.is_file() else []
+    if not same:
+        others = [(other, places_in(mutant, other)) for other in sorted((tree / "src").rglob("*.py"))]
+        others = [(other, numbers) for other, numbers in others if numbers]
+        if len(others) != 1:
+            return None
+        path, same = others[0]
+    return (path, same[mutant.occurrence]) if len(same) > mutant.occurrence else None
+
+
+def mutate(mutant: Mutant, tree: Path) -> Path:
+    """Writes the mutant into this tree; the file that it changed."""
+    place = place_of(mutant, tree)
+    assert place is not None
+    path, number = place
+    lines = path.read_text().split("\n")
     lines[number - 1] = lines[number - 1].replace(mutant.line, mutant.mutated)
-    (tree / mutant.file).write_text("\n".join(lines))
+    path.write_text("\n".join(lines))
+    return path
 
 
 # trace --------------------------------------------------------------------------------
@@ -104,12 +126,12 @@ def _statement(body: list[ast.stmt], number: int) -> ast.stmt | None:
 
 def add_probes(mutants: list[Mutant], tree: Path) -> None:
     """Puts a probe before the statement of each mutant (before the first statement of the function for defaults)."""
-    by_file: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    by_file: dict[Path, list[tuple[int, int]]] = defaultdict(list)
     for index, mutant in enumerate(mutants):
-        if number := place_of(mutant, tree):
-            by_file[mutant.file].append((index, number))
+        if place := place_of(mutant, tree):
+            by_file[place[0]].append((index, place[1]))
     for file, numbers in by_file.items():
-        text = (tree / file).read_text()
+        text = file.read_text()
         lines = text.split("\n")
         functions = [
             node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
@@ -136,8 +158,8 @@ def add_probes(mutants: list[Mutant], tree: Path) -> None:
             elif calls:
                 out.append(indent + calls)
             out.append(line)
-        compile("\n".join(out), file, "exec")
-        (tree / file).write_text("\n".join(out))
+        compile("\n".join(out), str(file), "exec")
+        file.write_text("\n".join(out))
 
 
 SITE = f'''
@@ -156,18 +178,42 @@ atexit.register(_dump)
 '''
 
 
+def function_of(test: str) -> str:
+    """A test's name without its case."""
+    return test.split("[")[0]
+
+
 class Tracer:
     """A pytest plugin: what each test reaches, also in its subprocesses, its fixtures and its module's import."""
 
-    def __init__(self, out: Path, tree: Path) -> None:
+    def __init__(self, out: Path, cases: int) -> None:
         import builtins
+
+        self.cases = cases
+        self.done = {json.loads(line)["test"] for line in out.read_text().splitlines()} if out.exists() else set()
 
         self.out = out.open("a", buffering=1)
         self.hits: set[int] = vars(builtins)["__probe__hits"]
         self.of_fixture: dict[int, set[int]] = defaultdict(set)
         self.of_module: dict[str, set[int]] = defaultdict(set)
-        self.modules = [name for name in sys.modules if name.startswith("kflats")]
         self.folder = Path(os.environ[PROBE])
+
+    def chosen(self, items: list[Any]) -> list[Any]:
+        """Some cases of each function, evenly among all of them; the others are written as not traced."""
+        of_function: dict[str, list[Any]] = defaultdict(list)
+        for item in items:
+            of_function[function_of(item.nodeid)].append(item)
+        run = []
+        for cases in of_function.values():
+            step = len(cases) / min(self.cases or len(cases), len(cases))
+            taken = {int(i * step) for i in range(len(cases)) if i * step < len(cases)}
+            for place, item in enumerate(cases):
+                if item.nodeid not in self.done:
+                    if place in taken:
+                        run.append(item)
+                    else:
+                        self.out.write(json.dumps({"test": item.nodeid}) + "\n")
+        return run
 
     def _spent(self) -> float:
         usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
@@ -186,6 +232,10 @@ class Tracer:
         tracer = self
 
         class Plugin:
+            @pytest.hookimpl(trylast=True)
+            def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+                items[:] = tracer.chosen(items)
+
             @pytest.hookimpl(wrapper=True)
             def pytest_make_collect_report(self, collector: Any) -> Any:
                 tracer.hits.clear()
@@ -243,14 +293,15 @@ def trace(asked: argparse.Namespace) -> None:
         environment = os.environ | {PROBE: str(folder / "hits"), "OMP_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = f"{folder / 'site'}:{tree / 'src'}"
         command = [sys.executable, str(Path(__file__).resolve()), "trace", "--tree", str(tree)]
-        command += ["--mutants", str(asked.mutants.resolve()), "--out", str(asked.out.resolve()), "--", *asked.pytest]
+        command += ["--mutants", str(asked.mutants.resolve()), "--out", str(asked.out.resolve())]
+        command += ["--cases", str(asked.cases), "--", *asked.pytest]
         subprocess.run(command, cwd=tree, env=environment, check=False)
         return
     import pytest
 
     os.environ[f"{PROBE}_PID"] = str(os.getpid())
     sys.modules["sitecustomize"]._own = os.getpid()  # type: ignore[attr-defined]
-    plugin = Tracer(asked.out, asked.tree).hooks()
+    plugin = Tracer(asked.out, asked.cases).hooks()
     sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *asked.pytest], plugins=[plugin]))
 
 
@@ -271,9 +322,9 @@ class TooLongError(BaseException):
     """A test took ten times its usual time."""
 
 
-def _child(tree: Path, tests: list[Test], seconds: float, report: Path) -> None:
+def _child(tree: Path, tests: list[Test], seconds: float, report: Path, mark: str) -> None:
     """Runs these tests in this order in a fork; writes the first that fails."""
-    os.setsid()
+    os.setpgid(0, 0)
     os.chdir(tree)
     sink = os.open(os.devnull, os.O_WRONLY) if report.suffix != ".debug" else os.open(report, os.O_WRONLY | os.O_CREAT)
     os.dup2(sink, 1)
@@ -286,6 +337,9 @@ def _child(tree: Path, tests: list[Test], seconds: float, report: Path) -> None:
     wanted = {test.name: place for place, test in enumerate(tests)}
     usual = {test.name: test.cpu for test in tests}
 
+    def key(test: str) -> str:
+        return test if test in wanted else function_of(test)
+
     def stop(*_: object) -> None:
         raise TooLongError
 
@@ -295,14 +349,15 @@ def _child(tree: Path, tests: list[Test], seconds: float, report: Path) -> None:
     class Plugin:
         @pytest.hookimpl(trylast=True)
         def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-            items[:] = sorted((item for item in items if item.nodeid in wanted), key=lambda item: wanted[item.nodeid])
+            chosen = [item for item in items if key(item.nodeid) in wanted]
+            items[:] = sorted(chosen, key=lambda item: wanted[key(item.nodeid)])
 
         @pytest.hookimpl(wrapper=True)
         def pytest_runtest_protocol(self, item: Any, nextitem: Any) -> Any:
             if time.process_time() - started > seconds:
                 os._exit(3)
             self.now = item.nodeid
-            signal.setitimer(signal.ITIMER_VIRTUAL, max(20.0, 10 * usual[item.nodeid]))
+            signal.setitimer(signal.ITIMER_VIRTUAL, max(20.0, 10 * usual[key(item.nodeid)]))
             result = yield
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             return result
@@ -317,31 +372,31 @@ def _child(tree: Path, tests: list[Test], seconds: float, report: Path) -> None:
                 path.write_text(report.nodeid)
                 os._exit(1)
 
+    # Packages that were imported before the fork are not rewritten, which pytest warns of.
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-W", "ignore::pytest.PytestAssertRewriteWarning", "-m", mark]
     path, plugin = report, Plugin()
     try:
-        pytest.main(
-            ["-x", "-q", "-p", "no:cacheprovider", *dict.fromkeys(test.file for test in tests)], plugins=[plugin]
-        )
+        pytest.main([*options, *dict.fromkeys(test.file for test in tests)], plugins=[plugin])
     except TooLongError:
         report.write_text(plugin.now + " (too long)")
         os._exit(1)
     except BaseException as error:
         report.write_text(f"{type(error).__name__}: {error}")
-        os._exit(1)
+        os._exit(4)
     os._exit(0)
 
 
-def _run(tree: Path, tests: list[Test], seconds: float, report: Path) -> tuple[int, float]:
+def _run(tree: Path, tests: list[Test], seconds: float, report: Path, mark: str) -> tuple[int, float]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     child_status: list[int] = []
     sys.stdout.flush()
     child = os.fork()
     if child == 0:
         try:
-            _child(tree, tests, seconds, report)
+            _child(tree, tests, seconds, report, mark)
         finally:
             os._exit(4)
-    deadline = time.monotonic() + 120 + 15 * seconds
+    deadline = time.monotonic() + 1800  # of a deadlock; all other limits are processor time
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -366,19 +421,65 @@ def _order(tests: list[Test]) -> list[Test]:
     return [test for part in sorted(of_file.values(), key=lambda part: sum(t.cpu for t in part)) for test in part]
 
 
+def tests_of(hits: Path) -> dict[int, list[Test]]:
+    """The tests that reach each mutant. A case that was not traced reaches what the traced ones of its function do."""
+    lines = [json.loads(line) for line in hits.read_text().splitlines()]
+    by_function: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for line in lines:
+        by_function[function_of(line["test"])].append(line)
+    reached: dict[int, list[Test]] = defaultdict(list)
+    for cases in by_function.values():
+        traced = [case for case in cases if "hits" in case]
+        everything = sorted({index for case in traced for index in case["hits"]})
+        usual = sum(case["cpu"] for case in traced) / max(1, len(traced))
+        for case in cases:
+            if case.get("outcome", ["passed"]) == ["passed"]:
+                for index in case.get("hits", everything):
+                    reached[index].append(Test(case["test"], case.get("cpu", usual)))
+    return reached
+
+
+def same_functions(reached: dict[int, list[Test]], earlier: Path, tree: Path) -> dict[int, list[Test]]:
+    """For a later tree: the functions of those tests, as far as their files are there, the one that killed it first."""
+    killers = {
+        line["index"]: function_of(line.get("by", "")) for line in map(json.loads, earlier.read_text().splitlines())
+    }
+    found = {}
+    for index, tests in reached.items():
+        least: dict[str, float] = {}
+        for test in tests:
+            if (tree / test.file).is_file():
+                function = function_of(test.name)
+                least[function] = (
+                    0.0 if function == killers.get(index) else min(test.cpu, least.get(function, test.cpu))
+                )
+        found[index] = [Test(name, cpu) for name, cpu in least.items()]
+    return found
+
+
+def count(asked: argparse.Namespace) -> None:
+    """How many mutants of each result; of two files, those that the first killed and the second does not."""
+    results = [
+        {line["index"]: line for line in map(json.loads, path.read_text().splitlines())} for path in asked.results
+    ]
+    for path, lines in zip(asked.results, results, strict=True):
+        kinds = sorted(line["result"] for line in lines.values())
+        print(path, len(lines), {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)})
+    if len(results) == 2:
+        before, after = results
+        both = [index for index in before if index in after and after[index]["result"] != "gone"]
+        killed = [{index for index in both if lines[index]["result"] == "killed"} for lines in (before, after)]
+        print(f"of {len(both)} that both trees have: {len(killed[0])} killed before, {len(killed[1])} after")
+        for index in sorted(killed[0] - killed[1]):
+            print("no longer killed:", after[index])
+
+
 def kill(asked: argparse.Namespace) -> None:
     """Every mutant against the tests that reach it."""
     mutants = read(asked.mutants)
-    reached: dict[int, list[Test]] = defaultdict(list)
-    everything = 0
-    for line in asked.hits.read_text().splitlines():
-        found = json.loads(line)
-        everything += 1
-        if found["outcome"] != ["passed"]:
-            print("left out:", found["test"], found["outcome"])
-            continue
-        for index in found["hits"]:
-            reached[index].append(Test(found["test"], found["cpu"]))
+    reached = tests_of(asked.hits)
+    if asked.earlier:
+        reached = same_functions(reached, asked.earlier, asked.tree)
     done = {json.loads(line)["index"] for line in asked.out.read_text().splitlines()} if asked.out.exists() else set()
     # What every fork shares.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -386,14 +487,9 @@ def kill(asked: argparse.Namespace) -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("MPLBACKEND", "agg")
     os.environ["OMP_NUM_THREADS"] = "1"
-    import hypothesis  # noqa: F401
-    import numpy  # noqa: F401
-    import pytest  # noqa: F401
-    import safetensors.torch  # noqa: F401
-    import scipy.linalg  # noqa: F401
+    for name in PRELOADED:
+        importlib.import_module(name)
     import torch
-    import transformers  # noqa: F401
-    import typer.testing  # noqa: F401
 
     torch.set_num_threads(1)
     assert not any(name.startswith("kflats") for name in sys.modules)
@@ -403,33 +499,37 @@ def kill(asked: argparse.Namespace) -> None:
         if index in done or (asked.only and index not in asked.only):
             continue
         line: dict[str, Any] = {"index": index, "file": mutant.file, "function": mutant.function}
-        tests = sorted(reached[index], key=lambda test: test.cpu)
+        tests = sorted(reached.get(index, []), key=lambda test: test.cpu)
         line["tests"] = len(tests)
-        if place_of(mutant, tree) is None:
+        place = place_of(mutant, tree)
+        if place is None:
             line["result"] = "gone"
         elif not tests:
             line["result"] = "not reached"
         else:
-            original = (tree / mutant.file).read_bytes()
+            path = place[0]
+            original = path.read_bytes()
             mutate(mutant, tree)
             report = work / "report"
             report.unlink(missing_ok=True)
             first = _order(tests[:FIRST])
-            status, spent = _run(tree, first, asked.seconds, report)
+            status, spent = _run(tree, first, asked.seconds, report, asked.mark)
             if status == 0 and len(tests) > FIRST:
                 left, total = [], 0.0
                 for test in tests[FIRST:]:
                     total += test.cpu
                     if total <= 1.5 * asked.seconds:
                         left.append(test)
-                status, more = _run(tree, _order(left), asked.seconds - min(spent, asked.seconds / 2), report)
+                status, more = _run(
+                    tree, _order(left), asked.seconds - min(spent, asked.seconds / 2), report, asked.mark
+                )
                 spent += more
                 if status == 0 and len(left) < len(tests) - FIRST:
                     status = 3
-            line["result"] = {0: "survived", 3: "survived within the time"}.get(status, "killed")
+            line["result"] = {0: "survived", 3: "survived within the time", 4: "not run"}.get(status, "killed")
             line["by"] = report.read_text() if report.exists() else str(status) if status not in (0, 3) else ""
             line["cpu"] = round(spent, 1)
-            (tree / mutant.file).write_bytes(original)
+            path.write_bytes(original)
         print(json.dumps(line), flush=True)
         with asked.out.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -446,11 +546,21 @@ def main() -> None:
         command.add_argument("--mutants", type=Path, default=Path(__file__).with_name("mutants.json"))
         command.add_argument("--out", type=Path, required=True)
         if name == "trace":
+            command.add_argument("--cases", type=int, default=0, help="trace only so many cases of each function")
             command.add_argument("pytest", nargs="*", help="more arguments of pytest (after --)")
         else:
-            command.add_argument("--hits", type=Path, required=True)
-            command.add_argument("--seconds", type=float, default=60.0)
+            command.add_argument("--hits", type=Path, required=True, help="what trace wrote")
+            command.add_argument(
+                "--earlier", type=Path, help="what kill wrote of the tree that was traced, an older one"
+            )
+            command.add_argument("--mark", default="", help='as pytest\'s -m: "not slow" is what make test runs')
+            command.add_argument("--seconds", type=float, default=20.0)
             command.add_argument("--only", type=int, nargs="*")
+    command = commands.add_parser("count")
+    command.set_defaults(run=count)
+    command.add_argument(
+        "results", type=Path, nargs="+", help="what kill wrote: of one tree, or of the older and the newer"
+    )
     asked = parser.parse_args()
     asked.run(asked)
 
