@@ -118,16 +118,16 @@ def test_a_tied_head_adds_an_even_share_of_every_row(importance):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: TokenCounts(power=-1), "power -1"),
-        (lambda: TokenCounts(power=5), "power 5"),
-        (lambda: TokenCounts(power=float("nan")), "power nan"),
-        (lambda: TokenCounts(floor=0), "floor above zero"),
-        (lambda: TokenCounts(floor=float("inf")), "floor above zero"),
-        (lambda: TokenCounts(floor=float("nan")), "floor above zero"),
-        (lambda: TokenCounts(smoothing=1.5), "smooth by 1.5"),
-        (lambda: TokenCounts(smoothing=float("nan")), "smooth by nan"),
-        (lambda: ZipfPrior(power=-0.5), "power -0.5"),
-        (lambda: ZipfPrior(floor=0), "floor above zero"),
+        (lambda: TokenCounts(power=-1), "power=-1 "),
+        (lambda: TokenCounts(power=5), "power=5 "),
+        (lambda: TokenCounts(power=float("nan")), "power=nan "),
+        (lambda: TokenCounts(floor=0), "floor=.* is not supported"),
+        (lambda: TokenCounts(floor=float("inf")), "floor=.* is not supported"),
+        (lambda: TokenCounts(floor=float("nan")), "floor=.* is not supported"),
+        (lambda: TokenCounts(smoothing=1.5), "smoothing=1.5 "),
+        (lambda: TokenCounts(smoothing=float("nan")), "smoothing=nan "),
+        (lambda: ZipfPrior(power=-0.5), "power=-0.5 "),
+        (lambda: ZipfPrior(floor=0), "floor=.* is not supported"),
         (lambda: TokenCounts().weigh(Measured(3)), "no texts"),
         (lambda: TokenCounts().weigh(Measured(3, torch.zeros(3))), "hold no token"),
         (lambda: ZipfPrior().weigh(Measured(3)), "needs the model's tokenizer"),
@@ -213,10 +213,10 @@ def test_inputs_that_never_vary_leave_a_usable_metric(importance):
     ],
 )
 def test_options_that_mean_nothing_are_refused_where_they_are_made(make):
-    with pytest.raises(KflatsError, match=r"cannot use|cannot smooth|needs a floor|does not know"):
+    with pytest.raises(KflatsError, match="is not supported with"):
         make()
 
 
 def test_statistics_measured_for_another_importance_are_told_of():
-    with pytest.raises(KflatsError, match=r"needs fisher gram measured.*another importance"):
+    with pytest.raises(KflatsError, match=r"needs the fisher gram.*another importance"):
         KroneckerFisher().weigh(Measured(3, row_fisher=torch.ones(3), columns=2))

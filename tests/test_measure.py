@@ -562,7 +562,7 @@ def test_layers_never_reached_are_zero_and_said_to_be(capsys: pytest.CaptureFixt
     assert not found.of("never").column_fisher.any()
     assert found.of("aside").input_gram.any()
     assert not found.of("aside").row_fisher.any()
-    with pytest.raises(KflatsError, match="says nothing about this weight"):
+    with pytest.raises(KflatsError, match="does not reach this weight"):
         RowFisher().weigh(found.of("never"))
     assert RowFisher(unreached="uniform").weigh(found.of("never")).left is None
     measure(model, find_weights(model), [batch], needs=ALL, quiet=True)

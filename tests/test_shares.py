@@ -239,7 +239,7 @@ def test_data_that_never_reaches_a_layer_leaves_it_dense_or_is_refused() -> None
     made = plan(model(), {"linear": KRONECKER}, keep="60%", statistics=given)
     assert made.decisions[2].note == "dense: the calibration data does not reach it, or no loss depends on it"
     assert kinds(made)["c"] == "KeepDense"
-    with pytest.raises(KflatsError, match="c: the data says nothing about this weight"):
+    with pytest.raises(KflatsError, match="c: the calibration data does not reach this weight"):
         plan(model(), {"c": KRONECKER, "a": KRONECKER}, keep="60%", statistics=given)
     uniform = Recipe(SVD(), KroneckerFisher(unreached="uniform"))
     made = plan(model(), {"[abc]": uniform}, keep="50%", statistics=given)

@@ -1,4 +1,4 @@
-"""What an importance is: a frozen value that turns what was measured of a weight into a weighting of its errors."""
+"""What an importance is: a frozen value that turns the statistics of a weight into a weighting of its errors."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kflats.importance.weighting import Weighting, WeightingForm
 
 @runtime_checkable
 class Importance(Protocol):
-    """Whose error counts. Free of data: what it needs is measured elsewhere and handed to ``weigh``.
+    """Whose error counts. A value without data: ``weigh`` is given the statistics.
 
-    A new importance is a frozen dataclass that inherits from this class, implements ``form`` and ``weigh``, and says in
-    the class variables what it reads.
+    A new importance is a frozen dataclass that inherits from this class, implements ``form`` and ``weigh``, and names
+    in the class variables what it reads.
     """
 
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -32,7 +32,7 @@ class Importance(Protocol):
 
     @abstractmethod
     def form(self, *, one_hot: bool) -> WeightingForm:
-        """What kind of weighting ``weigh`` makes, known before anything is measured.
+        """The kind of the weighting that ``weigh`` makes, known before anything is measured.
 
         Args:
             one_hot: whether the weight is an embedding, whose inputs are one-hot vectors with a diagonal Gram matrix.
@@ -43,11 +43,11 @@ class Importance(Protocol):
         """The weighting of one weight's errors.
 
         Raises:
-            KflatsError: something needed was not measured, or holds NaN.
+            KflatsError: a statistic in ``needs`` was not measured, or holds NaN.
         """
 
     def uncentred(self) -> Importance:
-        """The same importance without a mean input: the weighting of a layer that shall not gain a bias."""
+        """The same importance with inputs around zero, for a layer that must not gain a bias."""
         return self
 
 

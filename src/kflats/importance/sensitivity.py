@@ -1,42 +1,42 @@
-"""Importance by what the data does to a weight: activations and Fisher information.
+"""Importances by activations and by Fisher information.
 
     RowFisher        sum_i  I_i ||e_i||^2                        FWSVD (Hsu et al., ICLR 2022, eq. 5-6)
     TwoSided         sum_ij r_i c_j E_ij^2                       the Fisher information's rank-one part
     InputGram        E ||x'E||^2 = trace(E' G E)                 the error of the layer's output
-    KroneckerFisher  trace(S^{1/2} E' G E S^{1/2})               that error, by how much the loss minds it
+    KroneckerFisher  trace(S^{1/2} E' G E S^{1/2})               that error, weighted by the loss's gradients
 
-with E = M - M^ the error of the matrix, G the inputs' Gram, S the Gram of the outputs' gradients. Values in
-units of the loss may be compared between layers, and a budget may then be shared by them: all but InputGram.
+with E = M - M^ the error of the matrix, G the inputs' Gram, S the Gram of the outputs' gradients. All but
+InputGram are in units of the loss: their values may be compared between layers, and a budget may be shared by them.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from kflats.common.arguments import is_number
 from kflats.common.errors import KflatsError, NoGradientSignalError
 from kflats.importance.measured import Measured
 from kflats.importance.protocol import Importance
 from kflats.importance.weighting import Weighting, WeightingForm
 
 Unreached = Literal["refuse", "uniform"]
-"""What to do with a weight that the data never reached: an error, or every row counts the same."""
+"""For a weight that no gradient reached: an error, or the same weight for every row."""
 
-_ROUNDING = 1e-5  # of a mean square, above what products in float32 leave
+_ROUNDING = 1e-5  # share of a mean square, above the rounding of products in float32
 
 
 @dataclass(frozen=True)
 class RowFisher(Importance):
     """w_i = I_i / d: the mean Fisher information of row i's entries (FWSVD, eq. 5-6).
 
-    Rows are input neurons (or tokens). Zero rows need no special care: weights are never undone. Choose it to
+    Rows are input neurons (or tokens). Rows of weight zero are allowed: nothing is divided by weights. Choose it to
     compare with the paper; ``KroneckerFisher`` loses less at equal bytes.
 
-    Needs gradients: of a task's loss, or label-free ones.
+    Needs gradients of a task's loss, or of random projections, which need no labels.
     """
 
     unreached: Unreached = "refuse"
@@ -51,7 +51,7 @@ class RowFisher(Importance):
         return WeightingForm(left="diagonal", loss_units=True)
 
     def weigh(self, measured: Measured) -> Weighting:
-        """Row weights; raises KflatsError without a measured Fisher, or where all of it is zero."""
+        """Row weights; raises KflatsError without a measured Fisher, or if all of it is zero."""
         fisher = _measured(measured.row_fisher, "RowFisher", "row_fisher")
         if not _reached(fisher, self.unreached):
             return Weighting()
@@ -62,8 +62,11 @@ class RowFisher(Importance):
 class TwoSided(Importance):
     """F_ij ~ r_i c_j / sum F with r, c the Fisher information's row and column sums: closed form, both sides.
 
-    A Fisher matrix is nearly of rank one, so this nearly solves the problem with a
-    weight for every entry, at the price of an SVD.
+    A Fisher matrix is nearly of rank one, so this nearly solves the problem with a weight for every entry, in the time
+    of an SVD.
+
+    Args:
+        floor: the least column weight, as a share of their mean.
     """
 
     unreached: Unreached = "refuse"
@@ -79,7 +82,7 @@ class TwoSided(Importance):
         return WeightingForm(left="diagonal", right="diagonal", loss_units=True)
 
     def weigh(self, measured: Measured) -> Weighting:
-        """Row and column weights; columns are floored at ``floor`` of their mean, since they are divided by."""
+        """Row and column weights."""
         rows = _measured(measured.row_fisher, "TwoSided", "row_fisher").to(torch.float64)
         columns = _measured(measured.column_fisher, "TwoSided", "column_fisher").to(torch.float64)
         if not _reached(rows, self.unreached):
@@ -89,13 +92,13 @@ class TwoSided(Importance):
 
 @dataclass(frozen=True)
 class InputGram(Importance):
-    """E ||x'E||^2: the layer's own output must stay ("whitening", activation-aware SVD).
+    """E ||x'E||^2: the mean squared error of the layer's output ("whitening", activation-aware SVD).
 
     Args:
-        centred: measure x around its mean, and let the bias repair the mean's error.
-        damping: share of the Gram's mean diagonal that is added to it: what few samples have not shown.
+        centred: x is measured around its mean, and the bias corrects the mean's error.
+        damping: share of the Gram's mean diagonal that is added to the diagonal, for directions that few samples show.
 
-    Needs only forward passes. Its values are not in units of a loss: layers cannot be compared by them.
+    Needs only forward passes. Its values are not in units of a loss, so layers cannot be compared by them.
     """
 
     centred: bool = True
@@ -128,14 +131,14 @@ class InputGram(Importance):
 class KroneckerFisher(Importance):
     """trace(S^{1/2} E' G E S^{1/2}): Fisher information with its correlations, F ~ G (x) S (as in K-FAC).
 
-    G counts each position by the square of its output's gradient, G = sum ||g||^2 x x' / sum ||g||^2, so that
-    positions the loss does not mind do not shape it; trace(G) trace(S) is then the layer's whole Fisher information.
+    G weights each position by the square of its output's gradient, G = sum ||g||^2 x x' / sum ||g||^2, so positions
+    without influence on the loss do not count; trace(G) trace(S) is the layer's whole Fisher information.
 
     Args:
-        centred: measure x around its mean, and let the bias repair the mean's error.
-        damping: share of each Gram's mean diagonal that is added to it.
+        centred: x is measured around its mean, and the bias corrects the mean's error.
+        damping: share of each Gram's mean diagonal that is added to its diagonal.
 
-    Choose it for linear layers: of all closed forms it loses least, and its values can be compared between layers.
+    Choose it for linear layers: among the closed forms it loses least, and its values can be compared between layers.
     """
 
     centred: bool = True
@@ -165,37 +168,27 @@ class KroneckerFisher(Importance):
         return Weighting(left=left, right=_damped(outputs, self.damping), mean=mean, loss_units=True)
 
 
-def is_number(value: object, low: float, high: float = math.inf) -> bool:
-    """Whether ``value`` is a finite number from ``low`` to ``high``.
-
-    >>> is_number(0.5, 0, 1), is_number("0.5", 0, 1), is_number(float("nan"), 0)
-    (True, False, False)
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return math.isfinite(value) and low <= value <= high
-
-
 def _check(importance: object, unreached: object, **shares: float) -> None:
     who = type(importance).__name__
     if unreached not in ("refuse", "uniform"):
-        raise KflatsError(f"{who} does not know unreached={unreached!r}", hint='"refuse" or "uniform"')
+        raise KflatsError(f"unreached={unreached!r} is not supported with {who}", hint="refuse or uniform")
     for name, value in shares.items():
         if not is_number(value, 0):
-            raise KflatsError(f"{who} cannot use {name}={value!r}", hint="a share, 0 or more")
+            raise KflatsError(f"{name}={value!r} is not supported with {who}", hint="a share, 0 or more")
 
 
 def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
     if value is None:
         raise KflatsError(
-            f"{who} needs {what.replace('_', ' ')} measured",
-            cause="no calibration data was given, or the statistics were measured for another importance",
+            f"{who} needs the {what.replace('_', ' ')}, which was not measured",
+            cause="there is no calibration data, or the statistics were measured for another importance",
+            command="--texts FILE, or --calibration FILE",
             hint="texts=... with tokenizer=..., or statistics=kflats.measure(..., needs=importance.needs)",
         )
     if not bool(torch.isfinite(value).all()):
         raise KflatsError(
             f"the measured {what.replace('_', ' ')} holds NaN or infinity",
-            cause="a loss that is not finite, or squares that overflow half precision",
+            cause="the loss is not finite, or squares overflow half precision",
             hint="measure with the model in float32",
         )
     return value
@@ -206,9 +199,10 @@ def _reached(value: Tensor, unreached: Unreached) -> bool:
         return True
     if unreached == "refuse":
         raise NoGradientSignalError(
-            "the data says nothing about this weight: all that was measured of it is zero",
-            cause="the layer was never reached, or its loss does not depend on it",
-            hint='other calibration data, leave the weight dense, or unreached="uniform" for plain SVD',
+            "the calibration data does not reach this weight: all its statistics are zero",
+            cause="the layer does not run on this data, or the loss does not depend on it",
+            hint='other calibration data, KeepDense() for the weight, or unreached="uniform" for equal row weights',
+            command="other calibration data, or --weights without this weight",
         )
     return False
 
@@ -219,11 +213,11 @@ def _floored(values: Tensor, floor: float) -> Tensor:
 
 def _input_side(gram: Tensor, mean: Tensor | None, damping: float) -> tuple[Tensor, Tensor | None]:
     gram = gram.to(torch.float64)
-    if gram.ndim == 1:  # one-hot inputs: an embedding has no bias that could take a mean
+    if gram.ndim == 1:  # one-hot inputs of an embedding, which has no bias for a mean
         return _floored(gram, damping), None
     if mean is not None:
         mean = mean.to(torch.float64)
-        # Inputs that hardly vary (the first [CLS]) leave the difference of two equal numbers: rounding, of either sign.
+        # For inputs that hardly vary (the first [CLS]) the difference is rounding of either sign.
         gram = gram - torch.outer(mean, mean) + torch.diag(_ROUNDING * gram.diagonal())
     return _damped(gram, damping), mean
 

@@ -1,12 +1,8 @@
-"""Importance of the rows of a token table: what texts count, a prior of the vocabulary, and both with gradients.
+"""Importances of the rows of a token table: counts of texts, a prior of the vocabulary, and both with gradients.
 
-An importance turns what was measured of a weight (``Measured``) into a ``Weighting`` of the objective, here
-row weights w_i of sum_i w_i dist(a_i, S)^2. It is the largest lever on an embedding table: frequent tokens
-have small norms, so methods that count every row the same starve just the rows that texts are made of. What
-linear layers need, activations and Fisher information, is in ``sensitivity``.
-
-Every importance has ``needs``, the fields of ``Measured`` that a pass over calibration data must fill;
-``needs_texts`` and ``needs_tokenizer`` say what those that weigh tokens read.
+An importance turns ``Measured`` into a ``Weighting``, here row weights w_i of sum_i w_i dist(a_i, S)^2. Row weights
+change an embedding table most: frequent tokens have small norms, so with equal weights just the rows that texts use
+lose most. Importances of linear layers are in ``sensitivity``.
 """
 
 from __future__ import annotations
@@ -17,10 +13,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kflats.common.arguments import is_number
 from kflats.common.errors import KflatsError
 from kflats.importance.measured import Measured
 from kflats.importance.protocol import Importance
-from kflats.importance.sensitivity import KroneckerFisher, is_number
+from kflats.importance.sensitivity import KroneckerFisher
 from kflats.importance.weighting import Weighting, WeightingForm
 
 
@@ -37,22 +34,21 @@ class Uniform(Importance):
         return WeightingForm()
 
     def weigh(self, measured: Measured) -> Weighting:
-        """Nothing is weighed: errors count as they are."""
+        """The identity on both sides."""
         return Weighting()
 
 
 @dataclass(frozen=True)
 class TokenCounts(Importance):
-    """w_i = n^p ((1 - s) counted_i + s prior_i + floor / n)^p: how often texts read the row.
+    """w_i = n^p ((1 - s) counted_i + s prior_i + floor / n)^p: how often texts use the row's token.
 
-    ``counted`` are the texts' token shares, ``prior`` the Zipf prior's (even where there is none); both
-    sum to 1.
+    ``counted`` are the texts' token shares, ``prior`` those of the Zipf prior (1 / n without a prior); both sum to 1.
 
     Args:
-        power: p. At 1 the objective is the expected squared error of a token of such texts; 0.5 cares
-            more for rare tokens and carries better to other domains and smaller sizes; 0 is ``Uniform``.
-        smoothing: s in [0, 1], how much of the share comes from the prior: what the texts have not shown yet.
-        floor: least share of a row in units of the even share 1 / n, so that no row starves. Above zero.
+        power: p. At 1 the objective is the expected squared error of a token of these texts; 0.5 gives rare tokens more
+            weight and is better for other domains and smaller sizes; 0 is ``Uniform``.
+        smoothing: s in [0, 1], the share of the prior, for tokens that the texts do not hold.
+        floor: the least share of a row in units of 1 / n, above zero.
 
     Needs texts and the model's tokenizer.
 
@@ -70,7 +66,9 @@ class TokenCounts(Importance):
     def __post_init__(self) -> None:
         _check(self.power, self.floor, "TokenCounts")
         if not is_number(self.smoothing, 0, 1):
-            raise KflatsError(f"TokenCounts cannot smooth by {self.smoothing!r}", hint="a share from 0 to 1")
+            raise KflatsError(
+                f"smoothing={self.smoothing!r} is not supported with TokenCounts", hint="a share from 0 to 1"
+            )
 
     @property
     def reads_prior(self) -> bool:
@@ -85,14 +83,18 @@ class TokenCounts(Importance):
         """(n,) float64 row weights; raises KflatsError without counts."""
         if measured.counts is None:
             raise KflatsError(
-                "TokenCounts has nothing to count",
-                cause="no texts were given",
+                "TokenCounts needs texts to count",
+                command="--texts FILE, or --importance zipf, which needs no texts",
                 hint="texts=... and tokenizer=..., or ZipfPrior(), which needs no texts",
             )
         counts = measured.counts.to(torch.float64)
         total = float(counts.sum())
         if total <= 0:
-            raise KflatsError("the texts hold no token of this model", hint="other texts, or ZipfPrior()")
+            raise KflatsError(
+                "the texts hold no token of this model",
+                hint="other texts, or ZipfPrior()",
+                command="other texts, or --importance zipf",
+            )
         n = len(counts)
         prior = torch.full_like(counts, 1.0) if measured.prior is None else measured.prior.to(torch.float64) * n
         share = (1 - self.smoothing) * counts * (n / total) + self.smoothing * prior
@@ -103,8 +105,8 @@ class TokenCounts(Importance):
 class ZipfPrior(Importance):
     """w_i = (prior_i * n + floor)^power with prior_i ~ 1 / (rank_i + 2.7) (Zipf-Mandelbrot): no texts needed.
 
-    rank_i is the place of token i in the frequency-ordered run of the vocabulary, not its id; see
-    ``statistics.zipf_prior``. Choose it when there is no text at all: texts, even few, are better.
+    rank_i is the position of token i in the part of the vocabulary that is ordered by frequency, not its id; see
+    ``calibration.counting.zipf_prior``. Choose it without texts: even few texts are better.
 
     >>> ZipfPrior(power=1, floor=0.5).weigh(Measured(2, prior=torch.tensor([0.75, 0.25]))).left.tolist()
     [2.0, 1.0]
@@ -127,7 +129,8 @@ class ZipfPrior(Importance):
         if measured.prior is None:
             raise KflatsError(
                 "ZipfPrior needs the model's tokenizer",
-                cause="a row's number alone does not say how common its token is",
+                cause="the frequency of a token does not follow from its row number",
+                command="a folder with a tokenizer, or --importance uniform",
                 hint="pass tokenizer=..., or Uniform()",
             )
         prior = measured.prior.to(torch.float64)
@@ -136,17 +139,17 @@ class ZipfPrior(Importance):
 
 @dataclass(frozen=True)
 class TokenFisher(Importance):
-    """trace(S^{1/2} E' diag(w) E S^{1/2}): rows by how often texts read them, columns by how the loss minds errors.
+    """trace(S^{1/2} E' diag(w) E S^{1/2}): rows by token counts, columns by gradients of the loss.
 
-    w are the weights of ``TokenCounts``, scaled so that they sum to 1; S is the Gram of the gradients of the
-    embedding's outputs, summed over the positions of a sample (as in ``KroneckerFisher``). A Fisher information of rows
-    knows only the tokens that the calibration data happens to hold; counts, smoothed, know all, and errors are still in
-    units of the loss, to be compared with those of other layers.
+    w are the weights of ``TokenCounts``, scaled to the sum 1; S is the Gram of the gradients of the embedding's
+    outputs, summed over the positions of a sample (as in ``KroneckerFisher``). Row weights by Fisher information are
+    zero for tokens that the calibration data does not hold; smoothed counts are not. Errors are in units of the loss
+    and may be compared with those of other layers.
 
     Args:
         power, smoothing, floor: as ``TokenCounts``.
-        damping: share of S's mean diagonal that is added to it; then S is scaled back to its own trace, so that a
-            table's errors count no more beside those of other layers.
+        damping: share of S's mean diagonal that is added to its diagonal; then S is scaled back to its trace, so that
+            damping does not raise a table's errors beside those of other layers.
 
     Needs texts, the model's tokenizer, and calibration data (the texts will do).
     """
@@ -161,7 +164,7 @@ class TokenFisher(Importance):
     needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._counts()
+        self._counts()  # checks the arguments
         KroneckerFisher(damping=self.damping)
 
     def _counts(self) -> TokenCounts:
@@ -186,12 +189,16 @@ class TokenFisher(Importance):
 
 
 def _for_head(weights: Tensor, measured: Measured) -> Weighting:
-    # A tied head compares every row with every hidden state: its share is even over all rows.
+    # A tied head multiplies every row by every hidden state, so its rows have equal weights.
     return Weighting(left=weights / weights.mean() + 1.0 if measured.head else weights)
 
 
 def _check(power: float, floor: float, name: str) -> None:
     if not is_number(power, 0, 4):
-        raise KflatsError(f"{name} cannot use power {power!r}", hint="a number, 0 (uniform) to 1 (as counted)")
+        raise KflatsError(f"power={power!r} is not supported with {name}", hint="0 (uniform) to 1 (as counted)")
     if not is_number(floor, 0) or floor == 0:
-        raise KflatsError(f"{name} needs a floor above zero, not {floor!r}", hint="without one, unseen rows starve")
+        raise KflatsError(
+            f"floor={floor!r} is not supported with {name}",
+            cause="rows without counts need a weight",
+            hint="a number above zero",
+        )

@@ -82,7 +82,8 @@ class Weighting:
             raise KflatsError(
                 "a full left metric has no row weights",
                 cause="it couples rows",
-                hint="uncoupled(), which takes its diagonal",
+                hint="Weighting.uncoupled(), which takes its diagonal",
+                command="--importance row-fisher",
             )
         return self.left
 

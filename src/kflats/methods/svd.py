@@ -40,7 +40,7 @@ class SVD(PairMethod):
 
     def __post_init__(self) -> None:
         if self.form not in ("factors", "interpolative"):
-            raise KflatsError(f"SVD has no form {self.form!r}", hint='form="factors" or "interpolative"')
+            raise KflatsError(f"form={self.form!r} is not supported with SVD", hint="factors or interpolative")
 
     @property
     def minimizes_squares(self) -> bool:

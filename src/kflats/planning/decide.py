@@ -130,8 +130,12 @@ def decide(
 
 
 def _checked(model: nn.Module, made: Plan, budget: Budget | None, data: CalibrationData) -> Plan:
-    if budget is not None and str(budget.in_bytes(stored_numbers(model))) != str(made.budget):
-        raise KflatsError(f"the plan was made for {made.budget}, not {budget}", hint="leave the budget out")
+    if budget is not None and budget.in_bytes(stored_numbers(model)) != made.budget:
+        raise KflatsError(
+            f"the plan was made for a budget of {made.budget}, not {budget}",
+            cause="a plan has its own budget",
+            hint="no budget beside a plan",
+        )
     resolved = made.resolve(lambda name: find_weight(model, name))
     if not resolved.decisions:
         raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
