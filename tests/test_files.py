@@ -136,7 +136,7 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path: Path) -> None:
     model = other
     before, outputs = repr(model), model(IDS)
     save_file(good, tmp_path / "model.safetensors")
-    check("not written by kflats.save")
+    check("kflats.save did not write")
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 40)
     check("cannot be read")
     (tmp_path / "model.safetensors").unlink()

@@ -73,7 +73,7 @@ def test_who_writes_nothing_leaves_nothing(tmp_path: Path) -> None:
 def test_an_existing_folder_is_refused_and_untouched(tmp_path: Path) -> None:
     out = tmp_path / "small"
     before = old_model(out)
-    with pytest.raises(KflatsError, match=r"exists already.*--force"), new_folder(out):
+    with pytest.raises(KflatsError, match=r"exists already.*force=True"), new_folder(out):
         pytest.fail("must be refused before any work")
     assert contents(out) == before
     file = tmp_path / "file"

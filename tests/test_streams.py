@@ -194,7 +194,7 @@ def test_a_model_s_memory_is_filled_in_place():
     stream = streams.encode(matrix)
     streams.expect_(other, len(stream))
     assert other.tensors().keys() == {"weight", "codes", "shrink", "basis_scale"}
-    with pytest.raises(KflatsError, match="no codes yet"):
+    with pytest.raises(KflatsError, match="before its tensors are filled"):
         other.rows(torch.tensor([0]))
     other.get_buffer("codes").copy_(stream)
     streams.expand_(other)

@@ -364,7 +364,7 @@ def test_a_matrix_survives_its_description(make):
         assert {k: (v.shape, v.dtype) for k, v in other.tensors().items()} == {
             k: (v.shape, v.dtype) for k, v in matrix.tensors().items()
         }
-    with pytest.raises(KflatsError, match="no codes yet"):
+    with pytest.raises(KflatsError, match="before its tensors are filled"):
         other.rows(torch.tensor([0]))
     other.load_state_dict(matrix.state_dict())
     assert torch.equal(other.dense(), matrix.dense())

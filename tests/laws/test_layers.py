@@ -279,7 +279,7 @@ def test_linear_in_both_orientations(make):
 
 def test_layers_refuse_what_does_not_fit(table):
     matrix = table["ragged"]()
-    with pytest.raises(KflatsError, match="neither"):
+    with pytest.raises(KflatsError, match="not a side of a layer"):
         FactoredLinear(matrix, matrix_rows="columns")
     with pytest.raises(KflatsError, match="does not fit"):
         FactoredLinear(matrix, torch.zeros(matrix.shape[0]))

@@ -1,4 +1,4 @@
-"""Models on disk, and one place to import from: transformers folders here, plain torch files, folders, sources."""
+"""Models on disk: transformers folders, plain torch files, and the places that models come from."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def register_plugin() -> None:
 def annotate_(model: nn.Module) -> None:
     """Write into the config of ``model`` (or of each transformers model inside it) which layers are factored.
 
-    ``model.save_pretrained`` then makes a folder that ``from_pretrained`` loads. A model without factored
-    layers loses such a note. Plain torch modules have no config, and ``save`` needs none.
+    ``model.save_pretrained`` then writes a folder that ``from_pretrained`` loads. The config of a model without
+    factored layers loses the description. Plain torch modules have no config, and ``save`` needs none.
 
     Raises:
         KflatsError: a model that another method has quantized, or factors no smaller than their table.
@@ -73,7 +73,8 @@ def annotate_(model: nn.Module) -> None:
         known = getattr(part.config, "quantization_config", None)
         if known is not None and not is_kflats_config(known):
             raise KflatsError(
-                f"{type(part).__name__} is quantized by another method already",
+                f"factored layers are not supported in {type(part).__name__}, which is quantized by another method",
+                cause="a config describes one method",
                 hint="compress the original model, then quantize the result",
             )
         if (description := describe(part)) is not None:
@@ -91,10 +92,10 @@ def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
 def load_model(folder: str | os.PathLike[str]) -> Any:
     """The transformers model of a local folder, of the class its config names (else ``AutoModel``), in its own dtype.
 
-    Only safetensors are read and no code from the folder is run.
+    Only safetensors are read, and no code from the folder is run.
 
     Raises:
-        KflatsError: transformers is missing, the folder holds no model, or one that needs its own code.
+        KflatsError: transformers is missing, the folder holds no model, or a model that needs its own code.
     """
     register_plugin()
     try:
@@ -108,24 +109,25 @@ def load_model(folder: str | os.PathLike[str]) -> Any:
         kind = getattr(transformers, known[0], None) if known else None
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
             kind = transformers.AutoModel
-        if not hasattr(config, "quantization_config"):  # else the plug-in checks them
+        if not hasattr(config, "quantization_config"):  # otherwise the plug-in checks them
             check_files(sorted(where.glob("*.safetensors")))
         return kind.from_pretrained(
             where, dtype="auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
     except KflatsError:
         raise
-    except Exception as error:  # what a damaged config makes transformers raise is in many classes
+    except Exception as error:  # a damaged config makes transformers raise many kinds of exceptions
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise KflatsError(
             f"the model in {where} cannot be loaded: {reason[0]}",
             cause="a damaged folder, or an architecture that this transformers does not have",
             hint="transformers.AutoModel.from_pretrained on the same folder shows the details",
+            command="restore the folder, or install another transformers",
         ) from error
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Registers the plug-in the moment transformers' table of formats has been imported, then is gone."""
+    """Registers the plug-in as soon as transformers' table of formats is imported, and removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -144,11 +146,11 @@ class _ThenRegister(importlib.abc.Loader):
         self.loader = loader
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        found: ModuleType | None = self.loader.create_module(spec)
-        return found
+        module: ModuleType | None = self.loader.create_module(spec)
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        # It registers itself. Nothing is called here: if the plug-in is what imported transformers, it is
-        # only half imported at this moment.
+        # The plug-in registers itself when it is imported. It must not be called here: if the plug-in imported
+        # transformers, it is only half imported at this moment.
         importlib.import_module("kflats.io.transformers_plugin")

@@ -18,7 +18,7 @@ _BEFORE, _ASIDE, _ADDED = ".kflats-before", ".kflats-aside", ".added"
 
 @contextmanager
 def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Where to write what becomes ``path`` at the end; after an exception the old file, if any, is as it was.
+    """A path to write the new file at, which becomes ``path`` at the end. After an exception the old file is as it was.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp()) / "note.txt"
@@ -30,8 +30,8 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
     path = Path(path)
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.touch()
-    readable = stat.S_IMODE(aside.stat().st_mode)  # as the system makes files: libraries may make more private ones
-    aside.unlink()  # whoever writes nothing must not leave an empty file
+    readable = stat.S_IMODE(aside.stat().st_mode)  # the system's own mode: libraries may choose a stricter one
+    aside.unlink()  # a caller that writes nothing must not leave an empty file
     try:
         yield aside
         aside.chmod(readable)
@@ -44,7 +44,7 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 @contextmanager
 def replaced_together(folder: Path, label: str) -> Iterator[Path]:
-    """Where to write files of ``folder``, old and new ones, under their names; at the end all take their places.
+    """A folder to write files of ``folder`` in, old and new ones, under their names. At the end all take their places.
 
     The old files stay in ``<label>.kflats-before`` until the last new one is in its place. After an exception (an
     interrupt too) they are put back; after a crash or ``kill -9`` the next call with this ``label`` puts them back. The
@@ -74,12 +74,12 @@ def replaced_together(folder: Path, label: str) -> Iterator[Path]:
         (kept / _ADDED).write_text("\n".join(name for name in names if name not in old), encoding="utf-8")
         for path in (*(aside / name for name in names), kept / _ADDED, kept):
             fsync(path)
-        os.rename(kept, before)  # from here on the folder is known to be changing
+        os.rename(kept, before)  # until this folder is renamed back, the change counts as not finished
         fsync(folder)
         for name in names:
             os.replace(aside / name, folder / name)
         fsync(folder)
-        os.rename(before, kept)  # and from here on it is the new one
+        os.rename(before, kept)  # all new files are in their places
         fsync(folder)
     except BaseException:
         put_back(folder, label)
@@ -88,7 +88,7 @@ def replaced_together(folder: Path, label: str) -> Iterator[Path]:
 
 
 def put_back(folder: Path, label: str) -> None:
-    """Undo a change of ``folder`` that did not come to its end, if there is one."""
+    """Undo a change of ``folder`` that was not finished, if there is one."""
     aside, before = folder / (label + _ASIDE), folder / (label + _BEFORE)
     if before.is_dir():
         added = before / _ADDED
@@ -105,23 +105,27 @@ def put_back(folder: Path, label: str) -> None:
 
 
 def check_file(path: str | os.PathLike[str], force: bool = False, ours: Callable[[Path], bool] | None = None) -> None:
-    """Refuse, before any work, a file that could not be written at its end; nothing is made.
+    """Refuse, before any work, a path at which a file cannot be written. Nothing is created.
 
     Args:
-        path: the file to be.
-        force: replace an existing file, if ``ours`` says of it that kflats wrote it.
+        path: of the new file.
+        force: replace an existing file, if ``ours`` says that kflats wrote it.
         ours: whether kflats wrote a file. None: no existing file is replaced.
 
     Raises:
         KflatsError: ``path`` is a folder, exists without ``force``, or exists and kflats did not write it; no file can
-            be made where it should be.
+            be created in its folder.
     """
     goal = Path(path).expanduser().resolve()
     if goal.is_dir():
         raise KflatsError(f"{path} is a folder", hint="the name of a file to write")
     if goal.exists():
         if not force:
-            raise KflatsError(f"{path} exists already", hint="another name, or --force (force=True) to replace it")
+            raise KflatsError(
+                f"{path} exists already",
+                hint="another name, or force=True to replace it",
+                command="another name, or --force to replace it",
+            )
         if ours is None or not ours(goal):
             raise KflatsError(
                 f"{path} exists and is not replaced",
@@ -138,7 +142,7 @@ def check_file(path: str | os.PathLike[str], force: bool = False, ours: Callable
 
 
 def fsync(path: Path) -> None:
-    """Make a file's content, or a folder's list of names, survive a power cut."""
+    """Write a file's content, or a folder's list of names, through to the disk."""
     if os.name == "nt" and path.is_dir():
         return  # Windows opens no folders; its renames are journaled
     handle = os.open(path, os.O_RDONLY)

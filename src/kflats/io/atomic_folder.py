@@ -1,4 +1,4 @@
-"""Folders that are there completely or not at all: written aside, made durable, and renamed into place."""
+"""Folders that appear completely or not at all: written aside, made durable, and renamed into place."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _SHOWN = 5  # names of files in one message
 
 @contextmanager
 def new_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequence[Path] = ()) -> Iterator[Path]:
-    """A folder to write in, which becomes ``out`` at the end, whole and durable, or never.
+    """A folder to write in, which becomes ``out`` at the end. ``out`` is complete and durable, or does not appear.
 
     The folder gets a manifest (``kflats_manifest.json``): size and SHA-256 of every file. ``force`` replaces only a
     folder that is as its manifest says, or an empty one. The old ``out`` stays in place until the new one is complete.
-    After an exception the unfinished folder is removed; after a crash or ``kill -9`` the next call removes it, and puts
-    back an old folder that was being replaced in that very moment. When ``out`` is complete, all that interrupted runs
+    After an exception the unfinished folder is removed. After a crash or ``kill -9`` the next call removes it, and puts
+    back an old folder whose replacement was interrupted. When ``out`` is complete, everything that interrupted runs
     left beside it (``beside``) is removed.
 
     Args:
-        out: the folder to be.
+        out: path of the new folder.
         force: replace an existing folder that kflats wrote.
         sources: folders that are read. ``out`` must be none of them, hold none of them, and lie in none of them.
 
@@ -42,7 +42,7 @@ def new_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequen
     """
     out = Path(out).expanduser().resolve()
     if not out.name:
-        raise KflatsError(f"{out} cannot be written as a folder")
+        raise KflatsError(f"{out} cannot be written as a folder", hint="a path that ends in a name")
     for source in sources:
         _check_apart(source.resolve(), out)
     aside = beside(out, "new")
@@ -67,7 +67,7 @@ def new_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequen
 
 
 def beside(out: Path, kind: str) -> Path:
-    """The hidden path next to ``out`` for what a run keeps while it is not finished.
+    """The hidden path next to ``out`` for files that a run keeps until it is finished.
 
     ``kind`` is "new" (the unfinished folder), "old" (the one that is being replaced), "lock", "partial" (finished
     weights) or "recovery" (checkpoints of a training).
@@ -82,8 +82,8 @@ def beside(out: Path, kind: str) -> Path:
 def locked(out: Path) -> Iterator[None]:
     """Hold the lock of ``out``, a file beside it, so that no other run writes ``out`` at the same time.
 
-    The operating system releases the lock when its process ends, however it ends: a lock file that was left behind
-    blocks nobody. Only on file systems without ``flock`` the file itself is the lock (``filelock.SoftFileLock``).
+    The operating system releases the lock when its process ends, also after a crash: a lock file that is left behind
+    blocks no other run. Only on file systems without ``flock`` the file itself is the lock (``filelock.SoftFileLock``).
 
     Raises:
         KflatsError: another run holds the lock.
@@ -128,7 +128,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _recover(out: Path) -> None:
-    """Clear what a dead process left beside ``out``; an old folder whose replacement never came returns."""
+    """Remove the files that a dead process left beside ``out``, and put back an old folder that it did not replace."""
     if (old := beside(out, "old")).exists():
         if os.path.lexists(out):
             shutil.rmtree(old, ignore_errors=True)
@@ -143,18 +143,22 @@ def _check_free(out: Path, force: bool) -> None:
     if not out.is_dir():
         raise KflatsError(f"{out} exists and is not a folder", hint="another name for the output")
     if not force:
-        raise KflatsError(f"{out} exists already", hint="another name, or --force (force=True) to replace it")
-    if found := differences(out):
-        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise KflatsError(
-            f"{out} is not replaced: {', '.join(found[:_SHOWN])}{more}",
-            cause="only a folder that is as kflats wrote it is replaced",
+            f"{out} exists already",
+            hint="another name, or force=True to replace it",
+            command="another name, or --force to replace it",
+        )
+    if changes := differences(out):
+        more = f" and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        raise KflatsError(
+            f"{out} is not replaced: {', '.join(changes[:_SHOWN])}{more}",
+            cause="kflats replaces only a folder that is still as kflats wrote it",
             hint="another name for the output, or remove that folder yourself",
         )
 
 
 def _make_durable(folder: Path) -> None:
-    # Libraries make files that only their owner may read (safetensors 0.8 does); a model is for whom folders are for.
+    # Some libraries write files that only their owner may read (safetensors 0.8 does). They get the folder's mode.
     readable = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for root, _, files in os.walk(folder):
         for name in files:

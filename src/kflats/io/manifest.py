@@ -1,4 +1,4 @@
-"""The manifest of a folder that kflats wrote: size and SHA-256 of every file, so that changes by others are noticed.
+"""The manifest of a folder that kflats wrote: size and SHA-256 of every file. It shows changes by other programs.
 
     {"format": "kflats-manifest", "version": 1, "files": {"config.json": {"bytes": 812, "sha256": "9f86..."}, ...}}
 
@@ -43,27 +43,27 @@ def write_manifest(folder: Path) -> None:
 
 
 def differences(folder: Path) -> list[str]:
-    """What in ``folder`` is not as its manifest says, a name and a reason each; [] where kflats wrote all of it.
+    """The files of ``folder`` that differ from its manifest, a name and a reason each; [] where kflats wrote all files.
 
     Files are compared by name first, then by size, then by SHA-256; the first comparison that shows a difference ends
     the search. A link is a difference, since kflats writes none.
     """
-    entries, there = _read(folder), _files(folder)
+    entries, files = _read(folder), _files(folder)
     if entries is None:
-        return sorted(f"{name} (no manifest lists it)" for name in there)
-    found = [f"{name} (not written by kflats)" for name in there.keys() - entries.keys()]
-    found += [f"{name} (missing)" for name in entries.keys() - there.keys()]
+        return sorted(f"{name} (no manifest lists it)" for name in files)
+    changes = [f"{name} (not written by kflats)" for name in files.keys() - entries.keys()]
+    changes += [f"{name} (missing)" for name in entries.keys() - files.keys()]
     for size_only in (True, False):
-        if not found:
-            found = [f"{name} (changed)" for name, path in there.items() if not _same(path, entries[name], size_only)]
-    return sorted(found)
+        if not changes:
+            changes = [f"{name} (changed)" for name, path in files.items() if not _same(path, entries[name], size_only)]
+    return sorted(changes)
 
 
 @contextmanager
 def manifest_follows(folder: Path, *names: str) -> Iterator[None]:
-    """Renew the entries of files that kflats itself changes or adds inside, in a folder that has a manifest.
+    """Renew the entries of files that kflats itself changes or adds inside this context.
 
-    A file that somebody else changed or added before keeps its old entry, or none: it stays a difference.
+    A file that another program changed or added before stays a difference: its entry stays old or missing.
 
     Args:
         folder: the folder with the manifest. Without a manifest nothing happens.
@@ -82,12 +82,12 @@ def manifest_follows(folder: Path, *names: str) -> Iterator[None]:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Everything in ``folder`` that is no folder, by its name in the manifest."""
+    """All files and links in ``folder``, by their names in the manifest."""
     paths = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir())
-    found = {path.relative_to(folder).as_posix(): path for path in paths}
-    if (own := found.get(MANIFEST)) is not None and own.is_file() and not own.is_symlink():
-        del found[MANIFEST]
-    return found
+    files = {path.relative_to(folder).as_posix(): path for path in paths}
+    if (own := files.get(MANIFEST)) is not None and own.is_file() and not own.is_symlink():
+        del files[MANIFEST]
+    return files
 
 
 def _chosen(folder: Path, names: tuple[str, ...]) -> dict[str, Path]:

@@ -1,4 +1,4 @@
-"""Finished weights of a run that is not finished, kept on disk so that an interrupted run resumes."""
+"""Finished weights of an unfinished run, on disk, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from kflats.io.write_errors import explain
 class Partial:
     """Finished weights of an unfinished run, in ``.<name>.kflats-partial`` beside ``out``, so that it can resume.
 
-    One safetensors file per weight, written aside, made durable, renamed. A file that is damaged, or was
-    made from other input (another ``fingerprint``), reads as absent and is overwritten.
+    One safetensors file per weight, written aside, made durable, and renamed. A file that is damaged or that belongs
+    to other input (another ``fingerprint``) counts as absent and is overwritten.
 
     >>> import tempfile, torch
     >>> partial = Partial(Path(tempfile.mkdtemp()) / "small", "model and settings")
@@ -77,7 +77,7 @@ class Partial:
             raise
 
     def discard(self) -> None:
-        """Forget everything: the run is finished, or a fresh start is wanted."""
+        """Remove all stored weights, after a finished run or before a fresh start."""
         if self.folder.is_dir() and not self.folder.is_symlink():
             shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -86,5 +86,5 @@ class Partial:
 
 
 def _digest(tensors: dict[str, Tensor]) -> str:
-    """Of the stored bytes: a renamed file is complete, but disks also forget."""
+    """SHA-256 of the stored tensors: it shows a disk's errors, which a renamed file may still have."""
     return sha256(part for item in sorted(tensors.items()) for part in item)

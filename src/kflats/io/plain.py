@@ -1,4 +1,4 @@
-"""Plain torch modules with factored layers on disk: one safetensors file that says itself how to rebuild them."""
+"""Plain torch modules with factored layers on disk: one safetensors file with the description of its layers."""
 
 from __future__ import annotations
 
@@ -28,23 +28,31 @@ from kflats.model.weights import Weight, is_sentence_transformer, pretrained_mod
 def save(model: nn.Module, folder: str | os.PathLike[str], *, streams: bool = True) -> None:
     """Save a plain torch module with factored layers as ``folder/model.safetensors``; ``load_`` reads it back.
 
-    The description of the layers is in the file's header, so the two cannot come apart; the file is
-    replaced in one step. Shared parameters are stored once.
+    The description of the layers is in the file's header. The file is replaced in one step. Shared parameters are
+    stored once.
 
     Args:
         model: a torch module; a transformers model has ``save_pretrained``.
-        folder: made if missing; other files in it are left alone.
-        streams: entropy code coded matrices; they are decoded when loaded. False stores their fixed-rate form, which
-            takes more bytes and no library to read.
+        folder: created if missing; other files in it stay.
+        streams: store codes as streams, which are decoded when they are loaded. False stores them at fixed rates, which
+            take more bytes, and which load without the constriction library.
 
     Raises:
         KflatsError: a transformers or sentence-transformers model, a full disk, or streams without the constriction
-            library; an earlier file is untouched then.
+            library. An earlier file then stays as it was.
     """
     if any(part is model for _, part in pretrained_models(model)):
-        raise KflatsError(f"{type(model).__name__} is a transformers model", hint="model.save_pretrained(folder)")
+        raise KflatsError(
+            f"{type(model).__name__} is not supported here, because it is a transformers model",
+            hint="model.save_pretrained(folder)",
+            command="kflats compress",
+        )
     if is_sentence_transformer(model):
-        raise KflatsError(f"{type(model).__name__} saves itself", hint="model.save(folder)")
+        raise KflatsError(
+            f"{type(model).__name__} is not supported here, because it saves itself",
+            hint="model.save(folder)",
+            command="kflats compress",
+        )
     tensors, shared = _distinct(model)
     layers = describe(model)
     if streams and layers is not None:
@@ -75,14 +83,16 @@ def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             header = file.metadata() or {}
             shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
             if "kflats" not in header:
-                raise KflatsError(f"{path} was not written by kflats.save")
+                raise KflatsError(f"{path} has no description of layers", cause="kflats.save did not write this file")
             note = json.loads(header["kflats"])
             if not isinstance(note, dict) or note.keys() != {"layers", "shared"}:
                 raise KflatsError(f"{path} has an unreadable description", cause="a damaged or hand-edited file")
             warn_of_unchecked(check_files([path]))
             _load_checked(model, note["layers"], note["shared"], shapes, file)
     except FileNotFoundError as error:
-        raise KflatsError(f"there is no {path}") from error
+        raise KflatsError(
+            f"there is no {path}", hint="a folder that kflats.save wrote", command="a model folder"
+        ) from error
     except (SafetensorError, json.JSONDecodeError) as error:
         raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
 
@@ -131,15 +141,15 @@ def _load_checked(model: nn.Module, layers: Any, shared: Any, shapes: dict[str, 
 
 
 def _expected(model: nn.Module, chosen: Sequence[tuple[Weight, Module, torch.dtype]]) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor that the model's state will have once the ``chosen`` weights are swapped."""
-    found = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    """Name and shape of every tensor in the model's state after the ``chosen`` weights are swapped."""
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for weight, module, _ in chosen:
         for place in weight.places:
-            del found[f"{place.name}.weight"]
-        found |= {f"{weight.name}.{key}": tuple(value.shape) for key, value in module.empty.tensors().items()}
+            del shapes[f"{place.name}.weight"]
+        shapes |= {f"{weight.name}.{key}": tuple(value.shape) for key, value in module.empty.tensors().items()}
         if module.gained_bias:
-            found[f"{weight.name}.bias"] = weight.shape[1:]
-    return found
+            shapes[f"{weight.name}.bias"] = weight.shape[1:]
+    return shapes
 
 
 def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -149,7 +159,7 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     shared: dict[str, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise KflatsError(f"{name!r} is not a tensor and cannot be stored")
+            raise KflatsError(f"{name!r} cannot be stored", cause="it is not a tensor")
         if id(tensor) in first:
             shared[name] = first[id(tensor)]
         else:
@@ -159,5 +169,5 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _all_keys(module: Module) -> tuple[str, ...]:
-    """Names of all tensors of a coded matrix, those inside a stream too."""
+    """Names of all tensors of a coded matrix, also of those inside a stream."""
     return tuple(module.empty.geometry.shapes) if isinstance(module.empty, CodedMatrix) else ()

@@ -67,13 +67,13 @@ def save_pretrained(
 
 
 def _versions(folder: str | os.PathLike[str]) -> dict[Path, tuple[int, int, int]]:
-    """What tells the weight files in ``folder`` from earlier files of the same names."""
+    """The weight files in ``folder``, each with a key that another file of its name does not have."""
     stats = ((path, path.stat()) for path in sorted(Path(folder).glob("*.safetensors")))
     return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats}
 
 
 def _is_first() -> bool:
-    """Of several processes that save one model, one writes streams and checksums."""
+    """Whether this process writes streams and checksums: the first one, where several processes save one model."""
     return not (
         torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
     )

@@ -1,4 +1,4 @@
-"""Where models come from: a local folder or a hub name, and the files there beside the weights."""
+"""The sources of models: a local folder or a hub name, with the files beside the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SKIPPED = {"onnx", "openvino", "coreml", "flax", "original", "__pycache__"}
 
 
 def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
-    """The local folder of a model: itself where it is a folder, else a snapshot of the hub's model of that name.
+    """The local folder of a model: the given folder, or else a snapshot of the hub's model of that name.
 
     Of the hub only ``*.json``, ``*.txt``, ``*.safetensors`` and ``*.model`` are fetched, never code or pickles.
 
@@ -43,7 +43,7 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     if (old := beside(path.absolute(), "old")).is_dir():
         raise KflatsError(
             f"there is no folder {text}",
-            cause="its replacement was interrupted in the very moment of renaming",
+            cause="its replacement was interrupted while it was renamed",
             hint=f"rename {old} to {path.name}, or run the interrupted command again",
         )
     if path.is_absolute() or text.startswith((".", "~")) or not _HUB_NAME.fullmatch(text):
@@ -53,12 +53,12 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
         from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
     except ImportError as error:
         raise KflatsError(
-            f"there is no folder {text}, and the hub cannot be asked",
+            f"there is no folder {text}, and the hub cannot be reached",
             cause="huggingface_hub is not installed",
             hint="pip install 'kflats[hf]', or a local folder",
         ) from error
     try:
-        found = Path(snapshot_download(text, allow_patterns=_HUB_FILES))
+        snapshot = Path(snapshot_download(text, allow_patterns=_HUB_FILES))
     except GatedRepoError as error:
         raise KflatsError(
             f"the hub's {text} is gated", hint="accept its licence on the hub, and hf auth login"
@@ -78,8 +78,8 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     except OSError as error:
         explain(error, path)
         raise KflatsError(f"{text} could not be fetched from the hub: {error}", hint="try again") from error
-    weights_folder(found)
-    return found
+    weights_folder(snapshot)
+    return snapshot
 
 
 def weights_folder(folder: str | os.PathLike[str]) -> Path:
@@ -100,13 +100,16 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
             )
         found = root / inner[0]
         if not (found / "config.json").is_file():
-            raise KflatsError(f"{found} holds no config.json, though modules.json names it")
+            raise KflatsError(
+                f"{found} holds no config.json, though modules.json names it", cause="an incomplete download"
+            )
     if not any(found.glob("*.safetensors")):
         if any(_PICKLED.fullmatch(path.name) for path in found.iterdir()):
             raise KflatsError(
                 f"{found} has no safetensors file",
                 cause="its weights are stored as pickle, which can run code",
-                hint="convert them once, where you trust the file: from_pretrained(...).save_pretrained(...)",
+                hint="from_pretrained(...).save_pretrained(...) once, if you trust the file",
+                command="another revision of the model, with model.safetensors",
             )
         raise KflatsError(
             f"{found} has a config.json and no weights",
@@ -128,7 +131,7 @@ def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
 def module_files(folder: str | os.PathLike[str]) -> list[Path]:
     """Weight files, in any format, of the other modules of a sentence-transformers folder (such as ``Dense``).
 
-    ``copy_companions`` copies them as they are; a file of two names counts twice, as it does on the disk of a copy.
+    ``copy_companions`` copies them as they are. A file with two names counts twice, because the copy has two files.
     """
     root = Path(folder).resolve()
     modules = _module_folders(root)
@@ -139,16 +142,16 @@ def module_files(folder: str | os.PathLike[str]) -> list[Path]:
 
 
 def module_bytes(folder: str | os.PathLike[str]) -> int:
-    """Bytes of ``module_files``: part of the model's size, whatever becomes of the transformer."""
+    """Bytes of ``module_files``: a part of the model's size that compression does not change."""
     return sum(path.stat().st_size for path in module_files(folder))
 
 
 def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | os.PathLike[str]) -> None:
-    """Copy what makes a model usable beside its weights: tokenizer, pooling and dense modules, prompts, model card.
+    """Copy the files that a model needs beside its weights: tokenizer, pooling and dense modules, prompts, model card.
 
-    Left out: the model's weights in any format, its config (saved with the model), Python code, hidden
-    files. Files that the target has already are kept. Links that lead out of the folder are not followed,
-    except into the hub cache's own store of this model.
+    It leaves out the model's weights in any format, its config (saved with the model), Python code, and hidden files.
+    Files that the target has already are kept. Links that lead out of the folder are not followed, except into the hub
+    cache's own store of this model.
 
     Raises:
         KflatsError: the disk is full, or a file cannot be written.
@@ -173,7 +176,7 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
 
 
 def _module_folders(root: Path) -> set[Path]:
-    """Those of modules beside the transformer."""
+    """The folders of the modules beside the transformer."""
     found = {(root / m["path"]).resolve() for m in _modules(root) if m["path"]}
     return found - {weights_folder(root).resolve()} if found else found
 
@@ -200,7 +203,7 @@ def _files(folder: Path, allowed: tuple[Path, ...]) -> Iterator[Path]:
 
 
 def _blobs(source: Path) -> tuple[Path, ...]:
-    """Where the links of a hub snapshot lead: ``models--owner--name/{snapshots/<commit>, blobs}``."""
+    """The folder that the links of a hub snapshot lead to: ``models--owner--name/{snapshots/<commit>, blobs}``."""
     repository = source.parent.parent
     is_snapshot = source.parent.name == "snapshots" and repository.name.startswith("models--")
     return ((repository / "blobs").resolve(),) if is_snapshot else ()

@@ -1,11 +1,10 @@
 """The transformers plug-in: ``AutoModel.from_pretrained`` of a kflats folder, once ``import kflats`` has run.
 
-transformers calls any weight format a "quantizer". Ours swaps layers while the model is still on the meta
-device, lets transformers load the factors as it loads anything, checks that none was missing, and then
-takes the "quantized" marks off again: a factored model is an ordinary float model for ``.half()``, the
-Trainer, PEFT and ``save_pretrained``.
+transformers calls any weight format a "quantizer". This one swaps layers while the model is still on the meta device,
+lets transformers load the factors like other tensors, and checks that none is missing. Then it removes the "quantized"
+marks: a factored model is an ordinary float model for ``.half()``, the Trainer, PEFT and ``save_pretrained``.
 
-This module imports transformers; ``kflats.io.register_plugin`` imports this one, when transformers is there.
+This module imports transformers; ``kflats.io.register_plugin`` imports this module once transformers is imported.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from kflats.model.weights import factored_layers, pretrained_models, spellings
 
 
 class KflatsConfig(QuantizationConfigMixin):
-    """``quantization_config`` of a kflats folder, as transformers wants it while it loads."""
+    """``quantization_config`` of a kflats folder, in the form that transformers needs while it loads."""
 
     def __init__(self, **data: Any) -> None:
         self.quant_method = cast(Any, QUANT_METHOD)  # transformers lists its own methods in an enum
@@ -47,8 +46,8 @@ class KflatsConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        found = cls(**config_dict)
-        return (found, kwargs) if return_unused_kwargs else found
+        config = cls(**config_dict)
+        return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.data)
@@ -58,7 +57,7 @@ class KflatsConfig(QuantizationConfigMixin):
 
 
 class KflatsQuantizer(HfQuantizer):
-    """Swaps before the weights are loaded, checks after, and leaves no trace of itself."""
+    """Swaps layers before the weights are loaded, checks them after, and then removes itself from the model."""
 
     quantization_config: KflatsConfig
 
@@ -66,9 +65,10 @@ class KflatsQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         if not self.pre_quantized:
             raise KflatsError(
-                "a kflats description was passed for a model that has no factors in its folder",
+                "a kflats description is not supported for a model that has no factors in its folder",
                 cause="quantization_config=... given to from_pretrained",
-                hint="kflats.compress_(model, ...) makes factors",
+                hint="kflats.compress_(model, ...) after loading",
+                command="kflats compress",
             )
 
     def update_attn_implementation(self, config: Any) -> Any:
@@ -78,10 +78,10 @@ class KflatsQuantizer(HfQuantizer):
         return self._with_compute_dtype(config)
 
     def _with_compute_dtype(self, config: Any) -> Any:
-        # save_pretrained writes the type of the first parameter as the type of the model. Where that
-        # parameter is a factor stored in a type of its own, dtype="auto" would cast the whole model to it.
-        # Transformers shows the config to these two hooks (to which one depends on its version) before it
-        # reads the type; one that the caller names is left alone.
+        # save_pretrained writes the type of the first parameter as the type of the model. If that parameter is a factor
+        # with a type of its own, dtype="auto" would cast the whole model to it. So this hook writes the right type into
+        # the config before transformers reads it; which of the two hooks is called depends on the version of
+        # transformers. A type that the caller names is not changed.
         description = self.quantization_config.description
         if any(module.dtype != description.dtype for module in description.modules):
             config.dtype = description.dtype
@@ -116,9 +116,9 @@ class KflatsQuantizer(HfQuantizer):
                             hint="restore the folder, or compress again",
                         )
             if not isinstance(layer, FactoredEmbedding) and layer.bias is not None and not _is_loaded(layer.bias):
-                # transformers names it as missing, and initializes biases of torch's own layers only.
+                # transformers reports the bias as missing, and initializes only biases of torch's own layers.
                 nn.init.zeros_(layer.bias)
-        # The first transformers 5 check no shapes where there is a quantizer; later ones never get here.
+        # The first versions of transformers 5 check no shapes with a quantizer; later ones refuse before this point.
         for name, tensor in model.state_dict().items():
             there, here = tuple(tensor.shape), self._shapes.get(name)
             if here is not None and there != here:
@@ -148,11 +148,11 @@ class KflatsQuantizer(HfQuantizer):
 
 
 def _stored(layer: FactoredLayer) -> dict[str, Tensor]:
-    """What the checkpoint must bring for an owning layer, besides what its dense form would have too."""
-    found = layer.matrix.tensors()
+    """The tensors of an owning layer that the checkpoint must have and the dense layer does not have."""
+    tensors = layer.matrix.tensors()
     if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias and layer.bias is not None:
-        found["bias"] = layer.bias
-    return found
+        tensors["bias"] = layer.bias
+    return tensors
 
 
 def _is_loaded(tensor: Tensor) -> bool:
@@ -165,7 +165,7 @@ def _take_marks_off(model: Any) -> None:
         model.__dict__.pop(name, None)
     for _, part in pretrained_models(model):
         part.config.__dict__.pop("_is_quantized", None)
-    # In the words of this class: a base model that is saved again has no head, and no prefix in its names.
+    # The description is written anew for this class: a base model has no head, and no prefix in its names.
     if (description := describe(model)) is None:
         del model.config.quantization_config
     else:
@@ -174,7 +174,7 @@ def _take_marks_off(model: Any) -> None:
 
 
 def register() -> None:
-    """Enter both classes in transformers' tables; a second call does nothing."""
+    """Enter both classes in transformers' tables. A second call does nothing."""
     if QUANT_METHOD not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         register_quantization_config(QUANT_METHOD)(KflatsConfig)
     if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:

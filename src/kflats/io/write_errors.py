@@ -1,4 +1,4 @@
-"""What stops a file or folder from being written, said so that its user can mend it."""
+"""Errors of the disk as messages that say what the user can do."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 def explain(error: Exception, path: Path) -> None:
     """Raise ``error`` again as a KflatsError where its cause is plain: a full disk, no permission, a file instead."""
     number = error.errno if isinstance(error, OSError) else None
-    if isinstance(error, SafetensorError):  # written in Rust: the number is only in its words
-        said = re.search(r"\(os error (\d+)\)", str(error))
-        number = int(said[1]) if said else None
+    if isinstance(error, SafetensorError):  # raised in Rust: only its text has the number
+        match = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(match[1]) if match else None
     if number in _FULL:
         raise KflatsError(
             f"the disk ran full while {path} was written; what was there before is untouched",
@@ -36,7 +36,7 @@ def explain(error: Exception, path: Path) -> None:
         raise KflatsError(
             f"{there} is in the way", cause="a file where a folder must be", hint="another name for the output"
         ) from error
-    # Of other files it may be that they are gone.
+    # An error about another file may have another cause.
     if isinstance(error, FileNotFoundError) and (where in path.parents or where.parent in path.parents):
         there = next((p for p in path.parents if p.is_dir()), where)
         raise KflatsError(

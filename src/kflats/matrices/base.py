@@ -1,11 +1,10 @@
-"""Matrix: the one noun. Every method makes one, every layer eats one.
+"""Matrix: the form in which every method hands over its result, and which every layer computes with.
 
-A ``Matrix`` stands for a dense (n, d) matrix M that is never formed. Row i is what enters a
-layer: a token of an embedding table, an input neuron of a linear layer.
+A ``Matrix`` stands for a dense (n, d) matrix M that is never formed. Row i belongs to one input of a
+layer: a token of an embedding table, or an input neuron of a linear layer.
 
-The first factor is always called ``weight``: under that name a torch state dict carries a
-layer's matrix, so a checkpoint of factors collides with the dense shape (a loud size mismatch)
-wherever kflats is not imported, instead of leaving random weights in place.
+The first factor is always called ``weight``, as the table of a dense layer is. Where kflats is not imported, loading
+a checkpoint of factors then stops with a size mismatch, instead of leaving random weights in place.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
+from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 
 
 class Matrix(nn.Module):
-    """A factored (n, d) matrix M that is never formed: what methods make and layers eat.
+    """A factored (n, d) matrix M that is never formed: methods make it and layers compute with it.
 
     ``rows``, ``vecmat`` and ``matvec`` are differentiable with respect to the stored factors, in
     eager mode, under ``torch.compile(fullgraph=True)`` and in ``torch.export`` with dynamic shapes.
@@ -29,6 +29,8 @@ class Matrix(nn.Module):
 
     kind: str
     weight: nn.Parameter
+    ready = True
+    """False while a matrix that was built empty waits for ``refresh``."""
 
     @property
     @abstractmethod
@@ -37,7 +39,7 @@ class Matrix(nn.Module):
 
     @abstractmethod
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        """``(*b,)`` integers -> ``(*b, d)``: the rows of M at ``index``, all that an embedding does.
+        """``(*b,)`` integers -> ``(*b, d)``: the rows of M at ``index``, as an embedding returns them.
 
         ``dtype`` is the type to multiply in and to return, by default the stored one.
 
@@ -47,11 +49,11 @@ class Matrix(nn.Module):
 
     @abstractmethod
     def vecmat(self, x: Tensor) -> Tensor:
-        """``(*b, n)`` -> ``(*b, d)``: x @ M, what a linear layer computes, in x's type."""
+        """``(*b, n)`` -> ``(*b, d)``: x @ M, as a linear layer computes it, in x's type."""
 
     @abstractmethod
     def matvec(self, x: Tensor) -> Tensor:
-        """``(*b, d)`` -> ``(*b, n)``: x @ M.T, what a tied output head computes, in x's type."""
+        """``(*b, d)`` -> ``(*b, n)``: x @ M.T, as a tied output head computes it, in x's type."""
 
     @abstractmethod
     def dense(self) -> Tensor:
@@ -73,12 +75,12 @@ class Matrix(nn.Module):
         """
 
     def tensors(self) -> dict[str, Tensor]:
-        """What a file stores, by name: factors, and labels or an order where there are any."""
-        found: dict[str, Tensor] = {"weight": self.weight}
+        """The tensors that a file stores, by name: factors, and labels or an order where there are any."""
+        tensors: dict[str, Tensor] = {"weight": self.weight}
         for name in ("basis", "labels", "order"):
             if isinstance(value := getattr(self, name, None), Tensor):
-                found[name] = value
-        return found
+                tensors[name] = value
+        return tensors
 
     @property
     def num_values(self) -> int:
@@ -92,11 +94,20 @@ class Matrix(nn.Module):
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes held in memory: of all parameters and buffers, those that are derived from stored tensors included."""
+        """Bytes of all parameters and buffers, which include tensors that are derived from stored ones."""
         return sum(t.numel() * t.element_size() for t in [*self.parameters(), *self.buffers()])
 
     def refresh(self) -> None:
-        """Recompute what is derived from stored tensors (call after loading into them)."""
+        """Compute again all that is derived from stored tensors (call after loading into them)."""
+
+    def _check_ready(self) -> None:
+        if not self.ready:
+            raise KflatsError(
+                f"a matrix of kind {self.kind!r} cannot be used before its tensors are filled",
+                cause="it was built empty, and its tensors were set without load_state_dict",
+                hint="matrix.refresh() once they are filled",
+                command="load the model again",
+            )
 
     def extra_repr(self) -> str:
         n, d = self.shape

@@ -29,14 +29,14 @@ for: half precision, in which products may be taken, does not hold much smaller 
 
 
 class CodedMatrix(Matrix):
-    """Row i of class c is ``(scale * value(q_i)) @ basis``: r integers q_i, in as many bits as its class gives each.
-    Where there are several flats, ``basis`` is that of the class' flat.
+    """Row i of class c is ``(scale * value(q_i)) @ basis``. It stores r integers q_i; the class says how many bits each
+    of them takes. Where there are several flats, ``basis`` is the one of the class' flat.
 
         value(q) = center + q - sign(q) shrink      uniform steps; shrink: from an interval's middle to its mean
         value(q) = levels[q + L // 2]               L levels of any kind (Lloyd-Max)
 
     Rows of one class lie together, each in the same number of bytes (``numerics.coding.packing``): a batch is decoded
-    class by class, all columns at once. The matrix takes its codes' memory and ``position``, 4 bytes a row.
+    class by class, all columns at once. In memory the matrix takes its codes and ``position``, 4 bytes a row.
 
     Args:
         geometry: all sizes.
@@ -45,10 +45,10 @@ class CodedMatrix(Matrix):
             codes: uint8, the packed rows of class 0, then of class 1, ...; inside a class by row number.
             labels: (n,) uint8, the class of each row; absent where there is one class.
             bits, low: (C, r), column j of class c holds low .. low + 2^bits - 1.
-            centers, contexts: (C, r), the center of a column, and which ``shrink`` is its.
+            centers, contexts: (C, r), the center of a column, and the index of its ``shrink``.
             shrink: (K,); or levels: (L,).
-            basis: (r, d) int8, with basis_scale (r,), or floating-point; absent where it is the identity. Of several
-                flats one after the other, r the sum of their ranks.
+            basis: (r, d) int8, with basis_scale (r,), or floating-point; absent where it is the identity. The bases of
+                several flats stand one below the other, and r is the sum of their ranks.
 
     Codes, labels, layouts and an int8 basis are constants. Scales, shrink, levels and a floating-point basis are
     parameters; training through ``matvec`` (a tied head) keeps decoded tiles for the backward pass.
@@ -70,8 +70,8 @@ class CodedMatrix(Matrix):
     def __init__(self, geometry: CodedGeometry, tensors: dict[str, Tensor]) -> None:
         super().__init__()
         self.geometry = geometry
-        self.ready = False  # nothing is known of the codes yet
-        self.streamed = False  # ``codes`` are those of a file, see kflats.streams
+        self.ready = False
+        self.streamed = False  # True while ``codes`` holds the stream of a file, see kflats.codecs.streams
         self.readings: list[Reading] = []  # of each class
         dtype = tensors["weight"].dtype
         for name, shape in geometry.shapes.items():
@@ -80,14 +80,18 @@ class CodedMatrix(Matrix):
             if found is None or tuple(found.shape) != shape or found.dtype != wanted:
                 there = "absent" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
                 raise KflatsError(
-                    f"{name!r} of a coded matrix is {there}, not {wanted} of shape {shape}", cause="a damaged file"
+                    f"{name!r} of a coded matrix is {there}, not {wanted} of shape {shape}",
+                    cause="a damaged file, or tensors of another matrix",
                 )
             if wanted.is_floating_point:
                 self.register_parameter(name, nn.Parameter(found))
             else:
                 self.register_buffer(name, found)
         if unknown := sorted(tensors.keys() - geometry.shapes.keys()):
-            raise KflatsError(f"a coded matrix has no {unknown[0]!r}", cause="a damaged file")
+            raise KflatsError(
+                f"a coded matrix of this geometry has no {unknown[0]!r}",
+                cause="a damaged file, or tensors of another matrix",
+            )
         empty = torch.empty(0, dtype=torch.int32, device=tensors["codes"].device)
         self.position: Tensor
         self.fields: Tensor
@@ -104,12 +108,12 @@ class CodedMatrix(Matrix):
         return {name: value for name in self.geometry.shapes if (value := self._get(name)) is not None}
 
     def refresh(self) -> None:
-        """Recompute where rows and columns lie; refuse labels and layouts that contradict the geometry."""
+        """Compute again where rows and columns lie; refuse labels and layouts that contradict the geometry."""
         if self.streamed or self.get_buffer("codes").is_meta:
             return
         geometry, codes, labels = self.geometry, self.get_buffer("codes"), self._get("labels")
         if problem := contradiction(geometry, self.tensors()):
-            raise KflatsError(problem, cause="a damaged or mixed-up file", hint="restore the file or compress again")
+            raise KflatsError(problem, cause="a damaged or mixed-up file", hint="restore the file, or compress again")
         bits, low = self.get_buffer("bits").to(torch.int64), self.get_buffer("low")
         starts, shifts, masks = places_of(bits)
         self.fields = torch.stack([starts, shifts, masks, low.to(torch.int32)])
@@ -124,7 +128,7 @@ class CodedMatrix(Matrix):
         self.ready = True
 
     def checksum(self) -> int:
-        """CRC-32 of all integers: they never change, in whatever type the rest is loaded or trained."""
+        """CRC-32 of all integers. They are constants: training and casts change floating-point tensors only."""
         integers = {name: value for name, value in self.tensors().items() if not value.is_floating_point()}
         return crc32(part for item in sorted(integers.items()) for part in item)
 
@@ -132,10 +136,10 @@ class CodedMatrix(Matrix):
         return self.geometry.spec()
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-        self._check_filled()
+        self._check_ready()
         flat = index.reshape(-1)
         dtype = dtype or self.weight.dtype
-        # Class by class bytes are gathered in blocks, and not one by one, but every class has its own calls.
+        # The sorted form gathers bytes in blocks, but makes calls for every class: few rows are quicker without it.
         if is_recording() or index.device.type != "cpu" or flat.numel() < FEW:
             out = self._recorded_rows(flat, dtype)
         else:
@@ -144,7 +148,7 @@ class CodedMatrix(Matrix):
         return out.reshape(*index.shape, self.shape[1])
 
     def vecmat(self, x: Tensor) -> Tensor:
-        self._check_filled()
+        self._check_ready()
         if self._is_many(x):
             return self._project(0, x @ self._all_coordinates(x).T)
         one = self._get("labels") is None
@@ -165,7 +169,7 @@ class CodedMatrix(Matrix):
         return sum(parts[1:], start=parts[0])
 
     def matvec(self, x: Tensor) -> Tensor:
-        self._check_filled()
+        self._check_ready()
         bases = self._bases(x.dtype)
         if self._is_many(x):
             return (x if bases[0] is None else x @ bases[0].T) @ self._all_coordinates(x)
@@ -183,7 +187,7 @@ class CodedMatrix(Matrix):
         return joined if self._get("labels") is None else joined.index_select(-1, self.position)
 
     def dense(self) -> Tensor:
-        self._check_filled()
+        self._check_ready()
         dtype = self.weight.dtype
         parts = [self._ended(self._project(tile.flat, tile.whole().T), dtype) for tile in self._tiles(self._wide)]
         return torch.cat(parts).index_select(0, self.position)
@@ -192,16 +196,17 @@ class CodedMatrix(Matrix):
         """The first n rows.
 
         Raises:
-            KflatsError: n < 1, or more rows than there are: codes cannot be learned, as rows that are new must be.
+            KflatsError: n < 1, or more rows than there are: new rows must be trained, and codes are constants.
         """
         check_rows(n)
-        self._check_filled()
+        self._check_ready()
         geometry = self.geometry
         if n > geometry.shape[0]:
             raise KflatsError(
                 f"a coded table of {geometry.shape[0]} rows cannot grow to {n}",
                 cause="new rows have to be trained, and codes are constants",
                 hint="resize before compressing, or kflats.restore_(model) first",
+                command="resize the original model, then compress it",
             )
         kept = {name: value.detach().clone() for name, value in self.tensors().items()}
         counts = [n]
@@ -210,7 +215,7 @@ class CodedMatrix(Matrix):
             counts = torch.bincount(kept["labels"], minlength=len(geometry.classes)).tolist()
         if geometry.scales == "row":
             kept["weight"] = kept["weight"][: n * geometry.groups]
-        # Inside a class rows stand by row number: those that go are its last.
+        # Inside a class rows stand by row number: the rows that are dropped are its last.
         parts = torch.split(kept["codes"], [rows * row_bytes for rows, row_bytes in geometry.classes])
         sizes = tuple((count, row_bytes) for count, (_, row_bytes) in zip(counts, geometry.classes, strict=True))
         kept["codes"] = torch.cat([part[: rows * size] for part, (rows, size) in zip(parts, sizes, strict=True)])
@@ -225,16 +230,8 @@ class CodedMatrix(Matrix):
         found = self._parameters.get(name)
         return self._buffers.get(name) if found is None else found
 
-    def _check_filled(self) -> None:
-        if not self.ready:
-            raise KflatsError(
-                "the matrix has no codes yet",
-                cause="it was built empty and its tensors were set without load_state_dict",
-                hint="call matrix.refresh() once they are filled",
-            )
-
     def _is_many(self, x: Tensor) -> bool:
-        """Whether ``x`` has so many rows that one product for all classes pays for putting them together."""
+        """Whether ``x`` has enough rows for one product to be quicker than a product for each class."""
         small = self.geometry.shape[0] * self.geometry.rank <= TILE and not self.geometry.flats
         return small and not is_recording() and len(self.geometry.classes) > 1 and x.numel() >= MANY * x.shape[-1]
 
@@ -248,7 +245,7 @@ class CodedMatrix(Matrix):
 
     @property
     def _wide(self) -> torch.dtype:
-        """Integers of up to 15 bits are no numbers of half precision."""
+        """The type of decoded integers: half precision does not hold all integers of 15 bits."""
         return torch.float64 if self.weight.dtype == torch.float64 else torch.float32
 
     def _tiles(self, dtype: torch.dtype) -> Iterator[Tile]:
@@ -265,7 +262,7 @@ class CodedMatrix(Matrix):
             first += rows
 
     def _ended(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
-        """Numbers of the table as ``dtype``; what another type than the table's own does not hold is infinite there."""
+        """Numbers of the table as ``dtype``: limited to its range where it is the table's own type, else as a cast."""
         return limited(numbers, dtype) if dtype == self.weight.dtype else numbers.to(dtype)
 
     def _packed(self, c: int) -> Tensor:
@@ -292,14 +289,14 @@ class CodedMatrix(Matrix):
                     found.append(F.pad(numbers, (0, 0, 0, rank - numbers.shape[0])))
             first += count
             if found:
-                # In half precision only at the end: coordinates may be too small for it where numbers are not.
+                # Half precision only at the end: it may hold the numbers of a row and not its small coordinates.
                 parts.append(self._ended(self._project(flat, torch.cat(found, dim=1).T), dtype))
         return torch.cat(parts)
 
     def _tile(
         self, c: int, flat: int, first: int, packed: Tensor, rows: Tensor | None, tables: tuple[Tensor, ...]
     ) -> Tile:
-        """(m, bytes) of class ``c`` as numbers; ``rows``: their row numbers, where scales are by row."""
+        """(m, bytes) of class ``c`` as numbers; ``rows``: their row numbers, where each row has scales."""
         how = self.readings[c].plain if is_exporting() else self.readings[c]
         less, centers, scales = (table[c, : how.used] for table in tables)
         q = integers(packed, self.fields[:, c], how, self._wide)
@@ -322,14 +319,14 @@ class CodedMatrix(Matrix):
         return Tile(flat, first, (q.unflatten(0, (groups, -1)) * by_group).flatten(0, 1), None, by_class, None)
 
     def _is_shrunk(self) -> bool:
-        """Whether any ``shrink`` can be other than 0; where looking is not free, or gradients are wanted, yes."""
+        """Whether a ``shrink`` may be other than 0; also True where reading it is slow, or where it needs gradients."""
         shrink = self._get("shrink")
         if shrink is None or shrink.device.type != "cpu" or is_recording():
             return shrink is not None
         return (torch.is_grad_enabled() and shrink.requires_grad) or bool(shrink.detach().any())
 
     def _tables(self) -> tuple[Tensor, ...]:
-        """Of every class and column, each (C, r): shrink, center and scale."""
+        """Three tables, (C, r) each: shrink, center and scale of every class and column."""
         geometry, dtype = self.geometry, self._wide
         centers, shrink = self.get_buffer("centers").to(dtype), self._get("shrink")
         scales = torch.ones_like(centers)
@@ -386,11 +383,11 @@ class CodedMatrix(Matrix):
         word = torch.zeros_like(starts)
         if codes.numel():
             for byte in range(max(how.span for how in self.readings)):
-                # Beyond the last byte lies nothing that a mask would keep.
+                # The masks drop all bits of bytes beyond the last one, so it may be read in their place.
                 here = (at + byte).clamp(max=codes.numel() - 1).reshape(-1)
                 word = word | (codes.index_select(0, here).to(torch.int32).view(at.shape) << 8 * byte)
         tables = (table.index_select(0, label) for table in self._tables())
-        # By this name, not as an operator: ONNX's exporter knows no other.
+        # The exporter of ONNX knows this name and not the operator.
         codes_here = word.bitwise_right_shift(shifts) & masks
         values = self._values(codes_here + low, *tables)
         return values if geometry.scales == "class" else values * self._row_scales(index)
@@ -427,6 +424,6 @@ class CodedMatrix(Matrix):
 
 
 def _product_type(x: Tensor) -> torch.dtype:
-    """The type in which a product with ``x`` is taken."""
+    """The type of a product with ``x``: that of autocast where it is enabled, else the type of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

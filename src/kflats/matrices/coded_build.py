@@ -1,4 +1,4 @@
-"""CodedMatrix from integers: the packing of what a codec has found."""
+"""CodedMatrix from the integers of a codec, packed."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def _from_codes(
 def _balance(steps: Tensor, scales: Tensor) -> float:
     """The power of two by which steps grow and scales of the basis shrink, so that both have about one magnitude.
 
-    Only their product counts. In units of a loss the one may be 1e-8 and the other 1e4, which float16 does not hold.
+    The matrix depends on their product only. In units of a loss the steps may be 1e-8 and the scales 1e4; float16 holds
+    neither.
     """
     middles = []
     for found in (steps, scales):
@@ -118,9 +119,14 @@ def from_integers(
     ([[1.5, -2.0], [2.0, 0.0]], 2)
     """
     if not 1 <= len(integers) <= MAX_CLASSES or len({part.shape[1] for part in integers}) != 1:
-        raise KflatsError(f"integers of {len(integers)} classes do not make one matrix")
+        raise KflatsError(
+            f"integers of {len(integers)} classes do not make one matrix",
+            cause=f"a matrix has 1 to {MAX_CLASSES} classes, all with the same number of columns",
+        )
     if not bool(torch.isfinite(weight).all()):
-        raise KflatsError("scales that are not finite", cause=f"values beyond the range of {weight.dtype}")
+        raise KflatsError(
+            f"the scales of a coded matrix are not finite in {weight.dtype}", cause="values beyond its range"
+        )
     r, dtype, count = integers[0].shape[1], weight.dtype, len(integers)
     layouts = [_centered(part) if flats else _aligned(_centered(part)) for part in integers]
     if levels is not None:
@@ -161,7 +167,7 @@ def from_integers(
 
 
 def _centered(integers: Tensor) -> Layout:
-    """The smallest layout; where there is a choice, with zero in the middle of a column's range."""
+    """The smallest layout, with zero in the middle of a column's range where the integers allow it."""
     found = layout_of(integers)
     if not integers.numel():
         return found
@@ -171,12 +177,12 @@ def _centered(integers: Tensor) -> Layout:
 
 
 def _below(found: Layout, end: int) -> Layout:
-    """The same bits, in ranges that end before ``end``: what lies there means no level."""
+    """The same bits, in ranges that end before ``end``, because integers from there on stand for no level."""
     return Layout(found.bits, torch.minimum(found.low, end - (1 << found.bits.to(torch.int64))).to(torch.int16))
 
 
 def _aligned(found: Layout) -> Layout:
-    """Half bytes or bytes for all columns, where that takes little more: they are read several times as fast."""
+    """4 or 8 bits for all columns where this takes little more bytes: such codes are read several times as fast."""
     width = int(found.bits.max()) if found.bits.numel() else 0
     if width not in (4, 8) or found.bits.numel() % 2 or found.bits.numel() * width > _ALIGNED * 8 * found.row_bytes:
         return found

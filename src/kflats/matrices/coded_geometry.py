@@ -1,4 +1,4 @@
-"""What a CodedMatrix looks like, without its numbers: sizes that a file states and that are checked before use."""
+"""The sizes of a CodedMatrix without its numbers. A file states them, and they are checked before use."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class CodedGeometry:
 
     Args:
         shape: (n, d).
-        rank: r, integers a row; d where the basis is the identity.
+        rank: r, the number of integers of a row; d where the basis is the identity.
         classes: (rows, bytes a row) of each class.
-        contexts: distributions that the integers of a column may follow.
+        contexts: how many distributions the integers of columns follow.
         levels: how many levels a code may mean; 0 for uniform steps.
-        scales: "class" or "row": whose scales ``weight`` holds.
-        groups: scales a class or row has; each serves ceil(r / groups) columns, the last one those that are left.
+        scales: "class" or "row": ``weight`` holds scales of each class or of each row.
+        groups: how many scales a class or row has; each serves ceil(r / groups) columns, the last one the rest.
         basis: "int8", "float", or "identity" (none is stored).
-        flats: (classes, rank) of each flat that has rows of the basis of its own: the first flat the first classes and
-            rows, and so on; ``rank`` is then the largest. Empty where all classes share one basis.
-        unit: a binary logarithm: all numbers are 2^unit times what the tensors say, so that half precision holds the
-            scales of small ones.
+        flats: (classes, rank) of each flat, in order: the first flat has the first classes and the first rows of the
+            basis, and so on; ``rank`` is then the largest. Empty where all classes share one basis.
+        unit: all numbers of the matrix are 2^unit times those of the tensors, so that half precision holds the scales
+            of small numbers.
 
     Raises:
         KflatsError: sizes that no matrix has.
@@ -96,12 +96,12 @@ class CodedGeometry:
 
     @property
     def version(self) -> int:
-        """The first version of the format that can say this."""
+        """The first version of the format that has all fields that this geometry needs."""
         return 2 if self.unit or self.rank % self.groups else 1
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """(classes, rank) of each flat, be there one or several."""
+        """(classes, rank) of each flat, one or several."""
         return self.flats or ((len(self.classes), self.rank),)
 
     @property
@@ -121,7 +121,7 @@ class CodedGeometry:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every stored tensor, by name; what a matrix does not need is absent."""
+        """The shape of every stored tensor, by name. Tensors that a matrix does not need are absent."""
         (n, d), r, c = self.shape, self.rank, len(self.classes)
         found: dict[str, tuple[int, ...]] = {
             "weight": ((c if self.scales == "class" else n) * self.groups,),
@@ -172,7 +172,7 @@ INTEGERS = {
     "centers": torch.int16,
     "contexts": torch.uint8,
 }
-"""Types of the stored integers; a basis may be one besides."""
+"""Types of the stored integers; the basis may be int8, too."""
 
 
 def read_geometry(spec: JsonObject) -> CodedGeometry:
@@ -191,12 +191,12 @@ def read_geometry(spec: JsonObject) -> CodedGeometry:
 
 
 def contradiction(geometry: CodedGeometry, found: dict[str, Tensor]) -> str:
-    """What in the integers of a matrix, of the right shapes, contradicts its geometry; empty where nothing does."""
+    """How the integers of a matrix, of the right shapes, contradict its geometry; "" where they do not."""
     bits, low = found["bits"].to(torch.int64), found["low"].to(torch.int64)
     sizes = [rows for rows, _ in geometry.classes]
     counts = torch.bincount(found["labels"], minlength=len(sizes)).tolist() if "labels" in found else sizes
     if counts != sizes:
-        return f"row labels do not match the classes (found {counts[:8]}, expected {sizes[:8]})"
+        return f"row labels do not match the classes ({counts[:8]} rows instead of {sizes[:8]})"
     if (-(-bits.sum(1) // 8)).tolist() != [row_bytes for _, row_bytes in geometry.classes]:
         return "the bits of the columns do not add up to the bytes of a row"
     if not bits.numel():

@@ -1,4 +1,4 @@
-"""Convolutions that eat a Matrix: a thin convolution of r outputs, then a mixture of those at every pixel."""
+"""Convolutions on a Matrix: a thin convolution of r outputs, then a mixture of these outputs at every pixel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kflats.common.errors import KflatsError
 from kflats.matrices.base import Matrix
 from kflats.matrices.dense import DenseMatrix
 from kflats.matrices.interpolative import InterpolativeMatrix
-from kflats.matrices.layers import HoldsMatrix, check_bias
+from kflats.matrices.layers import HoldsMatrix, check_bias, check_matrix_rows
 from kflats.matrices.low_rank import LowRankMatrix
 
 CONVOLVED = (LowRankMatrix.kind, InterpolativeMatrix.kind, DenseMatrix.kind)  # kinds of matrices that can be a kernel
@@ -36,6 +36,7 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     Raises:
         KflatsError: a grouped convolution, flats, another shape, or a bias of the wrong length.
 
+    >>> import torch
     >>> conv = nn.Conv2d(3, 8, 5, stride=2, padding=2)
     >>> layer = FactoredConv2d(LowRankMatrix(torch.ones(75, 2), torch.ones(2, 8)), conv)
     >>> layer(torch.ones(1, 3, 10, 10)).shape
@@ -49,15 +50,18 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         self, matrix: Matrix, like: nn.Conv2d, bias: Tensor | None = None, *, matrix_rows: str = "in_features"
     ) -> None:
         nn.Module.__init__(self)
-        if matrix_rows not in ("in_features", "out_features"):
-            raise KflatsError(f"matrix_rows={matrix_rows!r} is neither 'inputs' nor 'outputs'")
+        check_matrix_rows(matrix_rows)
         if like.groups != 1:
-            raise KflatsError(f"a convolution of {like.groups} groups is {like.groups} matrices, not one")
+            raise KflatsError(
+                f"a convolution of {like.groups} groups is not supported",
+                cause=f"its kernel is {like.groups} matrices, not one",
+                hint="leave this layer dense",
+            )
         if matrix.kind not in CONVOLVED:
             raise KflatsError(
                 f"a matrix of kind {matrix.kind!r} cannot be a convolution's kernel",
                 cause="its rows would be patches of the image, clustered one by one",
-                hint="use SVD for convolutions",
+                hint="the method SVD",
             )
         self.matrix_rows = matrix_rows
         self.in_channels, self.out_channels = like.in_channels, like.out_channels
@@ -72,7 +76,10 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         self._margins: list[int] = list(like._reversed_padding_repeated_twice)
         expected = (self.in_channels * self.kernel_size[0] * self.kernel_size[1], self.out_channels)
         if (matrix.shape if matrix_rows == "in_features" else matrix.shape[::-1]) != expected:
-            raise KflatsError(f"a matrix of shape {matrix.shape} cannot be the kernel of {like}")
+            raise KflatsError(
+                f"a matrix of shape {matrix.shape} cannot be the kernel of {like}",
+                cause=f"its shape must be {expected} with inputs as rows, or the reverse with outputs as rows",
+            )
         check_bias(bias, self.out_channels)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))

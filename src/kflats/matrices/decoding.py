@@ -1,4 +1,4 @@
-"""Packed integers of one class as numbers, in as few passes over them as their layout allows."""
+"""Packed integers of one class as numbers, in as few passes over the integers as their layout allows."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from kflats.numerics.coding.packing import read_codes
 class Reading:
     """How the rows of a class are read.
 
-    ``used``: how many leading columns can be other than zero; ``span``: bytes that a code may lie in; ``width``: 4 or
-    8 where every column of a row has so many bits, 0 elsewhere; ``centered``: whether a center is other than zero.
+    ``used``: how many leading columns can be other than zero; ``span``: most bytes that one code lies in; ``width``: 4
+    or 8 where every column has this number of bits, else 0; ``centered``: whether a center is other than zero.
     """
 
     used: int
@@ -25,7 +25,7 @@ class Reading:
 
     @property
     def plain(self) -> Reading:
-        """The same in operators that other runtimes have, too: those of ONNX shift no 16 bits."""
+        """The same in operators that ONNX has, too: it cannot shift integers of 16 bits."""
         return Reading(self.used, 3, 0, self.centered)
 
 
@@ -52,8 +52,8 @@ def integers(packed: Tensor, fields: Tensor, how: Reading, dtype: torch.dtype) -
 
 
 def limited(numbers: Tensor, dtype: torch.dtype) -> Tensor:
-    """``numbers`` as ``dtype``, at most the largest that it holds: codes of a table reach a little beyond its ends, and
-    where these are near its type's own, finite numbers would come back as infinite ones.
+    """``numbers`` as ``dtype``, limited to its range. Decoded numbers may exceed the largest number of a table a
+    little; where that number is near the end of the type's range, they would become infinite.
 
     >>> limited(torch.tensor([70000.0, -1.0]), torch.float16).tolist()
     [65504.0, -1.0]
@@ -66,11 +66,11 @@ def limited(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows at places ``first``, ... of one class of one flat: coordinate j of row i is
+    """Rows of one class of one flat, from place ``first`` on. Coordinate j of row i is
 
         rows_i columns_j (numbers_ji + centers_j)          factors of 1 and centers of 0 are None
 
-    ``numbers`` (columns in use, m). Products leave the factors to their inputs or results, which are smaller.
+    ``numbers`` (columns in use, m). Products apply the factors to their inputs or results, which are smaller.
     """
 
     flat: int
@@ -81,10 +81,10 @@ class Tile:
     centers: Tensor | None
 
     def as_type(self, dtype: torch.dtype, *, final: bool) -> Tile:
-        """For products in ``dtype``; half types hold the sums of coordinates, but not those of integers.
+        """For products in ``dtype``; half types hold the sums of coordinates, but not the sums of integers.
 
-        ``final``: coordinates are numbers of a table of this type. Others may be beyond it where those are not;
-        infinite they do not pass for right ones.
+        ``final``: the coordinates are the numbers of a table of this type, and are limited to its range. Other
+        coordinates become infinite beyond the range, so that a wrong product is seen.
         """
         if dtype == self.numbers.dtype:
             return self
@@ -95,7 +95,7 @@ class Tile:
         return Tile(self.flat, self.first, self.numbers.to(dtype), *others)
 
     def whole(self) -> Tensor:
-        """(columns in use, m), all factors in it."""
+        """(columns in use, m), with all factors applied."""
         found = self.numbers if self.centers is None else self.numbers + self.centers.unsqueeze(1)
         found = found if self.columns is None else found * self.columns.unsqueeze(1)
         return found if self.rows is None else found * self.rows

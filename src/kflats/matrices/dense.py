@@ -15,8 +15,8 @@ from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
 class DenseMatrix(Matrix):
     """M = weight (n, d), unfactored: half the bytes in float16, widened to the model's type where it is used.
 
-    Its state looks like that of the layer it stands for. So it always lies as that layer's own table does
-    (``own_matrix_rows``), and a program without kflats that takes the one for the other reads the right values.
+    Its tensor has the name and the shape of the dense layer's own. So it must also have the orientation of that table
+    (``own_matrix_rows``): a program without kflats then loads the right values.
 
     Raises:
         KflatsError: a weight that is no matrix.
@@ -31,7 +31,9 @@ class DenseMatrix(Matrix):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         if weight.ndim != 2:
-            raise KflatsError(f"a weight of shape {tuple(weight.shape)} is no matrix", cause="it must be (n, d)")
+            raise KflatsError(
+                f"a weight of shape {tuple(weight.shape)} is no matrix", cause="a matrix has two dimensions, (n, d)"
+            )
         self.weight = nn.Parameter(weight)
 
     @property

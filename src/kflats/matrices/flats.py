@@ -1,4 +1,4 @@
-"""FlatsMatrix: rows near several flats, each row by its few coordinates in one of them."""
+"""FlatsMatrix: rows near several flats; each row is stored as its few coordinates in one flat."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class FlatsMatrix(Matrix):
     ) -> None:
         super().__init__()
         if basis.ndim != 2 or labels.ndim != 1 or labels.is_floating_point():
-            raise KflatsError(f"basis {tuple(basis.shape)} or labels {tuple(labels.shape)} have the wrong form")
+            raise KflatsError(
+                f"a basis {tuple(basis.shape)} and labels {tuple(labels.shape)} of {labels.dtype} make no flats",
+                cause="the basis must be (ranks, d), and the labels (n,) whole numbers",
+            )
         n, d = labels.shape[0], basis.shape[1]
         check_geometry(n, d, bands, flat_ranks)
         expected = weight_shape(bands)
@@ -60,7 +63,7 @@ class FlatsMatrix(Matrix):
         self.uniform = len(expected) == 2
         self.weight = nn.Parameter(weight)
         self.basis = nn.Parameter(basis)
-        self.ready = False  # position is not yet known
+        self.ready = False
         self.labels: Tensor
         self.position: Tensor
         self.register_buffer("labels", labels)
@@ -73,16 +76,16 @@ class FlatsMatrix(Matrix):
         return self.position.shape[0], self.basis.shape[1]
 
     def refresh(self) -> None:
-        """Recompute ``position`` from ``labels``; refuse labels that contradict the bands."""
+        """Compute ``position`` from ``labels`` again; refuse labels that contradict the bands."""
         if self.labels.is_meta:
             return
         labels = self.labels.to(torch.int64)
         counts = torch.bincount(labels, minlength=len(self.bands)).tolist() if bool((labels >= 0).all()) else []
         if counts != [band.rows for band in self.bands]:
             raise KflatsError(
-                f"row labels do not match the bands (found {counts[:8]}, expected {[b.rows for b in self.bands][:8]})",
+                f"row labels do not match the bands ({counts[:8]} rows instead of {[b.rows for b in self.bands][:8]})",
                 cause="a damaged or mixed-up file",
-                hint="restore the file or compress again",
+                hint="restore the file, or compress again",
             )
         self.position = inverse_of(torch.argsort(labels, stable=True)).to(torch.int32)
         self.ready = True
@@ -145,7 +148,7 @@ class FlatsMatrix(Matrix):
         largest = max(range(len(self.bands)), key=lambda c: self.bands[c].rows)
         extra = labels.new_full((max(0, n - labels.shape[0]),), largest)
         counts = torch.bincount(torch.cat([labels[:n], extra]), minlength=len(self.bands)).tolist()
-        # Inside a band rows stand by row number: those that go are its last, those that come follow them.
+        # Inside a band rows stand by row number: dropped rows are its last, and new rows follow its last.
         tables = [
             with_rows(table.detach(), count) if count else table.detach()[:0]
             for table, count in zip(tables_of(self.weight, self.bands), counts, strict=True)
@@ -160,21 +163,17 @@ class FlatsMatrix(Matrix):
         return copy_trainable(self, found)
 
     def _check_filled(self) -> None:
-        if not self.ready:
-            raise KflatsError(
-                "the matrix has no labels yet",
-                cause="it was built empty and its tensors were set without load_state_dict",
-                hint="call matrix.refresh() once they are filled",
-            )
+        self._check_ready()
         # Code that resizes embeddings by writing into ``weight`` would cut rows of the last band.
         if tuple(self.weight.shape) != weight_shape(self.bands):
             raise KflatsError(
                 f"the coordinates, now {tuple(self.weight.shape)}, were resized without their labels",
                 cause="code that treats layer.weight as a dense table",
-                hint="use matrix.resized(n) and build the layer anew",
+                hint="matrix.resized(n), and a new layer on the result",
+                command="resize the original model, then compress it",
             )
 
 
 def refresh_after_load(module: nn.Module, _: object) -> None:
-    """After ``load_state_dict``: derived buffers follow the new labels (a named function, so modules pickle)."""
+    """After ``load_state_dict`` compute derived buffers again. A named function, so that modules can be pickled."""
     module.refresh()  # type: ignore[operator]

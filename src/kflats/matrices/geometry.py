@@ -1,4 +1,4 @@
-"""What a FlatsMatrix looks like, without its numbers: bands, their limits, and how a file's numbers are read."""
+"""The sizes of a FlatsMatrix without its numbers: bands, and the limits of shapes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def label_dtype(bands: int) -> torch.dtype:
         return torch.uint8
     if bands <= MAX_BANDS:
         return torch.uint16
-    raise KflatsError(f"{bands} bands are more than {MAX_BANDS}", hint="use fewer flats")
+    raise KflatsError(f"{bands} bands are more than {MAX_BANDS}", hint="fewer flats")
 
 
 def order_dtype(columns: int) -> torch.dtype:
@@ -66,7 +66,7 @@ def weight_shape(bands: Sequence[RankGroup]) -> tuple[int, ...]:
 
 
 def starts_of(bands: Sequence[RankGroup]) -> list[int]:
-    """Places in band order where each band begins, and at last where the last one ends.
+    """The first place of each band in band order, and the number of places.
 
     >>> starts_of([RankGroup(2, 3, 0), RankGroup(5, 1, 0)])
     [0, 2, 7]

@@ -1,4 +1,4 @@
-"""InterpolativeMatrix: one flat, stored as some columns of the matrix and what the others are made of."""
+"""InterpolativeMatrix: one flat, stored as r columns of the matrix, and the other columns as mixtures of these."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
 
 
 class InterpolativeMatrix(Matrix):
-    """M[:, order] = [weight, weight @ basis]: r columns of M are stored, the others are made of them.
+    """M[:, order] = [weight, weight @ basis]: r columns of M are stored, the others are mixtures of them.
 
     Args:
         weight: the r columns, (n, r).
-        basis: what the other d - r columns are made of, (r, d - r).
-        order: (d,) int16 (int32 beyond 32768 columns), the columns of M in the order [stored, made].
+        basis: (r, d - r), column j holds the r numbers that mix the stored columns to one other column.
+        order: (d,) int16 (int32 beyond 32768 columns), the columns of M, the stored ones first.
 
     Stores r (n + d - r) numbers and the order: the matrix of a ``LowRankMatrix`` with r^2 numbers less. Rounding
-    ``weight`` costs more by the norm of [I, basis]; ``condition`` tells. Choose it where bytes count and for
-    full rank, where it is as large as the dense matrix and no larger. In fine-tuning the identity block stays.
+    ``weight`` costs more by the norm of [I, basis], which ``condition`` bounds. Choose it where bytes count, and for
+    full rank, where it is as large as the dense matrix and no larger. Fine-tuning leaves the identity block as it is.
 
     Raises:
         KflatsError: shapes that do not fit, or an order that is no permutation.
@@ -64,7 +64,7 @@ class InterpolativeMatrix(Matrix):
 
     @property
     def condition(self) -> float:
-        """Largest |entry| of ``basis``, the block beside the identity: how much rounding errors can grow."""
+        """Largest absolute entry of ``basis``, the block beside the identity: rounding errors grow with it."""
         return float(self.basis.detach().abs().max()) if self.basis.numel() else 0.0
 
     def refresh(self) -> None:
@@ -76,13 +76,13 @@ class InterpolativeMatrix(Matrix):
             raise KflatsError(
                 "the columns' order is no permutation",
                 cause="a damaged or mixed-up file",
-                hint="restore the file or compress again",
+                hint="restore the file, or compress again",
             )
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.weight.dtype
         recorded = torch.compiler.is_compiling() or is_jit_tracing()
-        # On CUDA finding the distinct rows would make the host wait; one large product is quicker there.
+        # On CUDA the search for distinct rows would make the host wait; one large product is quicker there.
         if recorded or index.device.type != "cpu" or index.numel() < FEW:
             return self._columns(F.embedding(index, self.weight).to(dtype))
         values, inverse = distinct(index)
@@ -92,7 +92,7 @@ class InterpolativeMatrix(Matrix):
         return self._columns(x @ self.weight.to(x.dtype))
 
     def matvec(self, x: Tensor) -> Tensor:
-        # Two gathers, and not a split of one: a recorded graph then knows both sizes.
+        # Two gathers instead of a split of one: a recorded graph then knows both sizes.
         rank = self.weight.shape[1]
         order = self.order.to(torch.int64)
         stored, made = x.index_select(-1, order[:rank]), x.index_select(-1, order[rank:])

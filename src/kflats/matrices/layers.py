@@ -1,9 +1,9 @@
-"""Layers that eat a Matrix: embeddings, linear layers, and output heads tied to an embedding.
+"""Layers on a Matrix: embeddings, linear layers, and output heads tied to an embedding.
 
 A layer *adopts* its matrix: both share one table of parameters and one of buffers, so the state
-dict says ``layer.weight``, ``layer.basis``, ``layer.labels`` while all arithmetic stays in Matrix.
-A tied place *borrows*: it refers to the owner's matrix and has no parameters of its own, so a tie
-cannot come apart in saving, loading or training.
+dict says ``layer.weight``, ``layer.basis``, ``layer.labels``, and Matrix does all arithmetic.
+A tied place *borrows*: it refers to the owner's matrix and has no parameters of its own, so saving,
+loading and training cannot separate the two.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kflats.matrices.low_rank import LowRankMatrix
 
 
 class HoldsMatrix:
-    """What all factored layers share: a matrix, adopted or borrowed."""
+    """The base of all factored layers: a matrix, adopted or borrowed."""
 
     @property
     def matrix(self) -> Matrix:
@@ -49,14 +49,14 @@ class HoldsMatrix:
         return self.matrix.weight
 
     def refresh(self) -> None:
-        """Recompute what the matrix derives from its stored tensors (call after loading into them)."""
+        """Compute again all that the matrix derives from its stored tensors (call after loading into them)."""
         self.matrix.refresh()
 
     def _replicate_for_data_parallel(self) -> Any:
         raise KflatsError(
             "factored layers cannot be copied by nn.DataParallel",
             cause="its copies hold views instead of parameters, which a shared matrix would not see",
-            hint="use DistributedDataParallel (torchrun), or let one GPU be visible",
+            hint="DistributedDataParallel (torchrun), or one visible GPU",
         )
 
 
@@ -82,7 +82,7 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
             It follows ``.half()``, ``.to(dtype)`` and the like.
 
     Raises:
-        KflatsError: sparse gradients asked of another matrix than those, or a padding_idx outside the table.
+        KflatsError: sparse gradients of another kind of matrix, or a padding_idx outside the table.
 
     >>> layer = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
     >>> layer(torch.tensor([[0, 4]])).shape
@@ -104,11 +104,15 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
             raise KflatsError(
                 f"a matrix of kind {matrix.kind!r} gives no sparse gradients",
                 cause="only the numbers of a whole matrix and the coordinates of a low-rank one are read row by row",
-                hint="build the original layer with sparse=False, or compress with SVD",
+                hint="sparse=False in the original layer, or the method SVD",
+                command="the method svd",
             )
         self.num_embeddings, self.embedding_dim = matrix.shape
         if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:
-            raise KflatsError(f"padding_idx {padding_idx} lies outside the table of {self.num_embeddings} rows")
+            raise KflatsError(
+                f"padding_idx {padding_idx} lies outside the table of {self.num_embeddings} rows",
+                cause="the matrix belongs to another embedding",
+            )
         self.padding_idx = cast(int, None if padding_idx is None else padding_idx % self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
         self.sparse, self.scale, self.out_dtype = sparse, scale, dtype
@@ -154,7 +158,7 @@ class FactoredLinear(HoldsMatrix, nn.Module):
     matrix and ``bias``.
 
     Raises:
-        KflatsError: ``rows`` is neither of the two, or the bias has the wrong length.
+        KflatsError: ``matrix_rows`` is neither of the two, or the bias has the wrong length.
 
     >>> layer = FactoredLinear(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)), torch.zeros(3))
     >>> layer(torch.ones(2, 5)).tolist()
@@ -166,8 +170,7 @@ class FactoredLinear(HoldsMatrix, nn.Module):
 
     def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, matrix_rows: str = "in_features") -> None:
         nn.Module.__init__(self)
-        if matrix_rows not in ("in_features", "out_features"):
-            raise KflatsError(f"matrix_rows={matrix_rows!r} is neither 'inputs' nor 'outputs'")
+        check_matrix_rows(matrix_rows)
         self.matrix_rows = matrix_rows
         self.in_features, self.out_features = matrix.shape if matrix_rows == "in_features" else matrix.shape[::-1]
         check_bias(bias, self.out_features)
@@ -200,10 +203,10 @@ class FactoredHead(HoldsMatrix, nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """As for other layers, but with one line per output always: transformers pads a bias to that length.
+        """As for other layers, but always with n lines: transformers pads the bias to that length.
 
-        Coordinates without such lines are shown as a view of their first number, n times: PEFT takes layers
-        for untied whose weights do not begin at one place in memory.
+        One-dimensional coordinates are shown as a view that repeats their first number n times, and not as a new
+        tensor: PEFT takes two layers for tied only where their weights begin at the same place in memory.
         """
         table = self.matrix.weight
         if table.ndim == 2:
@@ -230,4 +233,15 @@ class FactoredHead(HoldsMatrix, nn.Module):
 def check_bias(bias: Tensor | None, size: int) -> None:
     """Refuse a bias of another length than ``size``."""
     if bias is not None and tuple(bias.shape) != (size,):
-        raise KflatsError(f"a bias of shape {tuple(bias.shape)} does not fit {size} outputs")
+        raise KflatsError(
+            f"a bias of shape {tuple(bias.shape)} does not fit {size} outputs",
+            cause="the bias has one number per output",
+        )
+
+
+def check_matrix_rows(matrix_rows: str) -> None:
+    """Refuse a value of ``matrix_rows`` that is not a side of a layer."""
+    if matrix_rows not in ("in_features", "out_features"):
+        raise KflatsError(
+            f"matrix_rows={matrix_rows!r} is not a side of a layer", hint='"in_features" or "out_features"'
+        )

@@ -23,14 +23,14 @@ from kflats.matrices.geometry import RankGroup, bases_of, starts_of, tables_of
 Group = tuple[int, int, int]  # band, and the slice of the distinct places that lies in it
 
 
-FEW = 256  # below so many, sorting out repeated ids takes longer than computing their rows again
+FEW = 256  # for fewer ids the search for repeated ones takes longer than computing their rows again
 
 
 def distinct(index: Tensor) -> tuple[Tensor, Tensor]:
     """Sorted distinct values (u,) of ``index``, and for each of its entries the place among them.
 
-    Text repeats its words: of 4096 tokens some 1800 are distinct, and a row need be computed only
-    once. The sort costs a few per cent of the matrix product it saves.
+    Text repeats its words: 4096 tokens have about 1800 distinct ones, and each row is computed once.
+    The sort costs a few per cent of the matrix product it saves.
     """
     values, inverse = torch.unique(index, return_inverse=True)
     return values, inverse
@@ -48,7 +48,7 @@ def is_exporting() -> bool:
 
 
 def is_recording() -> bool:
-    """True while a graph is recorded, for whichever use: nothing may depend on the values of tensors."""
+    """True while a graph is recorded for any use: nothing may depend on the values of tensors."""
     return is_jit_tracing() or torch.compiler.is_compiling()
 
 
@@ -57,7 +57,7 @@ def is_jit_tracing() -> bool:
     return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
 
 
-# Before this function existed, every recorded graph is treated as one for export.
+# An older torch lacks this function: every recorded graph is then treated as one for export.
 _compiler_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
 
 

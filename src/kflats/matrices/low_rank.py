@@ -1,4 +1,4 @@
-"""LowRankMatrix: one flat, what an SVD gives."""
+"""LowRankMatrix: one flat, the result of an SVD."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ M = TypeVar("M", bound=Matrix)
 
 
 class LowRankMatrix(Matrix):
-    """M = weight @ basis with weight (n, r), basis (r, d): one flat, all that an SVD gives.
+    """M = weight @ basis with weight (n, r), basis (r, d): one flat, the result of an SVD.
 
     Stores r (n + d) numbers. Use it where one subspace fits the rows, or for the smallest lookups.
 
@@ -39,7 +39,10 @@ class LowRankMatrix(Matrix):
                 cause="the first must be (n, r), the second (r, d)",
             )
         if basis.shape[0] > basis.shape[1]:
-            raise KflatsError(f"rank {basis.shape[0]} exceeds the {basis.shape[1]} columns of the matrix")
+            raise KflatsError(
+                f"rank {basis.shape[0]} exceeds the {basis.shape[1]} columns of the matrix",
+                cause="such factors take more numbers than the matrix itself",
+            )
         self.weight = nn.Parameter(weight)
         self.basis = nn.Parameter(basis)
 
@@ -51,7 +54,7 @@ class LowRankMatrix(Matrix):
         """As ``Matrix.rows``; ``sparse`` asks for a sparse gradient of ``weight``."""
         dtype = dtype or self.weight.dtype
         recorded = torch.compiler.is_compiling() or is_jit_tracing()
-        # On CUDA finding the distinct rows would make the host wait; one large product is quicker there.
+        # On CUDA the search for distinct rows would make the host wait; one large product is quicker there.
         if recorded or index.device.type != "cpu" or index.numel() < FEW:
             return F.embedding(index, self.weight, sparse=sparse).to(dtype) @ self.basis.to(dtype)
         values, inverse = distinct(index)
@@ -82,7 +85,7 @@ class LowRankMatrix(Matrix):
 def check_rows(n: int) -> None:
     """Refuse to resize a matrix to nothing."""
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise KflatsError(f"a matrix cannot be resized to {n!r} rows", hint="ask for a whole number, at least 1")
+        raise KflatsError(f"a matrix cannot be resized to {n!r} rows", hint="a whole number, at least 1")
 
 
 def with_rows(table: Tensor, n: int) -> Tensor:

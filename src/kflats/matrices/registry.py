@@ -1,4 +1,4 @@
-"""The matrices kflats knows, and how one is rebuilt, empty, from its description in a file."""
+"""All kinds of matrices, and how an empty one is built from its description in a file."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The weights of a model: found, taken out, put back in another form, and described for whoever loads them."""
+"""The weights of a model: find them, replace them by factors, put them back, and describe them for loading."""

@@ -1,4 +1,4 @@
-"""Describes the factored layers of a model, in the form of ``description``."""
+"""Writes the description of a model's factored layers, in the form that ``description`` reads."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
     """The description of ``model``'s factored layers, JSON-able, or None where nothing is factored.
 
     Raises:
-        KflatsError: a place whose owner is outside ``model``, or factors that have the dense table's
-            shape (a program without kflats would load them as if they were the table).
+        KflatsError: a place whose owner is outside ``model``, or factors of the dense table's shape (a program without
+            kflats would load them as if they were the table).
     """
     modules: dict[str, dict[str, Any]] = {}
     owners: dict[int, str] = {}
@@ -60,7 +60,7 @@ def describe(model: nn.Module) -> dict[str, Any] | None:
 
 
 def compute_dtype(model: nn.Module) -> torch.dtype:
-    """The type that ``model`` computes in, whatever its factors are stored in."""
+    """The type that ``model`` computes in. Its factors may be stored in another type."""
     for _, layer in factored_layers(model):
         if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
             return layer.out_dtype
@@ -76,12 +76,12 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 def _described(name: str, layer: FactoredLayer) -> dict[str, Any]:
     padding, scale = (layer.padding_idx, layer.scale) if isinstance(layer, FactoredEmbedding) else (None, None)
-    found: dict[str, Any] = {"name": name, "role": _layer_role(layer), "padding_idx": padding, "scale": scale}
+    place: dict[str, Any] = {"name": name, "role": _layer_role(layer), "padding_idx": padding, "scale": scale}
     if isinstance(layer, FactoredConv2d):
-        found["kernel"] = [layer.in_channels, *layer.kernel_size]
+        place["kernel"] = [layer.in_channels, *layer.kernel_size]
     if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias:
-        found["gained_bias"] = True
-    return found
+        place["gained_bias"] = True
+    return place
 
 
 def _layer_role(layer: FactoredLayer) -> str:
@@ -99,9 +99,9 @@ def _check_collision(name: str, layer: FactoredLayer) -> None:
     if isinstance(layer, FactoredConv2d):
         return  # a dense kernel has four dimensions
     if isinstance(layer.matrix, DenseMatrix):
-        return  # it holds the table's own numbers in the table's own order
+        return  # its tensor is the table
     n, d = layer.matrix.shape
-    # Conv1D keeps M, torch's linear layers M.T; with output neurons as rows M is M.T already.
+    # Conv1D stores M, and torch's linear layers store M.T. A matrix with output neurons as rows is M.T already.
     turned = isinstance(layer, FactoredLinear) and (_layer_role(layer) == "linear") == (
         layer.matrix_rows == "in_features"
     )
@@ -110,7 +110,7 @@ def _check_collision(name: str, layer: FactoredLayer) -> None:
         raise KflatsError(
             f"the factors of {name!r} are no smaller than the table itself",
             cause="its rank is the full dimension",
-            hint="a smaller budget, or leave this weight dense (kflats.restore_)",
+            hint="a smaller budget, or leave this weight dense",
         )
 
 

@@ -1,4 +1,4 @@
-"""The JSON that says which layers of a model are factored, and how, and what is read from it, checked.
+"""The JSON that says which layers of a model are factored, and how; and its reader, which checks every field.
 
     {"quant_method": "kflats", "format_version": 1, "dtype": "float32", "modules": {
         "embeddings.word_embeddings": {
@@ -41,8 +41,8 @@ def is_kflats_config(note: object) -> bool:
 
 @dataclass(frozen=True)
 class DescribedPlace:
-    """A place as written: its padding row and output scale where it is an embedding, ``kernel`` (inputs,
-    height, width) where it is a convolution, and whether the layer had no bias before."""
+    """A place as written. An embedding has its padding row and output scale, a convolution its ``kernel`` (inputs,
+    height, width). ``gained_bias``: whether the layer had no bias before."""
 
     name: str
     role: str
@@ -54,8 +54,8 @@ class DescribedPlace:
 
 @dataclass(frozen=True)
 class Module:
-    """One factored weight as written. ``empty`` is its matrix without memory (meta device), as the file stores it:
-    with a stream of that many bytes in place of its integers, where ``stream`` says so."""
+    """One factored weight as written. ``empty`` is its matrix without memory (meta device), with the tensors that the
+    file stores. ``stream``: bytes of the stream in place of its integers, None without a stream."""
 
     name: str
     places: tuple[DescribedPlace, ...]
@@ -68,10 +68,10 @@ class Module:
 
     def new(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Matrix:
         """An empty matrix to load the file's tensors into; ``finish_`` must follow."""
-        found = matrix_from_spec(self.empty.spec(), dtype=dtype, device=device)
-        if self.stream is not None and isinstance(found, CodedMatrix):
-            expect_(found, self.stream)
-        return found
+        matrix = matrix_from_spec(self.empty.spec(), dtype=dtype, device=device)
+        if self.stream is not None and isinstance(matrix, CodedMatrix):
+            expect_(matrix, self.stream)
+        return matrix
 
     def finish_(self, matrix: Matrix) -> None:
         """Make ``matrix``, filled with the file's tensors, ready for use.
@@ -87,7 +87,7 @@ class Module:
             raise KflatsError(
                 f"the codes of {self.name!r} are damaged: their checksum differs",
                 cause=DAMAGED,
-                hint="restore the file or compress again",
+                hint="restore the file, or compress again",
             )
 
     @property
@@ -98,7 +98,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Description:
-    """All that a folder says about its factored layers, checked."""
+    """The factored layers of a folder, checked."""
 
     dtype: torch.dtype
     modules: tuple[Module, ...]

@@ -1,4 +1,4 @@
-"""One layer for another: a factored layer in the form of a dense one, and the dense one again."""
+"""The factored layer that stands for a dense one, and the dense layer again."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _HOOKS = (
 def factored_layers_for(
     weight: Weight, old: Sequence[nn.Module], matrix: Matrix, rows: str, scales: dict[str, float | None]
 ) -> list[FactoredLayer]:
-    """A layer for every place, none of them in the model yet; one object where one module has two places."""
-    made: dict[int, FactoredLayer] = {}
+    """A layer for every place, not yet in the model. A module with two places gets one layer."""
+    by_module: dict[int, FactoredLayer] = {}
     layers = []
     for place, module in zip(weight.places, old, strict=True):
-        if id(module) not in made:
-            layer = _new_layer(place, module, matrix, rows, scales.get(place.name), own=not made)
+        if id(module) not in by_module:
+            layer = _new_layer(place, module, matrix, rows, scales.get(place.name), own=not by_module)
             bias = getattr(module, "bias", None)
             if not isinstance(layer, FactoredEmbedding) and bias is not None:
                 layer.bias = bias  # the parameter itself: it may be tied
@@ -47,30 +47,33 @@ def factored_layers_for(
                 layer.register_load_state_dict_pre_hook(_decode_stream)  # type: ignore[no-untyped-call]
             layer.train(module.training)
             layer.__dict__["_shell"] = module
-            # transformers then never calls ``_init_weights`` on this layer, which would take its factors for a table.
+            # With this mark transformers does not call ``_init_weights``, which would overwrite factors like a table.
             layer.__dict__["_is_hf_initialized"] = True
             if not matrix.weight.is_meta:
                 _mark_initialized(layer)
-            made[id(module)] = layer
-        layers.append(made[id(module)])
+            by_module[id(module)] = layer
+        layers.append(by_module[id(module)])
     return layers
 
 
 def holders_of_bias(model: nn.Module, name: str, layer: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Everything else that holds ``layer``'s bias under a name of its own (BERT lists its decoder's bias twice)."""
+    """Every other module that has ``layer``'s bias (BERT lists its decoder's bias twice), with the bias' name there."""
     bias = layer._parameters.get("bias")
     if bias is None:
         return []
     found = [(m, key) for m in model.modules() if m is not layer for key, p in m._parameters.items() if p is bias]
     if any(holder._parameters.get("weight") is not None for holder, _ in found):
-        raise KflatsError(f"the bias of {name!r} is another layer's too: a shift would move both")
+        raise KflatsError(
+            f"the bias of {name!r} cannot be shifted",
+            cause="another layer has the same bias, and would be shifted, too",
+        )
     return found
 
 
 def shift_bias_(
     layer: FactoredLinear | FactoredConv2d, shift: Tensor, table: nn.Parameter, shared: list[tuple[nn.Module, str]]
 ) -> None:
-    """Give ``layer`` a new bias: the old parameter is left as it is, so that a refused pipeline can go back to it."""
+    """Give ``layer`` a new bias. The old parameter stays as it is, so that the model can be put back after an error."""
     old = layer.bias
     layer.gained_bias = old is None
     like = table if old is None else old
@@ -86,8 +89,8 @@ def dense_layer_for(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn.
     """The module that ``layer`` replaced, with a table again."""
     shell = layer.__dict__.get("_shell")
     if not isinstance(shell, nn.Module):
-        raise KflatsError(f"{name!r} cannot be made dense", cause="it was not put there by kflats.model.swap.swap_")
-    # Conv1D keeps M, torch's other layers M.T; a matrix whose rows are outputs is M.T already.
+        raise KflatsError(f"{name!r} cannot be made dense", cause="kflats did not put this layer into the model")
+    # Conv1D stores M, and torch's other layers store M.T. A matrix whose rows are outputs is M.T already.
     if isinstance(layer, FactoredLinear | FactoredConv2d):
         turned = isinstance(shell, nn.Linear | nn.Conv2d) == (layer.matrix_rows == "in_features")
         held = table.detach().T if turned else table.detach()
@@ -97,7 +100,7 @@ def dense_layer_for(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn.
     if isinstance(layer, FactoredEmbedding) and isinstance(shell, nn.Embedding):
         shell.num_embeddings, shell.padding_idx = layer.num_embeddings, layer.padding_idx
         if isinstance(scale := getattr(shell, "embed_scale", None), Tensor):
-            # The shell did not travel with the model: its scale may be on another device, or not in memory.
+            # The shell is no part of the model: its scale may be on another device, or on the meta device.
             shell.embed_scale = torch.full_like(scale, cast(float, layer.scale), device=table.device)
     elif not isinstance(layer, FactoredEmbedding):
         gained = not isinstance(layer, FactoredHead) and layer.gained_bias
@@ -144,6 +147,6 @@ def _decode_stream(layer: FactoredLayer, state: dict[str, Any], prefix: str, *_:
 
 
 def _mark_initialized(layer: nn.Module) -> None:
-    """So that transformers' ``init_weights`` leaves fitted factors alone, as it does loaded ones."""
+    """Mark fitted factors like loaded ones: transformers' ``init_weights`` then leaves them as they are."""
     for parameter in layer.parameters():
         mark_initialized(parameter)

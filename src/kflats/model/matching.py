@@ -1,4 +1,4 @@
-"""What a file says of factored layers, met with a model: which weight is meant, and the empty layer put there."""
+"""The weight of a model that each module of a description stands for, and the empty layer in its place."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kflats.model.weights import Weight, find_weights, parameter, spellings, sub
 
 
 def match(model: nn.Module, description: Description, *, strict: bool) -> list[tuple[Weight, Module]]:
-    """Each described module with the weight of ``model`` it replaces; a base model's names match its heads' and back.
+    """Each described module with the weight of ``model`` it replaces, whose name may lack the base model's prefix.
 
     Args:
         model: still dense.
-        description: what the file says.
-        strict: every described place must be there, and no other place may share the weight. Otherwise
-            places that ``model`` lacks (a head) are passed over, and heads it ties in addition join.
+        description: of the file.
+        strict: the model must have every described place, and no other place may share the weight. Otherwise
+            described places that ``model`` lacks (a head) are passed over, and a head that only ``model`` ties joins.
 
     Raises:
-        KflatsError: another shape, a tie that one side has and the other lacks, a layer of another kind.
+        KflatsError: another shape, a tie that only the file or only the model has, a layer of another kind.
     """
     weights = {place.name: weight for weight in find_weights(model) for place in weight.places}
     found = []
@@ -33,6 +33,7 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
                 raise KflatsError(
                     f"the file has a factored layer {module.name!r} that {type(model).__name__} cannot take",
                     cause="the model class or its config is not the one that was saved",
+                    hint="load the folder with the class that its config names",
                 )
             continue
         weight = weights[name]
@@ -41,7 +42,8 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
             raise KflatsError(
                 f"{module.name!r} is {shape[0]} x {shape[1]} in the file, but {weight.shape[0]} x {weight.shape[1]} "
                 "in the model",
-                cause="the config was edited, or is another model's",
+                cause="the config was edited, or belongs to another model",
+                hint="restore the folder, or compress again",
             )
         _check_places(model, module, weight, strict=strict)
         _check_layer(model, module, weight)
@@ -60,8 +62,8 @@ def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Ma
 
 
 def stored_dtype(description: Description, module: Module, dtype: torch.dtype) -> torch.dtype:
-    """The type for a module's factors in a model of type ``dtype``: they follow the model unless they were
-    stored in a type of their own."""
+    """The type for a module's factors in a model of type ``dtype``: the type of the model, unless the file stores the
+    factors in a type of their own."""
     return dtype if module.dtype == description.dtype else module.dtype
 
 

@@ -1,9 +1,8 @@
 """``resize_token_embeddings`` for factored vocabularies.
 
-transformers resizes an embedding by reading and replacing its ``weight``, which here is coordinates only.
-So ``swap_`` gives the instance its own method. It resizes the Matrix, every place that shares it, and the
-head's bias, or refuses before anything has changed; what a model class resizes besides (BART's logits bias)
-is left to the class.
+transformers resizes an embedding by reading and replacing its ``weight``; a factored one has only coordinates there.
+So ``swap_`` gives the instance its own method. It resizes the Matrix, every place that shares it, and the head's bias,
+or refuses before anything has changed. A model class may resize more (BART its logits bias): this is left to the class.
 """
 
 from __future__ import annotations
@@ -62,7 +61,10 @@ def _resize_token_embeddings(
     """The step of transformers' own ``resize_token_embeddings`` that works on tables."""
     source, head = vocabulary_end(self, "get_input_embeddings"), vocabulary_end(self, "get_output_embeddings")
     if source is None:
-        raise KflatsError(f"{type(self).__name__} does not say which of its layers are the token embeddings")
+        raise KflatsError(
+            f"the vocabulary of {type(self).__name__} cannot be resized",
+            cause="the class does not say which of its layers are the token embeddings",
+        )
     if new_num_tokens is None and pad_to_multiple_of is None:
         return source
     old = source.matrix.shape[0] if isinstance(source, FactoredLayer) else cast(nn.Embedding, source).num_embeddings
@@ -80,7 +82,7 @@ def _resize_token_embeddings(
     for _, layer in list(factored_layers(self)):
         if (matrix := resized.get(id(layer.matrix))) is not None:
             _take(self, layer, matrix)
-    # The caller reads the new size off the table's first dimension; ragged coordinates have no such dimension.
+    # The caller takes the new size from the table's first dimension, and ragged coordinates have no such dimension.
     return SimpleNamespace(weight=torch.empty(size, 0, device="meta"))
 
 
@@ -100,13 +102,14 @@ def _check_end(model: nn.Module, end: FactoredLayer) -> None:
             "the output head cannot be resized",
             cause="its tokens are columns of a factored matrix, which has no coordinates for one more",
             hint="resize before compressing, or kflats.restore_(model) first",
+            command="resize the original model, then compress it",
         )
     here = sum(layer.matrix is end.matrix for _, layer in factored_layers(model))
     if here != end.matrix.__dict__.get(_PLACES, here):
         raise KflatsError(
             f"the vocabulary has places outside this {type(model).__name__}",
             cause="it is part of a larger model whose head is tied to it",
-            hint="call resize_token_embeddings on the whole model",
+            hint="resize the whole model",
         )
 
 

@@ -1,4 +1,4 @@
-"""What a module is to kflats: which layers hold a matrix that can be factored, and why the others do not."""
+"""The role of a module: which layers hold a matrix that can be factored, and why others do not."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv
 
 READ_DIRECTLY = "it is part of a layer that reads the dense tensor directly, as torch's own transformer layers do"
 
-# These read the tensors of the layers inside them directly and never call them: torch's fused kernels, and
-# some of transformers' modules (by the end of the class name), all of whose layers or the named ones do.
+# These modules read the tensors of layers inside them directly and never call the layers: torch's fused kernels, and
+# some modules of transformers. _READERS has the end of the class name and the layers that are read, () for all.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _READERS: dict[str, tuple[str, ...]] = {
     "AltUp": ("prediction_coefs", "correction_coefs"),
@@ -43,14 +43,14 @@ _READERS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Role:
-    """What a module is: "embedding", "linear", "conv1d", "conv2d", or "" and the reason why it is none of these."""
+    """The role of a module: "embedding", "linear", "conv1d", "conv2d", or "" and the reason why it has none."""
 
     name: str
     reason: str = ""
 
 
 def role_of(module: nn.Module) -> Role:
-    """The role of one module, wherever it is.
+    """The role of one module, at any place of a model.
 
     >>> role_of(nn.Linear(3, 4)).name, role_of(nn.Conv2d(4, 4, 3, groups=2)).reason
     ('linear', 'a grouped convolution (groups=2) is 2 small matrices, not one')
@@ -66,10 +66,10 @@ def role_of(module: nn.Module) -> Role:
         return Role("", f"an empty {kind.__name__}")
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None:
-            return Role("", "max_norm rescales rows of the table while it is read, which factors cannot do")
+            return Role("", "max_norm rescales rows of the table while they are read, and factors have no such rows")
         if module.scale_grad_by_freq:
             return Role(
-                "", "scale_grad_by_freq divides gradients by how often a row is read, which bases have no count of"
+                "", "scale_grad_by_freq divides the gradient of a row by its count, and a basis has no such count"
             )
         if kind is not nn.Embedding and not _is_scaled(kind):
             return Role("", f"{kind.__name__} is a subclass of nn.Embedding that kflats does not know")
@@ -87,7 +87,7 @@ def role_of(module: nn.Module) -> Role:
 
 
 def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(path, module, is its tensor read directly?) once per attribute that holds a module, shared modules included."""
+    """For every attribute that holds a module, also a shared one: path, module, is its tensor read directly?"""
     seen: set[tuple[int, str]] = set()
     fused: set[int] = set()
     for name, module in model.named_modules(remove_duplicate=False):
@@ -102,7 +102,7 @@ def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
 
 
 def embedding_scale(module: nn.Module) -> float | None:
-    """What a scaled word embedding multiplies its output by; NaN where it is not in memory (meta device)."""
+    """The factor by which a scaled word embedding multiplies its output; NaN where it is on the meta device."""
     scale = getattr(module, "embed_scale", None)
     if isinstance(scale, Tensor):
         return float("nan") if scale.is_meta else float(scale)

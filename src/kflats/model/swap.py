@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.matrices.conv import FactoredConv2d
-from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear, check_matrix_rows
 from kflats.matrices.registry import DenseMatrix, Matrix
 from kflats.model.describe import compute_dtype
 from kflats.model.description import is_kflats_config
@@ -58,16 +58,16 @@ def swap_(
 
     Args:
         model: any module; transformers models keep working with everything transformers does.
-        weight: what ``find_weight`` gave for this model.
+        weight: of this model, from ``find_weight``.
         matrix: of ``weight.shape``; it is adopted, not copied.
         matrix_rows: "out_features" for a linear layer or convolution whose matrix has output neurons as rows (its
             shape is reversed).
-        bias_shift: (d,), added to the layer's bias: what the factors lack on the mean input. A layer without
+        bias_shift: (d,), added to the layer's bias: the error of the factors on the mean input. A layer without
             a bias gets one, which is saved and loaded with it.
         scales: embedding scales by place, for a model on the meta device, where they cannot be read.
 
     Raises:
-        KflatsError: another shape, a DenseMatrix that does not lie as the layer's own table does, a model that has
+        KflatsError: another shape, a DenseMatrix in another orientation than the layer's own table, a model that has
             changed since ``find_weight``, sparse gradients with flats, flats in a convolution, a bias for an embedding
             or for a bias that two layers share, a layer that accelerate moves about. The model is then as it was.
 
@@ -78,7 +78,7 @@ def swap_(
     [[1.0, 1.0, 1.0, 1.0]]
     """
     if find_weight(model, weight.name).places != weight.places:
-        raise KflatsError(f"the places of {weight.name!r} have changed", hint="call find_weight again")
+        raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
     _check_options(weight, matrix_rows, bias_shift)
     if matrix.shape != (weight.shape if matrix_rows == "in_features" else weight.shape[::-1]):
         raise KflatsError(
@@ -87,9 +87,9 @@ def swap_(
         )
     if isinstance(matrix, DenseMatrix) and matrix_rows != own_matrix_rows(weight):
         raise KflatsError(
-            f"the whole matrix of {weight.name!r} has {matrix_rows} as rows, its layer's own table the other side",
-            cause="its file would look like the layer's own with another order of numbers",
-            hint=f"matrix_rows={own_matrix_rows(weight)!r}",
+            f"the dense matrix of {weight.name!r} cannot have {matrix_rows} as rows",
+            cause=f"the layer's own table has {own_matrix_rows(weight)}, and a program without kflats would load it",
+            hint=f"the transpose of the matrix, with {own_matrix_rows(weight)} as rows",
         )
     group = [place.name for place in weight.places]
     old = [model.get_submodule(name) for name in group]
@@ -114,19 +114,19 @@ def swap_(
     for name, layer in zip(group, layers, strict=True):
         _put(model, name, layer)
     for module in old:
-        # The shell stays with its layer for restore_; without a table it holds no memory and is no second place.
+        # restore_ puts the shell back. Without a table it takes no memory and is no second place of the weight.
         module._parameters["weight"] = None
     _check_swapped(model, group, layers, table)
     guard_resizing_(model, matrix, places=len(group))
 
 
 def restore_(model: nn.Module) -> None:
-    """Put dense layers back, in place: every factored layer becomes what it was, with ``matrix.dense()`` as its table.
+    """Put the dense layers back, in place: every factored layer becomes dense, with ``matrix.dense()`` as its table.
 
-    Ties are tied again. Values do not return to what they were before compression: the model computes what
-    it did with factors, biases included. Only a bias that a layer gained goes, because the architecture
-    (and who loads its checkpoint) has no place for it; the outputs move by that constant. Transformers' configs
-    lose their note of factors, so that ``save_pretrained`` makes an ordinary folder.
+    Ties are tied again. The original values do not return: the dense model computes the same as the factored one,
+    biases included. Only a bias that a layer gained is removed, because the architecture has no place for it; the
+    outputs move by that constant. The description of factors leaves transformers' configs, so that ``save_pretrained``
+    writes an ordinary folder.
 
     >>> from kflats.matrices.registry import LowRankMatrix
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
@@ -163,7 +163,7 @@ def restore_(model: nn.Module) -> None:
 def unchanged_on_error(model: nn.Module) -> Iterator[None]:
     """After an exception inside, every module and config of ``model`` holds the same objects as before.
 
-    For several swaps that belong together: the first must not stay when the second is refused.
+    Several swaps that belong together need this: the first is undone when the second is refused.
 
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
     >>> try:
@@ -194,27 +194,27 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
 
 def _check_options(weight: Weight, matrix_rows: str, bias_shift: Tensor | None) -> None:
-    if matrix_rows not in ("in_features", "out_features"):
-        raise KflatsError(
-            f"matrix_rows={matrix_rows!r} is not a side of a layer", hint='"in_features" or "out_features"'
-        )
+    check_matrix_rows(matrix_rows)
     embedding = weight.places[0].role == "embedding"
     if embedding and matrix_rows == "out_features":
         raise KflatsError(
-            f"{weight.name!r} is an embedding: its rows are tokens",
-            hint="matrix_rows='out_features' is for layers with inputs",
+            f"outputs as rows are not supported for the embedding {weight.name!r}",
+            cause="the rows of an embedding are tokens",
+            hint="inputs as rows",
         )
     if bias_shift is None:
         return
     if embedding:
-        raise KflatsError(f"{weight.name!r} is an embedding, which has no bias to shift")
+        raise KflatsError(f"the embedding {weight.name!r} cannot have a bias shift", cause="an embedding has no bias")
     if tuple(bias_shift.shape) != weight.shape[1:]:
         raise KflatsError(
-            f"a bias shift of shape {tuple(bias_shift.shape)} does not fit the {weight.shape[1]} outputs "
-            f"of {weight.name!r}"
+            f"a bias shift of shape {tuple(bias_shift.shape)} does not fit {weight.name!r}",
+            cause=f"the layer has {weight.shape[1]} outputs",
         )
     if not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
-        raise KflatsError(f"the bias shift of {weight.name!r} has values that are not finite")
+        raise KflatsError(
+            f"the bias shift of {weight.name!r} is not finite", cause="infinite or NaN values in the data"
+        )
 
 
 def _table_dtype(layer: FactoredLayer, computed: torch.dtype) -> torch.dtype:
@@ -233,7 +233,15 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
 def _check_swapped(model: nn.Module, group: Sequence[str], layers: Sequence[nn.Module], table: Tensor) -> None:
     for name, layer in zip(group, layers, strict=True):
         if submodule(model, name) is not layer:
-            raise KflatsError(f"the swap of {name!r} did not take", cause="the model overrides how it holds its layers")
+            raise KflatsError(
+                f"the swap of {name!r} did not take",
+                cause="the model overrides how it holds its layers",
+                hint="leave this weight dense",
+            )
     left = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
     if left:
-        raise KflatsError(f"the dense table of {group[0]!r} is still in use as {left[0]!r}")
+        raise KflatsError(
+            f"the dense table of {group[0]!r} cannot be replaced",
+            cause=f"the model still uses it as {left[0]!r}, which no layer holds",
+            hint="leave this weight dense",
+        )

@@ -1,9 +1,9 @@
-"""Ties inside transformers: which parameters it shares by name, and how factored places leave that list.
+"""Ties inside transformers: the lists of parameters that it shares by name, without factored places.
 
 transformers keeps ``_tied_weights_keys = {target: source}`` on every model class, and all of them, expanded,
-in ``all_tied_weights_keys``; ``tie_weights`` then assigns parameters by name. A factored place has nothing
-to assign (an owner's table is borrowed, not copied), so its entries are taken out, on the instance, and
-remembered. ``config.tie_word_embeddings`` is never touched: T5 scales its logits by it.
+in ``all_tied_weights_keys``; ``tie_weights`` then assigns parameters by name. A factored place has no table to assign,
+because it borrows the owner's matrix. So its entries are taken out of the lists of the instance, and kept for
+``recall_ties_``. ``config.tie_word_embeddings`` is never changed: T5 scales its logits by it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def recall_ties_(model: nn.Module) -> None:
 def untied_places(model: nn.Module, places: Iterable[str]) -> tuple[str, ...]:
     """Targets of ties that the model's class declares with one of ``places`` (all factored), but that do not hold.
 
-    T5's head is such a place wherever its checkpoint brings a table for it, whatever the config says.
+    T5's head is such a place wherever its checkpoint has a table for it, whatever the config says.
     """
     group = set(places)
     found: set[str] = set()

@@ -1,8 +1,8 @@
 """Where a model keeps its matrices: embeddings, linear layers, convolutions, and the ties between them.
 
-A *weight* is one matrix M of shape (n, d), rows being what enters (a token, an input neuron). A *place*
-is a module that uses it. A tied output head is a second place of the embedding's weight, not a weight
-of its own: what replaces one must replace all.
+A *weight* is one matrix M of shape (n, d). Its rows belong to inputs: tokens, or input neurons. A *place* is a module
+that uses it. A tied output head is a second place of the embedding's weight, not a weight of its own: a swap replaces
+the weight at all of its places.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class WeightUse:
 
 @dataclass(frozen=True)
 class Weight:
-    """One matrix M and all its places; ``name`` is the first, which owns the factors after a swap.
+    """One matrix M and all its places; ``name`` is the first place, which owns the factors after a swap.
 
-    ``shape`` is M's (rows = what enters), ``nbytes`` what it takes now, counted once however many ties.
-    ``bias`` says whether the layer has one; a layer without it pays for one that it is given (d numbers).
+    ``shape`` is M's, with inputs as rows; ``nbytes`` counts M once, whatever its ties. ``bias`` says whether the layer
+    has a bias. A layer without one that gains a bias pays for it (d numbers).
     """
 
     name: str
@@ -52,7 +52,7 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     """Every matrix of ``model`` that can be factored, in the model's own order; factored ones are skipped.
 
     Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers,
-    GPT-2's ``Conv1D`` and exact ``nn.Conv2d`` layers of one group. Left alone: layers whose tensors others
+    GPT-2's ``Conv1D`` and exact ``nn.Conv2d`` layers of one group. Skipped are layers whose tensors other modules
     read directly (inside torch's own transformer layers), subclasses that compute something else, parameters
     shared with a module of another kind, and embeddings with ``max_norm`` or ``scale_grad_by_freq``.
 
@@ -85,17 +85,17 @@ def find_weight(model: nn.Module, name: str) -> Weight:
     """
     weights = find_weights(model)
     by_place = {place.name: weight for weight in weights for place in weight.places}
-    asked = name.removesuffix(".weight")
-    for candidate in spellings(model, asked):
+    plain = name.removesuffix(".weight")
+    for candidate in spellings(model, plain):
         if candidate in by_place:
             return by_place[candidate]
-    ends = {by_place[place] for place in by_place if asked and place.endswith("." + asked)}
+    ends = {by_place[place] for place in by_place if plain and place.endswith("." + plain)}
     if len(ends) == 1:
         return ends.pop()
-    for candidate in spellings(model, asked):
+    for candidate in spellings(model, plain):
         if (module := submodule(model, candidate)) is not None and candidate:
-            raise KflatsError(f"{name!r} cannot be factored: {_reason(model, candidate, module)}")
-    near = difflib.get_close_matches(asked, by_place, n=5, cutoff=0.4) or list(by_place)[:5]
+            raise KflatsError(f"{name!r} cannot be factored", cause=_reason(model, candidate, module))
+    near = difflib.get_close_matches(plain, by_place, n=5, cutoff=0.4) or list(by_place)[:5]
     raise KflatsError(
         f"the model has no weight called {name!r}",
         cause="a misspelled name, or the name of another architecture",
@@ -184,7 +184,7 @@ def is_sentence_transformer(model: nn.Module) -> bool:
 
 
 def _is_saved(model: nn.Module, weight: Weight) -> bool:
-    """False for what sentence-transformers stores itself (its Dense modules): it knows nothing of factors."""
+    """False for layers that sentence-transformers stores itself (its Dense modules), always as dense tables."""
     if not type(model).__module__.startswith("sentence_transformers."):
         return True
     homes = tuple(f"{name}." for name, _ in pretrained_models(model))
@@ -203,13 +203,13 @@ def _reason(model: nn.Module, name: str, module: nn.Module) -> str:
 
 
 def _tie_sources(model: nn.Module) -> set[str]:
-    """Modules that transformers calls the source of a tie: they own it, whatever comes first in the model."""
+    """Modules that transformers calls the source of a tie: they own the weight, wherever they are in the model."""
     ties = getattr(model, "all_tied_weights_keys", None)
     return {source.removesuffix(".weight") for source in ties.values()} if isinstance(ties, dict) else set()
 
 
 def _ties_to_come(model: nn.Module) -> dict[int, int]:
-    """Parameters by what they will be tied to: ``from_pretrained`` builds models on the meta device, untied."""
+    """Ties to come, target to source by id: ``from_pretrained`` builds models on the meta device, untied."""
     found = {}
     ties = getattr(model, "all_tied_weights_keys", None)
     for target, source in ties.items() if isinstance(ties, dict) else ():
@@ -220,7 +220,7 @@ def _ties_to_come(model: nn.Module) -> dict[int, int]:
 
 
 def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Weight | None:
-    """The weight made of all uses of one parameter, or None where one of them cannot follow."""
+    """The weight of all uses of one parameter, or None where one of them cannot use factors."""
     roles = {role for _, _, role in uses}
     modules = {id(module) for _, module, _ in uses}
     if "" in roles or ("embedding" in roles and "conv1d" in roles) or ("embedding" not in roles and len(modules) > 1):
