@@ -199,7 +199,7 @@ def test_transposed_takes_the_columns_and_no_row_weights():
     found = solve(RobustSVD(transposed=True), a, 3)
     other = solve(RobustSVD(), a.T.contiguous(), 3)
     torch.testing.assert_close(found.matrix.dense().detach(), other.matrix.dense().detach().T, atol=1e-5, rtol=1e-4)
-    with pytest.raises(KflatsError, match=r"cannot take row weights.*outputs"):
+    with pytest.raises(KflatsError, match=r"cannot take row weights.*out_features"):
         solve(RobustSVD(transposed=True), a, 3, torch.ones(9))
 
 
