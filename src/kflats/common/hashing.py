@@ -1,4 +1,4 @@
-"""Digests of files, texts and tensors: SHA-256 shows that two are equal, CRC-32 that stored bytes are damaged."""
+"""Digests of files, texts and tensors: SHA-256 compares them, CRC-32 detects damaged bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def sha256(parts: Iterable[Part]) -> str:
     """SHA-256 of a sequence of texts, bytes and tensors, as 64 hexadecimal digits.
 
     The length of each part is hashed before the part, and of a tensor its dtype and shape: the digest also depends on
-    where one part ends and the next begins. Tensors are hashed in row-major order, wherever they lie.
+    where one part ends and the next begins. Tensors are hashed in row-major order, on any device.
 
     >>> sha256(["ab", "c"]) == sha256(["a", "bc"]), sha256([torch.zeros(2)]) == sha256([torch.zeros(1, 2)])
     (False, False)

@@ -1,4 +1,4 @@
-"""Frozen records from JSON, strictly: what a file says is checked before anything is built from it."""
+"""Frozen records from JSON: every field is checked before a record is built."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def decode(kind: Any, data: object, where: str, *, signed: frozenset[str] = froz
     Args:
         kind: a dataclass, or a type that a dataclass field may have.
         data: what ``json.loads`` gave.
-        where: how error messages call this place.
+        where: the name of this place in error messages.
         signed: places whose whole numbers may be negative; all others are counts.
 
     Raises:
