@@ -1,10 +1,10 @@
-"""Rounding to 2 to 8 bits with a scale a row, or a group of columns in a row: what a user picks today.
+"""Rounding to 2 to 8 bits with a scale for each row, or for each group of columns in a row.
 
     a_ij  ~  scale_ig q_ij,      q_ij whole, |q_ij| <= 2^(bits-1) - 1,      scale_ig = max_j |a_ij| / (2^(bits-1) - 1)
 
-Scales are kept in one floating-point type, float16 where that holds all of them (``scales``); entries are rounded by
-the scales as they are kept. Where that rounds a scale of float16 down, by 2^-11 of it at most, the largest entry loses
-as much: a sixteenth of a step; of bfloat16 by 2^-9, a quarter of a step.
+Scales are stored in one floating-point type, float16 where it holds all of them (``scales``), and entries are rounded
+by the stored scales. Where a scale is rounded down, by at most 2^-11 in float16, the largest entry loses as much: a
+sixteenth of a step. In bfloat16 it is 2^-9, a quarter of a step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.coding.scales import Scales, scales_of
-from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
+from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite, slices
 
 
 @dataclass(frozen=True)
@@ -64,22 +64,24 @@ def absmax_code(
     [[7.0, -3.0], [0.0, 0.0]]
     """
     if bits not in range(2, 9):
-        raise KflatsError(f"rounding to {bits!r} bits", hint="2 to 8")
+        raise KflatsError(f"rounding to {bits!r} bits is not supported", hint="2 to 8 bits")
     rows = as_rows(matrix)
     n, d = rows.shape
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
-        raise KflatsError(f"groups of {group!r} columns", hint="a whole number from 1, or None for whole rows")
+        raise KflatsError(
+            f"groups of {group!r} columns are not supported", hint="a whole number from 1, or None for whole rows"
+        )
     check_finite(rows)
     size = min(group or d, d)
     groups, most = -(-d // size), 2 ** (bits - 1) - 1
     wanted = torch.cat([_grouped(block, groups, size).abs().amax(2) for _, block in rows.blocks(GRAM_BLOCK)])
     scales = scales_of(wanted.to(torch.float64) / most, dtype)
     held, levels = scales.wide, torch.empty(n, d, dtype=torch.int8)
-    for start, block in rows.blocks(GRAM_BLOCK):
+    for here, block in slices(rows, GRAM_BLOCK):
         padded = _grouped(block, groups, size).to(torch.float64)
-        step = held[start : start + len(block)].unsqueeze(2)
+        step = held[here].unsqueeze(2)
         q = torch.where(step > 0, padded / step, torch.zeros_like(padded)).round().clamp(-most, most)
-        levels[start : start + len(block)] = q.flatten(1)[:, :d].to(torch.int8)
+        levels[here] = q.flatten(1)[:, :d].to(torch.int8)
     return AbsmaxCode(levels, scales, bits, size)
 
 

@@ -2,7 +2,7 @@
 
 A row of weight w codes best with a step proportional to w^(-1/2), a row of norm s with distributions as wide as s.
 Where either is off by a factor exp(x), about x^2 nats a coordinate are lost (for a Gaussian, to second order in x). So
-classes begin as a clustering of the points (1/2 ln w_i, ln s_i); the sum of squares it leaves is their price.
+classes begin as a clustering of the points (1/2 ln w_i, ln s_i), and its sum of squares is the cost in bits.
 
 Rows of one norm still differ in where their energy lies. So rows may move to the class in which they cost least, with
 z the row in principal axes, v_c the mean squares of the class there, w_c its mean weight, t_c = level / w_c:
@@ -22,22 +22,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.numerics.rows import BLOCK, PartOfRows, Rows
+from kflats.numerics.rows import PartOfRows, Rows, slices
 
 _LEAST_WEIGHT = 1e-8
-"""Weights are floored here, in units of the largest: below, a row is as good as free."""
+"""The least weight that counts, in units of the largest."""
 
 _FEWEST = 32
-"""Rows below which a class is not split: its distributions would be guesses."""
+"""A class of fewer rows is not split: its distributions would be guesses."""
 
 
 _ROUNDS = 6
 _SAMPLE = 16384
-"""Rows on which classes are tried, before every row takes its place."""
+"""Rows in the sample on which classes are fitted; then every row gets a class."""
 _PER_CLASS = 1000
-"""So many rows are a reason to try one more class, before it is known to pay."""
+"""A class of this many rows may be split before the split is known to pay."""
 _CELL = 9
-"""Bits that one coordinate of one class costs beside its symbols: its centre and its distribution."""
+"""Bits of one coordinate of one class beside its symbols: for its centre and its distribution."""
 
 
 def candidate_classes(
@@ -118,9 +118,9 @@ class _Stats:
 
 def _stats(rows: Rows, axes: Tensor, weights: Tensor, labels: Tensor, classes: int) -> _Stats:
     squares = torch.zeros(classes, len(axes), dtype=torch.float64)
-    for start, block in rows.blocks(BLOCK):
+    for here, block in slices(rows):
         z = (block @ axes.to(block.dtype).T).square().to(torch.float64)
-        squares.index_add_(0, labels[start : start + len(block)], z)
+        squares.index_add_(0, labels[here], z)
     counts = torch.bincount(labels, minlength=classes).to(torch.float64)
     sums = torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, weights.to(torch.float64))
     each = counts.clamp_min(1.0)
@@ -141,9 +141,9 @@ def _cheapest(rows: Rows, axes: Tensor, weights: Tensor, stats: _Stats, level: f
     if bool(fixed.isinf().all()):
         fixed = torch.where(stats.counts == stats.counts.max(), torch.zeros_like(fixed), fixed)
     slope, per_weight = (1 / (v + noise)).T, share.sum(1) / at
-    found = []
-    for start, block in rows.blocks(BLOCK):
+    labels = []
+    for here, block in slices(rows):
         z = (block @ axes.to(block.dtype).T).square().to(torch.float64)
-        w = weights[start : start + len(block)].to(torch.float64).unsqueeze(1)
-        found.append((z @ slope + fixed + w * per_weight).argmin(1))
-    return torch.cat(found)
+        w = weights[here].to(torch.float64).unsqueeze(1)
+        labels.append((z @ slope + fixed + w * per_weight).argmin(1))
+    return torch.cat(labels)

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.numerics.rows import BLOCK, PartOfRows, Rows
+from kflats.numerics.rows import PartOfRows, Rows, slices
 
 _ROUNDS = 20
 _STILL = 0.002
 """EM ends when a smaller share of the rows moves."""
 _SAMPLE_A_FLAT = 16384
-"""Rows on which flats are found, for each of them; then every row takes its place once."""
+"""Rows in the sample for each flat; then every row gets its flat once."""
 _FEWEST = 2
 """Times the columns: rows below which a flat is given up, since its axes would not pay for themselves."""
 
@@ -35,7 +35,7 @@ _FEWEST = 2
 class _Flat:
     axes: Tensor  # (d, d), columns
     variances: Tensor  # (d,)
-    price: float  # nats of its label
+    label_nats: float
 
 
 def cluster_rows(rows: Rows, labels: Tensor, weights: Tensor, level: float) -> Tensor:
@@ -72,7 +72,7 @@ def _shapes(block: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
     """Unit rows, and the squared norms of the weighted ones; rows of no weight or length have norm 0."""
     norms = block.norm(dim=1)
     sizes = norms.to(torch.float64) * roots
-    # Of rows so short that their squares vanish the norm says nothing.
+    # The norm of a row whose squares vanish is not its length.
     return block / norms.clamp_min(torch.finfo(block.dtype).tiny ** 0.5).unsqueeze(1), sizes.square()
 
 
@@ -80,33 +80,33 @@ def _fitted(rows: Rows, roots: Tensor, labels: Tensor, count: int, fewest: int) 
     """The flats of these labels that have rows enough; the largest at least."""
     d = rows.shape[1]
     grams = torch.zeros(count, d, d, dtype=torch.float64)
-    for start, block in rows.blocks(BLOCK):
-        shapes, _ = _shapes(block, roots[start : start + len(block)])
-        own = labels[start : start + len(block)]
+    for here, block in slices(rows):
+        shapes, _ = _shapes(block, roots[here])
+        own = labels[here]
         for flat in own.unique().tolist():
             mine = shapes[own == flat]
             grams[flat] += (mine.T @ mine).to(torch.float64)
     counts = torch.bincount(labels, minlength=count)
     kept = [f for f in range(count) if counts[f] >= max(1, fewest)] or [int(counts.argmax())]
-    found = []
+    flats = []
     for flat in kept:
         values, vectors = torch.linalg.eigh(grams[flat] / counts[flat])
-        price = -math.log(float(counts[flat]) / float(counts[kept].sum()))
-        found.append(_Flat(vectors, values.clamp_min(0.0), price))
-    return found
+        label_nats = -math.log(float(counts[flat]) / float(counts[kept].sum()))
+        flats.append(_Flat(vectors, values.clamp_min(0.0), label_nats))
+    return flats
 
 
 def _cheapest(rows: Rows, roots: Tensor, flats: list[_Flat], level: float) -> Tensor:
     """(n,) the flat in which each row costs least."""
     found = []
-    for start, block in rows.blocks(BLOCK):
-        shapes, squares = _shapes(block, roots[start : start + len(block)])
+    for here, block in slices(rows):
+        shapes, squares = _shapes(block, roots[here])
         # Rows of no size cost the same everywhere; the noise of the others is in units of their own.
         noise = (level / squares.clamp_min(1e-12 * level)).to(block.dtype).unsqueeze(1)
         costs = []
         for flat in flats:
             z = (shapes @ flat.axes.to(block.dtype)).square_()
             spread = flat.variances.to(block.dtype) + noise
-            costs.append(0.5 * (z.div_(spread) + spread.div_(noise).log_()).sum(1) + flat.price)
+            costs.append(0.5 * (z.div_(spread) + spread.div_(noise).log_()).sum(1) + flat.label_nats)
         found.append(torch.stack(costs, dim=1).argmin(1))
     return torch.cat(found)

@@ -25,7 +25,7 @@ from kflats.numerics.coding.transform import TransformCode
 from kflats.numerics.rows import Rows, as_rows, check_finite, check_weights
 
 _ROWS_A_CLASS = 96
-"""Fewer rows than that do not pay for a class of their own, nor for looking."""
+"""A class of fewer rows does not pay for itself, and is not tried."""
 
 
 def transform_code(
@@ -72,7 +72,7 @@ def transform_code(
     n, d = rows.shape
     kind, value = _target(nbytes, bits, step)
     if not isinstance(classes, int) or not 1 <= classes <= 256:
-        raise KflatsError(f"{classes!r} classes of rows", hint="a whole number from 1 to 256")
+        raise KflatsError(f"{classes!r} classes of rows are not supported", hint="a whole number from 1 to 256")
     check_finite(rows)
     check_weights(weights, n)
     budget = int(value) if kind == "nbytes" else int(value * n * d / 8)
@@ -106,11 +106,11 @@ def transform_rates(
     right: Tensor | None = None,
     classes: int = 32,
 ) -> Iterator[Rate]:
-    """What codes of ``matrix`` at several ``steps`` take and lose, counted on 4096 rows of all classes at most.
+    """Bytes and errors of codes of ``matrix`` at several ``steps``, from a sample of at most 4096 rows of all classes.
 
-    Of shorter matrices every row is counted; of longer ones sizes and errors are right within some per cent. Rows are
-    told apart once, for the middle step. Steps so fine that no row has integers for them are left out.
-    Choose it to learn what a matrix loses at every size without coding all of it at each.
+    Matrices of up to 4096 rows are counted whole; sizes and errors of longer ones are right within some per cent. Rows
+    are parted into classes once, for the middle step. Steps that are too fine for every row are left out. Choose it to
+    compare sizes without coding the whole matrix at each.
 
     Raises:
         KflatsError: as ``transform_code``.
@@ -140,7 +140,7 @@ def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple
         raise KflatsError("a transform code needs one target", hint="nbytes=, bits= (per weight) or step=")
     name, value = given[0]
     if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise KflatsError(f"a target of {name}={value!r}", hint="a finite number above zero")
+        raise KflatsError(f"a target of {name}={value!r} is not possible", hint="a finite number above zero")
     return name, float(value)
 
 

@@ -90,9 +90,9 @@ def flats_code(
     rows = as_rows(matrix)
     n = rows.shape[0]
     if labels.shape != (n,) or labels.is_floating_point():
-        raise KflatsError(f"labels of shape {tuple(labels.shape)} for {n} rows", hint="one whole number a row")
+        raise KflatsError(f"labels of shape {tuple(labels.shape)} do not fit {n} rows", hint="one whole number a row")
     if isinstance(nbytes, bool) or nbytes < 1:
-        raise KflatsError(f"a budget of {nbytes!r} bytes", hint="a whole number above zero")
+        raise KflatsError(f"a budget of {nbytes!r} bytes is not possible", hint="a whole number above zero")
     check_finite(rows)
     check_weights(weights, n)
     w = torch.ones(n, dtype=torch.float64) if weights is None else weights.detach().to("cpu", torch.float64)

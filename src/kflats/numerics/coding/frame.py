@@ -1,4 +1,4 @@
-"""The two things transform coding looks at a matrix through: its classes and principal axes, its coordinates."""
+"""A matrix prepared for transform coding: its classes and principal axes (``Source``), its coordinates (``Frame``)."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.gaussian_bound import water_level
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST
-from kflats.numerics.gram import cluster_grams, top_eigenvectors
+from kflats.numerics.gram import gram_of, top_eigenvectors
 from kflats.numerics.metric import Metric, right_metric
-from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows
+from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, slices
 
 _BLOCK = 4096
 _SAMPLE = 4096
-"""Rows on which a step is searched for."""
+"""Rows in the sample for the search of a step."""
 _FEWEST = 64
-"""Rows of each class in that sample, if it has so many."""
+"""The least rows of each class in that sample, if it has as many."""
 _RANK = 1e-10
 """Energies below this, in units of the largest, are rounding."""
 _MARGIN = 1.25
-"""Times a row's length, what its class must be able to code: axes that are coded are not quite orthogonal."""
+"""The range of a class, in lengths of its longest row. It exceeds 1 because coded axes are not quite orthogonal."""
 _UNLIKE = 16
-"""Times the median length: no shorter row is so long that a first guess of the step must be made without it."""
+"""The first guess of the step ignores only rows longer than this many median lengths."""
 _APART = 4
-"""Long rows whose lengths, or steps, differ by more than this have classes of their own, where there are enough."""
+"""Long rows whose lengths, or steps, differ by more than this factor get different classes, if there are enough."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What does not depend on the step.
+    """The part of transform coding that does not depend on the step.
 
     ``row_weights`` and ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
     ``first_step``, where to begin to look for a step; ``labels`` (n,) and ``members``, the rows of each of C classes;
@@ -217,7 +217,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     def principal(cap: float) -> tuple[Tensor, Tensor, float]:
         """Energies, axes and the first step where no row counts more than one of weighted length ``cap``."""
         v = w if cap >= longest else w * (cap / lengths.clamp_min(cap)).square()
-        gram = cluster_grams(measured, torch.zeros(n, dtype=torch.int64), 1, v)[0]
+        gram = gram_of(measured, v)
         energies, axes = top_eigenvectors(gram, d)
         known = int((energies[: min(n, d)] > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
         energies, axes = energies[:known], axes[:known]
@@ -236,9 +236,9 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     if cap < longest:
         # Axes are those of rows that count alike; what an error of an axis costs, all rows say as they are.
         energies = torch.zeros(len(axes), dtype=torch.float64)
-        for start, block in measured.blocks(GRAM_BLOCK):
+        for here, block in slices(measured, GRAM_BLOCK):
             z = block.to(torch.float64) @ axes.to(torch.float64).T
-            energies += w[start : start + len(block)] @ z.square()
+            energies += w[here] @ z.square()
     none = torch.zeros(0)
     bare = Source(rows, metric, w, norms, axes, energies, first_step, none, (), none, none, none, cap)
     return bare.classed(torch.zeros(n, dtype=torch.int64))

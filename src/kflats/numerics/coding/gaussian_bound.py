@@ -1,16 +1,17 @@
-"""The bound: what any code needs for Gaussian coordinates of known variances (reverse water-filling).
+"""The least bits of any code for Gaussian coordinates of known variances (reverse water-filling).
 
 With variances s_ir = w_i lambda_r, row weights times the spectrum, and a water level t,
 
     D(t) = mean min(t, s_ir),      R(t) = mean 1/2 log2 max(1, s_ir / t)     bits per weight
 
-(Cover and Thomas, Elements of Information Theory, 10.3.3). No code does better on a Gaussian of these variances. A real
-table is none: rows differ in norm, and a code that knows each row's norm may come below.
+(Cover and Thomas, Elements of Information Theory, 10.3.3). No code needs less for a Gaussian of these variances. A real
+table is not Gaussian: its rows differ in norm, and a code that knows each row's norm may need less.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def bound_bits(spectrum: Tensor, share: float, weights: Tensor | None = None) ->
     1.0
     """
     if not 0 < share <= 1:
-        raise KflatsError(f"an error of {share!r} of the whole", hint="a share above 0, at most 1")
+        raise KflatsError(f"an error of {share!r} of the whole is not possible", hint="a share above 0, at most 1")
     variances = _variances(spectrum, weights)
     variances = variances / variances.sum()
     level = _solve(variances, share, lambda v, t: float(v.clamp_max(t).sum()), falling=False)
@@ -53,7 +54,7 @@ def bound_error(spectrum: Tensor, bits: float, weights: Tensor | None = None) ->
     0.25
     """
     if not bits >= 0:
-        raise KflatsError(f"{bits!r} bits per weight", hint="a number from 0")
+        raise KflatsError(f"{bits!r} bits per weight are not possible", hint="a number from 0")
     variances = _variances(spectrum, weights)
     variances = variances / variances.sum()
     return float(variances.clamp_max(water_level(variances, bits)).sum())
@@ -62,7 +63,7 @@ def bound_error(spectrum: Tensor, bits: float, weights: Tensor | None = None) ->
 def _variances(spectrum: Tensor, weights: Tensor | None) -> Tensor:
     spectrum = spectrum.to(torch.float64)
     if spectrum.ndim != 1 or bool((spectrum < 0).any()) or not float(spectrum.sum()) > 0:
-        raise KflatsError("a spectrum must be a vector of numbers from 0, not all 0")
+        raise KflatsError("a spectrum must be a vector of numbers from 0, not all 0", hint="eigenvalues of a Gram")
     if weights is None:
         return spectrum
     check_weights(weights, len(weights))
@@ -75,8 +76,7 @@ def _rate(variances: Tensor, level: float) -> float:
     return float((variances / level).clamp_min(1.0).log2().mean()) / 2
 
 
-def _solve(variances: Tensor, wanted: float, measure: object, *, falling: bool) -> float:
-    assert callable(measure)
+def _solve(variances: Tensor, wanted: float, measure: Callable[[Tensor, float], float], *, falling: bool) -> float:
     high = math.log(float(variances.max()))
     low = high - 200.0
     for _ in range(_HALVINGS):

@@ -1,15 +1,15 @@
-"""Random rotation and a Lloyd-Max quantizer: a fixed rate, and nothing to train.
+"""Random rotation and a Lloyd-Max quantizer: a fixed rate without any fit to the data.
 
     row  ~  s_i c[q_i] Q,      q_ij in 0 .. 2^b - 1,      c the 2^b values of least squared error for N(0, 1)
 
 After a random rotation the entries of any row are close to Gaussian with variance |row|^2 / d, so that one quantizer
 fits every row (Max, IRE Trans. IT 6, 1960; Lloyd, IEEE Trans. IT 28, 1982; rotations as in Suresh et al., ICML
 2017). Every row has its own scale, of least squares. The error is that of the Gaussian whatever the spectrum: .117 of
-the whole at 2 bits. Transform coding uses the spectrum and needs a fraction of that; choose this one where nothing may
+the whole at 2 bits. Transform coding uses the spectrum and loses a fraction of that. Choose this one where nothing may
 be fitted.
 
-Q is two rounds of random signs, a Walsh-Hadamard transform in blocks, and a random order of columns: signs and orders
-are all that is stored, and what they say is exact on every machine.
+Q is two rounds of random signs, a Walsh-Hadamard transform in blocks, and a random order of columns. Only signs and
+orders are stored, and they give the same Q on every machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.coding.scales import Scales, scales_of
-from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
+from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite, slices
 
 _ROUNDS = 2
 
@@ -38,10 +38,16 @@ class Rotation:
     def __post_init__(self) -> None:
         d = self.signs.shape[-1]
         if self.signs.ndim != 2 or self.orders.shape != self.signs.shape or not d:
-            raise KflatsError("a rotation of impossible shape", cause="a damaged file")
+            raise KflatsError(
+                f"signs {tuple(self.signs.shape)} and orders {tuple(self.orders.shape)} are not a rotation",
+                cause="a damaged file",
+            )
         ordered = self.orders.to(torch.int64).sort(1).values
         if not torch.equal(ordered, torch.arange(d).expand_as(ordered)) or bool((self.signs.abs() != 1).any()):
-            raise KflatsError("a rotation whose signs or orders are none", cause="a damaged file")
+            raise KflatsError(
+                "signs that are not +-1, or orders that are not permutations, are not a rotation",
+                cause="a damaged file",
+            )
 
     def matrix(self) -> Tensor:
         """Q (d, d) float32: rows of the table are (their rotated form) @ Q."""
@@ -108,7 +114,7 @@ def rotation_code(matrix: Tensor | Rows, bits: int, *, seed: int = 0, dtype: tor
     (torch.Size([64, 48]), 8)
     """
     if isinstance(bits, bool) or bits not in range(1, 9):
-        raise KflatsError(f"a rotation at {bits!r} bits", hint="1 to 8")
+        raise KflatsError(f"a rotation at {bits!r} bits is not supported", hint="1 to 8 bits")
     rows = as_rows(matrix)
     check_finite(rows)
     n, d = rows.shape
@@ -116,18 +122,18 @@ def rotation_code(matrix: Tensor | Rows, bits: int, *, seed: int = 0, dtype: tor
     edges = (values[1:] + values[:-1]) / 2
     levels = torch.empty(n, d, dtype=torch.uint8)
     lengths = torch.empty(n, dtype=torch.float64)
-    for start, block in rows.blocks(GRAM_BLOCK):
+    for here, block in slices(rows, GRAM_BLOCK):
         wide = block.to(torch.float64)
         size = wide.norm(dim=1) / math.sqrt(d)
-        # Each row at length 1 first: float32 then holds what is turned, whatever the others' lengths.
+        # Each row at length 1 first, so that float32 holds the rotated row whatever its length.
         turned = rotation.forward(wide / torch.where(size > 0, size, 1.0).unsqueeze(1)).to(torch.float32)
         scale = torch.ones(len(block))
         for _ in range(2):
-            found = torch.bucketize(turned / scale.unsqueeze(1), edges)
-            chosen = values[found]
+            index = torch.bucketize(turned / scale.unsqueeze(1), edges)
+            chosen = values[index]
             scale = ((turned * chosen).sum(1) / chosen.square().sum(1)).clamp_min(1e-30)
-        levels[start : start + len(block)] = found.to(torch.uint8)
-        lengths[start : start + len(block)] = size * scale
+        levels[here] = index.to(torch.uint8)
+        lengths[here] = size * scale
     return RotationCode(levels, scales_of(lengths, dtype), values, rotation)
 
 

@@ -130,7 +130,7 @@ def at_size(sources: Sequence[Source], budget: int, *, beside: int = 0) -> tuple
         if not low < step < high:
             step = math.sqrt(low * high) if low > 0 and high < math.inf else min(step, high / 1.1)
     if best is None:
-        raise KflatsError(f"no step was found whose code has {budget} bytes", hint="another budget")
+        raise KflatsError(f"no step gives a code of at most {budget} bytes", hint="a larger budget")
     return best
 
 
