@@ -1,9 +1,9 @@
-"""Metrics by their Grams: how much errors count along columns (right), between rows (left).
+"""Metrics, given by their Grams: the weight of errors along columns (right) and between rows (left).
 
     || L E R ||_F^2 = trace(R' E' (L'L) E R),   left = L'L (n, n),   right = R R' (d, d)
 
-A left Gram is only ever multiplied by. A right one is split into R and R^-1, since bases are found in
-A R and must come back; it alone is floored.
+A left Gram is only multiplied with. A right Gram is split into R and R^-1, because bases are computed in A R and must
+be brought back; only its small singular values are floored.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class Metric:
 def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
     """R and R^-1 of a right Gram, (d, d) or its diagonal (d,), in float64; singular values of R are floored.
 
-    A metric is measured on data and often singular (an input that never fires). The floor gives such
-    directions a price far below all that the data judged, instead of an infinite inverse.
+    A metric is measured on data and is often singular, for instance because an input never fires. The floor gives such
+    a direction a weight far below the measured ones, instead of an infinite inverse.
 
     Raises:
         KflatsError: a wrong shape, NaN, a matrix that is no Gram, or all zeros.
@@ -97,7 +97,7 @@ def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
         return Metric(root, 1 / root, scale)
     values, vectors = torch.linalg.eigh(gram)
     if float(values[0]) < -NEGATIVE * float(values[-1]):
-        raise KflatsError("the right metric is not positive semidefinite", cause="it is no Gram matrix")
+        raise KflatsError("the right metric is not positive semidefinite", cause="it is not a Gram matrix")
     root = values.clamp_min(floor**2 * float(values[-1])).sqrt()
     return Metric(vectors * root, (vectors / root).T, scale)
 
@@ -126,17 +126,20 @@ def scale_of(gram: Tensor) -> float:
 def check_gram(gram: Tensor, size: int, side: str, what: str) -> Tensor:
     """A Gram or its diagonal in float64, exactly symmetric; refused where it cannot be one."""
     if tuple(gram.shape) not in ((size,), (size, size)):
-        raise KflatsError(f"a {side} metric for {size} {what} cannot have shape {tuple(gram.shape)}")
+        raise KflatsError(
+            f"a {side} metric for {size} {what} cannot have shape {tuple(gram.shape)}",
+            hint=f"({size},) or ({size}, {size})",
+        )
     found = gram.detach().to(torch.float64)
     if not bool(torch.isfinite(found).all()):
         raise KflatsError(f"the {side} metric has NaN or infinite values", cause="an importance measure went wrong")
     diagonal = found if found.ndim == 1 else found.diagonal()
     if bool((diagonal < 0).any()):
-        raise KflatsError(f"the {side} metric has negative values", cause="it is no Gram matrix")
+        raise KflatsError(f"the {side} metric has negative values", cause="it is not a Gram matrix")
     if found.ndim == 2:
         largest = float(found.abs().max())
         if float((found - found.T).abs().max()) > _ASYMMETRY * largest:
-            raise KflatsError(f"the {side} metric is not symmetric", cause="it is no Gram matrix")
+            raise KflatsError(f"the {side} metric is not symmetric", cause="it is not a Gram matrix")
         found = (found + found.T) / 2
     if float(diagonal.sum()) <= 0:
         raise KflatsError(
