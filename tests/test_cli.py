@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 from kflats.calibration.measurements import Statistics
@@ -81,6 +83,14 @@ def test_help_and_docs_name_every_command(repository: Path) -> None:
         assert f" {command} " in text
         assert f"kflats {command} " in page
         assert run(command, "--help").exit_code == 0
+
+
+def test_every_option_is_in_the_docs(repository: Path) -> None:
+    page = (repository / "docs" / "cli.md").read_text(encoding="utf-8")
+    group = typer.main.get_command(app)
+    options = {name for one in group.commands.values() for p in one.params for name in p.opts}  # type: ignore[attr-defined]
+    options = {name for name in options if name.startswith("--")}
+    assert options == set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page)) - {"--help"}
 
 
 def test_version() -> None:
