@@ -48,7 +48,7 @@ def main() -> None:
     original, tokenizer = load_model(source), load_tokenizer(source)
     stsb = Path(options.data) / "stsb"
     judged = sentences("stsb")
-    before = score(original, tokenizer, "sts", data=stsb, costs=False).value
+    before = score(original, tokenizer, "sts", task_data=stsb, costs=False).value
     lines, statistics = [], None
     counted = sentences("wikitext2")
     for name, recipe, budget, calibrated in LINES:
@@ -73,7 +73,7 @@ def main() -> None:
         took = time.perf_counter() - began
         model = load_model(out)
         found = fidelity(original, model, tokenizer, judged)
-        value = score(model, tokenizer, "sts", data=stsb, costs=False).value
+        value = score(model, tokenizer, "sts", task_data=stsb, costs=False).value
         kinds = sorted({weight.codec["type"] for weight in report.weights if not weight.dense})
         memory = sum(weight.memory_bytes or weight.bytes_after for weight in report.weights)
         lines.append(

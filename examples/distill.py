@@ -31,7 +31,7 @@ def main() -> None:
     done = recover_(
         small,
         batches[2:],
-        judged=batches[:2],
+        eval_split=batches[:2],
         teacher=original,
         train="factors",
         lr=1e-3,

@@ -25,7 +25,7 @@ def main() -> None:
         began = time.monotonic()
         made = task_model(name, asked)
         taken = time.monotonic() - began
-        found = score(made.model, made.tokenizer, name, data=asked.data, max_length=made.settings["max_length"])
+        found = score(made.model, made.tokenizer, name, task_data=asked.data, max_length=made.settings["max_length"])
         print(
             f"{name}: {found.metric} {found.value:.4f} on {found.n} dev examples, {taken:.0f} s, {made.said}",
             flush=True,

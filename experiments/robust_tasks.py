@@ -45,7 +45,9 @@ def judged(model: nn.Module, made: TaskModel, task: str, asked: argparse.Namespa
     """The main score on the dev split, in points (of 100)."""
     length = made.settings["max_length"]
     limit = asked.judged or None
-    found = score(model, made.tokenizer, task, data=asked.data, max_length=length, limit=limit, batch=64, costs=False)
+    found = score(
+        model, made.tokenizer, task, task_data=asked.data, max_length=length, limit=limit, batch=64, costs=False
+    )
     return {"score": 100 * found.value, "metric": found.metric, "n": found.n}
 
 

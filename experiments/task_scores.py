@@ -55,7 +55,7 @@ def measured(
         batch=32,
         max_length=made.settings["max_length"],
         limit=asked.samples,
-        data=asked.data,
+        task_data=asked.data,
         model=made.model,
         seed=asked.seed,
     )
@@ -101,7 +101,9 @@ def judged(model: Any, made: TaskModel, task: str, asked: argparse.Namespace) ->
     """Metric, value and number of dev examples."""
     length = made.settings["max_length"]
     limit = asked.judged or None
-    found = score(model, made.tokenizer, task, data=asked.data, max_length=length, limit=limit, batch=64, costs=False)
+    found = score(
+        model, made.tokenizer, task, task_data=asked.data, max_length=length, limit=limit, batch=64, costs=False
+    )
     return found.metric, found.value, found.n
 
 

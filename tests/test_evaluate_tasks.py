@@ -62,7 +62,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_classification_is_what_counting_one_by_one_gives(data: Path, tiny_tokenizer: Any) -> None:
     model = bert("SequenceClassification")
-    found = score(model, tiny_tokenizer, "mrpc", data=data, batch=7, costs=False)
+    found = score(model, tiny_tokenizer, "mrpc", task_data=data, batch=7, costs=False)
     said, true = [], []
     for line in (data / "mrpc" / "dev.tsv").read_text().splitlines()[1:]:
         one, other, label = line.split("\t")
@@ -78,17 +78,17 @@ def test_a_classification_is_what_counting_one_by_one_gives(data: Path, tiny_tok
 
 def test_the_models_numbering_of_labels_changes_nothing(data: Path, tiny_tokenizer: Any) -> None:
     model = bert("SequenceClassification")
-    before = score(model, tiny_tokenizer, "mrpc", data=data, costs=False)
+    before = score(model, tiny_tokenizer, "mrpc", task_data=data, costs=False)
     with torch.no_grad():
         model.classifier.weight.copy_(model.classifier.weight.flip(0).clone())
         model.classifier.bias.copy_(model.classifier.bias.flip(0).clone())
     model.config.id2label = {0: "equivalent", 1: "not_equivalent"}
-    assert score(model, tiny_tokenizer, "mrpc", data=data, costs=False).values == before.values
+    assert score(model, tiny_tokenizer, "mrpc", task_data=data, costs=False).values == before.values
 
 
 def test_a_regression_and_a_cosine(data: Path, tiny_tokenizer: Any) -> None:
     model = bert("SequenceClassification", 1)
-    found = score(model, tiny_tokenizer, "stsb", data=data, costs=False)
+    found = score(model, tiny_tokenizer, "stsb", task_data=data, costs=False)
     values = dict(found.values)
     assert found.value == pytest.approx((values["pearson"] + values["spearman"]) / 2)
     scipy = pytest.importorskip("scipy.stats")
@@ -101,7 +101,7 @@ def test_a_regression_and_a_cosine(data: Path, tiny_tokenizer: Any) -> None:
         for a, b, _ in lines:
             u, v = (model.bert(**tiny_tokenizer(t, return_tensors="pt")).last_hidden_state.mean(1) for t in (a, b))
             cosines.append(float(F.cosine_similarity(u, v)))
-    found = score(model.bert, tiny_tokenizer, "sts", data=data, costs=False)
+    found = score(model.bert, tiny_tokenizer, "sts", task_data=data, costs=False)
     assert found.metric == "spearman"
     assert found.value == pytest.approx(scipy.spearmanr(cosines, true).statistic, abs=1e-4)
 
@@ -124,16 +124,16 @@ def test_words_are_judged_whole_and_a_cut_one_is_none(data: Path, tiny_tokenizer
             return transformers.modeling_outputs.TokenClassifierOutput(logits=logits)
 
     knows = Knows(model.config).eval()
-    assert score(knows, tiny_tokenizer, "conll2003", data=data, costs=False, batch=3).value == 1.0
-    cut = score(knows, tiny_tokenizer, "conll2003", data=data, costs=False, max_length=5)
+    assert score(knows, tiny_tokenizer, "conll2003", task_data=data, costs=False, batch=3).value == 1.0
+    cut = score(knows, tiny_tokenizer, "conll2003", task_data=data, costs=False, max_length=5)
     assert cut.full > 0
     assert 0 < cut.value < 1
-    assert score(model, tiny_tokenizer, "conll2003", data=data, costs=False).value < 1
+    assert score(model, tiny_tokenizer, "conll2003", task_data=data, costs=False).value < 1
 
 
 def test_perplexity_is_that_of_the_models_own_loss(data: Path, tiny_tokenizer: Any, tiny_model: Any) -> None:
     model = tiny_model("gpt2")
-    found = score(model, tiny_tokenizer, "wikitext2", data=data, max_length=9, batch=4, costs=False)
+    found = score(model, tiny_tokenizer, "wikitext2", task_data=data, max_length=9, batch=4, costs=False)
     text = (data / "wikitext2" / "dev.txt").read_text()
     ids = tiny_tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
     total = count = 0.0
@@ -145,14 +145,14 @@ def test_perplexity_is_that_of_the_models_own_loss(data: Path, tiny_tokenizer: A
                 count += block.shape[1] - 1
     assert found.n == count
     assert found.value == pytest.approx(math.exp(total / count), rel=1e-4)
-    masked = score(tiny_model("bert-lm"), tiny_tokenizer, "wikitext2", data=data, max_length=30, costs=False)
+    masked = score(tiny_model("bert-lm"), tiny_tokenizer, "wikitext2", task_data=data, max_length=30, costs=False)
     assert 100 < masked.value < 900  # an untrained model of 300 words
     assert masked.n < found.n
 
 
 def test_costs_are_counted_and_timed(data: Path, tiny_tokenizer: Any) -> None:
     model = bert("SequenceClassification")
-    found = score(model, tiny_tokenizer, "cola", data=data)
+    found = score(model, tiny_tokenizer, "cola", task_data=data)
     assert found.flops is not None
     positions = found.batch * found.tokens
     inside = sum(m.weight.numel() for n, m in model.named_modules() if isinstance(m, nn.Linear) and "encoder" in n)
@@ -203,18 +203,18 @@ def test_outputs_that_are_not_finite_are_refused(data: Path, tiny_tokenizer: Any
     with torch.no_grad():
         model.classifier.bias.fill_(torch.nan)
     with pytest.raises(KflatsError, match="not finite"):
-        score(model, tiny_tokenizer, "cola", data=data, costs=False)
+        score(model, tiny_tokenizer, "cola", task_data=data, costs=False)
     model = tiny_model("gpt2")
     with torch.no_grad():
         model.transformer.ln_f.bias.fill_(torch.nan)
     with pytest.raises(KflatsError, match="not finite"):
-        score(model, tiny_tokenizer, "wikitext2", data=data, costs=False)
+        score(model, tiny_tokenizer, "wikitext2", task_data=data, costs=False)
 
 
 def test_the_models_mode_returns(data: Path, tiny_tokenizer: Any) -> None:
     model = bert("SequenceClassification").train()
     model.bert.eval()
-    score(model, tiny_tokenizer, "cola", data=data)
+    score(model, tiny_tokenizer, "cola", task_data=data)
     assert model.training
     assert not model.bert.training
 
@@ -240,7 +240,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) -> tu
 
 
 def test_two_folders_side_by_side(folders: tuple[Path, Path], data: Path) -> None:
-    found = evaluate_folder(folders[1], "mrpc", original=folders[0], data=data)
+    found = evaluate_folder(folders[1], "mrpc", original=folders[0], task_data=data)
     assert found.original is not None
     assert found.latency is not None
     assert found.compressed.value == found.original.value
@@ -252,7 +252,7 @@ def test_two_folders_side_by_side(folders: tuple[Path, Path], data: Path) -> Non
     assert "original" in text
     assert "+0.0000" in text
     assert "95 % interval" in text
-    assert evaluate_folder(folders[1], "mrpc", data=data, limit=9).compressed.n == 9
+    assert evaluate_folder(folders[1], "mrpc", task_data=data, limit=9).compressed.n == 9
 
 
 def run(*arguments: object) -> Any:
@@ -278,7 +278,7 @@ def test_the_command(folders: tuple[Path, Path], data: Path) -> None:
         (["--task", "conll2003"], "does not fit"),
         (["--task", "mrpc", "--split", "test"], "no split 'test'"),
         (["--task", "mnli"], "has 3 labels"),
-        (["--task", "mrpc", "--batch", "0"], "batches of 0 examples"),
+        (["--task", "mrpc", "--batch", "0"], "a batch size of 0"),
     ],
 )
 def test_the_command_says_no(folders: tuple[Path, Path], data: Path, options: list[str], message: str) -> None:

@@ -695,7 +695,7 @@ def sums_of(model: nn.Module, batches: Any, share: range) -> list[Any]:
     weights = find_weights(model)
     with frozen(model):
         wanted = {w.name: NEEDS for w in weights}
-        job = collect.Job(model, weights, batches, wanted, SampledLabels(), lambda total: lambda: None)
+        job = collect.Job(model, weights, batches, wanted, SampledLabels(), lambda description, completed, total: None)
         return list(job.blocks([w for w in weights if w.name not in job.without_layout], False, share))
 
 

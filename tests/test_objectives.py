@@ -277,9 +277,9 @@ def test_text_batches(tiny_tokenizer: Any) -> None:
     [
         ([], {}, "empty"),
         ("one text", {}, "not one string"),
-        (["a", 3], {}, "found int"),
-        (["a"], {"batch": 0}, "at least 1"),
-        (["a"], {"limit": 0}, "at least 1"),
+        (["a", 3], {}, "must be a string, not int"),
+        (["a"], {"batch": 0}, "is not supported"),
+        (["a"], {"limit": 0}, "is not supported"),
     ],
 )
 def test_what_is_no_text(texts: Any, options: dict[str, int], message: str, tiny_tokenizer: Any) -> None:

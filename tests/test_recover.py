@@ -79,7 +79,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_a_task_is_learnt_and_the_best_epoch_kept(data: Path, tiny_tokenizer: Any) -> None:
     model = small()
-    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, **{**FAST, "epochs": 6, "patience": None})
+    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, **{**FAST, "epochs": 6, "patience": None})
     assert done.before is not None
     assert done.after is not None
     assert done.after > 0.9 > done.before
@@ -90,7 +90,7 @@ def test_a_task_is_learnt_and_the_best_epoch_kept(data: Path, tiny_tokenizer: An
     assert not model.training
     from kflats.tasks.scoring import score
 
-    assert score(model, tiny_tokenizer, "sst2", data=data, costs=False).value == done.after
+    assert score(model, tiny_tokenizer, "sst2", task_data=data, costs=False).value == done.after
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_just_the_chosen_factors_train(data: Path, tiny_tokenizer: Any, train: s
     model.classifier.weight.requires_grad_(False)
     flags = [p.requires_grad for p in model.parameters()]
     before = values(model)
-    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, train=train, judged=None, **FAST)
+    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, train=train, eval_split=None, **FAST)
     owned = {name: layer for name, layer in factored_layers(model) if layer.owns_matrix}
     expected = {f"{name}.{key}" for name in owned for key in moved}
     assert {name for name, value in values(model).items() if not torch.equal(value, before[name])} == expected
@@ -117,7 +117,7 @@ def test_frozen_parameters_stay_frozen(data: Path, tiny_tokenizer: Any) -> None:
     model = small()
     model.bert.pooler.dense.weight.requires_grad_(False)
     before = values(model)
-    recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, judged=None, **{**FAST, "epochs": 1})
+    recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, eval_split=None, **{**FAST, "epochs": 1})
     assert torch.equal(model.bert.pooler.dense.weight, before["bert.pooler.dense.weight"])
     assert not torch.equal(model.classifier.weight, before["classifier.weight"])
 
@@ -130,7 +130,9 @@ def test_a_seed_decides_and_the_global_state_is_left_alone(data: Path, tiny_toke
         torch.manual_seed(noise)
         random.seed(noise)
         np.random.seed(noise)
-        recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, seed=seed, judged=None, **{**FAST, "epochs": 1})
+        recover_(
+            model, "sst2", tokenizer=tiny_tokenizer, task_data=data, seed=seed, eval_split=None, **{**FAST, "epochs": 1}
+        )
         found.append(values(model))
         drawn = (torch.rand(()).item(), random.random(), np.random.rand())
         torch.manual_seed(noise)
@@ -149,7 +151,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Let the judge stop the run when it is asked for the ``after``-th time."""
     from kflats.recover import training_data
 
-    real, calls = training_data.judge, []
+    real, calls = training_data.score_features, []
 
     def judge(*arguments: Any) -> Any:
         calls.append(1)
@@ -157,14 +159,14 @@ def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
             raise Stop
         return real(*arguments)
 
-    monkeypatch.setattr(training_data, "judge", judge)
+    monkeypatch.setattr(training_data, "score_features", judge)
 
 
 def test_an_interrupted_run_resumes_exactly(
     data: Path, tiny_tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = small()
-    settings = {"tokenizer": tiny_tokenizer, "data": data, **FAST, "lr": 1e-3, "epochs": 4, "patience": None}
+    settings = {"tokenizer": tiny_tokenizer, "task_data": data, **FAST, "lr": 1e-3, "epochs": 4, "patience": None}
     expected = recover_(whole, "sst2", **settings)
     model = small()
     before = values(model)
@@ -180,7 +182,7 @@ def test_an_interrupted_run_resumes_exactly(
 
 
 def test_checkpoints_hold_no_pickle(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    recover_(small(), "sst2", tokenizer=tiny_tokenizer, data=data, folder=tmp_path / "run", **FAST)
+    recover_(small(), "sst2", tokenizer=tiny_tokenizer, task_data=data, folder=tmp_path / "run", **FAST)
     files = [p for p in (tmp_path / "run").rglob("*") if p.is_file()]
     assert {p.suffix for p in files} == {".json", ".safetensors"}
     for path in files:
@@ -190,7 +192,7 @@ def test_checkpoints_hold_no_pickle(data: Path, tiny_tokenizer: Any, tmp_path: P
 
 
 def test_a_checkpoint_that_was_cut_off_is_passed_over(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    settings = {"tokenizer": tiny_tokenizer, "data": data, "judged": None, **FAST}
+    settings = {"tokenizer": tiny_tokenizer, "task_data": data, "eval_split": None, **FAST}
     whole = small()
     recover_(whole, "sst2", **settings)
     recover_(small(), "sst2", **settings, folder=tmp_path)
@@ -206,7 +208,7 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(data: Path, tiny_tokenizer
 
 
 def test_checkpoints_of_another_run_are_refused(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    settings = {"tokenizer": tiny_tokenizer, "data": data, "judged": None, "folder": tmp_path}
+    settings = {"tokenizer": tiny_tokenizer, "task_data": data, "eval_split": None, "folder": tmp_path}
     recover_(small(), "sst2", **settings, **FAST)
     with pytest.raises(KflatsError, match="another run: lr, seed differ"):
         recover_(small(), "sst2", **settings, **{**FAST, "lr": 1e-3, "seed": 3})
@@ -222,8 +224,8 @@ def test_checkpoints_of_another_run_are_refused(data: Path, tiny_tokenizer: Any,
 def test_a_run_that_failed_at_once_is_in_nobodys_way(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     """What the error advises, a smaller step, is another run: it must be able to begin."""
     folder = tmp_path / "checkpoints"
-    settings = {"tokenizer": tiny_tokenizer, "data": data, "judged": None, "folder": folder}
-    with pytest.raises(KflatsError, match="a smaller --lr"):
+    settings = {"tokenizer": tiny_tokenizer, "task_data": data, "eval_split": None, "folder": folder}
+    with pytest.raises(KflatsError, match="a smaller lr"):
         recover_(small(), "sst2", **settings, **{**FAST, "lr": 1e30})
     assert not folder.exists()
     folder.mkdir()
@@ -232,7 +234,7 @@ def test_a_run_that_failed_at_once_is_in_nobodys_way(data: Path, tiny_tokenizer:
 
 
 def test_it_stops_when_nothing_is_gained(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
-    settings = {"tokenizer": tiny_tokenizer, "data": data, "quiet": True, "batch": 16, "folder": tmp_path}
+    settings = {"tokenizer": tiny_tokenizer, "task_data": data, "quiet": True, "batch": 16, "folder": tmp_path}
     model = small()
     before = values(model)
     done = recover_(model, "sst2", lr=1e-12, epochs=9, patience=2, **settings)
@@ -246,13 +248,13 @@ def test_it_stops_when_nothing_is_gained(data: Path, tiny_tokenizer: Any, tmp_pa
 
 def test_a_start_that_was_better_is_put_back(data: Path, tiny_tokenizer: Any) -> None:
     model = small()
-    recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, **{**FAST, "epochs": 6, "patience": None})
+    recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, **{**FAST, "epochs": 6, "patience": None})
     good = values(model)
-    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, **{**FAST, "lr": 3.0, "epochs": 1})
+    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, **{**FAST, "lr": 3.0, "epochs": 1})
     assert done.best_epoch == 0
     assert done.after == done.before
     assert same(values(model), good)
-    assert "put back" in str(done)
+    assert "restored" in str(done)
 
 
 def test_a_loss_that_is_nan_is_an_error_and_changes_nothing(data: Path, tiny_tokenizer: Any) -> None:
@@ -261,7 +263,7 @@ def test_a_loss_that_is_nan_is_an_error_and_changes_nothing(data: Path, tiny_tok
         model.classifier.bias.fill_(torch.nan)
     before = values(model)
     with pytest.raises(KflatsError, match="loss is nan after 0 steps"):
-        recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, judged=None, **FAST)
+        recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, eval_split=None, **FAST)
     after = values(model)
     assert all(torch.equal(after[n], v) for n, v in before.items() if n != "classifier.bias")
     assert all(p.requires_grad for p in model.parameters())
@@ -275,7 +277,7 @@ def test_factors_in_16_bits_train_and_return_to_16_bits(data: Path, tiny_tokeniz
         if isinstance(layer, FactoredEmbedding):
             layer.out_dtype = torch.float32
     start = values(model)
-    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, **{**FAST, "epochs": 6, "patience": None})
+    done = recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, **{**FAST, "epochs": 6, "patience": None})
     assert done.after is not None
     assert done.after > 0.9
     name = "bert.embeddings.word_embeddings.weight"
@@ -283,7 +285,7 @@ def test_factors_in_16_bits_train_and_return_to_16_bits(data: Path, tiny_tokeniz
     assert not torch.equal(values(model)[name], start[name])
     assert model.bert.embeddings.word_embeddings.out_dtype == torch.float32
     half = small().half()
-    recover_(half, "sst2", tokenizer=tiny_tokenizer, data=data, judged=None, **{**FAST, "epochs": 1})
+    recover_(half, "sst2", tokenizer=tiny_tokenizer, task_data=data, eval_split=None, **{**FAST, "epochs": 1})
     assert {p.dtype for p in half.parameters()} == {torch.float16}
     assert half.bert.embeddings.word_embeddings(torch.tensor([3])).dtype == torch.float16
 
@@ -352,7 +354,7 @@ def test_labels_and_teacher_are_mixed() -> None:
     for wrong in ({"temperature": 0.0}, {"labels_weight": 1.5}, {"temperature": float("nan")}):
         with pytest.raises(KflatsError, match="out of range"):
             Objective(**wrong)
-    with pytest.raises(KflatsError, match="nothing to learn from"):
+    with pytest.raises(KflatsError, match="nothing to train on"):
         Objective()(model, one_batch())
     with pytest.raises(KflatsError, match="another head"):
         Objective(small(num_labels=3))(model, batch)
@@ -370,15 +372,15 @@ def test_a_headless_encoder_comes_nearer_to_its_teacher() -> None:
     g = torch.Generator().manual_seed(0)
     ids = torch.randint(5, 300, (96, 6), generator=g)
     batches = [{"input_ids": ids[i : i + 8]} for i in range(0, 96, 8)]
-    done = recover_(model, batches[:10], judged=batches[10:], teacher=teacher, train="factors", **FAST)
+    done = recover_(model, batches[:10], eval_split=batches[10:], teacher=teacher, train="factors", **FAST)
     assert done.metric == "loss"
     assert done.before is not None
     assert done.after is not None
     assert done.after < 0.7 * done.before
     assert same(values(teacher), before)
     assert teacher.training
-    with pytest.raises(KflatsError, match="nothing to learn from"):
-        recover_(model, batches, judged=None, **FAST)
+    with pytest.raises(KflatsError, match="nothing to train on"):
+        recover_(model, batches, eval_split=None, **FAST)
 
 
 @pytest.mark.parametrize(
@@ -392,27 +394,27 @@ def test_a_headless_encoder_comes_nearer_to_its_teacher() -> None:
         ({"patience": 0}, "patience=0"),
         ({"seed": -1}, "seed=-1"),
         ({"split": "nowhere"}, "no split 'nowhere'"),
-        ({"judged": "nowhere"}, "no split 'nowhere'"),
-        ({"judged": [one_batch()]}, "judged on one of its splits"),
+        ({"eval_split": "nowhere"}, "no split 'nowhere'"),
+        ({"eval_split": [one_batch()]}, "evaluated on one of its splits"),
     ],
 )
 def test_bad_requests_are_refused(data: Path, tiny_tokenizer: Any, options: dict[str, Any], message: str) -> None:
     model = small()
     before = values(model)
     with pytest.raises(KflatsError, match=message):
-        recover_(model, "sst2", tokenizer=tiny_tokenizer, data=data, **{**FAST, **options})
+        recover_(model, "sst2", tokenizer=tiny_tokenizer, task_data=data, **{**FAST, **options})
     assert same(values(model), before)
 
 
 def test_models_that_cannot_be_recovered_are_refused(
     data: Path, tiny_tokenizer: Any, tiny_model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"tokenizer": tiny_tokenizer, "data": data, **FAST}
-    with pytest.raises(KflatsError, match="not a transformers model"):
+    settings = {"tokenizer": tiny_tokenizer, "task_data": data, **FAST}
+    with pytest.raises(KflatsError, match="only transformers models"):
         recover_(torch.nn.Linear(2, 2), "sst2", **settings)
     with pytest.raises(KflatsError, match="does not fit BertModel"):
         recover_(tiny_model("bert"), "sst2", **settings)
-    with pytest.raises(KflatsError, match="from a teacher only"):
+    with pytest.raises(KflatsError, match="not supported without a teacher"):
         recover_(tiny_model("bert"), "sts", **settings)
     with pytest.raises(KflatsError, match="there are no batches"):
         recover_(small(), [], **FAST)
@@ -425,7 +427,7 @@ def test_models_that_cannot_be_recovered_are_refused(
         recover_(frozen, "sst2", **settings)
     monkeypatch.setitem(sys.modules, "kflats.recover.training", None)
     with pytest.raises(KflatsError, match=r"kflats\[tasks\]"):
-        recover_(small(), "sst2", judged=None, **settings)
+        recover_(small(), "sst2", eval_split=None, **settings)
 
 
 def test_codes_have_no_bases_to_train(tiny_model: Any) -> None:
@@ -499,7 +501,7 @@ def test_a_folder_is_recovered_twice_over(folder: Path, data: Path, tmp_path: Pa
 def test_an_interrupted_folder_resumes_and_appears_whole(
     folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = {"data": data, **FAST}
+    settings = {"task_data": data, **FAST}
     with monkeypatch.context() as patch:
         interrupted(patch, after=3)
         with pytest.raises(Stop):
@@ -520,7 +522,7 @@ def test_a_folder_that_holds_a_model_is_not_replaced(folder: Path, data: Path, t
         shutil.copytree(folder, where)
     model, teacher = (out / "inner", elsewhere) if held == "model" else (elsewhere, out / "inner")
     with pytest.raises(KflatsError, match="out holds the original, inner, so it is not replaced"):
-        recover_folder(model, out, "sst2", teacher=teacher, force=True, data=data, **FAST)
+        recover_folder(model, out, "sst2", teacher=teacher, force=True, task_data=data, **FAST)
     assert (out / "inner" / "config.json").is_file()
 
 
@@ -545,8 +547,8 @@ def test_texts_and_a_teacher_will_do(tmp_path: Path, tiny_tokenizer: Any) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ([], "give a task, or texts"),
-        (["--texts", "TEXTS"], "no labels to learn from"),
+        ([], "either a task or texts"),
+        (["--texts", "TEXTS"], "no labels to train on"),
         (["--texts", "TEXTS", "--teacher", "MODEL", "--limit", "3"], "--task-data and --limit"),
         (["--task", "sst2", "--task-data", "DATA", "--train", "heads"], "train='heads' is not known"),
         (["--task", "mnli", "--task-data", "DATA"], "has 3 labels"),

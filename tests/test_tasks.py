@@ -129,7 +129,7 @@ def test_a_missing_split_names_those_that_are_there(write: Any, tmp_path: Path) 
     with pytest.raises(KflatsError, match="no data folder"):
         load_examples("mnli", "train", tmp_path / "nowhere")
     for split in ("", "../mnli/train_sample"):
-        with pytest.raises(KflatsError, match="no name of a split"):
+        with pytest.raises(KflatsError, match="not the name of a split"):
             load_examples("mnli", split, data)
 
 
@@ -178,7 +178,7 @@ def test_the_hub_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_batches_have_labels_and_similar_lengths(write: Any, tiny_tokenizer: Any) -> None:
     rows = "".join(f"{'a ' * (i + 1)}\t{'b ' * i}\t{i % 2}\n" for i in range(10))
     data = write("train.tsv", HEADER + rows)
-    batches = task_batches("mrpc", tiny_tokenizer, "train", 4, data=data)
+    batches = task_batches("mrpc", tiny_tokenizer, "train", 4, task_data=data)
     assert [len(b["labels"]) for b in batches] == [4, 4, 2]
     lengths = [length for b in batches for length in b["attention_mask"].sum(1).tolist()]
     assert lengths == sorted(lengths, reverse=True)
@@ -186,14 +186,14 @@ def test_batches_have_labels_and_similar_lengths(write: Any, tiny_tokenizer: Any
 
 
 def test_batches_of_nothing_are_refused(write: Any, tiny_tokenizer: Any) -> None:
-    with pytest.raises(KflatsError, match="batches of 0 examples"):
-        task_batches("sst2", tiny_tokenizer, "dev", batch=0, data=".")
+    with pytest.raises(KflatsError, match="a batch size of 0"):
+        task_batches("sst2", tiny_tokenizer, "dev", batch=0, task_data=".")
 
 
 def test_pairs_have_token_types_where_the_tokenizer_makes_them(write: Any, tiny_tokenizer: Any) -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
-    (batch,) = task_batches("mrpc", tokenizer, data=write("train.tsv", HEADER + "a b\tc d e\t1\nf\tg\t0\n"))
+    (batch,) = task_batches("mrpc", tokenizer, task_data=write("train.tsv", HEADER + "a b\tc d e\t1\nf\tg\t0\n"))
     assert batch["token_type_ids"].tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]
 
@@ -212,7 +212,7 @@ def test_a_sample_is_drawn_by_its_seed(write: Any, tiny_tokenizer: Any) -> None:
 
 
 def test_regression_labels_are_floats(write: Any, tiny_tokenizer: Any) -> None:
-    (batch,) = task_batches("stsb", tiny_tokenizer, data=write("train.tsv", HEADER + "a\tb\t2.5\n"))
+    (batch,) = task_batches("stsb", tiny_tokenizer, task_data=write("train.tsv", HEADER + "a\tb\t2.5\n"))
     assert batch["labels"].dtype == torch.float32
     assert batch["labels"].tolist() == [2.5]
 
@@ -231,7 +231,7 @@ def test_labels_follow_the_models_own_order(write: Any, tiny_tokenizer: Any) -> 
     model = head("SequenceClassification", 3, ("CONTRADICTION", "Entailment", "neutral"))
     assert check_head(model, TASKS["mnli"]) == (1, 2, 0)
     data = write("train.tsv", HEADER + "a\tb\t0\na\tb\t2\n")
-    (batch,) = task_batches("mnli", tiny_tokenizer, data=data, model=model)
+    (batch,) = task_batches("mnli", tiny_tokenizer, task_data=data, model=model)
     assert batch["labels"].tolist() == [1, 0]
 
 
@@ -268,9 +268,9 @@ def test_a_decoder_needs_to_know_its_padding(write: Any, tiny_tokenizer: Any) ->
     model = transformers.GPT2ForSequenceClassification(config)
     data = write("train.tsv", HEADER + "a b\t\t1\nc\t\t0\n")
     with pytest.raises(KflatsError, match="pad_token_id"):
-        task_batches("cola", tiny_tokenizer, data=data, model=model)
+        task_batches("cola", tiny_tokenizer, task_data=data, model=model)
     model.config.pad_token_id = 4
-    (batch,) = task_batches("cola", tiny_tokenizer, data=data, model=model)
+    (batch,) = task_batches("cola", tiny_tokenizer, task_data=data, model=model)
     assert batch["input_ids"][1, -1] == 4
 
 
@@ -278,11 +278,11 @@ def test_a_tokenizer_of_another_model_is_refused(write: Any, tiny_tokenizer: Any
     model = head("SequenceClassification", 2)
     model.config.vocab_size = 20
     with pytest.raises(KflatsError, match=r"tokenizer gives id 2.*another model"):
-        task_batches("cola", tiny_tokenizer, data=write("train.tsv", HEADER + "word200\t\t1\n"), model=model)
+        task_batches("cola", tiny_tokenizer, task_data=write("train.tsv", HEADER + "word200\t\t1\n"), model=model)
     with pytest.raises(KflatsError, match="tokenizer is needed"):
-        task_batches("cola", None, data=write("train.tsv", HEADER + "word200\t\t1\n"))
+        task_batches("cola", None, task_data=write("train.tsv", HEADER + "word200\t\t1\n"))
     with pytest.raises(KflatsError, match="nothing would be left"):
-        task_batches("cola", tiny_tokenizer, data=write("train.tsv", HEADER + "word200\t\t1\n"), limit=0)
+        task_batches("cola", tiny_tokenizer, task_data=write("train.tsv", HEADER + "word200\t\t1\n"), limit=0)
 
 
 def test_language_is_cut_into_blocks(write: Any, tiny_tokenizer: Any) -> None:

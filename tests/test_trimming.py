@@ -312,7 +312,7 @@ def test_all_entries_may_be_kept_and_padding_rows_go() -> None:
         ({"keep": 150, "alphabet": "latin"}, "no alphabet is called"),
         ({"keep": 150, "texts": "one string"}, "not one string"),
         ({"keep": 150, "texts": []}, "no texts"),
-        ({"keep": 150, "texts": [3]}, "texts must be"),
+        ({"keep": 150, "texts": [3]}, "a text must be a string"),
         ({"keep": 150, "eval_texts": []}, "no texts"),
     ],
 )

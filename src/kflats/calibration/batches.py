@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.common.texts import check_known, check_texts
-from kflats.evaluation.encoding import pad
+from kflats.common.token_batches import IGNORED, pad_id, padded_batch, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,46 +31,46 @@ def text_batches(
 ) -> list[dict[str, Tensor]]:
     """Batches of texts of similar length, padded at the right.
 
-    Texts are sorted by length inside blocks of 64 (``BLOCK``; of ``batch`` if that is more), so that the batches of a
-    block, padding included, do not depend on other texts. Texts without a token are left out before.
+    Texts are sorted by length inside blocks of 64 (``BLOCK``; of ``batch`` if that is more). So the batches of a block,
+    padding included, do not depend on the texts of other blocks. Texts without a token are left out first.
 
     Args:
         texts: sentences; a generator is read only as far as ``limit``.
         tokenizer: the model's own.
         batch: texts at once.
         max_length: tokens of one text; longer ones are cut (at the tokenizer's own limit if that is less).
-        limit: use the first so many texts. A few hundred samples make a good Fisher.
-        language_model: add "labels": the tokens themselves, -100 where there is padding.
+        limit: use the first ``limit`` texts. A few hundred samples estimate the Fisher information well.
+        language_model: add "labels": the tokens themselves, and -100 at padding.
 
     Returns:
-        dicts of "input_ids" and "attention_mask" (B, T) int64, and "labels" if asked for.
+        dicts of "input_ids" and "attention_mask" (B, T) int64, and "labels" with ``language_model``.
 
     Raises:
-        KflatsError: no texts, no tokenizer, something that is no text, or no word that the tokenizer knows.
+        KflatsError: no texts, no tokenizer, an entry that is not a text, or no word that the tokenizer knows.
     """
     check_texts(texts)
-    if tokenizer is None:
-        raise KflatsError("a tokenizer is needed", cause="the model's folder has none", hint="give tokenizer=")
     if batch < 1 or max_length < 1 or (limit is not None and limit < 1):
-        raise KflatsError("batch, max_length and limit must be at least 1")
+        raise KflatsError(
+            f"batch={batch}, max_length={max_length}, limit={limit} is not supported",
+            cause="each of the three leaves nothing to measure where it is below 1",
+            hint="1 or more",
+        )
     taken = list(islice(texts, limit))
     if not taken:
         raise KflatsError("the calibration set is empty", cause="an empty file or list", hint="a few hundred texts")
     for text in taken:
         if not isinstance(text, str):
-            raise KflatsError(f"expected texts, found {type(text).__name__}", hint="a list of strings")
-    own = getattr(tokenizer, "model_max_length", None)
-    length = min(max_length, own) if isinstance(own, int) else max_length
-    rows = tokenizer(taken, truncation=True, max_length=length, return_attention_mask=False)["input_ids"]
-    rows = [list(row) for row in rows if len(row)]
+            raise KflatsError(f"a text must be a string, not {type(text).__name__}", hint="a list of strings")
+    rows = [list(row) for row in tokenize(tokenizer, taken, max_length=max_length)["input_ids"] if len(row)]
     if not rows:
         raise KflatsError("the texts hold no token", cause="blank texts", hint="other texts")
     check_known(torch.tensor([i for row in rows for i in row]).bincount(), tokenizer)
     size = max(BLOCK, batch)
     blocks = [sorted(rows[i : i + size], key=len) for i in range(0, len(rows), size)]
     parts = [block[i : i + batch] for block in blocks for i in range(0, len(block), batch)]
-    made = [pad(part, tokenizer, torch.device("cpu")) for part in parts]
+    filler = pad_id(tokenizer)
+    batches = [padded_batch([{"input_ids": row} for row in part], filler) for part in parts]
     if language_model:
-        for one in made:
-            one["labels"] = one["input_ids"].masked_fill(one["attention_mask"] == 0, -100)
-    return made
+        for one in batches:
+            one["labels"] = one["input_ids"].masked_fill(one["attention_mask"] == 0, IGNORED)
+    return batches

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bar
 from torch import Tensor, nn
 
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
@@ -23,6 +20,7 @@ from kflats.calibration.objectives import Objective, Projections, TaskLoss, desc
 from kflats.calibration.running import batch_size, run, take, to_device
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import size, visible
+from kflats.common.progress import Update, progress_bar
 from kflats.common.schema import JsonObject
 from kflats.evaluation.encoding import Batch, BatchValue
 from kflats.importance.measured import Measured
@@ -100,8 +98,8 @@ def measure(
     """
     wanted = _wanted(weights, needs)
     kept = _checked(batches)
-    with frozen(model), _progress(quiet) as told:
-        job = Job(model, weights, kept, wanted, objective, told)
+    with frozen(model), progress_bar(quiet=quiet) as update:
+        job = Job(model, weights, kept, wanted, objective, update)
         copies = min(len(_blocks(kept)), 2)  # the sums of all blocks before, and of one block
         means: dict[str, Measured] = {}
         for one_sample in (False, True):
@@ -130,9 +128,9 @@ class Job:
         batches: Sequence[Batch],
         wanted: Mapping[str, frozenset[str]],
         objective: Objective | None,
-        told: Callable[[int], Callable[[], None]],
+        update: Update,
     ) -> None:
-        self._model, self._batches, self._wanted, self._told = model, batches, wanted, told
+        self._model, self._batches, self._wanted, self._update = model, batches, wanted, update
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         gradients = any(fields & GRADIENTS for fields in wanted.values())
         chosen: Objective = objective_of(batches, objective) if gradients else Projections()
@@ -153,16 +151,16 @@ class Job:
         """(block index, sums by weight) of each block of ``share``, by default of all; names of weights that have to be
         run with one sample at a time are added to ``without_layout``."""
         blocks = _blocks(self._batches)
-        step = self._told(len(self._batches))
+        self._summed = 0
+        self._update("measuring", 0, len(self._batches))
         for index in blocks if share is None else [i for i in share if i in blocks]:
-            yield index, self._sum(blocks[index], weights, one_sample, step)
+            yield index, self._sum(blocks[index], weights, one_sample)
 
     def _sum(
         self,
         batches: Sequence[tuple[int, Batch]],
         weights: Sequence[Weight],
         one_sample: bool,
-        step: Callable[[], None],
     ) -> dict[str, Sums]:
         """The sums of one block, of batches with the places of their first samples."""
         inputs = Inputs()
@@ -194,7 +192,8 @@ class Job:
                     recorder.finish()
                     inputs.forget()
                 seen += samples
-                step()
+                self._summed += 1
+                self._update("measuring", self._summed, len(self._batches))
         self.without_layout |= recorder.without_layout
         return {name: one.sums(seen) for name, one in sums.items()}
 
@@ -384,19 +383,3 @@ def _is_unreached(one: Measured) -> bool:
     # Entries that are squares, and the diagonals of Grams: zero only where all is.
     found = [one.row_fisher, one.column_fisher, one.output_gram]
     return any(not bool((g.diagonal() if g is one.output_gram else g).any()) for g in found if g is not None)
-
-
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[int], Callable[[], None]]]:
-    """A function that, given a pass's number of batches, gives what to call after each."""
-    if quiet:
-        yield lambda total: lambda: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-
-        def told(total: int) -> Callable[[], None]:
-            task = bar.add_task("measuring", total=total)
-            return lambda: bar.advance(task)
-
-        yield told

@@ -33,7 +33,7 @@ def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, rows:
     seen = 0
     for text in texts:
         if not isinstance(text, str):
-            raise KflatsError(f"expected texts, found {type(text).__name__}", hint="a list of strings")
+            raise KflatsError(f"a text must be a string, not {type(text).__name__}", hint="a list of strings")
         batch.append(text)
         seen += 1
         if len(batch) == _BATCH:

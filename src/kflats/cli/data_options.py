@@ -112,7 +112,9 @@ class DataOptions:
         )
 
     def _examples(self, task: str, samples: int) -> Callable[[nn.Module, Any], Batches]:
-        return lambda model, tokenizer: task_batches(task, tokenizer, limit=samples, data=self.task_data, model=model)
+        return lambda model, tokenizer: task_batches(
+            task, tokenizer, limit=samples, task_data=self.task_data, model=model
+        )
 
 
 def texts_of(path: Path | None) -> tuple[str, ...] | None:

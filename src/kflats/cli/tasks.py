@@ -64,7 +64,7 @@ def evaluate(
 ) -> None:
     """Score a model on a task, with its size, memory, latency and operations; beside the original's if it is given."""
     quiet_transformers()
-    scores = evaluate_folder(model, task, original=original, data=task_data, split=split, **asdict(examples))
+    scores = evaluate_folder(model, task, original=original, task_data=task_data, split=split, **asdict(examples))
     typer.echo(str(scores))
 
 
@@ -101,7 +101,7 @@ def recover(
     if task is None:
         del chosen["limit"]
     else:
-        chosen |= {"data": task_data, "split": split, "judged": eval_split}
+        chosen |= {"task_data": task_data, "split": split, "eval_split": eval_split}
     quiet_transformers()
     recovery = recover_folder(
         model, out, task, texts=texts_of(texts), teacher=teacher, force=force, quiet=quiet, **chosen

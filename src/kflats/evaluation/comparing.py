@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, share, size, table, visible
 from kflats.common.texts import packaged_texts
-from kflats.evaluation.encoding import encode, evaluating, last_hidden_state, pad, rare_words, tokenize
+from kflats.common.token_batches import pad_id, padded_batch, tokenize_texts
+from kflats.evaluation.encoding import MAX_TOKENS, device_of, encode, evaluating, last_hidden_state, rare_words
 from kflats.evaluation.latency import Latency, paired, take_turns
 from kflats.io import load_model, resolve_model, weights_folder
 from kflats.io.sources import weight_files
@@ -196,12 +197,15 @@ def latency(
         raise KflatsError("latency needs at least one text and one pair", hint="give texts and pairs >= 1")
     models = (original, compressed)
     tokenizers = (tokenizer, tokenizer if compressed_tokenizer is None else compressed_tokenizer)
-    rows, _ = read = [tokenize(m, t, list(texts)[:batch]) for m, t in zip(models, tokenizers, strict=True)]
-    inputs = [pad(ids, t, next(m.parameters()).device) for m, t, ids in zip(models, tokenizers, read, strict=True)]
+    inputs = []
+    for model, own in zip(models, tokenizers, strict=True):
+        rows = tokenize_texts(own, texts[:batch], MAX_TOKENS, model)
+        inputs.append(padded_batch([{"input_ids": row} for row in rows], pad_id(own, model), device_of(model)))
     runs = [partial(last_hidden_state, model, batch) for model, batch in zip(models, inputs, strict=True)]
     with evaluating(*models), torch.inference_mode():
         before, after = take_turns(runs, pairs, inputs[0]["input_ids"].device)
-    return paired(before, after, batch=len(rows), tokens=max(map(len, rows)))
+    sentences, tokens = inputs[0]["input_ids"].shape
+    return paired(before, after, batch=sentences, tokens=tokens)
 
 
 def compare(

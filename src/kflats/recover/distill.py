@@ -1,4 +1,4 @@
-"""What recovery minimises: the task's own loss, nearness to a teacher, or both."""
+"""The loss of a recovery: the task's own loss, the distance to a teacher's outputs, or both."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.tasks.batches import IGNORED
+from kflats.common.token_batches import IGNORED
 from kflats.tasks.task import head_of
 
 
@@ -21,8 +21,8 @@ class Objective:
 
     The distance, T the temperature:
 
-        classes, words, tokens    T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over examples
-                                  (over attended tokens; words without a label are left out)
+        classes, words, tokens    T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over examples,
+                                  or over attended tokens; words without a label are left out
         regression                (student - teacher)^2
         no head                   1 - cos of both mean token vectors
 
@@ -30,8 +30,8 @@ class Objective:
 
     Args:
         teacher: the original model; None: the task's loss alone.
-        temperature: > 0; more than 1 shows the teacher's second thoughts.
-        labels_weight: 0..1; batches without labels use the teacher alone whatever it is.
+        temperature: > 0; above 1 the less likely classes count more.
+        labels_weight: 0 to 1; for batches without labels it is 0.
 
     Raises:
         KflatsError: a temperature or weight out of range.
@@ -44,26 +44,29 @@ class Objective:
     def __post_init__(self) -> None:
         if not (0 < self.temperature < float("inf")) or not 0 <= self.labels_weight <= 1:
             raise KflatsError(
-                f"temperature {self.temperature}, labels_weight {self.labels_weight}: out of range",
-                hint="a temperature above 0, a weight from 0 to 1",
+                f"temperature={self.temperature}, labels_weight={self.labels_weight} is out of range",
+                hint="a temperature above 0, a labels_weight from 0 to 1",
             )
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """A scalar with a gradient. The teacher runs in eval mode, without gradients.
 
         Raises:
-            KflatsError: nothing to learn from (neither labels nor teacher), or outputs that do not match.
+            KflatsError: neither labels nor a teacher, or outputs of different shapes.
         """
         labelled = "labels" in batch and head_of(model) != ""
         if not labelled and self.teacher is None:
             raise KflatsError(
-                "there is nothing to learn from", cause="examples without labels, and no teacher", hint="give teacher="
+                "there is nothing to train on",
+                cause="examples without labels, and no teacher",
+                hint="teacher=the original model",
+                command="--teacher ORIGINAL",
             )
         inputs = dict(batch) if labelled else {k: v for k, v in batch.items() if k != "labels"}
         outputs = model(**inputs)
         if labelled and bool((batch["labels"] == IGNORED).all()):
-            nothing: Tensor = 0.0 * outputs.logits.sum()  # the mean over no words at all would be NaN
-            return nothing
+            zero: Tensor = 0.0 * outputs.logits.sum()  # the mean over zero words would be NaN
+            return zero
         if self.teacher is None:
             return _task_loss(outputs)
         inputs.pop("labels", None)
@@ -108,7 +111,11 @@ def _pooled(hidden: Tensor, mask: Tensor) -> Tensor:
 def _task_loss(outputs: Any) -> Tensor:
     loss = getattr(outputs, "loss", None)
     if not isinstance(loss, Tensor):
-        raise KflatsError("the model gives no loss for its labels", cause="it has no task head of transformers")
+        raise KflatsError(
+            "the model gives no loss for its labels",
+            cause="it has no task head of transformers",
+            hint="a model with a task head, or batches without labels and a teacher",
+        )
     return loss
 
 
@@ -117,5 +124,5 @@ def _check_equal(ours: Tensor, theirs: Tensor) -> None:
         raise KflatsError(
             f"the teacher's outputs are {tuple(theirs.shape)}, the model's {tuple(ours.shape)}",
             cause="the teacher has another head or another vocabulary",
-            hint="the model that was compressed is the teacher",
+            hint="as teacher the model that was compressed",
         )

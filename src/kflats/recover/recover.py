@@ -1,11 +1,11 @@
-"""Recovery: a compressed model is trained again, on its task, towards the original, or both.
+"""Recovery: train a compressed model again, on its task, towards the original, or both.
 
 FWSVD (Hsu et al., ICLR 2022, section 4.2) fine-tunes factored models for 3 epochs by Adam at 2e-5 in batches of 32;
-those are the defaults. transformers' Trainer does the work.
+the defaults are the same. transformers' Trainer trains.
 
-What lies on disk: after every epoch the Trainer writes a checkpoint, the model as safetensors and its own state as
-JSON. What it would pickle (optimizer, schedule, random states) is written as safetensors and JSON instead, see
-``kflats.training``; its arguments are not stored at all. Nothing that is loaded can run code.
+The Trainer writes a checkpoint after every epoch: the model as safetensors and its own state as JSON. Optimizer,
+schedule and random states, which the Trainer would pickle, are written as safetensors and JSON instead (see
+``kflats.recover.training``). Its arguments are not stored. No file that is loaded can run code.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
+from kflats.common.token_batches import pad_id
 from kflats.evaluation.comparing import load_tokenizer
-from kflats.evaluation.encoding import Batch, evaluating
+from kflats.evaluation.encoding import Batch, device_of, evaluating
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic_folder import beside
 from kflats.recover.checkpoints import claim, digest, kept_in
@@ -32,9 +33,9 @@ from kflats.recover.distill import Objective
 from kflats.recover.recovery import Epoch, Recovery, kept_epoch
 from kflats.recover.schedule import Schedule
 from kflats.recover.trainable import only, own_randomness, put_back, unchanged_on_failure, widened
-from kflats.recover.training_data import Lesson, lesson_of_batches, lesson_of_task
-from kflats.tasks.batches import collate, padding_id, text_features
-from kflats.tasks.task import Task, find_task
+from kflats.recover.training_data import TrainingData, batch_training_data, task_training_data
+from kflats.tasks.batches import collate, text_features
+from kflats.tasks.task import Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,9 +48,9 @@ def recover_(
     task: str | Task | Sequence[Batch],
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    data: str | os.PathLike[str] | None = None,
+    task_data: str | os.PathLike[str] | None = None,
     split: str = "train",
-    judged: str | Sequence[Batch] | None = "dev",
+    eval_split: str | Sequence[Batch] | None = "dev",
     teacher: nn.Module | None = None,
     temperature: float = 2.0,
     labels_weight: float = 0.5,
@@ -70,29 +71,29 @@ def recover_(
 
     AdamW without weight decay (that is Adam), linear decay to 0, gradients clipped at norm 1. Examples of
     similar length share a batch. The same seed, data, threads and device give the same parameters; the
-    global random states return to what they were. After an error or interruption the model is as it was.
-    Parameters stored in 16 bits train as float32 and are rounded back at the end.
+    global random states are restored afterwards. After an error or interruption the model is as it was before.
+    Parameters stored in 16 bits train as float32 and are rounded to their own type at the end.
 
     Args:
         model: a transformers model. It trains on its own device.
         task: a name, a ``Task``, or batches (dicts of tensors, as ``task_batches`` and text batches are),
             which are mixed anew every epoch. Without labels or without a head a ``teacher`` is needed.
         tokenizer: for tasks.
-        data, split, max_length, limit: as ``kflats.task_batches``.
-        judged: the split that decides which epoch is kept (for batches: other batches, whose mean loss
-            decides), None: the last epoch is kept. A best epoch chosen on a split flatters the score there.
+        task_data, split, max_length, limit: as ``kflats.task_batches``.
+        eval_split: the split that decides which epoch is kept (for batches: other batches, whose mean loss
+            decides); None: the last epoch is kept. The score on the split that chose the epoch is too high.
         teacher: the original; see ``kflats.recover.distill.Objective`` for it, ``temperature`` and ``labels_weight``.
         train: "all", "bases", "coordinates" or "factors" (both).
         lr, batch, epochs: of the optimisation.
-        patience: stop when this many epochs in a row were not better; None: never.
+        patience: stop after this many epochs in a row that were not better; None: never.
         seed: of the order, dropout and sample.
-        folder: where checkpoints are kept, so that the same call resumes after an interruption. None: none
-            are kept. They stay there when it is done.
+        folder: where checkpoints are kept, so that the same call resumes after an interruption; they remain there.
+            None: no checkpoints are kept.
         quiet: no progress bar.
 
     Raises:
-        KflatsError: as ``load_examples`` and ``check_head``; nothing to train or to learn from; a loss that
-            is NaN; checkpoints of another run in ``folder``; accelerate is not installed.
+        KflatsError: as ``load_examples`` and ``check_head``; nothing to train, or neither labels nor a teacher; a loss
+            that is NaN; checkpoints of another run in ``folder``; accelerate is not installed.
 
     >>> import transformers
     >>> config = transformers.BertConfig(
@@ -100,21 +101,40 @@ def recover_(
     ... )
     >>> model = transformers.BertForSequenceClassification(config)
     >>> batches = [{"input_ids": torch.tensor([[2, 7, 3], [2, 9, 3]]), "labels": torch.tensor([0, 1])}]
-    >>> recover_(model, batches, judged=None, epochs=1, quiet=True).trained == model.num_parameters()
+    >>> recover_(model, batches, eval_split=None, epochs=1, quiet=True).trained == model.num_parameters()
     True
     """
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config") or hasattr(model, "encode"):
         raise KflatsError(
-            f"{type(model).__name__} is not a transformers model",
-            hint="the model inside a SentenceTransformer is sentence_transformer[0].auto_model",
+            f"recovery is not supported with {type(model).__name__}",
+            cause="only transformers models can be trained",
+            hint="the model inside a SentenceTransformer: sentence_transformer[0].auto_model",
+            command="the folder of a transformers model",
         )
     schedule = Schedule(train, lr, batch, epochs, patience, seed)
     objective = Objective(teacher, temperature, labels_weight)
-    lesson = _lesson(model, task, tokenizer, data, split, judged, objective, max_length, limit, seed)
-    device = next(model.parameters()).device
+    if not isinstance(task, str | Task):
+        others = None if isinstance(eval_split, str) else eval_split
+        data = batch_training_data(model, task, others, tokenizer, objective)
+    elif eval_split is None or isinstance(eval_split, str):
+        data = task_training_data(
+            model,
+            task,
+            tokenizer,
+            task_data=task_data,
+            split=split,
+            eval_split=eval_split,
+            max_length=max_length,
+            limit=limit,
+            seed=seed,
+            teacher=teacher,
+        )
+    else:
+        raise KflatsError("a task is evaluated on one of its splits", hint='eval_split="dev", or None')
+    device = device_of(model)
     began = time.monotonic()
     with (
-        _beside(teacher, device),
+        _teaching(teacher, device),
         evaluating(model),
         own_randomness(device),
         kept_in(folder) as where,
@@ -122,23 +142,23 @@ def recover_(
         only(model, train) as chosen,
         unchanged_on_failure(chosen) as start,
     ):
-        before = None if lesson.value is None else lesson.value(model)
-        settings = {"task": lesson.name, "judged": [lesson.judged, before], **asdict(schedule)}
-        settings |= {"temperature": temperature, "labels_weight": labels_weight, "rows": lesson.digest}
+        before = None if data.evaluate is None else data.evaluate(model)
+        settings = {"task": data.name, "eval_split": [data.eval_split, before], **asdict(schedule)}
+        settings |= {"temperature": temperature, "labels_weight": labels_weight, "rows": data.digest}
         settings |= {"model": digest(model), "teacher": None if teacher is None else digest(teacher)}
         claim(where, settings)
-        history, resumed = _train(model, lesson, objective, schedule, where, folder is not None, quiet)
-        best_epoch, after = kept_epoch(history, before, lesson.higher_is_better)
+        history, resumed = _train(model, data, objective, schedule, where, folder is not None, quiet)
+        best_epoch, after = kept_epoch(history, before, data.higher_is_better)
         if best_epoch == 0:
             put_back(chosen, start)
         trained = sum(p.numel() for p in chosen)
-    if rounded and lesson.value is not None:
-        after = lesson.value(model)
+    if rounded and data.evaluate is not None:
+        after = data.evaluate(model)
     return Recovery(
-        task=lesson.name,
-        split=lesson.split,
-        judged=lesson.judged,
-        metric=lesson.metric,
+        task=data.name,
+        split=data.split,
+        eval_split=data.eval_split,
+        metric=data.metric,
         before=before,
         after=after,
         best_epoch=best_epoch,
@@ -168,14 +188,15 @@ def recover_folder(
 ) -> Recovery:
     """Recover a model folder into a new folder that transformers loads after ``import kflats``.
 
-    ``out`` appears whole or not at all. Checkpoints are kept beside it until the end, so an interrupted run
-    resumes by the same call. Tokenizer and all else that is no weight are copied; what was done is written
-    to ``kflats_recovery.json``. Runs on a GPU where there is one.
+    ``out`` is complete, or it is not written. Checkpoints are kept beside it until the end, so that the same call
+    resumes after an interruption. The tokenizer and all other files that hold no weights are copied; the ``Recovery``
+    is written to ``kflats_recovery.json``. Runs on a GPU where there is one.
 
     Args:
-        source: a local folder (compressed or not) or a hub name. out: the folder to be.
-        task: as ``recover_``; or ``texts``: sentences without labels, learnt from the ``teacher`` alone.
-            One in ten of them is kept out, to judge by.
+        source: a local folder (compressed or not) or a hub name. out: the new folder.
+        task: as ``recover_``.
+        texts: instead of a task: sentences without labels, to train towards the ``teacher`` alone. Every tenth is
+            used for the evaluation, not for training.
         teacher: the original's folder or hub name.
         force: replace an existing folder that kflats wrote and nobody changed since.
         chosen: further arguments of ``recover_``.
@@ -186,25 +207,30 @@ def recover_folder(
     """
     if (task is None) == (texts is None):
         raise KflatsError(
-            "give a task, or texts",
-            hint="task=..., or texts=... and teacher=...",
-            command="--task mrpc, or --texts FILE --teacher ORIGINAL",
+            "recovery needs either a task or texts",
+            hint='task="mrpc", task_data=FOLDER; or texts=[...], teacher=ORIGINAL',
+            command="--task mrpc --task-data FOLDER, or --texts FILE --teacher ORIGINAL",
         )
     if texts is not None and teacher is None:
-        raise KflatsError("texts have no labels to learn from", hint="teacher=ORIGINAL", command="--teacher ORIGINAL")
+        raise KflatsError(
+            "training on texts is not supported without a teacher",
+            cause="texts have no labels to train on",
+            hint="teacher=ORIGINAL",
+            command="--teacher ORIGINAL",
+        )
     folder = resolve_model(os.fspath(source))
-    taught = None if teacher is None else resolve_model(os.fspath(teacher))
+    teacher_folder = None if teacher is None else resolve_model(os.fspath(teacher))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    with new_folder(out, force, [folder] if taught is None else [folder, taught]) as aside:
+    with new_folder(out, force, [f for f in (folder, teacher_folder) if f is not None]) as aside:
         model = load_model(folder).to(device)
         tokenizer = load_tokenizer(folder)
-        original = None if taught is None else load_model(taught).to(device)
-        work: Any = task
+        original = None if teacher_folder is None else load_model(teacher_folder).to(device)
+        examples: Any = task
         if texts is not None:
-            work, chosen["judged"] = _texts(texts, tokenizer, model, max_length)
+            examples, chosen["eval_split"] = _text_batches(texts, tokenizer, model, max_length)
         done = recover_(
             model,
-            work,
+            examples,
             tokenizer=tokenizer,
             teacher=original,
             folder=beside(Path(out).expanduser().resolve(), "recovery"),
@@ -218,80 +244,51 @@ def recover_folder(
     return done
 
 
-def _lesson(
-    model: nn.Module,
-    task: Any,
-    tokenizer: PreTrainedTokenizerBase | None,
-    data: Any,
-    split: str,
-    judged: Any,
-    objective: Objective,
-    max_length: int,
-    limit: int | None,
-    seed: int,
-) -> Lesson:
-    if not isinstance(task, str | Task):
-        other = judged if judged is None or not isinstance(judged, str) else None
-        return lesson_of_batches(model, task, other, tokenizer, objective)
-    if judged is not None and not isinstance(judged, str):
-        raise KflatsError("a task is judged on one of its splits", hint='judged="dev", or None')
-    return lesson_of_task(
-        model,
-        find_task(task),
-        tokenizer,
-        data=data,
-        split=split,
-        judged=judged,
-        max_length=max_length,
-        limit=limit,
-        seed=seed,
-        teacher=objective.teacher,
-    )
-
-
-def _texts(
+def _text_batches(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: nn.Module, max_length: int
-) -> tuple[Any, Any]:
-    """Texts as batches to learn from, and every tenth to judge by."""
+) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
+    """Batches of one text each: nine tenths to train on, and each tenth to evaluate on."""
     if len(texts) < 10:
-        raise KflatsError(f"{len(texts)} texts are too few to learn from", hint="at least 10, one a line")
-    made = text_features(texts, tokenizer, max_length, model)
-    filler = padding_id(tokenizer, model)
-    learnt, asked = (
-        [collate([row], filler) for i, row in enumerate(made) if (i % 10 == 0) == kept] for kept in (False, True)
-    )
-    return learnt, asked
+        raise KflatsError(
+            f"training on {len(texts)} texts is not supported",
+            cause="every tenth text is used for the evaluation",
+            hint="at least 10 texts",
+        )
+    filler = pad_id(tokenizer, model)
+    batches = [collate([row], filler) for row in text_features(texts, tokenizer, max_length, model)]
+    return [batch for i, batch in enumerate(batches) if i % 10], batches[::10]
 
 
 def _train(
     model: nn.Module,
-    lesson: Lesson,
+    data: TrainingData,
     objective: Objective,
     schedule: Schedule,
     where: Path,
     resumable: bool,
     quiet: bool,
 ) -> tuple[tuple[Epoch, ...], int]:
-    """Run the Trainer; the epochs that ran, and how many of them an earlier run had done."""
+    """Run the Trainer; the epochs of the whole training, and how many of them an earlier run trained."""
     try:
         from kflats.recover.training import run
     except ImportError as error:
         raise KflatsError(
-            f"training needs {error.name or 'accelerate'}, which is not installed", hint="pip install 'kflats[tasks]'"
+            f"training needs the package {error.name or 'accelerate'}, which is not installed",
+            hint="pip install 'kflats[tasks]'",
         ) from error
-    log, resumed = run(model, lesson, objective, schedule, where, resumable, quiet)
+    log, resumed = run(model, data, objective, schedule, where, resumable, quiet)
     losses = {round(e["epoch"]): e["loss"] for e in log if "loss" in e}
-    values = {round(e["epoch"]): e[f"eval_{lesson.metric}"] for e in log if f"eval_{lesson.metric}" in e}
+    values = {round(e["epoch"]): e[f"eval_{data.metric}"] for e in log if f"eval_{data.metric}" in e}
     return tuple(Epoch(i, loss, values.get(i)) for i, loss in sorted(losses.items())), resumed
 
 
 @contextmanager
-def _beside(teacher: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """The teacher in eval mode on ``device``; afterwards where and as it was."""
+def _teaching(teacher: nn.Module | None, device: torch.device) -> Iterator[None]:
+    """The teacher in eval mode on ``device``. On exit its device and modes are restored."""
     if teacher is None:
         yield
         return
-    home = next(teacher.parameters()).device
+    home = device_of(teacher)
     with evaluating(teacher):
         try:
             teacher.to(device)

@@ -1,11 +1,12 @@
-"""transformers' Trainer as recovery uses it: batches of like lengths, our own judge, and checkpoints without pickle.
+"""transformers' Trainer for recovery: batches of similar lengths, an evaluation of our own, checkpoints without pickle.
 
-The Trainer's own checkpoints keep the model as safetensors, but the optimizer, the schedule, the random states and
-its arguments by ``torch.save``, which is pickle. Here the tensors among them (Adam's two moments, torch's random
-states) go into ``kflats_trainer.safetensors`` and the rest into ``kflats_trainer.json``; the arguments are not kept.
-``trainer_state.json`` is the Trainer's. Such a checkpoint resumes exactly: interrupted or not, the result is the same.
+The Trainer's own checkpoints hold the model as safetensors, but the optimizer, the schedule, the random states and its
+arguments are written by ``torch.save``, which pickles. Here their tensors (Adam's two moments, torch's random states)
+are written to ``kflats_trainer.safetensors`` and the rest to ``kflats_trainer.json``; the arguments are not stored. The
+Trainer writes ``trainer_state.json``. An interrupted run that resumes from such a checkpoint gives the same result as
+one that was not interrupted.
 
-This module imports transformers; ``kflats.recover`` imports it when it trains.
+This module imports transformers; ``kflats.recover.recover`` imports it when it trains.
 """
 
 from __future__ import annotations
@@ -19,8 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -29,47 +28,48 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
 from kflats.common.errors import KflatsError
+from kflats.common.progress import Update, progress_bar
+from kflats.evaluation.encoding import device_of
 from kflats.recover.checkpoints import REST, TENSORS, last_checkpoint, read_state
 from kflats.recover.distill import Objective
 from kflats.recover.schedule import Schedule
-from kflats.recover.training_data import Lesson
+from kflats.recover.training_data import TrainingData
 
-_POOL = 64  # batches whose examples are sorted together: length differs little inside a batch, and order still varies
+_POOL = 64  # batches whose examples are sorted together: lengths differ little in a batch, and the order still varies
 
 
 def run(
-    model: Any, lesson: Lesson, objective: Objective, schedule: Schedule, where: Path, resumable: bool, quiet: bool
+    model: Any, data: TrainingData, objective: Objective, schedule: Schedule, where: Path, resumable: bool, quiet: bool
 ) -> tuple[list[dict[str, Any]], int]:
-    """Train ``model`` in place on a lesson; at the end it holds its best epoch where the lesson has a judge.
+    """Train ``model`` in place; at the end it has the parameters of its best epoch, or of the last without evaluation.
 
     Args:
-        where: the folder of checkpoints; training goes on from the newest whole one in it.
-        resumable: keep what resuming needs, not just the best model.
+        where: the folder of checkpoints; training continues from the newest complete one in it.
+        resumable: keep the state of the optimizer too, not only the best model.
         quiet: no progress bar.
 
     Returns:
         The Trainer's log, and how many epochs of it were read from a checkpoint.
     """
-    device = next(model.parameters()).device
-    found = last_checkpoint(where) if resumable else None
-    state = {} if found is None else found[1]
-    judged = lesson.value is not None
+    device = device_of(model)
+    checkpoint, state = (last_checkpoint(where) if resumable else None) or (None, {})
+    evaluated = data.evaluate is not None
     arguments = TrainingArguments(
         output_dir=str(where),
         learning_rate=schedule.lr,
         per_device_train_batch_size=schedule.batch,
         num_train_epochs=_epochs_to_run(schedule, state),
-        # Fused, a step on a CPU takes a seventh of the time; its arithmetic is the same.
+        # A fused step on a CPU takes a seventh of the time and computes the same.
         optim="adamw_torch_fused" if device.type in ("cpu", "cuda") else "adamw_torch",
         weight_decay=0.0,
         lr_scheduler_type="linear",
-        eval_strategy="epoch" if judged else "no",
-        save_strategy="epoch" if judged or resumable else "no",
+        eval_strategy="epoch" if evaluated else "no",
+        save_strategy="epoch" if evaluated or resumable else "no",
         save_total_limit=1,
         save_only_model=not resumable,
-        load_best_model_at_end=judged,
-        metric_for_best_model=lesson.metric if judged else None,
-        greater_is_better=lesson.higher_is_better if judged else None,
+        load_best_model_at_end=evaluated,
+        metric_for_best_model=data.metric if evaluated else None,
+        greater_is_better=data.higher_is_better if evaluated else None,
         restore_callback_states_from_checkpoint=resumable,
         logging_strategy="epoch",
         report_to=[],
@@ -80,30 +80,30 @@ def run(
         dataloader_pin_memory=device.type != "cpu",
         use_cpu=device.type == "cpu",
     )
-    with _progress(quiet) as tell, _quiet_saving():
-        callbacks: list[TrainerCallback] = [TrainingProgress(tell)]
-        if judged and schedule.patience is not None:
+    with progress_bar(quiet=quiet) as update, _quiet_saving():
+        callbacks: list[TrainerCallback] = [TrainingProgress(update)]
+        if evaluated and schedule.patience is not None:
             callbacks.append(EarlyStoppingCallback(schedule.patience))
         trainer = RecoveryTrainer(
             objective=objective,
-            judge=lesson.value,
-            metric=lesson.metric,
-            order=LengthGroupedSampler([len(row) for row in lesson.rows], schedule.batch, schedule.seed),
+            evaluation=data.evaluate,
+            metric=data.metric,
+            order=LengthGroupedSampler([len(row) for row in data.rows], schedule.batch, schedule.seed),
             model=model,
             args=arguments,
-            train_dataset=lesson.rows,
-            eval_dataset=lesson.rows if judged else None,
-            data_collator=lesson.batch,
+            train_dataset=data.rows,
+            eval_dataset=data.rows if evaluated else None,
+            data_collator=data.batch,
             callbacks=callbacks,
         )
         for printing in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(printing)
-        trainer.train(resume_from_checkpoint=None if found is None else str(found[0]))
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     return list(trainer.state.log_history), round(state.get("epoch") or 0)
 
 
 def _epochs_to_run(schedule: Schedule, state: dict[str, Any]) -> int:
-    """All of them, or those that ran where the checkpoint is of a run that had stopped early."""
+    """The schedule's epochs; those that ran, where the checkpoint's run stopped early."""
     if schedule.patience is not None and state:
         stored = state.get("stateful_callbacks", {}).get(EarlyStoppingCallback.__name__, {})
         if stored.get("attributes", {}).get("early_stopping_patience_counter", 0) >= schedule.patience:
@@ -113,21 +113,8 @@ def _epochs_to_run(schedule: Schedule, state: dict[str, Any]) -> int:
 
 
 @contextmanager
-def _progress(quiet: bool) -> Iterator[Callable[[int, int, float], None]]:
-    if quiet:
-        yield lambda step, steps, epoch: None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("training", total=None)
-        yield lambda step, steps, epoch: bar.update(
-            task, completed=step, total=steps, description=f"training, epoch {epoch:.1f}"
-        )
-
-
-@contextmanager
 def _quiet_saving() -> Iterator[None]:
-    """transformers draws a bar for every checkpoint it saves, and remarks on file systems; ours is enough."""
+    """Without transformers' progress bar of each checkpoint, and without its remarks on file systems."""
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     try:
         logging.disable_progress_bar()
@@ -140,9 +127,9 @@ def _quiet_saving() -> Iterator[None]:
 
 
 class LengthGroupedSampler(Sampler[int]):
-    """Examples in random order, those of one batch of similar length; a function of seed and epoch alone.
+    """Batches of similar length in random order, which depends on the seed and the epoch alone.
 
-    The random states of torch are not touched, and an epoch that is resumed is the same epoch.
+    torch's random states do not change, and a resumed epoch has the same order.
     """
 
     def __init__(self, lengths: Sequence[int], batch: int, seed: int) -> None:
@@ -162,7 +149,7 @@ class LengthGroupedSampler(Sampler[int]):
         for start in range(0, len(order), self.batch * _POOL):
             pool = sorted(order[start : start + self.batch * _POOL], key=lambda i: -self.lengths[i])
             batches += [pool[s : s + self.batch] for s in range(0, len(pool), self.batch)]
-        # Batches are cut again from the flat order, so a short one can only be the last.
+        # The data loader cuts the flat order into batches again, so that the short batch must be the last.
         whole = [b for b in batches if len(b) == self.batch]
         short = [b for b in batches if len(b) < self.batch]
         for place in torch.randperm(len(whole), generator=generator).tolist():
@@ -172,21 +159,21 @@ class LengthGroupedSampler(Sampler[int]):
 
 
 class TrainingProgress(TrainerCallback):
-    """Reports every step to ``tell(step, steps, epoch)``."""
+    """Reports each step to a progress bar."""
 
-    def __init__(self, tell: Callable[[int, int, float], None]) -> None:
-        self.tell = tell
+    def __init__(self, update: Update) -> None:
+        self.update = update
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.tell(state.global_step, state.max_steps, state.epoch or 0.0)
+        self.update(f"training, epoch {state.epoch or 0.0:.1f}", state.global_step, state.max_steps)
 
 
 class RecoveryTrainer(Trainer):
-    """A Trainer whose loss, judge and order of examples are given, and which never pickles.
+    """A Trainer with a loss, an evaluation and an order of examples of our own, which never pickles.
 
     Args:
         objective: (model, batch) -> loss.
-        judge: model -> value of ``metric``; called after every epoch where ``eval_strategy`` says so.
+        evaluation: model -> value of ``metric``; called after every epoch with ``eval_strategy="epoch"``.
         metric: the value's name.
         order: the sampler.
         rest: as ``transformers.Trainer``.
@@ -196,13 +183,13 @@ class RecoveryTrainer(Trainer):
         self,
         *,
         objective: Callable[[Any, Any], Tensor],
-        judge: Callable[[Any], float] | None,
+        evaluation: Callable[[Any], float] | None,
         metric: str,
         order: LengthGroupedSampler,
         **rest: Any,
     ) -> None:
         self.objective: Callable[[Any, Any], Tensor] = objective
-        self.judge, self.metric, self.order = judge, metric, order
+        self.evaluation, self.metric, self.order = evaluation, metric, order
         super().__init__(**rest)
 
     def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
@@ -216,16 +203,17 @@ class RecoveryTrainer(Trainer):
             raise KflatsError(
                 f"the loss is {loss.item()} after {self.state.global_step} steps",
                 cause="too large a learning rate, or damaged weights",
-                hint="a smaller --lr; kflats evaluate shows whether the model was sound before",
+                hint="a smaller lr; score(model, ...) shows whether the weights were damaged before",
+                command="a smaller --lr; kflats evaluate shows whether the weights were damaged before",
             )
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        assert self.judge is not None
-        found = {f"eval_{self.metric}": self.judge(self.model)}
-        self.log(found)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, found)
-        return found
+        assert self.evaluation is not None
+        values = {f"eval_{self.metric}": self.evaluation(self.model)}
+        self.log(values)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
+        return values
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         # The original also pickles the arguments.
@@ -270,7 +258,7 @@ class RecoveryTrainer(Trainer):
         return self.optimizer, self.lr_scheduler
 
     def _save_rng_state(self, output_dir: str) -> None:
-        pass  # with the optimizer
+        pass  # _save_optimizer_and_scheduler writes it
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is None:

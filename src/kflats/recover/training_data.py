@@ -1,4 +1,4 @@
-"""A lesson: the examples a recovery learns from, and how it is judged after every epoch."""
+"""The examples of a recovery, and the value by which its epochs are compared."""
 
 from __future__ import annotations
 
@@ -6,131 +6,127 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
-from kflats.evaluation.encoding import Batch, evaluating
+from kflats.common.token_batches import pad_id, required
+from kflats.evaluation.encoding import Batch, device_of, evaluating
 from kflats.recover.distill import Objective
-from kflats.tasks.batches import Feature, by_length, collate, features, padding_id, uncollate
+from kflats.tasks.batches import Feature, collate, feature_batches, features, uncollate
 from kflats.tasks.data import load_examples
-from kflats.tasks.scoring import judge
+from kflats.tasks.scoring import score_features
 from kflats.tasks.task import Task, check_head, find_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_JUDGED_AT_ONCE = 32
+_EVALUATION_BATCH = 32
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What is learnt and how it is judged.
+class TrainingData:
+    """Training examples, and the evaluation after each epoch.
 
     Args:
-        name, split, judged: of the task, "batches" and "other batches" where somebody gave those; ``judged`` is
-            "" without a judge.
-        rows: the examples. filler: what their ids are padded with.
-        metric: what ``value`` measures. higher_is_better: which way.
-        value: model -> its value; None: every epoch is as good as another, and the last is kept.
+        name, split, eval_split: the task and its splits; "batches" and "other batches" of prepared batches;
+            ``eval_split`` is "" without an evaluation.
+        rows: the training examples. filler: the id that pads them.
+        metric: what ``evaluate`` measures. higher_is_better: its direction.
+        evaluate: model -> value; None: the last epoch is kept.
     """
 
     name: str
     split: str
-    judged: str
+    eval_split: str
     rows: tuple[Feature, ...]
     filler: int
     metric: str
     higher_is_better: bool
-    value: Callable[[nn.Module], float] | None
+    evaluate: Callable[[nn.Module], float] | None
 
-    def batch(self, rows: Sequence[Feature]) -> Any:
+    def batch(self, rows: Sequence[Feature]) -> dict[str, Tensor]:
         """One batch of ``rows``, for the data loader."""
         return collate(rows, self.filler)
 
     @property
     def digest(self) -> str:
-        """Of the examples: a run resumes only on what it began with."""
+        """Digest of the examples: a run resumes only with the examples it began with."""
         return sha256(json.dumps([row.inputs, row.labels]) for row in self.rows)
 
 
-def lesson_of_task(
+def task_training_data(
     model: nn.Module,
     task: str | Task,
     tokenizer: PreTrainedTokenizerBase | None,
     *,
-    data: str | os.PathLike[str] | None,
+    task_data: str | os.PathLike[str] | None,
     split: str,
-    judged: str | None,
+    eval_split: str | None,
     max_length: int,
     limit: int | None,
     seed: int,
     teacher: nn.Module | None,
-) -> Lesson:
-    """The lesson of a task's two splits, judged by the task's main metric.
+) -> TrainingData:
+    """The examples of a task's split, evaluated on another split by the task's main metric.
 
     Raises:
         KflatsError: as ``load_examples`` and ``check_head``; a task without labels and no teacher.
     """
-    found = find_task(task)
-    check_head(model, found)
-    if found.kind == "similarity" and teacher is None:
-        raise KflatsError(f"the task {found.name!r} is learnt from a teacher only", hint="give teacher= (--teacher)")
-    if tokenizer is None:
-        raise KflatsError(f"the task {found.name!r} needs the model's tokenizer", hint="tokenizer=...")
-    learnt = load_examples(found, split, data)
-    rows = features(learnt, tokenizer, max_length, limit=limit, model=model, seed=seed)
-    value = None
-    if judged is not None:
-        asked = load_examples(found, judged, data)
-        questions = features(asked, tokenizer, max_length, model=model, seed=seed)
+    task = find_task(task)
+    metric = task.metrics[0]
+    check_head(model, task)
+    tokenizer = required(tokenizer)
+    if task.kind == "similarity" and teacher is None:
+        raise KflatsError(
+            f"training on the task {task.name!r} is not supported without a teacher",
+            cause="the task has no labels to train on",
+            hint="teacher=the original model",
+            command="--teacher ORIGINAL",
+        )
+    examples = load_examples(task, split, task_data)
+    rows = features(examples, tokenizer, max_length, limit=limit, model=model, seed=seed)
+    evaluate = None
+    if eval_split is not None:
+        others = load_examples(task, eval_split, task_data)
+        eval_rows = features(others, tokenizer, max_length, model=model, seed=seed)
 
-        def value(candidate: nn.Module) -> float:
-            return judge(candidate, tokenizer, asked, questions, _JUDGED_AT_ONCE, max_length)[0][found.metrics[0]]
+        def evaluate(candidate: nn.Module) -> float:
+            return score_features(candidate, tokenizer, others, eval_rows, _EVALUATION_BATCH, max_length)[0][metric]
 
-    return Lesson(
-        found.name,
-        split,
-        judged or "",
-        tuple(rows),
-        padding_id(tokenizer, model),
-        found.metrics[0],
-        found.higher_is_better,
-        value,
+    filler = pad_id(tokenizer, model)
+    return TrainingData(
+        task.name, split, eval_split or "", tuple(rows), filler, metric, task.higher_is_better, evaluate
     )
 
 
-def lesson_of_batches(
+def batch_training_data(
     model: nn.Module,
     batches: Sequence[Batch],
-    judged: Sequence[Batch] | None,
+    eval_batches: Sequence[Batch] | None,
     tokenizer: PreTrainedTokenizerBase | None,
     objective: Objective,
-) -> Lesson:
-    """The lesson of prepared batches; judged by the mean of ``objective`` over other batches, lower being better.
+) -> TrainingData:
+    """The examples of prepared batches, evaluated by the mean of ``objective`` over other batches; lower is better.
 
     Raises:
         KflatsError: no batches, or something else than dicts of tensors.
     """
-    filler = padding_id(tokenizer, model)
-    value = None
-    if judged is not None:
-        questions = uncollate(judged)
-        order = by_length(questions)
+    filler = pad_id(tokenizer, model)
+    evaluate = None
+    if eval_batches is not None:
+        eval_rows = uncollate(eval_batches)
 
-        def value(candidate: nn.Module) -> float:
-            total, device = 0.0, next(candidate.parameters()).device
+        def evaluate(candidate: nn.Module) -> float:
+            total, device = 0.0, device_of(candidate)
             with evaluating(candidate), torch.no_grad():
-                for start in range(0, len(order), _JUDGED_AT_ONCE):
-                    picked = order[start : start + _JUDGED_AT_ONCE]
-                    one = collate([questions[i] for i in picked], filler, device)
-                    total += len(picked) * float(objective(candidate, one))
-            return total / len(order)
+                for _, part in feature_batches(eval_rows, _EVALUATION_BATCH):
+                    total += len(part) * float(objective(candidate, collate(part, filler, device)))
+            return total / len(eval_rows)
 
     rows = tuple(uncollate(batches))
-    return Lesson(
-        "batches", "batches", "other batches" if judged is not None else "", rows, filler, "loss", False, value
-    )
+    eval_split = "" if eval_batches is None else "other batches"
+    return TrainingData("batches", "batches", eval_split, rows, filler, "loss", False, evaluate)

@@ -1,40 +1,52 @@
-"""Examples -> token ids -> batches: what training reads, what importance is measured on, what a score is made of."""
+"""Examples -> token ids -> batches: for training, for measuring importance, and for scores."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import Batch, pad_id, tokenize
+from kflats.common.token_batches import (
+    IGNORED,
+    batches_by_length,
+    check_ids,
+    pad,
+    pad_id,
+    padded_batch,
+    required,
+    token_limit,
+    tokenize,
+    tokenize_texts,
+)
+from kflats.evaluation.encoding import Batch
 from kflats.tasks.data import Examples, load_examples
 from kflats.tasks.task import Task, check_head, head_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100  # labels that losses of torch and transformers pass over
-_MASKED_SHARE = 0.15  # of the tokens of a masked language model, as it was trained
+_MASKED_SHARE = 0.15  # of the tokens, as BERT was trained (Devlin et al., 2019)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One example in a model's own numbers, not padded.
+    """One example as token ids, not padded.
 
     Args:
         inputs: token ids, and token types where the tokenizer gives them; equally long lists.
-        labels: a class of the *model's* numbering, a float, a label a token (-100: none), or None.
-        words: for token tasks the word that each labelled token stands for.
-        place: which of the examples it is.
+        labels: a class in the *model's* numbering, a float, a label per token (-100: none), or None.
+        words: for token tasks the word of each labelled token.
+        place: index of the example in its split.
     """
 
     inputs: dict[str, list[int]]
-    labels: Any = None
+    labels: int | float | list[int] | None = None
     words: tuple[int, ...] = ()
     place: int = 0
 
@@ -50,35 +62,35 @@ def task_batches(
     max_length: int = 128,
     limit: int | None = None,
     *,
-    data: str | os.PathLike[str] | None = None,
+    task_data: str | os.PathLike[str] | None = None,
     model: nn.Module | None = None,
     seed: int = 0,
 ) -> list[dict[str, Tensor]]:
-    """Batches with labels, for ``model(**batch)``: what importance is measured on.
+    """Batches with labels, for ``model(**batch)``. Importance is measured on them.
 
     Args:
-        task, split, data: as ``kflats.tasks.data.load_examples``.
+        task, split, task_data: as ``kflats.tasks.data.load_examples``.
         tokenizer: the model's.
-        batch: examples a batch. Examples of similar length stand together, the longest first.
-        max_length: tokens an example; what is longer is cut. For language tasks the length of every block.
-        limit: this many examples, drawn by ``seed``; None: all.
-        model: give it, and its head is checked, labels follow its own numbering, and masked language models
-            get masks.
+        batch: examples per batch. Examples of similar length share a batch; the longest come first.
+        max_length: tokens per example; longer examples are cut. For language tasks the length of each block.
+        limit: number of examples, drawn by ``seed``; None: all.
+        model: its head is checked, labels follow its own numbering, and a masked language model gets masks. None:
+            labels follow the task's numbering.
 
     Returns:
-        Dicts of ``input_ids``, ``attention_mask``, ``token_type_ids`` where the tokenizer makes them, all
-        (examples, tokens), and ``labels``: (examples,) or (examples, tokens). "sts" has no labels: its
-        texts stand alone.
+        Dicts of ``input_ids``, ``attention_mask``, and ``token_type_ids`` where the tokenizer gives them, all
+        (examples, tokens) int64, and ``labels``: (examples,) or (examples, tokens). "sts" has no labels; each of its
+        texts is an example.
 
     Raises:
-        KflatsError: as ``load_examples``; a head that does not fit; a tokenizer of another model.
+        KflatsError: as ``load_examples``; a batch size below 1; a head that does not fit the task; a tokenizer of
+            another model.
     """
     if batch < 1:
-        raise KflatsError(f"batches of {batch} examples hold nothing", hint="at least 1")
-    made = features(load_examples(task, split, data), tokenizer, max_length, limit=limit, model=model, seed=seed)
-    order = by_length(made)
-    filler = padding_id(tokenizer, model)
-    return [collate([made[i] for i in order[s : s + batch]], filler) for s in range(0, len(order), batch)]
+        raise KflatsError(f"a batch size of {batch} is not supported", hint="batch >= 1")
+    rows = features(load_examples(task, split, task_data), tokenizer, max_length, limit=limit, model=model, seed=seed)
+    filler = pad_id(tokenizer, model)
+    return [collate(part, filler) for _, part in feature_batches(rows, batch)]
 
 
 def features(
@@ -90,47 +102,51 @@ def features(
     model: nn.Module | None = None,
     seed: int = 0,
 ) -> list[Feature]:
-    """``examples`` in token ids, in their order; arguments as ``task_batches``.
+    """``examples`` as token ids, in their order; arguments as ``task_batches``.
 
     Raises:
-        KflatsError: no tokenizer, one of another model, a limit or length below 1, a head that does not fit.
+        KflatsError: no tokenizer, a tokenizer of another model, a ``limit`` below 1, a ``max_length`` below 2, a head
+            that does not fit the task.
     """
     task = examples.task
-    if tokenizer is None:
-        raise KflatsError("a tokenizer is needed", cause="the model's folder has none", hint="give tokenizer=")
+    tokenizer = required(tokenizer)
     if max_length < 2 or (limit is not None and limit < 1):
-        raise KflatsError(f"max_length={max_length}, limit={limit}: nothing would be left of the examples")
+        raise KflatsError(
+            f"max_length={max_length}, limit={limit} is not supported",
+            cause="nothing would be left of the examples",
+            hint="max_length of 2 or more, limit of 1 or more",
+        )
     order = tuple(range(len(task.labels) or 1)) if model is None else check_head(model, task)
     config = getattr(model, "config", None)
     if config is not None and task.kind in ("classification", "regression") and config.pad_token_id is None:
         raise KflatsError(
-            "the model's config has no pad_token_id, without which its head cannot find the end of a text",
+            f"the task {task.name!r} is not supported with a model whose config has no pad_token_id",
+            cause="the model's head cannot find the end of a text without it",
             hint="model.config.pad_token_id = tokenizer.pad_token_id (or eos_token_id)",
+            command="add pad_token_id to the model's config.json",
         )
     if task.kind == "language":
-        return _sample(
-            list(_blocks(examples, tokenizer, max_length, head_of(model) == "masked", model, seed)), limit, seed
-        )
+        return _sample(list(_blocks(examples, tokenizer, max_length, model, seed)), limit, seed)
     picked = _sample(list(range(len(examples))), limit, seed)
+    if task.kind == "similarity":
+        places = [i for i in picked for _ in examples.inputs[i]]
+        texts = text_features([text for i in picked for text in examples.inputs[i]], tokenizer, max_length, model)
+        return [replace(feature, place=i) for feature, i in zip(texts, places, strict=True)]
     if task.kind == "token":
         return _token_features(examples, picked, tokenizer, max_length, order, model)
-    if task.kind == "similarity":
-        texts = [(i, text) for i in picked for text in examples.inputs[i]]
-        rows = tokenize(model, tokenizer, [text for _, text in texts], max_length)
-        return [Feature({"input_ids": row}, place=i) for row, (i, _) in zip(rows, texts, strict=True)]
-    columns = list(zip(*(examples.inputs[i] for i in picked), strict=True))
-    made = _tokenized(tokenizer, model, max_length, *(list(column) for column in columns))
+    columns = zip(*(examples.inputs[i] for i in picked), strict=True)
+    rows = _rows(tokenize(tokenizer, *columns, max_length=max_length, model=model))
     labels = [order[examples.labels[i]] if task.labels else examples.labels[i] for i in picked]
-    return [Feature(row, label, place=i) for row, label, i in zip(made, labels, picked, strict=True)]
+    return [Feature(row, label, place=i) for row, label, i in zip(rows, labels, picked, strict=True)]
 
 
 def text_features(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int = 128, model: nn.Module | None = None
 ) -> list[Feature]:
-    """Plain texts without labels: what a headless encoder is distilled on."""
+    """Texts without labels, for the distillation of an encoder without a task head."""
     if not texts:
         raise KflatsError("there are no texts", hint="give at least one sentence")
-    return [Feature({"input_ids": row}) for row in tokenize(model, tokenizer, texts, max_length)]
+    return [Feature({"input_ids": row}) for row in tokenize_texts(tokenizer, texts, max_length, model)]
 
 
 def collate(rows: Sequence[Feature], filler: int = 0, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -139,84 +155,48 @@ def collate(rows: Sequence[Feature], filler: int = 0, device: torch.device | str
     >>> collate([Feature({"input_ids": [5, 6]}, 1), Feature({"input_ids": [7]}, 0)])["attention_mask"].tolist()
     [[1, 1], [1, 0]]
     """
-    longest = max(map(len, rows))
-    found = {}
-    for name in rows[0].inputs:
-        found[name] = _padded([row.inputs[name] for row in rows], longest, filler if name == "input_ids" else 0)
-    found["attention_mask"] = _padded([[1] * len(row) for row in rows], longest, 0)
-    labels = [row.labels for row in rows]
+    batch = padded_batch([row.inputs for row in rows], filler, device)
+    labels: list[Any] = [row.labels for row in rows]
     if labels[0] is not None:
-        listed = isinstance(labels[0], list)
-        found["labels"] = _padded(labels, longest, IGNORED) if listed else torch.tensor(labels)
-    return {name: tensor.to(device) for name, tensor in found.items()}
+        batch["labels"] = (pad(labels, IGNORED) if isinstance(labels[0], list) else torch.tensor(labels)).to(device)
+    return batch
+
+
+def feature_batches(rows: Sequence[Feature], batch: int) -> Iterator[tuple[list[int], list[Feature]]]:
+    """(places in ``rows``, features) of each batch: features of similar length together, the longest first."""
+    for places in batches_by_length([len(row) for row in rows], batch):
+        yield places, [rows[i] for i in places]
 
 
 def uncollate(batches: Sequence[Batch]) -> list[Feature]:
-    """Batches of somebody else as features, padding removed, so that they can be mixed anew in every epoch.
+    """Prepared batches as single examples without padding, so that every epoch can mix them anew.
 
     Raises:
         KflatsError: no batches, or one without ``input_ids`` and rows of tokens.
     """
-    found = []
+    rows = []
     for batch in batches:
         tensors = {n: t for n, t in batch.items() if isinstance(t, Tensor)} if isinstance(batch, Mapping) else {}
         ids = tensors.pop("input_ids", torch.empty(0))
         if ids.ndim != 2 or not ids.numel():
             raise KflatsError(
                 "a batch must be a dict of tensors with input_ids (examples, tokens)",
-                hint="kflats.task_batches(...)",
+                hint="batches from kflats.task_batches(...)",
             )
         keep = tensors.pop("attention_mask", torch.ones_like(ids)).bool()
         labels = tensors.pop("labels", None)
         inputs = {"input_ids": ids} | {n: t for n, t in tensors.items() if t.shape == ids.shape}
         for i in range(ids.shape[0]):
             label = None if labels is None else labels[i][keep[i]] if labels.shape == ids.shape else labels[i]
-            found.append(
-                Feature(
-                    {n: t[i][keep[i]].tolist() for n, t in inputs.items()}, None if label is None else label.tolist()
-                )
-            )
-    if not found:
-        raise KflatsError("there are no batches", cause="an empty list")
-    return found
+            columns = {name: t[i][keep[i]].tolist() for name, t in inputs.items()}
+            rows.append(Feature(columns, None if label is None else label.tolist()))
+    if not rows:
+        raise KflatsError("there are no batches", cause="an empty list", hint="batches from kflats.task_batches(...)")
+    return rows
 
 
-def by_length(rows: Sequence[Feature]) -> list[int]:
-    """Places of ``rows``, the longest first (memory peaks at once, not at the end); equal ones in their order."""
-    return sorted(range(len(rows)), key=lambda i: -len(rows[i]))
-
-
-def padding_id(tokenizer: PreTrainedTokenizerBase | None, model: nn.Module | None = None) -> int:
-    """The id to pad with: the one the model's config names, else the tokenizer's."""
-    found = getattr(getattr(model, "config", None), "pad_token_id", None)
-    return found if isinstance(found, int) and found >= 0 else pad_id(tokenizer)
-
-
-def length_limit(tokenizer: PreTrainedTokenizerBase, model: nn.Module | None, max_length: int) -> int:
-    """``max_length``, or less where the tokenizer or the model's table of positions ends before."""
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    limits = [max_length, getattr(tokenizer, "model_max_length", None), positions - 2 if positions else None]
-    return max(1, min(n for n in limits if isinstance(n, int) and n > 0))
-
-
-def _tokenized(
-    tokenizer: PreTrainedTokenizerBase, model: nn.Module | None, max_length: int, *texts: list[str]
-) -> Iterator[dict[str, list[int]]]:
-    limit = length_limit(tokenizer, model, max_length)
-    made = tokenizer(*texts, truncation=True, max_length=limit, return_attention_mask=False)
-    _check_ids(made["input_ids"], model)
-    for i in range(len(texts[0])):
-        yield {name: list(values[i]) for name, values in made.items()}
-
-
-def _check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None) -> None:
-    table = getattr(getattr(model, "config", None), "vocab_size", None)
-    largest = max((max(row) for row in rows if len(row)), default=0)
-    if isinstance(table, int) and largest >= table:
-        raise KflatsError(
-            f"the tokenizer gives id {largest}, but the model's vocabulary has {table} entries",
-            cause="a tokenizer of another model",
-        )
+def _rows(encoded: Any) -> list[dict[str, list[int]]]:
+    return [dict(zip(encoded, map(list, row), strict=True)) for row in zip(*encoded.values(), strict=True)]
 
 
 def _token_features(
@@ -227,51 +207,46 @@ def _token_features(
     order: tuple[int, ...],
     model: nn.Module | None,
 ) -> list[Feature]:
-    """The first token of every word carries its label, the others none."""
+    """The first token of each word has the word's label; the other tokens have none."""
     if not getattr(tokenizer, "is_fast", False):
-        raise KflatsError("token tasks need a fast tokenizer", cause="a slow one does not say which word a token is of")
-    limit = length_limit(tokenizer, model, max_length)
-    made = tokenizer(
-        [list(examples.inputs[i]) for i in picked],
-        is_split_into_words=True,
-        truncation=True,
-        max_length=limit,
-        return_attention_mask=False,
+        raise KflatsError(
+            f"the task {examples.task.name!r} is not supported with a slow tokenizer",
+            cause="a slow tokenizer does not say which word a token belongs to",
+            hint="a fast tokenizer (tokenizer.json)",
+        )
+    words_of = [examples.inputs[i] for i in picked]
+    encoded = tokenize(
+        tokenizer, list(map(list, words_of)), max_length=max_length, model=model, is_split_into_words=True
     )
-    _check_ids(made["input_ids"], model)
-    found = []
-    for row, place in enumerate(picked):
-        labels, words, before = [], [], None
-        for word in made.word_ids(row):
-            first = word is not None and word != before
-            labels.append(order[examples.labels[place][word]] if first else IGNORED)
-            words += [word] if first else []
-            before = word
-        inputs = {name: list(values[row]) for name, values in made.items()}
-        found.append(Feature(inputs, labels, tuple(words), place))
-    return found
+    rows = []
+    for row, (inputs, place) in enumerate(zip(_rows(encoded), picked, strict=True)):
+        words = encoded.word_ids(row)
+        first = [word is not None and word != before for before, word in zip([None, *words[:-1]], words, strict=True)]
+        tags = examples.labels[place]
+        labels = [order[tags[word]] if is_first else IGNORED for word, is_first in zip(words, first, strict=True)]
+        rows.append(Feature(inputs, labels, tuple(compress(words, first)), place))
+    return rows
 
 
 def _blocks(
-    examples: Examples,
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int,
-    masked: bool,
-    model: nn.Module | None,
-    seed: int,
+    examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int, model: nn.Module | None, seed: int
 ) -> Iterator[Feature]:
-    """The split as one text, cut into blocks; without special tokens for a causal model, with them for a masked one."""
+    """The split as one text, cut into blocks. Blocks of a masked language model have special tokens, others none."""
     text = "\n".join(paragraph for (paragraph,) in examples.inputs)
     ids = list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
-    _check_ids([ids], model)
-    limit = length_limit(tokenizer, model, max_length)
-    if not masked:
+    check_ids([ids], model)
+    limit = token_limit(tokenizer, max_length, model)
+    if head_of(model) != "masked":
         for start in range(0, len(ids), limit):
             if len(block := ids[start : start + limit]) > 1:
                 yield Feature({"input_ids": block}, list(block))
         return
     if (mask := tokenizer.mask_token_id) is None:
-        raise KflatsError("the tokenizer has no mask token", cause="it is not of a masked language model")
+        raise KflatsError(
+            "a masked language model is not supported with a tokenizer without a mask token",
+            cause="a tokenizer of another model",
+            hint="the tokenizer of the model's own folder",
+        )
     front, back = ([i] if i is not None else [] for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
     generator = torch.Generator().manual_seed(seed)
     inner = max(1, limit - len(front) - len(back))
@@ -290,10 +265,3 @@ def _sample(items: list[Any], limit: int | None, seed: int) -> list[Any]:
         return items
     chosen = torch.randperm(len(items), generator=torch.Generator().manual_seed(seed))[:limit]
     return [items[i] for i in sorted(chosen.tolist())]
-
-
-def _padded(rows: Sequence[Sequence[int]], longest: int, filler: int) -> Tensor:
-    out = torch.full((len(rows), longest), filler, dtype=torch.long)
-    for place, row in enumerate(rows):
-        out[place, : len(row)] = torch.tensor(row, dtype=torch.long)
-    return out
