@@ -287,7 +287,7 @@ def test_codes_whose_file_fits_are_not_refused_for_their_size_in_memory(recipe, 
         (lambda: Rotation(bits=9), "bits=9 is not supported with Rotation"),
         (lambda: Transform(classes=0), "classes=0 is not supported"),
         (lambda: from_name("int9"), "bits=9 is not supported with Integer"),
-        (lambda: from_name("float 16"), "dtype=.16. is not supported"),
+        (lambda: from_name("float 16"), "dtype=16 is not supported"),
         (lambda: from_name(""), "no codec is called"),
     ],
 )
@@ -310,7 +310,7 @@ def test_a_budget_too_small_is_refused_and_the_model_stays(method, codec, share)
 @pytest.mark.parametrize("budget", ["5k params", "20% ranks"])
 def test_budgets_that_count_numbers_are_refused(budget) -> None:
     model = nn.ModuleDict({"b": nn.Embedding(600, 32)})
-    with pytest.raises(KflatsError, match="says nothing of codes"):
+    with pytest.raises(KflatsError, match="is not supported with codes"):
         kflats.compress_(model, {"b": Recipe(SVD(), codec=Transform())}, keep=budget, quiet=True)
 
 
@@ -614,7 +614,7 @@ def test_best_is_a_choice_and_fits_nothing() -> None:
         Auto().fit(problem(matrix(), 0.5))
     with pytest.raises(KflatsError, match="by what each byte saves"):
         kflats.plan(small(), {"all": Auto()}, keep="10%", allocation="uniform")
-    with pytest.raises(KflatsError, match="says nothing of codes"):
+    with pytest.raises(KflatsError, match="is not supported with codes"):
         kflats.plan(small(), {"all": Auto()}, keep="33% ranks")
 
 
