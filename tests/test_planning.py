@@ -133,7 +133,7 @@ def test_a_plan_can_be_kept_and_used_later(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda m, p: (m, p, "60%"), "made for 70%, not 60%"),
+        (lambda m, p: (m, p, "60%"), "made for a budget of 70%, not 60%"),
         (lambda m, p: (nn.ModuleDict({"words": nn.Embedding(201, 8)}), p, None), "but the plan was made for"),
         (lambda m, p: (m.half(), p, None), "float16 here"),
         (lambda m, p: (nn.ModuleDict({"sounds": nn.Embedding(200, 8)}), p, None), "words"),

@@ -61,6 +61,7 @@ def cluster_coordinates(matrix: Matrix) -> ClusterCoordinates:
             f"a matrix of kind {matrix.kind!r} cannot be coded in flats",
             cause="some of its rows have no coordinates in a flat",
             hint="Float(), or a method whose rows are all in flats",
+            command="--codec float, or --method svd",
         )
     flats = tuple(band.flat for band in matrix.bands if band.flat is not None)
     tables = tables_of(matrix.weight, matrix.bands)

@@ -51,7 +51,7 @@ class Integer(RowScaleCodec):
         if self.group is not None and not is_whole(self.group, 1):
             raise KflatsError(
                 f"group={self.group!r} is not supported with Integer",
-                hint="a number of columns from 1, or None for whole rows",
+                hint="a number of columns from 1, or no group for whole rows",
             )
 
     def groups(self, columns: int) -> int:

@@ -42,7 +42,8 @@ class Rotation(FixedRateCodec):
     def __post_init__(self) -> None:
         if self.bits is not None and not is_whole(self.bits, 1, 8):
             raise KflatsError(
-                f"bits={self.bits!r} is not supported with Rotation", hint="1 to 8, or None for a choice by the budget"
+                f"bits={self.bits!r} is not supported with Rotation",
+                hint="1 to 8, or no bits for a choice by the budget",
             )
 
     def choices(self) -> tuple[FixedRateCodec, ...]:

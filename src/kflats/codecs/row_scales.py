@@ -58,7 +58,10 @@ class RowScaleCodec(FixedRateCodec, Protocol):
         """
         if not coordinates.rank:
             raise KflatsError(
-                "a matrix of zeros cannot be coded in flats", cause="all flats have rank 0", hint="KeepDense()"
+                "a matrix of zeros cannot be coded in flats",
+                cause="all flats have rank 0",
+                hint="KeepDense()",
+                command="--method keep-dense",
             )
         sizes = [_sizes(coordinates, flat) for flat in range(len(coordinates.bases))]
         whole = torch.zeros(len(coordinates.labels), coordinates.rank)

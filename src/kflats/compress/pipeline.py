@@ -267,6 +267,7 @@ def _check_file(folder: Path, decided: Plan, before: int) -> int:
             f"the new weight files take {after:,} bytes, more than the original's {before:,}",
             cause="the model was stored in a narrower type than it was loaded in",
             hint="a smaller budget, or a codec such as Float('float16')",
+            command="a smaller budget, or --codec float16",
         )
     limit = _file_limit(decided, before)
     if limit is not None and after > limit:

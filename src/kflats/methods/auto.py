@@ -31,6 +31,7 @@ class Auto(Method):
             "Auto() cannot fit rows",
             cause="it is a choice between methods, which a plan makes",
             hint="kflats.plan(...), or another method",
+            command="another --method",
         )
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:

@@ -100,16 +100,20 @@ max_iterations=60, error=Squared(), coreset=None)
                 f"nested_ranks={self.nested_ranks} is not supported with uniform ranks",
                 cause="all flats have one rank then",
                 hint='ranks="filled"',
+                command="filled ranks",
             )
         if self.nested_ranks > 1 and not self.minimizes_squares:
             raise KflatsError(
                 f"nested_ranks={self.nested_ranks} is not supported with error={self.error!r}",
                 cause="the rank of a row is chosen by its squared error",
                 hint="nested_ranks=1",
+                command="a single rank for each flat",
             )
         if self.coreset is not None and self.ranks != "uniform":
             raise KflatsError(
-                f"a coreset is not supported with {self.ranks} ranks", hint='coreset=Coreset() with ranks="uniform"'
+                f"a coreset is not supported with {self.ranks} ranks",
+                hint='coreset=Coreset() with ranks="uniform"',
+                command="uniform ranks",
             )
 
     @property

@@ -61,10 +61,16 @@ class RobustSVD(PairMethod):
         _check_power(self, self.p, _LARGEST_POWER)
         if not isinstance(self.ellipsoid, EllipsoidWay):
             raise KflatsError(
-                f"ellipsoid={self.ellipsoid!r} is not supported with RobustSVD", hint="Lewis() or Loewner()"
+                f"ellipsoid={self.ellipsoid!r} is not supported with RobustSVD",
+                hint="Lewis() or Loewner()",
+                command="--ellipsoid lewis or loewner",
             )
         if not isinstance(self.transposed, bool):
-            raise KflatsError(f"transposed={self.transposed!r} is not supported with RobustSVD", hint="True or False")
+            raise KflatsError(
+                f"transposed={self.transposed!r} is not supported with RobustSVD",
+                hint="True or False",
+                command="leave it out",
+            )
 
     def _pair(self, problem: Problem, rank: int) -> Fit:
         if self.transposed and problem.row_weights is not None:
@@ -72,6 +78,7 @@ class RobustSVD(PairMethod):
                 "RobustSVD(transposed=True) cannot take row weights",
                 cause="its ellipsoid is that of the columns, and row weights would change each entry of a column",
                 hint='transposed=False, or matrix_rows="out_features"',
+                command="--matrix-rows out_features",
             )
         pair = robust_svd(
             problem.rows,
@@ -164,7 +171,9 @@ class Subspace(PairMethod):
     def __post_init__(self) -> None:
         if not isinstance(self.error, Loss):
             raise KflatsError(
-                f"error={self.error!r} is not supported with Subspace", hint="Power(1), Huber(0.5), Truncated(1.0)"
+                f"error={self.error!r} is not supported with Subspace",
+                hint="Power(1), Huber(0.5), Truncated(1.0)",
+                command="a loss such as power 1, huber 0.5 or truncated 1.0",
             )
         _check_iterations(self, self.tolerance, self.max_iterations)
 
@@ -200,7 +209,8 @@ def ellipsoid_of(name: str) -> EllipsoidWay:
 def _check_power(method: PairMethod, p: float, largest: float) -> None:
     if not is_number(p, 0, largest) or p == 0:
         raise KflatsError(
-            f"p={p!r} is not supported with {type(method).__name__}", hint=f"0 < p <= {largest:g}, for example p=1"
+            f"p={p!r} is not supported with {type(method).__name__}",
+            hint=f"a number above 0, at most {largest:g}, for example 1",
         )
 
 

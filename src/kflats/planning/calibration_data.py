@@ -82,11 +82,14 @@ class CalibrationData:
                 f"calibration data holds a {type(batches[0]).__name__} beside texts",
                 cause="neither texts nor batches for model(**batch)",
                 hint="a list of strings with tokenizer=..., or a list of dicts of tensors",
+                command="a file of texts, one a line",
             )
         texts = [item for item in found if isinstance(item, str)]
         if self.tokenizer is None:
             raise KflatsError(
-                "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
+                "calibration texts need the model's tokenizer",
+                hint="tokenizer=..., or batches of tensors",
+                command="a model folder with its tokenizer",
             )
         return list(text_batches(_spread(texts, self.samples), self.tokenizer))
 
@@ -210,7 +213,11 @@ def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> st
 
 def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
     if isinstance(data, Mapping):
-        raise KflatsError("calibration data must be a sequence of batches, not one batch", hint="calibration=[batch]")
+        raise KflatsError(
+            "calibration data must be a sequence of batches, not one batch",
+            hint="calibration=[batch]",
+            command="a file of texts, one a line",
+        )
     check_texts(data)
     found = tuple(data)
     for item in found:

@@ -118,7 +118,11 @@ def decide(
         planned = tuple((d.weight, d.recipe) for d in resolved.decisions)
         return Decided(resolved, measured(planned), planned)
     if budget is None:
-        raise KflatsError("no budget is given", hint='keep="60%" (named weights) or size="8MB" (all weight files)')
+        raise KflatsError(
+            "no budget is given",
+            hint='keep="60%" (named weights) or size="8MB" (all weight files)',
+            command="--keep 60% (named weights) or --size 8MB (all weight files)",
+        )
     allowed = budget.in_bytes(stored_numbers(model))
     selected = select(model, recipes, data.given)
     asked = tuple((chosen.weight, chosen.recipe) for chosen in selected)

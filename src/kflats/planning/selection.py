@@ -105,6 +105,7 @@ def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
             "the model is itself the layer that would be replaced",
             cause="a layer is replaced inside of what holds it, and nothing holds this one",
             hint="torch.nn.Sequential(layer)",
+            command="a model that holds the layer",
         )
     if recipe.is_cast:  # of any layer, and no importance has a say
         return
@@ -117,23 +118,34 @@ def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
     if role != "embedding" and weighs_tokens:
         raise KflatsError(
             f"{who} weighs tokens, but {weight.name!r} is a {role} layer",
-            hint="Uniform() for linear layers (--importance uniform), or KroneckerFisher() with calibration data",
+            hint="Uniform() for linear layers, or KroneckerFisher() with calibration data",
+            command="--importance uniform for linear layers, or --importance kronecker with --calibration FILE",
         )
     if weighs_tokens and not given.tokenizer:
-        raise KflatsError(f"{who} needs the model's tokenizer", hint="tokenizer=..., or Uniform()")
+        raise KflatsError(
+            f"{who} needs the model's tokenizer",
+            hint="tokenizer=..., or Uniform()",
+            command="a folder with a tokenizer, or --importance uniform",
+        )
     if recipe.importance.needs_texts and not given.texts:
-        raise KflatsError(f"{who} needs texts to count", hint="texts=..., or ZipfPrior()")
+        raise KflatsError(
+            f"{who} needs texts to count",
+            hint="texts=..., or ZipfPrior()",
+            command="--texts FILE, or --importance zipf",
+        )
     if recipe.matrix_rows == "out_features" and role == "embedding":
         raise KflatsError(
             f'matrix_rows="out_features" is not possible for {weight.name!r}',
             cause="an embedding is read row by row",
             hint='matrix_rows="in_features"',
+            command="--matrix-rows in_features",
         )
     if role == "conv2d" and (recipe.is_coded or recipe.method.produces == "clusters"):
         raise KflatsError(
             f"{brief(recipe.codec if recipe.is_coded else recipe.method)} cannot be used for {weight.name!r}",
             cause="a convolution becomes two convolutions, which needs a low-rank pair of numbers",
-            hint="SVD() with Float() (--method svd)",
+            hint="SVD() with Float()",
+            command="--method svd",
         )
     if unfit := sorted(weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method)):
         judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
@@ -146,7 +158,8 @@ def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
         raise KflatsError(
             f"{who} of {weight.name!r} needs calibration data",
             cause="it is measured by passing data through the model",
-            hint="texts=... with tokenizer=..., calibration=batches, or statistics=... (--calibration FILE)",
+            hint="texts=... with tokenizer=..., calibration=batches, or statistics=...",
+            command="--calibration FILE, or --texts FILE",
         )
 
 
@@ -186,6 +199,7 @@ def token_embedding(model: nn.Module) -> Weight:
             "the model has no token embedding that can be compressed",
             cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",
             hint="name the weights: compress_(model, {name: recipe}, ...)",
+            command="--weights NAME",
         )
     return max(weights, key=lambda weight: weight.nbytes)
 
@@ -228,6 +242,7 @@ def _default(model: nn.Module, weight: Weight, given: AvailableData) -> Recipe:
             raise KflatsError(
                 "texts are given, but no tokenizer that could count them",
                 hint="tokenizer=..., or Recipe(method, Uniform())",
+                command="a folder with a tokenizer, or --importance uniform",
             )
         counted = TokenCounts() if given.texts and given.tokenizer else ZipfPrior() if given.tokenizer else Uniform()
         return Recipe(Flats(), counted)

@@ -71,6 +71,7 @@ class Budget:
                 "bits a number are not supported for named weights",
                 cause="they bound all weight files",
                 hint='size="2 bits" (--size), or keep="6%"',
+                command="--size '2 bits', or --keep 6%",
             )
         if self.kind == "ranks" and self.scope == "file":
             raise KflatsError("a file cannot be bounded by a share of ranks", hint='a file budget such as "40MB"')
@@ -237,7 +238,11 @@ def one_budget(keep: str | Budget | None, size: str | Budget | None) -> Budget:
             hint="leave one of them out",
         )
     if keep is None and size is None:
-        raise KflatsError("no budget is given", hint='keep="60%" (named weights) or size="8MB" (all weight files)')
+        raise KflatsError(
+            "no budget is given",
+            hint='keep="60%" (named weights) or size="8MB" (all weight files)',
+            command="--keep 60% (named weights) or --size 8MB (all weight files)",
+        )
     return parse_budget(keep) if keep is not None else parse_budget(size or "", scope="file")
 
 

@@ -61,7 +61,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         if not isinstance(self.budget, Budget):
-            raise KflatsError(f"{self.budget!r:.40} is not a Budget", hint=f"parse_budget({self.budget!r:.40})")
+            raise KflatsError(
+                f"{self.budget!r:.40} is not a Budget",
+                hint=f"parse_budget({self.budget!r:.40})",
+                command="a plan that kflats plan made",
+            )
         if self.allocation not in ("uniform", "loss"):
             raise KflatsError(f"allocation {self.allocation!r:.40} is unknown", cause="a damaged or hand-edited plan")
         names = [decision.weight.name for decision in self.decisions]
