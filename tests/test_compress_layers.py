@@ -266,7 +266,7 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
         ({"calibration": ["text"], "samples": "many"}, "'many' samples"),
         ({"calibration": Path("texts.txt")}, "not the path 'texts.txt'"),
         ({"texts": 5, "tokenizer": object()}, "texts must be a sequence of strings, not int"),
-        ({"texts": ["text", 3], "tokenizer": object()}, "a text must be a string, not int"),
+        ({"texts": ["text", 3], "tokenizer": object()}, "expected texts, found int"),
     ],
 )
 def test_data_that_is_none_is_refused(given: dict, message: str) -> None:

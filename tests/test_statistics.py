@@ -186,9 +186,9 @@ def test_no_text_is_lost_at_the_edges_of_batches(number):
         (iter(()), "no texts"),
         ("one text", "not one string"),
         (b"bytes", "not one string"),
-        ([b"bytes"], "found bytes"),
-        (["fine", None], "found NoneType"),
-        ([["a", "b"]], "found list"),
+        ([b"bytes"], "must be a string, not bytes"),
+        (["fine", None], "must be a string, not NoneType"),
+        ([["a", "b"]], "must be a string, not list"),
     ],
 )
 def test_what_is_no_text_is_refused(texts, message):
