@@ -77,7 +77,7 @@ def with_dense(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     words = modules.Transformer(str(encoder))
     torch.manual_seed(0)
-    parts = [words, modules.Pooling(64), modules.KeepDense(64, 512)]
+    parts = [words, modules.Pooling(64), modules.Dense(64, 512)]
     folder = tmp_path_factory.mktemp("dense") / "model"
     SentenceTransformer(modules=parts, device="cpu").save(str(folder))
     return folder

@@ -55,6 +55,7 @@ OPTIONAL = {
     "accelerate",
     "datasets",
     "sklearn",
+    "yaml",
     "scipy",
     "seqeval",
     "constriction",

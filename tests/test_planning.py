@@ -181,7 +181,7 @@ def test_one_tied_weight_cannot_be_named_by_two_of_its_places(tiny_model):
 
 def test_a_count_of_parameters_needs_one_stored_type():
     recipes = {"words": Recipe(SVD(), Uniform(), Float("float16")), "project": SVD()}
-    with pytest.raises(KflatsError, match="one stored type"):
+    with pytest.raises(KflatsError, match="weights of different types"):
         plan(toy(), recipes, keep="500 params")
 
 

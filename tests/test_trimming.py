@@ -313,7 +313,7 @@ def test_all_entries_may_be_kept_and_padding_rows_go() -> None:
         ({"keep": 150, "texts": "one string"}, "not one string"),
         ({"keep": 150, "texts": []}, "no texts"),
         ({"keep": 150, "texts": [3]}, "a text must be a string"),
-        ({"keep": 150, "eval_texts": []}, "no texts"),
+        ({"keep": 150, "eval_texts": []}, "report of trimming needs texts"),
     ],
 )
 def test_bad_requests(change: dict[str, Any], message: str) -> None:
@@ -450,7 +450,7 @@ def test_trimming_in_front_of_compression(folder: Path, tmp_path: Path) -> None:
     assert "vocabulary trimmed first" in str(report)
     card = (out / "README.md").read_text()
     assert f"| vocabulary entries | {report.trimming.entries[0]} | 170 |" in card
-    assert "The vocabulary was trimmed first. Removed tokens are spelled" in card
+    assert "The vocabulary was trimmed first. The tokenizer of this folder spells removed tokens" in card
     whole = [kflats.common.formatting.size(n) for n in (report.trimming.model_bytes[0], report.model_bytes_after)]
     assert f"| all tensors | {' | '.join(whole)} |" in card
     assert len(load_tokenizer(out)) == load_model(out).config.vocab_size == 170

@@ -245,7 +245,7 @@ def test_a_wide_metric_is_applied_block_by_block(monkeypatch):
     a, w = table(200, 10).double(), Weighting(left=side("diagonal", 200, 1), right=side("full", 10, 1))
     method = Flats(k=2)
     held = method.fit(Problem(TensorRows(a), 9000, 8, w))
-    monkeypatch.setattr("kflats.methods.flats._HELD", 0)
+    monkeypatch.setattr("kflats.methods.flats._IN_MEMORY", 0)
     streamed = method.fit(Problem(TensorRows(a), 9000, 8, w))
     assert streamed.objective[-1] == pytest.approx(held.objective[-1], rel=1e-9)
     torch.testing.assert_close(streamed.matrix.dense(), held.matrix.dense())
