@@ -284,7 +284,7 @@ def _wanted(
     weights: Sequence[Weight], needs: Mapping[str, frozenset[str]] | frozenset[str]
 ) -> dict[str, frozenset[str]]:
     if not weights:
-        raise KflatsError("there are no weights to measure", hint="find_weights(model)")
+        raise KflatsError("there are no weights to measure", hint="find_weights(model)", command="--weights linear")
     if not isinstance(needs, Mapping | Set):
         raise KflatsError(f"needs={needs!r} must be a set of fields", hint="an importance's needs, or {'row_fisher'}")
     found = {}
@@ -294,14 +294,16 @@ def _wanted(
             raise KflatsError(f"{unknown[0]!r} cannot be measured", hint="one of " + ", ".join(FIELDS))
         found[weight.name] = fields
     if isinstance(needs, Mapping) and (unknown := sorted(set(needs) - set(found))):
-        raise KflatsError(f"{unknown[0]!r} is none of the weights to measure")
+        raise KflatsError(f"{unknown[0]!r} is none of the weights to measure", hint="a weight that is measured")
     return found
 
 
 def _checked(batches: Iterable[Batch]) -> tuple[dict[str, BatchValue], ...]:
     if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise KflatsError(
-            f"calibration batches must be a list of dicts, not one {type(batches).__name__}", hint="[batch]"
+            f"calibration batches must be a list of dicts, not one {type(batches).__name__}",
+            hint="[batch]",
+            command="--calibration FILE with one text a line",
         )
     kept = []
     for batch in batches:
@@ -309,10 +311,14 @@ def _checked(batches: Iterable[Batch]) -> tuple[dict[str, BatchValue], ...]:
             raise KflatsError(
                 f"a calibration batch must be a dict of tensors, not {type(batch).__name__}",
                 hint="text_batches(texts, tokenizer), or dicts as for model(**batch)",
+                command="--calibration FILE with one text a line",
             )
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(ids) != len(mask):
-            raise KflatsError(f"a calibration batch has {len(ids)} texts and attention masks of {len(mask)}")
+            raise KflatsError(
+                f"a calibration batch has {len(ids)} texts and attention masks of {len(mask)}",
+                cause="each text needs one attention mask",
+            )
         if batch_size(batch):
             kept.append(dict(batch))
     if not kept:
@@ -352,6 +358,7 @@ def _groups(
                 f"the statistics of {weight.name} take {size(cost)}, and {size(memory_bytes)} are allowed",
                 cause="a Gram of a wide side, such as a vocabulary's",
                 hint=f"memory_bytes={cost}, or leave the weight out, or RowFisher for it",
+                command="fewer weights, or --importance row-fisher",
             )
         if group and used + cost > memory_bytes:
             yield group

@@ -94,6 +94,7 @@ def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
             f"a table of {rows} rows is not what {len(vocabulary)} tokens enter",
             cause="an embedding of positions or types, or a tokenizer of another model",
             hint="Uniform() for this weight",
+            command="--importance uniform for this weight",
         )
     special = {int(i) for i in tokenizer.all_special_ids}
     always = special & set(tokenizer(["a"], verbose=False)["input_ids"][0])
@@ -118,7 +119,10 @@ def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
                 prior[row] = _share(32)
     if not any(prior[row] > 0 for row in range(rows) if row not in special):
         raise KflatsError(
-            "the tokenizer's vocabulary has no words", cause="a tokenizer of another model", hint="Uniform()"
+            "the tokenizer's vocabulary has no words",
+            cause="a tokenizer of another model",
+            hint="Uniform()",
+            command="--importance uniform",
         )
     return prior / prior.sum()
 

@@ -52,7 +52,10 @@ def places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[nn.Mod
             if module is None:
                 raise KflatsError(f"the model has no {place.name!r}", cause="weights of another model")
             if getattr(module, "groups", 1) != 1:
-                raise KflatsError(f"{place.name} is a grouped convolution, whose weight is no single matrix")
+                raise KflatsError(
+                    f"{place.name} is a grouped convolution, whose weight is no single matrix",
+                    cause="each group has a matrix of its own",
+                )
             if id(module) not in seen:
                 seen.add(id(module))
                 yield module, weight, place.role

@@ -102,9 +102,13 @@ def labels_of(batch: Batch) -> Tensor:
             else f"labels are a {type(labels).__name__}, not a tensor",
             cause="texts alone, or another name for them" if labels is None else "batches that were not collated",
             hint='batch["labels"] as a tensor; or Projections() or SampledLabels(), which need none',
+            command="--task NAME, or texts alone: --calibration FILE",
         )
     if labels.ndim == 0 or len(labels) != batch_size(batch):
-        raise KflatsError(f"labels of shape {tuple(labels.shape)} for {batch_size(batch)} samples")
+        raise KflatsError(
+            f"labels of shape {tuple(labels.shape)} for {batch_size(batch)} samples",
+            cause="each sample needs one label, or one label for each token",
+        )
     return labels
 
 
@@ -115,9 +119,13 @@ def logits_of(logits: Tensor | None, model: nn.Module) -> Tensor:
             f"{type(model).__name__} gives no logits",
             cause="a base model without a task head, or a head of another form (question answering)",
             hint="Projections(), which needs no head",
+            command="texts alone: --calibration FILE",
         )
     if logits.ndim not in (2, 3):
-        raise KflatsError(f"logits of shape {tuple(logits.shape)} are of no task that kflats knows")
+        raise KflatsError(
+            f"logits of shape {tuple(logits.shape)} are of no task that kflats knows",
+            cause="a loss is known for logits (samples, classes) and (samples, tokens, classes)",
+        )
     return logits
 
 
@@ -129,6 +137,7 @@ def check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool = 
         f"labels of shape {tuple(labels.shape)}, {str(labels.dtype).removeprefix('torch.')}, do not fit {head}",
         cause="the data of one task and the head of another",
         hint="the model that was fine-tuned for this task, or Projections(), which needs no labels",
+        command="a model that was fine-tuned for this task, or texts alone: --calibration FILE",
     )
     if samples and len(labels) != len(logits):
         raise mismatch

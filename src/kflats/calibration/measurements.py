@@ -123,7 +123,9 @@ class Statistics:
                     raise KflatsError(f"{path} holds no statistics", cause="a file of another kind")
                 return _decoded(json.loads(text), file)
         except FileNotFoundError as error:
-            raise KflatsError(f"there is no {path}") from error
+            raise KflatsError(
+                f"there is no {path}", hint="a file that kflats wrote with --statistics or Statistics.save"
+            ) from error
         except OSError as error:
             raise KflatsError(
                 f"{path} cannot be read: {error.strerror or error}", hint="a file that Statistics.save wrote"

@@ -119,6 +119,7 @@ class TaskLoss:
             f"{type(model).__name__}'s own loss, {float(own):.6g}, is none of: {', '.join(kinds)}",
             cause="a loss with weights, smoothing, or of another form",
             hint="TaskLoss(kind=...), or an object of your own with losses(model, batch, first) -> (B,)",
+            command="texts in place of labelled examples: --calibration FILE",
         )
 
 
@@ -212,6 +213,7 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
             raise KflatsError(
                 f"{asked!r} is no objective",
                 hint="TaskLoss(), SampledLabels(), Projections(), or an object with losses(model, batch, first)",
+                command="--task NAME or --calibration FILE",
             )
         return asked
     missing = [i for i, batch in enumerate(batches) if "labels" not in batch]
@@ -222,12 +224,14 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
             f"calibration batch {missing[0]} has no labels, and others have",
             cause="labelled and unlabelled data mixed",
             hint="labels in all of them, or objective=Projections(), which needs none",
+            command="labelled examples of one task, or texts alone",
         )
     if other := next((name for name in _MISNAMED if name in batches[0]), None):
         raise KflatsError(
             f"the calibration batches have {other!r}, and no 'labels'",
             cause="another name for the labels",
             hint='batch["labels"], or objective=Projections(), which needs none',
+            command="--task NAME, or texts alone: --calibration FILE",
         )
     return Projections()
 

@@ -23,7 +23,11 @@ def batch_size(batch: Batch) -> int:
     for value in batch.values():
         if isinstance(value, Tensor) and value.ndim:
             return len(value)
-    raise KflatsError("a calibration batch holds no tensors", hint="a dict of tensors, as for model(**batch)")
+    raise KflatsError(
+        "a calibration batch holds no tensors",
+        hint="a dict of tensors, as for model(**batch)",
+        command="--calibration FILE with one text a line",
+    )
 
 
 def take(batch: Batch, index: Tensor) -> dict[str, BatchValue]:
@@ -86,6 +90,7 @@ def vectors(model: nn.Module, batch: Batch, output: Any, *, pooled: bool) -> tup
         raise KflatsError(
             f"{type(model).__name__} gives no logits and no last hidden state",
             hint="an objective of your own: any object with losses(model, batch, first) -> (B,)",
+            command="--importance uniform, zipf or counts, which need no measurements",
         )
     mask = text_mask(batch, hidden) if hidden.shape[:2] == _mask_shape(batch) else decoder_mask(model, batch, hidden)
     if not pooled:
@@ -137,6 +142,7 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> Any:
         raise KflatsError(
             f"{type(model).__name__} has a decoder, and the batches have nothing for it to read",
             hint='"labels" or "decoder_input_ids" in each batch, or Projections(of="pooled") for the encoder alone',
+            command="--task NAME, whose examples have labels",
         ) from error
 
 

@@ -266,6 +266,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         f"{where} has no tokenizer that can be loaded",
         cause="its tokenizer files are missing or damaged",
         hint="save one there: tokenizer.save_pretrained(folder)",
+        command="put the tokenizer's files into the folder",
     )
     # Without any vocabulary transformers makes a tokenizer that knows no words, and says nothing.
     if not any(any(where.glob(pattern)) for pattern in _VOCABULARIES):

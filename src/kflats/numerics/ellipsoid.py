@@ -83,9 +83,15 @@ def check_power(p: float, n: int, d: int, *, least: float = 0.0) -> None:
             f"p = {p!r} is no power of a norm",
             cause="a maximum norm (p = inf) has no sum of powers" if p == math.inf else "p must be positive",
             hint="choose 0 < p < inf, for instance p=1",
+            command="a positive number, such as --p 1",
         )
     if p < least:
-        raise KflatsError(f"p = {p:g} is below {least:g}", cause="the unit ball is not convex", hint="use Lewis()")
+        raise KflatsError(
+            f"p = {p:g} is below {least:g}",
+            cause="the unit ball is not convex",
+            hint="use Lewis()",
+            command="--ellipsoid lewis",
+        )
     if 2 / p * math.log10(max(n, 2)) > 250 or p / 2 * math.log10(max(d, 2)) > 250:
         raise KflatsError(
             f"p = {p:g} is too extreme for a {n} x {d} matrix",

@@ -239,6 +239,7 @@ def _checked_solver(p: float, solver: str) -> str:
             f"an entrywise error with p={p!r} cannot be minimised here",
             cause="above 2 the largest errors decide alone, and at 0 and below there is no sum to minimise",
             hint="0 < p <= 2, for example p=1",
+            command="a number above 0 and at most 2, such as --p 1",
         )
     if solver not in ("irls", "admm"):
         raise KflatsError(f"no solver is called {solver!r}", hint='"irls" or "admm"')
@@ -247,6 +248,7 @@ def _checked_solver(p: float, solver: str) -> str:
             f"ADMM is for 1 <= p < 2, not for p={p:g}",
             cause="below 1 the step of |x|^p is not convex, and its solution jumps",
             hint='solver="irls"',
+            command="--p from 1 to 2",
         )
     if p == 2:
         return "svd"

@@ -74,11 +74,19 @@ def fit_flats(
     rows = as_rows(matrix)
     n, d = rows.shape
     if (rank is None) == (budget is None):
-        raise KflatsError("k flats need either a rank or a budget", hint="rank=..., or budget=...")
+        raise KflatsError(
+            "k flats need either a rank or a budget",
+            hint="rank=..., or budget=...",
+            command="a budget: --keep or --size",
+        )
     if not 1 <= k <= n:
         raise KflatsError(f"{k} flats do not fit {n} rows", hint=f"choose k in 1..{n}")
     if not isinstance(error, Loss):
-        raise KflatsError(f"no loss of distances is {error!r}", hint="Squared(), Power(1), Huber(...), Truncated(...)")
+        raise KflatsError(
+            f"no loss of distances is {error!r}",
+            hint="Squared(), Power(1), Huber(...), Truncated(...)",
+            command="squared, 'power 1', 'huber 0.5' or 'truncated 3 median'",
+        )
     if rank is not None:
         check_rank(rank, d)
     if coreset is not None and rank is None:

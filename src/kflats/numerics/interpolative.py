@@ -51,10 +51,16 @@ def interpolate(coordinates: Tensor, basis: Tensor, *, growth: float = GROWTH) -
     ([4.0, 8.0], [[0.25, 0.5]], [1, 0, 2])
     """
     if coordinates.ndim != 2 or basis.ndim != 2 or coordinates.shape[1] != basis.shape[0]:
-        raise KflatsError(f"factors {tuple(coordinates.shape)} and {tuple(basis.shape)} cannot be multiplied")
+        raise KflatsError(
+            f"factors {tuple(coordinates.shape)} and {tuple(basis.shape)} cannot be multiplied",
+            cause="the coordinates need as many columns as the basis has rows",
+        )
     r, d = basis.shape
     if r > d or growth < 1:
-        raise KflatsError(f"no interpolative form of rank {r} of {d} columns with growth {growth}")
+        raise KflatsError(
+            f"no interpolative form of rank {r} of {d} columns with growth {growth}",
+            hint="a rank from 0 to the number of columns, and a growth of 1 or more",
+        )
     wide = basis.detach().to(torch.float64)
     # An orthonormal row space has full rank even where the basis has not; the rest goes into the coordinates.
     q, t = torch.linalg.qr(wide.T)

@@ -60,7 +60,9 @@ class Loewner:
 
     def __post_init__(self) -> None:
         if self.contraction not in ("1/sqrt(d)", "1/d"):
-            raise KflatsError(f"no contraction {self.contraction!r}", hint='choose "1/sqrt(d)" or "1/d"')
+            raise KflatsError(
+                f"no contraction {self.contraction!r}", hint='choose "1/sqrt(d)" or "1/d"', command="--ellipsoid lewis"
+            )
         counts = (self.max_steps, self.max_columns)
         whole = all(isinstance(count, int) and not isinstance(count, bool) and count >= 1 for count in counts)
         if not whole or not isinstance(self.tolerance, int | float) or not 0 < self.tolerance < math.inf:
@@ -91,6 +93,7 @@ class Loewner:
                 f"algorithm A1 on {r} columns is refused above {self.max_columns}",
                 cause="its steps grow like d^4, and each costs a product with the matrix",
                 hint="use Lewis(), or Loewner(max_columns=...) with patience",
+                command="--ellipsoid lewis",
             )
         if float(singular[-1]) < _FLATTEST * float(singular[0]):
             raise KflatsError(
@@ -98,6 +101,7 @@ class Loewner:
                 cause="columns in different units, or a direction that is all but missing: squares of such lie too far "
                 "apart for double precision",
                 hint="use Lewis(), or bring the columns to one scale",
+                command="--ellipsoid lewis",
             )
         work = torch.cat([block.to(torch.float64) @ directions.T for _, block in rows.blocks(GRAM_BLOCK)])
         # ||Ax||_p >= n^min(0, 1/p - 1/2) ||Ax||_2
@@ -138,6 +142,7 @@ class Loewner:
             f"algorithm A1 did not end within {self.max_steps} steps on {d} columns",
             cause='the volume falls by little per step, with the contraction "1/d" by about 1 / (2 d^3)',
             hint='use Lewis(), contraction="1/sqrt(d)", a larger tolerance or max_steps',
+            command="--ellipsoid lewis",
         )
 
 

@@ -76,6 +76,7 @@ class Power:
                 f"an error of power q={self.q!r} cannot be minimised here",
                 cause="above 2 the farthest rows decide alone, at 0 and below nothing is left to minimise",
                 hint="0 < q <= 2, for example Power(1)",
+                command="a power above 0 and at most 2: 'power 1'",
             )
 
     @property
@@ -108,6 +109,7 @@ class _Thresholded:
                 f"a threshold of {self.threshold!r} is not possible",
                 cause=f"it lies between {_LEAST:g} and {1 / _LEAST:g}" if _number(self.threshold) else "",
                 hint='a positive distance, or a positive number of medians with unit="median"; or scale the matrix',
+                command="a positive distance, or a positive number of medians: 'huber 1.5 median'",
             )
         if self.unit not in ("absolute", "median"):
             raise KflatsError(f"a threshold has no unit {self.unit!r}", hint='"absolute" or "median"')
@@ -123,6 +125,7 @@ class _Thresholded:
             raise KflatsError(
                 f"the threshold of {self.name!r} is in medians of distances, which are not known here",
                 hint="kflats.numerics.loss.absolute(loss, squared distances)",
+                command="a threshold that is a distance",
             )
         return self.threshold
 
@@ -250,6 +253,7 @@ def out_of_reach(loss: Truncated) -> KflatsError:
         f"every row is farther than {loss.threshold:.3g} from every flat",
         cause="a truncated loss whose threshold is too small for these rows at this rank",
         hint='a larger threshold, or one in medians of distances: Truncated(3, "median")',
+        command="a larger threshold, or one in medians of distances: 'truncated 3 median'",
     )
 
 

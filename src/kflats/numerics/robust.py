@@ -107,6 +107,7 @@ def robust_svd(
                 "row weights are not supported with transposed=True",
                 cause="the rows are then columns",
                 hint="transposed=False, or no weights",
+                command="--importance uniform",
             )
         other = _algorithm_1(TensorRows(all_rows(rows).to(rows.dtype).T), rank, p, ellipsoid or Lewis(), None)
         return replace(other, coordinates=other.basis.T, basis=other.coordinates.T)

@@ -187,6 +187,7 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
         raise KflatsError(
             f"expected a torch tensor of shape (n, d), found {type(matrix).__name__}",
             hint="torch.as_tensor(matrix), or an object with the methods of kflats.numerics.rows.Rows",
+            command="another model file",
         )
     return matrix
 
@@ -296,18 +297,25 @@ def check_weights(weights: Tensor | None, n: int) -> None:
     if tuple(weights.shape) != (n,):
         raise KflatsError(f"expected {n} row weights, found shape {tuple(weights.shape)}", hint=f"shape ({n},)")
     if weights.requires_grad:
-        raise KflatsError("row weights carry gradients", cause="a parameter, or a loss", hint="weights.detach()")
+        raise KflatsError(
+            "row weights carry gradients",
+            cause="a parameter, or a loss",
+            hint="weights.detach()",
+            command="other calibration data",
+        )
     if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
         raise KflatsError(
             "row weights must be finite and not negative",
             cause="an importance measure went wrong",
             hint="measure on other data, or Uniform()",
+            command="other calibration data, or --importance uniform",
         )
     if float(weights.sum()) <= 0:
         raise KflatsError(
             "all row weights are zero",
             cause="the data never touched this matrix",
             hint="use more data, or Uniform() importance",
+            command="more calibration data, or --importance uniform",
         )
 
 

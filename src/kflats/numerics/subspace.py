@@ -94,7 +94,11 @@ def robust_subspace(
     """
     loss = Power(1.0) if loss is None else loss
     if not isinstance(loss, Loss):
-        raise KflatsError(f"no loss of distances is {loss!r}", hint="Power(1), Huber(...), Truncated(...)")
+        raise KflatsError(
+            f"no loss of distances is {loss!r}",
+            hint="Power(1), Huber(...), Truncated(...)",
+            command="squared, 'power 1', 'huber 0.5' or 'truncated 3 median'",
+        )
     rows = as_rows(matrix)
     n, d = rows.shape
     check_rank(rank, min(n, d))

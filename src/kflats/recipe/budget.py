@@ -149,6 +149,7 @@ class Budget:
                 f"the named weights take {original:,} bytes but the model's files only {model_file_bytes:,}",
                 cause="the model was loaded in a wider type than it is stored in",
                 hint="load it in its own type (dtype='auto')",
+                command="a model folder whose config.json names the type of its weights",
             )
         if self.kind == "fraction":
             limit = int(Decimal(repr(self.amount)) * model_file_bytes)

@@ -130,7 +130,9 @@ def recover_(
             teacher=teacher,
         )
     else:
-        raise KflatsError("a task is evaluated on one of its splits", hint='eval_split="dev", or None')
+        raise KflatsError(
+            "a task is evaluated on one of its splits", hint='eval_split="dev", or None', command="--eval-split dev"
+        )
     device = device_of(model)
     began = time.monotonic()
     with (

@@ -52,6 +52,7 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
                 f"the model has no factored layer of which {train} could train",
                 cause="it was not compressed, or was loaded as an ordinary model",
                 hint="compress it first, or train='all' (--train all)",
+                command="compress it first, or --train all",
             )
         chosen = [p for matrix in matrices for name, p in matrix.named_parameters() if name in names]
         if not chosen and all(isinstance(matrix, CodedMatrix) for matrix in matrices):
@@ -59,6 +60,7 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
                 f"the model's codes have no {train} that could train",
                 cause="it is stored as integers by a codec; their scales and levels are what can be learned",
                 hint="train='all' or 'coordinates' (--train all), or kflats.restore_(model) and recover before coding",
+                command="--train all",
             )
     if not sum(p.numel() for p in chosen):
         raise KflatsError("nothing is left to train", cause="every parameter was frozen (requires_grad=False)")

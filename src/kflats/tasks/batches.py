@@ -182,6 +182,7 @@ def uncollate(batches: Sequence[Batch]) -> list[Feature]:
             raise KflatsError(
                 "a batch must be a dict of tensors with input_ids (examples, tokens)",
                 hint="batches from kflats.task_batches(...)",
+                command="--task and --task-data",
             )
         keep = tensors.pop("attention_mask", torch.ones_like(ids)).bool()
         labels = tensors.pop("labels", None)
@@ -191,7 +192,12 @@ def uncollate(batches: Sequence[Batch]) -> list[Feature]:
             columns = {name: t[i][keep[i]].tolist() for name, t in inputs.items()}
             rows.append(Feature(columns, None if label is None else label.tolist()))
     if not rows:
-        raise KflatsError("there are no batches", cause="an empty list", hint="batches from kflats.task_batches(...)")
+        raise KflatsError(
+            "there are no batches",
+            cause="an empty list",
+            hint="batches from kflats.task_batches(...)",
+            command="a task with examples: --task and --task-data",
+        )
     return rows
 
 

@@ -93,7 +93,10 @@ def measure(names: Sequence[str], predicted: Any, true: Any) -> dict[str, float]
     {'accuracy': 0.5}
     """
     if len(true) == 0 or len(predicted) != len(true):
-        raise KflatsError(f"{len(predicted)} predictions cannot be scored against {len(true)} labels")
+        raise KflatsError(
+            f"{len(predicted)} predictions cannot be scored against {len(true)} labels",
+            cause="each label needs one prediction",
+        )
     if unknown := [name for name in names if name not in METRICS]:
         raise KflatsError(f"there is no metric {unknown[0]!r}", hint=f"one of: {', '.join(METRICS)}")
     if not isinstance(predicted[0], Sequence) and not np.isfinite(np.asarray(predicted, dtype=np.float64)).all():

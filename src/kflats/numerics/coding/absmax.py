@@ -69,7 +69,9 @@ def absmax_code(
     n, d = rows.shape
     if group is not None and (isinstance(group, bool) or not isinstance(group, int) or group < 1):
         raise KflatsError(
-            f"groups of {group!r} columns are not supported", hint="a whole number from 1, or None for whole rows"
+            f"groups of {group!r} columns are not supported",
+            hint="a whole number from 1, or None for whole rows",
+            command="a whole number from 1: 'int4 64'",
         )
     check_finite(rows)
     size = min(group or d, d)

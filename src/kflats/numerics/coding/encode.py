@@ -137,7 +137,11 @@ def transform_rates(
 def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple[str, float]:
     given = [(name, v) for name, v in (("nbytes", nbytes), ("bits", bits), ("step", step)) if v is not None]
     if len(given) != 1:
-        raise KflatsError("a transform code needs one target", hint="nbytes=, bits= (per weight) or step=")
+        raise KflatsError(
+            "a transform code needs one target",
+            hint="nbytes=, bits= (per weight) or step=",
+            command="a budget: --keep or --size",
+        )
     name, value = given[0]
     if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
         raise KflatsError(f"a target of {name}={value!r} is not possible", hint="a finite number above zero")

@@ -37,9 +37,15 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.bits.ndim != 1 or self.low.shape != self.bits.shape:
-            raise KflatsError(f"a layout of {tuple(self.bits.shape)} bits and {tuple(self.low.shape)} offsets")
+            raise KflatsError(
+                f"a layout of {tuple(self.bits.shape)} bits and {tuple(self.low.shape)} offsets",
+                cause="each column has one number of bits and one offset",
+            )
         if self.bits.dtype != torch.uint8 or self.low.dtype != torch.int16:
-            raise KflatsError(f"a layout of {self.bits.dtype} bits and {self.low.dtype} offsets")
+            raise KflatsError(
+                f"a layout of {self.bits.dtype} bits and {self.low.dtype} offsets",
+                cause="each column has one number of bits and one offset",
+            )
         if bool((self.bits > MOST_BITS).any()):
             raise KflatsError(f"a column of more than {MOST_BITS} bits", cause="a damaged file")
         if bool((self.low.to(torch.int64) + (1 << self.bits.to(torch.int64)) - 1 > 32767).any()):
@@ -83,10 +89,13 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
         KflatsError: another number of columns, or a level outside its column's range.
     """
     if levels.ndim != 2 or levels.shape[1] != len(layout.bits):
-        raise KflatsError(f"levels of shape {tuple(levels.shape)} do not fit a layout of {len(layout.bits)} columns")
+        raise KflatsError(
+            f"levels of shape {tuple(levels.shape)} do not fit a layout of {len(layout.bits)} columns",
+            cause="a level is needed for each row and column",
+        )
     codes = levels.to(torch.int32) - layout.low.to(torch.int32)
     if bool(((codes < 0) | (codes >= 1 << layout.bits.to(torch.int32))).any()):
-        raise KflatsError("a level lies outside the range of its column")
+        raise KflatsError("a level lies outside the range of its column", cause="the layout is of another matrix")
     starts, shifts, _ = places_of(layout.bits)
     # Columns first: a column is then one contiguous block, which is shifted and added as a whole.
     spread = codes.T.contiguous() << shifts.unsqueeze(1)

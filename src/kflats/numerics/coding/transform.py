@@ -110,7 +110,10 @@ class TransformCode:
         """
         index = index.to(torch.int64)
         if len(index) and not (int(index.min()) >= 0 and int(index.max()) < len(self.labels)):
-            raise KflatsError(f"rows {int(index.min())} .. {int(index.max())} of a table of {len(self.labels)}")
+            raise KflatsError(
+                f"rows {int(index.min())} .. {int(index.max())} of a table of {len(self.labels)}",
+                hint="a range inside the table",
+            )
         labels = self.labels[index].to(torch.int64)
         found = torch.empty(len(index), self.shape[1])
         basis = self.float_basis()
