@@ -11,7 +11,7 @@ only the tests that reach it, the quickest first, until one fails. Every mutant 
 (--seconds), so "survived" means "not killed within that time". A test that takes ten times its usual time has failed.
 torch and the other packages are imported once; the tests of each mutant run in a fork. `kill` appends to --out and
 goes on where an earlier run stopped. In a newer tree it finds a mutant by function and line, and the tests by the names
-of their functions. Tests that fail or are skipped without a mutant kill nothing.
+of their functions. A test that fails without the mutant too kills nothing.
 """
 
 from __future__ import annotations
@@ -474,6 +474,29 @@ def count(asked: argparse.Namespace) -> None:
             print("no longer killed:", after[index])
 
 
+def _judge(tree: Path, tests: list[Test], asked: argparse.Namespace, report: Path) -> tuple[int, float]:
+    """Runs the quickest tests, then the others, until one fails: the status of the last fork, the processor time."""
+    status, spent = _run(tree, _order(tests[:FIRST]), asked.seconds, report, asked.mark)
+    if status == 0 and len(tests) > FIRST:
+        left, total = [], 0.0
+        for test in tests[FIRST:]:
+            total += test.cpu
+            if total <= 1.5 * asked.seconds:
+                left.append(test)
+        status, more = _run(tree, _order(left), asked.seconds - min(spent, asked.seconds / 2), report, asked.mark)
+        spent += more
+        if status == 0 and len(left) < len(tests) - FIRST:
+            status = 3
+    return status, spent
+
+
+def _named(report: Path, tests: list[Test]) -> Test | None:
+    """The test that the report names; None of one that took too long."""
+    name = report.read_text() if report.exists() else ""
+    same = [test for test in tests if name in (test.name, test.file) or function_of(name) == test.name]
+    return same[0] if same else None
+
+
 def kill(asked: argparse.Namespace) -> None:
     """Every mutant against the tests that reach it."""
     mutants = read(asked.mutants)
@@ -495,6 +518,7 @@ def kill(asked: argparse.Namespace) -> None:
     assert not any(name.startswith("kflats") for name in sys.modules)
     work = Path(tempfile.mkdtemp(prefix="kflats-mutants-"))
     tree = copy_of(asked.tree.resolve(), work / "tree")
+    broken: set[str] = set()
     for index, mutant in enumerate(mutants):
         if index in done or (asked.only and index not in asked.only):
             continue
@@ -512,20 +536,17 @@ def kill(asked: argparse.Namespace) -> None:
             mutate(mutant, tree)
             report = work / "report"
             report.unlink(missing_ok=True)
-            first = _order(tests[:FIRST])
-            status, spent = _run(tree, first, asked.seconds, report, asked.mark)
-            if status == 0 and len(tests) > FIRST:
-                left, total = [], 0.0
-                for test in tests[FIRST:]:
-                    total += test.cpu
-                    if total <= 1.5 * asked.seconds:
-                        left.append(test)
-                status, more = _run(
-                    tree, _order(left), asked.seconds - min(spent, asked.seconds / 2), report, asked.mark
-                )
-                spent += more
-                if status == 0 and len(left) < len(tests) - FIRST:
-                    status = 3
+            status, spent = _judge(tree, [test for test in tests if test.name not in broken], asked, report)
+            while status not in (0, 3, 4) and (killer := _named(report, tests)):
+                path.write_bytes(original)
+                by = report.read_text()
+                if _run(tree, [killer], asked.seconds, report, asked.mark)[0] in (0, 3):
+                    report.write_text(by)
+                    break
+                broken.add(killer.name)  # it fails without the mutant as well
+                mutate(mutant, tree)
+                report.unlink(missing_ok=True)
+                status, spent = _judge(tree, [test for test in tests if test.name not in broken], asked, report)
             line["result"] = {0: "survived", 3: "survived within the time", 4: "not run"}.get(status, "killed")
             line["by"] = report.read_text() if report.exists() else str(status) if status not in (0, 3) else ""
             line["cpu"] = round(spent, 1)
