@@ -154,7 +154,7 @@ def _tables_of(matrix: CodedMatrix) -> Tables:
     """The distribution of the integers of each context."""
     geometry, found = matrix.geometry, matrix.tensors()
     counts = torch.zeros(geometry.contexts, len(KNOTS), dtype=torch.float64)
-    reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot().to(torch.int64)
+    reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot()
     for c, a, b in blocks_of(geometry):
         layout = Layout(found["bits"][c], found["low"][c])
         order, groups = groups_of(layout, found["contexts"][c])

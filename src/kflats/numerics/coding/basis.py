@@ -57,7 +57,7 @@ def _coded(levels: Tensor, scale: Tensor) -> CodedBasis:
     magnitudes = levels.to(torch.int64).abs()
     bins = (magnitudes.to(torch.float64).mean(1).clamp_min(1e-9).log2() * 2).floor().to(torch.int64)
     used, contexts = torch.unique(bins, return_inverse=True)
-    knots = nearest_knot().to(torch.int64)[magnitudes]
+    knots = nearest_knot()[magnitudes]
     counts = torch.zeros(len(used), 97, dtype=torch.float64)
     counts.index_put_((contexts.unsqueeze(1).expand_as(knots), knots), torch.tensor(1.0).double(), accumulate=True)
     most = torch.zeros(len(used), dtype=torch.int64)

@@ -69,13 +69,12 @@ class Tally:
         self.uu, self.uq, self.qq, self.q, self.u = zeros, zeros.clone(), zeros.clone(), zeros.clone(), zeros.clone()
         self.most = torch.zeros(classes, rank, dtype=torch.int64)
         self.rows = torch.zeros(classes, dtype=torch.float64)
-        self._nearest = nearest_knot().to(torch.int64)
 
     def add_(self, c: int, u: Tensor, q: Tensor) -> None:
         """Count a block: u (r, m) float32 and its symbols q (r, m) int16, of class ``c``."""
         rank = len(u)
         whole = q.abs().to(torch.int64)
-        places = self._nearest[whole] + len(KNOTS) * torch.arange(rank).unsqueeze(1)
+        places = nearest_knot()[whole] + len(KNOTS) * torch.arange(rank).unsqueeze(1)
         counts = torch.bincount(places.flatten(), minlength=rank * len(KNOTS))
         self.knots[c] += counts.view(rank, len(KNOTS))
         size, magnitude = u.abs(), whole.to(torch.float32)

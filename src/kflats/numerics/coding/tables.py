@@ -10,7 +10,10 @@ numbers: a distribution over thousands of levels takes a hundred bytes.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -102,13 +105,17 @@ def knots_up_to(reach: int) -> int:
     >>> knots_up_to(0), knots_up_to(17)
     (1, 18)
     """
-    return int(torch.bucketize(torch.tensor(reach), torch.tensor(KNOTS))) + 1
+    return bisect_left(KNOTS, reach) + 1
 
 
+_STARTS = (0, *((left + right + 1) // 2 for left, right in pairwise(KNOTS)), FARTHEST + 1)
+"""Knot k stands for the magnitudes from the k-th of these numbers to below the next."""
+
+
+@cache
 def nearest_knot() -> Tensor:
-    """(16384,) uint8, the knot that stands for each magnitude: itself up to 16, then the nearest."""
-    knots = torch.tensor(KNOTS)
-    return torch.bucketize(torch.arange(FARTHEST + 1), (knots[1:] + knots[:-1] + 1) // 2, right=True).to(torch.uint8)
+    """(16384,) int64, the knot that stands for each magnitude: itself up to 16, then the nearest."""
+    return torch.bucketize(torch.arange(FARTHEST + 1), torch.tensor(_STARTS[1:-1]), right=True)
 
 
 def tables_of(counts: Tensor, reach: Tensor) -> Tables:
@@ -118,10 +125,9 @@ def tables_of(counts: Tensor, reach: Tensor) -> Tables:
     below is impossible.
     """
     width = knots_up_to(int(reach.max())) if len(reach) else 1
-    inside = torch.arange(FARTHEST + 1) <= reach.to(torch.int64).unsqueeze(1)
-    held = torch.zeros(len(reach), len(KNOTS), dtype=torch.float64)
-    held.index_add_(1, nearest_knot().to(torch.int64), inside.to(torch.float64))
-    each = (counts.to(torch.float64) + 0.5) / held.clamp_min(1.0)
+    first, end = torch.tensor(_STARTS[:-1]), torch.tensor(_STARTS[1:])
+    held = (torch.minimum(reach.to(torch.int64).unsqueeze(1) + 1, end) - first).clamp_min(0)
+    each = (counts.to(torch.float64) + 0.5) / held.clamp_min(1)
     each[:, 1:] /= 2
     each = each[:, :width]
     costs = ((each.amax(1, keepdim=True) / each).log2() * 16).round().clamp(0, MOST)
@@ -135,6 +141,6 @@ def table_for(symbols: Tensor) -> Tables:
     [4987896, 16777216, 4987896]
     """
     magnitudes = symbols.flatten().to(torch.int64).abs()
-    counts = torch.bincount(nearest_knot().to(torch.int64)[magnitudes], minlength=len(KNOTS))
+    counts = torch.bincount(nearest_knot()[magnitudes], minlength=len(KNOTS))
     reach = magnitudes.max() if len(magnitudes) else torch.tensor(0)
     return tables_of(counts.unsqueeze(0), reach.reshape(1))
