@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kflats.common.errors import KflatsError
 from kflats.model.swap import Weight
 from kflats.model.weights import WeightUse
-from kflats.planning.proportional import split
+from kflats.planning.strategies import split
 from kflats.recipe.budget import Budget, parse_budget
 
 

@@ -13,7 +13,8 @@ from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.decide import decide, plan, token_embedding
+from kflats.planning.decide import decide, plan
+from kflats.planning.selection import token_embedding
 from kflats.recipe.budget import parse_budget
 from kflats.recipe.plan import Plan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from torch import nn
 
@@ -9,9 +11,12 @@ from kflats import MESSI, SVD, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts,
 from kflats.common.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.model.weights import find_weight
-from kflats.planning.selection import AvailableData, select, weighting_form
+from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.selection import select, weighting_form
 
-MEASURED = AvailableData(calibration=True)
+MEASURED = CalibrationData(calibration=("a text",))
+TOKENIZER: Any = object()
+EVERYTHING = CalibrationData(("a text",), TOKENIZER, ("a text",))
 LAYER = "encoder.layer.0.attention.self.query"
 
 
@@ -77,12 +82,12 @@ def test_two_places_of_one_weight_are_one_weight(tiny_model) -> None:
 
 def test_with_calibration_data_the_default_for_layers_is_what_it_says(tiny_model) -> None:
     recipes = {LAYER: None, "embeddings.word_embeddings": None}
-    with_data = [c.recipe for c in select(tiny_model("bert"), recipes, AvailableData(True, True, True))]
+    with_data = [c.recipe for c in select(tiny_model("bert"), recipes, EVERYTHING)]
     assert with_data == [Recipe(SVD(), KroneckerFisher()), Recipe(Flats(), TokenCounts())]
-    without = [c.recipe for c in select(tiny_model("bert"), recipes, AvailableData())]
+    without = [c.recipe for c in select(tiny_model("bert"), recipes, CalibrationData())]
     assert without == [Recipe(Flats()), Recipe(Flats())]
     conv = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3)})
-    assert select(conv, {"conv": None}, AvailableData())[0].recipe == Recipe(SVD())
+    assert select(conv, {"conv": None}, CalibrationData())[0].recipe == Recipe(SVD())
 
 
 @pytest.mark.parametrize(
@@ -129,11 +134,11 @@ def test_one_hot_inputs_make_row_weights_of_an_input_gram(tiny_model) -> None:
 @pytest.mark.parametrize(
     ("recipes", "given", "message"),
     [
-        ({LAYER: Recipe(SVD(), KroneckerFisher())}, AvailableData(), "needs calibration data"),
-        ({LAYER: Recipe(SVD(), KroneckerFisher())}, AvailableData(texts=True), "needs calibration data"),
-        ({LAYER: Recipe(SVD(), TokenCounts())}, AvailableData(True, True, True), "weighs tokens, but .* linear layer"),
-        ({"embeddings": Recipe(SVD(), Uniform(), matrix_rows="out_features")}, AvailableData(), "read row by row"),
-        ({}, AvailableData(), "no weight is named"),
+        ({LAYER: Recipe(SVD(), KroneckerFisher())}, CalibrationData(), "needs calibration data"),
+        ({LAYER: Recipe(SVD(), KroneckerFisher())}, CalibrationData(("a text",)), "needs calibration data"),
+        ({LAYER: Recipe(SVD(), TokenCounts())}, EVERYTHING, "weighs tokens, but .* linear layer"),
+        ({"embeddings": Recipe(SVD(), Uniform(), matrix_rows="out_features")}, CalibrationData(), "read row by row"),
+        ({}, CalibrationData(), "no weight is named"),
     ],
 )
 def test_what_cannot_be_done_is_refused(tiny_model, recipes, given, message) -> None:
@@ -142,18 +147,18 @@ def test_what_cannot_be_done_is_refused(tiny_model, recipes, given, message) -> 
 
 
 def test_texts_with_a_tokenizer_are_data_to_measure_with(tiny_model) -> None:
-    assert select(tiny_model("bert"), {LAYER: Recipe(SVD(), RowFisher())}, AvailableData(True, True))
+    assert select(tiny_model("bert"), {LAYER: Recipe(SVD(), RowFisher())}, CalibrationData(("a text",), TOKENIZER))
 
 
 def test_convolutions_take_pairs_only() -> None:
     model = nn.ModuleDict({"a": nn.Conv2d(3, 8, 3), "b": nn.Conv2d(8, 8, 3, groups=8)})
-    assert [c.weight.name for c in select(model, {"conv": SVD()}, AvailableData())] == [
+    assert [c.weight.name for c in select(model, {"conv": SVD()}, CalibrationData())] == [
         "a"
     ]  # "b" is eight small matrices
     with pytest.raises(KflatsError, match="Flats\\(k=5\\) cannot be used for 'a'"):
-        select(model, {"a": Flats()}, AvailableData())
+        select(model, {"a": Flats()}, CalibrationData())
     with pytest.raises(KflatsError, match="grouped convolution"):
-        select(model, {"b": SVD()}, AvailableData())
+        select(model, {"b": SVD()}, CalibrationData())
 
 
 def test_a_recipe_of_other_rows_is_refused() -> None:

@@ -2,44 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich.console import Console
-from rich.progress import Progress as Bar
-from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.release import version
-from kflats.common.schema import JsonObject
-from kflats.compress.file_headroom import room_in_file
-from kflats.compress.result import CompressedWeight, bytes_of_one, gained_numbers
+from kflats.common.progress import progress_bar
+from kflats.common.schema import JsonObject, decode
 from kflats.importance.weighting import Weighting
+from kflats.io.headers import header_bytes
 from kflats.io.partial import Partial
-from kflats.matrices.registry import Matrix, matrix_from_spec
+from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
 from kflats.methods.problem import Problem
-from kflats.model.swap import Weight, dense_weight
+from kflats.model.weights import Weight, factored_layers
 from kflats.numerics.flats import Progress
-from kflats.numerics.rows import TensorRows
+from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.costs import bias_bytes
+from kflats.planning.candidates import bias_bytes
 from kflats.recipe.plan import Decision, Plan, as_cast
 from kflats.report.analysis import analyse, left_dense
-from kflats.report.report import Report, WeightReport
+from kflats.report.report import WeightReport
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SHIFT = "bias shift"
+_CODES = ("codes", "weight", "shrink", "basis_scale")
+
+
+@dataclass(frozen=True)
+class CompressedWeight:
+    """A decision that is carried out: the matrix to swap in, and its report.
+
+    ``matrix`` is None for a weight that stays dense. ``bias_shift`` (d,) is what the layer's bias takes over of the
+    error of the matrix: its mean, mean' (M - M^).
+    """
+
+    decision: Decision
+    matrix: Matrix | None
+    report: WeightReport
+    bias_shift: Tensor | None = None
+
+    @property
+    def packed(self) -> int:
+        """Bytes of the model's state that a file of streams does not hold."""
+        if self.matrix is None:
+            return 0
+        gained = _gained_numbers(self.decision.weight, self.bias_shift) * _itemsize(self.decision.weight)
+        return self.matrix.nbytes + gained - self.report.bytes_after
 
 
 def factorize(
     model: nn.Module,
-    decided: Plan,
+    plan: Plan,
     data: CalibrationData,
     seed: int,
     quiet: bool,
@@ -48,60 +66,92 @@ def factorize(
 ) -> list[CompressedWeight]:
     """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed.
 
-    ``file_limit``: bytes of the one weight file that the model will be, header and all; what the others leave of it is
-    the last weight's, if its codes can have any size.
+    ``file_limit``: bytes of the one weight file that the model will be, header and all. The last weight takes the bytes
+    that the others leave of it, if its codes can have any size.
     """
-    found: dict[str, CompressedWeight] = {}
-    free = not decided.budget.counts_labels
-    last = _filler(decided)
+    done: dict[str, CompressedWeight] = {}
+    last = _filler(plan)
     spare = 0
-    with _progress(quiet) as told:
-        for planned in sorted(decided.decisions, key=lambda one: one is last):
+    with progress_bar(quiet=quiet) as update:
+        for place, planned in enumerate(sorted(plan.decisions, key=lambda one: one is last)):
             name = planned.weight.name
             decision = replace(planned, recipe=as_cast(planned.weight, planned.recipe))
             if decision.recipe.is_dense:
-                found[name] = CompressedWeight(decision, None, left_dense(decision))
+                done[name] = CompressedWeight(decision, None, left_dense(decision))
                 continue
             if planned is last:
-                room = None if file_limit is None else room_in_file(model, found, decision, file_limit)
-                room = decision.budget_bytes + spare if room is None else room
+                room = None if file_limit is None else _room_in_file(model, done, decision, file_limit)
+                room = room or decision.budget_bytes + spare
                 decision = replace(decision, budget_bytes=min(room, decision.weight.nbytes))
-            stored = partial.get(decision.weight.name) if partial else None
-            done = None if stored is None else _restored(decision, *stored)
-            if done is None:
-                done = _fit(model, decision, data, seed, free, told(name))
-                if partial and done.matrix is not None:
-                    meta: JsonObject = {"spec": done.matrix.spec(), "report": _alone(done.report).to_json()}
-                    shift = {} if done.bias_shift is None else {_SHIFT: done.bias_shift}
-                    partial.put(decision.weight.name, done.matrix.tensors() | shift, meta)
-            found[name] = done
-            spare += decision.budget_bytes - done.report.bytes_after
-    return [found[decision.weight.name] for decision in decided.decisions]
+            stored = partial.get(name) if partial else None
+            one = None if stored is None else _restored(decision, *stored)
+            if one is None:
+
+                def show(phase: str, iteration: int, objective: float, name: str = name, place: int = place) -> None:
+                    value = f", objective {objective:.6g}" if objective else ""
+                    update(f"{name}: {phase}, step {iteration}{value}", place, len(plan.decisions))
+
+                one = _fit(model, decision, data, seed, not plan.budget.counts_labels, show)
+                if partial and one.matrix is not None:
+                    meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
+                    shift = {} if one.bias_shift is None else {_SHIFT: one.bias_shift}
+                    partial.put(name, one.matrix.tensors() | shift, meta)
+            done[name] = one
+            spare += decision.budget_bytes - one.report.bytes_after
+    return [done[decision.weight.name] for decision in plan.decisions]
 
 
-def _filler(decided: Plan) -> Decision | None:
+def _filler(plan: Plan) -> Decision | None:
     """The weight that takes what the others leave of a budget they share: the largest whose codes can have any size."""
-    open_ones = [d for d in decided.decisions if d.recipe.codec.any_size]
-    return max(open_ones, key=lambda d: d.budget_bytes, default=None) if decided.allocation == "loss" else None
+    open_ones = [d for d in plan.decisions if d.recipe.codec.any_size]
+    return max(open_ones, key=lambda d: d.budget_bytes, default=None) if plan.allocation == "loss" else None
+
+
+def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: Decision, limit: int) -> int | None:
+    """Bytes for the codes of ``last`` in one safetensors file of at most ``limit`` bytes, with all else in it.
+
+    Args:
+        model: before any swap.
+        done: every other named weight, fitted or left dense, by name.
+
+    Returns:
+        None if nothing is left, and for a model with factored layers, whose entries in a file are not known.
+    """
+    fitted = [one for one in done.values() if one.matrix is not None]
+    decided = [last, *(one.decision for one in fitted)]
+    gone = {f"{place.name}.weight" for decision in decided for place in decision.weight.places}
+    # Of several names of one tensor a file holds one: the longest needs most.
+    names = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: len(item[0]))
+    kept = dict({id(tensor): (name, tensor) for name, tensor in names if name not in gone}.values())
+    beside = sum(t.numel() * t.element_size() for t in kept.values()) + sum(one.report.bytes_after for one in fitted)
+    if beside >= limit or any(True for _ in factored_layers(model)):
+        return None
+    for one in fitted:
+        coded = isinstance(one.matrix, CodedMatrix)
+        parts = one.matrix.tensors() if one.matrix is not None else {}
+        kept |= {
+            f"{one.decision.weight.name}.{key}": tensor
+            for key, tensor in parts.items()
+            if not coded or key == "codes" or tensor.is_floating_point()
+        }
+    entries = {name: (str(tensor.dtype), tensor.shape) for name, tensor in kept.items()}
+    entries |= {f"{last.weight.name}.{key}": ("BF16", (limit,)) for key in _CODES}
+    entries |= {
+        f"{one.weight.name}.bias": ("BF16", (one.weight.shape[1],))
+        for one in decided
+        if not one.weight.bias and one.weight.places[0].role != "embedding"
+    }
+    return max(0, limit - beside - header_bytes(entries, limit)) or None
 
 
 def _fit(
-    model: nn.Module, decision: Decision, data: CalibrationData, seed: int, free_labels: bool, progress: Progress | None
+    model: nn.Module, decision: Decision, data: CalibrationData, seed: int, free_labels: bool, progress: Progress
 ) -> CompressedWeight:
     weight, recipe = decision.weight, decision.recipe
     turned = recipe.matrix_rows == "out_features"
-    table = dense_weight(model, weight)
-    if table.is_meta:
-        raise KflatsError(
-            f"{weight.name} has a shape but no values",
-            cause="the model is on the meta device, or offloaded by a device_map",
-            hint="load it with its weights, on one device",
-        )
-    rows = TensorRows(table.T if turned else table)
-    weighting = data.weigh(weight, recipe)
+    table = data.table(model, weight, recipe)
+    rows, weighting = table.rows, table.weighting
     nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
-    spectrum = data.spectrum(table, weight, recipe)
-    weighting = (weighting.transposed() if turned else weighting).to(table.device)
     dtype = recipe.torch_dtype(weight.dtype)
     problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
     try:
@@ -117,9 +167,9 @@ def _fit(
             cause="nothing is left to factorize",
             hint="a smaller budget, or cast the model to that type",
         )
-    report = analyse(decision, rows, factored, weighting, spectrum, _tokens(weight, data.tokenizer))
+    report = analyse(decision, rows, factored, weighting, table.spectrum, _tokens(weight, data.tokenizer))
     shift = _bias_shift(rows, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
-    gained, itemsize = gained_numbers(weight, shift), bytes_of_one(weight)
+    gained, itemsize = _gained_numbers(weight, shift), _itemsize(weight)
     report = replace(
         report,
         bytes_after=factored.nbytes + gained * itemsize,
@@ -129,7 +179,7 @@ def _fit(
     return CompressedWeight(decision, matrix, report, shift)
 
 
-def _bias_shift(rows: TensorRows, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
+def _bias_shift(rows: Rows, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
     """mean' (M - M^): what the bias must add so that the mean input keeps its output."""
     if weighting.mean is None:
         return None
@@ -155,7 +205,7 @@ def _tokens(weight: Weight, tokenizer: PreTrainedTokenizerBase | None) -> list[s
 def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, Any]) -> CompressedWeight | None:
     """A finished weight from an interrupted run; None if it does not fit, and it is fitted again."""
     try:
-        report = Report.from_json(meta["report"]).weights[0]
+        report: WeightReport = decode(WeightReport, meta["report"], "report")
         shift = tensors.get(_SHIFT)
         matrix = matrix_from_spec(meta["spec"], dtype=tensors["weight"].dtype, device="cpu")
         with torch.no_grad():
@@ -169,26 +219,11 @@ def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, An
     return CompressedWeight(decision, matrix, report, shift) if fits else None
 
 
-def _alone(report: WeightReport) -> Report:
-    return Report("", "", (report,), 0, 0, 0, version())
+def _gained_numbers(weight: Weight, shift: Tensor | None) -> int:
+    """Numbers of a bias that the layer did not have before."""
+    return 0 if shift is None or weight.bias else len(shift)
 
 
-@contextmanager
-def _progress(quiet: bool) -> Iterator[Any]:
-    """A function that, given a weight's name, gives the callback that a method reports to."""
-    if quiet:
-        yield lambda name: None
-        return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Bar(*columns, console=Console(stderr=True), transient=True) as bar:
-
-        def told(name: str) -> Progress:
-            task = bar.add_task(name, total=None)
-
-            def tell(phase: str, iteration: int, objective: float) -> None:
-                value = f", objective {objective:.6g}" if objective else ""
-                bar.update(task, description=f"{name}: {phase}, step {iteration}{value}")
-
-            return tell
-
-        yield told
+def _itemsize(weight: Weight) -> int:
+    """Bytes of one number of a weight, as the model stores it."""
+    return weight.nbytes // (weight.shape[0] * weight.shape[1])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import nn
 
@@ -14,9 +14,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.common.release import version
-from kflats.compress.fitting import factorize
-from kflats.compress.provenance import data_used
-from kflats.compress.result import CompressedWeight
+from kflats.compress.fitting import CompressedWeight, factorize
 from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
 from kflats.evaluation.encoding import Batch
@@ -26,8 +24,8 @@ from kflats.io.partial import Partial
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Method
 from kflats.model.swap import Weight, swap_, unchanged_on_error
-from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
-from kflats.planning.decide import decide
+from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather, needed
+from kflats.planning.decide import Decided, decide
 from kflats.planning.strategies import Allocation
 from kflats.recipe.budget import Budget, one_budget
 from kflats.recipe.plan import Plan
@@ -40,6 +38,9 @@ from kflats.trim.trimming import write_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+Calibration: TypeAlias = Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None
+"""Texts or batches to measure with, or a function that makes batches for a model and its tokenizer."""
 
 
 def compress_(
@@ -86,10 +87,9 @@ def compress_(
     True
     """
     budget = None if isinstance(recipes, Plan) and keep is size is None else one_budget(keep, size)
-    given = gather(texts, tokenizer, calibration, objective, statistics, samples)
-    decided = decide(model, recipes, budget, given, allocation=allocation, quiet=quiet)
-    done = factorize(model, decided.plan, decided.data, seed, quiet, None)
-    return _finish(model, decided.plan, done, seed)
+    data = gather(texts, tokenizer, calibration, objective, statistics, samples)
+    decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet)
+    return _swapped(model, decided.plan, factorize(model, decided.plan, decided.data, seed, quiet, None), seed)
 
 
 def compress_folder(
@@ -102,7 +102,7 @@ def compress_folder(
     weights: tuple[str, ...] = (),
     plan: Plan | None = None,
     texts: Iterable[str] | None = None,
-    calibration: Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None = None,
+    calibration: Calibration = None,
     objective: Objective | None = None,
     statistics: Statistics | None = None,
     keep_statistics: str | os.PathLike[str] | None = None,
@@ -135,74 +135,128 @@ def compress_folder(
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
             disk, a folder without a model.
     """
-    allowed = None if plan is not None and keep is size is None else one_budget(keep, size)
+    budget = None if plan is not None and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
     if trim is not None and plan is not None:
         raise KflatsError(
             "a plan is of one vocabulary, and trimming makes another",
             hint="trim the model first (kflats trim), then plan and compress what that made",
         )
-    make = calibration if callable(calibration) else None
-    data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
-    calibration_texts = tuple(item for item in data.calibration or () if isinstance(item, str))
-    made_before = len(calibration_texts) < len(data.calibration or ())
-    if trim is not None and (statistics is not None or made_before):
+    data = _read(texts, calibration, objective, statistics, samples)
+    batches = any(not isinstance(item, str) for item in data.calibration or ())
+    if trim is not None and (statistics is not None or batches):
         raise KflatsError(
             f"{'statistics' if statistics is not None else 'batches of ids'} are of one vocabulary, and trimming makes "
             "another",
             hint="give texts, or trim the model first (kflats trim) and measure what that made",
         )
-    if data.texts is None and data.calibration and not made_before:
-        data = replace(data, texts=calibration_texts)
+    recipes = plan or _recipes(method, weights)
     with new_folder(out, force, [folder]) as aside:
-        model = load_model(folder)
-        data = replace(data, tokenizer=_tokenizer(folder, data, method, plan))
-        before = weight_file_bytes(folder)
+        model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
+        data = replace(data, tokenizer=_tokenizer(folder, data, recipes))
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
             before -= trimmed.report.saved
-        if make is not None:
-            made = gather(None, None, make(model, data.tokenizer), None, None)
-            data = replace(data, calibration=made.calibration)
+        data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
 
-        def measured(recipes: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
-            return measured_once(model, recipes, data, Partial(out, about), quiet)
+        def measured(pairs: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
+            return measured_once(model, pairs, data, Partial(out, about), quiet)
 
-        recipes = plan or (dict.fromkeys(weights, method) if weights else method)
-        others = module_bytes(folder)  # these stay as they are
-        asked: dict[str, Any] = {"allocation": allocation, "file_bytes": before, "beside": others}
-        decided = decide(model, recipes, allowed, data, measured=measured, **asked)
-        if keep_statistics is not None and decided.data.statistics is not None:
-            decided.data.statistics.save(keep_statistics)
+        sizes: dict[str, Any] = {"file_bytes": before, "beside": beside}
+        decided = decide(model, recipes, budget, data, allocation=allocation, measured=measured, **sizes)
+        _keep(decided, keep_statistics)
         partial = Partial(out, work_fingerprint(about, decided, seed))
         limit = _file_limit(decided.plan, before)
-        _check_shares(decided.plan, limit, before)
-        own_limit = None if limit is None else limit - others
-        done = factorize(model, decided.plan, decided.data, seed, quiet, partial, own_limit)
-        report = _finish(model, decided.plan, done, seed, name=_called(source))
+        room = None if limit is None else limit - beside
+        changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
+        _check_size(before + sum(one.budget_bytes - one.weight.nbytes for one in changed), before, limit)
+        done = factorize(model, decided.plan, decided.data, seed, quiet, partial, room)
+        report = _swapped(model, decided.plan, done, seed, name=_called(source))
         report = replace(
             report,
             trimming=None if trimmed is None else trimmed.report,
-            model_bytes_before=report.model_bytes_before + others,
-            model_bytes_after=report.model_bytes_after + others,
+            model_bytes_before=report.model_bytes_before + beside,
+            model_bytes_after=report.model_bytes_after + beside,
         )
-        inner = aside / weights_folder(folder).relative_to(folder)
-        save_model(model, inner)
+        save_model(model, aside / weights_folder(folder).relative_to(folder))
         if trimmed is None:
             copy_companions(folder, aside)
         else:
             write_vocabulary(trimmed, folder, aside)
-        after = _check_file(aside, decided.plan, before)
+        _check_size(weight_file_bytes(aside), before, limit)
         report.save(aside / REPORT_FILE)
-        by_texts = trimmed is not None and data.texts is not None
-        used = data_used(decided, data, trimmed_by_texts=by_texts)
-        _write_card(aside, report, (weight_file_bytes(folder), after), used, hub_name(source))
+        files = weight_file_bytes(folder), weight_file_bytes(aside)
+        used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
+        loader = "sentence-transformers" if (aside / "modules.json").is_file() else "transformers"
+        rewrite_(aside, lambda original: compressed_card(report, files, used, hub_name(source), original, loader))
     return report
 
 
-def _finish(model: nn.Module, decided: Plan, done: list[CompressedWeight], seed: int, name: str = "") -> Report:
+def plan_folder(
+    source: str | os.PathLike[str],
+    *,
+    keep: str | Budget | None = None,
+    size: str | Budget | None = None,
+    method: Recipe | Method | None = None,
+    weights: tuple[str, ...] = (),
+    texts: Iterable[str] | None = None,
+    calibration: Calibration = None,
+    objective: Objective | None = None,
+    statistics: Statistics | None = None,
+    keep_statistics: str | os.PathLike[str] | None = None,
+    samples: int = SAMPLES,
+    allocation: Allocation = "auto",
+    quiet: bool = False,
+) -> Plan:
+    """Plan what ``compress_folder`` would do with the same arguments; nothing is fitted.
+
+    Raises:
+        KflatsError: as ``plan``, and a folder without a model.
+    """
+    budget, folder, recipes = one_budget(keep, size), resolve_model(source), _recipes(method, weights)
+    data = _read(texts, calibration, objective, statistics, samples)
+    model = load_model(folder)
+    data = _with_batches(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, calibration)
+    sizes: dict[str, Any] = {"file_bytes": weight_file_bytes(folder), "beside": module_bytes(folder)}
+    decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
+    _keep(decided, keep_statistics)
+    return decided.plan
+
+
+def _recipes(method: Recipe | Method | None, weights: tuple[str, ...]) -> Recipes:
+    return dict.fromkeys(weights, method) if weights else method
+
+
+def _read(
+    texts: Iterable[str] | None,
+    calibration: Calibration,
+    objective: Objective | None,
+    statistics: Statistics | None,
+    samples: int,
+) -> CalibrationData:
+    """The data of a folder, without a tokenizer; calibration texts are counted if there are no others."""
+    data = gather(texts, None, None if callable(calibration) else calibration, objective, statistics, samples)
+    read = tuple(item for item in data.calibration or () if isinstance(item, str))
+    return (
+        replace(data, texts=read) if data.texts is None and read and len(read) == len(data.calibration or ()) else data
+    )
+
+
+def _with_batches(data: CalibrationData, model: nn.Module, calibration: Calibration) -> CalibrationData:
+    """The data with the batches that a function makes for the model and its tokenizer."""
+    if not callable(calibration):
+        return data
+    return replace(data, calibration=gather(None, None, calibration(model, data.tokenizer), None, None).calibration)
+
+
+def _keep(decided: Decided, path: str | os.PathLike[str] | None) -> None:
+    if path is not None and decided.data.statistics is not None:
+        decided.data.statistics.save(path)
+
+
+def _swapped(model: nn.Module, plan: Plan, done: list[CompressedWeight], seed: int, name: str = "") -> Report:
     before = stored_bytes(model)
     with unchanged_on_error(model):
         for one in done:
@@ -212,7 +266,7 @@ def _finish(model: nn.Module, decided: Plan, done: list[CompressedWeight], seed:
         annotate_(model)
     return Report(
         model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
-        budget=str(decided.budget),
+        budget=str(plan.budget),
         weights=tuple(one.report for one in done),
         model_bytes_before=before,
         model_bytes_after=stored_bytes(model) - sum(one.packed for one in done),
@@ -222,46 +276,36 @@ def _finish(model: nn.Module, decided: Plan, done: list[CompressedWeight], seed:
 
 
 def _called(source: str | os.PathLike[str]) -> str:
-    """A hub name as it is; of a local folder the end of its path: where it lay is nobody else's business."""
+    """A hub name as it is; of a local folder the end of its path: a report does not say where it lay."""
     folder = Path(source)
     return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
 
 
-def _tokenizer(folder: Path, data: CalibrationData, method: Recipe | Method | None, plan: Plan | None) -> Any:
-    """The folder's tokenizer; missing is an error only where something needs it."""
-    recipes = [d.recipe for d in plan.decisions] if plan else [as_recipe(method)] if method is not None else []
-    wanted = data.texts is not None or any(r.importance.needs_tokenizer for r in recipes)
+def _tokenizer(folder: Path, data: CalibrationData, recipes: Recipes | Plan) -> Any:
+    """The folder's tokenizer; a missing one is an error only if a recipe or a text needs it."""
+    if isinstance(recipes, Plan):
+        values = [decision.recipe for decision in recipes.decisions]
+    else:
+        named = recipes.values() if isinstance(recipes, Mapping) else [recipes]
+        values = [as_recipe(value) for value in named if value is not None]
     try:
         return load_tokenizer(folder)
     except KflatsError:
-        if wanted:
+        if data.texts is not None or any(value.importance.needs_tokenizer for value in values):
             raise
         return None
 
 
-def _file_limit(decided: Plan, before: int) -> int | None:
-    """Bytes that all weight files may take, of ``before``; None where the budget bounds the named weights."""
-    budget = decided.budget
+def _file_limit(plan: Plan, before: int) -> int | None:
+    """Bytes that all weight files may take, of ``before``; None if the budget bounds the named weights."""
+    budget = plan.budget
     if budget.scope != "file":
         return None
     return int(budget.amount * before if budget.kind == "fraction" else budget.amount)
 
 
-def _check_shares(decided: Plan, limit: int | None, before: int) -> None:
-    """Refuse, before any work, shares that cannot be within ``limit``: a plan may have been edited."""
-    shares = sum(d.weight.nbytes if d.recipe.is_dense else d.budget_bytes for d in decided.decisions)
-    most = before - sum(d.weight.nbytes for d in decided.decisions) + shares
-    if limit is not None and most > limit:
-        raise KflatsError(
-            f"the plan's weights and all that is not named take {most:,} bytes, more than the {limit:,} asked for",
-            cause="a plan that was edited by hand",
-            hint="make the plan again: kflats plan",
-        )
-
-
-def _check_file(folder: Path, decided: Plan, before: int) -> int:
-    """Bytes of the new weight files; refuses more than there were, or than were asked for."""
-    after = weight_file_bytes(folder)
+def _check_size(after: int, before: int, limit: int | None) -> None:
+    """Refuse weight files of ``after`` bytes if that is more than ``before``, or more than ``limit``."""
     if after > before:
         raise KflatsError(
             f"the new weight files take {after:,} bytes, more than the original's {before:,}",
@@ -269,16 +313,51 @@ def _check_file(folder: Path, decided: Plan, before: int) -> int:
             hint="a smaller budget, or a codec such as Float('float16')",
             command="a smaller budget, or --codec float16",
         )
-    limit = _file_limit(decided, before)
     if limit is not None and after > limit:
         raise KflatsError(
-            f"the new weight files take {after:,} bytes, more than the {limit:,} asked for",
-            cause="more tensors are stored than the original's files had",
-            hint="a slightly smaller size",
+            f"the new weight files take {after:,} bytes, more than the {limit:,} of the budget",
+            cause="a plan that was edited by hand, or more tensors than the original's files had",
+            hint="a slightly smaller size, or make the plan again: kflats plan",
         )
-    return after
 
 
-def _write_card(folder: Path, report: Report, files: tuple[int, int], used: list[str], base_model: str | None) -> None:
-    loader = "sentence-transformers" if (folder / "modules.json").is_file() else "transformers"
-    rewrite_(folder, lambda original: compressed_card(report, files, used, base_model, original, loader))
+_LABELS = {
+    "": "no gradients taken",
+    "TaskLoss": "gradients of the task's loss, with labels",
+    "SampledLabels": "gradients under labels that the model drew itself: label-free",
+    "Projections": "gradients of random projections of the output: label-free",
+}
+
+
+def data_used(decided: Decided, data: CalibrationData, *, trimmed_by_texts: bool = False) -> list[str]:
+    """Phrases for the model card, one for each use of data: texts that were counted, the source of a prior, samples
+    that were passed through the model.
+
+    Args:
+        decided: the plan, the recipes it was made from, and the data with what was measured.
+        data: before anything was measured.
+        trimmed_by_texts: whether a vocabulary was trimmed first by the tokens of the texts.
+    """
+    importances = [recipe.importance for _, recipe in decided.recipes if not recipe.is_dense]
+    used = []
+    if data.texts is not None and (trimmed_by_texts or any(value.needs_texts for value in importances)):
+        used.append(f"{len(data.texts):,} texts, counted")
+    if data.tokenizer is not None and any(value.reads_prior for value in importances):
+        used.append("a Zipf prior of the tokenizer's vocabulary")
+    statistics = decided.data.statistics
+    if statistics is not None and needed(decided.recipes):
+        # Custom objectives are known by name alone: only their authors know whether they read labels.
+        kind = str(statistics.objective.get("type", ""))
+        labels = _LABELS.get(kind, f"gradients of {kind}")
+        samples = f"{statistics.samples:,} samples"
+        if data.statistics is not None:
+            used.append(f"statistics measured before on {samples} ({labels})")
+            return used
+        items = data.calibration or data.texts or ()
+        if not isinstance(items[0], str):
+            samples += f", in {len(items):,} batches,"
+        else:
+            texts = "texts" if data.calibration in (None, data.texts) else "calibration texts"
+            samples = f"{statistics.samples:,} of {len(items):,} {texts}"
+        used.append(f"{samples} passed through the model ({labels})")
+    return used

@@ -28,36 +28,36 @@ def measured_once(
     needs = needed(recipes)
     if not needs or data.statistics is not None:
         return data
-    asked = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
-    name = sha256([partial.fingerprint, asked])[:24]
+    fields = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
+    name = sha256([partial.fingerprint, fields])[:24]
     path = partial.folder / f"statistics-{name}.safetensors"
     if path.is_file() and not path.is_symlink():
         with suppress(KflatsError):  # damaged: measured again
             return replace(data, statistics=Statistics.load(path))
-    found = data.measured(model, recipes, quiet)
-    assert found.statistics is not None
-    found.statistics.save(path)
-    return found
+    data = data.measured(model, recipes, quiet)
+    assert data.statistics is not None
+    data.statistics.save(path)
+    return data
 
 
 def model_fingerprint(folder: Path, data: CalibrationData, trim: int | None) -> str:
     """The model, and all data: what measurements depend on."""
     # The weights, and the tokenizer's files: counts and priors come from those.
     kinds = (".safetensors", ".json", ".txt", ".model")
-    found = (p for p in folder.rglob("*") if p.suffix in kinds)
-    # Hidden ones are not the model's.
-    shown = [p for p in found if not any(part.startswith(".") for part in p.relative_to(folder).parts)]
-    files = sorted((p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in shown)
+    paths = [path for path in folder.rglob("*") if path.suffix in kinds]
+    # Hidden files and folders are not the model's.
+    shown = [path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts)]
+    files = sorted((path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in shown)
     about = [str(folder), files, data.digest(), version(), trim]
     return sha256([json.dumps(about)])
 
 
 def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
     """Everything the factors depend on."""
-    made = decided.plan
+    plan = decided.plan
     recipes = [
-        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in made.decisions
+        [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in plan.decisions
     ]
-    names = needed((d.weight, d.recipe) for d in made.decisions)
-    found = [about, recipes, str(made.budget), statistics_digest(decided.data.statistics, names), seed]
-    return sha256([json.dumps(found)])
+    names = needed((d.weight, d.recipe) for d in plan.decisions)
+    parts = [about, recipes, str(plan.budget), statistics_digest(decided.data.statistics, names), seed]
+    return sha256([json.dumps(parts)])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from kflats.calibration.batches import text_batches
@@ -14,6 +15,7 @@ from kflats.calibration.collect import measure
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
+from kflats.codecs import Table
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import Part, sha256
 from kflats.common.texts import check_texts
@@ -21,9 +23,8 @@ from kflats.evaluation.encoding import Batch
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
 from kflats.methods import SVD
-from kflats.model.weights import Weight
+from kflats.model.weights import Weight, dense_weight
 from kflats.numerics.rows import TensorRows
-from kflats.planning.selection import AvailableData
 from kflats.recipe.recipe import Recipe, to_json
 
 if TYPE_CHECKING:
@@ -60,38 +61,49 @@ class CalibrationData:
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
-    def given(self) -> AvailableData:
-        """What kinds of data there are."""
-        there = self.calibration is not None or self.statistics is not None
-        return AvailableData(self.texts is not None, self.tokenizer is not None, there)
+    def counts(self) -> bool:
+        """Whether there are texts and a tokenizer that counts them."""
+        return self.texts is not None and self.tokenizer is not None
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether there is data to measure with, or what was measured before."""
+        return self.calibration is not None or self.statistics is not None
+
+    @property
+    def measurable(self) -> bool:
+        """Whether gradients and activations can be measured: by texts, if there is no other calibration data."""
+        return self.calibrated or self.counts
 
     def batches(self) -> list[Batch]:
         """The batches to measure with.
 
         Raises:
-            KflatsError: none, texts without a tokenizer, or something else.
+            KflatsError: no data, texts without a tokenizer, or texts beside batches.
         """
-        found = self.texts if self.calibration is None else self.calibration
-        if not found:
+        items = self.texts if self.calibration is None else self.calibration
+        if not items:
             raise KflatsError("there is no calibration data", cause="an empty file or list", hint="a few hundred texts")
-        batches = [item for item in found if not isinstance(item, str)]
-        if len(batches) == len(found):
-            return batches
-        if batches:
+        texts = [item for item in items if isinstance(item, str)]
+        batches = [item for item in items if not isinstance(item, str)]
+        if texts and batches:
             raise KflatsError(
                 f"calibration data holds a {type(batches[0]).__name__} beside texts",
                 cause="neither texts nor batches for model(**batch)",
                 hint="a list of strings with tokenizer=..., or a list of dicts of tensors",
                 command="a file of texts, one a line",
             )
-        texts = [item for item in found if isinstance(item, str)]
+        if batches:
+            return batches
         if self.tokenizer is None:
             raise KflatsError(
                 "calibration texts need the model's tokenizer",
                 hint="tokenizer=..., or batches of tensors",
                 command="a model folder with its tokenizer",
             )
-        return list(text_batches(_spread(texts, self.samples), self.tokenizer))
+        # Evenly spaced texts: files are often sorted by topic.
+        count = min(self.samples, len(texts))
+        return list(text_batches([texts[i * len(texts) // count] for i in range(count)], self.tokenizer))
 
     def measured(
         self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True
@@ -104,8 +116,8 @@ class CalibrationData:
             self.statistics.check(model)
             return self
         weights = [weight for weight, _ in recipes if weight.name in needs]
-        found = measure(model, weights, self.batches(), needs=needs, objective=self.objective, quiet=quiet)
-        return replace(self, statistics=found)
+        statistics = measure(model, weights, self.batches(), needs=needs, objective=self.objective, quiet=quiet)
+        return replace(self, statistics=statistics)
 
     def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:
         """The weighting of the errors of ``weight``'s own matrix, whose rows are inputs. Computed once for each weight
@@ -122,22 +134,31 @@ class CalibrationData:
                 raise error.about(weight.name) from error
         return self._weightings[key]
 
-    def spectrum(self, table: Tensor, weight: Weight, recipe: Recipe) -> Tensor:
-        """(R + 1,) float64: the weighted error of a low-rank pair of each rank. Computed once for each weight,
-        importance and side.
+    def table(self, model: nn.Module, weight: Weight, recipe: Recipe) -> Table:
+        """The matrix of ``weight`` as the method of ``recipe`` takes it, with its weighting and the errors of its SVD.
 
-        Args:
-            table: ``weight``'s own matrix (n, d).
+        The errors are computed once for each weight, importance and side.
+
+        Raises:
+            KflatsError: a model without values, values that are not finite; as ``weigh``.
         """
+        matrix, weighting = dense_weight(model, weight), self.weigh(weight, recipe)
+        if matrix.is_meta:
+            raise KflatsError(
+                f"{weight.name} has a shape but no values",
+                cause="the model is on the meta device, or offloaded by a device_map",
+                hint="load it with its weights, on one device",
+            )
+        if recipe.matrix_rows == "out_features":
+            matrix, weighting = matrix.T, weighting.transposed()
+        rows, weighting = TensorRows(matrix), weighting.to(matrix.device)
         key = f"{weight.name} {to_json(recipe.importance)} {recipe.matrix_rows}"
         if key not in self._spectra:
-            turned, weighting = recipe.matrix_rows == "out_features", self.weigh(weight, recipe)
-            oriented = (weighting.transposed() if turned else weighting).to(table.device)
             try:
-                self._spectra[key] = SVD().spectrum(TensorRows(table.T if turned else table), oriented).cpu()
+                self._spectra[key] = SVD().spectrum(rows, weighting).cpu().clamp_min(0)
             except KflatsError as error:
                 raise error.about(weight.name) from error
-        return self._spectra[key]
+        return Table(rows, weighting, getattr(torch, weight.dtype), self._spectra[key])
 
     def _measured(self, weight: Weight, recipe: Recipe) -> Measured:
         n, d = weight.shape
@@ -172,21 +193,15 @@ def gather(
     statistics: Statistics | None,
     samples: int = SAMPLES,
 ) -> CalibrationData:
-    """What was given, read once and checked.
+    """The data as one value: each iterable is read once, and checked.
 
     Raises:
-        KflatsError: one string in place of several, texts that are none, or no samples at all.
+        KflatsError: one string in place of several, items that are not texts, or no samples.
     """
     if not isinstance(samples, int) or samples < 1:
         raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
-    return CalibrationData(
-        None if texts is None else _kept(texts),
-        tokenizer,
-        None if calibration is None else _kept(calibration, batches=True),
-        objective,
-        statistics,
-        samples,
-    )
+    batches = None if calibration is None else _kept(calibration, batches=True)
+    return CalibrationData(None if texts is None else _kept(texts), tokenizer, batches, objective, statistics, samples)
 
 
 def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]]:
@@ -202,12 +217,12 @@ def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> st
     """Of all that was measured of these weights."""
     if statistics is None:
         return sha256([])
-    measured = [(name, statistics.of(name)) for name in names]
+    measured = {name: statistics.of(name) for name in names}
     return sha256(
         part
-        for name, found in measured
-        for one in fields(found)
-        for part in (name, one.name, _part(getattr(found, one.name)))
+        for name, values in measured.items()
+        for field_name, value in vars(values).items()
+        for part in (name, field_name, _part(value))
     )
 
 
@@ -219,17 +234,12 @@ def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
             command="a file of texts, one a line",
         )
     check_texts(data)
-    found = tuple(data)
-    for item in found:
+    items = tuple(data)
+    for item in items:
         if not isinstance(item, str) and not (batches and isinstance(item, Mapping)):
-            what = "texts or batches (dicts of tensors)" if batches else "texts"
-            raise KflatsError(f"expected {what}, found {type(item).__name__}", hint="a list of strings")
-    return found
-
-
-def _spread(texts: Sequence[str], count: int) -> list[str]:
-    """At most ``count`` texts, evenly spaced: files are often sorted by topic."""
-    return [texts[i * len(texts) // count] for i in range(count)] if len(texts) > count else list(texts)
+            expected = "texts or batches (dicts of tensors)" if batches else "texts"
+            raise KflatsError(f"expected {expected}, found {type(item).__name__}", hint="a list of strings")
+    return items
 
 
 def _part(value: object) -> Part:

@@ -6,19 +6,119 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
-import torch
 from torch import nn
 
 from kflats.codecs import CODECS, Candidate, Table
 from kflats.common.formatting import number
-from kflats.model.weights import dense_weight
-from kflats.numerics.rows import TensorRows
+from kflats.importance.weighting import Weighting
+from kflats.methods import SVD, KeepDense, Method
+from kflats.methods.protocol import largest_rank
+from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.costs import WeightCosts, gained_bias_bytes
-from kflats.planning.fixed_decisions import joined, left_dense
 from kflats.planning.knapsack import Choice, Options
 from kflats.recipe.plan import Decision, as_cast
 from kflats.recipe.recipe import Recipe
+
+_FEW = 10  # outputs of a small head
+_LOPSIDED = 10  # inputs to an output
+
+
+@dataclass(frozen=True)
+class WeightCosts:
+    """One weight and its costs, in the bytes that the budget counts.
+
+    Args:
+        named: whether its own name was given, and not a pattern.
+        counts_labels: whether the budget counts row labels.
+        note: for the plan.
+    """
+
+    weight: Weight
+    recipe: Recipe
+    named: bool
+    counts_labels: bool
+    note: str = ""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the matrix that the method is given."""
+        n, d = self.weight.shape
+        return (d, n) if self.recipe.matrix_rows == "out_features" else (n, d)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one stored number."""
+        return self.recipe.torch_dtype(self.weight.dtype).itemsize
+
+    @property
+    def full(self) -> int:
+        """The largest rank."""
+        return min(self.shape)
+
+    @property
+    def dense(self) -> int:
+        """Bytes of the weight as it is."""
+        n, d = self.shape
+        return self.weight.nbytes if self.counts_labels else n * d * self.itemsize
+
+    @property
+    def low_rank(self) -> Method:
+        """The method that turns ranks into bytes: other methods are given the bytes of a pair."""
+        return self.recipe.method if self.recipe.method.produces == "pair" else SVD()
+
+    def cost(self, rank: int) -> int:
+        """Bytes of a pair of ``rank``, without a bias."""
+        index = 0 if self.counts_labels else self.low_rank.index_bytes(self.shape)
+        return self.low_rank.cost(self.shape, rank, self.itemsize) - index
+
+    def is_choice(self, rank: int) -> bool:
+        """Whether the bytes of ``rank`` are enough for the method, and fewer numbers than the weight's are stored."""
+        n, d = self.shape
+        numbers = self.low_rank.cost(self.shape, rank, 1) - self.low_rank.index_bytes(self.shape)
+        return self.cost(rank) >= self.least and numbers < n * d
+
+    @property
+    def is_small_head(self) -> bool:
+        """Whether this is a linear layer from many inputs to a few outputs, such as a classifier."""
+        n, d = self.weight.shape
+        return self.weight.places[0].role in ("linear", "conv1d") and 1 < d <= _FEW and n >= _LOPSIDED * d
+
+    def rank_within(self, nbytes: int) -> int:
+        """The largest rank that ``nbytes`` hold, 0 if there is none."""
+        return largest_rank(self.cost, self.full, nbytes)
+
+    @property
+    def least(self) -> int:
+        """The least bytes that codec and method can be given."""
+        recipe = self.recipe
+        return recipe.codec.min_bytes(recipe.method, self.shape, self.itemsize, counts_labels=self.counts_labels)
+
+    @property
+    def fixed_bytes(self) -> int | None:
+        """A bound of the bytes of its codes if they do not depend on its share, else None."""
+        return self.recipe.codec.fixed_bytes(self.recipe.method, self.shape, self.itemsize)
+
+    def bias_bytes(self, data: CalibrationData) -> int:
+        """Bytes of the bias that the layer gains under its importance; 0 for most layers."""
+        if not self.recipe.importance.needs:
+            return 0
+        return bias_bytes(self.weight, self.recipe, data.weigh(self.weight, self.recipe), self.counts_labels)
+
+    def decided(self, recipe: Recipe, nbytes: int, why: str = "") -> Decision:
+        """The decision for ``recipe`` in ``nbytes``."""
+        return Decision(self.weight, recipe, nbytes, "; ".join(filter(None, (self.note, why))))
+
+    def left_dense(self, why: str) -> Decision:
+        """The decision for a weight that stays as it is."""
+        return self.decided(Recipe(KeepDense()), self.weight.nbytes, why)
+
+
+def bias_bytes(weight: Weight, recipe: Recipe, weighting: Weighting, counts_labels: bool) -> int:
+    """Bytes of a bias that the layer gains because its inputs are centred; 0 if it has or needs none."""
+    if weighting.mean is None or weight.bias or weight.places[0].role == "embedding":
+        return 0
+    n, d = weight.shape
+    return d * (weight.nbytes // (n * d) if counts_labels else recipe.torch_dtype(weight.dtype).itemsize)
 
 
 @dataclass(frozen=True)
@@ -46,27 +146,23 @@ class WeightCandidates:
         """The decision for the chosen candidate."""
         item = self.item
         if choice.option is None:
-            what = "codes" if item.recipe.is_coded or item.recipe.chooses else "factors"
-            return left_dense(item, f"dense: {what} of it would lose more than they save elsewhere")
+            stored = "codes" if item.recipe.is_coded or item.recipe.chooses else "factors"
+            return item.left_dense(f"dense: {stored} of it would lose more than they save elsewhere")
         chosen = self.candidates[choice.option]
         lost = number(chosen.error / self.total if self.total > 0 else 0.0)
-        note = joined(item.note, chosen.note + (f", {chosen.error_kind} {lost}" if chosen.error_kind else ""))
         recipe = as_cast(item.weight, replace(item.recipe, method=chosen.method, codec=chosen.codec))
-        return Decision(item.weight, recipe, choice.cost, note)
+        return item.decided(
+            recipe, choice.cost, chosen.note + (f", {chosen.error_kind} {lost}" if chosen.error_kind else "")
+        )
 
 
 def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData) -> WeightCandidates:
     """All ways to store one weight by its recipe."""
-    recipe, table = item.recipe, dense_weight(model, item.weight)
-    bias, spectrum = gained_bias_bytes(item, data), data.spectrum(table, item.weight, recipe).clamp_min(0)
-    total = float(spectrum[0])
+    recipe, table, full = item.recipe, data.table(model, item.weight, item.recipe), item.full
+    total = float(table.spectrum[0])
     if recipe.is_coded or recipe.chooses:
-        turned, weighting = recipe.matrix_rows == "out_features", data.weigh(item.weight, recipe)
-        rows = TensorRows(table.T if turned else table)
-        weighting = (weighting.transposed() if turned else weighting).to(table.device)
-        view = Table(rows, weighting, getattr(torch, item.weight.dtype), spectrum)
-        pairs_only = item.weight.places[0].role == "conv2d"
-        return WeightCandidates(item, candidates(recipe, view, pairs_only=pairs_only), bias, total)
+        ways = candidates(recipe, table, pairs_only=item.weight.places[0].role == "conv2d")
+        return WeightCandidates(item, ways, item.bias_bytes(data), total)
     method = recipe.method
     pair = method.produces == "pair"
     kind = "relative error" if method.prefix_optimal else "relative error of an SVD" if pair else ""
@@ -75,23 +171,24 @@ def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData
             method,
             recipe.codec,
             item.cost(rank),
-            float(spectrum[rank]),
-            f"rank {rank} of {item.full}" if pair else f"the bytes of rank {rank} of {item.full}",
+            float(table.spectrum[rank]),
+            f"{'' if pair else 'the bytes of '}rank {rank} of {full}",
             kind,
         )
-        for rank in filter(item.is_choice, range(1, item.full + 1))
+        for rank in filter(item.is_choice, range(1, full + 1))
     ]
-    return WeightCandidates(item, tuple(ranks), bias, total)
+    return WeightCandidates(item, tuple(ranks), item.bias_bytes(data), total)
 
 
 def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tuple[Candidate, ...]:
     """Ways to store ``table`` by the codec of ``recipe``, or by all codecs if its method chooses.
 
     Args:
-        pairs_only: without integers, because a convolution becomes two convolutions.
+        pairs_only: without integers and without several flats, because a convolution becomes two convolutions.
 
-    >>> from kflats.importance.weighting import Weighting
+    >>> import torch
     >>> from kflats.methods import SVD, Auto
+    >>> from kflats.numerics.rows import TensorRows
     >>> rows = TensorRows(torch.randn(64, 16, generator=torch.Generator().manual_seed(0)))
     >>> table = Table(rows, Weighting(), torch.float32, SVD().spectrum(rows, Weighting()))
     >>> sorted({type(candidate.codec).__name__ for candidate in candidates(Recipe(Auto()), table)})
@@ -100,7 +197,8 @@ def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tup
     listed = [
         candidate
         for one in alternatives(recipe, table.rows.shape)
-        if not (pairs_only and one.is_coded) and table.weighting.kinds <= one.codec.accepts(one.method)
+        if not (pairs_only and (one.is_coded or one.method.produces == "clusters"))
+        and table.weighting.kinds <= one.codec.accepts(one.method)
         for candidate in one.codec.candidates(one.method, table)
     ]
     return tuple(one for one in listed if 0 < one.nbytes < table.nbytes and isfinite(one.error))

@@ -14,8 +14,8 @@ from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import Batch
 from kflats.model.swap import Weight, find_weight
 from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
-from kflats.planning.costs import WeightCosts
-from kflats.planning.selection import Selected, check, select, token_embedding
+from kflats.planning.candidates import WeightCosts
+from kflats.planning.selection import Selected, check, select
 from kflats.planning.strategies import Allocation, share_out
 from kflats.recipe.budget import Budget, one_budget
 from kflats.recipe.plan import Plan
@@ -25,21 +25,19 @@ from kflats.report.analysis import stored_bytes, stored_numbers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Decided", "decide", "plan", "token_embedding"]
-
 Measure = Callable[[Sequence[tuple[Weight, Recipe]]], CalibrationData]
 
 
 @dataclass(frozen=True)
 class Decided:
-    """A plan, the data it was made from, with all that was measured, and the recipes as they were asked for.
+    """A plan, the data with all that was measured, and the recipes before the budget decided.
 
-    A budget may turn a recipe into another (``Auto``, or "keep dense"); ``asked`` says whose error was judged.
+    The budget may turn a recipe into another (``Auto()``, or "keep dense"); ``recipes`` says whose errors it compared.
     """
 
     plan: Plan
     data: CalibrationData
-    asked: tuple[tuple[Weight, Recipe], ...]
+    recipes: tuple[tuple[Weight, Recipe], ...]
 
 
 def plan(
@@ -88,10 +86,9 @@ def plan(
         KflatsError: unknown names, a budget that cannot be met, an importance without its data, or one that its
             method cannot take.
     """
-    given = gather(texts, tokenizer, calibration, objective, statistics, samples)
-    return decide(
-        model, recipes, one_budget(keep, size), given, allocation=allocation, file_bytes=file_bytes, quiet=quiet
-    ).plan
+    data = gather(texts, tokenizer, calibration, objective, statistics, samples)
+    budget = one_budget(keep, size)
+    return decide(model, recipes, budget, data, allocation=allocation, file_bytes=file_bytes, quiet=quiet).plan
 
 
 def decide(
@@ -109,7 +106,8 @@ def decide(
     """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights.
 
     Args:
-        beside: bytes of other modules' weight files: of the whole model, too, and left as they are.
+        budget: None is for a ``Plan`` only, which has its own.
+        beside: bytes of other modules' weight files, which belong to the whole model and are left as they are.
         measured: how the data gets its statistics; default: by measuring.
     """
     measured = measured or (lambda pairs: data.measured(model, pairs, quiet))
@@ -117,34 +115,28 @@ def decide(
         resolved = _checked(model, recipes, budget, data)
         planned = tuple((d.weight, d.recipe) for d in resolved.decisions)
         return Decided(resolved, measured(planned), planned)
-    if budget is None:
-        raise KflatsError(
-            "no budget is given",
-            hint='keep="60%" (named weights) or size="8MB" (all weight files)',
-            command="--keep 60% (named weights) or --size 8MB (all weight files)",
-        )
-    allowed = budget.in_bytes(stored_numbers(model))
-    selected = select(model, recipes, data.given)
-    asked = tuple((chosen.weight, chosen.recipe) for chosen in selected)
-    data = measured(asked)
+    allowed = (budget or one_budget(None, None)).in_bytes(stored_numbers(model))
+    selected = select(model, recipes, data)
+    pairs = tuple((chosen.weight, chosen.recipe) for chosen in selected)
+    data = measured(pairs)
     total = stored_bytes(model) + beside
     items = [WeightCosts(s.weight, s.recipe, s.named, allowed.counts_labels, _note(s, data)) for s in selected]
     decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total)
-    return Decided(Plan(decisions, allowed, total, shared_by), data, asked)
+    return Decided(Plan(decisions, allowed, total, shared_by), data, pairs)
 
 
-def _checked(model: nn.Module, made: Plan, budget: Budget | None, data: CalibrationData) -> Plan:
-    if budget is not None and budget.in_bytes(stored_numbers(model)) != made.budget:
+def _checked(model: nn.Module, plan: Plan, budget: Budget | None, data: CalibrationData) -> Plan:
+    if budget is not None and budget.in_bytes(stored_numbers(model)) != plan.budget:
         raise KflatsError(
-            f"the plan was made for a budget of {made.budget}, not {budget}",
+            f"the plan was made for a budget of {plan.budget}, not {budget}",
             cause="a plan has its own budget",
             hint="no budget beside a plan",
         )
-    resolved = made.resolve(lambda name: find_weight(model, name))
+    resolved = plan.resolve(lambda name: find_weight(model, name))
     if not resolved.decisions:
         raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
     for decision in resolved.decisions:
-        check(decision.weight, decision.recipe, data.given)
+        check(decision.weight, decision.recipe, data)
     return resolved
 
 
@@ -155,6 +147,5 @@ def _note(chosen: Selected, data: CalibrationData) -> str:
         return ""
     if data.texts is not None:
         return "the texts are not counted: every row counts the same"
-    if recipe.method.produces == "clusters" and data.tokenizer is None:
-        return "no texts and no tokenizer: every row counts the same"
-    return ""
+    no_words = recipe.method.produces == "clusters" and data.tokenizer is None
+    return "no texts and no tokenizer: every row counts the same" if no_words else ""

@@ -10,13 +10,11 @@ of the budget is then spent on steps that fit.
 
 from __future__ import annotations
 
-import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
+from itertools import pairwise
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import size
@@ -103,24 +101,19 @@ def allocate(weights: Sequence[Options], budget: int) -> Solution:
             hint="a larger budget, or fewer weights",
         )
     forced: dict[int, int] = {}
-    best, bound = None, 0.0
-    for turn in range(_ROUNDS):
-        walk = _greedy(tables, budget, forced)
-        if turn == 0:
-            bound = walk.bound
-        if best is None or _error(tables, walk.state) < _error(tables, best):
-            best = walk.state
+    states: list[list[int]] = []
+    bounds: list[float] = []
+    while len(states) < _ROUNDS and _cost(tables, _start(tables, forced)) <= budget:
+        state, bound, stopped = _greedy(tables, budget, forced)
+        states.append(state)
+        bounds.append(bound)
+        if stopped is None:
+            break
         # The first step that did not fit may be a long one: the next walk starts with it.
-        if walk.stopped is None or walk.stopped[0] in forced:
-            break
-        forced[walk.stopped[0]] = walk.stopped[1]
-        if _cost(tables, _start(tables, forced)) > budget:
-            break
+        forced |= [stopped]
     equal = _proportional(tables, [options.dense_bytes for options in weights], budget)
-    if best is None or (equal is not None and _error(tables, equal) < _error(tables, best)):
-        best = equal
-    assert best is not None
-    return Solution(tuple(table[i] for table, i in zip(tables, best, strict=True)), bound)
+    best = min([*states, *equal], key=lambda state: _error(tables, state))
+    return Solution(tuple(table[i] for table, i in zip(tables, best, strict=True)), bounds[0])
 
 
 def _table(options: Options) -> list[Choice]:
@@ -148,75 +141,62 @@ def _hull(table: Sequence[Choice]) -> list[int]:
     return kept
 
 
-@dataclass(frozen=True)
-class _Walk:
-    state: list[int]
-    bound: float
-    stopped: tuple[int, int] | None  # the first step that did not fit: index of the weight, and of its choice
-
-
-def _greedy(tables: Sequence[Sequence[Choice]], budget: int, forced: Mapping[int, int]) -> _Walk:
+def _greedy(
+    tables: Sequence[Sequence[Choice]], budget: int, forced: Mapping[int, int]
+) -> tuple[list[int], float, tuple[int, int] | None]:
+    """The choices, the least error that any choices could have, and the first step that did not fit: the index of its
+    weight, and of its choice."""
     state = _start(tables, forced)
-    hulls = [[i for i in _hull(table) if i >= state[t]] for t, table in enumerate(tables)]
     spare = budget - _cost(tables, state)
-    bound, stopped = None, None
-    steps: list[tuple[float, int, int]] = []
-
-    def offer(t: int, at: int) -> None:
-        if at + 1 < len(hulls[t]):
-            here, there = tables[t][hulls[t][at]], tables[t][hulls[t][at + 1]]
-            heapq.heappush(steps, (-(here.error - there.error) / (there.cost - here.cost), t, at))
-
-    for t in range(len(tables)):
-        if t not in forced:
-            offer(t, 0)
-    while steps:
-        slope, t, at = heapq.heappop(steps)
-        there = tables[t][hulls[t][at + 1]]
-        price = there.cost - tables[t][state[t]].cost
-        if price > spare:
-            if stopped is None:
-                stopped = (t, hulls[t][at + 1])
-                bound = _error(tables, state) + slope * spare
+    steps = [
+        ((table[there].error - table[here].error) / (table[there].cost - table[here].cost), t, there)
+        for t, table in enumerate(tables)
+        if t not in forced
+        for here, there in pairwise(_hull(table))
+    ]
+    bound, stopped = None, dict[int, int]()
+    for slope, t, there in sorted(steps):
+        price = tables[t][there].cost - tables[t][state[t]].cost
+        if t in stopped or price <= 0:
             continue
-        state[t], spare = hulls[t][at + 1], spare - price
-        offer(t, at + 1)
+        if price > spare:
+            bound = _error(tables, state) + slope * spare if bound is None else bound
+            stopped[t] = there
+        else:
+            state[t], spare = there, spare - price
     _fill(tables, state, spare)
-    return _Walk(state, _error(tables, state) if bound is None else max(bound, 0.0), stopped)
+    least = _error(tables, state) if bound is None else max(bound, 0.0)
+    return state, least, next(iter(stopped.items()), None)
 
 
 def _fill(tables: Sequence[Sequence[Choice]], state: list[int], spare: int) -> None:
     """Spend ``spare`` on the steps that save most error per byte, until no step of any weight fits."""
-    costs = [[choice.cost for choice in table] for table in tables]
-    values = [torch.tensor([(c.cost, c.error) for c in table], dtype=torch.float64) for table in tables]
-    while True:
-        best: tuple[float, int, int] | None = None
-        for t, at in enumerate(state):
-            end = bisect_right(costs[t], costs[t][at] + spare)
-            if end <= at + 1:
-                continue
-            step = values[t][at + 1 : end] - values[t][at]
-            gains = -step[:, 1] / step[:, 0]
-            place = int(gains.argmax())
-            if best is None or float(gains[place]) > best[0]:
-                best = (float(gains[place]), t, at + 1 + place)
-        if best is None:
-            return
-        _, t, place = best
-        spare -= costs[t][place] - costs[t][state[t]]
-        state[t] = place
+    while steps := list(_steps(tables, state, spare)):
+        _, t, there = max(steps, key=lambda step: step[0])
+        spare -= tables[t][there].cost - tables[t][state[t]].cost
+        state[t] = there
 
 
-def _proportional(tables: Sequence[Sequence[Choice]], sizes: Sequence[int], budget: int) -> list[int] | None:
-    """The same share of bytes for every weight, None if one share does not hold the cheapest choice."""
-    state = []
-    for table, nbytes in zip(tables, sizes, strict=True):
-        end = bisect_right([choice.cost for choice in table], budget * nbytes // sum(sizes))
-        if not end:
-            return None
-        state.append(end - 1)
+def _steps(tables: Sequence[Sequence[Choice]], state: Sequence[int], spare: int) -> Iterator[tuple[float, int, int]]:
+    """The error saved per byte by each step of at most ``spare`` bytes, its weight and its choice."""
+    for t, (table, at) in enumerate(zip(tables, state, strict=True)):
+        for there in range(at + 1, len(table)):
+            price = table[there].cost - table[at].cost
+            if price > spare:
+                break
+            yield (table[at].error - table[there].error) / price, t, there
+
+
+def _proportional(tables: Sequence[Sequence[Choice]], sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """The same share of bytes for every weight; none if one share does not hold the cheapest choice."""
+    state = [
+        bisect_right(table, budget * nbytes // sum(sizes), key=lambda choice: choice.cost) - 1
+        for table, nbytes in zip(tables, sizes, strict=True)
+    ]
+    if any(at < 0 for at in state):
+        return []
     _fill(tables, state, budget - _cost(tables, state))
-    return state
+    return [state]
 
 
 def _start(tables: Sequence[Sequence[Choice]], forced: Mapping[int, int]) -> list[int]:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -17,6 +17,7 @@ from kflats.importance.weighting import WeightingForm
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.methods import SVD, Flats, Method
 from kflats.model.weights import Weight, factored_layers, find_weight, find_weights, spellings
+from kflats.planning.calibration_data import CalibrationData
 from kflats.recipe.recipe import Recipe, Recipes, as_recipe, brief
 
 WORDS: dict[str, frozenset[str]] = {
@@ -26,20 +27,6 @@ WORDS: dict[str, frozenset[str]] = {
     "all": frozenset({"linear", "conv1d", "embedding", "conv2d"}),
 }
 """Words that stand for all weights of some roles; a tied output head goes with its embedding."""
-
-
-@dataclass(frozen=True)
-class AvailableData:
-    """What kinds of data there are: texts to count, a tokenizer, and what to measure with (or what was measured)."""
-
-    texts: bool = False
-    tokenizer: bool = False
-    calibration: bool = False
-
-    @property
-    def measurable(self) -> bool:
-        """Whether gradients and activations can be had: texts will do where there is no other calibration data."""
-        return self.calibration or (self.texts and self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -55,14 +42,14 @@ class Selected:
     named: bool
 
 
-def select(model: nn.Module, recipes: Recipes, given: AvailableData) -> tuple[Selected, ...]:
+def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[Selected, ...]:
     """The weights that ``recipes`` mean, in its order, each once.
 
     Args:
         recipes: {name, pattern or word: recipe, method or None}, or one of these for the token embedding. A pattern
             is a shell pattern over names ("encoder.layer.*.attention.*"); a word is one of ``WORDS``. An exact name
             goes before a pattern, a pattern before a word; of two patterns, or two words, the later one decides.
-        given: what data there is, for default recipes and for refusals.
+        data: for default recipes and for refusals.
 
     Raises:
         KflatsError: names or patterns that mean nothing, a weight named twice, a recipe that cannot be carried out
@@ -73,26 +60,26 @@ def select(model: nn.Module, recipes: Recipes, given: AvailableData) -> tuple[Se
     if not recipes:
         raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
     weights = find_weights(model)
-    found: dict[str, tuple[Weight, Any, int]] = {}
+    named: dict[str, tuple[Weight, Any, int]] = {}
     for name, recipe in recipes.items():
         meant, rank = _meant(model, weights, str(name))
         for weight in meant:
-            other = found.get(weight.name)
+            other = named.get(weight.name)
             if other is not None and rank == other[2] == _NAME:
                 raise KflatsError(f"{name!r} is named twice", cause="two of the names are places of one tied weight")
             if other is None or rank >= other[2]:
-                found[weight.name] = (weight, recipe, rank)
-    made = []
-    for weight, recipe, rank in found.values():
-        chosen = _default(model, weight, given) if recipe is None else as_recipe(recipe)
-        if chosen.chooses and chosen is not recipe:
-            chosen = _choice(model, weight, given, chosen.method)
-        check(weight, chosen, given)
-        made.append(Selected(weight, chosen, rank == _NAME))
-    return tuple(made)
+                named[weight.name] = (weight, recipe, rank)
+    selected = []
+    for weight, recipe, rank in named.values():
+        chosen = None if recipe is None else as_recipe(recipe)
+        if chosen is None or (chosen.chooses and chosen is not recipe):
+            chosen = _default(model, weight, data, None if chosen is None else chosen.method)
+        check(weight, chosen, data)
+        selected.append(Selected(weight, chosen, rank == _NAME))
+    return tuple(selected)
 
 
-def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
+def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
     """Refuse, before any work, a recipe that cannot be carried out for ``weight``.
 
     Raises:
@@ -121,13 +108,13 @@ def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
             hint="Uniform() for linear layers, or KroneckerFisher() with calibration data",
             command="--importance uniform for linear layers, or --importance kronecker with --calibration FILE",
         )
-    if weighs_tokens and not given.tokenizer:
+    if weighs_tokens and data.tokenizer is None:
         raise KflatsError(
             f"{who} needs the model's tokenizer",
             hint="tokenizer=..., or Uniform()",
             command="a folder with a tokenizer, or --importance uniform",
         )
-    if recipe.importance.needs_texts and not given.texts:
+    if recipe.importance.needs_texts and data.texts is None:
         raise KflatsError(
             f"{who} needs texts to count",
             hint="texts=..., or ZipfPrior()",
@@ -147,14 +134,15 @@ def check(weight: Weight, recipe: Recipe, given: AvailableData) -> None:
             hint="SVD() with Float()",
             command="--method svd",
         )
-    if unfit := sorted(weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method)):
-        judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
+    judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
+    if refused := weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method):
+        side = '; matrix_rows="out_features" (--matrix-rows out_features) makes it weigh columns'
         raise KflatsError(
-            f"{brief(judge)} cannot take the importance {brief(recipe.importance)} of {weight.name!r}",
-            cause=_WHY.get(unfit[0], f"it weighs {unfit[0]}"),
-            hint=_way_out(recipe, role),
+            f"{brief(judge)} cannot take the importance {who} of {weight.name!r}",
+            cause=" and ".join(_WHY[kind] for kind in sorted(refused)),
+            hint="SVD(), or RowFisher()" + (side if "left" in refused else ""),
         )
-    if recipe.importance.needs and not given.measurable:
+    if recipe.importance.needs and not data.measurable:
         raise KflatsError(
             f"{who} of {weight.name!r} needs calibration data",
             cause="it is measured by passing data through the model",
@@ -207,69 +195,52 @@ def token_embedding(model: nn.Module) -> Weight:
 _WORD, _PATTERN, _NAME = 0, 1, 2
 _WHY = {
     "left": "a full metric on the side of the rows couples them, and this method treats rows one by one",
-    "right": "it weighs columns, and this method only rows",
+    "right": "it weighs columns, and this method does not",
+    "rows": "it weighs rows, and this method does not",
 }
 
 
 def _meant(model: nn.Module, weights: tuple[Weight, ...], name: str) -> tuple[list[Weight], int]:
     """The weights that one name, pattern or word means, and which of these it is."""
-    asked = {spelled.removesuffix(".weight") for spelled in spellings(model, name)}
-    exact = [w for w in weights if asked & {place.name for place in w.places}]
+    paths = {path.removesuffix(".weight") for path in spellings(model, name)}
+    exact = any(paths & {place.name for place in w.places} for w in weights)
     if not exact and name in WORDS:
-        found = [w for w in weights if w.places[0].role in WORDS[name]]
-        if not found:
+        chosen = [w for w in weights if w.places[0].role in WORDS[name]]
+        if not chosen:
             kind = "" if name == "all" else f" of the kind {name!r}"
             raise KflatsError(
                 f"the model has no weights{kind} that can be compressed", hint="kflats inspect MODEL lists them"
             )
-        return found, _WORD
+        return chosen, _WORD
     if not exact and any(mark in name for mark in "*?["):
-        found = [w for w in weights if any(fnmatchcase(place.name, text) for place in w.places for text in asked)]
-        if not found:
+        chosen = [w for w in weights if any(fnmatchcase(place.name, path) for place in w.places for path in paths)]
+        if not chosen:
             raise KflatsError(
                 f"no weight of the model matches {name!r}",
                 hint="names such as " + ", ".join(w.name for w in weights[:3]) + "; kflats inspect MODEL lists them",
             )
-        return found, _PATTERN
+        return chosen, _PATTERN
     return [find_weight(model, name)], _NAME
 
 
-def _default(model: nn.Module, weight: Weight, given: AvailableData) -> Recipe:
-    """What weighs tokens means nothing to rows that are no tokens."""
+def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: Method | None) -> Recipe:
+    """The recipe of a weight for which none is given; or that of a bare ``Auto()``, in units of the loss if possible.
+
+    Only the token embedding has rows that are tokens.
+    """
     role = weight.places[0].role
     if role == "embedding" and weight.name == token_embedding(model).name:
-        if given.texts and not given.tokenizer:
+        if data.texts is not None and data.tokenizer is None:
             raise KflatsError(
                 "texts are given, but no tokenizer that could count them",
                 hint="tokenizer=..., or Recipe(method, Uniform())",
                 command="a folder with a tokenizer, or --importance uniform",
             )
-        counted = TokenCounts() if given.texts and given.tokenizer else ZipfPrior() if given.tokenizer else Uniform()
-        return Recipe(Flats(), counted)
-    if role != "embedding" and given.calibration:
+        counted = TokenFisher() if chooser is not None else TokenCounts()
+        prior = Uniform() if data.tokenizer is None else ZipfPrior()
+        return Recipe(chooser or Flats(), counted if data.counts else prior)
+    if chooser is not None and data.measurable:
+        return Recipe(chooser, KroneckerFisher(), matrix_rows="in_features" if role == "embedding" else "out_features")
+    if chooser is None and role != "embedding" and data.calibrated:
         return Recipe(SVD(), KroneckerFisher())
-    return Recipe(SVD() if role == "conv2d" else Flats())
-
-
-def _choice(model: nn.Module, weight: Weight, given: AvailableData, method: Method) -> Recipe:
-    """A bare ``Auto()`` takes the importance that the data allows, in units of the loss where that can be."""
-    if weight.places[0].role == "embedding" and weight.name == token_embedding(model).name:
-        if given.texts and given.tokenizer:
-            return Recipe(method, TokenFisher())
-        return Recipe(method, ZipfPrior() if given.tokenizer else Uniform())
-    if not given.measurable:
-        return Recipe(method)
-    side: Literal["in_features", "out_features"] = (
-        "in_features" if weight.places[0].role == "embedding" else "out_features"
-    )
-    return Recipe(method, KroneckerFisher(), matrix_rows=side)
-
-
-def _way_out(recipe: Recipe, role: str) -> str:
-    """Another recipe that would be accepted."""
-    accepted, form = recipe.codec.accepts(recipe.method), recipe.importance.form(one_hot=False)
-    other = "in_features" if recipe.matrix_rows == "out_features" else "out_features"
-    turned = form.transposed() if other == "out_features" else form
-    if role != "embedding" and turned.kinds <= accepted:
-        return f'matrix_rows="{other}" (--matrix-rows {other}), or SVD()'
-    return "SVD(), or RowFisher()" if "rows" in accepted else "SVD()"
+    return Recipe(chooser or (SVD() if role == "conv2d" else Flats()))

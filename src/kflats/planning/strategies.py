@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias
 
 from torch import nn
 
-from kflats.common.errors import KflatsError
+from kflats.codecs import Integer
+from kflats.common.errors import KflatsError, NoGradientSignalError
 from kflats.common.formatting import size, visible
-from kflats.model.weights import dense_weight
+from kflats.methods import KeepDense
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.candidates import weight_candidates
-from kflats.planning.costs import WeightCosts, gained_bias_bytes
-from kflats.planning.fixed_decisions import check_casts, fixed_decision, joined, left_dense
+from kflats.planning.candidates import WeightCosts, weight_candidates
 from kflats.planning.knapsack import allocate
-from kflats.planning.proportional import counted, equal_shares
 from kflats.planning.selection import weighting_form
 from kflats.recipe.budget import Budget
-from kflats.recipe.plan import Decision
-from kflats.recipe.recipe import brief
+from kflats.recipe.plan import Decision, as_cast
+from kflats.recipe.recipe import Recipe, brief
 
 Allocation = Literal["auto", "uniform", "loss"]
 """How weights share a budget. "uniform": each gets the same share of bytes (or ranks). "loss": bytes go where they save
@@ -30,7 +29,7 @@ most loss, and weights may stay dense. "auto": "loss" if every importance is in 
 Decisions: TypeAlias = dict[str, Decision]
 """Decisions by the weight's name."""
 
-_REFILLS = 4
+_NO_SIGNAL = "the calibration data does not reach it, or no loss depends on it"
 _UNJUDGED = "no gradient reached it: an equal share of the budget, and every row counts the same"
 
 
@@ -54,32 +53,58 @@ def share_out(
         raise KflatsError(f"allocation={allocation!r} is unknown", hint="auto, uniform or loss")
     fixed = {item.weight.name: decision for item in items if (decision := fixed_decision(item, data)) is not None}
     open_items = [item for item in items if item.weight.name not in fixed]
-    kept = sum(_cost(item, fixed[item.weight.name]) for item in items if item.weight.name in fixed)
     itemsizes = {item.itemsize for item in open_items or items}
     _check_kind(budget, open_items, fixed, itemsizes)
     by_loss = _by_loss(open_items, allocation)
     if budget.kind == "ranks":
         shared = _at_ranks(model, open_items, budget.amount, data, by_loss)
     else:
-        weights, itemsize = [item.weight for item in items], itemsizes.pop()
-        allowed = budget.stored_bytes(weights, file_bytes, itemsize)
-        check_casts(fixed, budget, kept, allowed)
+        allowed = budget.stored_bytes([item.weight for item in items], file_bytes, itemsizes.pop())
+        rest = allowed - sum(_cost(item, fixed[item.weight.name]) for item in items if item.weight.name in fixed)
+        if rest < 0:
+            raise KflatsError(
+                f"a budget of {budget} ({allowed:,} bytes) is spent on weights that stay dense or are stored in a type",
+                cause=f"{', '.join(visible(name) for name in list(fixed)[:3])} take {allowed - rest:,} bytes",
+                hint="a larger budget, Integer(bits=8), or Auto()",
+                command="a larger budget, --codec int8, or --method auto",
+            )
         total = sum(item.dense for item in items)
         ready = [_with_bias_decided(model, item, allowed * item.dense // total, data) for item in open_items]
-
-        def room(decisions: Decisions) -> int:
-            """Bytes for the open weights under these decisions."""
-            whole = _of_one_tensor([*fixed.values(), *decisions.values()])
-            return budget.stored_bytes(weights, file_bytes, items[0].itemsize, whole) - kept
-
-        if by_loss:
-            shared = _least_loss(model, ready, allowed - kept, data, room if budget.scope == "file" else None)
-        else:
-            shared = equal_shares(counted(model, ready, allowed - kept), allowed - kept, data)
+        shared = _least_loss(model, ready, rest, data) if by_loss else equal_shares(ready, rest, data)
     decisions = fixed | shared
     if not by_loss:
         _warn_of_small_heads(items, decisions)
     return tuple(decisions[item.weight.name] for item in items), "loss" if by_loss else "uniform"
+
+
+def fixed_decision(item: WeightCosts, data: CalibrationData) -> Decision | None:
+    """The decision for a weight that takes no share of the budget, else None.
+
+    The weight stays as it is, or is stored in another type. ``Auto()`` rounds a weight to 8 bits if no gradient reached
+    it.
+    """
+    weight, recipe = item.weight, item.recipe
+    if recipe.is_dense:
+        return item.left_dense("dense: asked for")
+    if recipe.is_cast:
+        kind = recipe.torch_dtype(weight.dtype)
+        name, nbytes = str(kind).removeprefix("torch."), weight.shape[0] * weight.shape[1] * kind.itemsize
+        if nbytes >= weight.nbytes:
+            return item.left_dense(f"dense: {name} would not make it smaller")
+        return item.decided(as_cast(weight, recipe), nbytes, f"{name}: asked for")
+    if not recipe.importance.needs:
+        return None
+    try:
+        data.weigh(weight, recipe)
+    except NoGradientSignalError:
+        if item.named:
+            raise
+        rounded = Recipe(KeepDense(), codec=Integer(bits=8))
+        nbytes = rounded.codec.fixed_bytes(rounded.method, weight.shape, item.itemsize) or item.dense
+        if recipe.chooses and weight.places[0].role != "conv2d" and nbytes < item.dense:
+            return item.decided(rounded, nbytes, f"8 bits: {_NO_SIGNAL}")
+        return item.left_dense(f"dense: {_NO_SIGNAL}")
+    return None
 
 
 def _check_kind(budget: Budget, open_items: Sequence[WeightCosts], fixed: Decisions, itemsizes: set[int]) -> None:
@@ -145,72 +170,84 @@ def _without_loss_units(items: Sequence[WeightCosts]) -> list[WeightCosts]:
 
 def _with_bias_decided(model: nn.Module, item: WeightCosts, share: int, data: CalibrationData) -> WeightCosts:
     """A layer without a bias gains one if a pair in the rest of ``share`` bytes then loses less."""
-    bias = gained_bias_bytes(item, data)
+    bias = item.bias_bytes(data)
     if not bias:
         return item
     bare = replace(item, recipe=replace(item.recipe, importance=item.recipe.importance.uncentred()))
     with_bias, without = item.rank_within(share - bias), item.rank_within(share)
-    table = dense_weight(model, item.weight)
-    if with_bias and (
-        data.spectrum(table, item.weight, item.recipe)[with_bias]
-        < data.spectrum(table, item.weight, bare.recipe)[without]
-    ):
-        return item
-    return bare
+    errors, bare_errors = (data.table(model, one.weight, one.recipe).spectrum for one in (item, bare))
+    return item if with_bias and errors[with_bias] < bare_errors[without] else bare
 
 
-def _of_one_tensor(decisions: Iterable[Decision]) -> frozenset[str]:
-    """The names of weights that a file holds as one tensor, as before, perhaps in another type."""
-    return frozenset(d.weight.name for d in decisions if d.recipe.is_dense or d.recipe.is_cast)
+def equal_shares(items: Sequence[WeightCosts], allowed: int, data: CalibrationData) -> Decisions:
+    """The same share of bytes for each. A weight of a pattern stays dense if its share is too small for its recipe."""
+    decisions: Decisions = {}
+    for item in items:
+        if item.fixed_bytes is None:
+            continue
+        nbytes = item.fixed_bytes + item.bias_bytes(data)
+        shrinks = nbytes < item.dense
+        decision = item.decided(item.recipe, nbytes) if shrinks else item.left_dense("dense: codes would not shrink it")
+        decisions[item.weight.name] = decision
+        allowed -= decision.budget_bytes
+    if decisions and allowed < 0:
+        raise KflatsError(
+            f"{', '.join(visible(name) for name in list(decisions)[:3])}: codes of a fixed rate take {-allowed:,} "
+            "bytes more than the budget has",
+            hint="a larger budget, or Transform(), which takes any size",
+            command="a larger budget, or --codec transform, which takes any size",
+        )
+    rest = [item for item in items if item.weight.name not in decisions]
+    least = {item.weight.name: 0 if item.named else item.least + item.bias_bytes(data) for item in rest}
+    while rest or allowed < 0:
+        if allowed < 1:
+            raise KflatsError(
+                "the budget is spent on weights that stay dense; nothing is left for the others",
+                cause=f"the shares of {len(decisions)} weights are too small for their recipes",
+                hint="a larger budget, or fewer weights",
+            )
+        sizes = [item.dense for item in rest]
+        shares = dict(zip((item.weight.name for item in rest), split(min(allowed, sum(sizes)), sizes), strict=True))
+        stuck = [item for item in rest if shares[item.weight.name] < least[item.weight.name]]
+        if not stuck:
+            return decisions | {
+                name: item.decided(item.recipe, shares[name]) for item in rest for name in [item.weight.name]
+            }
+        for item in stuck:
+            reason = f"dense: its share of the budget holds no {brief(item.recipe.method)} of it"
+            decisions[item.weight.name] = item.left_dense(reason)
+            allowed -= item.dense
+        rest = [item for item in rest if item.weight.name not in decisions]
+    return decisions
 
 
-def _least_loss(
-    model: nn.Module,
-    items: Sequence[WeightCosts],
-    allowed: int,
-    data: CalibrationData,
-    room: Callable[[Decisions], int] | None = None,
-) -> Decisions:
+def split(allowed: int, sizes: Sequence[int]) -> list[int]:
+    """``allowed`` bytes in proportion to ``sizes``: whole numbers whose sum is ``allowed``.
+
+    >>> split(10, [1, 1, 1])
+    [3, 3, 4]
+    """
+    # Differences of a rounded running total sum exactly, and each is within one byte of its share.
+    ends = [allowed * done // sum(sizes) for done in accumulate(sizes)]
+    return [end - start for start, end in pairwise([0, *ends])]
+
+
+def _least_loss(model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData) -> Decisions:
     """Bytes where they save most loss; weights that no gradient reached get an equal share of bytes.
 
     ``Auto()`` without units of a loss minimises the sum of relative errors.
-
-    Args:
-        room: the bytes that decisions may take, given how much of a file's header they need; None: ``allowed``.
     """
     relative = any(item.recipe.chooses for item in items) and bool(_without_loss_units(items))
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
-    unjudged = [replace(item, note=joined(item.note, _UNJUDGED)) for item in items if item not in judged]
+    unjudged = [item for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
-    equal = equal_shares(counted(model, unjudged, part), part, data) if unjudged else {}
+    equal = equal_shares([replace(item, note=_UNJUDGED) for item in unjudged], part, data) if unjudged else {}
     weights = [weight_candidates(model, item, data) for item in judged]
-    options = [weight.options(relative) for weight in weights]
-
-    def share(nbytes: int) -> Decisions:
-        rest = nbytes - sum(decision.budget_bytes for decision in equal.values())
-        choices = allocate(options, rest).choices
-        chosen = [weight.decision(choice) for weight, choice in zip(weights, choices, strict=True)]
-        spare = rest - sum(decision.budget_bytes for decision in chosen)
-        return _topped_up(equal | {decision.weight.name: decision for decision in chosen}, spare)
-
-    decisions = share(allowed)
-    return decisions if room is None else _refilled(share, decisions, allowed, room)
-
-
-def _refilled(
-    share: Callable[[int], Decisions], decisions: Decisions, allowed: int, room: Callable[[Decisions], int]
-) -> Decisions:
-    """Decisions for more bytes, while those of today leave free some that were kept for the file's header."""
-    more = room(decisions)
-    for _ in range(_REFILLS):
-        if more <= allowed:
-            break
-        other = share(more)
-        able = room(other)
-        if able >= more:
-            decisions, allowed = other, more
-        more = able
-    return decisions
+    rest = allowed - sum(decision.budget_bytes for decision in equal.values())
+    choices = allocate([weight.options(relative) for weight in weights], rest).choices
+    chosen = [weight.decision(choice) for weight, choice in zip(weights, choices, strict=True)]
+    spare = rest - sum(decision.budget_bytes for decision in chosen)
+    return _topped_up(equal | {decision.weight.name: decision for decision in chosen}, spare)
 
 
 def _topped_up(decisions: Decisions, spare: int) -> Decisions:
@@ -231,24 +268,23 @@ def _at_ranks(
     for item in items:
         rank = max(1, round(ratio * item.full))
         one = _with_bias_decided(model, item, item.cost(rank), data)
-        nbytes = item.cost(rank) + gained_bias_bytes(one, data)
+        nbytes, name = item.cost(rank) + one.bias_bytes(data), f"rank {rank} of {item.full}"
         with_bias.append(one)
-        if nbytes >= item.dense:
-            what = f"rank {rank} of {item.full} takes {size(nbytes)} of {size(item.dense)}"
-            decisions[item.weight.name] = left_dense(item, f"dense: {what}, so it would not shrink")
-        else:
-            note = joined(item.note, f"rank {rank} of {item.full}")
-            decisions[item.weight.name] = Decision(one.weight, one.recipe, nbytes, note)
+        decisions[item.weight.name] = (
+            one.decided(one.recipe, nbytes, name)
+            if nbytes < item.dense
+            else item.left_dense(f"dense: {name} takes {size(nbytes)} of {size(item.dense)}, so it would not shrink")
+        )
     if by_loss:
         allowed = sum(_cost(item, decisions[item.weight.name]) for item in with_bias)
         return _least_loss(model, with_bias, allowed, data)
     return decisions
 
 
-def _warn_of_small_heads(items: Sequence[WeightCosts], decisions: Decisions) -> None:
+def _warn_of_small_heads(items: Iterable[WeightCosts], decisions: Decisions) -> None:
     """Warn if equal shares cut the rank of small heads, whose loss they do not weigh."""
-    whole = _of_one_tensor(decisions.values())
-    few = [item for item in items if item.is_small_head and not item.named and item.weight.name not in whole]
+    cut = {name for name, d in decisions.items() if not (d.recipe.is_dense or d.recipe.is_cast)}
+    few = [item for item in items if item.is_small_head and not item.named and item.weight.name in cut]
     if few:
         names = ", ".join(visible(item.weight.name) for item in few[:3]) + (", ..." if len(few) > 3 else "")
         warnings.warn(
