@@ -13,10 +13,9 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kflats.calibration.measurements import Statistics
-from kflats.cli import compress as cli_compress
-from kflats.cli import inspect as cli_inspect
+from kflats.cli import commands
 from kflats.cli.app import app
-from kflats.cli.recipe_options import RecipeOptions, recipe_of
+from kflats.cli.options import RecipeOptions, recipe_of
 from kflats.common.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TokenCounts, TwoSided, Uniform, ZipfPrior
 from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
@@ -123,7 +122,7 @@ def test_a_path_that_cannot_be_used_is_named(tiny: Path, tmp_path: Path, monkeyp
     def full(path: object) -> None:
         raise OSError(28, "No space left on device", "/some/file[bold]")
 
-    monkeypatch.setattr(cli_inspect, "resolve_model", full)
+    monkeypatch.setattr(commands, "resolve_model", full)
     said = refused("inspect", tiny)
     assert "/some/file[bold] cannot be used. Likely cause: no space left on device. Try: another path" in said
 
@@ -132,7 +131,7 @@ def test_a_defect_keeps_its_traceback(tiny: Path, monkeypatch: pytest.MonkeyPatc
     def broken(path: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(cli_inspect, "resolve_model", broken)
+    monkeypatch.setattr(commands, "resolve_model", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         run("inspect", tiny)
 
@@ -142,8 +141,8 @@ def test_interrupted(command: str, note: bool, tiny: Path, tmp_path: Path, monke
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli_inspect, "resolve_model", interrupt)
-    monkeypatch.setattr(cli_compress, "compress_folder", interrupt)
+    monkeypatch.setattr(commands, "resolve_model", interrupt)
+    monkeypatch.setattr(commands, "compress_folder", interrupt)
     extra = ("--keep", "60%", "--out", tmp_path / "out") if command == "compress" else ()
     result = run(command, tiny, *extra)
     assert result.exit_code == 130
@@ -341,17 +340,17 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "give one of --keep and --size"),
-        (("--keep", "60%", "--size", "1MB"), "give one of --keep and --size"),
+        ((), "no budget is given"),
+        (("--keep", "60%", "--size", "1MB"), "are both given"),
         (("--keep", "0.6"), "0.6"),
         (("--keep", "300%"), "more than the original"),
         (("--keep", "60%", "--method", "magic"), "no method is called 'magic'"),
         (("--keep", "60%", "--importance", "magic"), "no importance is called 'magic'"),
         (("--keep", "60%", "--method", "svd", "--flats", "3"), "--flats cannot be used with --method svd"),
-        (("--keep", "60%", "--importance", "counts"), "needs --texts"),
+        (("--keep", "60%", "--importance", "counts"), "needs texts to count"),
         (("--keep", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
         (("--plan", "none.json"), "cannot be read"),
-        (("--keep", "60%", "--importance", "kronecker"), "needs --calibration"),
+        (("--keep", "60%", "--importance", "kronecker"), "needs calibration data"),
         (("--keep", "60%", "--weights", "conv"), "no weights of the kind 'conv'"),
         (("--keep", "60%", "--weights", "encoder.layer.9.*"), "no weight of the model matches"),
         (("--keep", "60%", "--weights", "linear", "--allocation", "loss"), "not in units of a loss"),
@@ -462,9 +461,6 @@ def test_what_is_measured_goes_with_svd() -> None:
         Flats(), InputGram(), matrix_rows="out_features"
     )
     assert recipe_of(RecipeOptions(importance="two-sided"), counted=True) == Recipe(SVD(), TwoSided())
-    for asked, message in (
-        (RecipeOptions(importance="two-sided"), "needs --calibration"),
-        (RecipeOptions("flats", form="factors"), "--form cannot be used.*svd"),
-    ):
+    for asked, message in ((RecipeOptions("flats", form="factors"), "--form cannot be used.*svd"),):
         with pytest.raises(KflatsError, match=message):
             recipe_of(asked, counted=False)

@@ -86,7 +86,6 @@ MEASURED = (*PLAN, "--method", "svd", "--calibration", "texts.txt", "--out", "pl
 def test_places_that_cannot_be_written_are_told_of_before_any_work(
     arguments: tuple[str, ...], said: str, desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kflats.cli.compress.load_model", lambda folder: pytest.fail("must be refused before that"))
     monkeypatch.setattr("kflats.compress.pipeline.load_model", lambda folder: pytest.fail("must be refused before"))
     assert said in refused(desk, *arguments)
 

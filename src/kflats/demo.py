@@ -25,7 +25,7 @@ from kflats.evaluation.comparing import Comparison, Fidelity, compare, fidelity,
 from kflats.io import load_model
 from kflats.methods import SVD
 from kflats.model.swap import dense_weight, find_weight
-from kflats.recipe.budget import parse_budget
+from kflats.numerics.coding.absmax import absmax_code
 from kflats.report.html import render
 from kflats.report.model_card import note_fidelity
 from kflats.report.report import Report
@@ -58,7 +58,10 @@ class Demo:
         ours = Baseline("kflats", self.report.bytes_after, self.comparison.fidelity)
         rows = [
             [r.name, size(r.nbytes), share(r.nbytes, before)]
-            + [_cosine(v) for v in (r.fidelity.mean_cosine, r.fidelity.p5_cosine, r.fidelity.rare_mean_cosine)]
+            + [
+                "-" if v is None else f"{v:.4f}"
+                for v in (r.fidelity.mean_cosine, r.fidelity.p5_cosine, r.fidelity.rare_mean_cosine)
+            ]
             + [share(r.fidelity.neighbour_overlap or 0.0)]
             for r in (ours, *self.baselines)
         ]
@@ -137,8 +140,7 @@ def _baselines(source: Path, report: Report, counted: tuple[str, ...], texts: tu
         return Baseline(name, nbytes, fidelity(original, model, tokenizer, texts, counted=counted))
 
     flat = copy.deepcopy(original)
-    bytes_allowed = parse_budget(f"{report.bytes_after}B")
-    plain_report = compress_(flat, {name: SVD() for name in names}, keep=bytes_allowed, quiet=True)
+    plain_report = compress_(flat, {name: SVD() for name in names}, keep=f"{report.bytes_after}B", quiet=True)
     rounded: Any = copy.deepcopy(original)
     nbytes = sum(round_rows_(rounded, name) for name in names)
     return (baseline("plain SVD", flat, plain_report.bytes_after), baseline("8-bit rows", rounded, nbytes))
@@ -150,13 +152,8 @@ def round_rows_(model: nn.Module, name: str, bits: int = 8) -> int:
     Returns:
         The bytes of the rounded numbers in a file.
     """
-    weight = find_weight(model, name)
+    rows = dense_weight(model, find_weight(model, name))
+    code = absmax_code(rows, bits, dtype=torch.float32)
     with torch.no_grad():
-        rows = dense_weight(model, weight)
-        scale = rows.abs().amax(1, keepdim=True).clamp_min(torch.finfo(rows.dtype).tiny) / (2 ** (bits - 1) - 1)
-        rows.copy_((rows / scale).round() * scale)
-    return weight.shape[0] * (weight.shape[1] * bits // 8 + 4)
-
-
-def _cosine(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
+        rows.copy_(code.dense())
+    return -(-code.stored_bits // 8)

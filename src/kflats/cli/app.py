@@ -9,16 +9,20 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer.core import TyperGroup
 
-from kflats.cli.compress import compress, demo, plan
-from kflats.cli.export import export
-from kflats.cli.inspect import compare, inspect, report
-from kflats.cli.tasks import evaluate, recover
-from kflats.cli.terminal import complain
-from kflats.cli.trim import trim
+from kflats.cli import commands
 from kflats.common.errors import KflatsError
+from kflats.common.formatting import visible
 from kflats.common.release import version
+
+
+def complain(message: str) -> None:
+    """Print one error message on stderr."""
+    # Text, not markup: "[unused1]" in a message is a token.
+    Console(stderr=True, soft_wrap=True).print(Text.assemble(("kflats: ", "bold red"), visible(message)))
 
 
 class _Group(TyperGroup):
@@ -70,7 +74,10 @@ def _root(
     pass
 
 
-for command in (inspect, plan, compress, trim, compare, evaluate, recover, export, report, demo):
+for command in (
+    *(commands.inspect, commands.plan, commands.compress, commands.trim, commands.compare),
+    *(commands.evaluate, commands.recover, commands.export, commands.report, commands.demo),
+):
     app.command()(command)
 
 

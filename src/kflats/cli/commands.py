@@ -1,0 +1,333 @@
+"""The commands: each parses, calls one function, and prints."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from kflats.cli.options import (
+    LARGEST_SEED,
+    BudgetOptions,
+    DataOptions,
+    ExampleOptions,
+    Folder,
+    Force,
+    Model,
+    Quiet,
+    RecipeOptions,
+    TaskData,
+    TrainingOptions,
+    given_options,
+    recipe_of,
+    texts_of,
+    with_options,
+)
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import plain, share, size, table, visible
+from kflats.compress.pipeline import compress_folder, plan_folder
+from kflats.demo import demo as run_demo
+from kflats.evaluation.comparing import compare as compare_folders
+from kflats.evaluation.comparing import weight_file_bytes
+from kflats.export.dense import export_dense
+from kflats.export.onnx import export_onnx
+from kflats.io import load_model, resolve_model
+from kflats.io.atomic_files import check_file
+from kflats.model.weights import factored_layers, find_weights
+from kflats.recipe.plan import Plan
+from kflats.recover.recover import recover_folder
+from kflats.report.html import render
+from kflats.report.model_card import note_fidelity
+from kflats.report.report import Report
+from kflats.tasks.scoring import evaluate_folder
+from kflats.trim.trimming import trim_folder
+
+_TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
+Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed model: a folder or a hub name.")]
+
+
+def inspect(model: Model) -> None:
+    """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
+    quiet_transformers()
+    folder = resolve_model(model)
+    loaded = load_model(folder)
+    total = weight_file_bytes(folder)
+    weights = find_weights(loaded)
+    rows = [
+        [
+            w.name + "".join(f" = {place.name}" for place in w.places[1:]),
+            w.places[0].role,
+            " x ".join(map(str, w.shape)),
+            w.dtype,
+            size(w.nbytes),
+            share(w.nbytes, total),
+        ]
+        for w in weights
+    ]
+    together = sum(w.nbytes for w in weights)
+    shown = table(
+        ["weight (= tied names)", "role", "shape", "type", "bytes", "share"],
+        rows,
+        left=2,
+        totals=[
+            ["all of these", "", "", "", size(together), share(together, total)],
+            ["whole model (weight files)", "", "", "", size(total), share(total, total)],
+        ],
+    )
+    console = Console()
+    # A table fits the width of a terminal; elsewhere its lines are not folded.
+    console.print(shown) if console.is_terminal else typer.echo(plain(shown))
+    for name, layer in factored_layers(loaded):
+        if layer.owns_matrix:
+            n, d = layer.matrix.shape
+            typer.echo(
+                f"compressed already: {visible(name)}, {n} x {d}, {layer.matrix.kind}, {size(layer.matrix.nbytes)}"
+            )
+
+
+@with_options
+def plan(
+    model: Model,
+    out: Annotated[Path, typer.Option("--out", metavar="plan.json", help="The plan file to write.")],
+    budget: BudgetOptions,
+    recipe: RecipeOptions,
+    data: DataOptions,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Decide the method and the bytes of each weight, and write them as JSON to review, edit and run later."""
+    check_file(out, force, Plan.is_saved_in)
+    request = _request(budget, recipe, data.read())
+    quiet_transformers()
+    decided = plan_folder(model, quiet=quiet, **request)
+    check_file(out, force, Plan.is_saved_in)
+    decided.save(out)
+    if not quiet:
+        typer.echo(f"{decided}\n\nplan: {out}")
+
+
+@with_options
+def compress(
+    model: Model,
+    out: Folder,
+    budget: BudgetOptions,
+    recipe: RecipeOptions,
+    data: DataOptions,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="plan.json", help="Carry out this plan of kflats plan.")
+    ] = None,
+    trim: Annotated[
+        int | None,
+        typer.Option("--trim", metavar="N", help="First keep only the N commonest tokens, counted in --texts."),
+    ] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
+    request = data.read()
+    if plan is None:
+        request = _request(budget, recipe, request)
+    else:
+        if extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
+            raise KflatsError(
+                f"--plan cannot be used with {', '.join(extra)}",
+                cause="the plan decides it already",
+                hint="leave the option out, or make another plan: kflats plan",
+            )
+        request |= {"plan": Plan.load(plan), "keep": budget.keep, "size": budget.size}
+    quiet_transformers()
+    report = compress_folder(model, out, trim=trim, seed=seed, force=force, quiet=quiet, **request)
+    if not quiet:
+        typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
+
+
+def _request(budget: BudgetOptions, recipe: RecipeOptions, data: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of ``compress_folder`` and ``plan_folder``."""
+    measured = data["calibration"] is not None or data["statistics"] is not None
+    whole_file = budget.size is not None and budget.keep is None
+    method = recipe_of(recipe, counted=data["texts"] is not None, measured=measured, whole_file=whole_file)
+    chosen = {"method": method, "weights": budget.names(method), "allocation": budget.allocation or "auto"}
+    return data | chosen | {"keep": budget.keep, "size": budget.size}
+
+
+def trim(
+    model: Model,
+    keep: Annotated[int, typer.Option("--keep", metavar="N", help="Entries of the new vocabulary, special ones too.")],
+    out: Folder,
+    texts: Annotated[
+        Path | None,
+        typer.Option("--texts", metavar="FILE", help="Texts whose tokens are counted: UTF-8, one sentence a line."),
+    ] = None,
+    eval_texts: Annotated[
+        Path | None,
+        typer.Option("--eval-texts", metavar="FILE", help="Texts that the report is measured on. Default: --texts."),
+    ] = None,
+    alphabet: Annotated[
+        str, typer.Option("--alphabet", help="Single characters to keep: all of them, or those seen in --texts.")
+    ] = "all",
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Keep the N commonest tokens of a vocabulary, in the model and its tokenizer; removed words become pieces."""
+    counted, evaluated = texts_of(texts), texts_of(eval_texts)
+    quiet_transformers()
+    report = trim_folder(model, out, keep=keep, texts=counted, eval_texts=evaluated, alphabet=alphabet, force=force)
+    if not quiet:
+        typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out})")
+
+
+def compare(
+    original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The original: a folder or a hub name.")],
+    compressed: Annotated[Path, typer.Argument(metavar="DIR", help="The compressed model's folder.")],
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--texts",
+            metavar="FILE",
+            help="Sentences to compare on: UTF-8, one a line. Default: kflats' own sentences.",
+        ),
+    ] = None,
+    card: Annotated[bool, typer.Option("--card", help="Write the figures into the model card of DIR too.")] = False,
+) -> None:
+    """Compare two models: sizes, fidelity of the outputs, and latency."""
+    data = texts_of(texts)
+    if not compressed.is_dir():
+        raise KflatsError(f"there is no folder {compressed}", hint="a folder that kflats compress wrote")
+    quiet_transformers()
+    comparison = compare_folders(original, compressed, data)
+    typer.echo(str(comparison))
+    if card:
+        typer.echo(f"\ncard: {note_fidelity(compressed, comparison)}")
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that kflats compress wrote.")],
+    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Default: DIR/report.")] = None,
+) -> None:
+    """Draw the report of a compression: one HTML file that needs no other file, and its pictures as PNG."""
+    loaded = Report.load(folder)
+    page = render(loaded, out or (folder if folder.is_dir() else folder.parent) / "report")
+    typer.echo(str(page))
+
+
+@with_options
+def evaluate(
+    model: Compressed,
+    task: Annotated[str, typer.Option("--task", help=_TASKS)],
+    examples: ExampleOptions,
+    task_data: TaskData = None,
+    original: Annotated[
+        str | None, typer.Option("--original", metavar="MODEL", help="Score this model too, beside the compressed one.")
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="The split: a file's name without .tsv.gz.")] = "dev",
+) -> None:
+    """Score a model on a task, with its size, memory, latency and operations; beside the original's if it is given."""
+    quiet_transformers()
+    scores = evaluate_folder(model, task, original=original, task_data=task_data, split=split, **asdict(examples))
+    typer.echo(str(scores))
+
+
+@with_options
+def recover(
+    model: Compressed,
+    out: Folder,
+    training: TrainingOptions,
+    examples: ExampleOptions,
+    task: Annotated[str | None, typer.Option("--task", help=_TASKS)] = None,
+    task_data: TaskData = None,
+    teacher: Annotated[
+        str | None, typer.Option("--teacher", metavar="ORIGINAL", help="Train towards this model's outputs too.")
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(
+            "--texts", metavar="FILE", help="With --teacher: texts to learn from in place of a task; UTF-8, one a line."
+        ),
+    ] = None,
+    split: Annotated[str, typer.Option("--split", help="The split to learn from.")] = "train",
+    eval_split: Annotated[
+        str, typer.Option("--eval-split", help="The split whose score decides which epoch is kept.")
+    ] = "dev",
+    quiet: Quiet = False,
+    force: Force = False,
+) -> None:
+    """Train a compressed model on its task, towards the original, or both. Interrupted, the same command resumes."""
+    if texts is not None and (task_data is not None or examples.limit is not None):
+        raise KflatsError(
+            "--task-data and --limit are not supported with --texts", hint="leave them out, or --task NAME"
+        )
+    chosen = {**asdict(training), **asdict(examples)}
+    if task is None:
+        del chosen["limit"]
+    else:
+        chosen |= {"task_data": task_data, "split": split, "eval_split": eval_split}
+    quiet_transformers()
+    recovery = recover_folder(
+        model, out, task, texts=texts_of(texts), teacher=teacher, force=force, quiet=quiet, **chosen
+    )
+    if not quiet:
+        typer.echo(f"{recovery}\n\nmodel: {out}")
+
+
+def export(
+    model: Model,
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", metavar="PATH", help="The folder to write with --dense; the file model.onnx with --onnx."
+        ),
+    ],
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Write an ordinary checkpoint, which loads without kflats.")
+    ] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write one ONNX file, checked with onnxruntime.")] = False,
+    pooled: Annotated[
+        bool,
+        typer.Option("--pooled", help="With --onnx: the outputs are sentence vectors, as of sentence-transformers."),
+    ] = False,
+    drop_biases: Annotated[
+        bool, typer.Option("--drop-biases", help="With --dense: leave out biases that compression added.")
+    ] = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a model for programs without kflats: a checkpoint with dense weights, or an ONNX file."""
+    if dense == onnx:
+        raise KflatsError("give one of --dense and --onnx", hint="--dense --out DIR, or --onnx --out model.onnx")
+    if pooled and dense:
+        raise KflatsError("--pooled is not supported with --dense", hint="--onnx, or leave --pooled out")
+    if drop_biases and onnx:
+        raise KflatsError("--drop-biases is not supported with --onnx", hint="--dense, or leave --drop-biases out")
+    quiet_transformers()
+    written = (
+        export_dense(model, out, drop_biases=drop_biases, force=force)
+        if dense
+        else export_onnx(model, out, pooled=pooled, force=force)
+    )
+    if not quiet:
+        typer.echo(str(written))
+
+
+def demo(
+    out: Folder = Path("demo-out"),
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress bar.")] = False,
+    force: Force = False,
+) -> None:
+    """Compress the small real model of the extra 'demo', compare it, and draw the report. Needs no network."""
+    quiet_transformers()
+    run_demo(out, force=force, quiet=quiet, show=typer.echo)
+
+
+def quiet_transformers() -> None:
+    """Turn off the progress bars and messages of transformers: they would stand between those of kflats."""
+    try:
+        from transformers.utils import logging as untyped
+    except ImportError:
+        return
+    logging: Any = untyped
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
