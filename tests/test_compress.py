@@ -164,7 +164,7 @@ def test_a_failed_fit_leaves_the_model_as_it_was(recipes, spoil, message):
 def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name, where):
     model = tiny_model(name)
     linear = next(n for n, m in model.named_modules() if n.endswith(("output.dense", "mlp.c_fc")))
-    table = kflats.planning.decide.token_embedding(model).name
+    table = kflats.planning.selection.token_embedding(model).name
     before, modules, config = state(model), dict(model.named_modules()), model.config.to_dict()
     ties = dict(model.all_tied_weights_keys)
     tied = model.get_input_embeddings().weight

@@ -101,14 +101,14 @@ def tiny(kind: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("kind", ["float16", pytest.param("bfloat16", marks=pytest.mark.slow), "T5"])
 def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
-    """The last weight gets what the file's own header leaves, not what an allowance for one does."""
+    """The last weight gets the bytes that the file's own header leaves. In T5 its code is as fine as codes get."""
     source = tiny(kind, tmp_path / "source")
     limit = int(weight_file_bytes(source) * (0.3 if kind == "T5" else 0.5))
     assert limit > 50_000
     compress_folder(
         source, tmp_path / "small", keep=f"{limit}B of all files", method=Auto(), weights=("all",), quiet=True
     )
-    assert 0.99 * limit <= weight_file_bytes(tmp_path / "small") <= limit
+    assert (0.95 if kind == "T5" else 0.99) * limit <= weight_file_bytes(tmp_path / "small") <= limit
     small = kflats.io.load_model(tmp_path / "small")
     assert small.dtype == (torch.float32 if kind == "T5" else getattr(torch, kind))
     if kind == "T5":
@@ -117,7 +117,7 @@ def test_small_files_are_full_too(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("share", [0.5, pytest.param(0.7, marks=pytest.mark.slow)])
 def test_what_is_left_of_a_file_buys_nothing_more(share: float, tmp_path: Path) -> None:
-    """Most weights keep all numbers in some type here, which takes no more of the header than the original did."""
+    """Apart from the bytes that the budget sets aside for a longer header, a few hundred for each weight."""
     source = tiny("T5", tmp_path / "source")
     limit = int(weight_file_bytes(source) * share)
     asked = {"keep": f"{limit}B of all files", "method": Auto(), "weights": ("all",), "quiet": True}
@@ -125,7 +125,7 @@ def test_what_is_left_of_a_file_buys_nothing_more(share: float, tmp_path: Path) 
     left = limit - weight_file_bytes(tmp_path / "small")
     steps = [found.bytes_before - found.bytes_after for found in report.weights if found.kept == "float16"]
     assert steps
-    assert 0 <= left < max(0.01 * limit, min(steps))
+    assert 0 <= left < max(0.01 * limit, min(steps)) + 600 * len(report.weights)
 
 
 def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kflats_toys import Bfloat, LogCounts, SketchedSVD, Ternary
+from kflats_toys import Bfloat, LogCounts, SignFlats, SketchedSVD, Ternary
 from torch import nn
 
 import kflats
@@ -90,6 +90,19 @@ def test_automatic_choice_offers_them_and_takes_what_loses_least(toys) -> None:
     plan = kflats.plan(model, {"table": Auto()}, keep="6%")
     assert plan.decisions[0].recipe == Recipe(KeepDense(), codec=Ternary())
     assert kflats.compress_(model, plan, quiet=True).weights[0].error < 1e-6
+
+
+def test_automatic_choice_takes_a_method_that_loses_less_than_an_svd_by_its_own_errors(toys) -> None:
+    gen = torch.Generator().manual_seed(0)
+    planes = torch.randn(2, 4, 32, generator=gen)
+    rows = torch.einsum("nr,nrd->nd", torch.randn(400, 4, generator=gen), planes[torch.arange(400) % 2])
+    rows *= torch.where((rows[:, :1] >= 0) == (torch.arange(400) % 2 == 1).unsqueeze(1), 1.0, -1.0)
+    model = nn.ModuleDict({"table": nn.Embedding.from_pretrained(rows)})
+    plan = kflats.plan(model, {"table": Auto()}, keep="9%")
+    assert plan.decisions[0].recipe == Recipe(SignFlats(), codec=kflats.Float("float16"))
+    (weight,) = kflats.compress_(model, plan, quiet=True).weights
+    assert weight.bytes_after <= 0.09 * rows.numel() * 4
+    assert weight.error < 1e-5 < weight.svd_error
 
 
 def test_a_codec_of_floating_point_numbers_works_with_every_method_and_layer(tmp_path) -> None:

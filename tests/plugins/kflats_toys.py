@@ -1,4 +1,4 @@
-"""A method, an importance and two codecs of another package: what a stranger adds to kflats, each one class.
+"""Two methods, an importance and two codecs of another package: what a stranger adds to kflats, each one class.
 
 ``metadata/`` announces them as an installed package would.
 """
@@ -10,10 +10,14 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from kflats.codecs import Candidate, Codec, Layout, RoundedRows, RowScaleCodec, Table, scales_of
 from kflats.importance import Importance, Measured, Weighting, WeightingForm
-from kflats.methods import Factored, Fit, KeepDense, Method, PairMethod, Problem, low_rank_pair
+from kflats.methods import ClusterMethod, Factored, Fit, KeepDense, Method, PairMethod, Problem, low_rank_pair
+from kflats.methods.coordinates import from_flats
+from kflats.methods.protocol import largest_rank
+from kflats.numerics.flats import FlatsFit
 from kflats.numerics.rows import Rows
 
 
@@ -31,6 +35,38 @@ class SketchedSVD(PairMethod):
         error = weighted.square().sum() - (weighted @ basis.T).square().sum()
         dtype = problem.rows.dtype
         return low_rank_pair((table @ basis.T).to(dtype), basis.to(dtype), max(float(error), 0.0))
+
+    @classmethod
+    def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:
+        return (cls(),)
+
+
+@dataclass(frozen=True)
+class SignFlats(ClusterMethod):
+    """Two flats of one rank: an SVD of the rows whose first entry is negative, and one of the other rows."""
+
+    @property
+    def flats(self) -> int:
+        return 2
+
+    def _fit(self, problem: Problem) -> Fit:
+        shape = problem.rows.shape
+        rank = largest_rank(lambda rank: self.cost(shape, rank, problem.itemsize), min(shape), problem.nbytes)
+        labels, parts = self._parts(problem.rows, problem.row_weights)
+        axes = [torch.linalg.svd(part, full_matrices=False)[2][:rank].to(problem.rows.dtype) for part in parts]
+        spectra = torch.stack([torch.linalg.eigvalsh(part.T @ part).flip(0) for part in parts])
+        return Fit(from_flats(problem.rows, FlatsFit(labels, tuple(axes), spectra, (), True)))
+
+    def errors(self, rows: Rows, weighting: Weighting, spectrum: Tensor) -> Tensor:
+        _, parts = self._parts(rows, weighting.row_weights)
+        energies = torch.stack([torch.linalg.eigvalsh(part.T @ part).flip(0).clamp_min(0) for part in parts]).sum(0)
+        return torch.cat([energies.flip(0).cumsum(0).flip(0), torch.zeros(1, dtype=torch.float64)])[: len(spectrum)]
+
+    def _parts(self, rows: Rows, weights: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        table = torch.cat([block for _, block in rows.blocks(8192)]).to(torch.float64)
+        labels = (table[:, 0] >= 0).to(torch.uint8)
+        weighted = table if weights is None else table * weights.to(table).sqrt().unsqueeze(1)
+        return labels, [weighted[labels == c] for c in (0, 1)]
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:

@@ -60,7 +60,7 @@ class Float(Codec):
         return method.min_bytes(shape, itemsize, counts_labels=counts_labels)
 
     def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
-        """The whole matrix, or a low-rank pair of every rank at which half precision holds the coordinates."""
+        """The whole matrix, or flats of every rank at which half precision holds the coordinates."""
         (n, d), kind = table.rows.shape, self.torch_dtype(table.dtype)
         if method.produces == "dense":
             cost = method.cost((n, d), 0, kind.itemsize)
@@ -69,10 +69,11 @@ class Float(Codec):
                 error = weighted_error(table.rows, whole, table.weighting).error
                 yield Candidate(method, self, cost, error, f"all numbers in {str(kind).removeprefix('torch.')}")
             return
+        errors = method.errors(table.rows, table.weighting, table.spectrum)
         for rank in range(1, _ranks_in_range(table, torch.finfo(kind).max) + 1):
             cost = method.cost((n, d), rank, kind.itemsize)
-            if cost < table.nbytes and rank * (n + d) < n * d:
-                yield Candidate(method, self, cost, float(table.spectrum[rank]), f"rank {rank} of {min(n, d)}")
+            if cost < min(table.nbytes, n * d * kind.itemsize):
+                yield Candidate(method, self, cost, float(errors[rank]), f"rank {rank} of {min(n, d)}")
 
     def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
         """As ``Codec.encode``: the method's matrix, with its numbers as ``dtype``."""

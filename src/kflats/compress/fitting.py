@@ -118,8 +118,8 @@ def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: 
         None if nothing is left, and for a model with factored layers, whose entries in a file are not known.
     """
     fitted = [one for one in done.values() if one.matrix is not None]
-    decided = [last, *(one.decision for one in fitted)]
-    gone = {f"{place.name}.weight" for decision in decided for place in decision.weight.places}
+    swapped = [last.weight, *(one.decision.weight for one in fitted)]
+    gone = {f"{place.name}.weight" for weight in swapped for place in weight.places}
     # Of several names of one tensor a file holds one: the longest needs most.
     names = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: len(item[0]))
     kept = dict({id(tensor): (name, tensor) for name, tensor in names if name not in gone}.values())
@@ -136,11 +136,8 @@ def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: 
         }
     entries = {name: (str(tensor.dtype), tensor.shape) for name, tensor in kept.items()}
     entries |= {f"{last.weight.name}.{key}": ("BF16", (limit,)) for key in _CODES}
-    entries |= {
-        f"{one.weight.name}.bias": ("BF16", (one.weight.shape[1],))
-        for one in decided
-        if not one.weight.bias and one.weight.places[0].role != "embedding"
-    }
+    gained = [last.weight, *(one.decision.weight for one in fitted if one.bias_shift is not None)]
+    entries |= {f"{one.name}.bias": ("BF16", (one.shape[1],)) for one in gained if not one.bias}
     return max(0, limit - beside - header_bytes(entries, limit)) or None
 
 

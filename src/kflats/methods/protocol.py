@@ -137,6 +137,17 @@ class Method(Protocol):
         check_accepts(type(self).__name__, self.accepts, weighting)
         return tails(weighted_spectrum(rows, left=weighting.left, right=weighting.right))
 
+    def errors(self, rows: Rows, weighting: Weighting, spectrum: Tensor) -> Tensor:
+        """(min(n, d) + 1,) float64: the weighted squared error in ``cost`` bytes of rank 0, 1, ...
+
+        ``Auto()`` compares these errors. Here they are those of an SVD of the same rank. A method that loses less in
+        its bytes computes its own errors.
+
+        Args:
+            spectrum: the errors of an SVD.
+        """
+        return spectrum
+
     def all_in_flats(self) -> Method:
         """The same method without rows that are kept exactly: codecs of integers round every row."""
         return self

@@ -136,11 +136,11 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
         )
     judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
     if refused := weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method):
-        side = '; matrix_rows="out_features" (--matrix-rows out_features) makes it weigh columns'
         raise KflatsError(
             f"{brief(judge)} cannot take the importance {who} of {weight.name!r}",
             cause=" and ".join(_WHY[kind] for kind in sorted(refused)),
-            hint="SVD(), or RowFisher()" + (side if "left" in refused else ""),
+            hint='SVD(), RowFisher(), or matrix_rows="out_features", which turns a metric of rows into one of columns',
+            command="--method svd, --importance row-fisher, or --matrix-rows out_features",
         )
     if recipe.importance.needs and not data.measurable:
         raise KflatsError(
