@@ -30,10 +30,10 @@ demo: .venv/.demo
 
 # One process a core: small tensors gain nothing from threads, and threads of several processes disturb each other.
 test: .venv/.dev
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n auto --dist worksteal -m "not slow" $(PYTEST_ARGS)
 
 sweep: .venv/.dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto -m slow \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow \
 	    $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED)) $(PYTEST_ARGS)
 	$(if $(SAMPLE),,$(BIN)/python tests/cpu_sweep.py)
 

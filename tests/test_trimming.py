@@ -404,7 +404,8 @@ def test_sentence_transformers_folders_keep_working(folder: Path, tmp_path: Path
     torch.testing.assert_close(made.model.encode(covered, convert_to_tensor=True, prompt_name="query"), now)
 
 
-def test_the_folder_loads_without_kflats_and_compares(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_folder_loads_without_kflats(folder: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     trim_folder(folder, small, keep=170, texts=texts())
     program = f"""
@@ -416,6 +417,11 @@ print(model(**tokenizer("ba dulfa", return_tensors="pt")).last_hidden_state.shap
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "16", done.stderr
+
+
+def test_two_folders_compare_as_their_models_do(folder: Path, tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    trim_folder(folder, small, keep=170, texts=texts())
     found = kflats.compare(folder, small, texts(30), pairs=1)
     assert 0.2 < found.fidelity.mean_cosine < 1
     model, tokenizer = load_model(folder), load_tokenizer(folder)

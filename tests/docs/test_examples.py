@@ -112,10 +112,14 @@ def test_something_is_tested() -> None:
     assert len(lines_of_shell()) >= 6
 
 
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+TRAINING = {"distill.py", "fine_tune.py"}
+EXAMPLES = [
+    pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name in TRAINING))
+    for path in sorted((ROOT / "examples").glob("*.py"))
+]
 
 
-@pytest.mark.parametrize("script", EXAMPLES, ids=lambda script: script.name)
+@pytest.mark.parametrize("script", EXAMPLES)
 def test_examples_run(
     script: Path, tmp_path: Path, minilm: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,9 +74,8 @@ assert not any(name.startswith("kflats") for name in sys.modules)
     assert run(program, *folders).split() == ["True"] * 9
 
 
-@pytest.mark.parametrize(
-    "first", ["kflats", *(pytest.param(one, marks=slow) for one in ("transformers", "the plug-in"))]
-)
+@slow
+@pytest.mark.parametrize("first", ["kflats", "transformers", "the plug-in"])
 def test_the_plugin_registers_in_either_order(first: str, folder: Path, repository: Path) -> None:
     register = "from kflats.io import register_plugin; register_plugin(); register_plugin()"
     check = "print('transformers' in sys.modules)"

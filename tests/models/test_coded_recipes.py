@@ -244,6 +244,10 @@ def test_export_makes_ordinary_files(classifier: Path, tmp_path: Path) -> None:
     assert not list(factored_layers(dense))
     with torch.no_grad():
         torch.testing.assert_close(dense(IDS).logits, small(IDS).logits)
+
+
+@slow
+def test_onnx_files_are_compared_before_they_are_kept(classifier: Path, tmp_path: Path) -> None:
     for package in ("onnx", "onnxruntime", "onnxscript"):
         pytest.importorskip(package)
     assert "onnxruntime differs from PyTorch by" in run(
