@@ -2,7 +2,8 @@
 
     run.py trace --tree . --out hits.jsonl
     run.py kill --tree . --hits hits.jsonl --out killed.jsonl
-    run.py kill --tree NEWER --hits hits.jsonl --earlier killed.jsonl --mark "not slow" --out killed-newer.jsonl
+    run.py trace --tree NEWER --carried carried.json --out hits-newer.jsonl -- -m "not slow"
+    run.py kill --tree NEWER --carried carried.json --hits hits-newer.jsonl --mark "not slow" --out killed-newer.jsonl
     run.py count killed.jsonl killed-newer.jsonl
 
 `trace` runs the suite once in a copy of the tree where a probe stands before every mutated statement. It writes which
@@ -10,8 +11,7 @@ tests reach which mutant and how much processor time each test takes. `kill` cop
 only the tests that reach it, the quickest first, until one fails. Every mutant gets the same processor time in tests
 (--seconds), so "survived" means "not killed within that time". A test that takes ten times its usual time has failed.
 torch and the other packages are imported once; the tests of each mutant run in a fork. `kill` appends to --out and
-goes on where an earlier run stopped. In a newer tree it finds a mutant by function and line, and the tests by the names
-of their functions. A test that fails without the mutant too kills nothing.
+goes on where an earlier run stopped. In a newer tree a mutant is found by function and line, or by `carried.json`. A test that fails without the mutant too kills nothing.
 """
 
 from __future__ import annotations
@@ -45,8 +45,12 @@ FIRST = 25  # tests of the first fork of a mutant: most mutants die there, and f
 PROBE = "KFLATS_PROBE"
 
 
-def read(path: Path) -> list[Mutant]:
-    return [Mutant(**fields) for fields in json.loads(path.read_text())]
+def read(path: Path, carried: Path | None = None) -> list[Mutant | None]:
+    """The mutants; those that ``carried`` names as they are in a newer tree, None where their code is gone."""
+    drawn = json.loads(path.read_text())
+    for index, change in (json.loads(carried.read_text()) if carried else {}).items():
+        drawn[int(index)] = None if "gone" in change else drawn[int(index)] | change
+    return [Mutant(**fields) if fields else None for fields in drawn]
 
 
 def copy_of(tree: Path, where: Path) -> Path:
@@ -77,15 +81,18 @@ def places_in(mutant: Mutant, path: Path) -> list[int]:
     ]
 
 
-def place_of(mutant: Mutant, tree: Path) -> tuple[Path, int] | None:
+def place_of(mutant: Mutant | None, tree: Path) -> tuple[Path, int] | None:
     """File and line number of a mutant in this tree, by function and text; another file where its own has no such line.
 
     None where the line is gone, or where several other files have it.
     """
+    if mutant is None:
+        return None
     path = tree / mutant.file
     same = places_in(mutant, path) if path.is_file() else []
     if not same:
-        others = [(other, places_in(mutant, other)) for other in sorted((tree / "src").rglob("*.py"))]
+        files = [file for folder in ("src", "experiments") for file in sorted((tree / folder).rglob("*.py"))]
+        others = [(other, places_in(mutant, other)) for other in files]
         others = [(other, numbers) for other, numbers in others if numbers]
         if len(others) != 1:
             return None
@@ -93,9 +100,10 @@ def place_of(mutant: Mutant, tree: Path) -> tuple[Path, int] | None:
     return (path, same[mutant.occurrence]) if len(same) > mutant.occurrence else None
 
 
-def mutate(mutant: Mutant, tree: Path) -> Path:
+def mutate(mutant: Mutant | None, tree: Path) -> Path:
     """Writes the mutant into this tree; the file that it changed."""
     place = place_of(mutant, tree)
+    assert mutant is not None
     assert place is not None
     path, number = place
     lines = path.read_text().split("\n")
@@ -124,7 +132,7 @@ def _statement(body: list[ast.stmt], number: int) -> ast.stmt | None:
     return None
 
 
-def add_probes(mutants: list[Mutant], tree: Path) -> None:
+def add_probes(mutants: list[Mutant | None], tree: Path) -> None:
     """Puts a probe before the statement of each mutant (before the first statement of the function for defaults)."""
     by_file: dict[Path, list[tuple[int, int]]] = defaultdict(list)
     for index, mutant in enumerate(mutants):
@@ -286,7 +294,7 @@ def trace(asked: argparse.Namespace) -> None:
     if PROBE not in os.environ:
         folder = Path(tempfile.mkdtemp(prefix="kflats-trace-"))
         tree = copy_of(asked.tree.resolve(), folder / "tree")
-        add_probes(read(asked.mutants), tree)
+        add_probes(read(asked.mutants, asked.carried), tree)
         (folder / "site").mkdir()
         (folder / "site" / "sitecustomize.py").write_text(SITE)
         (folder / "hits").mkdir()
@@ -439,24 +447,6 @@ def tests_of(hits: Path) -> dict[int, list[Test]]:
     return reached
 
 
-def same_functions(reached: dict[int, list[Test]], earlier: Path, tree: Path) -> dict[int, list[Test]]:
-    """For a later tree: the functions of those tests, as far as their files are there, the one that killed it first."""
-    killers = {
-        line["index"]: function_of(line.get("by", "")) for line in map(json.loads, earlier.read_text().splitlines())
-    }
-    found = {}
-    for index, tests in reached.items():
-        least: dict[str, float] = {}
-        for test in tests:
-            if (tree / test.file).is_file():
-                function = function_of(test.name)
-                least[function] = (
-                    0.0 if function == killers.get(index) else min(test.cpu, least.get(function, test.cpu))
-                )
-        found[index] = [Test(name, cpu) for name, cpu in least.items()]
-    return found
-
-
 def count(asked: argparse.Namespace) -> None:
     """How many mutants of each result; of two files, those that the first killed and the second does not."""
     results = [
@@ -499,10 +489,8 @@ def _named(report: Path, tests: list[Test]) -> Test | None:
 
 def kill(asked: argparse.Namespace) -> None:
     """Every mutant against the tests that reach it."""
-    mutants = read(asked.mutants)
+    mutants = read(asked.mutants, asked.carried)
     reached = tests_of(asked.hits)
-    if asked.earlier:
-        reached = same_functions(reached, asked.earlier, asked.tree)
     done = {json.loads(line)["index"] for line in asked.out.read_text().splitlines()} if asked.out.exists() else set()
     # What every fork shares.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -522,7 +510,9 @@ def kill(asked: argparse.Namespace) -> None:
     for index, mutant in enumerate(mutants):
         if index in done or (asked.only and index not in asked.only):
             continue
-        line: dict[str, Any] = {"index": index, "file": mutant.file, "function": mutant.function}
+        line: dict[str, Any] = {"index": index}
+        if mutant:
+            line |= {"file": mutant.file, "function": mutant.function}
         tests = sorted(reached.get(index, []), key=lambda test: test.cpu)
         line["tests"] = len(tests)
         place = place_of(mutant, tree)
@@ -565,15 +555,13 @@ def main() -> None:
         command.set_defaults(run=function)
         command.add_argument("--tree", type=Path, default=Path())
         command.add_argument("--mutants", type=Path, default=Path(__file__).with_name("mutants.json"))
+        command.add_argument("--carried", type=Path, help="the mutants whose lines a newer tree has in other words")
         command.add_argument("--out", type=Path, required=True)
         if name == "trace":
             command.add_argument("--cases", type=int, default=0, help="trace only so many cases of each function")
             command.add_argument("pytest", nargs="*", help="more arguments of pytest (after --)")
         else:
             command.add_argument("--hits", type=Path, required=True, help="what trace wrote")
-            command.add_argument(
-                "--earlier", type=Path, help="what kill wrote of the tree that was traced, an older one"
-            )
             command.add_argument("--mark", default="", help='as pytest\'s -m: "not slow" is what make test runs')
             command.add_argument("--seconds", type=float, default=20.0)
             command.add_argument("--only", type=int, nargs="*")
