@@ -19,12 +19,10 @@ from kflats import (
     Flats,
     Float,
     Integer,
-    KeepDense,
     KflatsError,
     KMeansSVD,
     Recipe,
     RobustSVD,
-    Rotation,
     Subspace,
     Transform,
 )
@@ -33,7 +31,6 @@ from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
 
 METHODS: dict[str, Any] = {
-    "Dense": KeepDense(),
     "SVD": SVD(),
     "Flats, k=5": Flats(k=5),
     "MESSI, k=5": MESSI(5),
@@ -41,7 +38,7 @@ METHODS: dict[str, Any] = {
     "RobustSVD, p=1": RobustSVD(p=1.0),
     "Subspace, q=1": Subspace(),
 }
-CODECS = (Float(), Float("float16"), Integer(bits=8), Integer(bits=4, group=64), Rotation(), Transform())
+CODECS = (Float(), Float("float16"), Integer(bits=8), Integer(bits=4, group=64), Transform())
 
 
 def main() -> None:

@@ -28,13 +28,14 @@ from _common import EMBEDDING, arguments, embedding_table, markdown, median_pair
 from torch import Tensor
 
 from kflats.codecs.streams import decode, encode
+from kflats.codecs.transform import from_codes
 from kflats.demo import packaged_model
 from kflats.io import annotate_, load_model
-from kflats.matrices.coded_build import from_transform
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import CodedMatrix, LowRankMatrix
 from kflats.model.swap import find_weight, swap_
 from kflats.numerics.coding.encode import transform_code
+from kflats.numerics.rows import TensorRows
 
 RESIDENT = """
 import ctypes, sys, torch
@@ -72,8 +73,8 @@ def look_up(matrix: Any) -> Any:
 
 
 def coded(table: Tensor, bits: float) -> CodedMatrix:
-    code = transform_code(table, weights=zipf(len(table)).sqrt() + 1e-3, bits=bits)
-    return from_transform(code)
+    weights = zipf(len(table)).sqrt() + 1e-3
+    return from_codes(transform_code(TensorRows(table), int(bits * table.numel() / 8), weights=weights))
 
 
 def low_rank(n: int, d: int, rank: int) -> LowRankMatrix:

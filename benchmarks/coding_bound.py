@@ -13,19 +13,19 @@ import time
 
 import torch
 from _common import arguments, embedding_table, markdown, publish
+from frontier.baselines import Absmax, Rotated
+from gaussian_bound import bound_bits
 from torch import Tensor
 
 from kflats.calibration.counting import zipf_prior
 from kflats.codecs.streams import stored_bytes
+from kflats.codecs.transform import from_codes
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import ZipfPrior
 from kflats.importance.measured import Measured
-from kflats.matrices.coded_build import from_transform
-from kflats.numerics.coding.absmax import absmax_code
 from kflats.numerics.coding.encode import transform_code
-from kflats.numerics.coding.gaussian_bound import bound_bits
-from kflats.numerics.coding.rotation import rotation_code
+from kflats.numerics.rows import TensorRows
 
 
 def error_share(found: Tensor, table: Tensor, weights: Tensor) -> float:
@@ -45,22 +45,26 @@ def main() -> None:
         spectrum = torch.linalg.eigvalsh((table.double() * weights.unsqueeze(1)).T @ table.double()).clamp_min(0)
         for bits in map(float, options.bits.split(",")):
             began = time.perf_counter()
-            code = transform_code(table, weights=weights, bits=bits)
+            code = transform_code(TensorRows(table), int(bits * table.numel() / 8), weights=weights)
             took = time.perf_counter() - began
-            size = 8 * stored_bytes(from_transform(code)) / table.numel()
-            error = error_share(code.dense(), table, weights)
+            matrix = from_codes(code)
+            size = 8 * stored_bytes(matrix) / table.numel()
+            error = error_share(matrix.dense().detach(), table, weights)
             bound = bound_bits(spectrum, error, weights)
-            fixed = 8 * code.fixed_bytes / table.numel()
+            fixed = 8 * matrix.nbytes / table.numel()
             cells = [f"{size:.3f}", f"{error:.5f}", f"{bound:.3f}", f"{size - bound:.3f}", f"{fixed:.2f}"]
-            lines.append([name, "transform", *cells, len(code.steps), code.rank, f"{took:.0f} s"])
+            lines.append(
+                [name, "transform", *cells, len(matrix.geometry.classes), matrix.geometry.rank, f"{took:.0f} s"]
+            )
             print(lines[-1], flush=True)
         for label, baseline in (
-            ("int8 rows", absmax_code(table, 8)),
-            ("int4, groups of 32", absmax_code(table, 4, 32)),
-            ("int4 rows", absmax_code(table, 4)),
-            *((f"rotation, {b} bits", rotation_code(table, b)) for b in (4, 3, 2, 1)),
+            ("int8 rows", Absmax(8)),
+            ("int4, groups of 32", Absmax(4, 32)),
+            ("int4 rows", Absmax(4)),
+            *((f"rotation, {b} bits", Rotated(b)) for b in (4, 3, 2, 1)),
         ):
-            size, error = baseline.stored_bits / table.numel(), error_share(baseline.dense(), table, weights)
+            coded = baseline.code(table)
+            size, error = coded.bits, error_share(coded.table, table, weights)
             bound = bound_bits(spectrum, error, weights)
             cells = [f"{size:.3f}", f"{error:.5f}", f"{bound:.3f}", f"{size - bound:.3f}", f"{size:.2f}"]
             lines.append([name, label, *cells, "", "", ""])

@@ -34,6 +34,7 @@ from _sentences import sentences
 from frontier.baseline import Baseline
 from frontier.baselines import Half, Transformed
 from frontier.sweeps import FAMILIES, sweep
+from gaussian_bound import bound_error
 from torch import Tensor
 
 from kflats.calibration.counting import count_tokens, zipf_prior
@@ -43,7 +44,6 @@ from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import TokenCounts
 from kflats.importance.measured import Measured
 from kflats.importance.weighting import Weighting
-from kflats.numerics.coding.gaussian_bound import bound_error
 
 FIXED = ("fp16", "absmax rows", "absmax groups", "torchao", "rotation")
 """Families whose sizes cannot be chosen."""

@@ -20,12 +20,13 @@ from _common import arguments, markdown, median_pair, publish
 from sentence_transformers import SentenceTransformer
 
 import kflats
+from kflats.codecs.transform import from_codes
 from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
-from kflats.matrices.coded_build import from_transform
 from kflats.model.swap import swap_
 from kflats.model.weights import Weight, dense_weight, find_weights
 from kflats.numerics.coding.encode import transform_code
+from kflats.numerics.rows import TensorRows
 
 
 def table_of(model: Any) -> Weight:
@@ -35,7 +36,8 @@ def table_of(model: Any) -> Weight:
 def coded(original: Any, bits: float) -> Any:
     model = copy.deepcopy(original)
     weight = table_of(model)
-    swap_(model, weight, from_transform(transform_code(dense_weight(model, weight), bits=bits)))
+    table = dense_weight(model, weight)
+    swap_(model, weight, from_codes(transform_code(TensorRows(table), int(bits * table.numel() / 8))))
     return model
 
 

@@ -19,7 +19,7 @@ import kflats
 from kflats.cli.app import app
 from kflats.common.errors import KflatsError
 from kflats.export.dense import export_dense
-from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded import from_integers
 from kflats.matrices.registry import LowRankMatrix
 from kflats.model.swap import find_weight, restore_, swap_
 

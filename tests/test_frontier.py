@@ -28,8 +28,8 @@ TABLE: dict[str, tuple[Baseline, str, int | None]] = {
     "fp16": (Half(), "torch", N * D * 2),
     "int8 rows": (Absmax(8), "torch", N * D + N * 2 + 4),
     "int4 groups": (Absmax(4, 8), "torch", N * D // 2 + N * 4 * 2 + 4),
-    # two rounds of a sign and a place of 16 bits a column; 4 values of float32; a scale a row
-    "rotation": (Rotated(2), "torch", N * D // 4 + N * 2 + 4 * 4 + 2 * D * 17 // 8 + 4),
+    # 4 values of float32 and a scale a row
+    "rotation": (Rotated(2), "torch", N * D // 4 + N * 2 + 4 * 4 + 4),
     "torchao int8": (TorchAO(8), "torchao", N * D + N * 2 + 4),
     "torchao int3": (TorchAO(3, 16), "torchao", N * D * 3 // 8 + N * 2 * 2 + 4),
     "pq": (PQ(8, 6), "faiss", N * 8 * 6 // 8 + 64 * D * 2 + 4),

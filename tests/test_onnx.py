@@ -22,15 +22,16 @@ from matrices import coded, int4
 
 import kflats
 from kflats.cli.app import app
+from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import encode
 from kflats.export.onnx import export_onnx
 from kflats.io import load_model
-from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.coded_build import from_integers, from_transform
+from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.registry import LowRankMatrix
 from kflats.model.swap import dense_weight, find_weight, swap_
 from kflats.numerics.coding.encode import transform_code
+from kflats.numerics.rows import TensorRows
 
 
 def initialisers(path: Path) -> dict[str, int]:
@@ -115,7 +116,8 @@ def test_files_hold_codes_and_not_what_they_decode_to(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(6000, 128), nn.Linear(128, 256))
     with torch.no_grad():
         model[0].weight.copy_(torch.randn(6000, 128, generator=gen) * 0.9 ** torch.arange(128))
-    table = from_transform(transform_code(dense_weight(model, find_weight(model, "0")), bits=1.0))
+    rows = TensorRows(dense_weight(model, find_weight(model, "0")))
+    table = from_codes(transform_code(rows, 6000 * 128 // 8))
     layer = int4(128, 256)
     swap_(model, find_weight(model, "0"), table)
     swap_(model, find_weight(model, "1"), layer)

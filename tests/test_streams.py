@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kflats.codecs import blocks, stream_reader, streams
+from kflats.codecs import streams
 from kflats.common.errors import KflatsError
-from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded import from_integers
 from kflats.matrices.coded_geometry import CodedGeometry
 from kflats.matrices.registry import CodedMatrix
 
@@ -60,34 +60,6 @@ def flats() -> CodedMatrix:
     )
 
 
-def rotation() -> CodedMatrix:
-    gen = torch.Generator().manual_seed(0)
-    return from_integers(
-        [torch.randint(-2, 2, (90, 8), generator=gen)],
-        None,
-        torch.rand(90),
-        levels=torch.rand(4),
-        scales="row",
-        basis=torch.rand(8, 8),
-    )
-
-
-def rotated_flats() -> CodedMatrix:
-    """Two flats of ranks 3 and 6, a scale a row."""
-    gen = torch.Generator().manual_seed(0)
-    parts = [torch.randint(-2, 2, (n, rank), generator=gen) for n, rank in ((60, 3), (40, 6))]
-    return from_integers(
-        [F.pad(part, (0, 6 - part.shape[1])) for part in parts],
-        (torch.arange(100) % 5 > 2).to(torch.int64),
-        torch.rand(100, generator=gen),
-        levels=torch.rand(4, generator=gen),
-        scales="row",
-        basis=torch.randint(-127, 128, (9, 8), generator=gen).to(torch.int8),
-        basis_scale=torch.rand(9, generator=gen),
-        flats=((1, 3), (1, 6)),
-    )
-
-
 def int8() -> CodedMatrix:
     gen = torch.Generator().manual_seed(0)
     return from_integers([laplace(70, torch.full((8,), 20.0), gen)], None, torch.rand(70), scales="row")
@@ -100,8 +72,6 @@ MATRICES = {
     "wide": lambda: transform(scale=400.0),
     "zeros": lambda: transform(scale=0.0),
     "flats": flats,
-    "rotation": rotation,
-    "rotated flats": rotated_flats,
     "int8": int8,
     "one row": lambda: transform((1,)),
 }
@@ -110,7 +80,7 @@ MATRICES = {
 @pytest.mark.parametrize("block", [2**18, 100, 1])
 @pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES)
 def test_every_integer_returns(make, block, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK", block)
+    monkeypatch.setattr(streams, "BLOCK", block)
     matrix = make()
     if block == 1 and matrix.shape[0] > 200:
         pytest.skip("hundreds of blocks of one row")
@@ -123,55 +93,6 @@ def test_every_integer_returns(make, block, monkeypatch):
         assert found[name].dtype == value.dtype, name
         assert torch.equal(found[name], value), name
     assert torch.equal(streams.encode(matrix), stream)
-
-
-def excerpt(matrix: CodedMatrix, stream: Tensor, index: Tensor) -> CodedMatrix:
-    """A matrix of the rows at ``index`` alone, its integers read from the stream."""
-    geometry, found = streams.decode_rows(stream, matrix.geometry, index)
-    floats = {name: t.detach() for name, t in matrix.tensors().items() if t.is_floating_point()}
-    if geometry.scales == "row":
-        floats["weight"] = floats["weight"].view(matrix.shape[0], -1)[index].reshape(-1)
-    return CodedMatrix(geometry, found | floats)
-
-
-@pytest.mark.parametrize("block", [2**18, 100])
-@pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES)
-def test_chosen_rows_are_those_of_the_whole(make, block, monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK", block)
-    matrix = make()
-    n, stream = matrix.shape[0], streams.encode(matrix)
-    gen = torch.Generator().manual_seed(1)
-    for index in (
-        torch.tensor([0]),
-        torch.tensor([n - 1, 0, n - 1]),
-        torch.randperm(n, generator=gen),
-        torch.arange(n),
-    ):
-        torch.testing.assert_close(excerpt(matrix, stream, index).dense(), matrix.dense()[index], rtol=1e-4, atol=1e-3)
-    for wrong in ([], [-1], [n], [[0]]):
-        with pytest.raises(IndexError, match=f"of {n}"):
-            streams.decode_rows(stream, matrix.geometry, torch.tensor(wrong, dtype=torch.int64))
-
-
-def test_only_blocks_that_hold_the_rows_are_decoded(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK", 100)
-    matrix = transform((300, 0, 50, 150))
-    stream, decoded = streams.encode(matrix), []
-    real = stream_reader.decode_block
-    monkeypatch.setattr(stream_reader, "decode_block", lambda *given: decoded.append(given[1]) or real(*given))
-    streams.decode(stream, matrix.geometry)
-    whole = len(decoded)
-    decoded.clear()
-    streams.decode_rows(stream, matrix.geometry, torch.tensor([5, 5, 311]))
-    assert whole > 50
-    assert 1 <= len(decoded) <= 2
-    damaged = stream.clone()
-    damaged[-1] ^= 1  # in the last block: that of the last rows of the last class
-    last = torch.nonzero(matrix.get_buffer("labels") == 3)[-1]
-    right, found = [streams.decode_rows(one, matrix.geometry, torch.tensor([5]))[1] for one in (stream, damaged)]
-    assert torch.equal(found["codes"], right["codes"])
-    with pytest.raises(KflatsError):
-        streams.decode_rows(damaged, matrix.geometry, last)
 
 
 def test_a_stream_is_about_as_long_as_its_entropy():
@@ -209,10 +130,10 @@ def read(data: bytes, geometry: CodedGeometry) -> dict[str, Tensor] | None:
         return None
 
 
-@pytest.mark.parametrize("name", ["transform", "flats", "rotation", "tiny"])
+@pytest.mark.parametrize("name", ["transform", "flats", "int8", "tiny"])
 def test_damage_is_noticed_wherever_it_is(name, monkeypatch):
     """Bits flipped, bytes lost, put in, swapped or cut off: a clear error or the right integers, nothing else."""
-    monkeypatch.setattr(blocks, "BLOCK", 500)
+    monkeypatch.setattr(streams, "BLOCK", 500)
     matrix = MATRICES[name]()
     data, draw = bytes(streams.encode(matrix).tolist()), random.Random(1)
     right = {key: t for key, t in matrix.tensors().items() if not t.is_floating_point()}
@@ -252,7 +173,7 @@ def test_other_streams_are_refused():
             streams.decode(
                 torch.frombuffer(bytearray(bad), dtype=torch.uint8) if bad else torch.empty(0).byte(), matrix.geometry
             )
-    for other in (transform((300, 0, 51, 149)), transform((500,)), transform(r=10), rotation(), transform(scale=9.0)):
+    for other in (transform((300, 0, 51, 149)), transform((500,)), transform(r=10), int8(), transform(scale=9.0)):
         with pytest.raises(KflatsError):
             streams.decode(streams.encode(matrix), other.geometry)
 
@@ -262,7 +183,7 @@ def test_without_the_library_the_error_says_what_to_install():
 import sys
 sys.modules["constriction"] = None
 import torch
-from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded import from_integers
 from kflats.codecs.streams import encode
 try:
     encode(from_integers([torch.ones(3, 2)], None, torch.ones(1)))

@@ -8,7 +8,7 @@
 from kflats.calibration.collect import measure
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
-from kflats.codecs import Float, Integer, Rotation, Transform
+from kflats.codecs import Float, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.evaluation.comparing import compare, fidelity
@@ -66,7 +66,6 @@ __all__ = [
     "Recipe",
     "Report",
     "RobustSVD",
-    "Rotation",
     "RowFisher",
     "SampledLabels",
     "Squared",

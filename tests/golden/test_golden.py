@@ -1,7 +1,8 @@
 """A dozen recipes give what they gave before the library's seams were moved: decisions, decoded tensors, stored bytes.
 
 ``golden.json`` holds, for each case, the recipes and the results of the commit that it names, in the names of that
-commit; ``RENAMED`` turns them into those of today. Last digits differ between processors, so sizes and errors
+commit; ``RENAMED`` turns them into those of today. The codec of random rotations is gone, and its case and one of its
+weights with it ("integers of flats" has one weight). Last digits differ between processors, so sizes and errors
 are compared closely, and digests only on request, on the machine that recorded them:
 
     KFLATS_GOLDEN=exact pytest tests/golden      # compare every digest

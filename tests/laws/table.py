@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from kflats_toys import SketchedSVD, Ternary
 
-from kflats import MESSI, SVD, Entrywise, Flats, Integer, KeepDense, KMeansSVD, RobustSVD, Rotation, Subspace, Transform
+from kflats import MESSI, SVD, Entrywise, Flats, Integer, KeepDense, KMeansSVD, RobustSVD, Subspace, Transform
 from kflats.numerics.loss import Huber, Power, Truncated
 
 METHODS: dict[str, Any] = {
@@ -62,23 +62,17 @@ CODED: list[tuple[Any, Any, float]] = [
     (KeepDense(), Integer(bits=8, group=16), 0.40),
     (KeepDense(), Integer(bits=4, group=16), 0.30),
     (KeepDense(), Integer(bits=6), 0.25),
-    (KeepDense(), Rotation(), 0.20),
-    (KeepDense(), Rotation(bits=2), 0.20),
     (SVD(), Integer(bits=8), 0.20),
     (SVD(), Integer(bits=4, group=None), 0.12),
     (SVD(), Integer(bits=3), 0.12),
     (RobustSVD(p=1.0), Integer(bits=8), 0.20),
     (Entrywise(p=1.0), Integer(bits=4, group=64), 0.12),
     (Subspace(), Integer(bits=8, group=16), 0.20),
-    (SVD(), Rotation(), 0.20),
-    (RobustSVD(p=1.0), Rotation(bits=4), 0.20),
     (Flats(k=2), Integer(bits=8), 0.25),
     (Flats(k=2, nested_ranks=2), Integer(bits=4, group=16), 0.20),
     (Flats(k=2, error=Power(1.0)), Integer(bits=4, group=64), 0.20),
-    (Flats(k=2), Rotation(), 0.25),
     (MESSI(k=2), Integer(bits=8), 0.25),
     (KMeansSVD(k=2), Integer(bits=4, group=64), 0.20),
-    (KMeansSVD(k=2), Rotation(), 0.25),
     (MESSI(k=2), Transform(), 0.14),
     (KMeansSVD(k=2), Transform(), 0.14),
     (Flats(k=2, error=Power(1.0)), Transform(), 0.14),
@@ -86,7 +80,6 @@ CODED: list[tuple[Any, Any, float]] = [
     (Entrywise(p=1.0), Transform(), 0.12),
     (Subspace(), Transform(classes=1), 0.12),
     (SketchedSVD(), Integer(bits=8), 0.20),
-    (SketchedSVD(), Rotation(), 0.20),
     (SketchedSVD(), Transform(), 0.12),
     (KeepDense(), Ternary(), 0.15),
     (SketchedSVD(), Ternary(), 0.12),
@@ -99,12 +92,9 @@ QUICK_CODED = {
     (Flats(k=2), Transform()),
     (KeepDense(), Integer(bits=8)),
     (KeepDense(), Integer(bits=4, group=16)),
-    (KeepDense(), Rotation()),
     (SVD(), Integer(bits=8)),
-    (SVD(), Rotation()),
     (Entrywise(p=1.0), Integer(bits=4, group=64)),
     (Flats(k=2, nested_ranks=2), Integer(bits=4, group=16)),
-    (Flats(k=2), Rotation()),
     (KMeansSVD(k=2), Integer(bits=4, group=64)),
     (RobustSVD(p=1.0), Transform()),
     (SketchedSVD(), Integer(bits=8)),

@@ -22,7 +22,6 @@ from kflats import (
     KflatsError,
     Recipe,
     RobustSVD,
-    Rotation,
     Subspace,
     Transform,
     Uniform,
@@ -35,7 +34,7 @@ from kflats.importance.weighting import Weighting
 from kflats.matrices.coded import CodedMatrix
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Problem
-from kflats.numerics.coding import flats
+from kflats.numerics.coding import encode
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.loss import Power
 from kflats.numerics.rows import TensorRows
@@ -95,8 +94,6 @@ def test_linear_layers_in_both_orientations(method, codec, share) -> None:
         torch.manual_seed(0)
         kept = share
         model = nn.Sequential(nn.Linear(160, 96))
-        if isinstance(codec, Rotation):
-            kept += 0.5  # the rotation itself, 160 x 160 bytes beside 96 rows
         kflats.compress_(
             model, {"0": Recipe(method, codec=codec, matrix_rows=rows)}, keep=f"{130 * kept:g}%", quiet=True
         )
@@ -119,8 +116,7 @@ def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None
     assert found.coded
     assert not found.dense
     assert found.bytes_after == stored_bytes(model["b"].matrix)
-    head = 600 if isinstance(codec, Rotation) else 0  # of which the coder finds next to nothing to save
-    assert found.bytes_after <= model["b"].matrix.nbytes + head < found.memory_bytes + head
+    assert found.bytes_after <= model["b"].matrix.nbytes < found.memory_bytes
     assert found.memory_bytes == memory_bytes(model) == memory_bytes(fresh)  # as ``kflats compare`` counts
     assert report.model_bytes_after == found.bytes_after
     assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
@@ -148,7 +144,6 @@ def test_more_bytes_lose_less() -> None:
     rows = matrix()
     for recipe in (
         Recipe(SVD(), codec=Transform()),
-        Recipe(KeepDense(), codec=Rotation()),
         Recipe(SVD(), codec=Integer(bits=8)),
     ):
         errors = [relative(rows, recipe, share) for share in (0.1, 0.15, 0.27)]
@@ -164,7 +159,7 @@ def test_rounding_is_within_half_a_step() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1e8), (torch.bfloat16, 1e8), (torch.float16, 1e6)])
-@pytest.mark.parametrize("codec", [Integer(bits=8), Integer(bits=4, group=16), Rotation(bits=4)], ids=str)
+@pytest.mark.parametrize("codec", [Integer(bits=8), Integer(bits=4, group=16)], ids=str)
 def test_rounding_beside_a_row_much_longer_than_the_others_loses_no_more_of_them(codec, dtype, factor) -> None:
     rows = matrix()
     rows = (rows / rows.norm(dim=1, keepdim=True) / factor**0.5).to(dtype)
@@ -195,13 +190,8 @@ def test_transform_codes_use_their_bytes_beside_long_rows(factor, method) -> Non
     assert errors[1] <= 1.1 * errors[0]
 
 
-@pytest.mark.parametrize(
-    "other",
-    [Recipe(KeepDense(), codec=Integer(bits=4, group=16)), Recipe(KeepDense(), codec=Rotation(bits=3))],
-    ids=str,
-)
-def test_transform_codes_lose_less_in_the_bytes_of_others(other) -> None:
-    rows = matrix(4000)
+def test_transform_codes_lose_less_in_the_bytes_of_others() -> None:
+    rows, other = matrix(4000), Recipe(KeepDense(), codec=Integer(bits=4, group=16))
     made = other.codec.encode(other.method, problem(rows, 0.5), torch.float32)
     share = made.stored_bytes / (rows.numel() * 4)
     ours = relative(rows, Recipe(SVD(), codec=Transform()), share)
@@ -253,7 +243,6 @@ def ternary(n: int = 512, d: int = 256) -> Tensor:
     [
         (Recipe(KeepDense(), codec=Integer(bits=8)), 0.092),
         (Recipe(KeepDense(), codec=Integer(bits=4, group=64)), 0.07),
-        (Recipe(KeepDense(), codec=Rotation(bits=1)), 0.16),
         (Recipe(SVD(), codec=Integer(bits=8)), 0.00525),
         (Recipe(Flats(k=2), codec=Integer(bits=8)), 0.0063),
     ],
@@ -273,18 +262,16 @@ def test_codes_whose_file_fits_are_not_refused_for_their_size_in_memory(recipe, 
     ("make", "said"),
     [
         (lambda: Recipe(Flats(nested_ranks=3), codec=Transform()), "bits take the place of nested ranks"),
-        (lambda: Recipe(Flats(nested_ranks=3), codec=Rotation()), "cannot store what Flats.*mixes all columns"),
         (lambda: Recipe(SVD(form="interpolative"), codec=Integer(bits=8)), "interpolative"),
         (lambda: Recipe(SVD(form="interpolative"), codec=Transform()), "interpolative"),
         (lambda: Recipe(Flats(k=257), codec=Transform()), "256 classes of rows"),
         (lambda: Recipe(Flats(k=65, nested_ranks=4), codec=Integer(bits=8)), "may be 260.*fewer flats or nested ranks"),
         (lambda: Recipe(Flats(k=None, nested_ranks=18), codec=Integer(bits=4, group=64)), "may be 270"),
-        (lambda: Recipe(kflats.KMeansSVD(k=300), codec=Rotation()), "may be 300"),
+        (lambda: Recipe(kflats.KMeansSVD(k=300), codec=Integer(bits=8)), "may be 300"),
         (lambda: Recipe(KeepDense(), codec=Transform()), "SVD\\(\\), which may use all axes"),
         (lambda: Recipe(Auto(), codec=Integer(bits=8)), "method chooses the codec"),
         (lambda: Integer(bits=4, group=0), "group=0 is not supported"),
         (lambda: Integer(bits=8, group=True), "group=True is not supported"),
-        (lambda: Rotation(bits=9), "bits=9 is not supported with Rotation"),
         (lambda: Transform(classes=0), "classes=0 is not supported"),
         (lambda: from_name("int9"), "bits=9 is not supported with Integer"),
         (lambda: from_name("float 16"), "dtype=16 is not supported"),
@@ -341,7 +328,7 @@ def test_matrices_with_next_to_nothing_in_them(method, codec, share, rows) -> No
             Recipe(method, codec=codec).encode(given, torch.float32)
         return
     made = Recipe(method, codec=codec).encode(given, torch.float32).matrix.dense().detach()
-    lost = {2: 0.5, 3: 0.3, 4: 0.15}.get(getattr(codec, "bits_per_number", 8), 0.05)
+    lost = {2: 0.5, 3: 0.3, 4: 0.15}.get(getattr(codec, "bits", 8), 0.05)
     assert float((made - rows).norm()) <= lost * float(rows.norm())
 
 
@@ -443,7 +430,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize(("own", "codec"), crossed(OWN, [Transform(), Integer(bits=8), Rotation(bits=8)]), ids=str)
+@pytest.mark.parametrize(("own", "codec"), crossed(OWN, [Transform(), Integer(bits=8)]), ids=str)
 def test_codes_stand_for_what_the_method_fits(own, codec) -> None:
     """Some rows are far off, so that what is fitted is no SVD: codes leave that fit as it is, and say how it is
     judged."""
@@ -464,7 +451,7 @@ def test_codes_stand_for_what_the_method_fits(own, codec) -> None:
     ("method", "codec"),
     crossed(
         [SVD(), Flats(k=3), kflats.MESSI(k=3), kflats.KMeansSVD(k=3)],
-        [Integer(bits=8), Integer(bits=4, group=8), Rotation()],
+        [Integer(bits=8), Integer(bits=4, group=8)],
     ),
     ids=str,
 )
@@ -478,12 +465,10 @@ def test_rounded_coordinates_lose_less_than_numbers_in_the_same_bytes(method, co
 SEVERAL = [
     (Flats(k=3), Integer(bits=8)),
     (Flats(k=3), Integer(bits=4, group=64)),
-    (Flats(k=3), Rotation(bits=2)),
     (Flats(k=3, nested_ranks=3), Integer(bits=8)),
     (Flats(k=3, nested_ranks=3), Integer(bits=4, group=64)),
     (Flats(k=None), Integer(bits=8)),
     (kflats.MESSI(k=3), Integer(bits=4, group=64)),
-    (kflats.MESSI(k=3), Rotation(bits=2)),
 ]
 
 
@@ -503,7 +488,7 @@ def test_codes_of_several_flats_fill_their_bytes(several, share) -> None:
 @pytest.mark.parametrize(
     ("codec", "method"),
     crossed(
-        [Integer(bits=8), Integer(bits=4, group=16), Rotation(), Rotation(bits=3)],
+        [Integer(bits=8), Integer(bits=4, group=16)],
         [SVD(), RobustSVD(p=1.0), Flats(k=2)],
     ),
     ids=str,
@@ -696,16 +681,17 @@ def test_rows_too_short_to_be_squared_take_no_flat_of_their_own() -> None:
 def test_columns_without_energy_leave_their_bits_to_the_others() -> None:
     rows = flat_rows(1200, 6, 2)
     wide = F.pad(rows, (0, 42))
-    narrow, same = (flats.flats_code(a, torch.arange(1200) % 2, nbytes=900, classes=2) for a in (rows, wide))
+    labels = torch.arange(1200) % 2
+    narrow, same = (encode.transform_code(TensorRows(a), 900, labels=labels, classes=2) for a in (rows, wide))
     assert purity(narrow.flats, same.flats) > 0.98
 
 
 def test_flats_share_the_classes_among_them(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(flats, "classed", lambda source, classes: asked.append(classes) or source)
-    monkeypatch.setattr(flats, "cluster_rows", lambda rows, labels, weights, level: labels)
+    monkeypatch.setattr(encode, "_classed", lambda source, classes: asked.append(classes) or source)
+    monkeypatch.setattr(encode, "cluster_rows", lambda rows, labels, weights, level: labels)
     labels = torch.cat([torch.zeros(20), torch.ones(20), torch.full((560,), 2.0)]).long()
-    flats.flats_code(flat_rows(600, 4, 2), labels, nbytes=800, classes=5)
+    encode.transform_code(TensorRows(flat_rows(600, 4, 2)), 800, labels=labels, classes=5)
     assert (len(asked), sum(asked)) == (3, 4)
 
 
@@ -762,7 +748,7 @@ def test_tables_too_small_for_codes_stay_dense_beside_large_ones() -> None:
 @pytest.mark.parametrize(
     ("codec", "method", "importance"),
     crossed(
-        [Integer(bits=8), Integer(bits=4, group=8), Rotation(), Rotation(bits=3)],
+        [Integer(bits=8), Integer(bits=4, group=8)],
         [SVD(), Flats(k=2), kflats.KMeansSVD(k=2)],
         [Uniform(), kflats.RowFisher()],
     ),

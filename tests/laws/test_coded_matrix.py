@@ -15,12 +15,14 @@ import torch
 from table import slow
 from torch import Tensor, nn
 
+from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.matrices import coded
-from kflats.matrices.coded_build import from_integers, from_transform
+from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, matrix_from_spec
 from kflats.numerics.coding.encode import transform_code
+from kflats.numerics.rows import TensorRows
 
 F64 = torch.float64
 N, D = 60, 8
@@ -31,7 +33,6 @@ def made(
     counts: tuple[int, ...] = (60,),
     r: int = D,
     most: int = 5,
-    levels: int = 0,
     scales: str = "class",
     groups: int = 1,
     basis: str = "identity",
@@ -54,17 +55,13 @@ def made(
         widths = [width if j < rank else 0 for j, width in enumerate(widths)]
         top = (1 << torch.tensor(widths, dtype=torch.int64)) - 1
         part = (torch.rand(rows, r, generator=gen) * (top + 1)).floor().to(torch.int64)
-        part = part - (levels or top + 1) // 2
+        part = part - (top + 1) // 2
         part[:, rank:] = 0
         parts.append(part.to(torch.int16))
-    floats: dict[str, Tensor] = {}
     wide = partial(torch.rand, generator=gen, dtype=F64)
-    if levels:
-        floats["levels"] = wide(levels).sort().values.to(dtype)
-    else:
-        floats["shrink"] = (wide(3) / 2).to(dtype)
-    integers: dict[str, Any] = {"contexts": torch.randint(0, 1 if levels else 3, (len(counts), r), generator=gen)}
-    integers["contexts"] = integers["contexts"].to(torch.uint8)
+    floats: dict[str, Tensor] = {"shrink": (wide(3) / 2).to(dtype)}
+    contexts = torch.randint(0, 3, (len(counts), r), generator=gen)
+    integers: dict[str, Any] = {"contexts": contexts.to(torch.uint8)}
     if shifted:
         integers["centers"] = torch.randint(-9, 9, (len(counts), r), generator=gen).to(torch.int16)
         for c, rank in enumerate(rank for count, rank in flats for _ in range(count)):
@@ -73,8 +70,6 @@ def made(
     if basis == "int8":
         floats["basis"] = torch.randint(-127, 128, (axes, D), generator=gen).to(torch.int8)
         floats["basis_scale"] = wide(axes).to(dtype) / 64
-    elif basis == "float":
-        floats["basis"] = (wide(axes, D) - 0.5).to(dtype)
     weight = (wide((len(counts) if scales == "class" else n) * groups) + 0.1).to(dtype)
     how: dict[str, Any] = {"scales": scales, "groups": groups, "flats": flats, "unit": unit}
     return from_integers(parts, labels, weight, **how, **integers, **floats)
@@ -87,21 +82,14 @@ TABLE: dict[str, Callable[..., CodedMatrix]] = {
     "ragged bytes": partial(made, most=8, scales="row", groups=3, level_bits=True, unit=3),
     "ragged classes": partial(made, counts=(20, 40), r=7, basis="int8", groups=2, shifted=True),
     "unit": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", shifted=True, unit=-2),
-    "unit of levels": partial(made, most=2, levels=4, scales="row", basis="int8", unit=5),
-    "levels": partial(made, most=2, levels=4, scales="row", basis="float"),
-    "levels alone": partial(made, most=3, levels=9),
     "transform": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", shifted=True),
     "transform wide": partial(made, counts=(20, 40), most=13, basis="int8"),
-    "float basis": partial(made, counts=(20, 40), r=5, basis="float", groups=5),
     "flats": partial(made, counts=(10, 30, 15, 5), r=6, basis="int8", flats=((2, 6), (1, 4), (1, 5)), shifted=True),
-    "float flats": partial(made, counts=(40, 20), r=3, basis="float", flats=((1, 1), (1, 3)), scales="row"),
     "flats of nothing": partial(made, counts=(0, 40, 20), r=4, basis="int8", flats=((1, 4), (1, 0), (1, 2))),
     "rounded flats": partial(
         made, counts=(10, 30, 20), r=5, basis="int8", flats=((1, 5), (2, 3)), scales="row", groups=2
     ),
-    "rotated flats": partial(
-        made, counts=(40, 20), r=4, most=2, levels=4, basis="int8", flats=((1, 2), (1, 4)), scales="row", unit=1
-    ),
+    "row scaled flats": partial(made, counts=(40, 20), r=4, basis="int8", flats=((1, 2), (1, 4)), scales="row", unit=1),
     "bytes": partial(made, most=8, scales="row", shifted=True, level_bits=True),
     "half bytes": partial(made, counts=(30, 30), most=4, level_bits=True),
     "empty classes": partial(made, counts=(0, 50, 0, 10, 0), basis="int8"),
@@ -132,11 +120,8 @@ def definition(matrix: CodedMatrix) -> Tensor:
             for j in range(geometry.rank):
                 bits = int(found["bits"][c, j])
                 q, string = string % 2**bits + int(found["low"][c, j]), string >> bits
-                if "levels" in found:
-                    value = found["levels"][q + geometry.levels // 2]
-                else:
-                    less = found["shrink"][int(found["contexts"][c, j])]
-                    value = q - ((q > 0) - (q < 0)) * less + int(found["centers"][c, j])
+                less = found["shrink"][int(found["contexts"][c, j])]
+                value = q - ((q > 0) - (q < 0)) * less + int(found["centers"][c, j])
                 line = c if geometry.scales == "class" else row
                 numbers.append(value * found["weight"][line * geometry.groups + j // each] * 2.0**geometry.unit)
             rows[row] = torch.stack(numbers) if numbers else found["weight"].new_zeros(0)
@@ -144,8 +129,7 @@ def definition(matrix: CodedMatrix) -> Tensor:
     table = torch.stack([rows[i] for i in range(len(labels))])
     if "basis" not in found:
         return table
-    basis = found["basis"].to(table.dtype)
-    basis = basis * found["basis_scale"][:, None] if "basis_scale" in found else basis
+    basis = found["basis"].to(table.dtype) * found["basis_scale"][:, None]
     if not geometry.flats:
         return table @ basis
     first, owner, out = 0, [f for f, (count, _) in enumerate(geometry.flats) for _ in range(count)], []
@@ -162,12 +146,18 @@ def definition(matrix: CodedMatrix) -> Tensor:
 def test_it_holds_what_a_transform_code_says(bits, classes):
     gen = torch.Generator().manual_seed(0)
     table = torch.randn(900, 16, generator=gen) @ torch.diag(0.8 ** torch.arange(16)) @ torch.randn(16, 16)
-    code = transform_code(table, weights=torch.rand(900, generator=gen) + 0.01, bits=bits, classes=classes)
-    matrix = from_transform(code)
-    torch.testing.assert_close(matrix.dense(), code.dense())
+    weights = torch.rand(900, generator=gen) + 0.01
+    code = transform_code(TensorRows(table), int(bits * 1800), weights=weights, classes=classes)
+    matrix = from_codes(code)
+    (one,) = code.codes
+    exact, basis = torch.empty(900, 16, dtype=F64), one.basis.to(F64) * one.basis_scale.to(F64).unsqueeze(1)
+    for c, q in enumerate(one.levels):
+        shrink = one.shrink[one.contexts[c].long()].to(F64)
+        exact[one.labels == c] = one.steps[c].to(F64) * (one.centers[c] + q - q.sign() * shrink) @ basis
+    torch.testing.assert_close(matrix.dense(), exact.float(), atol=1e-5, rtol=1e-5)
     assert matrix.nbytes < 4 * table.numel()
-    half = from_transform(code, dtype=torch.float16)
-    torch.testing.assert_close(half.dense().float(), code.dense(), rtol=0.01, atol=0.01 * float(table.abs().max()))
+    half = from_codes(code, dtype=torch.float16)
+    torch.testing.assert_close(half.dense().float(), exact.float(), rtol=0.01, atol=0.01 * float(table.abs().max()))
 
 
 def gradients(matrix: nn.Module, out: Tensor, *inputs: Tensor, again: bool = True) -> list[Tensor]:
@@ -295,7 +285,7 @@ def batches(matrix: CodedMatrix) -> list[Tensor]:
     return [*found, torch.full((2, 6), n - 1), found[0].repeat(5, 4)]
 
 
-RECORDED = ["ragged groups", "levels", "transform", "no bits", "rounded flats", "rotated flats"]
+RECORDED = ["ragged groups", "transform", "no bits", "rounded flats", "row scaled flats"]
 
 
 def recorded(*names: str) -> pytest.MarkDecorator:
@@ -370,14 +360,6 @@ def test_a_matrix_survives_its_description(make):
     assert torch.equal(other.dense(), matrix.dense())
 
 
-def test_files_say_the_first_version_that_can_read_them(make):
-    """What was written before units and groups of unequal size is written, and read, as it was."""
-    spec, geometry = make().spec(), make().geometry
-    newer = bool(geometry.unit or geometry.rank % geometry.groups)
-    assert (spec["version"], "unit" in spec) == (2 if newer else 1, newer)
-    assert matrix_from_spec(spec, dtype=F64).geometry == geometry
-
-
 def test_resized_drops_the_last_rows_and_never_adds_one(make):
     for n in (1, 20, N):
         matrix = make()
@@ -411,15 +393,6 @@ def test_contradictions_are_refused(name, damage, message):
         matrix.load_state_dict(state)
 
 
-def test_codes_beyond_the_levels_are_refused():
-    matrix = TABLE["levels"]()
-    state = {key: value.clone() for key, value in matrix.state_dict().items()}
-    for low in (-3, -1, 1000):
-        state["low"][:] = low
-        with pytest.raises(KflatsError, match="beyond the levels"):
-            matrix.load_state_dict(state)
-
-
 GOOD = TABLE["transform"]().spec()
 
 
@@ -427,13 +400,9 @@ GOOD = TABLE["transform"]().spec()
     "change",
     [
         {"version": 2},
-        {"version": 2, "unit": 0},
-        {"version": 2, "unit": True},
-        {"version": 2, "unit": 1.0},
-        {"version": 2, "unit": 301},
-        {"version": 3, "unit": 1},
-        {"unit": 1},
-        {"rank": 5, "groups": 2},
+        {"unit": True},
+        {"unit": 1.0},
+        {"unit": 301},
         {"version": True},
         {"version": None},
         {"extra": 1},
@@ -451,8 +420,7 @@ GOOD = TABLE["transform"]().spec()
         {"classes": 3},
         {"contexts": 0},
         {"contexts": 257},
-        {"levels": 10**9},
-        {"levels": "4"},
+        {"levels": 4},
         {"groups": 0},
         {"groups": 4},
         {"scales": "column"},
@@ -476,7 +444,7 @@ def test_tensors_that_do_not_fit_are_refused():
             if name != "weight":
                 with pytest.raises(KflatsError, match=f"'{name}' of a coded matrix"):
                     CodedMatrix(matrix.geometry, good | {name: other})
-    with pytest.raises(KflatsError, match="no 'more'"):
+    with pytest.raises(KflatsError, match="'more' of a coded matrix"):
         CodedMatrix(matrix.geometry, good | {"more": good["weight"]})
     with pytest.raises(KflatsError, match="not finite"):
         from_integers([torch.zeros(2, 2)], None, torch.tensor([float("inf")]))

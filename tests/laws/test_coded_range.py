@@ -7,10 +7,9 @@ import torch
 from table import slow
 from torch import Tensor, nn
 
-from kflats import SVD, Flats, Integer, KeepDense, Recipe, Rotation, Transform
+from kflats import SVD, Flats, Integer, KeepDense, Recipe, Transform
 from kflats.importance.weighting import Weighting
-from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.methods.problem import Problem
 from kflats.numerics.rows import TensorRows
@@ -24,7 +23,6 @@ CASES = {
     "transform on flats": (Flats(k=2), Transform(), 0.2),
     "int8": (KeepDense(), Integer(bits=8), 0.7),
     "int4": (KeepDense(), Integer(bits=4, group=64), 0.5),
-    "rotation": (KeepDense(), Rotation(3), 0.5),
     "svd int8": (SVD(), Integer(bits=8), 0.3),
     "svd int4": (SVD(), Integer(bits=4, group=64), 0.3),
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded import from_integers
 from kflats.matrices.registry import (
     CodedMatrix,
     FlatsMatrix,

@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 import kflats
 from kflats.common.errors import KflatsError
 from kflats.export.adapters import adapt_lora_
-from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
 from kflats.matrices.registry import LowRankMatrix, Matrix
 from kflats.model.swap import find_weight, swap_

@@ -16,13 +16,14 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import AutoModel
 
 import kflats
+from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_, copy_companions, load_model, weights_folder
-from kflats.matrices.coded_build import from_transform
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import LowRankMatrix
 from kflats.model.swap import dense_weight, find_weight, find_weights, swap_
 from kflats.numerics.coding.encode import transform_code
+from kflats.numerics.rows import TensorRows
 
 TEXTS = ["A small table is still a table.", "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich."]
 
@@ -160,7 +161,8 @@ def test_objects_with_coded_tables(prompted: Path, tmp_path: Path) -> None:
     pytest.importorskip("constriction")
     model = SentenceTransformer(str(prompted), device="cpu")
     weight = next(w for w in find_weights(model) if w.name.endswith("word_embeddings"))
-    swap_(model, weight, from_transform(transform_code(dense_weight(model, weight), bits=3.0)))
+    table = TensorRows(dense_weight(model, weight))
+    swap_(model, weight, from_codes(transform_code(table, 3 * table.matrix.numel() // 8)))
     annotate_(model)
     wanted = model.encode(WORDS)
     with pytest.raises(KflatsError, match="it saves itself"):

@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kflats.codecs import Candidate, Codec, Layout, RoundedRows, RowScaleCodec, Table, scales_of
+from kflats.codecs import Candidate, Codec, RoundedRows, RowScaleCodec, Table, scales_of
 from kflats.importance import Importance, Measured, Weighting, WeightingForm
 from kflats.methods import ClusterMethod, Factored, Fit, KeepDense, Method, PairMethod, Problem, low_rank_pair
 from kflats.methods.coordinates import from_flats
@@ -92,10 +92,7 @@ class LogCounts(Importance):
 class Ternary(RowScaleCodec):
     """-s, 0 or s, with one s for each row: the mean size of its entries that are not small."""
 
-    bits_per_number = 2
-
-    def layout(self, columns: int) -> Layout:
-        return Layout(2)
+    bits = 2
 
     def rounded(self, rows: Rows, dtype: torch.dtype) -> RoundedRows:
         table = torch.cat([block for _, block in rows.blocks(8192)])

@@ -163,7 +163,7 @@ class RecipeOptions:
         str | None,
         typer.Option(
             help="How numbers are stored: float32, float16, bfloat16; transform (smallest), int8, int4, "
-            '"int4 32" (one scale for 32 columns), rotation. Default: the model\'s own type.'
+            '"int4 32" (one scale for 32 columns). Default: the model\'s own type.'
         ),
     ] = None
 

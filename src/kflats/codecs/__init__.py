@@ -1,33 +1,27 @@
 """Codecs: frozen values that say how the numbers of a matrix are stored. One axis of a recipe.
 
 ``Float`` stores the factors of any method. The others store integers (``CodedMatrix``), which an entropy coder makes
-smaller still on disk. ``Integer`` and ``Rotation`` round whatever a method fits; ``Transform`` takes the place of the
-fit of methods that minimise squares.
+smaller still on disk. ``Integer`` rounds whatever a method fits; ``Transform`` takes the place of the fit of methods
+that minimise squares.
 """
 
 from __future__ import annotations
 
-from kflats.codecs.cluster_coordinates import RoundedRows
-from kflats.codecs.fixed_rate import FixedRateCodec, Layout
 from kflats.codecs.float import Float
 from kflats.codecs.integer import Integer
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table, check_codec
-from kflats.codecs.rotation import Rotation
 from kflats.codecs.row_scales import RowScaleCodec
 from kflats.codecs.transform import Transform
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
-from kflats.numerics.coding.scales import scales_of
+from kflats.numerics.coding.rounding import RoundedRows, scales_of
 
 __all__ = [
     "CODECS",
     "Candidate",
     "Codec",
-    "FixedRateCodec",
     "Float",
     "Integer",
-    "Layout",
-    "Rotation",
     "RoundedRows",
     "RowScaleCodec",
     "Table",
@@ -39,8 +33,8 @@ __all__ = [
 
 CODECS: Registry[Codec] = Registry(
     "codec",
-    (Transform, Integer, Float, Rotation),
-    {"float": Float, "integer": Integer, "rotation": Rotation, "transform": Transform},
+    (Transform, Integer, Float),
+    {"float": Float, "integer": Integer, "transform": Transform},
 )
 """All codecs, and what the command line calls them."""
 _GROUP = "64"  # columns that share a scale at 4 bits and fewer, where none is named
@@ -62,7 +56,7 @@ def from_name(name: str) -> Codec:
         return Float(word)
     if word.startswith("int") and word[3:].isdigit():
         word, rest = "integer", [word[3:], *rest]
-    known = [*CODECS.all_names(), *DTYPES, '"int4 GROUP"', '"rotation BITS"', '"transform CLASSES"']
+    known = [*CODECS.all_names(), *DTYPES, '"int4 GROUP"', '"transform CLASSES"']
     if word == "integer" and len(rest) == 1 and int(rest[0]) <= 4:
         rest.append(_GROUP)
     if word not in CODECS.all_names():

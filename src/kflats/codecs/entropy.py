@@ -21,8 +21,13 @@ from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
 from kflats.numerics.coding.tables import Tables, knots_up_to, table_for
 
-DAMAGED, AGAIN = "a damaged or truncated file", "restore the file or compress again"
+AGAIN = "restore the file or compress again"
 Integers = npt.NDArray[np.int32]
+
+
+def damaged(symptom: str) -> KflatsError:
+    """The error for a stream that is not as it was written."""
+    return KflatsError(f"the codes are damaged: {symptom}", cause="a damaged or truncated file", hint=AGAIN)
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def decode_symbols(data: memoryview, counts: Sequence[int], models: Sequence[Mod
         KflatsError: ``constriction`` is not installed, or no coder wrote ``data``.
     """
     if len(data) % 4:
-        raise KflatsError("the codes end inside a word", cause=DAMAGED, hint=AGAIN)
+        raise damaged("they end inside a word")
     try:
         coder = _library().stack.AnsCoder(np.frombuffer(data, dtype="<u4").astype(np.uint32))
         return [
@@ -77,7 +82,7 @@ def decode_symbols(data: memoryview, counts: Sequence[int], models: Sequence[Mod
             for count, model in zip(counts, models, strict=True)
         ]
     except (ValueError, AssertionError) as error:
-        raise KflatsError(f"the codes cannot be decoded: {str(error)[:80]}", cause=DAMAGED, hint=AGAIN) from error
+        raise damaged(str(error)[:80]) from error
 
 
 class Writer:
@@ -128,7 +133,7 @@ class Reader:
     def take(self, size: int) -> memoryview:
         """The next ``size`` bytes."""
         if size > self.left:
-            raise KflatsError(f"the codes end {size - self.left} bytes too early", cause=DAMAGED, hint=AGAIN)
+            raise damaged(f"they end {size - self.left} bytes too early")
         self.at += size
         return self.data[self.at - size : self.at]
 
@@ -141,16 +146,12 @@ class Reader:
         size, checksum = self.get("<II")
         parts = decode_symbols(self.take(size), counts, models)
         if _checksum(parts) != checksum:
-            raise KflatsError("the codes are damaged: a checksum differs", cause=DAMAGED, hint=AGAIN)
+            raise damaged("a checksum differs")
         return parts
 
     def tables(self) -> Tables:
         """Distributions."""
         (count,) = self.get("<H")
-        if count > 256:
-            raise KflatsError(
-                f"the codes are damaged: {count} distributions, and 256 are the most", cause=DAMAGED, hint=AGAIN
-            )
         rows, reaches = [], []
         for _ in range(count):
             (reach,) = self.get("<H")

@@ -6,14 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from kflats.codecs.cluster_coordinates import RoundedRows
-from kflats.codecs.fixed_rate import Layout
 from kflats.codecs.protocol import Codec
 from kflats.codecs.row_scales import RowScaleCodec
 from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
 from kflats.methods import KeepDense, Method
-from kflats.numerics.coding.absmax import absmax_code
+from kflats.numerics.coding.rounding import RoundedRows, absmax_code
 from kflats.numerics.rows import Rows
 
 
@@ -58,20 +56,9 @@ class Integer(RowScaleCodec):
         """The number of scales in a row with this number of columns."""
         return 1 if self.group is None else -(-columns // self.group)
 
-    @property
-    def bits_per_number(self) -> int:
-        """As ``FixedRateCodec.bits_per_number``."""
-        return self.bits
-
-    def layout(self, columns: int) -> Layout:
-        """As ``FixedRateCodec.layout``."""
-        return Layout(self.bits, self.groups(columns))
-
     def rounded(self, rows: Rows, dtype: torch.dtype) -> RoundedRows:
         """As ``RowScaleCodec.rounded``."""
-        columns = rows.shape[1]
-        code = absmax_code(rows, self.bits, -(-columns // self.groups(columns)), dtype=dtype)
-        return RoundedRows(code.levels, code.scales)
+        return absmax_code(rows, self.bits, self.groups(rows.shape[1]), dtype)
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:

@@ -1,39 +1,132 @@
-"""Codecs of integers with a scale for each row, or for each group of its columns."""
+"""Codecs of integers with a scale for each row: every number has the same bits in memory, and files are smaller.
+
+The method fits floating-point numbers, as many as the bytes hold codes; then its coordinates are rounded. Codes have
+two sizes: *fixed* bytes in memory, and *stored* bytes in a file, after entropy coding. A budget counts stored bytes;
+the rank is chosen by fixed bytes.
+"""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kflats.codecs.cluster_coordinates import ClusterCoordinates, RoundedRows, flat_layout, rounded_basis
-from kflats.codecs.fixed_rate import FixedRateCodec
-from kflats.codecs.protocol import Table
+from kflats.codecs.cluster_coordinates import ClusterCoordinates, cluster_coordinates
+from kflats.codecs.protocol import Candidate, Codec, Table
+from kflats.codecs.streams import coded
 from kflats.common.errors import KflatsError
-from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.coded_build import from_integers
+from kflats.matrices.coded import CodedMatrix, from_integers
+from kflats.matrices.coded_geometry import MAX_CLASSES
 from kflats.methods import SVD
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Problem
-from kflats.methods.protocol import Method
-from kflats.numerics.rows import Rows, TensorRows
+from kflats.methods.problem import Factored, Problem, refuse_bytes
+from kflats.methods.protocol import Method, largest_rank
+from kflats.numerics.coding.rounding import RoundedRows, rounded_basis
+from kflats.numerics.rows import Rows, TensorRows, check_finite
+
+HEADER_BYTES = 160
+"""Bytes of a stream's header, at most."""
+_BASIS_HEADER_BYTES = 400
+"""The same for a stream with a basis, whose rows have distributions of their own."""
+_FITS = 5
+"""Fits until the codes fill the bytes: the size of codes in a file, and of flats of different ranks, is known
+afterwards."""
+_SPENT_SHARE = 0.9
+"""Share of the spare bytes that the next fit is given: a fit that is one byte too large is discarded."""
+_SLACK = 0.01
+"""Share of the bytes that may stay unused."""
 
 
-class RowScaleCodec(FixedRateCodec, Protocol):
-    """Integers times a scale of their row; a subclass rounds the rows.
+class RowScaleCodec(Codec, Protocol):
+    """Integers times a scale of their row, or of a group of its columns.
 
-    Each column of a method's coordinates is first divided by its size, by which the rows of the bases are multiplied;
-    bases have 8 bits.
+    A subclass has ``bits`` and ``rounded``, and ``groups`` if a row has several scales. With ``KeepDense()`` the rows
+    of the matrix itself are rounded. With any other method the coordinates in its flats are rounded: each column is
+    first divided by its size, by which the rows of the bases are multiplied; bases have 8 bits.
     """
+
+    bits: int
+    """Bits of one integer."""
+
+    def groups(self, columns: int) -> int:
+        """The number of scales in a row with this number of columns."""
+        return 1
 
     @abstractmethod
     def rounded(self, rows: Rows, dtype: torch.dtype) -> RoundedRows:
         """The integers and scales of all rows; scales as ``dtype``."""
 
-    def rounding_share(self, method: Method, table: Table) -> float:
-        """As ``FixedRateCodec.rounding_share``: measured on an SVD of all ranks."""
+    # Sizes ------------------------------------------------------------------------------------------
+
+    def memory_bytes(self, shape: tuple[int, int], itemsize: int, rank: int | None = None, flats: int = 1) -> int:
+        """Bytes in memory of an (n, d) matrix.
+
+        Args:
+            itemsize: bytes of a scale.
+            rank: of every flat; None: of the matrix itself.
+            flats: how many there are.
+        """
+        n, d = shape
+        r = d if rank is None else rank
+        labels, layout = n if flats > 1 else 0, 6 * flats * r + itemsize
+        table = n * (self.groups(r) * itemsize + -(-r * self.bits // 8)) + labels + layout
+        return table if rank is None else table + flats * rank * (d + itemsize)
+
+    def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
+        """As ``Codec.min_bytes``, with the header of a file, which is most of a small one."""
+        rank = None if method.produces == "dense" else 1
+        return self.memory_bytes(shape, itemsize, rank, method.flats) + _BASIS_HEADER_BYTES
+
+    def fixed_bytes(self, method: Method, shape: tuple[int, int], itemsize: int) -> int | None:
+        """As ``Codec.fixed_bytes``: the codes of the matrix itself have one size."""
+        if method.produces != "dense":
+            return None
+        return self.memory_bytes(shape, itemsize) + shape[0] * shape[1] // 2**14 + HEADER_BYTES
+
+    def refusal(self, method: Method) -> tuple[str, str] | None:
+        """As ``Codec.refusal``."""
+        if method.stores_skeleton:
+            return "the interpolative form stores an identity block, which would be rounded with its columns", "SVD()"
+        if method.most_classes > MAX_CLASSES:
+            cause = f"a label is a byte, for {MAX_CLASSES} classes of rows, and there may be {method.most_classes}"
+            return cause, "fewer flats or nested ranks, or a floating-point codec"
+        return None
+
+    # Candidates -------------------------------------------------------------------------------------
+
+    def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
+        """As ``Codec.candidates``: the code of the matrix itself, or of flats of every rank."""
+        if method.produces != "dense":
+            yield from self._ranks(method, table)
+            return
+        problem = Problem(table.rows, table.nbytes, table.dtype.itemsize, table.weighting)
+        try:
+            stored = self.encode(method, problem, table.dtype)
+        except KflatsError:  # the scales of a small matrix may take more bytes than the matrix
+            return
+        error = weighted_error(table.rows, stored.matrix, table.weighting).error
+        yield Candidate(method, self, stored.nbytes, error, f"{8 * stored.nbytes / table.numbers:.2f} bits a number")
+
+    def _ranks(self, method: Method, table: Table) -> Iterator[Candidate]:
+        """A candidate for every rank: its error is that of a pair, and that of rounding the rest."""
+        shape, itemsize, spectrum = table.rows.shape, table.dtype.itemsize, table.spectrum
+        kind = "relative error" if method.prefix_optimal else "relative error of an SVD"
+        least, total, share = self.min_bytes(method, shape, itemsize), float(spectrum[0]), self._lost(method, table)
+        for rank in range(1, min(shape) + 1):
+            nbytes = self.memory_bytes(shape, itemsize, rank, method.flats) + HEADER_BYTES
+            if nbytes >= least:  # otherwise a fit might be refused
+                error = float(spectrum[rank]) + share * (total - float(spectrum[rank]))
+                note = f"rank {rank} of {min(shape)}, {self.bits} bits a number"
+                yield Candidate(method, self, nbytes, error, note, kind)
+
+    def _lost(self, method: Method, table: Table) -> float:
+        """The share of the energy kept by a rank that rounding loses, measured on an SVD of all ranks."""
         if float(table.spectrum[0]) <= 0:
             return 0.0
         shape, itemsize = table.rows.shape, table.dtype.itemsize
@@ -42,20 +135,84 @@ class RowScaleCodec(FixedRateCodec, Protocol):
         stored = self.encode(SVD(), Problem(table.rows, room, itemsize, table.weighting), table.dtype)
         return min(1.0, weighted_error(table.rows, stored.matrix, table.weighting).relative)
 
-    def round_rows(self, rows: Rows, dtype: torch.dtype, seed: int) -> CodedMatrix:
-        """As ``FixedRateCodec.round_rows``."""
-        table = self.rounded(rows, dtype)
-        scales = table.scales
-        return from_integers(
-            [table.levels], None, scales.values, scales="row", groups=scales.values.shape[1], unit=scales.unit
+    # Encoding ---------------------------------------------------------------------------------------
+
+    def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
+        """As ``Codec.encode``."""
+        if method.produces != "dense":
+            return self._encode_flats(method.all_in_flats(), problem, dtype)
+        check_finite(problem.rows)
+        code = self.rounded(problem.rows, dtype)
+        scales = code.scales
+        matrix = from_integers(
+            [code.levels], None, scales.values, scales="row", groups=scales.values.shape[1], unit=scales.unit
         )
+        # The file may be smaller than the codes in memory, or larger by its header.
+        result = coded(matrix)
+        if result.nbytes > problem.nbytes:
+            raise refuse_bytes(problem, result.nbytes, f"{self.bits} bits a number")
+        return result
 
-    def round_coordinates(self, coordinates: ClusterCoordinates, dtype: torch.dtype, seed: int) -> CodedMatrix:
-        """As ``FixedRateCodec.round_coordinates``.
+    def _encode_flats(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
+        """The code of one or several flats: fits with more or fewer numbers, until their codes fill the bytes."""
+        shape, itemsize, k, budget = problem.rows.shape, dtype.itemsize, method.flats, problem.nbytes
 
-        Raises:
-            KflatsError: all flats have rank 0.
-        """
+        def memory(rank: int) -> int:
+            return self.memory_bytes(shape, itemsize, rank, k)
+
+        full = largest_rank(memory, min(shape), budget)
+        numbers_a_rank = shape[0] + k * shape[1]
+        step = numbers_a_rank if method.equal_ranks else 1
+        numbers = max(1, full) * numbers_a_rank
+        # The price of a number is a mean over several ranks: with codes of 4 bits every other rank takes no more bytes.
+        few, many = max(1, full // 2), max(2, full)
+        more = memory(many) if many <= min(shape) else 2 * memory(1)
+        price = max(1.0, (more - memory(few)) / (many - few)) / numbers_a_rank
+        # In a search of the number of flats labels count as numbers, because one flat has none.
+        free_labels = len(method.flat_counts()) == 1
+
+        def size_of(result: Factored) -> int:
+            # A file of rank 1 may fit where its codes in memory do not: then only the file's bytes count.
+            return max(result.nbytes, result.matrix.nbytes) if full else result.nbytes
+
+        best: Factored | None = None
+        too_large: Factored | None = None  # the smallest fit whose codes are too large
+        low, high, size, fullest, excesses = 0, math.inf, 0, -1, 0
+        for _ in range(_FITS):
+            fit = method.fit(replace(problem, nbytes=numbers, itemsize=1, free_labels=free_labels))
+            result = coded(self._round_coordinates(cluster_coordinates(fit.matrix), dtype), fit)
+            before, size = size, size_of(result)
+            spare = budget - size
+            if spare < 0:
+                high, too_large, excesses = numbers, fit, excesses + 1
+            else:
+                low = numbers
+                if size > fullest:
+                    best, fullest = result, size
+                if size == before or spare <= _SLACK * budget:  # every flat has its full rank, or the bytes are used
+                    break
+            # The price is a guess: fewer numbers are added than it allows, and each time more are taken away.
+            wanted = numbers + (_SPENT_SHARE * spare if spare > 0 else 2**excesses * spare) / price
+            if not low < wanted < high:
+                wanted = (low + high) / 2
+            steps = int(wanted // step) if spare > 0 else min(int(wanted // step), numbers // step - 1)
+            if not max(low, numbers_a_rank - 1) < steps * step < high:
+                break
+            numbers = steps * step
+        if best is None and too_large is not None:
+            # The largest rank to which the smallest fit can be cut, so that its codes fit.
+            coordinates = cluster_coordinates(too_large.matrix)
+
+            def cut(rank: int) -> Factored:
+                return coded(self._round_coordinates(coordinates.first(rank), dtype), too_large)
+
+            fitting = bisect_right(range(1, coordinates.rank), budget, key=lambda rank: size_of(cut(rank)))
+            best = cut(fitting) if fitting else None
+        if best is None:
+            raise refuse_bytes(problem, max(size, memory(1)), f"{k} flat{'s' * (k > 1)} of rank 1")
+        return best
+
+    def _round_coordinates(self, coordinates: ClusterCoordinates, dtype: torch.dtype) -> CodedMatrix:
         if not coordinates.rank:
             raise KflatsError(
                 "a matrix of zeros cannot be coded in flats",
@@ -65,23 +222,22 @@ class RowScaleCodec(FixedRateCodec, Protocol):
             )
         sizes = [_sizes(coordinates, flat) for flat in range(len(coordinates.bases))]
         whole = torch.zeros(len(coordinates.labels), coordinates.rank)
-        for c, (table, flat) in enumerate(zip(coordinates.tables, coordinates.flat_of, strict=True)):
+        members = [(coordinates.labels == c).nonzero().squeeze(1) for c in range(len(coordinates.tables))]
+        for rows, table, flat in zip(members, coordinates.tables, coordinates.flat_of, strict=True):
             rank = table.shape[1]
-            whole[coordinates.members(c), :rank] = (table / sizes[flat][:rank]).to(torch.float32)
+            whole[rows, :rank] = (table / sizes[flat][:rank]).to(torch.float32)
         code = self.rounded(TensorRows(whole), dtype)
-        basis = rounded_basis(
-            torch.cat([basis * size.unsqueeze(1) for basis, size in zip(coordinates.bases, sizes, strict=True)]), dtype
-        )
-        several = len(coordinates.tables) > 1
+        scaled = [basis * size.unsqueeze(1) for basis, size in zip(coordinates.bases, sizes, strict=True)]
+        basis = rounded_basis(torch.cat(scaled), dtype)
         return from_integers(
-            [code.levels[coordinates.members(c)] for c in range(len(coordinates.tables))],
-            coordinates.labels if several else None,
+            [code.levels[rows] for rows in members],
+            coordinates.labels,
             code.scales.values,
             scales="row",
             groups=code.scales.values.shape[1],
             basis=basis.levels,
             basis_scale=basis.scales.values,
-            flats=flat_layout(coordinates),
+            flats=coordinates.layout,
             unit=code.scales.unit + basis.scales.unit,
         )
 

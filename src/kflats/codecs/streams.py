@@ -3,29 +3,41 @@
     magic, checksum of the head, head: labels, layouts, centers, contexts, int8 basis, distributions, list of blocks
     block after block: the integers of some rows of one class
 
-A model in memory holds fixed-rate codes, of which it can read any row; a stream is smaller by what the integers'
-distributions leave to save, and is decoded block by block straight into the fixed-rate form. A checksum is over what
-a block decodes to: it covers the coder, too.
+A model in memory holds fixed-rate codes, of which it can read any row. A stream is smaller, because the integers of a
+column are not equally frequent. It is decoded block by block straight into the fixed-rate form. A checksum is over the
+integers that a block decodes to: it covers the coder, too.
 """
 
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from kflats.codecs.blocks import block_in, blocks_of, encode_block, groups_of
-from kflats.codecs.entropy import Writer, models_of
-from kflats.codecs.stream_reader import MAGIC, fitting, label_model, middle_of, open_stream
+from kflats.codecs.entropy import (
+    Model,
+    Reader,
+    Writer,
+    damaged,
+    decode_symbols,
+    encode_symbols,
+    model_of,
+    models_of,
+)
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.coded_geometry import CodedGeometry
-from kflats.numerics.coding.packing import Layout, unpack
+from kflats.methods.problem import Factored
+from kflats.numerics.coding.packing import Layout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, nearest_knot, tables_of
 from kflats.numerics.coding.transform import context_moves
+
+STREAM_VERSION = 1
+BLOCK = 2**18  # integers a block, about: what decoding needs memory for
+_MAGIC = b"kflats codes"
 
 
 def encode(matrix: CodedMatrix) -> Tensor:
@@ -34,40 +46,41 @@ def encode(matrix: CodedMatrix) -> Tensor:
     Raises:
         KflatsError: ``constriction`` is not installed.
 
-    >>> from kflats.matrices.coded_build import from_integers
+    >>> from kflats.matrices.coded import from_integers
     >>> matrix = from_integers([torch.zeros(900, 8, dtype=torch.int16)], None, torch.ones(1))
     >>> stream = encode(matrix)
     >>> torch.equal(decode(stream, matrix.geometry)["codes"], matrix.get_buffer("codes"))
     True
     """
-    matrix = _on_cpu(matrix)
-    geometry, found = matrix.geometry, matrix.tensors()
-    head = Writer()
+    geometry = matrix.geometry
+    found = {name: value.detach().cpu() for name, value in matrix.tensors().items()}
+    head, body = Writer(), bytearray()
     if "labels" in found:
-        head.symbols([found["labels"].to(torch.int32).numpy()], [label_model(geometry)])
-    bits, low = found["bits"].to(torch.int16), found["low"].to(torch.int16)
+        head.symbols([found["labels"].to(torch.int32).numpy()], [_label_model(geometry)])
+    bits, low = found["bits"].to(torch.int16), found["low"]
     # An offset is mostly that of a range with zero in its middle, a context that of the column before.
-    for values in (context_moves(bits), low - middle_of(bits), found["centers"], context_moves(found["contexts"])):
+    for values in (context_moves(bits), low - _middle_of(bits), found["centers"], context_moves(found["contexts"])):
         head.array(values)
     if geometry.basis == "int8":
         scales = _scale_contexts(found["basis"])
         head.array(scales.unsqueeze(0))
-        _put_basis(head, found["basis"], scales)
-    tables = None if geometry.levels else _tables_of(matrix)
-    if tables is not None:
-        head.tables(tables)
-    body = bytearray()
-    models = [] if tables is None else models_of(tables)
-    for c, a, b in blocks_of(geometry):
-        packed = block_in(found["codes"], geometry, c, a, b)
-        raw = packed.numpy().tobytes()
+        for k in range(int(scales.max()) + 1 if len(scales) else 0):
+            head.array(found["basis"][scales == k])
+    tables = _tables_of(geometry, found)
+    head.tables(tables)
+    models = models_of(tables)
+    for c, a, b in _blocks_of(geometry):
+        packed = geometry.part(found["codes"], c)[a:b]
         layout = Layout(found["bits"][c], low[c])
-        part = b"" if tables is None else encode_block(packed, layout, found["contexts"][c], models)
-        coded = tables is not None and len(part) < len(raw)
+        order, groups = _groups_of(layout, found["contexts"][c])
+        levels = unpack(packed, layout).T[order].to(torch.int32).numpy()
+        parts = np.split(levels, np.cumsum([count for _, count in groups])[:-1])
+        raw, part = packed.numpy().tobytes(), encode_symbols(parts, [models[k] for k, _ in groups])
+        coded = len(part) < len(raw)
         head.put("<BII", coded, len(part) if coded else len(raw), crc32([raw]))
         body += part if coded else raw
     top = bytes(head.data)
-    start = MAGIC + struct.pack("<II", len(top), crc32([top]))
+    start = _MAGIC + struct.pack("<BII", STREAM_VERSION, len(top), crc32([top]))
     return torch.frombuffer(bytearray(start + top + bytes(body)), dtype=torch.uint8)
 
 
@@ -80,54 +93,74 @@ def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
         KflatsError: ``constriction`` is not installed; a damaged or truncated stream, one of another version or of
             another geometry.
     """
-    with fitting():
-        opened = open_stream(stream, geometry)
-        opened.found["codes"] = torch.empty(geometry.shapes["codes"], dtype=torch.uint8)
-        for place, read in opened.blocks():
-            block_in(opened.found["codes"], geometry, *place).copy_(read())
-        return opened.found
+    body = Reader(memoryview(stream.detach().cpu().numpy().tobytes()))
+    if bytes(body.take(len(_MAGIC))) != _MAGIC:
+        raise damaged("these are no kflats codes")
+    version, size, checksum = body.get("<BII")
+    if version != STREAM_VERSION:
+        raise KflatsError(
+            f"codes of version {version} are unknown here (this kflats reads {STREAM_VERSION})",
+            cause="a file of a newer kflats, or a damaged one",
+            hint="pip install -U kflats",
+        )
+    top = body.take(size)
+    if crc32([top]) != checksum:
+        raise damaged("the checksum of their head differs")
+    try:
+        return _decoded(Reader(top), body, geometry)
+    except KflatsError:
+        raise
+    except (ValueError, IndexError, RuntimeError, OverflowError) as error:
+        # The head is as it was written, so that the stream belongs to another matrix.
+        raise damaged(f"they do not fit this matrix ({str(error)[:80]})") from error
 
 
-def decode_rows(stream: Tensor, geometry: CodedGeometry, index: Tensor) -> tuple[CodedGeometry, dict[str, Tensor]]:
-    """The rows at ``index`` alone, as the geometry and the integer tensors of a CodedMatrix that has just these.
+def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, Tensor]:
+    n, count, r = geometry.shape[0], len(geometry.classes), geometry.rank
+    found = {"codes": torch.empty(geometry.shapes["codes"], dtype=torch.uint8)}
+    if count > 1:
+        (labels,) = head.symbols([n], [_label_model(geometry)])
+        found["labels"] = torch.from_numpy(labels.astype(np.uint8))
+    bits = head.array((count, r)).cumsum(1)
+    low = head.array((count, r)) + _middle_of(bits)
+    centers, contexts = head.array((count, r)), head.array((count, r)).cumsum(1)
+    found |= {"bits": bits.to(torch.uint8), "low": low.to(torch.int16)}
+    found |= {"centers": centers.to(torch.int16), "contexts": contexts.to(torch.uint8)}
+    if geometry.basis == "int8":
+        scales = head.array((1, geometry.axes))[0]
+        found["basis"] = torch.empty(geometry.shapes["basis"], dtype=torch.int8)
+        for k in range(int(scales.max()) + 1 if len(scales) else 0):
+            rows = (scales == k).nonzero().squeeze(1)
+            found["basis"][rows] = head.array((len(rows), geometry.shape[1])).to(torch.int8)
+    models = models_of(head.tables())
+    for c, a, b in _blocks_of(geometry):
+        coded, size, checksum = head.get("<BII")
+        goal, part = geometry.part(found["codes"], c)[a:b], body.take(size)
+        if coded:
+            layout = Layout(found["bits"][c], found["low"][c])
+            order, groups = _groups_of(layout, found["contexts"][c])
+            chosen = [models[k] for k, _ in groups]
+            parts = decode_symbols(part, [columns * (b - a) for _, columns in groups], chosen)
+            levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, b - a)
+            levels[order] = torch.from_numpy(np.concatenate(parts)).view(len(order), b - a)
+            goal.copy_(pack(levels.T, layout))
+        else:
+            goal.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8).view(goal.shape))
+        if crc32([goal]) != checksum:
+            raise damaged(f"the checksum of rows {a} to {b} of class {c} differs")
+    if head.left or body.left:
+        raise damaged("they are followed by something else")
+    return found
 
-    Only blocks that hold one of them are decoded. Floating-point tensors are the whole matrix', but for scales of rows:
-    ``weight.view(n, -1)[index].view(-1)``.
 
-    Args:
-        index: (m,) whole numbers of 0..n-1, m > 0, in any order; some may be there twice.
+def coded(matrix: CodedMatrix, fit: Factored | None = None) -> Factored:
+    """The result of ``Codec.encode``: the code of a ``fit``, or of the rows themselves.
 
     Raises:
-        KflatsError: as ``decode``; damage in blocks that are not read is not seen. IndexError: rows that are none.
-
-    >>> from kflats.matrices.coded_build import from_integers
-    >>> matrix = from_integers([torch.arange(900).view(900, 1).to(torch.int16)], None, torch.ones(1))
-    >>> part, found = decode_rows(encode(matrix), matrix.geometry, torch.tensor([7, 3]))
-    >>> CodedMatrix(part, found | {"weight": torch.ones(1), "shrink": torch.zeros(1)}).dense().tolist()
-    [[7.0], [3.0]]
+        KflatsError: ``constriction`` is not installed.
     """
-    n, index = geometry.shape[0], index.detach().cpu().to(torch.int64)
-    if index.ndim != 1 or not len(index) or not 0 <= int(index.min()) <= int(index.max()) < n:
-        raise IndexError(f"rows {index.tolist()[:8]} of {n}")
-    with fitting():
-        opened = open_stream(stream, geometry)
-        labels = opened.found.get("labels", torch.zeros(n, dtype=torch.uint8)).to(torch.int64)
-        chosen, starts = labels[index], torch.tensor([0, *(rows for rows, _ in geometry.classes)]).cumsum(0)
-        within = torch.argsort(torch.argsort(labels, stable=True))[index] - starts[chosen]
-        # Inside a class rows stand by row number, here by their place in the index.
-        members = [(chosen == c).nonzero().squeeze(1) for c in range(len(geometry.classes))]
-        sizes = [size for _, size in geometry.classes]
-        packed = [torch.empty(len(m), size, dtype=torch.uint8) for m, size in zip(members, sizes, strict=True)]
-        for (c, a, b), read in opened.blocks():
-            at = within[members[c]]
-            here = (at >= a) & (at < b)
-            if bool(here.any()):
-                packed[c][here] = read()[at[here] - a]
-    if "labels" in opened.found:
-        opened.found["labels"] = opened.found["labels"][index]
-    opened.found["codes"] = torch.cat([part.reshape(-1) for part in packed])
-    classes = tuple((len(m), size) for m, (_, size) in zip(members, geometry.classes, strict=True))
-    return replace(geometry, shape=(len(index), geometry.shape[1]), classes=classes), opened.found
+    norm, converged = (None, True) if fit is None else (fit.norm, fit.converged)
+    return Factored(matrix, norm=norm, stored_bytes=stored_bytes(matrix), converged=converged)
 
 
 def stored_bytes(matrix: CodedMatrix) -> int:
@@ -140,31 +173,18 @@ def stored_bytes(matrix: CodedMatrix) -> int:
     return len(encode(matrix)) + floats
 
 
-# Heads -------------------------------------------------------------------------------------------
+# Heads and blocks --------------------------------------------------------------------------------
 
 
-def _put_basis(head: Writer, levels: Tensor, scales: Tensor) -> None:
-    """Rows of about one size share a distribution."""
-    groups = [levels[scales == k] for k in range(int(scales.max()) + 1 if len(scales) else 0)]
-    for group in groups:
-        head.array(group)
+def _label_model(geometry: CodedGeometry) -> Model:
+    """The distribution of the rows' classes."""
+    return model_of(0, torch.tensor([rows for rows, _ in geometry.classes]))
 
 
-def _tables_of(matrix: CodedMatrix) -> Tables:
-    """The distribution of the integers of each context."""
-    geometry, found = matrix.geometry, matrix.tensors()
-    counts = torch.zeros(geometry.contexts, len(KNOTS), dtype=torch.float64)
-    reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot()
-    for c, a, b in blocks_of(geometry):
-        layout = Layout(found["bits"][c], found["low"][c])
-        order, groups = groups_of(layout, found["contexts"][c])
-        levels = unpack(block_in(found["codes"], geometry, c, a, b), layout).T[order].to(torch.int64).abs()
-        if int(levels.max()) > FARTHEST:
-            raise KflatsError(f"integers of more than {FARTHEST} cannot be entropy coded", hint="larger steps")
-        for (k, _), part in zip(groups, torch.split(levels, [count for _, count in groups]), strict=True):
-            counts[k] += torch.bincount(knots[part.reshape(-1)], minlength=len(KNOTS))
-            reach[k] = max(int(reach[k]), int(part.max()))
-    return tables_of(counts, reach)
+def _middle_of(bits: Tensor) -> Tensor:
+    """Where a range of 2^bits integers begins that has zero in its middle."""
+    half = torch.div(1 << bits.to(torch.int64), 2, rounding_mode="floor")
+    return -half
 
 
 def _scale_contexts(levels: Tensor) -> Tensor:
@@ -174,9 +194,38 @@ def _scale_contexts(levels: Tensor) -> Tensor:
     return torch.searchsorted(sizes.unique(), sizes)
 
 
-def _on_cpu(matrix: CodedMatrix) -> CodedMatrix:
-    found = {name: value.detach().cpu() for name, value in matrix.tensors().items()}
-    return CodedMatrix(matrix.geometry, found)
+def _blocks_of(geometry: CodedGeometry) -> list[tuple[int, int, int]]:
+    """(class, and the rows a..b of it) of each block."""
+    most = max(1, BLOCK // max(1, geometry.rank))
+    return [
+        (c, a, min(a + most, rows))
+        for c, (rows, row_bytes) in enumerate(geometry.classes)
+        for a in range(0, rows if row_bytes else 0, most)
+    ]
+
+
+def _groups_of(layout: Layout, contexts: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Columns that have bits, those of one context together, and (context, how many) in that order."""
+    columns = layout.bits.nonzero().squeeze(1)
+    order = columns[torch.argsort(contexts[columns], stable=True)]
+    used, counts = torch.unique_consecutive(contexts[order], return_counts=True)
+    return order, list(zip(used.tolist(), counts.tolist(), strict=True))
+
+
+def _tables_of(geometry: CodedGeometry, found: dict[str, Tensor]) -> Tables:
+    """The distribution of the integers of each context."""
+    counts = torch.zeros(geometry.contexts, len(KNOTS), dtype=torch.float64)
+    reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot()
+    for c, a, b in _blocks_of(geometry):
+        layout = Layout(found["bits"][c], found["low"][c])
+        order, groups = _groups_of(layout, found["contexts"][c])
+        levels = unpack(geometry.part(found["codes"], c)[a:b], layout).T[order].to(torch.int64).abs()
+        if int(levels.max()) > FARTHEST:
+            raise KflatsError(f"integers of more than {FARTHEST} cannot be entropy coded", hint="larger steps")
+        for (k, _), part in zip(groups, torch.split(levels, [count for _, count in groups]), strict=True):
+            counts[k] += torch.bincount(knots[part.reshape(-1)], minlength=len(KNOTS))
+            reach[k] = max(int(reach[k]), int(part.max()))
+    return tables_of(counts, reach)
 
 
 # Models -----------------------------------------------------------------------------------------

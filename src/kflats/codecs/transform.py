@@ -8,30 +8,31 @@ are coded.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from kflats.codecs.cluster_coordinates import MatrixRows
-from kflats.codecs.fixed_rate import HEADER_BYTES, coded
 from kflats.codecs.protocol import Candidate, Codec, Table
-from kflats.codecs.streams import stored_bytes
+from kflats.codecs.row_scales import HEADER_BYTES
+from kflats.codecs.streams import coded, stored_bytes
 from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
-from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.coded_build import from_flats, from_transform
+from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix
 from kflats.methods import SVD, Flats
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.problem import Factored, Problem, check_accepts
 from kflats.methods.protocol import Method
-from kflats.numerics.coding.encode import transform_code, transform_rates
-from kflats.numerics.coding.flats import flats_code
-from kflats.numerics.coding.gaussian_bound import water_level
-from kflats.numerics.rows import Rows
+from kflats.numerics.coding.encode import FlatsCode, transform_code, transform_rates
+from kflats.numerics.coding.frame import water_level
+from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE
+from kflats.numerics.coding.rounding import scales_of
+from kflats.numerics.coding.transform import TransformCode
+from kflats.numerics.rows import Rows, TensorRows, check_finite, check_weights
 
 _ATTEMPTS = 6
 _SMALL = 48
@@ -125,9 +126,10 @@ class Transform(Codec):
             classes=self.classes,
         )
         for rate in rates:
-            if not rate.rank:  # labels and scales alone
+            if not len(rate.basis.levels):  # labels and scales alone
                 break
-            counted.append(Candidate(method, self, rate.nbytes + HEADER_BYTES, rate.error, error_kind=kind))
+            nbytes = math.ceil(rate.size) + HEADER_BYTES
+            counted.append(Candidate(method, self, nbytes, rate.error, error_kind=kind))
         return counted
 
     def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
@@ -147,6 +149,8 @@ def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dt
     """The code of the rows themselves, in the method's flats: of several numbers of flats the one that loses least."""
     problem = replace(problem, weighting=problem.weighting.uncoupled())
     rows, weighting = problem.rows, problem.weighting
+    check_finite(rows)
+    check_weights(problem.row_weights, rows.shape[0])
     if method.produces == "pair":
         return coded(_on_flats(rows, None, codec, problem, dtype))
     first, *others = method.flat_counts()
@@ -171,21 +175,9 @@ def _of_fit(method: Method, codec: Transform, problem: Problem, dtype: torch.dty
     nbytes = method.cost(problem.rows.shape, _axes_with_bits(method, problem, method.flats), 4)
     fit = method.fit(replace(problem, nbytes=nbytes, itemsize=4, free_labels=False))
     labels = fit.matrix.labels.detach().cpu().to(torch.int64) if isinstance(fit.matrix, FlatsMatrix) else None
-    return coded(_on_flats(MatrixRows(fit.matrix), labels, codec, problem, dtype), fit)
-
-
-def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    """The code of ``rows`` in the flats that ``labels`` tell apart, or in one flat; fewer flats where bytes are few."""
-    weights, right, classes = problem.row_weights, problem.weighting.right, codec.classes
-
-    def build(nbytes: int) -> tuple[CodedMatrix, int]:
-        if labels is None:
-            code = transform_code(rows, weights=weights, right=right, nbytes=nbytes, classes=classes)
-            return from_transform(code, dtype=dtype), code.stored_bytes
-        flats = flats_code(rows, labels, nbytes=nbytes, weights=weights, right=right, classes=classes)
-        return from_flats(flats, dtype=dtype), flats.stored_bytes
-
-    return _within(problem.nbytes, build)
+    with torch.no_grad():
+        rows = TensorRows(fit.matrix.rows(torch.arange(fit.matrix.shape[0], device=fit.matrix.weight.device)))
+    return coded(_on_flats(rows, labels, codec, problem, dtype), fit)
 
 
 def _labels(method: Method, problem: Problem, k: int) -> Tensor:
@@ -216,15 +208,24 @@ def _axes_with_bits(method: Method, problem: Problem, k: int) -> int:
     return max(1, min(int((energies > level).sum()), d, n // k))
 
 
-def _within(nbytes: int, build: Callable[[int], tuple[CodedMatrix, int]]) -> CodedMatrix:
-    """A code whose file takes at most ``nbytes``.
+def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+    """The code of ``rows`` in the flats that ``labels`` tell apart, or in one flat, in at most the problem's bytes.
 
-    ``build`` makes a code for a number of bytes and says how many it takes; the file's container comes on top.
+    A code is made for a number of bytes and says how many it takes; the file's container comes on top.
     """
+    nbytes = problem.nbytes
     target, best, left = nbytes, None, nbytes + 1
     for _ in range(_ATTEMPTS):
         try:
-            matrix, code_bytes = build(target)
+            code = transform_code(
+                rows,
+                target,
+                weights=problem.row_weights,
+                right=problem.weighting.right,
+                classes=codec.classes,
+                labels=labels,
+            )
+            matrix = from_codes(code, dtype=dtype)
         except KflatsError:
             if target == nbytes:
                 raise
@@ -239,7 +240,7 @@ def _within(nbytes: int, build: Callable[[int], tuple[CodedMatrix, int]]) -> Cod
             target += left
             continue
         # A code may take any size in the last hundredth below its target: the next must not come out larger.
-        target = min(target - over, code_bytes) - over // 4 - 1
+        target = min(target - over, code.stored_bytes) - over // 4 - 1
         if target < 1:
             break
     if best is not None:
@@ -249,6 +250,82 @@ def _within(nbytes: int, build: Callable[[int], tuple[CodedMatrix, int]]) -> Cod
         cause=f"the container takes {over:,} bytes more",
         hint="a larger budget, or fewer classes",
     )
+
+
+def from_codes(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:
+    """The matrix of a code: the classes of all flats, one after the other. Steps and other floats become ``dtype``.
+
+    Raises:
+        KflatsError: steps that ``dtype`` cannot hold; more than 256 classes.
+    """
+    codes = code.codes
+    rank = max(one.rank for one in codes)
+    steps, scales = torch.cat([one.steps for one in codes]), torch.cat([one.basis_scale for one in codes])
+    shift = _balance(steps, scales)
+    held, held_scales = scales_of(steps * shift, dtype), scales_of(scales / shift, dtype)
+    labels, first = torch.empty(len(code.flats), dtype=torch.int64), 0
+    for flat, one in enumerate(codes):
+        labels[code.flats == flat] = one.labels.to(torch.int64) + first
+        first += len(one.levels)
+    contexts, shrink = _common_contexts(codes)
+
+    def wide(values: Tensor) -> Tensor:
+        return F.pad(values, (0, rank - values.shape[1]))
+
+    return from_integers(
+        [wide(levels) for one in codes for levels in one.levels],
+        labels,
+        held.values,
+        centers=torch.cat([wide(one.centers) for one in codes]),
+        contexts=torch.cat([wide(of) for of in contexts]).to(torch.uint8),
+        shrink=shrink.to(dtype),
+        basis=torch.cat([one.basis for one in codes]),
+        basis_scale=held_scales.values,
+        flats=tuple((len(one.levels), one.rank) for one in codes) if len(codes) > 1 else (),
+        unit=held.unit + held_scales.unit,
+    )
+
+
+def _balance(steps: Tensor, scales: Tensor) -> float:
+    """The power of two by which steps grow and scales of the basis shrink, so that both have about one magnitude.
+
+    The matrix depends on their product only. In units of a loss the steps may be 1e-8 and the scales 1e4; float16 holds
+    neither.
+    """
+    middles = []
+    for values in (steps, scales):
+        live = values[values > 0].to(torch.float64).log2()
+        if not live.numel():
+            return 1.0
+        middles.append((float(live.min()) + float(live.max())) / 2)
+    return float(2.0 ** round((middles[1] - middles[0]) / 2))
+
+
+def _common_contexts(codes: Sequence[TransformCode]) -> tuple[Sequence[Tensor], Tensor]:
+    """The contexts of each code among distributions of all codes, those of like mean magnitude as one; their shrink."""
+    if len(codes) == 1:
+        return [codes[0].contexts], codes[0].shrink
+    octaves, weights, shrinks, empty = [], [], [], -(10**6)
+    for code in codes:
+        total, live, cells = (torch.zeros(len(code.shrink), dtype=torch.float64) for _ in range(3))
+        for c, levels in enumerate(code.levels):
+            of = code.contexts[c].to(torch.int64)
+            size = levels.abs()
+            total.index_add_(0, of, size.sum(0, dtype=torch.float64))
+            live.index_add_(0, of, (size > 0).sum(0, dtype=torch.float64))
+            cells.index_add_(0, of, torch.full((len(of),), float(len(levels)), dtype=torch.float64))
+        mean = total / cells.clamp_min(1.0)
+        octave = (mean.clamp_min(1e-30).log2() * CONTEXTS_AN_OCTAVE).floor().to(torch.int64)
+        octaves.append(torch.where(live > 0, octave, torch.full_like(octave, empty)))
+        weights.append(live)
+        shrinks.append(code.shrink.to(torch.float64))
+    used, common = torch.unique(torch.cat(octaves), return_inverse=True)
+    live = torch.cat(weights)
+    sums = torch.zeros(2, len(used), dtype=torch.float64)
+    sums.index_add_(1, common, torch.stack([torch.cat(shrinks) * live, live]))
+    parts = common.split([len(one) for one in octaves])
+    shared = [of[one.contexts.to(torch.int64)] for of, one in zip(parts, codes, strict=True)]
+    return shared, (sums[0] / sums[1].clamp_min(1.0)).to(torch.float32)
 
 
 def _between(measured: Sequence[Candidate], numbers: int) -> list[Candidate]:

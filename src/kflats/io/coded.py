@@ -12,8 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from kflats.codecs.entropy import AGAIN
-from kflats.codecs.stream_reader import STREAM_VERSION
-from kflats.codecs.streams import encode
+from kflats.codecs.streams import STREAM_VERSION, encode
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.coded_geometry import read_geometry

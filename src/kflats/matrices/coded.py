@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -13,12 +14,11 @@ from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
 from kflats.common.schema import JsonObject
 from kflats.matrices.base import Matrix
-from kflats.matrices.coded_geometry import CodedGeometry, contradiction
-from kflats.matrices.decoding import Reading, Tile, integers, limited, reading_of
+from kflats.matrices.coded_geometry import INTEGERS, CodedGeometry, contradiction
 from kflats.matrices.flats import refresh_after_load
 from kflats.matrices.lookup import FEW, distinct, inverse_of, is_exporting, is_recording
 from kflats.matrices.low_rank import check_rows, copy_trainable
-from kflats.numerics.coding.packing import places_of
+from kflats.numerics.coding.packing import Layout, layout_of, pack, places_of, read_codes
 
 TILE = 2**20  # numbers that are decoded at a time
 MANY = 1024
@@ -26,14 +26,14 @@ MANY = 1024
 _BASIS_UNIT = 128.0
 """An integer basis is divided by this number, so that coordinates in it are about as large as the numbers they stand
 for: half precision, in which products may be taken, does not hold much smaller ones. A power of two is exact."""
+_ALIGNED = 1.125
+"""How many times the bytes of the smallest layout one of equal columns may take."""
 
 
 class CodedMatrix(Matrix):
-    """Row i of class c is ``(scale * value(q_i)) @ basis``. It stores r integers q_i; the class says how many bits each
-    of them takes. Where there are several flats, ``basis`` is the one of the class' flat.
-
-        value(q) = center + q - sign(q) shrink      uniform steps; shrink: from an interval's middle to its mean
-        value(q) = levels[q + L // 2]               L levels of any kind (Lloyd-Max)
+    """Row i of class c is ``(scale * (center + q_i - sign(q_i) shrink)) @ basis``. It stores r integers q_i; the class
+    says how many bits each of them takes. Where there are several flats, ``basis`` is the one of the class' flat.
+    ``shrink`` leads from an interval's middle to its mean.
 
     Rows of one class lie together, each in the same number of bytes (``numerics.coding.packing``): a batch is decoded
     class by class, all columns at once. In memory the matrix takes its codes and ``position``, 4 bytes a row.
@@ -46,12 +46,12 @@ class CodedMatrix(Matrix):
             labels: (n,) uint8, the class of each row; absent where there is one class.
             bits, low: (C, r), column j of class c holds low .. low + 2^bits - 1.
             centers, contexts: (C, r), the center of a column, and the index of its ``shrink``.
-            shrink: (K,); or levels: (L,).
-            basis: (r, d) int8, with basis_scale (r,), or floating-point; absent where it is the identity. The bases of
-                several flats stand one below the other, and r is the sum of their ranks.
+            shrink: (K,).
+            basis: (r, d) int8, with basis_scale (r,); absent where it is the identity. The bases of several flats stand
+                one below the other, and r is the sum of their ranks.
 
-    Codes, labels, layouts and an int8 basis are constants. Scales, shrink, levels and a floating-point basis are
-    parameters; training through ``matvec`` (a tied head) keeps decoded tiles for the backward pass.
+    Codes, labels, layouts and the basis are constants. Scales and shrink are parameters; training through ``matvec`` (a
+    tied head) keeps decoded tiles for the backward pass.
 
     Raises:
         KflatsError: tensors that do not fit the geometry or contradict it.
@@ -73,25 +73,20 @@ class CodedMatrix(Matrix):
         self.ready = False
         self.streamed = False  # True while ``codes`` holds the stream of a file, see kflats.codecs.streams
         self.readings: list[Reading] = []  # of each class
-        dtype = tensors["weight"].dtype
-        for name, shape in geometry.shapes.items():
-            found = tensors.get(name)
-            wanted = geometry.dtype_of(name, dtype)
-            if found is None or tuple(found.shape) != shape or found.dtype != wanted:
-                there = "absent" if found is None else f"{found.dtype} of shape {tuple(found.shape)}"
+        shapes, dtype = geometry.shapes, tensors["weight"].dtype
+        wanted = {name: (INTEGERS.get(name, dtype), shape) for name, shape in shapes.items()}
+        there = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        for name in sorted(wanted.keys() | there.keys()):
+            if wanted.get(name) != there.get(name):
                 raise KflatsError(
-                    f"{name!r} of a coded matrix is {there}, not {wanted} of shape {shape}",
+                    f"{name!r} of a coded matrix is {there.get(name, 'absent')}, not {wanted.get(name, 'absent')}",
                     cause="a damaged file, or tensors of another matrix",
                 )
-            if wanted.is_floating_point:
-                self.register_parameter(name, nn.Parameter(found))
+        for name in shapes:
+            if name in INTEGERS:
+                self.register_buffer(name, tensors[name])
             else:
-                self.register_buffer(name, found)
-        if unknown := sorted(tensors.keys() - geometry.shapes.keys()):
-            raise KflatsError(
-                f"a coded matrix of this geometry has no {unknown[0]!r}",
-                cause="a damaged file, or tensors of another matrix",
-            )
+                self.register_parameter(name, nn.Parameter(tensors[name]))
         empty = torch.empty(0, dtype=torch.int32, device=tensors["codes"].device)
         self.position: Tensor
         self.fields: Tensor
@@ -114,14 +109,11 @@ class CodedMatrix(Matrix):
         geometry, codes, labels = self.geometry, self.get_buffer("codes"), self._get("labels")
         if problem := contradiction(geometry, self.tensors()):
             raise KflatsError(problem, cause="a damaged or mixed-up file", hint="restore the file, or compress again")
-        bits, low = self.get_buffer("bits").to(torch.int64), self.get_buffer("low")
-        starts, shifts, masks = places_of(bits)
+        bits, low = self.get_buffer("bits"), self.get_buffer("low")
+        starts, shifts, masks = places_of(bits.to(torch.int64))
         self.fields = torch.stack([starts, shifts, masks, low.to(torch.int32)])
-        lows, centers, kept = low.cpu(), self.get_buffer("centers").cpu(), shifts.cpu()
-        self.readings = [
-            reading_of(bits[c].cpu(), lows[c], centers[c], kept[c], geometry.levels, rank)
-            for c, rank in enumerate(geometry.rank_of)
-        ]
+        layouts = bits.cpu().to(torch.int32), low.cpu(), self.get_buffer("centers").cpu(), shifts.cpu()
+        self.readings = [Reading.of(*(each[c] for each in layouts)) for c in range(len(geometry.classes))]
         n = geometry.shape[0]
         ordered = torch.arange(n, device=codes.device) if labels is None else torch.argsort(labels, stable=True)
         self.position = inverse_of(ordered).to(torch.int32)
@@ -151,8 +143,7 @@ class CodedMatrix(Matrix):
         self._check_ready()
         if self._is_many(x):
             return self._project(0, x @ self._all_coordinates(x).T)
-        one = self._get("labels") is None
-        ordered = x if one else x.index_select(-1, inverse_of(self.position))
+        ordered = x if self._get("labels") is None else x.index_select(-1, inverse_of(self.position))
         found: dict[int, Tensor] = {}
         for tile in self._tiles(_product_type(x)):
             left = ordered[..., tile.first : tile.first + tile.numbers.shape[1]]
@@ -216,10 +207,10 @@ class CodedMatrix(Matrix):
         if geometry.scales == "row":
             kept["weight"] = kept["weight"][: n * geometry.groups]
         # Inside a class rows stand by row number: the rows that are dropped are its last.
-        parts = torch.split(kept["codes"], [rows * row_bytes for rows, row_bytes in geometry.classes])
+        parts = [geometry.part(kept["codes"], c)[:count].reshape(-1) for c, count in enumerate(counts)]
+        kept["codes"] = torch.cat(parts)
         sizes = tuple((count, row_bytes) for count, (_, row_bytes) in zip(counts, geometry.classes, strict=True))
-        kept["codes"] = torch.cat([part[: rows * size] for part, (rows, size) in zip(parts, sizes, strict=True)])
-        smaller = CodedGeometry(**{**vars(geometry), "shape": (n, geometry.shape[1]), "classes": sizes})
+        smaller = replace(geometry, shape=(n, geometry.shape[1]), classes=sizes)
         return copy_trainable(self, CodedMatrix(smaller, kept))
 
     def extra_repr(self) -> str:
@@ -237,10 +228,7 @@ class CodedMatrix(Matrix):
 
     def _all_coordinates(self, x: Tensor) -> Tensor:
         """(r, n) for products with ``x``, rows in their order."""
-        rank, parts = self.geometry.rank, []
-        for tile in self._tiles(self._wide):
-            numbers = tile.whole()
-            parts.append(F.pad(numbers, (0, 0, 0, rank - numbers.shape[0])))
+        parts = [_padded(tile.whole(), self.geometry.rank) for tile in self._tiles(self._wide)]
         return torch.cat(parts, dim=1).index_select(1, self.position).to(_product_type(x))
 
     @property
@@ -250,26 +238,21 @@ class CodedMatrix(Matrix):
 
     def _tiles(self, dtype: torch.dtype) -> Iterator[Tile]:
         """All rows, ``TILE`` numbers at a time."""
-        most, first, tables = max(1, TILE // max(1, self.geometry.rank)), 0, self._tables()
-        flat_of, final = self.geometry.flat_of, self.geometry.basis == "identity" and dtype == self.weight.dtype
-        by_row = inverse_of(self.position) if self.geometry.scales == "row" else None
-        for c, (rows, _) in enumerate(self.geometry.classes):
-            packed = self._packed(c)
+        geometry, tables = self.geometry, self._tables()
+        most, first = max(1, TILE // max(1, geometry.rank)), 0
+        final = geometry.basis == "identity" and dtype == self.weight.dtype
+        by_row = inverse_of(self.position) if geometry.scales == "row" else None
+        for c, (rows, _) in enumerate(geometry.classes):
+            packed = geometry.part(self.get_buffer("codes"), c)
             for a in range(0, rows, most):
                 part = packed[a : a + most]
                 at = None if by_row is None else by_row[first + a : first + a + len(part)]
-                yield self._tile(c, flat_of[c], first + a, part, at, tables).as_type(dtype, final=final)
+                yield self._tile(c, first + a, part, at, tables).as_type(dtype, final=final)
             first += rows
 
     def _ended(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         """Numbers of the table as ``dtype``: limited to its range where it is the table's own type, else as a cast."""
         return limited(numbers, dtype) if dtype == self.weight.dtype else numbers.to(dtype)
-
-    def _packed(self, c: int) -> Tensor:
-        """(rows, bytes) of class ``c``."""
-        (rows, row_bytes), before = self.geometry.classes[c], self.geometry.classes[:c]
-        first = sum(rows * row_bytes for rows, row_bytes in before)
-        return self.get_buffer("codes")[first : first + rows * row_bytes].view(rows, row_bytes)
 
     def _sorted_rows(self, places: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) ascending places in class order -> (t, d)."""
@@ -277,85 +260,53 @@ class CodedMatrix(Matrix):
         bounds = torch.tensor(starts, device=places.device, dtype=places.dtype)
         cuts = torch.searchsorted(places, bounds).tolist()
         ordered = inverse_of(self.position).index_select(0, places) if self.geometry.scales == "row" else None
-        tables, parts, first = self._tables(), [], 0
-        for flat, (count, rank) in enumerate(self.geometry.parts):
-            found = []
-            for c in range(first, first + count):
-                a, b = cuts[c], cuts[c + 1]
-                if a < b:
-                    packed = self._packed(c).index_select(0, places[a:b] - starts[c])
-                    at = None if ordered is None else ordered[a:b]
-                    numbers = self._tile(c, flat, a, packed, at, tables).whole()
-                    found.append(F.pad(numbers, (0, 0, 0, rank - numbers.shape[0])))
-            first += count
-            if found:
-                # Half precision only at the end: it may hold the numbers of a row and not its small coordinates.
-                parts.append(self._ended(self._project(flat, torch.cat(found, dim=1).T), dtype))
-        return torch.cat(parts)
+        tables, found = self._tables(), dict[int, list[Tensor]]()
+        for c, flat in enumerate(self.geometry.flat_of):
+            a, b = cuts[c], cuts[c + 1]
+            if a < b:
+                packed = self.geometry.part(self.get_buffer("codes"), c).index_select(0, places[a:b] - starts[c])
+                numbers = self._tile(c, a, packed, None if ordered is None else ordered[a:b], tables).whole()
+                found.setdefault(flat, []).append(_padded(numbers, self.geometry.parts[flat][1]))
+        # Half precision only at the end: it may hold the numbers of a row and not its small coordinates.
+        parts = [self._project(flat, torch.cat(numbers, dim=1).T) for flat, numbers in found.items()]
+        return self._ended(torch.cat(parts), dtype)
 
-    def _tile(
-        self, c: int, flat: int, first: int, packed: Tensor, rows: Tensor | None, tables: tuple[Tensor, ...]
-    ) -> Tile:
+    def _tile(self, c: int, first: int, packed: Tensor, rows: Tensor | None, tables: Sequence[Tensor]) -> Tile:
         """(m, bytes) of class ``c`` as numbers; ``rows``: their row numbers, where each row has scales."""
-        how = self.readings[c].plain if is_exporting() else self.readings[c]
+        how, flat = self.readings[c].plain if is_exporting() else self.readings[c], self.geometry.flat_of[c]
         less, centers, scales = (table[c, : how.used] for table in tables)
-        q = integers(packed, self.fields[:, c], how, self._wide)
-        levels, groups = self._get("levels"), self.geometry.groups
-        if levels is not None:
-            at = (q.to(torch.int64) + self.geometry.levels // 2).reshape(-1)
-            q = levels.to(self._wide).index_select(0, at).view(q.shape)
-        elif self._is_shrunk():
+        q = how.integers(packed, self.fields[:, c], self._wide)
+        if self._is_shrunk():
             q = q.sub_(q.sign().mul_(less.unsqueeze(1)))
         middle = centers if how.centered else None
-        by_class = scales if self.geometry.scales == "class" or self._get("basis_scale") is not None else None
+        by_class = scales if self.geometry.scales == "class" or self.geometry.basis == "int8" else None
         if rows is None:
             return Tile(flat, first, q, None, by_class, middle)
-        if groups == 1:
-            return Tile(flat, first, q, self._row_scales(rows).squeeze(1), by_class, middle)
+        by_row = self._scales().index_select(0, rows)
+        if self.geometry.groups == 1:
+            return Tile(flat, first, q, by_row.squeeze(1), by_class, middle)
         q = q if middle is None else q + middle.unsqueeze(1)
-        if how.used < self.geometry.rank or self.geometry.rank % groups:
-            return Tile(flat, first, q * self._row_scales(rows)[:, : how.used].T, None, by_class, None)
-        by_group = self._scales().index_select(0, rows).T.unsqueeze(1)
-        return Tile(flat, first, (q.unflatten(0, (groups, -1)) * by_group).flatten(0, 1), None, by_class, None)
+        return Tile(flat, first, q * self._spread(by_row)[:, : how.used].T, None, by_class, None)
 
     def _is_shrunk(self) -> bool:
         """Whether a ``shrink`` may be other than 0; also True where reading it is slow, or where it needs gradients."""
-        shrink = self._get("shrink")
-        if shrink is None or shrink.device.type != "cpu" or is_recording():
-            return shrink is not None
+        shrink = self.get_parameter("shrink")
+        if shrink.device.type != "cpu" or is_recording():
+            return True
         return (torch.is_grad_enabled() and shrink.requires_grad) or bool(shrink.detach().any())
 
     def _tables(self) -> tuple[Tensor, ...]:
         """Three tables, (C, r) each: shrink, center and scale of every class and column."""
         geometry, dtype = self.geometry, self._wide
-        centers, shrink = self.get_buffer("centers").to(dtype), self._get("shrink")
-        scales = torch.ones_like(centers)
-        if geometry.scales == "class":
-            scales = self._spread(self._scales())
-        if (basis_scale := self._get("basis_scale")) is not None:
-            whole = basis_scale.to(dtype) * _BASIS_UNIT
+        centers, contexts = self.get_buffer("centers").to(dtype), self.get_buffer("contexts").to(torch.int32)
+        scales = self._spread(self._scales()) if geometry.scales == "class" else torch.ones_like(centers)
+        if geometry.basis == "int8":
+            whole = self.get_parameter("basis_scale").to(dtype) * _BASIS_UNIT
             parts = zip(geometry.parts, whole.split([rank for _, rank in geometry.parts]), strict=True)
             each = [F.pad(of, (0, geometry.rank - rank)).expand(count, -1) for (count, rank), of in parts]
             scales = scales * torch.cat(each)
-        if shrink is None:
-            return centers, centers, scales
-        contexts = self.get_buffer("contexts").to(torch.int32)
-        less = shrink.to(dtype).index_select(0, contexts.reshape(-1)).view(contexts.shape)
+        less = self.get_parameter("shrink").to(dtype).index_select(0, contexts.reshape(-1)).view(contexts.shape)
         return less, centers, scales
-
-    def _values(self, q: Tensor, less: Tensor, centers: Tensor, scales: Tensor) -> Tensor:
-        """Numbers for the integers ``q``; the tables broadcast to its shape."""
-        levels = self._get("levels")
-        if levels is not None:
-            at = (q + self.geometry.levels // 2).reshape(-1)
-            return levels.to(self._wide).index_select(0, at).view(q.shape) * scales
-        found = q.to(self._wide)
-        return (found - found.sign() * less + centers) * scales
-
-    def _row_scales(self, rows: Tensor) -> Tensor:
-        """(m,) rows -> (m, r), or (m, 1) where all columns have one scale."""
-        scales = self._scales().index_select(0, rows)
-        return scales if self.geometry.groups == 1 else self._spread(scales)
 
     def _scales(self) -> Tensor:
         """(classes or rows, groups), wide."""
@@ -386,11 +337,11 @@ class CodedMatrix(Matrix):
                 # The masks drop all bits of bytes beyond the last one, so it may be read in their place.
                 here = (at + byte).clamp(max=codes.numel() - 1).reshape(-1)
                 word = word | (codes.index_select(0, here).to(torch.int32).view(at.shape) << 8 * byte)
-        tables = (table.index_select(0, label) for table in self._tables())
+        less, centers, scales = (table.index_select(0, label) for table in self._tables())
         # The exporter of ONNX knows this name and not the operator.
-        codes_here = word.bitwise_right_shift(shifts) & masks
-        values = self._values(codes_here + low, *tables)
-        return values if geometry.scales == "class" else values * self._row_scales(index)
+        q = (word.bitwise_right_shift(shifts) & masks).add(low).to(self._wide)
+        values = (q - q.sign() * less + centers) * scales
+        return values if geometry.scales == "class" else values * self._spread(self._scales().index_select(0, index))
 
     def _recorded_rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) rows -> (t, d), in plain operators whose sizes are known."""
@@ -411,9 +362,7 @@ class CodedMatrix(Matrix):
         basis = self._get("basis")
         if basis is None:
             return [None]
-        unit = 1.0 if basis.is_floating_point() else 1.0 / _BASIS_UNIT
-        parts = basis.split([rank for _, rank in self.geometry.parts])
-        return [part.to(dtype) if unit == 1.0 else part.to(dtype) * unit for part in parts]
+        return [part.to(dtype) * (1.0 / _BASIS_UNIT) for part in basis.split([rank for _, rank in self.geometry.parts])]
 
     def _project(self, flat: int, coordinates: Tensor) -> Tensor:
         """(..., columns in use) -> (..., d), in the coordinates' type."""
@@ -427,3 +376,183 @@ def _product_type(x: Tensor) -> torch.dtype:
     """The type of a product with ``x``: that of autocast where it is enabled, else the type of ``x``."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _padded(numbers: Tensor, rank: int) -> Tensor:
+    """(columns in use, m) -> (rank, m), zeros at the end."""
+    return F.pad(numbers, (0, 0, 0, rank - numbers.shape[0]))
+
+
+def limited(numbers: Tensor, dtype: torch.dtype) -> Tensor:
+    """``numbers`` as ``dtype``, limited to its range. Decoded numbers may exceed the largest number of a table a
+    little; where that number is near the end of the type's range, they would become infinite.
+
+    >>> limited(torch.tensor([70000.0, -1.0]), torch.float16).tolist()
+    [65504.0, -1.0]
+    """
+    if dtype.itemsize >= numbers.dtype.itemsize:
+        return numbers.to(dtype)
+    limit = torch.finfo(dtype).max
+    return numbers.clamp(-limit, limit).to(dtype)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How the rows of a class are read, in as few passes over its integers as their layout allows.
+
+    ``used``: how many leading columns can be other than zero; ``span``: most bytes that one code lies in; ``width``: 4
+    or 8 where every column has this number of bits, else 0; ``centered``: whether a center is other than zero.
+    """
+
+    used: int
+    span: int
+    width: int
+    centered: bool
+
+    @classmethod
+    def of(cls, bits: Tensor, low: Tensor, centers: Tensor, shifts: Tensor) -> Reading:
+        """How a class of this layout, (r,) each, is read; ``shifts`` as ``places_of`` gives them."""
+        moved = (bits > 0) | (low != 0) | (centers != 0)
+        used = int(moved.nonzero().max()) + 1 if bool(moved.any()) else 0
+        span = max(1, int(((shifts + bits + 7) >> 3).max())) if bits.numel() else 1
+        widths = set(bits.tolist())
+        same = len(widths) == 1 and widths <= {4, 8} and used == len(bits) and used % 2 == 0
+        return cls(used, span, widths.pop() if same else 0, bool((centers != 0).any()))
+
+    @property
+    def plain(self) -> Reading:
+        """The same in operators that ONNX has, too: it cannot shift integers of 16 bits."""
+        return Reading(self.used, 3, 0, self.centered)
+
+    def integers(self, packed: Tensor, fields: Tensor, dtype: torch.dtype) -> Tensor:
+        """(m, bytes) -> (columns in use, m) integers as ``dtype``; ``fields`` (4, r): as ``CodedMatrix`` has them."""
+        starts, shifts, masks, low = fields[:, : self.used]
+        if not self.width:
+            codes = read_codes(packed, starts, shifts, masks, self.span)
+            return codes.to(dtype).add_(low.to(dtype).unsqueeze(1))
+        if self.width == 4:
+            packed = torch.stack([packed & 15, packed >> 4], dim=-1).view(len(packed), -1)
+        numbers: Tensor = packed.to(dtype).add_(low.to(dtype)).T
+        return numbers
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of one class of one flat, from place ``first`` on. Coordinate j of row i is
+
+        rows_i columns_j (numbers_ji + centers_j)          factors of 1 and centers of 0 are None
+
+    ``numbers`` (columns in use, m). Products apply the factors to their inputs or results, which are smaller.
+    """
+
+    flat: int
+    first: int
+    numbers: Tensor
+    rows: Tensor | None
+    columns: Tensor | None
+    centers: Tensor | None
+
+    def as_type(self, dtype: torch.dtype, *, final: bool) -> Tile:
+        """For products in ``dtype``; half types hold the sums of coordinates, but not the sums of integers.
+
+        ``final``: the coordinates are the numbers of a table of this type, and are limited to its range. Other
+        coordinates become infinite beyond the range, so that a wrong product is seen.
+        """
+        if dtype == self.numbers.dtype:
+            return self
+        if dtype.itemsize < 4:
+            whole = limited(self.whole(), dtype) if final else self.whole().to(dtype)
+            return Tile(self.flat, self.first, whole, None, None, None)
+        others = (None if t is None else t.to(dtype) for t in (self.rows, self.columns, self.centers))
+        return Tile(self.flat, self.first, self.numbers.to(dtype), *others)
+
+    def whole(self) -> Tensor:
+        """(columns in use, m), with all factors applied."""
+        found = self.numbers if self.centers is None else self.numbers + self.centers.unsqueeze(1)
+        found = found if self.columns is None else found * self.columns.unsqueeze(1)
+        return found if self.rows is None else found * self.rows
+
+
+def from_integers(
+    integers: Sequence[Tensor],
+    labels: Tensor | None,
+    weight: Tensor,
+    *,
+    centers: Tensor | None = None,
+    contexts: Tensor | None = None,
+    shrink: Tensor | None = None,
+    scales: str = "class",
+    groups: int = 1,
+    basis: Tensor | None = None,
+    basis_scale: Tensor | None = None,
+    flats: tuple[tuple[int, int], ...] = (),
+    unit: int = 0,
+) -> CodedMatrix:
+    """Pack the integers of each class, (n_c, r), at the smallest fixed rate.
+
+    Args:
+        integers: of every class, its rows by row number.
+        labels: (n,) the class of each row; None for one class.
+        weight: scales, flat: (class or row) x group, of the type that all floating-point parts get.
+        centers, contexts, shrink, scales, groups, basis, basis_scale, flats, unit: as ``CodedMatrix``; zeros, or
+            absent, by default.
+
+    Raises:
+        KflatsError: sizes that do not fit, scales that are not finite, or integers beyond 15 bits.
+
+    >>> m = from_integers([torch.tensor([[3, -4], [1, 0]])], None, torch.tensor([0.5, 2.0]), scales="row")
+    >>> m.dense().tolist(), m.get_buffer("codes").numel()
+    ([[1.5, -2.0], [2.0, 0.0]], 2)
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise KflatsError(
+            f"the scales of a coded matrix are not finite in {weight.dtype}", cause="values beyond its range"
+        )
+    r, count = integers[0].shape[1], len(integers)
+    layouts = [_centered(part) if flats else _aligned(_centered(part)) for part in integers]
+    zeros = torch.zeros(count, r, dtype=torch.int16)
+    kept = {
+        "weight": weight.reshape(-1),
+        "codes": torch.cat([pack(part, at).reshape(-1) for part, at in zip(integers, layouts, strict=True)]),
+        "bits": torch.stack([at.bits for at in layouts]),
+        "low": torch.stack([at.low for at in layouts]),
+        "centers": zeros if centers is None else centers,
+        "contexts": zeros.to(torch.uint8) if contexts is None else contexts,
+        "shrink": torch.zeros(1, dtype=weight.dtype) if shrink is None else shrink,
+    }
+    if labels is not None and count > 1:
+        kept["labels"] = labels.to(torch.uint8)
+    if basis is not None and basis_scale is not None:
+        kept |= {"basis": basis, "basis_scale": basis_scale}
+    geometry = CodedGeometry(
+        (sum(len(part) for part in integers), r if basis is None else basis.shape[1]),
+        r,
+        tuple((len(part), at.row_bytes) for part, at in zip(integers, layouts, strict=True)),
+        contexts=len(kept["shrink"]),
+        scales=scales,
+        groups=groups,
+        basis="identity" if basis is None else "int8",
+        flats=flats,
+        unit=unit,
+    )
+    return CodedMatrix(geometry, kept)
+
+
+def _centered(integers: Tensor) -> Layout:
+    """The smallest layout, with zero in the middle of a column's range where the integers allow it."""
+    found = layout_of(integers)
+    if not integers.numel():
+        return found
+    middle = -((1 << found.bits.to(torch.int64)) // 2)
+    fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << found.bits.to(torch.int64)))
+    return Layout(found.bits, torch.where(fits, middle, found.low.to(torch.int64)).to(torch.int16))
+
+
+def _aligned(found: Layout) -> Layout:
+    """4 or 8 bits for all columns where this takes little more bytes: such codes are read several times as fast."""
+    width = int(found.bits.max()) if found.bits.numel() else 0
+    if width not in (4, 8) or found.bits.numel() % 2 or found.bits.numel() * width > _ALIGNED * 8 * found.row_bytes:
+        return found
+    low = torch.where(found.bits < width, torch.full_like(found.low, -(1 << width - 1)), found.low)
+    inside = (found.low >= low) & (found.low + (1 << found.bits.to(torch.int64)) <= low + (1 << width))
+    return Layout(torch.full_like(found.bits, width), torch.where(inside, low, found.low))

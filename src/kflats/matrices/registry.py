@@ -10,7 +10,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.schema import decode
 from kflats.matrices.base import Matrix
 from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.coded_geometry import CodedGeometry, read_geometry
+from kflats.matrices.coded_geometry import INTEGERS, CodedGeometry, read_geometry
 from kflats.matrices.dense import DenseMatrix
 from kflats.matrices.flats import FlatsMatrix
 from kflats.matrices.geometry import (
@@ -98,9 +98,7 @@ def matrix_from_spec(spec: object, *, dtype: torch.dtype, device: torch.device |
             found = FlatsMatrix(weight, basis, empty(n, of=label_dtype(len(bands))), bands, flats.flat_ranks)
         case CodedMatrix.kind:
             geometry = read_geometry(spec)
-            tensors = {
-                name: empty(*shape, of=geometry.dtype_of(name, dtype)) for name, shape in geometry.shapes.items()
-            }
+            tensors = {name: empty(*shape, of=INTEGERS.get(name, dtype)) for name, shape in geometry.shapes.items()}
             found = CodedMatrix(geometry, tensors)
         case kind:
             raise KflatsError(

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kflats.codecs.stream_reader import STREAM_VERSION
-from kflats.codecs.streams import expand_, expect_
+from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
 from kflats.common.errors import KflatsError
 from kflats.common.schema import check_version, decode
 from kflats.matrices.conv import CONVOLVED

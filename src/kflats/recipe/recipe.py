@@ -34,7 +34,7 @@ class Recipe:
     Args:
         method: ``SVD()``, ``Flats(k=5)``, ...
         importance: ``Uniform()``, ``TokenCounts(power=0.5)``, ``ZipfPrior()``, ...
-        codec: ``Float()``, or integers: ``Transform()``, ``Integer(bits=8)``, ``Rotation()``.
+        codec: ``Float()``, or integers: ``Transform()``, ``Integer(bits=8)``.
         matrix_rows: what the method takes as rows of a linear layer: "in_features" (input neurons, as FWSVD and MESSI
             do) or "out_features" (output neurons: the importance of inputs is then its right side).
 

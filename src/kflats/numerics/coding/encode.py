@@ -1,154 +1,155 @@
-"""Transform coding of a matrix under row weights, to a budget.
+"""Transform coding of a matrix under row weights, to a number of bytes.
 
-    minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= budget
+    minimise   sum_i w_i || (a_i - a^_i) R ||^2      subject to   stored bytes <= nbytes
 
 Principal axes of the weighted rows; in each class of rows a step proportional to w^(-1/2); entropy-constrained
 quantizers with one trade between squared steps and bits everywhere, which is what reverse water-filling asks for: at
 one slope in every coordinate, those below the water level fall into the dead zone by themselves (Gersho and Gray,
 Vector Quantization and Signal Compression, ch. 8; Goyal, Theoretical foundations of transform coding, IEEE Signal
 Processing Magazine 18, 2001). One number, the step, then sets the size.
+
+Several flats have principal axes of their own. At one step every flat loses the same for its last bit, so that the
+flats together are optimal.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.coding.frame import Source, source_of
-from kflats.numerics.coding.sizing import at_size, at_step, estimate
-from kflats.numerics.coding.tables import FARTHEST
-from kflats.numerics.coding.transform import TransformCode
-from kflats.numerics.rows import Rows, as_rows, check_finite, check_weights
+from kflats.numerics.coding.basis import CodedBasis
+from kflats.numerics.coding.clusters import cluster_rows
+from kflats.numerics.coding.frame import Frame, Source, source_of
+from kflats.numerics.coding.quantizers import TRADE, Quantizer, design
+from kflats.numerics.coding.transform import TransformCode, label_bits, side_bytes
+from kflats.numerics.rows import MetricRows, PartOfRows, Rows
 
 _ROWS_A_CLASS = 96
 """A class of fewer rows does not pay for itself, and is not tried."""
+_PASSES = 3
+"""Quantise, redesign, quantise, ...: after the third pass the size changes by less than .1 %."""
+_TRIES = 12
+"""Corrections of the step, at most: on the sample, and again on all rows."""
+_WINDOW = 0.99
+"""A budget counts as met from this share of it on."""
+_AIM = 0.996
+_BASIS_ROW = 8 * 5
+"""Bits a basis row costs beside its levels: its scale and which distribution it follows."""
+
+
+@dataclass(frozen=True)
+class FlatsCode:
+    """``codes``: of each flat; ``flats`` (n,) int64, the flat of each row; rows keep their order inside a flat."""
+
+    codes: tuple[TransformCode, ...]
+    flats: Tensor
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all codes, and of the labels that tell the flats apart."""
+        return sum(code.stored_bytes for code in self.codes) + _label_bytes(self.flats)
 
 
 def transform_code(
-    matrix: Tensor | Rows,
+    rows: Rows,
+    nbytes: int,
     *,
     weights: Tensor | None = None,
     right: Tensor | None = None,
-    nbytes: int | None = None,
-    bits: float | None = None,
-    step: float | None = None,
     classes: int = 32,
-) -> TransformCode:
-    """Code ``matrix`` (n, d) in ``nbytes`` stored bytes, in ``bits`` per weight, or at a given ``step``: one of them.
+    labels: Tensor | None = None,
+) -> FlatsCode:
+    """Code ``rows`` (n, d), all finite, in at most ``nbytes`` stored bytes.
 
     Args:
-        matrix: a tensor of any float type, or any ``Rows``.
-        weights: (n,) row weights; None: all alike. A row of weight 0 gets next to no bits.
+        nbytes: at least 99 % of them are used unless the matrix is coded as finely as 16383 steps to either side allow
+            in less.
+        weights: (n,) row weights, not negative; None: all alike. A row of weight 0 gets next to no bits. Only ratios
+            count, of weights and of the metric.
         right: a Gram R R' of the columns, (d, d), or its diagonal (d,).
-        nbytes: ``TransformCode.stored_bytes`` is at most this, and at least 99 % of it unless the matrix is coded as
-            finely as 16383 steps to either side allow in less.
-        step: the step of a row of weight 1, in the matrix' unit. Codes of several matrices at one step lose the
-            same for the last bit, so that together they are optimal. Weights and metric are then taken as they are;
-            elsewhere only their ratios count.
-        classes: at most so many classes of rows, 1 to 256.
+        classes: the largest number of classes of rows of all flats together, 1 to 256; each flat has one at least.
+        labels: (n,) a first guess of the rows' flats; EM moves rows to the flat in which they cost least, and gives up
+            flats of too few rows. None: one flat.
 
     A row is coded in at most 16383 steps to either side of its class' centre. Rows that are too long for the step of
     the others are apart, in classes of coarser steps: each loses about 1e-4 of its length, which may be most of the
     error, and the others are coded as finely as without them. With ``classes=1`` the longest row sets the
     least step of all.
 
-    Choose it for whatever is to be small on disk: from half a bit to about eight per weight. Nothing is random.
+    Choose it for whatever is to be small on disk: from half a bit to about eight per weight. Several flats pay for
+    tables of many hundred times as many rows as columns whose rows lie near several flats, because each flat has a
+    basis to store. Nothing is random.
 
     Raises:
-        KflatsError: NaN or infinite values, weights or metrics that are none, no or several targets, a budget below
-            what labels and distributions alone need, or one for which floats are the better choice.
+        KflatsError: a metric that is none, a budget below what labels and distributions alone need, or one for which
+            floats are the better choice.
 
-    >>> import torch
-    >>> matrix = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
-    >>> code = transform_code(matrix, bits=3)
-    >>> code.shape, code.stored_bytes <= 500 * 8 * 3 / 8
-    ((500, 8), True)
+    >>> from kflats.numerics.rows import TensorRows
+    >>> gen = torch.Generator().manual_seed(0)
+    >>> parts = [torch.randn(2000, 2, generator=gen) @ torch.randn(2, 8, generator=gen) for _ in range(2)]
+    >>> code = transform_code(TensorRows(torch.cat(parts)), 4000, labels=torch.arange(4000) // 2000)
+    >>> code.stored_bytes <= 4000, [one.rank for one in code.codes]
+    (True, [2, 2])
     """
-    rows = as_rows(matrix)
     n, d = rows.shape
-    kind, value = _target(nbytes, bits, step)
-    if not isinstance(classes, int) or not 1 <= classes <= 256:
-        raise KflatsError(f"{classes!r} classes of rows are not supported", hint="a whole number from 1 to 256")
-    check_finite(rows)
-    check_weights(weights, n)
-    budget = int(value) if kind == "nbytes" else int(value * n * d / 8)
-    target = (kind, value) if kind == "step" else ("bits", 8 * budget / (n * d))
-    source = classed(source_of(rows, weights, right, target), classes)
-    if kind != "step":
-        return at_size((source,), budget)[0]
-    if value < source.finest:
-        raise KflatsError(
-            f"a step of {value:.3g} is too fine for every row: {FARTHEST} steps to either side can be coded",
-            hint=f"a step of {source.finest:.3g} or more, or leave the matrix in floats",
-        )
-    return at_step(source, value)
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A code at ``step``: its ``rank``, its ``nbytes``, and the weighted squared ``error`` it leaves."""
-
-    step: float
-    rank: int
-    nbytes: int
-    error: float
+    whole = source_of(rows, weights, right, ("bits", 8 * nbytes / (n * d)))
+    flats, w = torch.zeros(n, dtype=torch.int64), whole.row_weights
+    if labels is not None:
+        measured = MetricRows(rows, whole.metric.factor)
+        flats = cluster_rows(measured, labels.to("cpu", torch.int64), w, whole.first_step**2 / 12)
+    count = int(flats.max()) + 1
+    if count == 1:
+        return FlatsCode(_at_size([_classed(whole, classes)], nbytes), flats)
+    step = whole.first_step * math.sqrt(whole.metric.scale) or 1.0
+    sources = []
+    for flat in range(count):
+        mine = (flats == flat).nonzero().squeeze(1)
+        source = source_of(PartOfRows(rows, mine), w[mine], right, ("step", step))
+        sources.append(_classed(source, 1 + max(0, classes - count) * len(mine) // n))
+    return FlatsCode(_at_size(sources, nbytes - _label_bytes(flats)), flats)
 
 
 def transform_rates(
-    matrix: Tensor | Rows,
-    steps: Sequence[float],
-    *,
-    weights: Tensor | None = None,
-    right: Tensor | None = None,
-    classes: int = 32,
-) -> Iterator[Rate]:
-    """Bytes and errors of codes of ``matrix`` at several ``steps``, from a sample of at most 4096 rows of all classes.
+    rows: Rows, steps: Sequence[float], *, weights: Tensor | None, right: Tensor | None, classes: int
+) -> Iterator[Estimate]:
+    """Bytes and errors of codes of ``rows`` at several ``steps``, from a sample of at most 4096 rows of all classes.
 
-    Matrices of up to 4096 rows are counted whole; sizes and errors of longer ones are right within some per cent. Rows
-    are parted into classes once, for the middle step. Steps that are too fine for every row are left out. Choose it to
-    compare sizes without coding the whole matrix at each.
+    A step is that of a row of weight 1, in the matrix' unit. Matrices of up to 4096 rows are counted whole; sizes and
+    errors of longer ones are right within some per cent. Rows are parted into classes once, for the middle step. Steps
+    that are too fine for every row are left out. Choose it to compare sizes without coding the whole matrix at each.
 
-    Raises:
-        KflatsError: as ``transform_code``.
-
-    >>> import torch
-    >>> matrix = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
-    >>> [rate.nbytes > 500 for rate in transform_rates(matrix, [0.1, 1.0, 8.0])]
+    >>> from kflats.numerics.rows import TensorRows
+    >>> matrix = TensorRows(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)))
+    >>> [rate.size > 500 for rate in transform_rates(matrix, [0.1, 1.0, 8.0], weights=None, right=None, classes=32)]
     [True, True, False]
     """
-    rows = as_rows(matrix)
-    for step in steps:
-        _target(None, None, step)
-    check_finite(rows)
-    check_weights(weights, rows.shape[0])
     middle = sorted(steps)[len(steps) // 2]
-    source = classed(source_of(rows, weights, right, ("step", middle)), classes)
+    source = _classed(source_of(rows, weights, right, ("step", middle)), classes)
     sample, scale = source.sample()
     for step in steps:
         if step >= source.finest:
-            found = estimate(sample, scale, step)
-            yield Rate(step, len(found.basis.levels), math.ceil(found.size), found.error + source.outside(step))
+            rate = _estimate(sample, scale, step)
+            yield replace(rate, error=rate.error + source.outside(step))
 
 
-def _target(nbytes: int | None, bits: float | None, step: float | None) -> tuple[str, float]:
-    given = [(name, v) for name, v in (("nbytes", nbytes), ("bits", bits), ("step", step)) if v is not None]
-    if len(given) != 1:
-        raise KflatsError(
-            "a transform code needs one target",
-            hint="nbytes=, bits= (per weight) or step=",
-            command="a budget: --keep or --size",
-        )
-    name, value = given[0]
-    if isinstance(value, bool) or not math.isfinite(value) or value <= 0:
-        raise KflatsError(f"a target of {name}={value!r} is not possible", hint="a finite number above zero")
-    return name, float(value)
+@dataclass(frozen=True)
+class Estimate:
+    """By a sample: ``size`` bytes of all rows at a step, how many symbols are not 0, the weighted squared ``error``,
+    the ``price`` (bits and the error at its trade for bits), and the basis that pays."""
+
+    size: float
+    live: float
+    error: float
+    price: float
+    basis: CodedBasis
 
 
-def classed(source: Source, classes: int) -> Source:
+def _classed(source: Source, classes: int) -> Source:
     """The source with those classes that cost least, error and bytes together, at the step where the search begins."""
     if source.first_step == 0 or classes == 1:
         return source
@@ -156,4 +157,135 @@ def classed(source: Source, classes: int) -> Source:
     if len(ways) == 1:
         return ways[0]
     step = max(source.first_step, *(way.finest for way in ways))
-    return ways[min(range(len(ways)), key=lambda i: estimate(*ways[i].sample(), step).price)]
+    return ways[min(range(len(ways)), key=lambda i: _estimate(*ways[i].sample(), step).price)]
+
+
+def _label_bytes(flats: Tensor) -> int:
+    return math.ceil(label_bits(torch.bincount(flats)) / 8)
+
+
+def _estimate(source: Source, scale: Tensor, step: float) -> Estimate:
+    """What a code at ``step`` takes and leaves, from a sample of rows; ``scale`` (C,): rows that each stands for."""
+    basis = source.code_axes(step)
+    frame = source.frame(basis, step)
+    quantizer: Quantizer | None = None
+    for _ in range(_PASSES):
+        tally, _ = frame.survey(quantizer)
+        quantizer = design(tally, scale=scale)
+    assert quantizer is not None
+    cost, each = tally.prices(quantizer), scale.unsqueeze(1)
+    error = tally.errors(quantizer)
+    # A centre other than 0 is lost with its direction.
+    whole = tally.uu + tally.rows.unsqueeze(1) * frame.centers.square()
+    counts = frame.counts.unsqueeze(1)
+    gain = (((whole - error) * counts - TRADE * cost) * each).sum(0)
+    pays = gain > TRADE * (basis.bits + _BASIS_ROW)
+    kept = pays.nonzero().squeeze(1)
+    basis = basis.kept(kept)
+    sizes = torch.bincount(source.labels, minlength=len(scale)) * scale
+    total = float((cost[:, kept] * each).sum() + basis.bits.sum()) + label_bits(sizes)
+    centers, contexts = frame.centers[:, kept], quantizer.contexts[:, kept]
+    live = float((tally.knots[:, kept, 1:].sum(2) * each).sum())
+    size = total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables)
+    left = float((torch.where(pays, error, whole) * counts * each).sum())
+    return Estimate(size, live, left * step**2, 8 * size + left / TRADE, basis)
+
+
+def _designed(frame: Frame) -> Quantizer:
+    quantizer = design(frame.survey(None)[0])
+    for _ in range(_PASSES - 2):
+        quantizer = design(frame.survey(quantizer)[0])
+    return quantizer
+
+
+def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
+    tally, levels = frame.survey(quantizer, keep=True)
+    final, basis = design(tally, kill=False), frame.basis
+    return TransformCode(
+        labels=frame.source.labels.to(torch.uint8),
+        levels=levels,
+        steps=frame.steps,
+        centers=frame.centers.to(torch.int16),
+        contexts=final.contexts.to(torch.uint8),
+        tables=final.tables,
+        shrink=final.shrink,
+        basis=basis.levels,
+        basis_scale=basis.scale,
+        basis_contexts=basis.contexts,
+        basis_tables=basis.tables,
+    )
+
+
+def _at_size(sources: Sequence[Source], budget: int) -> tuple[TransformCode, ...]:
+    """Codes of all sources at one step, of ``budget`` bytes together at most."""
+    bases, step = _search(sources, budget)
+    finest = _finest(sources)
+    pairs = list(zip(sources, bases, strict=True))
+    # One quantizer for all tries: the size is then a falling function of the step.
+    quantizers = [_designed(source.frame(basis, step)) for source, basis in pairs]
+    best: tuple[TransformCode, ...] | None = None
+    low, high, most = 0.0, math.inf, 0  # the coarsest step known to be too fine, the finest known to fit
+    for _ in range(_TRIES):
+        frames = [source.frame(basis, step) for source, basis in pairs]
+        codes = tuple(_code(frame, quantizer) for frame, quantizer in zip(frames, quantizers, strict=True))
+        size = sum(code.stored_bytes for code in codes)
+        if size <= budget:
+            if best is None or size > most:
+                best, most = codes, size
+            high = min(high, step)
+            if size >= _WINDOW * budget or step <= finest * 1.01 or not any(code.rank for code in codes):
+                break
+        else:
+            low = max(low, step)
+        # Bits fall by about one a live coordinate for each doubling of the step.
+        live = sum(float((q != 0).sum()) for code in codes for q in code.levels) + 1.0
+        step = max(finest, step * 2 ** max(-1.0, min(1.0, 8 * (size - _AIM * budget) / live)))
+        if not low < step < high:
+            step = math.sqrt(low * high) if low > 0 and high < math.inf else min(step, high / 1.1)
+    if best is None:
+        raise KflatsError(f"no step gives a code of at most {budget} bytes", hint="a larger budget")
+    return best
+
+
+def _search(sources: Sequence[Source], budget: int) -> tuple[list[CodedBasis], float]:
+    """The step whose size, by samples, is the budget within half a percent (false position on the logarithms), and
+    the bases that pay there."""
+    samples = [source.sample() for source in sources]
+
+    def estimates(step: float) -> list[Estimate]:
+        return [_estimate(sample, scale, step) for sample, scale in samples]
+
+    reach = max(source.reach for source in sources)
+    # So coarse that not one coordinate is coded: what is left is what every code needs.
+    coarse = 64 * reach if reach > 0 else 1.0
+    found = estimates(coarse)
+    least = sum(one.size for one in found)
+    if least > budget:
+        raise KflatsError(
+            f"{budget} bytes are fewer than the {math.ceil(least)} that labels and scales alone need",
+            hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
+        )
+    if reach == 0:
+        return [one.basis for one in found], coarse
+    finest = low = math.log2(_finest(sources))
+    high = math.log2(coarse)
+    at = max(low, math.log2(max(*(source.first_step for source in sources), 1e-300)))
+    for _ in range(_TRIES):
+        found, here = estimates(2.0**at), at
+        size = sum(one.size for one in found)
+        if abs(size - budget) <= 0.005 * budget or (size <= budget and at <= finest):
+            break
+        low, high = (low, at) if size <= budget else (at, high)
+        # A live coordinate loses about one bit for each doubling of its step.
+        move = 8 * (size - budget) / max(sum(one.live for one in found), 1.0)
+        at += max(-2.0, min(2.0, move))
+        if not low < at < high:
+            at = (low + high) / 2 if low > finest or size > budget else finest
+        if high - low < 1e-3:
+            break
+    return [one.basis for one in found], 2.0**here
+
+
+def _finest(sources: Sequence[Source]) -> float:
+    """The step from which on a smaller one changes nothing; 0 for zeros alone."""
+    return min((source.finest for source in sources if source.finest > 0), default=0.0)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from kflats.numerics.coding.basis import CodedBasis, code_basis
 from kflats.numerics.coding.classes import candidate_classes
-from kflats.numerics.coding.gaussian_bound import water_level
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.gram import gram_of, top_eigenvectors
@@ -19,6 +18,7 @@ from kflats.numerics.metric import Metric, right_metric
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, slices
 
 _BLOCK = 4096
+_HALVINGS = 80
 _SAMPLE = 4096
 """Rows in the sample for the search of a step."""
 _FEWEST = 64
@@ -248,3 +248,18 @@ def sum_of(rows: Rows, index: Tensor) -> Tensor:
     """(d,) float64 sum of the rows at ``index``."""
     parts = (rows.take(part).to(torch.float64).sum(0) for part in index.split(GRAM_BLOCK))
     return torch.stack(list(parts)).sum(0)
+
+
+def water_level(variances: Tensor, bits: float) -> float:
+    """The t at which reverse water-filling takes ``bits`` a number: mean 1/2 log2 max(1, variance / t) = ``bits``.
+
+    Cover and Thomas, Elements of Information Theory, 10.3.3.
+    """
+    variances = variances.to(torch.float64).flatten()
+    high = math.log(float(variances.max()))
+    low = high - 200.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        fewer = float((variances / math.exp(middle)).clamp_min(1.0).log2().mean()) / 2 < bits
+        low, high = (low, middle) if fewer else (middle, high)
+    return math.exp((low + high) / 2)

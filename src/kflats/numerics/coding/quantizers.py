@@ -24,7 +24,7 @@ from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, nearest_knot,
 TRADE = 0.125
 """Squared steps a bit is worth. At high rates D = step^2 / 12 and -dD/dR = .1155 step^2; measured best .09 to .15."""
 
-_PER_OCTAVE = 3
+CONTEXTS_AN_OCTAVE = 3
 """Distributions by the mean magnitude of what they code, so many an octave (2: .006 bits more; 4: .002 less)."""
 
 _LEAST_OCTAVE = -9
@@ -116,7 +116,7 @@ def design(tally: Tally, *, scale: Tensor | None = None, kill: bool = True) -> Q
     rows = tally.rows.clamp_min(1.0).unsqueeze(1)
     octaves = (tally.q / rows).clamp_min(1e-30).log2().clamp_min(_LEAST_OCTAVE)
     live = tally.most > 0
-    found = _quantizer(tally, ((octaves - _LEAST_OCTAVE) * _PER_OCTAVE).floor().to(torch.int64), live, weight)
+    found = _quantizer(tally, ((octaves - _LEAST_OCTAVE) * CONTEXTS_AN_OCTAVE).floor().to(torch.int64), live, weight)
     if not kill:
         return found
     worth = tally.uu - tally.errors(found) > TRADE * tally.prices(found)

@@ -3,8 +3,8 @@
     row i of class c  ~  t_c ( m_c + q_i - sign(q_i) s_c ) B          q_i (r,) integers, the only numbers per row
 
 with t_c the step of the class (proportional to 1 / sqrt(weight)), m_c its whole-numbered centre, s_c how far the mean
-of an interval lies from its middle, and B an integer basis times one scale a row. How the integers are found is
-``encode``'s matter; how they become bytes, ``packing``'s (fixed rate) or an entropy coder's, by ``tables``.
+of an interval lies from its middle, and B an integer basis times one scale a row. ``encode`` finds the integers.
+``packing`` makes bytes of them at a fixed rate, an entropy coder by ``tables``.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
-from kflats.numerics.coding.packing import Layout, layout_of
 from kflats.numerics.coding.tables import Tables, table_for
 
 
@@ -50,19 +48,9 @@ class TransformCode:
     basis_tables: Tables
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """(n, d)."""
-        return len(self.labels), self.basis.shape[1]
-
-    @property
     def rank(self) -> int:
         """r, the number of coordinates."""
         return self.basis.shape[0]
-
-    @property
-    def layouts(self) -> tuple[Layout, ...]:
-        """The smallest fixed-rate layout of each class."""
-        return tuple(layout_of(levels) for levels in self.levels)
 
     @property
     def entropy_bits(self) -> float:
@@ -76,70 +64,13 @@ class TransformCode:
 
     @property
     def side_bytes(self) -> int:
-        """What lies beside the entropy-coded symbols: distributions, steps, scales; centres and contexts, coded too."""
+        """Bytes beside the entropy-coded symbols: distributions, steps, scales; centres and contexts, coded too."""
         return side_bytes(self.centers, self.contexts, self.tables, self.basis_tables)
 
     @property
     def stored_bytes(self) -> int:
         """``entropy_bits`` and ``side_bytes`` together; containers, checksums and the ends of blocks come on top."""
         return math.ceil(self.entropy_bits / 8) + self.side_bytes
-
-    @property
-    def fixed_bytes(self) -> int:
-        """Bytes of the fixed-rate form: packed rows, one byte of label a row, int8 basis, and what lies beside it."""
-        packed = sum(len(q) * layout.row_bytes for q, layout in zip(self.levels, self.layouts, strict=True))
-        return packed + len(self.labels) + self.basis.numel() + self.side_bytes
-
-    def members(self, c: int) -> Tensor:
-        """(n_c,) int64, the rows of class ``c``, ascending: row i of ``levels[c]`` is row members(c)[i]."""
-        return (self.labels == c).nonzero().squeeze(1)
-
-    def float_basis(self) -> Tensor:
-        """B (r, d) float32."""
-        return self.basis.to(torch.float32) * self.basis_scale.unsqueeze(1)
-
-    def coordinates(self, c: int, levels: Tensor) -> Tensor:
-        """t (m + q - sign(q) s) for symbols q (m, r) of class ``c``, float32."""
-        return dequantize(levels, self.steps[c], self.centers[c], self.shrink[self.contexts[c].to(torch.int64)])
-
-    def rows(self, index: Tensor) -> Tensor:
-        """The rows at ``index`` (m,), decoded, (m, d) float32.
-
-        Raises:
-            KflatsError: an index out of range.
-        """
-        index = index.to(torch.int64)
-        if len(index) and not (int(index.min()) >= 0 and int(index.max()) < len(self.labels)):
-            raise KflatsError(
-                f"rows {int(index.min())} .. {int(index.max())} of a table of {len(self.labels)}",
-                hint="a range inside the table",
-            )
-        labels = self.labels[index].to(torch.int64)
-        found = torch.empty(len(index), self.shape[1])
-        basis = self.float_basis()
-        places = self.places()
-        for c in labels.unique().tolist():
-            here = (labels == c).nonzero().squeeze(1)
-            found[here] = self.coordinates(c, self.levels[c][places[index[here]]]) @ basis
-        return found
-
-    def places(self) -> Tensor:
-        """(n,) int64, where in its class each row lies."""
-        places = torch.empty(len(self.labels), dtype=torch.int64)
-        for c in range(len(self.steps)):
-            members = self.members(c)
-            places[members] = torch.arange(len(members))
-        return places
-
-    def dense(self) -> Tensor:
-        """The whole matrix, decoded, (n, d) float32."""
-        return self.rows(torch.arange(len(self.labels)))
-
-
-def dequantize(levels: Tensor, step: Tensor, center: Tensor, shrink: Tensor) -> Tensor:
-    """step (center + q - sign(q) shrink) in float32, for q (m, r), center (r,), shrink (r,)."""
-    q = levels.to(torch.float32)
-    return (q - q.sign() * shrink + center.to(torch.float32)) * step
 
 
 def _price(levels: Tensor, bits: Tensor) -> float:
