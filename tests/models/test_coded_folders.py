@@ -221,7 +221,6 @@ BAD = {
     "another checksum": (("checksum",), 7, "checksum differs"),
     "a checksum of text": (("checksum",), "7", "checksum should be a whole number"),
     "a newer matrix": (("matrix", "version"), 3, "version 3"),
-    "a version without its field": (("matrix", "version"), 2, "unit"),
     "other classes": (
         ("matrix", "classes"),
         [[199, 4]],

@@ -120,9 +120,10 @@ class CodedMatrix(Matrix):
         self.ready = True
 
     def checksum(self) -> int:
-        """CRC-32 of all integers. They are constants: training and casts change floating-point tensors only."""
+        """CRC-32 of all integers and the unit. They are constants: training and casts change other tensors only."""
         integers = {name: value for name, value in self.tensors().items() if not value.is_floating_point()}
-        return crc32(part for item in sorted(integers.items()) for part in item)
+        parts = [part for item in sorted(integers.items()) for part in item]
+        return crc32([*parts, f"2^{self.geometry.unit}"])
 
     def spec(self) -> JsonObject:
         return self.geometry.spec()
@@ -340,7 +341,7 @@ class CodedMatrix(Matrix):
         less, centers, scales = (table.index_select(0, label) for table in self._tables())
         # The exporter of ONNX knows this name and not the operator.
         q = (word.bitwise_right_shift(shifts) & masks).add(low).to(self._wide)
-        values = (q - q.sign() * less + centers) * scales
+        values: Tensor = (q - q.sign() * less + centers) * scales
         return values if geometry.scales == "class" else values * self._spread(self._scales().index_select(0, index))
 
     def _recorded_rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:

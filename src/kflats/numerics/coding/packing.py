@@ -95,7 +95,9 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
         )
     codes = levels.to(torch.int32) - layout.low.to(torch.int32)
     if bool(((codes < 0) | (codes >= 1 << layout.bits.to(torch.int32))).any()):
-        raise KflatsError("a level lies outside the range of its column", cause="the layout is of another matrix")
+        raise KflatsError(
+            "a level lies outside the range of its column", cause="damaged codes, or the layout of another matrix"
+        )
     starts, shifts, _ = places_of(layout.bits)
     # Columns first: a column is then one contiguous block, which is shifted and added as a whole.
     spread = codes.T.contiguous() << shifts.unsqueeze(1)
