@@ -25,7 +25,8 @@ from kflats.evaluation.comparing import Comparison, Fidelity, compare, fidelity,
 from kflats.io import load_model
 from kflats.methods import SVD
 from kflats.model.swap import dense_weight, find_weight
-from kflats.numerics.coding.absmax import absmax_code
+from kflats.numerics.coding.rounding import absmax_code
+from kflats.numerics.rows import TensorRows
 from kflats.report.html import render
 from kflats.report.model_card import note_fidelity
 from kflats.report.report import Report
@@ -153,7 +154,7 @@ def round_rows_(model: nn.Module, name: str, bits: int = 8) -> int:
         The bytes of the rounded numbers in a file.
     """
     rows = dense_weight(model, find_weight(model, name))
-    code = absmax_code(rows, bits, dtype=torch.float32)
+    code = absmax_code(TensorRows(rows), bits, 1, torch.float32)
     with torch.no_grad():
-        rows.copy_(code.dense())
-    return -(-code.stored_bits // 8)
+        rows.copy_(code.levels * code.scales.wide)
+    return -(-code.levels.numel() * bits // 8) + code.scales.values.nbytes
