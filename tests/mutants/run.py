@@ -11,7 +11,8 @@ tests reach which mutant and how much processor time each test takes. `kill` cop
 only the tests that reach it, the quickest first, until one fails. Every mutant gets the same processor time in tests
 (--seconds), so "survived" means "not killed within that time". A test that takes ten times its usual time has failed.
 torch and the other packages are imported once; the tests of each mutant run in a fork. `kill` appends to --out and
-goes on where an earlier run stopped. In a newer tree a mutant is found by function and line, or by `carried.json`. A test that fails without the mutant too kills nothing.
+goes on where an earlier run stopped. In a newer tree a mutant is found by function and line, or by
+`carried.json`. A test that fails without the mutant too kills nothing.
 """
 
 from __future__ import annotations
