@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from kflats.calibration.collect import Statistics, measure
-from kflats.calibration.measurements import FIELDS
+from kflats.calibration.collect import measure
+from kflats.calibration.measurements import FIELDS, Statistics
 from kflats.common.errors import KflatsError
 from kflats.model.weights import find_weights
 
@@ -64,22 +64,18 @@ def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
     measure(model, find_weights(model), [batch], needs=ALL, quiet=True).save(path)
     tensors = load_file(path)
     with safe_open(path, framework="pt") as file:
-        header = file.metadata()["kflats_statistics"]
-    damage: list[tuple[dict[str, Tensor], str]] = [
-        (tensors, header.replace('"version": 1', '"version": 9')),
-        (tensors, header.replace('"rows": 3', '"rows": 4')),
-        (tensors, header.replace('"samples": 4', '"samples": -4')),
-        (tensors, header[:-3]),
+        header = file.metadata()
+    damage: list[tuple[dict[str, Tensor], dict[str, str]]] = [
+        (tensors, header | {"kflats_statistics": header["kflats_statistics"].replace('"rows": 3', '"rows": 4')}),
+        (tensors, header | {"kflats_statistics": "[" * 100_000}),
+        (tensors, {"kflats_statistics": header["kflats_statistics"]}),
         ({k: v for k, v in tensors.items() if "row" not in k}, header),
         (tensors | {"0.row_fisher": tensors["0.row_fisher"] * math.nan}, header),
-        (tensors | {"0.row_fisher": -tensors["0.row_fisher"]}, header),
         (tensors | {"0.column_fisher": tensors["0.column_fisher"].bool()}, header),
-        (tensors | {"0.output_gram": -tensors["0.output_gram"]}, header),
         (tensors | {"0.fisher_gram": tensors["0.fisher_gram"].triu()}, header),
-        (tensors, "[" * 100_000),
     ]
     for changed, text in damage:
-        save_file(changed, path, metadata={"kflats_statistics": text})
+        save_file(changed, path, metadata=text)
         with pytest.raises(KflatsError, match="cannot be read"):
             Statistics.load(path)
     save_file(tensors, path)
@@ -88,5 +84,5 @@ def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
     path.write_bytes(b"junk")
     with pytest.raises(KflatsError, match="cannot be read"):
         Statistics.load(path)
-    with pytest.raises(KflatsError, match="there is no"):
+    with pytest.raises(KflatsError, match=r"cannot be read.*No such file"):
         Statistics.load(tmp_path / "nothing")

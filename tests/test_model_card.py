@@ -22,8 +22,16 @@ from kflats.common.errors import KflatsError
 from kflats.common.release import version
 from kflats.export.dense import export_dense
 from kflats.io.headers import stamp_
-from kflats.report.front_matter import split, with_tag, with_value
-from kflats.report.model_card import compressed_card, dense_card, hub_name, note_fidelity, without_section
+from kflats.report.model_card import (
+    compressed_card,
+    dense_card,
+    hub_name,
+    note_fidelity,
+    split,
+    with_tag,
+    with_value,
+    without_section,
+)
 from kflats.report.report import Report
 
 yaml = pytest.importorskip("yaml")

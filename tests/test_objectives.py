@@ -219,12 +219,12 @@ def test_projections_of_pooled_vectors() -> None:
 
 def test_padding_is_left_out_of_projections() -> None:
     model = bert("BertModel")
-    for of in ("pooled", "hidden"):
-        whole = Projections(of, seed=2).losses(model, TEXT)  # type: ignore[arg-type]
+    for head in (model, bert("BertForTokenClassification", num_labels=3)):
+        whole = Projections(seed=2).losses(head, TEXT)
         for s in range(3):
             length = int(TEXT["attention_mask"][s].sum())
             one = {k: v[s : s + 1, :length] for k, v in TEXT.items()}
-            alone = Projections(of, seed=2).losses(model, one, first=s)  # type: ignore[arg-type]
+            alone = Projections(seed=2).losses(head, one, first=s)
             torch.testing.assert_close(alone, whole[s : s + 1], rtol=1e-4, atol=1e-5)
 
 
@@ -257,7 +257,7 @@ def test_draws_depend_on_the_place_in_the_stream_only(objective: Any) -> None:
 
 
 def test_descriptions() -> None:
-    assert describe(Projections("hidden", 3)) == {"type": "Projections", "of": "hidden", "seed": 3, "normalized": True}
+    assert describe(Projections("pooled", 3)) == {"type": "Projections", "of": "pooled", "seed": 3, "normalized": True}
     assert describe(Head()) == {"type": "Head"}
 
 

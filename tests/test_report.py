@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
-from kflats.report.report import REPORT_FILE, BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
+from kflats.report.report import REPORT_FILE, BandReport, FrequencyBin, NormError, Report, WeightReport
 
 NASTY = "<script>alert(1)</script>\x1b[2J‮[bold]"
 
@@ -40,8 +40,6 @@ def sample(bands: int = 4, name: str = "embeddings.word_embeddings") -> Report:
             for i in range(bands)
         ),
         frequency=(FrequencyBin("top 10", 10, 64.0, 0.0), FrequencyBin("11-100", 90, 30.5, 0.08)),
-        worst=(WorstRow(7, NASTY, 0.25, 0.9), WorstRow(8, "good", 0.5, 0.8)),
-        objective=(3.0, 2.0, 1.5),
         seconds=1.25,
         note="",
     )
@@ -202,8 +200,8 @@ def test_a_report_with_a_nan_is_not_written(tmp_path: Path) -> None:
 
 def dense(name: str, note: str) -> WeightReport:
     return replace(
-        sample(name=name).weights[0], stored="dense", bands=(), spectrum=(), frequency=(), worst=(),
-        objective=(), bytes_after=256_000, error=0.0, note=note,
+        sample(name=name).weights[0], stored="dense", bands=(), spectrum=(), frequency=(),
+        bytes_after=256_000, error=0.0, note=note,
     )  # fmt: skip
 
 

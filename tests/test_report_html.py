@@ -11,15 +11,11 @@ from pathlib import Path
 import pytest
 
 from kflats.common.errors import KflatsError
-from kflats.report import html as report_html
-from kflats.report.report import BandReport, FrequencyBin, NormError, Report, WeightReport, WorstRow
+from kflats.report.html import REPORT_PAGE, overview, render, spectrum
+from kflats.report.report import BandReport, FrequencyBin, NormError, Report, WeightReport
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("jinja2")
-
-from kflats.report.figures import pictures
-from kflats.report.html import REPORT_PAGE, render
-from kflats.report.overview import overview
 
 NASTY = "$x^2$<script>alert(1)</script>\"'><img src=x onerror=alert(1)>\x1b‮$x^2$"
 
@@ -33,7 +29,7 @@ def weight(name: str = "table", k: int = 3, nested: bool = True) -> WeightReport
         {"type": "Flats", "k": k, "loss": NASTY}, {"type": "Uniform"}, {"type": "Float", "dtype": "same"},
         30_000, 18_000, 4_400, 0.02, 0.3, 0.05, tuple(1 / 24 for _ in range(24)), tuple(bands),
         (FrequencyBin(NASTY, 10, 16.0, 0.0), FrequencyBin("11-100", 90, 9.0, 0.2)),
-        (WorstRow(3, NASTY, 0.1, 0.99),), (2.0, 1.5), 0.5, NASTY,
+        0.5, NASTY,
     )  # fmt: skip
 
 
@@ -66,16 +62,12 @@ def test_the_page_needs_nothing_else(page: Path) -> None:
     assert not re.search(r"url\(|@import|https?://", re.sub(r"data:image/png;base64,[\w+/=]+", "", text))
 
 
-def test_every_picture_has_a_text_and_a_dark_version(page: Path) -> None:
+def test_every_picture_has_a_text(page: Path) -> None:
     tags = Seen(page.read_text(encoding="utf-8")).tags
     images = [a for tag, a in tags if tag == "img"]
-    assert len(images) == 1 + 6
+    assert len(images) == 2
     assert all(len(a["alt"] or "") > 40 for a in images)
     assert len({a["alt"] for a in images}) == len(images)
-    sources = [a for tag, a in tags if tag == "source"]
-    assert len(sources) == len(images)
-    assert all(a["media"] == "(prefers-color-scheme: dark)" for a in sources)
-    assert all(s["srcset"] != i["src"] for s, i in zip(sources, images, strict=True))
 
 
 def test_names_are_text_and_no_more(page: Path) -> None:
@@ -90,38 +82,32 @@ def test_names_are_text_and_no_more(page: Path) -> None:
 def test_png_files_lie_beside_the_page_under_plain_names(page: Path) -> None:
     names = sorted(p.name for p in page.parent.glob("*.png"))
     assert "size.png" in names
-    assert len(names) == 7
+    assert len(names) == 2
     assert all(re.fullmatch(r"[\w.-]+", n) for n in names)
     assert all(p.read_bytes().startswith(b"\x89PNG\r\n") for p in page.parent.glob("*.png"))
 
 
 def test_the_page_says_what_the_records_say(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
-    for part in ("60.0 %", "88.0 %", "0.02", "0.05", "30.0 kB", "18.0 kB", "4,400 values", "All bands (10)"):
+    for part in ("60.0 %", "88.0 %", "0.02", "0.05", "30.0 kB", "18.0 kB", "4,400 values", "All bands (10)", "11-100"):
         assert part in text
 
 
 def test_many_weights_are_listed_but_only_the_largest_are_drawn(tmp_path: Path) -> None:
-    bare = replace(weight(), bands=(), frequency=(), objective=(), spectrum=())
+    bare = replace(weight(), bands=(), frequency=(), spectrum=())
     many = tuple(replace(bare, name=f"layer{i}", bytes_before=30_001 + i) for i in range(8))
     text = render(Report("m", "60%", (weight("small", nested=False), *many), 9, 9, 0, "1"), tmp_path).read_text()
     assert text.count('<td class="name">') == 9
     assert "1 smaller ones are in the table only" in text
-    assert len(list(tmp_path.glob("*.png"))) == 2  # of the whole; "small" is not drawn, the others have no figures
-
-
-@pytest.mark.parametrize("k", [1, 5, 40])
-def test_pictures_for_one_flat_and_for_many(k: int) -> None:
-    uniform = weight(k=k, nested=False)
-    made = {p.stem: p for p in pictures(uniform)}
-    assert set(made) == {"spectrum", "ranks", "error-by-flat", "kept", "error-by-frequency", "objective"}
-    assert made["error-by-flat"].title == "Error by flat"
-    assert "exact: 10 rows at rank 16" in made["ranks"].alt
+    assert len(list(tmp_path.glob("*.png"))) == 2  # of the whole; "small" is not drawn, the others have no spectrum
 
 
 def test_pictures_need_figures_and_say_them() -> None:
-    bare = replace(weight(), bands=(), frequency=(), objective=(1.0,), spectrum=(0.0, -1e-9))
-    assert pictures(bare) == []
+    assert spectrum(replace(weight(), spectrum=(0.0, -1e-9))) is None
+    assert spectrum(replace(weight(), bands=()))
+    picture = spectrum(weight())
+    assert picture is not None
+    assert "24 eigenvalues from 0.0417 down to 0.0417" in picture.alt
     assert weight(k=1).mean_rank == pytest.approx((10 * 16 + 30 * 30) / 100)
     (size,) = overview(Report("m", "1%", (weight(),), 100_000, 88_000, 0, "1"))
     assert "named weights: 30.0 kB before, 18.0 kB after (60.0 %)" in size.alt
@@ -151,18 +137,17 @@ def layer(kind: str, number: int, rank: int | None) -> WeightReport:
         weight(f"encoder.{number}.{kind}", k=1, nested=False), shape=(24, 24),
         bands=() if rank is None else (BandReport(0, rank, 24, 1.0, 0.1),),
     )  # fmt: skip
-    return made if rank else replace(made, stored="dense", spectrum=(), frequency=(), worst=(), objective=())
+    return made if rank else replace(made, stored="dense", spectrum=(), frequency=())
 
 
 @pytest.mark.parametrize("kinds", [2, 12])
-def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_html, "pictures", lambda weight: [])  # a hundred of them would be drawn
+def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int) -> None:
     names = [NASTY, *(f"kind{chr(97 + i)}" for i in range(kinds - 1))]
     layers = tuple(layer(kind, i, None if i == 1 else 4 + i) for i in range(4) for kind in names)
     report = Report("m", "50%", layers, 100_000, 88_000, 0, "0.1.0")
     found = {picture.stem: picture for picture in overview(report)}
-    assert f"encoder.0.kind{chr(97)}: 4 of 24" in found["rank-by-layer"].alt
-    assert ": dense" in found["rank-by-layer"].alt
+    assert f"encoder.0.kind{chr(97)}: 4 of 24" in found["rank-by-weight"].alt
+    assert ": dense" in found["rank-by-weight"].alt
     page = render(report, tmp_path).read_text(encoding="utf-8")
     assert "<h2>Left dense</h2>" in page
     assert page.count("<td>dense</td>") == kinds
@@ -170,8 +155,7 @@ def test_ranks_of_all_layers_are_one_picture(tmp_path: Path, kinds: int, monkeyp
     assert len(overview(replace(report, weights=layers[:1]))) == 1
 
 
-def test_the_method_s_own_norm_has_columns_where_there_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_html, "pictures", lambda weight: [])
+def test_the_method_s_own_norm_has_columns_where_there_is_one(tmp_path: Path) -> None:
     report = Report("tiny", "60%", (replace(weight(), own=NormError(NASTY, 0.345, 0.456)), weight("b")), 9, 8, 0, "0")
     text = render(report, tmp_path / "own").read_text(encoding="utf-8")
     assert "<td>0.345</td><td>0.456</td>" in text

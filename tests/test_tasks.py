@@ -293,23 +293,6 @@ def test_language_is_cut_into_blocks(write: Any, tiny_tokenizer: Any) -> None:
     assert [row.labels for row in rows] == [ids[:3], ids[3:6]]
 
 
-def test_masks_are_drawn_by_the_seed(write: Any, tiny_tokenizer: Any, tiny_model: Any) -> None:
-    data = write("train.txt", " ".join("abcdefghij" * 30))
-    made = [
-        features(load_examples("wikitext2", "train", data), tiny_tokenizer, 20, model=tiny_model("bert-lm"), seed=s)
-        for s in (0, 0, 1)
-    ]
-    assert made[0] == made[1] != made[2]
-    for row in made[0]:
-        ids, labels = row.inputs["input_ids"], row.labels
-        assert (ids[0], ids[-1]) == (2, 3)
-        assert all(
-            (label == IGNORED) == (i != tiny_tokenizer.mask_token_id) for i, label in zip(ids, labels, strict=True)
-        )
-    share = sum(label != IGNORED for row in made[0] for label in row.labels) / 300
-    assert 0.08 < share < 0.22
-
-
 def test_collating_is_undone() -> None:
     rows = [Feature({"input_ids": [5, 6, 7]}, [1, 0, 1]), Feature({"input_ids": [8]}, [2])]
     assert uncollate([collate(rows, 9)]) == rows

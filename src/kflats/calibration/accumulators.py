@@ -1,8 +1,9 @@
-"""Sums over a calibration set for one weight, and the statistics that they give."""
+"""Sums over a calibration set for one weight, and the statistics that follow from them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from kflats.numerics.moments import Moments, Products, mirror_, nearest_product
 
 GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram", "fisher_mean"})
 _SQUARES = (ROW, COLUMN)
-_LOST = 1e-3  # share of the squares of gradients that may be lost to underflow
 _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
 
@@ -26,23 +26,23 @@ class Inputs:
 
     def __init__(self) -> None:
         self.products = Products()
-        self._given: Tensor | None = None
+        self._entered: Tensor | None = None
         self._rows: Tensor | None = None
 
-    def rows(self, given: Tensor, call: LayerCall) -> Tensor:
-        """(P, n) inputs of one call without padding: a copy, since later layers may overwrite the tensor."""
-        if given is not self._given or self._rows is None:
+    def rows(self, entered: Tensor, call: LayerCall) -> Tensor:
+        """(P, n) inputs of one call without padding, as a copy, because later layers may overwrite the tensor."""
+        if entered is not self._entered or self._rows is None:
             x = call.x
-            self._given, self._rows = given, wide(x.flatten(0, 1).clone() if call.mask is None else x[call.mask])
+            self._entered, self._rows = entered, wide(x.flatten(0, 1).clone() if call.mask is None else x[call.mask])
         return self._rows
 
     def forget(self) -> None:
-        """Call after a batch, so that its tensors are freed."""
-        self._given = self._rows = None
+        """Free the tensors of a batch."""
+        self._entered = self._rows = None
 
 
 class Accumulator:
-    """Sums over the samples of one block for one weight, filled call by call; ``measured`` turns them into means."""
+    """The sums over the samples of one block for one weight; ``measured`` turns them into means."""
 
     def __init__(self, weight: Weight, needs: frozenset[str], device: torch.device, inputs: Inputs) -> None:
         self.weight, self.needs = weight, needs
@@ -64,7 +64,6 @@ class Accumulator:
         self._fisher_reads = self._new(n) if fisher and self._lookup else None
         self._fisher_sum = self._new(n) if self._fisher is not None else None
         self._fisher_total = 0.0
-        self._lost = self._seen = 0.0
         # A tied head: its inputs are (d,), its outputs (n,).
         self._hidden = Moments(d, inputs.products, device) if tied else None
         self._logits = self._new(n) if tied and "output_gram" in needs else None
@@ -90,7 +89,7 @@ class Accumulator:
         """Whether a backward pass is needed."""
         return bool(self.needs & GRADIENTS)
 
-    def add_input(self, call: LayerCall, given: Tensor) -> None:
+    def add_input(self, call: LayerCall, entered: Tensor) -> None:
         """Add the input of one call, in forward."""
         if call.role == "embedding":
             assert self._reads is not None
@@ -100,22 +99,17 @@ class Accumulator:
         elif call.role == "head":
             self._head_positions += _count(call)
             if self._hidden is not None:
-                self._hidden.add(self._from.rows(given, call))
-        elif call.role == "conv2d":
-            self._add_convolution(call)
+                self._hidden.add(self._from.rows(entered, call))
         else:
             self._positions += _count(call)
-            if self._inputs is not None:
-                self._inputs.add(self._from.rows(given, call))
-            elif self._mean is not None:
-                self._mean += self._from.rows(given, call).sum(0)
+            for rows in self._rows(entered, call) if self._inputs is not None or self._mean is not None else ():
+                if self._inputs is not None:
+                    self._inputs.add(rows)
+                elif self._mean is not None:
+                    self._mean += rows.sum(0)
 
     def add_gradients(self, calls: list[LayerCall]) -> None:
         """Add one batch's gradients, of all calls of the weight together: their positions add before squaring."""
-        for call in calls:
-            if call.lost:
-                self._lost += call.lost
-                self._seen += float(_gradient(call).square().sum(dtype=torch.float64))
         if self._lookup:
             self._add_table(calls)
             return
@@ -126,11 +120,9 @@ class Accumulator:
             step = max(1, _UNFOLDED // max(1, each))
         for start in range(0, samples, step):
             end = min(start + step, samples)
-            g = torch.cat([_gradient(call)[start:end] for call in calls], 1) if len(calls) > 1 else _gradient(calls[0])
-            g = g if len(calls) > 1 else g[start:end]
+            g = _joined([_gradient(call)[start:end] for call in calls])
             if self._squares or self._fisher is not None:
-                parts = [call.inputs(start, end) for call in calls]
-                x = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+                x = _joined([call.inputs(start, end) for call in calls])
                 if self._squares:
                     add_squares(self._squares, x, g)
                 if self._fisher is not None:
@@ -151,7 +143,7 @@ class Accumulator:
         self._fisher_total += float(size.square().sum(dtype=torch.float64))
 
     def sums(self, samples: int) -> Sums:
-        """The sums of the block, which had so many ``samples``; the accumulator is used up."""
+        """The sums of the block of ``samples`` samples; the accumulator cannot be used afterwards."""
         vectors = {
             "reads": self._reads,
             "mean": self._mean,
@@ -164,24 +156,19 @@ class Accumulator:
         for key, one in moments.items():
             if one is not None:
                 tensors[f"{key} gram"], tensors[f"{key} sum"] = one.finish()
-        scalars = {"fisher_total": self._fisher_total, "lost": self._lost, "seen": self._seen}
-        tensors |= {key: torch.tensor(value, dtype=torch.float64) for key, value in scalars.items()}
+        tensors["fisher_total"] = torch.tensor(self._fisher_total, dtype=torch.float64)
         hidden = 0 if self._hidden is None else self._hidden.rows
         places = {"positions": self._positions, "head_positions": self._head_positions, "hidden": hidden}
         return Sums(tensors, {"samples": samples} | places)
 
-    def _add_convolution(self, call: LayerCall) -> None:
-        each = call.inputs(0, 1)
-        self._positions += call.samples * each.shape[1]
-        if self._mean is None and self._inputs is None:
+    def _rows(self, entered: Tensor, call: LayerCall) -> Iterator[Tensor]:
+        """(P, n) inputs of a call; those of a convolution a few samples at a time."""
+        if call.role != "conv2d":
+            yield self._from.rows(entered, call)
             return
-        step = max(1, _UNFOLDED // max(1, each.numel()))
+        step = max(1, _UNFOLDED // max(1, call.inputs(0, 1).numel()))
         for start in range(0, call.samples, step):
-            rows = call.inputs(start, min(start + step, call.samples)).flatten(0, 1)
-            if self._inputs is not None:
-                self._inputs.add(rows)
-            elif self._mean is not None:
-                self._mean += rows.sum(0)
+            yield call.inputs(start, min(start + step, call.samples)).flatten(0, 1)
 
     def _add_table(self, calls: list[LayerCall]) -> None:
         read = [call for call in calls if call.role == "embedding"]
@@ -210,18 +197,12 @@ class Accumulator:
 
 
 def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
-    """The means of ``sums`` over all blocks, which are used up.
+    """The means of ``sums`` over all blocks; ``sums`` are changed in place.
 
     Raises:
-        KflatsError: a sum that is not finite, or gradients that underflow float16.
+        KflatsError: a sum that is not finite.
     """
     tensors, counts = sums.tensors, sums.counts
-    if 0 < float(tensors["seen"]) * _LOST < float(tensors["lost"]):
-        raise KflatsError(
-            f"gradients of {weight.name} underflow float16",
-            cause="gradients of other layers are so much larger that no scale of the loss suits both",
-            hint="measure this weight alone, or with the model in float32 or bfloat16",
-        )
     samples, positions = max(counts["samples"], 1), max(counts["positions"], 1)
     means = {key: tensors[key].div_(samples) for key in _SQUARES if key in tensors}
     if "reads" in tensors:
@@ -243,7 +224,7 @@ def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
     if "hidden gram" in tensors:
         _tie(means, sums)
     for key, value in means.items():
-        # A sum of what is not finite is not finite either, and needs no copy.
+        # The sum of numbers that are not all finite is not finite, and it needs no copy.
         if not bool(torch.isfinite(value.sum())):
             raise KflatsError(
                 f"the {key.replace('_', ' ')} of {weight.name} holds NaN or infinity",
@@ -277,17 +258,25 @@ def _tie(means: dict[str, Tensor], sums: Sums) -> None:
         means["input_gram"] = means["input_gram"] + hidden.diagonal().mean()
 
 
+def _joined(parts: list[Tensor]) -> Tensor:
+    """(B, T, d) activations of all calls of one weight, their positions side by side."""
+    return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+
 def _gradient(call: LayerCall) -> Tensor:
     assert call.g is not None
     return call.g
 
 
 def _count(call: LayerCall) -> int:
+    """The number of positions of a call, without padding."""
+    if call.role == "conv2d":
+        return call.samples * call.inputs(0, 1).shape[1]
     return call.x.shape[:2].numel() if call.mask is None else int(call.mask.sum())
 
 
 def _reached(g: Tensor) -> Tensor:
-    """A copy of the rows that are not zero: a loss that reads one position reaches few of the last layer's."""
+    """A copy of the rows that are not zero: a loss that reads one position has few gradients in the last layer."""
     g = wide(g)
     kept = torch.linalg.vector_norm(g, dim=1) != 0  # a row whose square underflows adds nothing to the Gram
     return g.clone() if bool(kept.all()) else g[kept]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import check_known, check_texts
+from kflats.common.texts import batched_texts, check_known
 from kflats.common.token_batches import IGNORED, pad_id, padded_batch, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 BLOCK = 64
-"""Samples whose statistics are summed together: fixed, so that sums do not depend on how work is shared out."""
+"""Number of samples whose statistics are summed together. It is fixed, so sums do not depend on who sums a block."""
 
 
 def text_batches(
@@ -48,19 +48,15 @@ def text_batches(
     Raises:
         KflatsError: no texts, no tokenizer, an entry that is not a text, or no word that the tokenizer knows.
     """
-    check_texts(texts)
     if batch < 1 or max_length < 1 or (limit is not None and limit < 1):
         raise KflatsError(
             f"batch={batch}, max_length={max_length}, limit={limit} is not supported",
             cause="each of the three leaves nothing to measure where it is below 1",
             hint="1 or more",
         )
-    taken = list(islice(texts, limit))
+    taken = next(batched_texts(texts, sys.maxsize if limit is None else limit), [])
     if not taken:
         raise KflatsError("the calibration set is empty", cause="an empty file or list", hint="a few hundred texts")
-    for text in taken:
-        if not isinstance(text, str):
-            raise KflatsError(f"a text must be a string, not {type(text).__name__}", hint="a list of strings")
     rows = [list(row) for row in tokenize(tokenizer, taken, max_length=max_length)["input_ids"] if len(row)]
     if not rows:
         raise KflatsError("the texts hold no token", cause="blank texts", hint="other texts")

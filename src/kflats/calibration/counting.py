@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import check_known, check_texts
+from kflats.common.texts import batched_texts, check_known
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH = 512
 _MARKS = ("##", "\u2581", "\u0120", "</w>", "@@")
 
 
@@ -27,39 +26,23 @@ def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, rows:
     Raises:
         KflatsError: no texts, something that is no text, texts without any known word, or token ids beyond the table.
     """
-    check_texts(texts)
     counts = torch.zeros(rows, dtype=torch.int64)
-    batch: list[str] = []
     seen = 0
-    for text in texts:
-        if not isinstance(text, str):
-            raise KflatsError(f"a text must be a string, not {type(text).__name__}", hint="a list of strings")
-        batch.append(text)
-        seen += 1
-        if len(batch) == _BATCH:
-            _count(batch, tokenizer, counts)
-            batch = []
-    if batch:
-        _count(batch, tokenizer, counts)
+    for batch in batched_texts(texts):
+        seen += len(batch)
+        # verbose=False: a text longer than the model's window is no error here, it is only counted.
+        ids = torch.tensor([i for row in tokenizer(batch, verbose=False)["input_ids"] for i in row], dtype=torch.int64)
+        if len(ids) and int(ids.max()) >= rows:
+            raise KflatsError(
+                f"the tokenizer gave id {int(ids.max())}, but the table has {rows} rows",
+                cause="a tokenizer of another model",
+                hint="load the tokenizer from the model's own folder",
+            )
+        counts += torch.bincount(ids, minlength=rows)
     if not seen:
         raise KflatsError("there are no texts to count", cause="an empty file or list")
     check_known(counts, tokenizer)
     return counts
-
-
-def _count(batch: list[str], tokenizer: PreTrainedTokenizerBase, counts: Tensor) -> None:
-    # verbose=False: a text longer than the model's window is no error here, it is only counted.
-    ids = [i for row in tokenizer(batch, verbose=False)["input_ids"] for i in row]
-    if not ids:
-        return
-    found = torch.tensor(ids, dtype=torch.int64)
-    if int(found.max()) >= len(counts):
-        raise KflatsError(
-            f"the tokenizer gave id {int(found.max())}, but the table has {len(counts)} rows",
-            cause="a tokenizer of another model",
-            hint="load the tokenizer from the model's own folder",
-        )
-    counts += torch.bincount(found, minlength=len(counts))
 
 
 def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:

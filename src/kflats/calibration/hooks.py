@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.calibration.layouts import ALONE, Layout, entering, places
+from kflats.calibration.layouts import ALONE, Layout, by_sample, entering, places
 from kflats.calibration.running import batch_size, decoder_positions, is_encoder_decoder
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import BatchValue, evaluating
+from kflats.evaluation.encoding import BatchValue, device_of, evaluating, widened
 from kflats.model.roles import embedding_scale
 from kflats.model.weights import Weight
 from kflats.numerics.fisher import wide
-
-_HALF_STEP = 2.0**-25
-"""float16 rounds smaller numbers to zero."""
 
 
 @dataclass
@@ -34,7 +31,7 @@ class LayerCall:
     ``x`` is the layer's input: (B, T, n) with samples first; of a lookup (B, T) row indices, -1 where no gradient
     reaches the row; of a convolution the whole input. ``g`` is the gradient of each sample's own loss by the layer's
     output, (B, T, d); None until backward reaches the layer. ``mask`` is (B, T) bool, True at tokens and False at
-    padding; None where there is no padding. ``lost`` bounds the squares that float16 may have rounded to zero in ``g``.
+    padding; None without padding.
     """
 
     weight: str
@@ -44,7 +41,6 @@ class LayerCall:
     x: Tensor
     mask: Tensor | None
     g: Tensor | None = None
-    lost: float = 0.0
 
     def inputs(self, start: int, end: int) -> Tensor:
         """(end - start, T, n): the inputs of samples ``start`` to ``end``."""
@@ -57,10 +53,21 @@ class LayerCall:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients of parameters. On exit, modes and ``requires_grad`` are what they were before."""
+    """Eval mode without gradients of parameters; on exit, modes, types and ``requires_grad`` are as they were before.
+
+    Parameters in float16 are float32 inside, and float16 autocast is off: gradients of single samples underflow and
+    overflow float16.
+    """
     before = [(p, p.requires_grad) for p in model.parameters()]
+    kind = device_of(model).type
+    autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != torch.float16
     # A caller's inference mode would forbid gradients here.
-    with evaluating(model), torch.inference_mode(False):
+    with (
+        evaluating(model),
+        torch.inference_mode(False),
+        widened(model, torch.float16),
+        torch.autocast(kind, enabled=autocast),
+    ):
         try:
             for p, _ in before:
                 p.requires_grad_(False)
@@ -79,8 +86,6 @@ class ActivationRecorder:
         on_gradients: called once per batch and weight, when the gradients of all its calls have arrived.
         layouts: from ``find_layouts``. one_sample: every batch holds one sample, so layouts are not needed.
         gradients: names of the weights whose output gradients are recorded.
-        repeats: backward may run several times for one batch, with other scales of its losses: ``on_gradients`` is then
-            called by ``finish`` alone.
 
     ``without_layout`` collects the names of weights whose layer received an input that its layout does not fit. Such
     weights are not recorded any further.
@@ -95,12 +100,11 @@ class ActivationRecorder:
         layouts: Mapping[int, Layout],
         gradients: frozenset[str],
         one_sample: bool = False,
-        repeats: bool = False,
     ) -> None:
         self.without_layout: set[str] = set()
         self._model, self._weights, self._layouts = model, weights, layouts
         self._on_input, self._on_gradients = on_input, on_gradients
-        self._gradients, self._one_sample, self._repeats = gradients, one_sample, repeats
+        self._gradients, self._one_sample = gradients, one_sample
         self._calls: dict[str, list[LayerCall]] = {}
         self._batch: dict[str, BatchValue] = {}
         self._samples = 0
@@ -129,23 +133,8 @@ class ActivationRecorder:
         self._calls.clear()
         self._batch, self._samples, self._encoded = batch, batch_size(batch), None
 
-    def largest_gradients(self) -> list[float]:
-        """The largest absolute entry of all recorded gradients of each sample; 0 where nothing was recorded."""
-        largest = [g.abs().amax((1, 2)).float() for g in self._recorded()]
-        return torch.stack(largest).amax(0).tolist() if largest else [0.0] * self._samples
-
-    def unscale(self, scales: Sequence[float]) -> None:
-        """Divide the recorded gradients of each sample by its scale, a power of two: exact, because in float32."""
-        for calls in self._calls.values():
-            for call in calls:
-                if call.g is not None:
-                    if call.g.dtype == torch.float16:
-                        numbers = call.g[0].numel()
-                        call.lost = numbers * sum((_HALF_STEP / scale) ** 2 for scale in scales)
-                    call.g = wide(call.g) / torch.tensor(scales, device=call.g.device).view(-1, 1, 1)
-
     def finish(self) -> None:
-        """Call after backward: reports the calls of weights that some call's gradient did not reach."""
+        """Call after backward: reports the weights of which some call received no gradient."""
         for weight, calls in self._calls.items():
             arrived = [call for call in calls if call.g is not None]
             if arrived:
@@ -153,28 +142,25 @@ class ActivationRecorder:
         self._calls.clear()
         self._anchor.grad = None
 
-    def _recorded(self) -> Iterator[Tensor]:
-        return (call.g for calls in self._calls.values() for call in calls if call.g is not None)
-
     def _hook(self, weight: Weight, role: str) -> Callable[..., Tensor | None]:
         name = weight.name
 
         def hook(
             module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor
         ) -> Tensor | None:
-            given = entering(args, kwargs)
+            entered = entering(args, kwargs)
             layout = ALONE if self._one_sample else self._layouts.get(id(module), ALONE)
-            if not (self._one_sample or layout.fits(given, self._batch, self._samples)):
+            if not (self._one_sample or layout.fits(entered, self._batch, self._samples)):
                 self.without_layout.add(name)
             if name in self.without_layout:
                 return None
-            x = given.detach()  # shares the version of what entered
+            x = entered.detach()  # shares the version counter of the input
             if role == "conv2d":
                 call = LayerCall(name, role, module, self._samples, x, None)
             else:
-                batched = layout.batched(x, self._samples, trailing=0 if role == "embedding" else 1)
+                batched = by_sample(x, self._samples, trailing=0 if role == "embedding" else 1)
                 call = LayerCall(name, role, module, self._samples, batched, self._mask(module, x, batched))
-            self._on_input(call, given)
+            self._on_input(call, entered)
             if name not in self._gradients or not torch.is_grad_enabled():
                 return None
             connected = output
@@ -189,25 +175,25 @@ class ActivationRecorder:
             def arrived(g: Tensor) -> None:
                 if x._version != version:
                     raise KflatsError(
-                        f"what enters {name} is overwritten in place before its gradient arrives",
+                        f"the input of {name} is overwritten in place before its gradient arrives",
                         hint="a model without in-place operations behind this layer, or leave the weight out",
                     )
-                self._arrived(call, g.detach(), layout)
+                self._arrived(call, g.detach())
 
             connected.register_hook(arrived)
             return None if connected is output else connected
 
         return hook
 
-    def _arrived(self, call: LayerCall, g: Tensor, layout: Layout) -> None:
+    def _arrived(self, call: LayerCall, g: Tensor) -> None:
         if call.role == "conv2d":
             call.g = g.flatten(2).mT.reshape(self._samples, -1, g.shape[1])
         else:
-            call.g = layout.batched(g, self._samples, trailing=1)
+            call.g = by_sample(g, self._samples, trailing=1)
             if call.role == "embedding":
                 call.g, call.x = _as_read(call.module, call.g, call.x)
         waiting = self._calls[call.weight]
-        if len(waiting) == 1 and not self._repeats:
+        if len(waiting) == 1:
             del self._calls[call.weight]
             self._on_gradients(call.weight, waiting)
 

@@ -1,4 +1,4 @@
-"""Where a layer's activations keep their samples: found by running a model on two samples and on three."""
+"""The axis of a layer's activations that holds the samples, found by running a model on two samples and on three."""
 
 from __future__ import annotations
 
@@ -18,29 +18,25 @@ from kflats.model.weights import Weight, submodule
 
 @dataclass(frozen=True)
 class Layout:
-    """Where samples are in an activation.
+    """The place of the samples in an activation: axis 0, with ``rows`` rows of each sample one after another.
 
-    ``axis`` holds them; or, with ``rows`` of each sample one after another, axis 0 does (as many as the batch's text
-    has positions where ``rows`` is 0). None: they cannot be told apart.
+    ``rows`` is 0 if a sample has as many rows as the batch's text has positions, and None if the samples cannot be told
+    apart.
     """
 
-    axis: int | None
-    rows: int | None = None
+    rows: int | None
 
     def fits(self, x: Tensor, batch: Batch, samples: int) -> bool:
         """Whether an activation of this batch can have this layout."""
-        if self.axis is None or x.ndim <= self.axis:
-            return False
-        each = 1 if self.rows is None else self.rows or text_length(batch)
-        return x.shape[self.axis] == samples * each
-
-    def batched(self, x: Tensor, samples: int, trailing: int) -> Tensor:
-        """(B, T, ...) with ``trailing`` axes after the positions."""
-        tail = x.shape[x.ndim - trailing :]
-        return (x.movedim(self.axis, 0) if self.axis else x).reshape(samples, -1, *tail)
+        return self.rows is not None and x.ndim > 0 and x.shape[0] == samples * (self.rows or text_length(batch))
 
 
 ALONE = Layout(None)
+
+
+def by_sample(x: Tensor, samples: int, trailing: int) -> Tensor:
+    """(B, T, ...) with ``trailing`` axes after the positions, of an activation that a layout fits."""
+    return x.reshape(samples, -1, *x.shape[x.ndim - trailing :])
 
 
 def places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[nn.Module, Weight, str]]:
@@ -53,7 +49,7 @@ def places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[nn.Mod
                 raise KflatsError(f"the model has no {place.name!r}", cause="weights of another model")
             if getattr(module, "groups", 1) != 1:
                 raise KflatsError(
-                    f"{place.name} is a grouped convolution, whose weight is no single matrix",
+                    f"{place.name} is a grouped convolution, which is not supported",
                     cause="each group has a matrix of its own",
                 )
             if id(module) not in seen:
@@ -62,61 +58,52 @@ def places(model: nn.Module, weights: Sequence[Weight]) -> Iterator[tuple[nn.Mod
 
 
 def entering(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
-    """A layer's input, however it was passed."""
-    given = args[0] if args else next(iter(kwargs.values()))
-    assert isinstance(given, Tensor)
-    return given
+    """The input of a layer: its first argument, by position or by name."""
+    entered = args[0] if args else next(iter(kwargs.values()))
+    assert isinstance(entered, Tensor)
+    return entered
 
 
 def find_layouts(
     model: nn.Module, weights: Sequence[Weight], batch: Batch, forward: Callable[[dict[str, BatchValue]], object]
 ) -> dict[int, Layout]:
-    """Where each layer's input keeps its samples, by module id, found by running two samples and three.
+    """The layout of each layer's input, by module id, found by running the model on two samples and on three.
 
-    The third repeats the second. The axis that grows by one holds samples; one that grows by T holds samples and
-    positions; where none does, or numbers differ (a table of positions that all samples share, an expert that sees
-    some tokens), samples cannot be told apart. Layers that were not reached are not in the answer.
+    The third sample repeats the second. If axis 0 grows by half, it holds samples. Otherwise, or if the numbers differ
+    (a table of positions that all samples share, an expert that sees some tokens), samples cannot be told apart. Layers
+    that were not reached are not in the result.
     """
-    samples = batch_size(batch)
-    second = min(1, samples - 1)
-    runs = []
+    second = min(1, batch_size(batch) - 1)
+    roles = {id(module): (module, role) for module, _, role in places(model, weights)}
+    runs: list[dict[int, list[Tensor]]] = []
     for index in ([0, second], [0, second, second]):
         seen: dict[int, list[Tensor]] = {}
+
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, seen: Any = seen) -> None:
+            # Copies: later layers may overwrite them.
+            seen.setdefault(id(module), []).append(entering(args, kwargs).detach().clone())
+
         with ExitStack() as stack, torch.no_grad():
-            for module, _, _ in places(model, weights):
-
-                def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, seen: Any = seen) -> None:
-                    # Copies: a layer behind may overwrite them.
-                    seen.setdefault(id(module), []).append(entering(args, kwargs).detach().clone())
-
+            for module, _ in roles.values():
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             forward(take(batch, torch.tensor(index)))
         runs.append(seen)
-    modules = {id(module): role for module, _, role in places(model, weights)}
     length = text_length(batch)
-    return {key: _layout(two, runs[1].get(key, []), modules[key], length) for key, two in runs[0].items()}
+    return {key: _layout(two, runs[1].get(key, []), roles[key][1], length) for key, two in runs[0].items()}
 
 
 def _layout(two: list[Tensor], three: list[Tensor], role: str, length: int) -> Layout:
-    found = set()
-    for a, b in zip(two, three, strict=False):
-        positions = {"embedding": a.ndim, "conv2d": 1}.get(role, a.ndim - 1)
-        found.add(_axis(a, b, positions, length) if a.ndim == b.ndim else ALONE)
-    return found.pop() if len(two) == len(three) and len(found) == 1 else ALONE
+    layouts = {_rows(a, b, role, length) for a, b in zip(two, three, strict=False)}
+    return layouts.pop() if len(two) == len(three) and len(layouts) == 1 else ALONE
 
 
-def _axis(a: Tensor, b: Tensor, positions: int, length: int) -> Layout:
-    grown = [i for i in range(a.ndim) if a.shape[i] != b.shape[i]]
-    if len(grown) != 1 or grown[0] >= positions:
+def _rows(a: Tensor, b: Tensor, role: str, length: int) -> Layout:
+    """The layout of a layer's input, which is ``a`` for two samples and ``b`` for three."""
+    axes = 1 if role in ("embedding", "conv2d") else 2
+    if min(a.ndim, b.ndim) < axes or a.shape[1:] != b.shape[1:] or 2 * len(b) != 3 * len(a):
         return ALONE
-    axis = grown[0]
-    before, after = a.shape[axis], b.shape[axis]
-    if before % 2 or after * 2 != before * 3 or not _alike(a, b.narrow(axis, 0, before)):
-        return ALONE
-    rows = before // 2
-    if rows == 1:
-        return Layout(axis)
-    return Layout(0, 0 if rows == length else rows) if axis == 0 else ALONE
+    rows = len(a) // 2
+    return Layout(0 if rows == length > 1 else rows) if rows and _alike(a, b[: len(a)]) else ALONE
 
 
 def text_length(batch: Batch) -> int:
@@ -128,5 +115,5 @@ def text_length(batch: Batch) -> int:
 def _alike(a: Tensor, b: Tensor) -> bool:
     if not a.is_floating_point():
         return torch.equal(a, b)
-    # NaN is for the loss to be refused for; half precision differs with the batch.
+    # The check of the loss refuses NaN. Half precision rounds differently in a larger batch.
     return torch.allclose(a.double(), b.double(), rtol=1e-2, atol=1e-2 * float(a.abs().max()), equal_nan=True)

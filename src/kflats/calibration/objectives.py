@@ -1,46 +1,37 @@
-"""Whose error: the loss of each single sample, whose gradient says how much a weight counts.
+"""Objectives: losses of single samples, whose gradients weight the errors of a weight.
 
     TaskLoss       the fine-tuned model's own loss, from ``batch["labels"]``
-    SampledLabels  the same with labels that the model draws itself: no labels needed
-    Projections    <u, output> with random u: no labels and no task head needed
+    SampledLabels  the same with labels drawn from the model's own output; needs no labels
+    Projections    <u, output> with random u; needs no labels and no task head
 
-All give (B,) losses of single samples, so that their sum has each sample's own gradient at its own activations.
+Each gives (B,) losses of single samples: the gradient of their sum at a sample's activations is that of its own loss.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.calibration.loss_kinds import (
-    IGNORED,
-    Kind,
-    agree,
-    check_labels,
-    first_only,
-    labels_of,
-    logits_of,
-    loss_sums,
-    own_loss,
-    possible,
-)
-from kflats.calibration.running import decoder_mask, run, take, task_output, vectors
+from kflats.calibration.running import batch_size, decoder_mask, pooled, run, take, takes_labels, task_output
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
+from kflats.common.token_batches import IGNORED
 from kflats.evaluation.encoding import Batch
 
+Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
 _MISNAMED = ("label", "label_ids", "target", "targets")
 
 
 class Objective(Protocol):
-    """Anything that gives the losses of single samples; ``first`` is the batch's place in the calibration stream."""
+    """The losses of single samples; ``first`` is the index of the batch's first sample in the calibration set."""
 
     def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses with gradients."""
@@ -77,10 +68,10 @@ class TaskLoss:
         """(B,) losses; raises KflatsError for labels that are missing, out of range, or of another task."""
         if self.kind == "auto":
             return self.resolved(model, batch).losses(model, batch, first)
-        labels = labels_of(batch)
-        logits = logits_of(task_output(run(model, batch)), model)
-        check_labels(logits, labels, self.kind)
-        total, count = loss_sums(self.kind)(logits, labels)
+        labels = _labels_of(batch)
+        logits = _logits_of(task_output(run(model, batch)), model)
+        _check_labels(logits, labels, self.kind)
+        total, count = _loss_sums(self.kind)(logits, labels)
         return total / count.clamp_min(1)
 
     def resolved(self, model: nn.Module, batch: Batch) -> TaskLoss:
@@ -91,28 +82,27 @@ class TaskLoss:
         """
         if self.kind != "auto":
             return self
-        labels = labels_of(batch)
-        given = labels.flatten(1) if labels.ndim > 1 else labels.unsqueeze(1)
-        used = (given != IGNORED).sum(1)
+        labels = _labels_of(batch)
+        used = (labels.reshape(len(labels), -1) != IGNORED).sum(1)
         if not bool(used.any()):
             raise KflatsError(
                 "no sample of the first batch has a target: all labels are -100", hint="batches with labels"
             )
         pair = take(batch, used.argsort(descending=True)[:2])
         with torch.no_grad():
-            logits = logits_of(task_output(run(model, pair)), model)
-            kinds = possible(logits, labels_of(pair), getattr(getattr(model, "config", None), "problem_type", None))
+            logits = _logits_of(task_output(run(model, pair)), model)
+            kinds = _possible(logits, _labels_of(pair), getattr(getattr(model, "config", None), "problem_type", None))
             for kind in kinds:
-                check_labels(logits, labels, kind, samples=False)
-            own = own_loss(model, pair)
+                _check_labels(logits, labels, kind, samples=False)
+            own = _own_loss(model, pair)
             if own is None:
                 return replace(self, kind=kinds[0])
-            fitting = [kind for kind in kinds if agree(kind, logits, labels_of(pair), own)]
+            fitting = [kind for kind in kinds if _agree(kind, logits, _labels_of(pair), own)]
             if len(fitting) > 1 and logits.ndim == 3:
                 # An untrained head gives every label one loss: which position is read tells them apart.
-                begun = {**pair, "labels": first_only(labels_of(pair))}
-                again, logits = own_loss(model, begun), logits_of(task_output(run(model, begun)), model)
-                fitting = [kind for kind in fitting if agree(kind, logits, labels_of(begun), again)]
+                begun = {**pair, "labels": _first_only(_labels_of(pair))}
+                again, logits = _own_loss(model, begun), _logits_of(task_output(run(model, begun)), model)
+                fitting = [kind for kind in fitting if _agree(kind, logits, _labels_of(begun), again)]
         if fitting:
             return replace(self, kind=fitting[0])
         raise KflatsError(
@@ -131,14 +121,14 @@ class SampledLabels:
     regression, where the loss is the squared error); position losses are averaged. ``seed`` and a sample's
     place in the stream decide its draw, whatever the batches.
 
-    Choose it for a task model whose labels are gone, and for language models. Limit: one draw a sample is noisy.
+    Choose it for a task model without labelled data, and for language models. Limit: one draw for each sample is noisy.
     """
 
     seed: int = 0
 
     def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError for a model without a task head."""
-        logits = logits_of(task_output(run(model, batch)), model).float()
+        logits = _logits_of(task_output(run(model, batch)), model).float()
         problem = getattr(getattr(model, "config", None), "problem_type", None)
         if logits.ndim == 3:
             uniform = _draws(self.seed, first, logits.shape[:2], "uniform").to(logits.device)
@@ -163,50 +153,47 @@ class Projections:
 
     Args:
         of: "pooled", the mean of the last hidden states over the text's own tokens, as sentence-transformers
-            pool; "hidden", every last hidden state; "logits", a task head's output; "auto", the logits where there
-            are any, else pooled.
+            pool; "logits", a task head's output; "auto", the logits of a model with a head, otherwise pooled.
         seed: u depends on it and on the sample's place in the stream only, whatever the batches.
         normalized: vectors of length 1; logits as 2 sqrt(softmax), whose J'J is the Fisher information.
             False: as they are.
 
-    hidden and token logits are divided by the root of the number of positions: the mean over positions of J'J.
+    Projections of token logits are divided by the root of the number of positions: the mean over positions of J'J.
     No labels, no task head (the paper's limitation 1). Choose it for encoders. Limit: with a vocabulary's
     logits, V random numbers a token; ``SampledLabels`` is cheaper there.
     """
 
-    of: Literal["auto", "pooled", "hidden", "logits"] = "auto"
+    of: Literal["auto", "pooled", "logits"] = "auto"
     seed: int = 0
     normalized: bool = True
 
     def __post_init__(self) -> None:
-        if self.of not in ("auto", "pooled", "hidden", "logits"):
-            raise KflatsError(f"Projections of {self.of!r}", hint="auto, pooled, hidden or logits")
+        if self.of not in ("auto", "pooled", "logits"):
+            raise KflatsError(f"Projections of {self.of!r} are not known", hint="auto, pooled or logits")
 
     def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
-        """(B,) losses; raises KflatsError where the model has no such output."""
-        output = None if self.of in ("pooled", "hidden") else run(model, batch)
+        """(B,) losses; raises KflatsError if the model does not have this output."""
+        output = None if self.of == "pooled" else run(model, batch)
         logits = None if output is None else task_output(output)
-        if logits is None and self.of == "logits":
-            logits_of(None, model)
-        if logits is not None:
-            y = logits.float()
-            if self.normalized and y.shape[-1] > 1:
-                y = 2 * (y.log_softmax(-1) / 2).exp()
-            mask = decoder_mask(model, batch, logits)
-        else:
-            y, mask = vectors(model, batch, output, pooled=self.of != "hidden")
-            y = F.normalize(y.float(), dim=-1) if self.normalized else y.float()
-        u = _draws(self.seed, first, y.shape, "normal").to(y.device)
+        if logits is None and self.of != "logits":
+            y = pooled(model, batch, output).float()
+            y = F.normalize(y, dim=-1) if self.normalized else y
+            return (_draws(self.seed, first, y.shape, "normal").to(y.device) * y).sum(1)
+        y = _logits_of(logits, model).float()
+        if self.normalized and y.shape[-1] > 1:
+            y = 2 * (y.log_softmax(-1) / 2).exp()
+        products = (_draws(self.seed, first, y.shape, "normal").to(y.device) * y).sum(-1)
         if y.ndim == 2:
-            return (u * y).sum(1)
-        return ((u * y).sum(-1) * mask).sum(1) / mask.sum(1).clamp_min(1).sqrt()
+            return products
+        mask = decoder_mask(model, batch, y)
+        return (products * mask).sum(1) / mask.sum(1).clamp_min(1).sqrt()
 
 
 def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Objective:
-    """The objective asked for; by default the task's loss where batches have labels, projections where none has.
+    """``asked``; None: the task's loss if batches have labels, otherwise projections.
 
     Raises:
-        KflatsError: labels in some batches only, or under another name; something that is no objective.
+        KflatsError: labels in some batches only, or under another name; ``asked`` is no objective.
     """
     if asked is not None:
         if isinstance(asked, type) or not callable(getattr(asked, "losses", None)):
@@ -237,7 +224,7 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
 
 
 def describe(objective: object) -> JsonObject:
-    """What a file remembers of an objective: its type and its fields, JSON only."""
+    """An objective for a file: its type and its fields, JSON only."""
     fields = {}
     if dataclasses.is_dataclass(objective) and not isinstance(objective, type):
         fields = {k: v for k, v in dataclasses.asdict(objective).items() if isinstance(v, str | int | float | bool)}
@@ -252,7 +239,7 @@ def _sampled(logits: Tensor, uniform: Tensor) -> Tensor:
         return (cumulative < uniform.unsqueeze(-1).to(cumulative.dtype)).sum(-1).clamp_max(logits.shape[-1] - 1)
 
 
-def _draws(seed: int, first: int, shape: Any, kind: Literal["normal", "uniform"]) -> Tensor:
+def _draws(seed: int, first: int, shape: Sequence[int], kind: Literal["normal", "uniform"]) -> Tensor:
     """Random numbers (B, ...) float32; those of a sample depend on the seed and its place only, and a longer
     sample's begin with a shorter one's."""
     out = np.empty(tuple(shape), dtype=np.float32)
@@ -260,3 +247,141 @@ def _draws(seed: int, first: int, shape: Any, kind: Literal["normal", "uniform"]
         generator = np.random.default_rng([seed, first + s])
         row[...] = generator.standard_normal(row.shape) if kind == "normal" else generator.random(row.shape)
     return torch.from_numpy(out)
+
+
+def _loss_sums(kind: Kind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(logits, labels) -> (B,) sums of the loss over a sample's targets, and (B,) how many."""
+    return {
+        "classification": _entropy,
+        "tokens": _entropy,
+        "causal": lambda logits, labels: _entropy(logits[:, :-1], labels[:, 1:]),
+        "regression": _squared,
+        "multi-label": _binary,
+    }[kind]
+
+
+def _entropy(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    labels = labels.reshape(logits.shape[:-1]).long()
+    losses = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), reduction="none", ignore_index=IGNORED)
+    return losses.view(len(logits), -1).sum(1), (labels != IGNORED).view(len(logits), -1).sum(1)
+
+
+def _squared(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.float().reshape(len(logits), -1)
+    losses = (logits - labels.to(logits.dtype).reshape(logits.shape)).square()
+    return losses.sum(1), torch.full((len(logits),), logits.shape[1], device=logits.device)
+
+
+def _binary(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    losses = F.binary_cross_entropy_with_logits(logits.float(), labels.float(), reduction="none")
+    return losses.sum(1), torch.full((len(logits),), logits.shape[1], device=logits.device)
+
+
+def _possible(logits: Tensor, labels: Tensor, problem: str | None) -> tuple[Kind, ...]:
+    """The kinds of loss that the shapes allow, the likeliest first."""
+    if logits.ndim == 3:
+        return ("tokens", "causal")
+    if logits.shape[-1] == 1 or problem == "regression":
+        return ("regression",)
+    if labels.is_floating_point() and labels.ndim == 2:
+        return ("multi-label", "regression") if problem is None else ("multi-label",)
+    return ("classification",)
+
+
+def _agree(kind: Kind, logits: Tensor, labels: Tensor, own: Tensor | None) -> bool:
+    """Whether the model's own loss equals the mean over all targets of the loss of this ``kind``."""
+    total, count = _loss_sums(kind)(logits, labels)
+    if own is None or not bool(count.any()):
+        return own is None or float(own) == 0 or not bool(torch.isfinite(own))  # the mean of nothing
+    value = float(total.sum() / count.sum())
+    # Two that are not finite agree: that is for whoever adds the losses up to refuse.
+    if not math.isfinite(value):
+        return not bool(torch.isfinite(own))
+    # A model in half precision rounds its own loss as it rounds logits: by their size.
+    rounding = 2 * torch.finfo(logits.dtype).eps * max(abs(value), float(logits.abs().max()))
+    return abs(value - float(own)) <= max(1e-3 * max(abs(value), 1e-3), rounding)
+
+
+def _first_only(labels: Tensor) -> Tensor:
+    """Labels (B, T) with a target at the first position alone."""
+    first = torch.full_like(labels, IGNORED)
+    first[:, 0] = 0
+    return first
+
+
+def _own_loss(model: nn.Module, batch: Batch) -> Tensor | None:
+    """What the model says its loss is; None where it does not take labels."""
+    if not takes_labels(model):
+        return None
+    config = getattr(model, "config", None)
+    before = getattr(config, "problem_type", None)
+    try:
+        loss = getattr(model(**batch), "loss", None)
+    finally:
+        if config is not None and hasattr(config, "problem_type"):
+            config.problem_type = before  # transformers writes its guess there
+    return loss.float() if isinstance(loss, Tensor) and loss.ndim == 0 else None
+
+
+def _labels_of(batch: Batch) -> Tensor:
+    """A batch's labels; raises KflatsError where it has none."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor):
+        raise KflatsError(
+            "the calibration batches have no labels"
+            if labels is None
+            else f"labels are a {type(labels).__name__}, not a tensor",
+            cause="texts alone, or another name for them" if labels is None else "batches that were not collated",
+            hint='batch["labels"] as a tensor; or Projections() or SampledLabels(), which need none',
+            command="--task NAME, or texts alone: --calibration FILE",
+        )
+    if labels.ndim == 0 or len(labels) != batch_size(batch):
+        raise KflatsError(
+            f"labels of shape {tuple(labels.shape)} for {batch_size(batch)} samples",
+            cause="each sample needs one label, or one label for each token",
+        )
+    return labels
+
+
+def _logits_of(logits: Tensor | None, model: nn.Module) -> Tensor:
+    """The logits that ``model`` gave; raises KflatsError where there are none."""
+    if logits is None:
+        raise KflatsError(
+            f"{type(model).__name__} gives no logits",
+            cause="a base model without a task head, or a head of another form (question answering)",
+            hint="Projections(), which needs no head",
+            command="texts alone: --calibration FILE",
+        )
+    if logits.ndim not in (2, 3):
+        raise KflatsError(
+            f"logits of shape {tuple(logits.shape)} are of no task that kflats knows",
+            cause="a loss is known for logits (samples, classes) and (samples, tokens, classes)",
+        )
+    return logits
+
+
+def _check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool = True) -> None:
+    """Raise KflatsError for labels that do not fit the logits; ``samples=False``: of a part of the batch."""
+    classes = logits.shape[-1]
+    head = f"a head of {classes} outputs a {'token' if logits.ndim == 3 else 'sample'}"
+    mismatch = KflatsError(
+        f"labels of shape {tuple(labels.shape)}, {str(labels.dtype).removeprefix('torch.')}, do not fit {head}",
+        cause="the data of one task and the head of another",
+        hint="the model that was fine-tuned for this task, or Projections(), which needs no labels",
+        command="a model that was fine-tuned for this task, or texts alone: --calibration FILE",
+    )
+    per_sample, several = labels.shape[1:].numel(), kind in ("regression", "multi-label")
+    fits = per_sample == (classes if several else logits.shape[1:-1].numel())
+    if (samples and len(labels) != len(logits)) or (kind in ("tokens", "causal")) != (logits.ndim == 3) or not fits:
+        raise mismatch
+    if several:
+        return
+    if labels.is_floating_point():
+        raise mismatch
+    wrong = labels[(labels != IGNORED) & ((labels < 0) | (labels >= classes))]
+    if len(wrong):
+        raise KflatsError(
+            f"label {int(wrong[0])} is out of range for {head}",
+            cause="an unlabelled split, labels counted from 1, or the data of another task",
+            hint=f"labels 0 to {classes - 1}, or {IGNORED} for positions without one",
+        )

@@ -1,4 +1,4 @@
-"""Running a model on one batch of a calibration set, whatever its kind, and what comes out of it."""
+"""Running a model of any kind on one batch of a calibration set, and reading its output."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def batch_size(batch: Batch) -> int:
 
 
 def take(batch: Batch, index: Tensor) -> dict[str, BatchValue]:
-    """The samples ``index`` of a batch; what is not per sample stays."""
+    """The samples ``index`` of a batch; values that hold for all samples stay."""
     size = batch_size(batch)
     return {
         key: value[index.to(value.device)] if isinstance(value, Tensor) and value.ndim and len(value) == size else value
@@ -40,11 +40,12 @@ def take(batch: Batch, index: Tensor) -> dict[str, BatchValue]:
 
 
 def to_device(batch: Batch, device: torch.device) -> dict[str, BatchValue]:
-    """The batch where the model is."""
-    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+    """The batch on ``device``; float16 becomes float32, as in a model that is ``frozen``."""
+    tensors = {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
+    return {**batch, **{key: t.float() if t.dtype == torch.float16 else t for key, t in tensors.items()}}
 
 
-def run(model: nn.Module, batch: Batch) -> Any:
+def run(model: nn.Module, batch: Batch) -> object:
     """``model(**batch)`` without computing the model's own loss: labels serve only to feed a decoder."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if is_sentence_transformer(model):
@@ -52,37 +53,41 @@ def run(model: nn.Module, batch: Batch) -> Any:
     labels = batch.get("labels")
     if is_encoder_decoder(model) and "decoder_input_ids" not in inputs:
         if isinstance(labels, Tensor) and labels.ndim == 2:
-            made: Any = model
-            if not hasattr(model, "prepare_decoder_input_ids_from_labels"):
+            prepare: Any = getattr(model, "prepare_decoder_input_ids_from_labels", None)
+            if prepare is None:
                 return model(**inputs, labels=labels)
-            inputs["decoder_input_ids"] = made.prepare_decoder_input_ids_from_labels(labels=labels)
+            inputs["decoder_input_ids"] = prepare(labels=labels)
         elif "decoder_inputs_embeds" not in inputs:
             return _with_own_decoder_inputs(model, inputs)
     return model(**inputs)
 
 
-def task_output(output: Any) -> Tensor | None:
-    """The logits of what a model gave (a lone tensor is taken for them), or None."""
+def task_output(output: object) -> Tensor | None:
+    """The logits in a model's output, or None; an output that is one tensor counts as logits."""
     if isinstance(output, Tensor):
         return output
-    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    logits = _entry(output, "logits")
     return logits if isinstance(logits, Tensor) else None
 
 
-def vectors(model: nn.Module, batch: Batch, output: Any, *, pooled: bool) -> tuple[Tensor, Tensor]:
-    """Last hidden states (B, T, d) or their masked means (B, d), and the mask (B, T).
+def _entry(output: object, name: str) -> object:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
-    ``output`` is what the model gave, or None to run it without its task head here.
+
+def pooled(model: nn.Module, batch: Batch, output: object) -> Tensor:
+    """(B, d) the model's own sentence embeddings, or the means of its last hidden states over the text's tokens.
+
+    ``output`` is the model's output; None: the model runs here, without its task head.
     """
-    hidden = None
+    hidden: object = None
     if is_sentence_transformer(model):
         output = run(model, batch) if output is None else output
-        hidden = output.get("token_embeddings")
-        if pooled and isinstance(made := output.get("sentence_embedding"), Tensor):
-            return made, text_mask(batch, made)
+        embedding = _entry(output, "sentence_embedding")
+        if isinstance(embedding, Tensor):
+            return embedding
+        hidden = _entry(output, "token_embeddings")
     elif output is not None:
-        hidden = output.get("last_hidden_state") if isinstance(output, Mapping) else None
-        hidden = getattr(output, "last_hidden_state", None) if hidden is None else hidden
+        hidden = _entry(output, "last_hidden_state")
     else:
         kept = {k: v for k, v in batch.items() if k != "labels" and not k.startswith("decoder_")}
         hidden = last_hidden_state(model, kept)
@@ -92,11 +97,9 @@ def vectors(model: nn.Module, batch: Batch, output: Any, *, pooled: bool) -> tup
             hint="an objective of your own: any object with losses(model, batch, first) -> (B,)",
             command="--importance uniform, zipf or counts, which need no measurements",
         )
-    mask = text_mask(batch, hidden) if hidden.shape[:2] == _mask_shape(batch) else decoder_mask(model, batch, hidden)
-    if not pooled:
-        return hidden, mask
-    mean = (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
-    return mean, mask
+    mask = text_mask(batch, hidden)
+    mask = mask if mask.shape == hidden.shape[:2] else decoder_mask(model, batch, hidden)
+    return (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
 
 
 def text_mask(batch: Batch, like: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ def text_mask(batch: Batch, like: Tensor) -> Tensor:
 
 
 def decoder_mask(model: nn.Module, batch: Batch, like: Tensor) -> Tensor:
-    """(B, T) ones where what the model puts out has a token: of a decoder's positions where there is one."""
+    """(B, T) ones where the output has a token; in a model with a decoder, these are the decoder's positions."""
     if is_encoder_decoder(model):
         return decoder_positions(batch, like.new_ones(like.shape[:2]))
     mask = text_mask(batch, like)
@@ -117,7 +120,7 @@ def decoder_mask(model: nn.Module, batch: Batch, like: Tensor) -> Tensor:
 
 
 def decoder_positions(batch: Batch, everything: Tensor) -> Tensor:
-    """The decoder's mask: its own, else where labels are, else ``everything``."""
+    """The decoder's mask: its own, else ones at labels, else ``everything``."""
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
     if not isinstance(mask, Tensor) and isinstance(labels, Tensor):
         mask = labels != -100
@@ -135,7 +138,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(flag) and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
-def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> Any:
+def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> object:
     try:
         return model(**inputs)  # BART's classifier reads the text once more
     except ValueError as error:
@@ -144,8 +147,3 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> Any:
             hint='"labels" or "decoder_input_ids" in each batch, or Projections(of="pooled") for the encoder alone',
             command="--task NAME, whose examples have labels",
         ) from error
-
-
-def _mask_shape(batch: Batch) -> tuple[int, ...] | None:
-    mask = batch.get("attention_mask")
-    return tuple(mask.shape) if isinstance(mask, Tensor) else None

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from importlib.resources import files
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,23 @@ def check_texts(texts: object) -> None:
         )
     if not isinstance(texts, Iterable):
         raise KflatsError(f"texts must be a sequence of strings, not {type(texts).__name__}", hint="a list of strings")
+
+
+def batched_texts(texts: Iterable[str], count: int = 512) -> Iterator[list[str]]:
+    """``texts`` in lists of ``count``; a generator is read no further than needed.
+
+    Raises:
+        KflatsError: ``texts`` is no collection, or holds a value that is not a string.
+
+    >>> list(batched_texts(iter("abc"), 2))
+    [['a', 'b'], ['c']]
+    """
+    check_texts(texts)
+    stream = iter(texts)
+    while batch := list(islice(stream, count)):
+        if wrong := [text for text in batch if not isinstance(text, str)]:
+            raise KflatsError(f"a text must be a string, not {type(wrong[0]).__name__}", hint="a list of strings")
+        yield batch
 
 
 def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:

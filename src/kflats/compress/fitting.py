@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,6 @@ from kflats.planning.candidates import bias_bytes
 from kflats.recipe.plan import Decision, Plan, as_cast
 from kflats.report.analysis import analyse, left_dense
 from kflats.report.report import WeightReport
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _SHIFT = "bias shift"
 _CODES = ("codes", "weight", "shrink", "basis_scale")
@@ -164,7 +161,7 @@ def _fit(
             cause="nothing is left to factorize",
             hint="a smaller budget, or cast the model to that type",
         )
-    report = analyse(decision, rows, factored, weighting, table.spectrum, _tokens(weight, data.tokenizer))
+    report = analyse(decision, rows, factored, weighting, table.spectrum)
     shift = _bias_shift(rows, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
     gained, itemsize = _gained_numbers(weight, shift), _itemsize(weight)
     report = replace(
@@ -187,16 +184,6 @@ def _bias_shift(rows: Rows, matrix: Matrix, weighting: Weighting, turned: bool) 
         error = (whole - matrix.rows(everything, dtype=whole.dtype)).to(torch.float64)
         mean = weighting.mean.to(torch.float64)
         return (error @ mean if turned else mean @ error).to(torch.float32)
-
-
-def _tokens(weight: Weight, tokenizer: PreTrainedTokenizerBase | None) -> list[str] | None:
-    if tokenizer is None or weight.places[0].role != "embedding":
-        return None
-    names = [""] * weight.shape[0]
-    for token, row in tokenizer.get_vocab().items():
-        if 0 <= row < len(names):
-            names[row] = token
-    return names
 
 
 def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, Any]) -> CompressedWeight | None:

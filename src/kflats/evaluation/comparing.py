@@ -1,15 +1,15 @@
 """A compressed model beside its original: sizes, fidelity of the outputs, latency.
 
-Matrix error misleads (a table can be near in squared error and far in what the model says), so the
-model itself is measured. Fidelity is the cosine between the two models' sentence vectors, and
-whether each sentence keeps its nearest neighbours; always with the 5th percentile and with rare
-words beside the mean, because a mean over common sentences hides a starved tail.
+The models' outputs are compared, because a table with a small squared error can change them much. Fidelity is the
+cosine between the sentence vectors of both models, and the share of each sentence's nearest neighbours that stay. The
+5th percentile and rare words stand beside the mean: a mean over common sentences hides damage to rare words.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,6 @@ from kflats.common.formatting import number, plain, share, size, table, visible
 from kflats.common.texts import packaged_texts
 from kflats.common.token_batches import pad_id, padded_batch, tokenize_texts
 from kflats.evaluation.encoding import MAX_TOKENS, device_of, encode, evaluating, last_hidden_state, rare_words
-from kflats.evaluation.latency import Latency, paired, take_turns
 from kflats.io import load_model, resolve_model, weights_folder
 from kflats.io.sources import weight_files
 
@@ -31,21 +30,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 1024  # sentences compared with all others at once
-_ALIKE = 0.2  # mean cosine; of unrelated models it is near 0, of one that was spoilt by compression above .3
+_NEIGHBOURS = 10
+_WARMING = 2  # turns that are not counted
+_RESAMPLES = 2000
+_ALIKE = 0.2  # mean cosine: near 0 for unrelated models, above 0.3 for a badly compressed model
 _VOCABULARIES = ("tokenizer.json", "vocab.txt", "vocab.json", "*.model")
 
 
 @dataclass(frozen=True)
 class Fidelity:
-    """How near the compressed model's vectors are to the original's; 1.0 everywhere is the same model.
+    """The similarity of the compressed model's vectors to the original's; 1.0 everywhere for the same model.
 
     Args:
         mean_cosine: mean over sentences of the cosine between both models' vectors.
-        p5_cosine: its 5th percentile: one sentence in twenty is worse.
-        neighbour_overlap: share of each sentence's 10 nearest others that stay; None with fewer than 3 sentences.
-        sentences: how many.
+        p5_cosine: the 5th percentile of this cosine: one sentence in twenty is worse.
+        neighbour_overlap: share of the 10 nearest other sentences that stay; None with fewer than 3 sentences.
+        sentences: number of sentences.
         rare_mean_cosine: mean cosine over rare words, each encoded alone; None if the vocabulary has none.
-        rare_words: how many.
+        rare_words: number of rare words.
     """
 
     mean_cosine: float
@@ -54,6 +56,24 @@ class Fidelity:
     sentences: int
     rare_mean_cosine: float | None
     rare_words: int
+
+
+@dataclass(frozen=True)
+class Latency:
+    """The time of one batch through both models, measured in pairs.
+
+    ``ratio`` is the median over pairs of compressed / original, ``low`` and ``high`` its 95 % bootstrap interval. An
+    interval that contains 1 shows no difference.
+    """
+
+    original_ms: float
+    compressed_ms: float
+    ratio: float
+    low: float
+    high: float
+    pairs: int
+    batch: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,9 +100,9 @@ class Comparison:
             ["one batch, median", f"{t.original_ms:.1f} ms", f"{t.compressed_ms:.1f} ms", share(t.ratio)],
         ]
         values = [
-            ["mean cosine", f"{f.sentences} sentences", _cosine(f.mean_cosine)],
-            ["5th percentile of cosine", "one sentence in twenty is worse", _cosine(f.p5_cosine)],
-            ["mean cosine, rare words", f"{f.rare_words} words, each alone", _cosine(f.rare_mean_cosine)],
+            ["mean cosine", f"{f.sentences} sentences", cosine(f.mean_cosine)],
+            ["5th percentile of cosine", "one sentence in twenty is worse", cosine(f.p5_cosine)],
+            ["mean cosine, rare words", f"{f.rare_words} words, each alone", cosine(f.rare_mean_cosine)],
             ["neighbours kept", "of the 10 nearest sentences", "-" if overlap is None else share(overlap)],
         ]
         parts = [
@@ -97,7 +117,7 @@ class Comparison:
             f"median ratio {number(t.ratio)}, 95 % interval {number(t.low)} to {number(t.high)}",
         ]
         if f.mean_cosine < _ALIKE:
-            parts += ["", "the two hardly say the same: is the second a compressed version of the first?"]
+            parts += ["", "the outputs are hardly alike: is the second model a compressed version of the first?"]
         return "\n".join(parts)
 
 
@@ -109,16 +129,14 @@ def fidelity(
     *,
     counted: Sequence[str] = (),
     batch: int = 32,
-    neighbours: int = 10,
     words: int = 500,
     compressed_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Fidelity:
-    """Compare what two models say about ``texts``, and about up to ``words`` rare words.
+    """Compare the vectors of two models for ``texts``, and for up to ``words`` rare words.
 
     Args:
-        counted: texts the importance was counted on; rare words are words that neither these nor
-            ``texts`` show, from the tail of the vocabulary.
-        neighbours: how many nearest sentences should stay.
+        counted: texts on which the importance was counted. Rare words come from the tail of the vocabulary, and occur
+            neither in these texts nor in ``texts``.
         compressed_tokenizer: the second model's, where its vocabulary is another (``trim``). None: ``tokenizer``.
 
     Raises:
@@ -128,11 +146,11 @@ def fidelity(
     both = ((original, tokenizer), (compressed, tokenizer if compressed_tokenizer is None else compressed_tokenizer))
     a, b = (encode(m, t, texts, batch) for m, t in both)
     alone = tuple(encode(m, t, rare, batch) for m, t in both) if rare else None
-    return fidelity_of(a, b, alone, neighbours=neighbours)
+    return fidelity_of(a, b, alone)
 
 
-def fidelity_of(a: Tensor, b: Tensor, rare: tuple[Tensor, ...] | None = None, *, neighbours: int = 10) -> Fidelity:
-    """How near the unit vectors ``b`` (n, d) are to ``a``, those of the original; ``rare``: both models' of rare words.
+def fidelity_of(a: Tensor, b: Tensor, rare: tuple[Tensor, ...] | None = None) -> Fidelity:
+    """The fidelity of unit vectors ``b`` (n, d) to the original's ``a``; ``rare``: the vectors of rare words of both.
 
     Raises:
         KflatsError: vectors of different lengths.
@@ -142,39 +160,35 @@ def fidelity_of(a: Tensor, b: Tensor, rare: tuple[Tensor, ...] | None = None, *,
             f"vectors of {a.shape[1]} and of {b.shape[1]} numbers cannot be compared",
             cause="the second model is not a compressed version of the first",
         )
-    cosine = (a * b).sum(1)
+    cosines = (a * b).sum(1)
     return Fidelity(
-        mean_cosine=float(cosine.mean()),
-        p5_cosine=float(cosine.quantile(0.05)),
-        neighbour_overlap=neighbour_overlap(a, b, neighbours),
+        mean_cosine=float(cosines.mean()),
+        p5_cosine=float(cosines.quantile(0.05)),
+        neighbour_overlap=neighbour_overlap(a, b),
         sentences=len(a),
         rare_mean_cosine=None if rare is None else float((rare[0] * rare[1]).sum(1).mean()),
         rare_words=0 if rare is None else len(rare[0]),
     )
 
 
-def neighbour_overlap(a: Tensor, b: Tensor, neighbours: int = 10, block: int = _BLOCK) -> float | None:
-    """Mean share of each row's nearest other rows in ``a`` that are nearest in ``b`` too.
+def neighbour_overlap(a: Tensor, b: Tensor, block: int = _BLOCK) -> float | None:
+    """Mean share of the 10 nearest other rows of each row of ``a`` that are among the nearest in ``b`` too.
 
-    ``a`` and ``b`` are (n, d) unit vectors of the same n texts. Fewer than ``neighbours`` others: all
-    but one of them are asked for, since all would always agree. None for n < 3. Work n^2 d, memory
-    block x n.
+    ``a`` and ``b`` are (n, d) unit vectors of the same n texts. With fewer than 12 texts the n - 2 nearest are
+    compared, because all n - 1 would always agree. None for n < 3. Work n^2 d, memory block x n.
     """
-    n = a.shape[0]
-    k = min(neighbours, n - 2)
+    n = len(a)
+    k = min(_NEIGHBOURS, n - 2)
     if k < 1:
         return None
     kept = 0
     for start in range(0, n, block):
-        rows = torch.arange(start, min(start + block, n))
         nearest = []
         for vectors in (a, b):
-            similar = vectors[rows] @ vectors.T
-            similar[torch.arange(len(rows)), rows] = -torch.inf
-            nearest.append(
-                torch.zeros(similar.shape, dtype=torch.bool).scatter_(1, similar.topk(k, dim=1).indices, True)
-            )
-        kept += int((nearest[0] & nearest[1]).sum())
+            similar = vectors[start : start + block] @ vectors.T
+            similar.diagonal(start).fill_(-torch.inf)
+            nearest.append(similar.topk(k, dim=1).indices)
+        kept += int((nearest[0].unsqueeze(2) == nearest[1].unsqueeze(1)).sum())
     return kept / (n * k)
 
 
@@ -188,10 +202,10 @@ def latency(
     pairs: int = 20,
     compressed_tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> Latency:
-    """Time both models on the first ``batch`` texts, in ``pairs`` pairs; which goes first alternates.
+    """Time both models on the first ``batch`` texts, in ``pairs`` pairs; the two models take turns to go first.
 
-    Pairs and alternation, so that a machine that warms up or is shared slows both alike. ``compressed_tokenizer``: as
-    ``fidelity``; what it makes of the texts may be longer.
+    A machine that warms up or is shared thus slows both models alike. ``compressed_tokenizer``: as ``fidelity``; its
+    segmentation of the texts may be longer.
     """
     if not texts or pairs < 1:
         raise KflatsError("latency needs at least one text and one pair", hint="give texts and pairs >= 1")
@@ -208,6 +222,44 @@ def latency(
     return paired(before, after, batch=sentences, tokens=tokens)
 
 
+def take_turns(runs: Sequence[Callable[[], object]], turns: int, device: torch.device) -> list[list[float]]:
+    """Seconds of every run in every turn, ``[run][turn]``; in every other turn the order is reversed.
+
+    >>> times = take_turns([lambda: None, lambda: None], 3, torch.device("cpu"))
+    >>> [len(t) for t in times]
+    [3, 3]
+    """
+    if turns < 1 or not runs:
+        raise KflatsError(f"{turns} turns of {len(runs)} runs give no time", hint="at least one of each")
+    times: list[list[float]] = [[] for _ in runs]
+    order = list(range(len(runs)))
+    for turn in range(-_WARMING, turns):
+        for which in order if turn % 2 == 0 else order[::-1]:
+            _settle(device)
+            start = time.perf_counter()
+            runs[which]()
+            _settle(device)
+            if turn >= 0:
+                times[which].append(time.perf_counter() - start)
+    return times
+
+
+def paired(before: Sequence[float], after: Sequence[float], *, batch: int, tokens: int) -> Latency:
+    """The medians of two models' seconds, turn by turn, and a bootstrap interval of their ratio."""
+    first, second = (torch.tensor(t, dtype=torch.float64) for t in (before, after))
+    ratios, pairs = second / first, len(before)
+    draws = torch.randint(pairs, (_RESAMPLES, pairs), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+    low, high = ratios[draws].quantile(0.5, dim=1).quantile(ends).tolist()
+    medians = [float(values.quantile(0.5)) for values in (first, second, ratios)]
+    return Latency(1000 * medians[0], 1000 * medians[1], medians[2], low, high, pairs, batch, tokens)
+
+
+def _settle(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def compare(
     original_folder: str | os.PathLike[str],
     compressed_folder: str | os.PathLike[str],
@@ -221,7 +273,7 @@ def compare(
         original_folder: a local folder or a hub name.
         compressed_folder: what ``kflats compress`` or ``save_pretrained`` wrote; read with its own tokenizer if its
             vocabulary is another, else with the original's.
-        texts: sentences to judge on; None: those that come with kflats.
+        texts: sentences to compare on; None: the sentences of the package.
         pairs: runs of each model in the latency test.
 
     Raises:
@@ -243,8 +295,10 @@ def compare(
     )
 
 
-def _own_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, original: nn.Module, compressed: nn.Module) -> Any:
-    """The tokenizer of a trimmed model's folder; the given one where the folder has the same, or a model alone."""
+def _own_tokenizer(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, original: nn.Module, compressed: nn.Module
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a trimmed model's folder; ``tokenizer`` if the folder has the same one, or has none."""
     try:
         own = load_tokenizer(folder)
     except KflatsError:
@@ -255,7 +309,7 @@ def _own_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase, original: n
     return tokenizer if own.get_vocab() == tokenizer.get_vocab() else own
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """The tokenizer of a model's local folder; a clear error when it has none."""
     try:
         from transformers import AutoTokenizer
@@ -272,7 +326,10 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
     if not any(any(where.glob(pattern)) for pattern in _VOCABULARIES):
         raise lost
     try:
-        return AutoTokenizer.from_pretrained(where, trust_remote_code=False, local_files_only=True)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            where, trust_remote_code=False, local_files_only=True
+        )
+        return tokenizer
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file
         raise lost from error
 
@@ -288,5 +345,6 @@ def memory_bytes(model: nn.Module) -> int:
     return sum(t.numel() * t.element_size() for t in held.values())
 
 
-def _cosine(value: float | None) -> str:
+def cosine(value: float | None) -> str:
+    """A cosine with four decimals; a dash if it was not measured."""
     return "-" if value is None else f"{value:.4f}"

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.token_batches import batches_by_length, pad_id, padded_batch, tokenize_texts
+from kflats.matrices.layers import FactoredEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,3 +146,36 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
     finally:
         for module, training in before:
             module.training = training
+
+
+@contextmanager
+def widened(model: nn.Module, *dtypes: torch.dtype) -> Iterator[bool]:
+    """Inside, parameters and buffers of the types ``dtypes`` are float32; afterwards they have their own types again.
+
+    Yields:
+        Whether a parameter was widened.
+    """
+    parameters = [(p, p.dtype) for p in model.parameters() if p.dtype in dtypes]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in dtypes
+    ]
+    tables = [m for m in model.modules() if isinstance(m, FactoredEmbedding) and m.out_dtype in dtypes]
+    outs = [table.out_dtype for table in tables]
+    try:
+        for p, _ in parameters:
+            p.data = p.data.float()
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.float()
+        for table in tables:
+            table.out_dtype = torch.float32
+        yield bool(parameters)
+    finally:
+        for p, dtype in parameters:
+            p.data = p.data.to(dtype)
+        for module, name, buffer in buffers:
+            module._buffers[name] = module.get_buffer(name).to(buffer.dtype)
+        for table, out in zip(tables, outs, strict=True):
+            table.out_dtype = out

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,10 +62,9 @@ class Objective:
                 command="--teacher ORIGINAL",
             )
         inputs = dict(batch) if labelled else {k: v for k, v in batch.items() if k != "labels"}
-        outputs = model(**inputs)
+        outputs: Mapping[str, Tensor] = model(**inputs)
         if labelled and bool((batch["labels"] == IGNORED).all()):
-            zero: Tensor = 0.0 * outputs.logits.sum()  # the mean over zero words would be NaN
-            return zero
+            return 0.0 * outputs["logits"].sum()  # the mean over zero words would be NaN
         if self.teacher is None:
             return _task_loss(outputs)
         inputs.pop("labels", None)
@@ -78,8 +76,14 @@ class Objective:
         return self.labels_weight * _task_loss(outputs) + (1 - self.labels_weight) * soft
 
 
-def distance(model: nn.Module, outputs: Any, target: Any, batch: Mapping[str, Tensor], temperature: float) -> Tensor:
-    """How far ``outputs`` of ``model`` are from a teacher's ``target`` on one batch; see ``Objective``.
+def distance(
+    model: nn.Module,
+    outputs: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    temperature: float,
+) -> Tensor:
+    """The distance of ``outputs`` of ``model`` from a teacher's ``target`` on one batch; see ``Objective``.
 
     Raises:
         KflatsError: outputs of different shapes.
@@ -87,10 +91,10 @@ def distance(model: nn.Module, outputs: Any, target: Any, batch: Mapping[str, Te
     head = head_of(model)
     mask = batch["attention_mask"].bool()
     if head == "":
-        ours, theirs = (_pooled(o.last_hidden_state, mask) for o in (outputs, target))
+        ours, theirs = (_pooled(o["last_hidden_state"], mask) for o in (outputs, target))
         _check_equal(ours, theirs)
         return (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
-    ours, theirs = outputs.logits.float(), target.logits.float()
+    ours, theirs = outputs["logits"].float(), target["logits"].float()
     _check_equal(ours, theirs)
     if head == "sequence" and ours.shape[-1] == 1:
         return F.mse_loss(ours, theirs)
@@ -108,9 +112,9 @@ def _pooled(hidden: Tensor, mask: Tensor) -> Tensor:
     return (hidden.float() * weights).sum(1) / weights.sum(1)
 
 
-def _task_loss(outputs: Any) -> Tensor:
-    loss = getattr(outputs, "loss", None)
-    if not isinstance(loss, Tensor):
+def _task_loss(outputs: Mapping[str, Tensor]) -> Tensor:
+    loss = outputs.get("loss")
+    if loss is None:
         raise KflatsError(
             "the model gives no loss for its labels",
             cause="it has no task head of transformers",

@@ -3,9 +3,9 @@
 FWSVD (Hsu et al., ICLR 2022, section 4.2) fine-tunes factored models for 3 epochs by Adam at 2e-5 in batches of 32;
 the defaults are the same. transformers' Trainer trains.
 
-The Trainer writes a checkpoint after every epoch: the model as safetensors and its own state as JSON. Optimizer,
-schedule and random states, which the Trainer would pickle, are written as safetensors and JSON instead (see
-``kflats.recover.training``). Its arguments are not stored. No file that is loaded can run code.
+The Trainer writes a checkpoint after every epoch: the model as safetensors and its own state as JSON. Optimizer
+and schedule, which the Trainer would pickle, are written as safetensors instead (see ``kflats.recover.training``). No
+file that is loaded can run code.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
+from kflats.common.formatting import plain, table
+from kflats.common.hashing import sha256
 from kflats.common.token_batches import pad_id
 from kflats.evaluation.comparing import load_tokenizer
-from kflats.evaluation.encoding import Batch, device_of, evaluating
+from kflats.evaluation.encoding import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic_folder import beside
-from kflats.recover.checkpoints import claim, digest, kept_in
 from kflats.recover.distill import Objective
-from kflats.recover.recovery import Epoch, Recovery, kept_epoch
-from kflats.recover.schedule import Schedule
-from kflats.recover.trainable import only, own_randomness, put_back, unchanged_on_failure, widened
-from kflats.recover.training_data import TrainingData, batch_training_data, task_training_data
+from kflats.recover.trainable import only, own_randomness, put_back, unchanged_on_failure
+from kflats.recover.training_data import Schedule, TrainingData, batch_training_data, task_training_data
 from kflats.tasks.batches import collate, text_features
 from kflats.tasks.task import Task
 
@@ -41,6 +41,81 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RECOVERY_FILE = "kflats_recovery.json"
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Mean training loss of one epoch, and the metric's value after it (None: no evaluation)."""
+
+    epoch: int
+    loss: float
+    value: float | None
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """The record of a recovery; printing it gives a table.
+
+    Args:
+        metric: the task's main metric, or "loss".
+        before, after: its value on ``eval_split`` before and after; None without an evaluation.
+        best_epoch: the epoch whose parameters were kept; 0: no epoch was better than the start, which was restored.
+        epochs: all epochs that ran. stopped: True if ``patience`` ended the training early.
+        trained, parameters: numbers of the parameters that were trained, and of all parameters.
+        resumed: number of epochs that an earlier, interrupted run trained.
+    """
+
+    task: str
+    split: str
+    eval_split: str
+    metric: str
+    before: float | None
+    after: float | None
+    best_epoch: int
+    epochs: tuple[Epoch, ...]
+    stopped: bool
+    train: str
+    trained: int
+    parameters: int
+    distilled: bool
+    seed: int
+    seconds: float
+    resumed: int
+
+    def __str__(self) -> str:
+        rows = [["start", "", "-" if self.before is None else f"{self.before:.4f}"]]
+        for e in self.epochs:
+            kept = " (kept)" if e.epoch == self.best_epoch and self.before is not None else ""
+            rows.append([f"epoch {e.epoch}{kept}", f"{e.loss:.4f}", "-" if e.value is None else f"{e.value:.4f}"])
+        evaluated = f"{self.metric} on {self.eval_split}" if self.eval_split else "-"
+        lines = [
+            f"{self.task}: {self.train} trained, {self.trained:,} of {self.parameters:,} parameters"
+            + (", towards the original" if self.distilled else ""),
+            "",
+            plain(table(["", f"loss on {self.split}", evaluated], rows)),
+        ]
+        if self.before is not None and self.best_epoch == 0:
+            lines += ["", "no epoch was better than the start, which was restored"]
+        elif self.stopped:
+            lines += ["", f"stopped early: {self.metric} no longer improved"]
+        return "\n".join(lines)
+
+
+def kept_epoch(history: tuple[Epoch, ...], before: float | None, higher_is_better: bool) -> tuple[int, float | None]:
+    """The epoch whose parameters are kept, and its value: the first of the best.
+
+    0 where the start, of value ``before``, was better than all epochs; the last epoch and no value where no epoch was
+    evaluated.
+
+    >>> kept_epoch((Epoch(1, 0.5, 0.8), Epoch(2, 0.4, 0.9)), 0.7, True), kept_epoch((Epoch(1, 0.5, 0.6),), 0.7, True)
+    ((2, 0.9), (0, 0.7))
+    """
+    sign = 1.0 if higher_is_better else -1.0
+    values = [(sign * e.value, -e.epoch) for e in history if e.value is not None]
+    if before is None or not values:
+        return len(history), None
+    best, epoch = max(values)
+    return (0, before) if sign * before > best else (-epoch, sign * best)
 
 
 def recover_(
@@ -82,18 +157,19 @@ def recover_(
         task_data, split, max_length, limit: as ``kflats.task_batches``.
         eval_split: the split that decides which epoch is kept (for batches: other batches, whose mean loss
             decides); None: the last epoch is kept. The score on the split that chose the epoch is too high.
-        teacher: the original; see ``kflats.recover.distill.Objective`` for it, ``temperature`` and ``labels_weight``.
+        teacher: the original, which is moved to the model's device; see ``kflats.recover.distill.Objective`` for it,
+            ``temperature`` and ``labels_weight``.
         train: "all", "bases", "coordinates" or "factors" (both).
         lr, batch, epochs: of the optimisation.
         patience: stop after this many epochs in a row that were not better; None: never.
         seed: of the order, dropout and sample.
-        folder: where checkpoints are kept, so that the same call resumes after an interruption; they remain there.
-            None: no checkpoints are kept.
+        folder: where checkpoints are kept, so that the same call resumes after an interruption. They remain there,
+            each run's in a folder of its own, named by its settings, model and examples. None: no checkpoints are kept.
         quiet: no progress bar.
 
     Raises:
         KflatsError: as ``load_examples`` and ``check_head``; nothing to train, or neither labels nor a teacher; a loss
-            that is NaN; checkpoints of another run in ``folder``; accelerate is not installed.
+            that is NaN; accelerate is not installed.
 
     >>> import transformers
     >>> config = transformers.BertConfig(
@@ -136,20 +212,19 @@ def recover_(
     device = device_of(model)
     began = time.monotonic()
     with (
-        _teaching(teacher, device),
-        evaluating(model),
+        evaluating(model, *([] if teacher is None else [teacher.to(device)])),
         own_randomness(device),
-        kept_in(folder) as where,
-        widened(model) as rounded,
+        # Adam's steps are smaller than the resolution of 16 bits, and its epsilon is 0 there.
+        widened(model, torch.float16, torch.bfloat16) as rounded,
         only(model, train) as chosen,
         unchanged_on_failure(chosen) as start,
     ):
         before = None if data.evaluate is None else data.evaluate(model)
         settings = {"task": data.name, "eval_split": [data.eval_split, before], **asdict(schedule)}
         settings |= {"temperature": temperature, "labels_weight": labels_weight, "rows": data.digest}
-        settings |= {"model": digest(model), "teacher": None if teacher is None else digest(teacher)}
-        claim(where, settings)
-        history, resumed = _train(model, data, objective, schedule, where, folder is not None, quiet)
+        settings |= {"model": _digest(model), "teacher": None if teacher is None else _digest(teacher)}
+        with _checkpoints(folder, settings) as where:
+            history, resumed = _train(model, data, objective, schedule, where, folder is not None, quiet)
         best_epoch, after = kept_epoch(history, before, data.higher_is_better)
         if best_epoch == 0:
             put_back(chosen, start)
@@ -230,7 +305,7 @@ def recover_folder(
         examples: Any = task
         if texts is not None:
             examples, chosen["eval_split"] = _text_batches(texts, tokenizer, model, max_length)
-        done = recover_(
+        recovery = recover_(
             model,
             examples,
             tokenizer=tokenizer,
@@ -241,9 +316,9 @@ def recover_folder(
             **chosen,
         )
         save_model(model, aside / weights_folder(folder).relative_to(folder))
-        (aside / RECOVERY_FILE).write_text(json.dumps(asdict(done), indent=1, allow_nan=False), encoding="utf-8")
+        (aside / RECOVERY_FILE).write_text(json.dumps(asdict(recovery), indent=1, allow_nan=False), encoding="utf-8")
         copy_companions(folder, aside)
-    return done
+    return recovery
 
 
 def _text_batches(
@@ -259,6 +334,21 @@ def _text_batches(
     filler = pad_id(tokenizer, model)
     batches = [collate([row], filler) for row in text_features(texts, tokenizer, max_length, model)]
     return [batch for i, batch in enumerate(batches) if i % 10], batches[::10]
+
+
+@contextmanager
+def _checkpoints(folder: str | os.PathLike[str] | None, settings: dict[str, Any]) -> Iterator[Path]:
+    """The folder for the checkpoints of a run with these ``settings``; without ``folder`` a temporary one."""
+    if folder is not None:
+        yield Path(folder).expanduser().resolve() / sha256([json.dumps(settings, sort_keys=True)])[:16]
+        return
+    with TemporaryDirectory(prefix="kflats-recovery-") as name:
+        yield Path(name)
+
+
+def _digest(model: nn.Module) -> str:
+    """A digest of all parameters and buffers that a file would hold."""
+    return sha256(part for item in model.state_dict().items() if isinstance(item[1], Tensor) for part in item)
 
 
 def _train(
@@ -282,18 +372,3 @@ def _train(
     losses = {round(e["epoch"]): e["loss"] for e in log if "loss" in e}
     values = {round(e["epoch"]): e[f"eval_{data.metric}"] for e in log if f"eval_{data.metric}" in e}
     return tuple(Epoch(i, loss, values.get(i)) for i, loss in sorted(losses.items())), resumed
-
-
-@contextmanager
-def _teaching(teacher: nn.Module | None, device: torch.device) -> Iterator[None]:
-    """The teacher in eval mode on ``device``. On exit its device and modes are restored."""
-    if teacher is None:
-        yield
-        return
-    home = device_of(teacher)
-    with evaluating(teacher):
-        try:
-            teacher.to(device)
-            yield
-        finally:
-            teacher.to(home)

@@ -1,4 +1,4 @@
-"""What training may change in a model, and what it must leave as it found it."""
+"""The parameters of a model that train, and the state that training restores."""
 
 from __future__ import annotations
 
@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.weights import factored_layers
 
 CHOICES = ("all", "bases", "coordinates", "factors")
-_HALF = (torch.float16, torch.bfloat16)
 
 
 @contextmanager
 def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
-    """Inside, just the chosen parameters ask for gradients; afterwards every flag is what it was.
+    """Inside, only the chosen parameters have ``requires_grad``; afterwards every flag is as it was before.
 
     Args:
         train: "bases" (the second factor of every factored layer), "coordinates" (the first), "factors"
@@ -31,16 +29,13 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
         The parameters that train.
 
     Raises:
-        KflatsError: another word, no factored layer where factors should train, codes where bases should, or nothing
-            left to train.
+        KflatsError: no factored layer for factors to train, codes for bases to train, or nothing left to train.
 
     >>> model = nn.Linear(2, 3)
     >>> with only(model, "all") as chosen:
     ...     len(chosen)
     2
     """
-    if train not in CHOICES:
-        raise KflatsError(f"train={train!r} is not known", hint=f"one of: {', '.join(CHOICES)}")
     before = [(p, p.requires_grad) for p in model.parameters()]
     if train == "all":
         chosen = [p for p, wanted in before if wanted]
@@ -58,7 +53,7 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
         if not chosen and all(isinstance(matrix, CodedMatrix) for matrix in matrices):
             raise KflatsError(
                 f"the model's codes have no {train} that could train",
-                cause="it is stored as integers by a codec; their scales and levels are what can be learned",
+                cause="it is stored as integers by a codec; only their scales and levels can be trained",
                 hint="train='all' or 'coordinates' (--train all), or kflats.restore_(model) and recover before coding",
                 command="--train all",
             )
@@ -77,43 +72,8 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
 
 
 @contextmanager
-def widened(model: nn.Module) -> Iterator[bool]:
-    """Inside, everything stored in 16 bits is float32; afterwards it is rounded back to its own type.
-
-    Adam's steps are smaller than what 16 bits resolve beside a weight, and its epsilon is 0 there.
-
-    Yields:
-        Whether anything was widened.
-    """
-    parameters = [(p, p.dtype) for p in model.parameters() if p.dtype in _HALF]
-    buffers = [
-        (module, name, buffer.dtype)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None and buffer.dtype in _HALF
-    ]
-    tables = [m for m in model.modules() if isinstance(m, FactoredEmbedding) and m.out_dtype in _HALF]
-    outs = [table.out_dtype for table in tables]
-    try:
-        for p, _ in parameters:
-            p.data = p.data.float()
-        for module, name, _ in buffers:
-            _cast(module, name, torch.float32)
-        for table in tables:
-            table.out_dtype = torch.float32
-        yield bool(parameters)
-    finally:
-        for p, dtype in parameters:
-            p.data = p.data.to(dtype)
-        for module, name, dtype in buffers:
-            _cast(module, name, dtype)
-        for table, out in zip(tables, outs, strict=True):
-            table.out_dtype = out
-
-
-@contextmanager
 def unchanged_on_failure(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
-    """Yields copies of ``parameters`` as they are; after an exception they are put back."""
+    """Yields copies of ``parameters``; after an exception the parameters have these values again."""
     start = [p.detach().clone() for p in parameters]
     try:
         yield start
@@ -131,7 +91,7 @@ def put_back(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
 
 @contextmanager
 def own_randomness(device: torch.device) -> Iterator[None]:
-    """Whatever is seeded and drawn inside, the global random states of Python, numpy and torch return."""
+    """Afterwards the global random states of Python, numpy and torch are as they were before."""
     python, numpy = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if device.type == "cuda" else []
     try:
@@ -140,9 +100,3 @@ def own_randomness(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-def _cast(module: nn.Module, name: str, dtype: torch.dtype) -> None:
-    buffer = module._buffers[name]
-    assert buffer is not None
-    module._buffers[name] = buffer.to(dtype)

@@ -1,10 +1,10 @@
 """transformers' Trainer for recovery: batches of similar lengths, an evaluation of our own, checkpoints without pickle.
 
 The Trainer's own checkpoints hold the model as safetensors, but the optimizer, the schedule, the random states and its
-arguments are written by ``torch.save``, which pickles. Here their tensors (Adam's two moments, torch's random states)
-are written to ``kflats_trainer.safetensors`` and the rest to ``kflats_trainer.json``; the arguments are not stored. The
-Trainer writes ``trainer_state.json``. An interrupted run that resumes from such a checkpoint gives the same result as
-one that was not interrupted.
+arguments are written by ``torch.save``, which pickles. Here the optimizer and the schedule are written to
+``kflats_trainer.safetensors``, Adam's two moments as tensors. Random states are not stored: every epoch begins with a
+seed of its own. The Trainer writes ``trainer_state.json`` last. An interrupted run that resumes from such a checkpoint
+gives the same result as one that was not interrupted.
 
 This module imports transformers; ``kflats.recover.recover`` imports it when it trains.
 """
@@ -12,35 +12,49 @@ This module imports transformers; ``kflats.recover.recover`` imports it when it 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import Sampler
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    EarlyStoppingCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
 from kflats.common.errors import KflatsError
 from kflats.common.progress import Update, progress_bar
 from kflats.evaluation.encoding import device_of
-from kflats.recover.checkpoints import REST, TENSORS, last_checkpoint, read_state
 from kflats.recover.distill import Objective
-from kflats.recover.schedule import Schedule
-from kflats.recover.training_data import TrainingData
+from kflats.recover.training_data import Schedule, TrainingData
 
+_STATE = "kflats_trainer.safetensors"
 _POOL = 64  # batches whose examples are sorted together: lengths differ little in a batch, and the order still varies
 
 
 def run(
-    model: Any, data: TrainingData, objective: Objective, schedule: Schedule, where: Path, resumable: bool, quiet: bool
-) -> tuple[list[dict[str, Any]], int]:
+    model: nn.Module,
+    data: TrainingData,
+    objective: Objective,
+    schedule: Schedule,
+    where: Path,
+    resumable: bool,
+    quiet: bool,
+) -> tuple[list[dict[str, float]], int]:
     """Train ``model`` in place; at the end it has the parameters of its best epoch, or of the last without evaluation.
 
     Args:
@@ -52,7 +66,7 @@ def run(
         The Trainer's log, and how many epochs of it were read from a checkpoint.
     """
     device = device_of(model)
-    checkpoint, state = (last_checkpoint(where) if resumable else None) or (None, {})
+    checkpoint, state = (last_checkpoint(where) if resumable else None) or (None, TrainerState())
     evaluated = data.evaluate is not None
     arguments = TrainingArguments(
         output_dir=str(where),
@@ -81,14 +95,13 @@ def run(
         use_cpu=device.type == "cpu",
     )
     with progress_bar(quiet=quiet) as update, _quiet_saving():
-        callbacks: list[TrainerCallback] = [TrainingProgress(update)]
+        callbacks: list[TrainerCallback] = [EpochCallback(update)]
         if evaluated and schedule.patience is not None:
             callbacks.append(EarlyStoppingCallback(schedule.patience))
         trainer = RecoveryTrainer(
-            objective=objective,
-            evaluation=data.evaluate,
-            metric=data.metric,
-            order=LengthGroupedSampler([len(row) for row in data.rows], schedule.batch, schedule.seed),
+            objective,
+            data,
+            LengthGroupedSampler([len(row) for row in data.rows], schedule.batch, schedule.seed),
             model=model,
             args=arguments,
             train_dataset=data.rows,
@@ -99,22 +112,24 @@ def run(
         for printing in (PrinterCallback, ProgressCallback):
             trainer.remove_callback(printing)
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    return list(trainer.state.log_history), round(state.get("epoch") or 0)
+    return list(trainer.state.log_history), round(state.epoch or 0)
 
 
-def _epochs_to_run(schedule: Schedule, state: dict[str, Any]) -> int:
-    """The schedule's epochs; those that ran, where the checkpoint's run stopped early."""
-    if schedule.patience is not None and state:
-        stored = state.get("stateful_callbacks", {}).get(EarlyStoppingCallback.__name__, {})
-        if stored.get("attributes", {}).get("early_stopping_patience_counter", 0) >= schedule.patience:
-            ran: int = round(state["epoch"])
-            return ran
-    return schedule.epochs
+def _epochs_to_run(schedule: Schedule, state: TrainerState) -> int:
+    """The schedule's number of epochs; the number that ran if the checkpoint's run stopped early."""
+    callbacks: Any = state.stateful_callbacks or {}
+    waited = (
+        callbacks.get(EarlyStoppingCallback.__name__, {})
+        .get("attributes", {})
+        .get("early_stopping_patience_counter", 0)
+    )
+    stopped = schedule.patience is not None and waited >= schedule.patience
+    return round(state.epoch or 0) if stopped else schedule.epochs
 
 
 @contextmanager
 def _quiet_saving() -> Iterator[None]:
-    """Without transformers' progress bar of each checkpoint, and without its remarks on file systems."""
+    """Inside, transformers shows no progress bar for each checkpoint, and no warnings about file systems."""
     shown, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     try:
         logging.disable_progress_bar()
@@ -158,13 +173,18 @@ class LengthGroupedSampler(Sampler[int]):
             yield from batch
 
 
-class TrainingProgress(TrainerCallback):
-    """Reports each step to a progress bar."""
+class EpochCallback(TrainerCallback):
+    """Seeds every epoch, and reports each step to a progress bar."""
 
     def __init__(self, update: Update) -> None:
         self.update = update
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
+    ) -> None:
+        set_seed((args.seed * 1_000_003 + round(state.epoch or 0)) % 2**32)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         self.update(f"training, epoch {state.epoch or 0.0:.1f}", state.global_step, state.max_steps)
 
 
@@ -173,31 +193,22 @@ class RecoveryTrainer(Trainer):
 
     Args:
         objective: (model, batch) -> loss.
-        evaluation: model -> value of ``metric``; called after every epoch with ``eval_strategy="epoch"``.
-        metric: the value's name.
+        data: its ``evaluate`` is called after every epoch with ``eval_strategy="epoch"``.
         order: the sampler.
         rest: as ``transformers.Trainer``.
     """
 
-    def __init__(
-        self,
-        *,
-        objective: Callable[[Any, Any], Tensor],
-        evaluation: Callable[[Any], float] | None,
-        metric: str,
-        order: LengthGroupedSampler,
-        **rest: Any,
-    ) -> None:
-        self.objective: Callable[[Any, Any], Tensor] = objective
-        self.evaluation, self.metric, self.order = evaluation, metric, order
+    def __init__(self, objective: Objective, data: TrainingData, order: LengthGroupedSampler, **rest: Any) -> None:
+        self.objective: Objective = objective
+        self.data, self.order = data, order
         super().__init__(**rest)
 
     def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
         return self.order
 
     def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
+        self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
         loss = self.objective(model, inputs)
         if not torch.isfinite(loss):
             raise KflatsError(
@@ -209,8 +220,9 @@ class RecoveryTrainer(Trainer):
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        assert self.evaluation is not None
-        values = {f"eval_{self.metric}": self.evaluation(self.model)}
+        assert self.data.evaluate is not None
+        assert self.model is not None
+        values = {f"eval_{self.data.metric}": self.data.evaluate(self.model)}
         self.log(values)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, values)
         return values
@@ -223,50 +235,50 @@ class RecoveryTrainer(Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, schedule = self._parts()
         state = optimizer.state_dict()
-        tensors = {f"optimizer.{i}.{k}": t for i, kept in state["state"].items() for k, t in kept.items()}
-        tensors["random.torch"] = torch.get_rng_state()
-        if torch.cuda.is_available():
-            tensors["random.cuda"] = torch.cuda.get_rng_state()
-        python = random.getstate()
-        numpy: Any = np.random.get_state(legacy=True)
-        rest = {
-            "groups": state["param_groups"],
-            "schedule": schedule.state_dict(),
-            "python": [python[0], list(python[1]), python[2]],
-            "numpy": [numpy[0], np.asarray(numpy[1]).tolist(), *numpy[2:]],
-        }
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        save_file({k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}, folder / TENSORS)
-        (folder / REST).write_text(json.dumps(rest), encoding="utf-8")
+        tensors = {f"{i}.{key}": t for i, moments in state["state"].items() for key, t in moments.items()}
+        rest = {"groups": state["param_groups"], "schedule": schedule.state_dict()}
+        save_file(
+            {name: t.detach().cpu().contiguous().clone() for name, t in tensors.items()},
+            os.path.join(output_dir, _STATE),
+            {"rest": json.dumps(rest)},
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        tensors, rest = read_state(Path(checkpoint))
         state: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in tensors.items():
-            if name.startswith("optimizer."):
-                _, place, key = name.split(".", 2)
-                state.setdefault(int(place), {})[key] = tensor
-        groups = [{**group, "betas": tuple(group["betas"])} for group in rest["groups"]]
+        with safe_open(os.path.join(checkpoint, _STATE), framework="pt") as file:
+            rest = json.loads(file.metadata()["rest"])
+            for name in file.keys():  # noqa: SIM118
+                place, key = name.split(".", 1)
+                state.setdefault(int(place), {})[key] = file.get_tensor(name)
         optimizer, schedule = self._parts()
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
+        optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
         schedule.load_state_dict(rest["schedule"])
 
     def _parts(self) -> tuple[Any, Any]:
         return self.optimizer, self.lr_scheduler
 
     def _save_rng_state(self, output_dir: str) -> None:
-        pass  # _save_optimizer_and_scheduler writes it
+        pass  # EpochCallback seeds every epoch
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        tensors, rest = read_state(Path(checkpoint))
-        torch.set_rng_state(tensors["random.torch"])
-        if torch.cuda.is_available() and "random.cuda" in tensors:
-            torch.cuda.set_rng_state(tensors["random.cuda"])
-        random.setstate((rest["python"][0], tuple(rest["python"][1]), rest["python"][2]))
-        kind, keys, *others = rest["numpy"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *others))
+        pass
+
+
+def last_checkpoint(folder: str | os.PathLike[str]) -> tuple[Path, TrainerState] | None:
+    """The newest complete checkpoint in ``folder`` and the Trainer's state there; None without one.
+
+    A checkpoint whose writing was interrupted counts as absent.
+    """
+    complete = []
+    for path in Path(folder).glob("checkpoint-*"):
+        try:
+            state = TrainerState.load_from_json(str(path / TRAINER_STATE_NAME))
+            for file in {path / _STATE, *path.glob("*.safetensors")}:
+                with safe_open(file, framework="pt"):
+                    pass
+            complete.append((path, state))
+        except (OSError, ValueError, TypeError, SafetensorError):
+            continue
+    return max(complete, key=lambda item: item[1].global_step, default=None)

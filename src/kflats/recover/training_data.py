@@ -1,8 +1,9 @@
-"""The examples of a recovery, and the value by which its epochs are compared."""
+"""The settings and the examples of a recovery, and the value by which its epochs are compared."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from kflats.common.hashing import sha256
 from kflats.common.token_batches import pad_id, required
 from kflats.evaluation.encoding import Batch, device_of, evaluating
 from kflats.recover.distill import Objective
+from kflats.recover.trainable import CHOICES
 from kflats.tasks.batches import Feature, collate, feature_batches, features, uncollate
 from kflats.tasks.data import load_examples
 from kflats.tasks.scoring import score_features
@@ -28,6 +30,45 @@ _EVALUATION_BATCH = 32
 
 
 @dataclass(frozen=True)
+class Schedule:
+    """Settings of the optimisation; the defaults are those of FWSVD (Hsu et al., ICLR 2022, section 4.2).
+
+    Args:
+        train: the parameters that train, see ``kflats.recover.trainable.only``.
+        lr: Adam's first step size; it falls linearly to 0.
+        batch: number of examples in a step.
+        epochs: the largest number of epochs.
+        patience: number of epochs without a better value after which training stops; None: all epochs run.
+        seed: seed of the order of examples and of dropout.
+
+    Raises:
+        KflatsError: a value out of range.
+
+    >>> Schedule().lr
+    2e-05
+    """
+
+    train: str = "all"
+    lr: float = 2e-5
+    batch: int = 32
+    epochs: int = 3
+    patience: int | None = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train not in CHOICES:
+            raise KflatsError(f"train={self.train!r} is not known", hint=f"one of: {', '.join(CHOICES)}")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise KflatsError(f"a learning rate of {self.lr} does not train", hint="for example 2e-5")
+        for name in ("batch", "epochs", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise KflatsError(f"{name}={value} is too small", hint="at least 1")
+        if not 0 <= self.seed < 2**31:
+            raise KflatsError(f"seed={self.seed} is out of range", hint="0 to 2147483647")
+
+
+@dataclass(frozen=True)
 class TrainingData:
     """Training examples, and the evaluation after each epoch.
 
@@ -35,7 +76,7 @@ class TrainingData:
         name, split, eval_split: the task and its splits; "batches" and "other batches" of prepared batches;
             ``eval_split`` is "" without an evaluation.
         rows: the training examples. filler: the id that pads them.
-        metric: what ``evaluate`` measures. higher_is_better: its direction.
+        metric: the name of the value that ``evaluate`` gives. higher_is_better: its direction.
         evaluate: model -> value; None: the last epoch is kept.
     """
 

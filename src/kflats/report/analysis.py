@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -18,25 +17,17 @@ from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
 from kflats.recipe.plan import Decision
 from kflats.recipe.recipe import to_json
-from kflats.report.report import BandReport, FrequencyBin, NormError, WeightReport, WorstRow
+from kflats.report.report import BandReport, FrequencyBin, NormError, WeightReport
 
 _BINS = (100, 1000, 10000)
-_WORST = 12
 _CUT_OFF = "the fit reached its limit of iterations (max_iterations)"
 
 
-def analyse(
-    decision: Decision,
-    rows: Rows,
-    factored: Factored,
-    weighting: Weighting,
-    tails: Tensor,
-    names: Sequence[str] | None = None,
-) -> WeightReport:
+def analyse(decision: Decision, rows: Rows, factored: Factored, weighting: Weighting, tails: Tensor) -> WeightReport:
     """Measure ``factored`` against its ``rows`` under ``weighting``.
 
     Args:
-        tails: the squared error of the weighted SVD of every rank. names: the token of each row.
+        tails: the squared error of the weighted SVD of every rank.
     """
     matrix, weight = factored.matrix, decision.weight
     n, d = rows.shape
@@ -51,6 +42,9 @@ def analyse(
     rank = min(factored.nbytes // itemsize // (n + d), len(eigenvalues))
     labels, bands = _bands(matrix)
     ranks = torch.tensor([float(rank) for _, rank in bands])[labels]
+    stored = "integers" if decision.recipe.is_coded else "factors"
+    if decision.recipe.is_cast:
+        stored = str(decision.recipe.torch_dtype(weight.dtype)).removeprefix("torch.")
     return replace(
         left_dense(decision),
         bytes_after=factored.nbytes,
@@ -71,14 +65,12 @@ def analyse(
             for b, (flat, rank) in enumerate(() if isinstance(matrix, DenseMatrix) else bands)
         ),
         frequency=_bins(w, dist2, norm2, ranks),
-        worst=_worst(w, dist2, norm2, names),
-        objective=tuple(float(v) for v in factored.objective),
         seconds=factored.seconds,
         note="; ".join(filter(None, (decision.note, "" if factored.converged else _CUT_OFF))),
         matrix_rows=decision.recipe.matrix_rows,
         condition=matrix.condition if isinstance(matrix, InterpolativeMatrix) else None,
         own=_own(factored, rows, weighting, rank),
-        stored=_stored(decision),
+        stored=stored,
     )
 
 
@@ -100,36 +92,24 @@ def left_dense(decision: Decision) -> WeightReport:
         error=0.0,
         error_unweighted=0.0,
         svd_error=0.0,
-        spectrum=(),
-        bands=(),
-        frequency=(),
-        worst=(),
-        objective=(),
-        seconds=0.0,
         note=decision.note,
         stored="dense",
     )
 
 
-def _stored(decision: Decision) -> str:
-    """``WeightReport.stored`` of a weight that changes."""
-    if decision.recipe.is_cast:
-        return str(decision.recipe.torch_dtype(decision.weight.dtype)).removeprefix("torch.")
-    return "integers" if decision.recipe.is_coded else "factors"
+def stored_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors that a file of ``model`` holds, those of its state dict; shared tensors once."""
+    return list({id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}.values())
 
 
 def stored_bytes(model: nn.Module) -> int:
-    """Bytes that a file of ``model`` holds: those of its state dict; shared tensors count once."""
-    return sum(t.numel() * t.element_size() for t in _stored_tensors(model))
+    """Bytes that a file of ``model`` holds."""
+    return sum(t.numel() * t.element_size() for t in stored_tensors(model))
 
 
 def stored_numbers(model: nn.Module) -> int:
-    """Numbers that a file of ``model`` holds; shared tensors count once."""
-    return sum(t.numel() for t in _stored_tensors(model))
-
-
-def _stored_tensors(model: nn.Module) -> list[Tensor]:
-    return list({id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}.values())
+    """Numbers that a file of ``model`` holds."""
+    return sum(t.numel() for t in stored_tensors(model))
 
 
 def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
@@ -172,14 +152,6 @@ def _bins(w: Tensor, dist2: Tensor, norm2: Tensor, ranks: Tensor) -> tuple[Frequ
     return tuple(
         FrequencyBin(label, len(part), float(ranks[part].mean()), _ratio(dist2[part].sum(), norm2[part].sum()))
         for label, part in parts
-    )
-
-
-def _worst(w: Tensor, dist2: Tensor, norm2: Tensor, names: Sequence[str] | None) -> tuple[WorstRow, ...]:
-    relative = torch.where(norm2 > 0, dist2 / norm2.clamp_min(1e-300), torch.zeros_like(dist2))
-    worst = relative.topk(min(_WORST, len(relative))).indices.tolist()
-    return tuple(
-        WorstRow(row, names[row] if names is not None else "", float(w[row]), float(relative[row])) for row in worst
     )
 
 

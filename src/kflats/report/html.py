@@ -1,32 +1,58 @@
 """A report as one HTML file that needs no other file, and its pictures as PNG files beside it.
 
+The content policy of the page forbids scripts, fonts and addresses. jinja2 escapes every text, because names and notes
+come from files. Pictures hold no names. They are drawn without pyplot, which has global state that threads and
+notebooks share.
+
 Needs matplotlib and jinja2: ``pip install 'kflats[report]'``.
 """
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kflats.common.formatting import share
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import number, share, size, visible
 from kflats.io.atomic_folder import new_folder
 from kflats.io.manifest import manifest_follows
-from kflats.report.figures import pictures
-from kflats.report.overview import overview
-from kflats.report.pages import page_template
-from kflats.report.report import Report, WeightReport, span
+from kflats.report.report import Report, WeightReport
 
 REPORT_PAGE = "report.html"
-_DRAWN = 8  # weights that get pictures, largest first: a page of every linear layer would weigh tens of MB
+_DRAWN = 8  # weights that get a section of their own, largest first: a page of every linear layer would be very long
 _LISTED = 200  # bands in a table
+_NAMED = 24  # weights in a text alternative
+_SIZE, _DPI = (4.8, 3.1), 200  # inches: small, so that the text is readable at a width of 350 px
+_INK, _ACCENT, _MUTED = "#1f2933", "#3b66b0", "#a9b4c2"
+_STYLE: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#d9dee5"}
+_STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "text.color": _INK}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A finished picture: file name stem, title, text alternative, and PNG bytes."""
+
+    stem: str
+    title: str
+    alt: str
+    png: bytes
+
+    @property
+    def address(self) -> str:
+        """The picture itself as an address, for a page that needs no other file."""
+        return "data:image/png;base64," + base64.b64encode(self.png).decode("ascii")
 
 
 def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
     """Write ``report.html`` and its PNG files into ``out_folder`` and return the page's path.
 
-    The eight weights that were largest get pictures; all are in the table. The folder appears whole or not at all. An
+    The eight weights that were largest get a section; all are in the table. The folder appears whole or not at all. An
     earlier report is replaced if the folder is as kflats wrote it. The manifest of a folder around it lists the report.
 
     Args:
@@ -37,36 +63,107 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
         KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file, holds files that kflats did not write
             or that were changed, or is written by another run.
     """
-    template, folder = page_template("report.html"), Path(out_folder).expanduser().resolve()
+    try:
+        import matplotlib  # noqa: F401
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError as error:
+        raise KflatsError(
+            f"drawing a report needs {error.name or error}",
+            cause="the extra for reports is not installed",
+            hint="pip install 'kflats[report]'",
+        ) from error
+    environment = Environment(
+        loader=PackageLoader("kflats"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"size": size, "number": number, "visible": visible}
+    template, folder = environment.get_template("report.html"), Path(out_folder).expanduser().resolve()
     with manifest_follows(folder.parent, folder.name), new_folder(folder, force=True) as aside:
         _write(report, template, aside)
     return Path(out_folder) / REPORT_PAGE
 
 
 def _write(report: Report, template: Any, folder: Path) -> None:
-    drawable = [i for i, w in enumerate(report.weights) if not w.dense]
-    drawn = set(sorted(drawable, key=lambda i: -report.weights[i].bytes_before)[:_DRAWN])
+    factored = [(place, w) for place, w in enumerate(report.weights, start=1) if not w.dense]
+    largest = sorted(sorted(factored, key=lambda item: -item[1].bytes_before)[:_DRAWN])
     summary = overview(report)
-    drawings = [pictures(w) if i in drawn else [] for i, w in enumerate(report.weights)]
-    sections = [
-        {"weight": w, "pictures": p, "bands": w.bands[:_LISTED]} for w, p in zip(report.weights, drawings, strict=True)
-    ]
-    page = template.render(
-        report=report,
-        summary=summary,
-        sections=sections,
-        share=share,
-        span=span,
-        hidden=len(drawable) - len(drawn),
-    )
-    for picture in summary:
-        (folder / f"{picture.stem}.png").write_bytes(picture.light)
-    for place, (weight, drawing) in enumerate(zip(report.weights, drawings, strict=True), start=1):
-        for picture in drawing:
-            (folder / f"{place}-{_file_name(weight)}-{picture.stem}.png").write_bytes(picture.light)
+    sections = [{"weight": w, "picture": spectrum(w), "bands": w.bands[:_LISTED]} for _, w in largest]
+    hidden = len(factored) - len(largest)
+    page = template.render(report=report, summary=summary, sections=sections, share=share, hidden=hidden)
+    files = {picture.stem: picture for picture in summary}
+    for (place, weight), section in zip(largest, sections, strict=True):
+        # A weight's name comes from a file, so only plain characters enter a file name.
+        name = re.sub(r"[^A-Za-z0-9_]+", "-", weight.name).strip("-")[:60]
+        if isinstance(picture := section["picture"], Picture):
+            files[f"{place}-{name}-{picture.stem}"] = picture
+    for stem, picture in files.items():
+        (folder / f"{stem}.png").write_bytes(picture.png)
     (folder / REPORT_PAGE).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def _file_name(weight: WeightReport) -> str:
-    """A weight's name as part of a file name: it comes from a file, so only plain characters pass."""
-    return re.sub(r"[^A-Za-z0-9_]+", "-", weight.name).strip("-")[:60]
+def overview(report: Report) -> list[Picture]:
+    """Sizes before and after of the named weights and of the whole model; of several weights their ranks too."""
+    names = ("named weights", "whole model")
+    before = (report.bytes_before, report.model_bytes_before)
+    after = (report.bytes_after, report.model_bytes_after)
+    sizes = zip(names, before, after, strict=True)
+    alt = "; ".join(f"{name}: {size(b)} before, {size(a)} after ({share(a, b)})" for name, b, a in sizes)
+
+    def draw(axes: Any) -> None:
+        for shift, totals, colour in ((-0.2, before, _MUTED), (0.2, after, _ACCENT)):
+            bars = axes.barh([shift, 1 + shift], [total / 1e6 for total in totals], 0.36, color=colour)
+            axes.bar_label(bars, list(map(size, totals)), padding=3)
+        axes.set_yticks((0, 1), [name.replace(" ", "\n") for name in names])
+        axes.invert_yaxis()
+        axes.margins(x=0.2)
+        axes.set_xlabel("MB, before (grey) and after (blue)")
+
+    pictures = [_picture("size", "Size before and after", alt, draw)]
+    return pictures + ([_rank_by_weight(report.weights)] if len(report.weights) > 1 else [])
+
+
+def spectrum(weight: WeightReport) -> Picture | None:
+    """The spectrum of one weight with its mean rank; None without a spectrum."""
+    values = [max(v, 0.0) for v in weight.spectrum]
+    if not any(values):
+        return None
+    alt = (
+        f"Line on a logarithmic scale: {len(values)} eigenvalues from {number(values[0])} down to {number(values[-1])}"
+    )
+
+    def draw(axes: Any) -> None:
+        floor = max(max(values) * 1e-9, 1e-300)
+        axes.semilogy(range(1, len(values) + 1), [max(v, floor) for v in values], color=_ACCENT)
+        if weight.bands:
+            axes.axvline(weight.mean_rank, color=_INK, linestyle="--", label=f"mean rank {weight.mean_rank:.0f}")
+            axes.legend(frameon=False)
+        axes.set_xlabel("direction")
+        axes.set_ylabel("share of the weighted sum of squares")
+
+    return _picture("spectrum", "Spectrum of the weighted Gram matrix", alt, draw)
+
+
+def _rank_by_weight(weights: Sequence[WeightReport]) -> Picture:
+    """A bar for each weight: its rank in per cent of its full rank."""
+    parts = [f"{visible(w.name)}: {w.kept}" for w in weights[:_NAMED]]
+    alt = "Per cent of the full rank. " + "; ".join(parts) + ("; ..." if len(weights) > _NAMED else "")
+
+    def draw(axes: Any) -> None:
+        heights = [100 * w.mean_rank / w.full_rank if w.dense or w.bands else 0.0 for w in weights]
+        axes.bar(range(1, len(weights) + 1), heights, 0.75, color=[_INK if w.dense else _ACCENT for w in weights])
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("weight, in the table's order; dark bars stay dense")
+        axes.set_ylabel("rank, % of full")
+
+    return _picture("rank-by-weight", "Rank of each weight", alt, draw)
+
+
+def _picture(stem: str, title: str, alt: str, draw: Callable[[Any], None]) -> Picture:
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    png = io.BytesIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
+        draw(figure.subplots())
+        figure.savefig(png, format="png", metadata={"Software": None})
+    return Picture(stem, title, f"{title}. {alt}.", png.getvalue())

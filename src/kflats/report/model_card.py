@@ -2,6 +2,9 @@
 
 The card keeps that of the original: its YAML at the top, with ``base_model`` and a tag, and its text at the end. The
 section of kflats stands between two comments, so that it can be replaced.
+
+Of the YAML only the entries that change are parsed. Loading and dumping all of it, as ``huggingface_hub.ModelCard``
+does, would change the others: the language "no" becomes false, and comments are lost.
 """
 
 from __future__ import annotations
@@ -13,19 +16,18 @@ from pathlib import Path
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, share, size, visible
-from kflats.evaluation.comparing import Comparison
+from kflats.evaluation.comparing import Comparison, cosine
 from kflats.io.atomic_files import replaced
 from kflats.io.manifest import manifest_follows
-from kflats.report.front_matter import split, with_tag, with_value
 from kflats.report.report import Report
 from kflats.report.trimmed import TrimReport
-from kflats.report.weights import WeightReport
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"
 _MEASURED, _AFTER = "<!-- kflats: measured -->", "<!-- kflats: measured ends -->"
 _SHOWN = 12  # weights in the table
 _HUB_CACHE = "models--"
+_KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:")
 
 
 def compressed_card(
@@ -34,7 +36,7 @@ def compressed_card(
     """The text of the card.
 
     Args:
-        report: what was done.
+        report: the report of the compression.
         files: bytes of the weight files, before and after.
         data: the data that importance was measured on, a phrase for each; none: the weights alone.
         base_model: the original's name on the hub, None if it is unknown.
@@ -45,10 +47,7 @@ def compressed_card(
     head = with_tag(head, "kflats")
     if base_model is not None:
         head = with_value(with_value(head, "base_model", base_model), "base_model_relation", "quantized")
-    ours = _section(report, files, data, base_model, loader)
-    kept = without_section(body).strip()
-    below = f"\n\n# The original's card\n\n{kept}" if kept else ""
-    return "\n".join(["---", *head, "---", "", ours]) + below + "\n"
+    return _card(head, _section(report, files, data, base_model, loader), without_section(body))
 
 
 def dense_card(original: str) -> str:
@@ -57,8 +56,7 @@ def dense_card(original: str) -> str:
     if _BEGIN not in body:
         return original
     note = "Weights multiplied out of a model compressed by kflats: an ordinary checkpoint, in the original's size."
-    text = f"{_BEGIN}\n{note}\n{_END}\n\n{without_section(body).strip()}\n"
-    return "\n".join(["---", *head, "---", "", text]) if head else text
+    return _card(head, f"{_BEGIN}\n{note}\n{_END}", without_section(body))
 
 
 def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | None, original: str) -> str:
@@ -69,22 +67,62 @@ def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | N
     head, body = split(original)
     head = with_tag(head, "kflats")
     head = head if base_model is None else with_value(head, "base_model", base_model)
+    rows = [_sizes("weight files", files), _entries(report), _sizes("token tables, heads", report.table_bytes)]
     lines = [
         "# Vocabulary trimmed by kflats",
         "",
         f"{_linked(base_model) if base_model else 'The original'} with fewer tokens. It loads as the original does, "
         "without kflats.",
         "",
-        "| | original | here | ratio |",
-        "| --- | --- | --- | --- |",
-        _row("weight files", *_sizes(files)),
-        _entries(report),
-        _row("token tables, heads", *_sizes(report.table_bytes)),
+        *_table(["", "original", "here", "ratio"], rows),
         "",
         _resegmented(report),
     ]
-    below = f"\n\n# The original's card\n\n{body.strip()}" if body.strip() else ""
-    return "\n".join(["---", *head, "---", "", *lines]) + below + "\n"
+    return _card(head, "\n".join(lines), body)
+
+
+def split(card: str) -> tuple[list[str], str]:
+    """The lines between the two ``---`` at the top of ``card``, and the text after them; no lines without such a top.
+
+    >>> split("---\\nlicense: mit\\n---\\n# Model\\n")
+    (['license: mit'], '# Model\\n')
+    """
+    lines = card.lstrip("\ufeff").splitlines()
+    if lines and lines[0].rstrip() == "---":
+        for at, line in enumerate(lines[1:], 1):
+            if line.rstrip() in ("---", "..."):
+                return lines[1:at], "\n".join(lines[at + 1 :]).strip("\n") + "\n"
+    return [], card
+
+
+def with_value(lines: list[str], key: str, value: str | list[str]) -> list[str]:
+    """``lines`` without the entry ``key``, then ``key: value``.
+
+    >>> with_value(["base_model: [a, b]", "license: mit"], "base_model", "c")
+    ['license: mit', 'base_model: c']
+    """
+    import yaml
+
+    return [*_entry(lines, key)[1], *yaml.safe_dump({key: value}, allow_unicode=True).splitlines()]
+
+
+def with_tag(lines: list[str], tag: str) -> list[str]:
+    """``lines`` with ``tag`` among their tags; unchanged if their tags cannot be read.
+
+    >>> with_tag(["tags: [a, no]", "license: mit"], "c")
+    ['license: mit', 'tags:', '- a', "- 'no'", '- c']
+    """
+    import yaml
+
+    try:
+        # The base loader keeps every value as text.
+        tags = (yaml.BaseLoader("\n".join(_entry(lines, "tags")[0])).get_single_data() or {}).get("tags")
+    except yaml.YAMLError:
+        return lines
+    if tags in (None, "", "null", "~"):
+        tags = []
+    tags = tags if isinstance(tags, list) else [tags]
+    return lines if tag in tags else with_value(lines, "tags", [*tags, tag])
 
 
 def without_section(body: str) -> str:
@@ -140,34 +178,48 @@ def hub_name(source: str | os.PathLike[str]) -> str | None:
     return None
 
 
+def _card(head: list[str], text: str, original: str) -> str:
+    """The card of a front matter, a text, and the text of the original's card."""
+    below = f"\n\n# The original's card\n\n{original.strip()}" if original.strip() else ""
+    return "\n".join(["---", *head, "---", "", text]) + below + "\n"
+
+
 def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, loader: str) -> str:
-    of = _linked(base_model) if base_model else _cell(report.model)
     trimmed = report.trimming
     named = (report.bytes_before, report.bytes_after)
     start = report.model_bytes_before + (0 if trimmed is None else trimmed.saved)
-    whole = (start, report.model_bytes_after)
     memory = sum(w.bytes_after if w.memory_bytes is None else w.memory_bytes for w in report.weights)
+    sizes = [_sizes("weight files", files), _sizes("all tensors", (start, report.model_bytes_after))]
+    sizes += [] if trimmed is None else [_entries(trimmed)]
+    sizes.append(_sizes("compressed weights" + ("" if trimmed is None else ", after trimming"), named))
+    sizes += [_sizes("the same in memory", (named[0], memory))] if memory != named[1] else []
+    weights = [
+        [
+            w.name,
+            "left as it is" if w.dense else call(w.method),
+            call(w.importance),
+            call(w.codec),
+            w.kept,
+            size(w.bytes_before),
+            size(w.bytes_after),
+            number(w.error),
+        ]
+        for w in report.weights[:_SHOWN]
+    ]
+    if len(report.weights) > _SHOWN:
+        weights.append([f"{len(report.weights) - _SHOWN} more: kflats_report.json", *[""] * 7])
+    sentences = loader == "sentence-transformers"
+    library, name = ("sentence_transformers", "SentenceTransformer") if sentences else ("transformers", "AutoModel")
     lines = [
         _BEGIN,
         f"# {_cell(report.model.rpartition('/')[2])}, compressed by kflats",
         "",
-        f"{of} with smaller weights. It loads as the original does, after `import kflats`.",
+        f"{_linked(base_model) if base_model else _cell(report.model)} with smaller weights. "
+        "It loads as the original does, after `import kflats`.",
         "",
-        "| | original | here | ratio |",
-        "| --- | --- | --- | --- |",
-        _row("weight files", *_sizes(files)),
-        _row("all tensors", *_sizes(whole)),
-        *([] if trimmed is None else [_entries(trimmed)]),
-        _row("compressed weights" if trimmed is None else "compressed weights, after trimming", *_sizes(named)),
-        *([_row("the same in memory", *_sizes((named[0], memory)))] if memory != named[1] else []),
+        *_table(["", "original", "here", "ratio"], sizes),
         "",
-        "| weight | method | importance | numbers | kept | before | after | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        *(_row(*_weight(w)) for w in report.weights[:_SHOWN]),
-    ]
-    if more := len(report.weights) - _SHOWN:
-        lines += [_row(f"{more} more: kflats_report.json", *[""] * 7)] if more > 0 else []
-    lines += [
+        *_table(["weight", "method", "importance", "numbers", "kept", "before", "after", "error"], weights),
         "",
         *([] if trimmed is None else ["The vocabulary was trimmed first. " + _resegmented(trimmed)]),
         "Error: relative squared error, rows weighted by importance.",
@@ -183,7 +235,10 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         "## Loading",
         "",
         "```python",
-        *_loading(loader),
+        "import kflats  # pip install kflats",
+        f"from {library} import {name}",
+        "",
+        f'{name}{"" if sentences else ".from_pretrained"}("FOLDER")',
         "```",
         "",
         "Without kflats: `kflats export FOLDER --dense --out DIR` writes an ordinary checkpoint, "
@@ -197,9 +252,9 @@ def _linked(name: str) -> str:
     return f"[{name}](https://huggingface.co/{name})"
 
 
-def _entries(report: TrimReport) -> str:
+def _entries(report: TrimReport) -> list[str]:
     before, after = report.entries
-    return _row("vocabulary entries", f"{before:,}", f"{after:,}", share(after, before))
+    return ["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]
 
 
 def _resegmented(report: TrimReport) -> str:
@@ -216,44 +271,39 @@ def _resegmented(report: TrimReport) -> str:
     )
 
 
-def _loading(loader: str) -> list[str]:
-    first = "import kflats  # pip install kflats"
-    if loader == "sentence-transformers":
-        return [first, "from sentence_transformers import SentenceTransformer", "", 'SentenceTransformer("FOLDER")']
-    return [first, "from transformers import AutoModel", "", 'AutoModel.from_pretrained("FOLDER")']
-
-
 def _fidelity(comparison: Comparison) -> str:
-    f = comparison.fidelity
+    f, t = comparison.fidelity, comparison.latency
     rows = [
-        _row(f"mean cosine of sentence vectors, {f.sentences:,} sentences", f"{f.mean_cosine:.4f}"),
-        _row("its 5th percentile", f"{f.p5_cosine:.4f}"),
+        [f"mean cosine of sentence vectors, {f.sentences:,} sentences", cosine(f.mean_cosine)],
+        ["its 5th percentile", cosine(f.p5_cosine)],
+        [f"mean cosine of {f.rare_words:,} rare words, each alone", cosine(f.rare_mean_cosine)],
+        ["of the 10 nearest sentences, kept", "-" if f.neighbour_overlap is None else share(f.neighbour_overlap)],
+        ["time of a batch, share of the original's", f"{number(t.ratio)} ({number(t.low)}-{number(t.high)})"],
     ]
-    if f.rare_mean_cosine is not None:
-        rows.append(_row(f"mean cosine of {f.rare_words:,} rare words, each alone", f"{f.rare_mean_cosine:.4f}"))
-    if f.neighbour_overlap is not None:
-        rows.append(_row("of the 10 nearest sentences, kept", share(f.neighbour_overlap)))
-    t = comparison.latency
-    rows.append(
-        _row("time of a batch, share of the original's", f"{number(t.ratio)} ({number(t.low)}-{number(t.high)})")
-    )
-    return "\n".join([_MEASURED, "| against the original | |", "| --- | --- |", *rows, _AFTER])
+    return "\n".join([_MEASURED, *_table(["against the original", ""], rows), _AFTER])
 
 
-def _weight(w: WeightReport) -> list[str]:
-    error = number(w.error)
-    method = "left as it is" if w.dense else call(w.method)
-    return [w.name, method, call(w.importance), call(w.codec), w.kept, size(w.bytes_before), size(w.bytes_after), error]
+def _sizes(name: str, pair: tuple[int, int]) -> list[str]:
+    return [name, size(pair[0]), size(pair[1]), share(pair[1], pair[0])]
 
 
-def _sizes(pair: tuple[int, int]) -> tuple[str, str, str]:
-    return size(pair[0]), size(pair[1]), share(pair[1], pair[0])
-
-
-def _row(*cells: str) -> str:
-    return f"| {' | '.join(_cell(cell) for cell in cells)} |"
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines]
 
 
 def _cell(text: str) -> str:
     """``text`` without markup: names come from files, and must not end a cell."""
     return re.sub(r"([|<>`*\[\]\\])", r"\\\1", visible(text))
+
+
+def _entry(lines: list[str], key: str) -> tuple[list[str], list[str]]:
+    """The lines of the entry ``key``, and the other lines. An entry ends where another key stands at the margin."""
+    own: list[str] = []
+    others: list[str] = []
+    part = others
+    for line in lines:
+        if match := _KEY.match(line):
+            part = own if match[1] == key else others
+        part.append(line)
+    return own, others

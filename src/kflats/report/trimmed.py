@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
-from kflats.common.texts import check_texts
+from kflats.common.texts import batched_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_BATCH = 512
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,8 @@ class TrimReport:
             rows.append([name, size(old), size(new), share(new, old)])
         segmented = self.segmentation
         if segmented is not None:
-            rows.append(
-                [
-                    "tokens of the texts",
-                    f"{segmented.tokens_before:,}",
-                    f"{segmented.tokens_after:,}",
-                    share(segmented.tokens_after, segmented.tokens_before),
-                ]
-            )
+            tokens = segmented.tokens_before, segmented.tokens_after
+            rows.append(["tokens of the texts", f"{tokens[0]:,}", f"{tokens[1]:,}", share(tokens[1], tokens[0])])
             rows.append(["unknown tokens", f"{segmented.unknown_before:,}", f"{segmented.unknown_after:,}", ""])
         lines = [plain(table(["", "before", "after", "ratio"], rows)), ""]
         lines.append(f"{self.required:,} entries stay in any case: special and added tokens, single characters, bytes")
@@ -88,7 +79,9 @@ class TrimReport:
         return "\n".join(lines)
 
 
-def resegmented(before: Any, after: Any, texts: Iterable[str], kept: Mapping[int, int]) -> Resegmented:
+def resegmented(
+    before: PreTrainedTokenizerBase, after: PreTrainedTokenizerBase, texts: Iterable[str], kept: Mapping[int, int]
+) -> Resegmented:
     """Compare two fast tokenizers on ``texts``.
 
     Args:
@@ -98,9 +91,8 @@ def resegmented(before: Any, after: Any, texts: Iterable[str], kept: Mapping[int
     Raises:
         KflatsError: no texts, or a value that is not a text.
     """
-    check_texts(texts)
     totals: Counter[str] = Counter()
-    for batch in _batches(texts):
+    for batch in batched_texts(texts):
         for (old, places), (new, goals) in zip(_read(before, batch), _read(after, batch), strict=True):
             moved = [kept.get(i, -1) for i in old]
             same = len(old) if moved == new else _same(moved, places, new, goals)
@@ -123,14 +115,5 @@ def _same(old: list[int], places: list[Any], new: list[int], goals: list[Any]) -
 
 
 def _read(tokenizer: PreTrainedTokenizerBase, batch: list[str]) -> Iterator[tuple[list[int], list[Any]]]:
-    found = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    return zip(found["input_ids"], found["offset_mapping"], strict=True)
-
-
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    stream = iter(texts)
-    while batch := list(islice(stream, _BATCH)):
-        for text in batch:
-            if not isinstance(text, str):
-                raise KflatsError(f"texts must be strings, not {type(text).__name__}", hint="a list of strings")
-        yield batch
+    encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)

@@ -1,4 +1,4 @@
-"""Examples -> token ids -> batches: for training, for measuring importance, and for scores."""
+"""Examples -> token ids -> batches: for training, for calibration, and for scores."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from kflats.common.token_batches import (
 )
 from kflats.evaluation.encoding import Batch
 from kflats.tasks.data import Examples, load_examples
-from kflats.tasks.task import Task, check_head, head_of
+from kflats.tasks.task import Task, check_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_MASKED_SHARE = 0.15  # of the tokens, as BERT was trained (Devlin et al., 2019)
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Feature:
     Args:
         inputs: token ids, and token types where the tokenizer gives them; equally long lists.
         labels: a class in the *model's* numbering, a float, a label per token (-100: none), or None.
-        words: for token tasks the word of each labelled token.
+        words: in token tasks the index of the word of each labelled token.
         place: index of the example in its split.
     """
 
@@ -74,8 +72,7 @@ def task_batches(
         batch: examples per batch. Examples of similar length share a batch; the longest come first.
         max_length: tokens per example; longer examples are cut. For language tasks the length of each block.
         limit: number of examples, drawn by ``seed``; None: all.
-        model: its head is checked, labels follow its own numbering, and a masked language model gets masks. None:
-            labels follow the task's numbering.
+        model: its head is checked, and labels follow its own numbering. None: labels follow the task's numbering.
 
     Returns:
         Dicts of ``input_ids``, ``attention_mask``, and ``token_type_ids`` where the tokenizer gives them, all
@@ -126,7 +123,7 @@ def features(
             command="add pad_token_id to the model's config.json",
         )
     if task.kind == "language":
-        return _sample(list(_blocks(examples, tokenizer, max_length, model, seed)), limit, seed)
+        return _sample(_blocks(examples, tokenizer, max_length, model), limit, seed)
     picked = _sample(list(range(len(examples))), limit, seed)
     if task.kind == "similarity":
         places = [i for i in picked for _ in examples.inputs[i]]
@@ -169,7 +166,7 @@ def feature_batches(rows: Sequence[Feature], batch: int) -> Iterator[tuple[list[
 
 
 def uncollate(batches: Sequence[Batch]) -> list[Feature]:
-    """Prepared batches as single examples without padding, so that every epoch can mix them anew.
+    """The examples of prepared batches, without padding, so that every epoch can mix them in a new order.
 
     Raises:
         KflatsError: no batches, or one without ``input_ids`` and rows of tokens.
@@ -235,35 +232,15 @@ def _token_features(
 
 
 def _blocks(
-    examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int, model: nn.Module | None, seed: int
-) -> Iterator[Feature]:
-    """The split as one text, cut into blocks. Blocks of a masked language model have special tokens, others none."""
+    examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int, model: nn.Module | None
+) -> list[Feature]:
+    """The split as one text, cut into blocks without special tokens. A block of one token has nothing to predict."""
     text = "\n".join(paragraph for (paragraph,) in examples.inputs)
     ids = list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])
     check_ids([ids], model)
     limit = token_limit(tokenizer, max_length, model)
-    if head_of(model) != "masked":
-        for start in range(0, len(ids), limit):
-            if len(block := ids[start : start + limit]) > 1:
-                yield Feature({"input_ids": block}, list(block))
-        return
-    if (mask := tokenizer.mask_token_id) is None:
-        raise KflatsError(
-            "a masked language model is not supported with a tokenizer without a mask token",
-            cause="a tokenizer of another model",
-            hint="the tokenizer of the model's own folder",
-        )
-    front, back = ([i] if i is not None else [] for i in (tokenizer.cls_token_id, tokenizer.sep_token_id))
-    generator = torch.Generator().manual_seed(seed)
-    inner = max(1, limit - len(front) - len(back))
-    for start in range(0, len(ids), inner):
-        block = ids[start : start + inner]
-        chosen = torch.rand(len(block), generator=generator) < _MASKED_SHARE
-        if chosen.any():
-            hidden = [mask if c else i for i, c in zip(block, chosen.tolist(), strict=True)]
-            labels = [i if c else IGNORED for i, c in zip(block, chosen.tolist(), strict=True)]
-            around = [IGNORED] * len(front), [IGNORED] * len(back)
-            yield Feature({"input_ids": front + hidden + back}, around[0] + labels + around[1])
+    blocks = [ids[start : start + limit] for start in range(0, len(ids), limit)]
+    return [Feature({"input_ids": block}, list(block)) for block in blocks if len(block) > 1]
 
 
 def _sample(items: list[Any], limit: int | None, seed: int) -> list[Any]:

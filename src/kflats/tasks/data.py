@@ -45,6 +45,10 @@ class Examples:
     inputs: tuple[tuple[str, ...], ...]
     labels: tuple[Any, ...]
 
+    def __post_init__(self) -> None:
+        if not self.inputs:
+            raise KflatsError(f"{self.source} has no examples", cause="the file holds only a header, or blank lines")
+
     def __len__(self) -> int:
         return len(self.inputs)
 
@@ -67,9 +71,17 @@ def load_examples(task: str | Task, split: str = "dev", task_data: str | os.Path
     path = _file(task, split, Path(task_data).expanduser())
     lines = _read(path).split("\n")
     if task.kind == "language":
-        return _checked(task, split, str(path), tuple((line,) for line in lines if line.strip()), ())
-    read = _words if task.kind == "token" else _sentences
-    return _checked(task, split, str(path), *read(task, path, lines))
+        return Examples(task, split, str(path), tuple((line,) for line in lines if line.strip()), ())
+    if task.kind == "token":
+        words = groupby(_cells(path, lines, ("token", "ner")), key=lambda row: not row[1])
+        sentences = [list(rows) for blank, rows in words if not blank]
+        inputs = tuple(tuple(word for _, (word, _) in rows) for rows in sentences)
+        tags = tuple(tuple(_number(task, tag, where) for where, (_, tag) in rows) for rows in sentences)
+        return Examples(task, split, str(path), inputs, tags)
+    texts = ("sentence1", "sentence2") if task.pairs else ("sentence1",)
+    examples = [(where, cells) for where, cells in _cells(path, lines, (*texts, "label")) if cells]
+    labels = tuple(_number(task, cells[-1], where) for where, cells in examples)
+    return Examples(task, split, str(path), tuple(tuple(cells[:-1]) for _, cells in examples), labels)
 
 
 def _file(task: Task, split: str, folder: Path) -> Path:
@@ -115,49 +127,28 @@ def _read(path: Path) -> str:
     return text
 
 
-def _header(path: Path, line: str, wanted: Sequence[str]) -> dict[str, int]:
-    names = line.rstrip("\r").split("\t")
+def _cells(path: Path, lines: list[str], wanted: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """(place for error messages, cells of the ``wanted`` columns) of each line after the header; [] of a blank line."""
+    names = lines[0].rstrip("\r").split("\t")
     if missing := [name for name in wanted if name not in names]:
         raise KflatsError(
-            f"{path} has no column {missing[0]!r}; its first line is {line[:60]!r}",
+            f"{path} has no column {missing[0]!r}; its first line is {lines[0][:60]!r}",
             cause="a file without a header, or with other columns",
             hint=f"a first line with {', '.join(wanted)}, separated by tabs",
         )
-    return {name: names.index(name) for name in names}
-
-
-def _sentences(task: Task, path: Path, lines: list[str]) -> tuple[tuple[tuple[str, ...], ...], tuple[Any, ...]]:
-    wanted = ("sentence1", "sentence2", "label") if task.pairs else ("sentence1", "label")
-    rows = [(where, cells) for where, cells in _cells(path, lines, wanted) if cells]
-    labels = tuple(_number(task, cells[-1], where) for where, cells in rows)
-    return tuple(tuple(cells[:-1]) for _, cells in rows), labels
-
-
-def _words(task: Task, path: Path, lines: list[str]) -> tuple[tuple[tuple[str, ...], ...], tuple[Any, ...]]:
-    sentences = []
-    for blank, rows in groupby(_cells(path, lines, ("token", "ner")), key=lambda row: not row[1]):
-        if not blank:
-            sentences.append([(word, _number(task, tag, where)) for where, (word, tag) in rows])
-    inputs = tuple(tuple(word for word, _ in sentence) for sentence in sentences)
-    return inputs, tuple(tuple(tag for _, tag in sentence) for sentence in sentences)
-
-
-def _cells(path: Path, lines: list[str], wanted: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """(place for error messages, cells of the ``wanted`` columns) of each line after the header; [] of a blank line."""
-    at = _header(path, lines[0], wanted)
     for number, line in enumerate(lines[1:], 2):
         where, cells = f"line {number} of {path}", line.rstrip("\r").split("\t")
         blank = not line.strip() if "token" in wanted else not line.strip("\r")
-        if not blank and len(cells) != len(at):
+        if not blank and len(cells) != len(names):
             raise KflatsError(
-                f"{where} has {len(cells)} columns, its header {len(at)}",
+                f"{where} has {len(cells)} columns, its header {len(names)}",
                 cause="quoting, or a tab inside a text; the form of these files has neither",
             )
-        yield where, [] if blank else [cells[at[name]] for name in wanted]
+        yield where, [] if blank else [cells[names.index(name)] for name in wanted]
 
 
 def _number(task: Task, value: Any, where: str) -> Any:
-    """A label as a class number, or as a float of a regression, in range."""
+    """A label as a class number, or as the float of a regression; both are checked to be in range."""
     low, high = task.limits or (-math.inf, math.inf)
     if task.labels:
         low, high = 0, len(task.labels) - 1
@@ -174,14 +165,6 @@ def _number(task: Task, value: Any, where: str) -> Any:
             cause="hidden labels of a test split, or a file of another task",
         )
     return number
-
-
-def _checked(
-    task: Task, split: str, source: str, inputs: tuple[tuple[str, ...], ...], labels: tuple[Any, ...]
-) -> Examples:
-    if not inputs:
-        raise KflatsError(f"{source} has no examples", cause="the file holds only a header, or blank lines")
-    return Examples(task, split, source, inputs, labels)
 
 
 def _from_hub(task: Task, split: str) -> Examples:
@@ -214,12 +197,12 @@ def _from_hub(task: Task, split: str) -> Examples:
         ) from error
     first = list(rows[hub.columns[0]])
     if task.kind == "language":
-        return _checked(task, name, where, tuple((text,) for text in first if text.strip()), ())
-    examples = first if task.kind == "token" else zip(*(list(rows[column]) for column in hub.columns), strict=True)
-    labels = []
-    for number, label in enumerate(list(rows[hub.label])):
-        place = f"row {number} of {where}"
-        labels.append(
-            tuple(_number(task, tag, place) for tag in label) if task.kind == "token" else _number(task, label, place)
-        )
-    return _checked(task, name, where, tuple(map(tuple, examples)), tuple(labels))
+        return Examples(task, name, where, tuple((text,) for text in first if text.strip()), ())
+    inputs = first if task.kind == "token" else zip(*(list(rows[column]) for column in hub.columns), strict=True)
+    labels = [
+        tuple(_number(task, tag, f"row {i} of {where}") for tag in label)
+        if isinstance(label, list | tuple)
+        else _number(task, label, f"row {i} of {where}")
+        for i, label in enumerate(list(rows[hub.label]))
+    ]
+    return Examples(task, name, where, tuple(map(tuple, inputs)), tuple(labels))

@@ -1,7 +1,7 @@
-"""Scores of predictions against labels, as GLUE, CoNLL and FWSVD's tables count them.
+"""Metrics of predictions against labels, as in GLUE, CoNLL and the tables of FWSVD.
 
-scikit-learn, SciPy and seqeval do the counting (``pip install 'kflats[tasks]'``); this module says what is counted
-and what happens where a score is undefined: a model that says the same of everything scores 0, not NaN.
+scikit-learn, SciPy and seqeval compute them (``pip install 'kflats[tasks]'``). A metric that is undefined is 0, not
+NaN: so a model with equal predictions for all examples scores 0.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ def accuracy(predicted: Sequence[int], true: Sequence[int]) -> float:
 
 
 def f1(predicted: Sequence[int], true: Sequence[int]) -> float:
-    """F1 of class 1, 2 P R / (P + R): MRPC and QQP. 0 where no 1 is predicted."""
+    """F1 of class 1, 2 P R / (P + R): MRPC and QQP. 0 if class 1 is never predicted."""
     return float(_needed("sklearn.metrics").f1_score(true, predicted, zero_division=0.0))
 
 
 def matthews(predicted: Sequence[int], true: Sequence[int]) -> float:
-    """Matthews' correlation: CoLA. 0 where all predictions (or all labels) are one class."""
+    """Matthews' correlation: CoLA. 0 if all predictions, or all labels, are one class."""
     return float(_needed("sklearn.metrics").matthews_corrcoef(true, predicted))
 
 
 def pearson(predicted: Sequence[float], true: Sequence[float]) -> float:
-    """Pearson's correlation; 0 where either side is constant."""
+    """Pearson's correlation; 0 if either side is constant."""
     return _correlation("pearsonr", predicted, true)
 
 
 def spearman(predicted: Sequence[float], true: Sequence[float]) -> float:
-    """Spearman's rank correlation, ties sharing their mean rank; 0 where either side is constant."""
+    """Spearman's rank correlation, with mean ranks for ties; 0 if either side is constant."""
     return _correlation("spearmanr", predicted, true)
 
 
 def pearson_spearman(predicted: Sequence[float], true: Sequence[float]) -> float:
-    """Mean of Pearson's and Spearman's correlation: what GLUE and FWSVD report for STS-B."""
+    """Mean of Pearson's and Spearman's correlation, as GLUE and FWSVD report it for STS-B."""
     return (pearson(predicted, true) + spearman(predicted, true)) / 2
 
 
@@ -54,12 +54,12 @@ def entity_f1(predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]])
     """F1 over whole entities (micro average, span and kind must both agree), by seqeval: CoNLL-2003."""
     metrics = _needed("seqeval.metrics")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an untrained model predicts tag sequences that seqeval remarks on
+        warnings.simplefilter("ignore")  # seqeval warns of the tag sequences of untrained models
         return float(metrics.f1_score([list(t) for t in true], [list(p) for p in predicted], zero_division=0))
 
 
 def perplexity(total_loss: float, predictions: int) -> float:
-    """exp of the mean negative log-likelihood a predicted token; infinite where it exceeds what a float holds.
+    """exp of the mean negative log-likelihood of the predicted tokens; infinite if it exceeds the range of a float.
 
     >>> round(perplexity(2 * math.log(8), 2), 6)
     8.0
@@ -79,10 +79,14 @@ METRICS: dict[str, Callable[[Any, Any], float]] = {
     "pearson_spearman": pearson_spearman,
     "entity_f1": entity_f1,
 }
-"""Metrics by name, each (predicted, true) -> float, higher is better; perplexity is a sum, see ``kflats.scoring``."""
+"""Metrics by name, each (predicted, true) -> float, higher is better. ``perplexity`` needs sums of losses instead."""
 
 
-def measure(names: Sequence[str], predicted: Any, true: Any) -> dict[str, float]:
+def measure(
+    names: Sequence[str],
+    predicted: Sequence[float] | Sequence[Sequence[str]],
+    true: Sequence[float] | Sequence[Sequence[str]],
+) -> dict[str, float]:
     """Every named metric of the same predictions.
 
     Raises:

@@ -1,39 +1,111 @@
-"""A model's score on a task, and its costs: parameters, bytes, latency, operations."""
+"""The score of a model on a task, and the costs of the model: parameters, bytes, latency, operations."""
 
 from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from kflats.common.errors import KflatsError
+from kflats.common.formatting import number, plain, share, size, table, visible
 from kflats.common.token_batches import IGNORED, pad_id, token_limit
-from kflats.evaluation.comparing import load_tokenizer, memory_bytes, weight_file_bytes
-from kflats.evaluation.encoding import check_finite, device_of, encode, evaluating
-from kflats.evaluation.latency import paired, take_turns
+from kflats.evaluation.comparing import (
+    Latency,
+    load_tokenizer,
+    memory_bytes,
+    paired,
+    take_turns,
+    weight_file_bytes,
+)
+from kflats.evaluation.encoding import Batch, check_finite, device_of, encode, evaluating
 from kflats.io import load_model, resolve_model
-from kflats.report.analysis import stored_bytes
+from kflats.report.analysis import stored_bytes, stored_tensors
 from kflats.tasks.batches import Feature, collate, feature_batches, features
 from kflats.tasks.data import Examples, load_examples
-from kflats.tasks.flops import count_flops
 from kflats.tasks.metrics import measure, perplexity
-from kflats.tasks.scores import Score, TaskReport
-from kflats.tasks.task import Task, check_head, find_task, head_of
+from kflats.tasks.task import Task, check_head, find_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Score", "TaskReport", "evaluate_folder", "score", "score_features"]
-
 _TIMED = 8  # examples of the batch that is timed and counted
 _TURNS = 20
+
+
+@dataclass(frozen=True)
+class Score:
+    """The score of a model on one split of a task, and the costs of the model.
+
+    Args:
+        task, split, source: the examples of the score.
+        metric, value: the task's main metric; ``values`` holds all metrics, the main one first.
+        n: number of examples; for language tasks of predicted tokens.
+        full: number of examples with ``max_length`` tokens: most of them were cut.
+        parameters: stored floating-point numbers.
+        size_bytes: bytes of a file with the model's weights. memory_bytes: bytes of its parameters and buffers.
+        latency_ms: median time of one batch of ``batch`` examples with ``tokens`` tokens; None: not measured.
+        flops: floating-point operations of that batch (``count_flops``); None: not counted.
+    """
+
+    task: str
+    split: str
+    source: str
+    metric: str
+    value: float
+    values: tuple[tuple[str, float], ...]
+    n: int
+    full: int
+    parameters: int
+    size_bytes: int
+    memory_bytes: int
+    latency_ms: float | None = None
+    flops: int | None = None
+    batch: int = 0
+    tokens: int = 0
+
+    def __str__(self) -> str:
+        return str(TaskReport(self))
+
+
+@dataclass(frozen=True)
+class TaskReport:
+    """One model's score, or two side by side; printing it gives a table."""
+
+    compressed: Score
+    original: Score | None = None
+    latency: Latency | None = None
+
+    def __str__(self) -> str:
+        scores = [s for s in (self.original, self.compressed) if s is not None]
+        first = scores[0]
+        rows = [_row(n, [dict(s.values)[n] for s in scores], "{:.4f}".format, score=True) for n, _ in first.values]
+        judged = "tokens scored" if first.metric == "perplexity" else "examples scored"
+        rows.append([judged, *(f"{s.n:,}" for s in scores), ""][: 2 * len(scores)])
+        if first.full:
+            rows.append(["of them as long as the limit", *(f"{s.full:,}" for s in scores), ""][: 2 * len(scores)])
+        rows.append(_row("parameters", [s.parameters for s in scores], "{:,}".format))
+        rows.append(_row("weight files", [s.size_bytes for s in scores], size))
+        rows.append(_row("weights in memory", [s.memory_bytes for s in scores], size))
+        if all(s.flops is not None and s.latency_ms is not None for s in scores):
+            rows.append(_row("one batch, median", [s.latency_ms or 0.0 for s in scores], "{:.1f} ms".format))
+            rows.append(_row("operations of it", [(s.flops or 0) / 1e9 for s in scores], "{:.4g} GFLOP".format))
+        names = ["original", "compressed", "compared"] if len(scores) == 2 else ["model"]
+        parts = [f"task {first.task}, {first.split} of {visible(first.source)}", "", plain(table(["", *names], rows))]
+        if first.batch:
+            parts += ["", f"one batch: {first.batch} examples of up to {first.tokens} tokens"]
+        if self.latency is not None:
+            t = self.latency
+            parts[-1] += f"; median ratio {number(t.ratio)}, 95 % interval {number(t.low)} to {number(t.high)}"
+        return "\n".join(parts)
 
 
 def score(
@@ -53,12 +125,9 @@ def score(
 
         classification    the class of the largest logit
         regression        the output
-        token             the tag of each word's first token; words beyond ``max_length`` count as "O"
+        token             the tag of each word's first token; words beyond ``max_length`` have the tag "O"
         similarity        the cosine of both texts' mean token vectors
         language          exp of the mean negative log-likelihood in blocks of ``max_length`` tokens, each read alone
-
-    The perplexity of a masked language model is that of 15 % masked tokens, drawn by ``seed``; it is not comparable
-    with that of a causal one.
 
     Args:
         model: a transformers model with the head that the task needs.
@@ -87,7 +156,7 @@ def score(
         values=tuple(values.items()),
         n=n,
         full=0 if scored.kind == "language" else len({row.place for row in rows if len(row) >= longest}),
-        parameters=_parameters(model),
+        parameters=sum(t.numel() for t in stored_tensors(model) if t.is_floating_point()),
         size_bytes=stored_bytes(model),
         memory_bytes=memory_bytes(model),
         **(_costs(model, tokenizer, rows) if costs else {}),
@@ -130,13 +199,31 @@ def score_features(
     else:
         predicted = []
         for row, labels, output in zip(rows, true, outputs, strict=True):
-            tags = ["O"] * len(labels)  # a word that was cut off belongs to no entity
+            tags = ["O"] * len(labels)  # words beyond the limit belong to no entity
             labelled = torch.tensor(row.labels) != IGNORED
             for word, best in zip(row.words, output[labelled][:, order].argmax(1).tolist(), strict=True):
                 tags[word] = task.labels[best]
             predicted.append(tags)
         true = [[task.labels[label] for label in labels] for labels in true]
     return measure(task.metrics, predicted, true), len(places)
+
+
+def count_flops(model: nn.Module, inputs: Batch) -> int:
+    """The floating-point operations of one ``model(**inputs)`` in eval mode, by torch's own counter.
+
+    A multiplication and the addition after it are 2 operations: a dense (n, d) layer takes 2 n d for each position, a
+    pair of rank r 2 r (n + d). Matrix products and convolutions are counted, attention as its plain products also
+    where a fused kernel would run. Element-wise work (biases, normalisation, activations) and lookups are not counted.
+
+    >>> count_flops(nn.Linear(4, 3), {"input": torch.ones(5, 4)}) == 2 * 5 * 4 * 3
+    True
+    """
+    counter = FlopCounterMode(display=False)
+    # torch's counter has no formula for fused attention on a CPU, and would count nothing for it.
+    with evaluating(model), torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+        model(**inputs)
+    total: int = counter.get_total_flops()
+    return total
 
 
 def evaluate_folder(
@@ -151,7 +238,7 @@ def evaluate_folder(
     limit: int | None = None,
     seed: int = 0,
 ) -> TaskReport:
-    """Load a model folder, and its original where one is given, and score both on a task; see ``score``.
+    """Load a model folder, and the folder ``original`` if there is one, and score both on a task; see ``score``.
 
     ``size_bytes`` counts the weight files of the folder. With an original, the latency of both models is measured in
     turns.
@@ -166,21 +253,11 @@ def evaluate_folder(
     tokenizer = load_tokenizer(folders[-1])
     for model in models:
         check_head(model, task)
+    judge = partial(
+        score, task=task, task_data=task_data, split=split, batch=batch, max_length=max_length, limit=limit, seed=seed
+    )
     scores = [
-        replace(
-            score(
-                model,
-                tokenizer,
-                task,
-                task_data=task_data,
-                split=split,
-                batch=batch,
-                max_length=max_length,
-                limit=limit,
-                seed=seed,
-            ),
-            size_bytes=weight_file_bytes(f),
-        )
+        replace(judge(model, tokenizer), size_bytes=weight_file_bytes(f))
         for model, f in zip(models, folders, strict=True)
     ]
     if len(scores) == 1:
@@ -212,15 +289,13 @@ def _outputs(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int)
 
 
 def _losses(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) -> tuple[float, int]:
-    """Sum of the negative log-likelihoods of all labelled tokens, and how many they are."""
+    """The sum of the negative log-likelihoods of all labelled tokens, and the number of these tokens."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     with evaluating(model), torch.inference_mode():
         for _, part in feature_batches(rows, batch):
             inputs = collate(part, filler, device_of(model))
             labels = inputs.pop("labels")
-            logits = model(**inputs).logits
-            if head_of(model) == "causal":
-                logits, labels = logits[:, :-1], labels[:, 1:]
+            logits, labels = model(**inputs).logits[:, :-1], labels[:, 1:]
             known = labels != IGNORED
             total += F.cross_entropy(logits[known].float(), labels[known], reduction="sum").cpu()
             count += int(known.sum())
@@ -243,6 +318,9 @@ def _timed_batch(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Seq
     return inputs
 
 
-def _parameters(model: nn.Module) -> int:
-    held = {id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}
-    return sum(t.numel() for t in held.values() if t.is_floating_point())
+def _row(label: str, values: Sequence[float], shown: Callable[[float], str], *, score: bool = False) -> list[str]:
+    """One line of the table: the values, and of two values their difference or ratio."""
+    row = [label, *(shown(value) for value in values)]
+    if len(values) == 2:
+        row.append(f"{values[1] - values[0]:+.4f}" if score else share(values[1], values[0]))
+    return row

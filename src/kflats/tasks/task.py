@@ -1,13 +1,13 @@
-"""Tasks a model is fine-tuned for and judged by: what their labels mean, how they are scored, which head they need.
+"""Tasks for fine-tuning and evaluation: the meaning of their labels, their metrics, and the head that each needs.
 
-A task is a frozen value. Its data come separately (``kflats.task_data``), so that one task can be read from a folder
-or from the hub. The main metric of each is the one that FWSVD (Hsu et al., ICLR 2022, section 4.1) reports.
+A task is a frozen value. ``kflats.tasks.data`` reads its examples, from a folder or from the hub. The main metric of
+each task is the one that FWSVD (Hsu et al., ICLR 2022, section 4.1) reports.
 """
 
 from __future__ import annotations
 
 import difflib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -24,14 +24,14 @@ _WANTED = {
     "classification": ("sequence",),
     "regression": ("sequence",),
     "token": ("token",),
-    "language": ("causal", "masked"),
+    "language": ("causal",),
     "similarity": ("", "sequence", "token", "masked"),
 }
 
 
 @dataclass(frozen=True)
 class Hub:
-    """Where ``datasets`` finds a task: repository, configuration, revision, and its names of columns."""
+    """The place of a task on the hub: repository, configuration, revision, and the names of its columns."""
 
     repository: str
     configuration: str | None
@@ -42,17 +42,17 @@ class Hub:
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked of a model.
+    """A task with labels.
 
     Args:
-        name: how it is called.
-        kind: "classification" or "regression" of a text or a pair, "token" (a label a word), "language"
+        name: the name of the task.
+        kind: "classification" or "regression" of a text or a pair, "token" (one label for each word), "language"
             (predict the text itself), or "similarity" (cosine of two texts' vectors; no head).
-        metrics: how it is scored (``kflats.metrics``); the first is the one reported and trained for.
-        labels: names of the classes, in the order of their numbers; empty where there are none.
-        pairs: True for two texts an example.
-        folder: its folder among others of its form.
-        hub: where the hub has it.
+        metrics: names in ``kflats.tasks.metrics``; the first metric is reported, and decides which epoch is kept.
+        labels: names of the classes, in the order of their numbers; empty without classes.
+        pairs: True if an example has two texts.
+        folder: name of the task's folder inside a folder of several tasks.
+        hub: the task's place on the hub.
         limits: the smallest and largest label of a regression.
 
     >>> find_task("cola").metrics
@@ -74,89 +74,35 @@ class Task:
         return self.metrics[0] != "perplexity"
 
 
-def _glue(name: str, *columns: str) -> Hub:
-    return Hub("nyu-mll/glue", name, columns)
+def _glue(
+    name: str, metrics: tuple[str, ...], labels: tuple[str, ...], *columns: str, kind: str = "classification"
+) -> Task:
+    limits = None if labels else (0.0, 5.0)
+    return Task(name, kind, metrics, labels, len(columns) == 2, name, Hub("nyu-mll/glue", name, columns), limits)
 
 
 _NLI = ("entailment", "not_entailment")
 _TAGS = ("O", *(f"{mark}-{kind}" for kind in ("PER", "ORG", "LOC", "MISC") for mark in "BI"))
+_CONLL = Hub("eriktks/conll2003", None, ("tokens",), "ner_tags", "refs/convert/parquet")
+_WIKITEXT = Hub("Salesforce/wikitext", "wikitext-2-v1", ("text",))
 _PAIR = ("sentence1", "sentence2")
-_SCALE = (0.0, 5.0)
+_STSB = _glue("stsb", ("pearson_spearman", "pearson", "spearman"), (), *_PAIR, kind="regression")
 
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
-        Task(
-            "cola",
-            "classification",
-            ("matthews",),
-            ("unacceptable", "acceptable"),
-            False,
-            "cola",
-            _glue("cola", "sentence"),
-        ),
-        Task(
-            "sst2", "classification", ("accuracy",), ("negative", "positive"), False, "sst2", _glue("sst2", "sentence")
-        ),
-        Task(
-            "mrpc",
-            "classification",
-            ("f1", "accuracy"),
-            ("not_equivalent", "equivalent"),
-            True,
-            "mrpc",
-            _glue("mrpc", *_PAIR),
-        ),
-        Task(
-            "qqp",
-            "classification",
-            ("f1", "accuracy"),
-            ("not_duplicate", "duplicate"),
-            True,
-            "qqp",
-            _glue("qqp", "question1", "question2"),
-        ),
-        Task(
-            "mnli",
-            "classification",
-            ("accuracy",),
-            ("entailment", "neutral", "contradiction"),
-            True,
-            "mnli",
-            _glue("mnli", "premise", "hypothesis"),
-        ),
-        Task("qnli", "classification", ("accuracy",), _NLI, True, "qnli", _glue("qnli", "question", "sentence")),
-        Task("rte", "classification", ("accuracy",), _NLI, True, "rte", _glue("rte", *_PAIR)),
-        Task("wnli", "classification", ("accuracy",), _NLI[::-1], True, "wnli", _glue("wnli", *_PAIR)),
-        Task(
-            "stsb",
-            "regression",
-            ("pearson_spearman", "pearson", "spearman"),
-            (),
-            True,
-            "stsb",
-            _glue("stsb", *_PAIR),
-            _SCALE,
-        ),
-        Task("sts", "similarity", ("spearman", "pearson"), (), True, "stsb", _glue("stsb", *_PAIR), _SCALE),
-        Task(
-            "conll2003",
-            "token",
-            ("entity_f1",),
-            _TAGS,
-            False,
-            "conll2003",
-            Hub("eriktks/conll2003", None, ("tokens",), "ner_tags", "refs/convert/parquet"),
-        ),
-        Task(
-            "wikitext2",
-            "language",
-            ("perplexity",),
-            (),
-            False,
-            "wikitext2",
-            Hub("Salesforce/wikitext", "wikitext-2-v1", ("text",)),
-        ),
+        _glue("cola", ("matthews",), ("unacceptable", "acceptable"), "sentence"),
+        _glue("sst2", ("accuracy",), ("negative", "positive"), "sentence"),
+        _glue("mrpc", ("f1", "accuracy"), ("not_equivalent", "equivalent"), *_PAIR),
+        _glue("qqp", ("f1", "accuracy"), ("not_duplicate", "duplicate"), "question1", "question2"),
+        _glue("mnli", ("accuracy",), ("entailment", "neutral", "contradiction"), "premise", "hypothesis"),
+        _glue("qnli", ("accuracy",), _NLI, "question", "sentence"),
+        _glue("rte", ("accuracy",), _NLI, *_PAIR),
+        _glue("wnli", ("accuracy",), _NLI[::-1], *_PAIR),
+        _STSB,
+        replace(_STSB, name="sts", kind="similarity", metrics=("spearman", "pearson")),
+        Task("conll2003", "token", ("entity_f1",), _TAGS, False, "conll2003", _CONLL),
+        Task("wikitext2", "language", ("perplexity",), (), False, "wikitext2", _WIKITEXT),
     )
 }
 """Every task by name: GLUE, STS-B by cosine ("sts"), CoNLL-2003 named entities, WikiText-2 perplexity."""
@@ -183,9 +129,9 @@ def find_task(name: str | Task) -> Task:
 
 
 def head_of(model: nn.Module | None) -> str:
-    """What a transformers model predicts: "sequence", "token", "causal", "masked", or "" without such a head.
+    """The task head of a transformers model: "sequence", "token", "causal", "masked", or "" without one of these.
 
-    By the name of its class or of one it inherits from, as transformers itself does.
+    The name of the model's class, or of a class that it inherits from, decides, as in transformers itself.
     """
     for kind in type(model).__mro__:
         for ending, head in _HEADS.items():
@@ -195,10 +141,10 @@ def head_of(model: nn.Module | None) -> str:
 
 
 def check_head(model: nn.Module, task: Task) -> tuple[int, ...]:
-    """Where the model keeps each of the task's labels: ``order[label of the task] = output of the model``.
+    """The output of the model for each of the task's labels: ``order[label of the task] = output of the model``.
 
-    Models of the hub number their labels as they like; their names (``config.id2label``) say which is which.
-    Names that transformers made up ("LABEL_0") stand for the task's own order.
+    Models of the hub number their labels in different orders; the names (``config.id2label``) identify them. The
+    default names of transformers ("LABEL_0") stand for the task's own order.
 
     Raises:
         KflatsError: a head for something else, another number of labels, or labels with other names.
@@ -225,8 +171,8 @@ def check_head(model: nn.Module, task: Task) -> tuple[int, ...]:
         )
     if not task.labels:
         return (0,)
-    given = getattr(model.config, "id2label", None) or {}
-    names = [_plain(str(given.get(i, f"LABEL_{i}"))) for i in range(outputs)]
+    id2label = getattr(model.config, "id2label", None) or {}
+    names = [_plain(str(id2label.get(i, f"LABEL_{i}"))) for i in range(outputs)]
     if all(name == f"label{i}" for i, name in enumerate(names)):
         return tuple(range(expected))
     own = [_plain(name) for name in task.labels]
