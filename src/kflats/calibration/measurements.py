@@ -179,6 +179,7 @@ def merge(blocks: Iterable[tuple[int, dict[str, Sums]]]) -> dict[str, Sums]:
     Raises:
         KflatsError: no blocks, or blocks out of order.
 
+    >>> import torch
     >>> blocks = [(i, {"words": Sums({"reads": torch.tensor([1.0, i])}, {"samples": 1})}) for i in range(3)]
     >>> merge(blocks)["words"]
     Sums(tensors={'reads': tensor([3., 3.])}, counts={'samples': 3})
