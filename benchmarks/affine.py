@@ -13,8 +13,8 @@ from __future__ import annotations
 import torch
 from _common import arguments, embedding_table, markdown, publish
 
-from kflats.numerics.allocation import fill
 from kflats.numerics.fit import fit_flats
+from kflats.numerics.flats import fill
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.rows import TensorRows
 

@@ -27,7 +27,7 @@ from kflats import (
     Transform,
 )
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.numerics.rows import TensorRows
 
 METHODS: dict[str, Any] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, Transform
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.numerics.rows import TensorRows
 
 COLUMNS, FALL = 64, 4.0

@@ -27,7 +27,7 @@ from kflats.demo import packaged_model
 from kflats.evaluation.comparing import load_tokenizer
 from kflats.io import load_model
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.numerics.rows import TensorRows
 
 SENTENCES, BATCH, LONGEST = 10**6, 32, 128

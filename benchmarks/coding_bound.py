@@ -23,7 +23,7 @@ from kflats.codecs.transform import from_codes
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import ZipfPrior
-from kflats.importance.measured import Measured
+from kflats.importance.protocol import Measured
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
 

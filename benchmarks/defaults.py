@@ -26,9 +26,9 @@ from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import Fidelity, load_tokenizer
 from kflats.importance import TokenFisher
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.io import load_model
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.rows import TensorRows
 from kflats.planning.calibration_data import gather

@@ -16,9 +16,8 @@ import numpy as np
 import torch
 from _common import arguments, embedding_table, markdown, median_pair, publish, seconds
 
-from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, em
+from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, assign, em, squared_norms
 from kflats.numerics.gram import improve_basis, move_rows
 from kflats.numerics.rows import BLOCK, TensorRows
 

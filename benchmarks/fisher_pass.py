@@ -22,7 +22,7 @@ from kflats.calibration.objectives import Objective, Projections, TaskLoss
 from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.methods.svd import SVD
 from kflats.model.weights import dense_weight, find_weights
 from kflats.numerics.rows import TensorRows

@@ -42,8 +42,7 @@ from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import TokenCounts
-from kflats.importance.measured import Measured
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Measured, Weighting
 
 FIXED = ("fp16", "absmax rows", "absmax groups", "torchao", "rotation")
 """Families whose sizes cannot be chosen."""

@@ -17,7 +17,7 @@ from _common import arguments, markdown, median_pair, publish, seconds
 from torch import Tensor
 
 from kflats.importance import RowFisher
-from kflats.importance.measured import Measured
+from kflats.importance.protocol import Measured
 from kflats.matrices.registry import LowRankMatrix
 from kflats.methods import SVD, Problem
 from kflats.methods.matrix_error import weighted_error

@@ -15,8 +15,7 @@ from kflats.calibration.counting import zipf_prior
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import load_tokenizer
 from kflats.importance import ZipfPrior
-from kflats.importance.measured import Measured
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD, Flats, Problem, row_errors
 from kflats.numerics.rows import TensorRows
 

@@ -16,8 +16,8 @@ import torch
 from _common import arguments, markdown, publish
 from sklearn.metrics import adjusted_rand_score
 
-from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
+from kflats.numerics.flats import assign, squared_norms
 from kflats.numerics.rows import TensorRows
 
 

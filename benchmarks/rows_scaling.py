@@ -21,9 +21,8 @@ from pathlib import Path
 import torch
 from _common import arguments, markdown, publish
 
-from kflats.numerics.assign import assign, squared_norms
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, em
+from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, assign, em, squared_norms
 from kflats.numerics.rows import TensorRows, check_finite
 
 K, RANK, ITERATIONS = 10, 16, 6

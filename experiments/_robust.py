@@ -1,7 +1,7 @@
 """What the experiments on compression without training data share: methods by name, at equal bytes, and errors.
 
 Names of methods: "SVD"; "ellipsoid 1" (the lp-SVD through Lewis weights, p = 1); "entrywise 1" (the sum of |A - UV|^p
-minimised directly, by IRLS), "entrywise 1.25 admm" (by ADMM); "subspace 1" (the sum of distances^q of rows to one
+minimised directly); "subspace 1" (the sum of distances^q of rows to one
 subspace), "subspace huber 2 median" (other losses); "l1-pca flips", "l1-pca fixed point", "l1-pca together"; "robust
 pca" (the SVD of its low-rank part); "flats" (kflats' default); "float16 (50% saved)"; "magnitude csr", "random bitmap",
 "synflow values" (a mask, and the format that its bytes are counted in). " + zipf" or " + counts" behind a name weighs
@@ -28,15 +28,12 @@ from baselines.synflow import synflow_masks
 from torch import Tensor, nn
 
 from kflats import Flats
-from kflats.importance.measured import Measured
-from kflats.importance.weighting import Weighting
-from kflats.methods.problem import Problem
+from kflats.importance.protocol import Measured, Weighting
+from kflats.methods.protocol import Problem
 from kflats.model.weights import Weight, dense_weight
-from kflats.numerics.ellipsoid import Ellipsoid
 from kflats.numerics.entrywise import entrywise_low_rank
-from kflats.numerics.lewis import Lewis
 from kflats.numerics.loss import Power, from_name
-from kflats.numerics.robust import robust_svd
+from kflats.numerics.robust_svd import Ellipsoid, Lewis, robust_svd
 from kflats.numerics.rows import Rows, TensorRows
 from kflats.numerics.subspace import robust_subspace
 from kflats.numerics.svd import truncated_svd
@@ -47,7 +44,6 @@ RATES = (0.15, 0.28, 0.41)
 POWERS = ("1", "1.25", "1.5", "1.75")
 FAMILIES = [
     *(f"ellipsoid {p}" for p in POWERS),
-    *(f"entrywise {p} admm" for p in POWERS),
     *(f"entrywise {p}" for p in POWERS),
     *(f"subspace {p}" for p in POWERS),
 ]
@@ -101,8 +97,7 @@ def low_rank(
             lp = robust_svd(matrix, rank, float(rest), ellipsoid=once, weights=weights)
             yield lp.coordinates @ lp.basis, _remark(lp.ellipsoid)
         elif family == "entrywise":
-            power, _, solver = rest.partition(" ")
-            direct = entrywise_low_rank(matrix, rank, p=float(power), solver=solver or "irls", weights=weights)
+            direct = entrywise_low_rank(matrix, rank, p=float(rest), weights=weights)
             yield direct.coordinates @ direct.basis, _remark(direct)
         elif family == "subspace":
             loss = from_name(rest) if " " in rest else Power(float(rest))

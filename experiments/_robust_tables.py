@@ -116,7 +116,7 @@ def draw(panels: Sequence[tuple[str, str, Sequence[Mapping[str, Any]], str]], pl
     figure, axes = plot.subplots(1, len(panels), figsize=(4.6 * len(panels), 6.4), squeeze=False)
     for axis, (title, label, rows, what) in zip(axes[0], panels, strict=True):
         left_out = (".25", ".75", "values")
-        names = dict.fromkeys(r["method"] for r in rows if not r["method"].removesuffix(" admm").endswith(left_out))
+        names = dict.fromkeys(r["method"] for r in rows if not r["method"].endswith(left_out))
         for place, name in enumerate(names):
             line = sorted((r for r in rows if r["method"] == name), key=lambda r: r["rate"])
             style = ("-", "--", ":", "-.")[place // 10 % 4]

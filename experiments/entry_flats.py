@@ -8,8 +8,8 @@ under squared distances do not (MESSI, sections 2.1 and E.1, "distance functions
 MESSI writes ||x - x'||_1 for a row x and "its projection" x'. The orthogonal projection is not the nearest point of
 a flat in this norm, and nothing that is stored asks for it: here the coordinates are minimised as well.
 
-M-step: entrywise low rank of every cluster, some iterations from where it stands (``entrywise_admm`` for p = 1,
-``entrywise_irls`` else; p = 2 is the SVD). E-step: the flat whose *orthogonal projection* is nearest in the entrywise
+M-step: entrywise low rank of every cluster, some iterations of ``numerics.entrywise`` from where it stands (p = 2 is
+the SVD). E-step: the flat whose *orthogonal projection* is nearest in the entrywise
 sum is a row's candidate, since solving k small problems a row would cost a hundred such products. The row moves only
 if it is really better off there: at coordinates refitted for it (p = 1) or the projection's. Neither step raises the
 sum.
@@ -30,10 +30,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.entrywise import SINGLE, SMALL, entrywise_low_rank
-from kflats.numerics.entrywise_admm import admm
-from kflats.numerics.entrywise_irls import irls
-from kflats.numerics.factors import Factors
+from kflats.numerics.entrywise import SINGLE, SMALL, EntrywiseFit, entrywise_low_rank, irls, sum_of_powers
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import Progress, Stopping
 from kflats.numerics.loss import Power
@@ -51,9 +48,6 @@ from kflats.numerics.svd import truncated_svd
 
 INNER = 40
 """Iterations of the low-rank solver in one M-step."""
-
-QUICK = 1.02
-"""What divides ADMM's threshold every iteration: in so few, falling as slowly as for a whole fit ends higher."""
 
 REFIT = 1e-2
 """Tolerance of the coordinates that a row would have in another flat."""
@@ -85,8 +79,6 @@ def entry_flats(
     p: float = 1.0,
     *,
     weights: Tensor | None = None,
-    start: str = "auto",
-    restarts: int = 1,
     tolerance: float = 1e-3,
     max_iterations: int = 20,
     seed: int = 0,
@@ -98,7 +90,6 @@ def entry_flats(
         matrix: (n, d), a tensor or any ``Rows``; held in memory, with residuals of the same size.
         p: 0 < p <= 2; 1 is the Manhattan distance.
         weights: (n,) w_i >= 0; rows of weight 0 go to the flat whose projection is nearest and judge nothing.
-        start, restarts: of the fit to sums of distances (``Power(1)``) that this one begins from.
         tolerance: stop when an iteration lowers the sum by less than this share of it.
 
     Choose it where single entries are wrong and the table has several flats. It takes longer than distances do, whose
@@ -136,7 +127,7 @@ def entry_flats(
     inside = TensorRows(scaled / unit)
     plain, factors = (inside, None) if weights is None else (TensorRows(table[counted]), back)
     sources = _sources(plain, k, rank, p, factors)
-    search = _Search(min(k, len(scaled)), rank, p, start, restarts, seed)
+    search = _Search(min(k, len(scaled)), rank, p, seed)
     state = min((_begun(inside, source, search, factors) for source in sources), key=lambda begun: begun.total)
     history, converged = [state.total], False
     for iteration in range(max_iterations):
@@ -193,14 +184,12 @@ def _sources(rows: TensorRows, k: int, rank: int, p: float, factors: Tensor | No
 
 @dataclass(frozen=True)
 class _Search:
-    """``k`` flats of dimension ``rank`` under entries to the power ``p``; ``start``, ``restarts`` and ``seed`` are of
-    the fit to sums of distances that comes first."""
+    """``k`` flats of dimension ``rank`` under entries to the power ``p``; ``seed`` is of the fit to sums of distances
+    that comes first."""
 
     k: int
     rank: int
     p: float
-    start: str
-    restarts: int
     seed: int
 
 
@@ -212,12 +201,10 @@ def _begun(rows: TensorRows, source: TensorRows, search: _Search, factors: Tenso
         rank=search.rank,
         error=Power(1.0),
         weights=factors,
-        start=search.start,
-        restarts=search.restarts,
         seed=search.seed,
     )
     bases = tuple(basis.to(rows.dtype) for basis in first.bases)
-    return EntryState(rows, first.labels.to(torch.int64), bases, search.p, factors)
+    return EntryState(rows, first.labels.to(torch.int64), bases, search.p)
 
 
 def l1_coordinates(block: Tensor, basis: Tensor, tolerance: float = REFIT, limit: int = 500) -> Tensor:
@@ -277,14 +264,10 @@ def entry_sums(table: Tensor, labels: Tensor, coordinates: Tensor, bases: tuple[
 
 
 class EntryState:
-    """Labels, coordinates and orthonormal bases on their way, and what every row costs, for entries of size 1; the
-    ``factors`` (n,) that rows were scaled by."""
+    """Labels, coordinates and orthonormal bases on their way, and what every row costs, for entries of size 1."""
 
-    def __init__(
-        self, rows: TensorRows, labels: Tensor, bases: tuple[Tensor, ...], p: float, factors: Tensor | None = None
-    ) -> None:
+    def __init__(self, rows: TensorRows, labels: Tensor, bases: tuple[Tensor, ...], p: float) -> None:
         self.rows, self.table, self.p = rows, rows.matrix, p
-        self.roots = None if factors is None else factors.sqrt().unsqueeze(1)
         self.labels, self.bases = labels, bases
         self.coordinates = self.table.new_empty(len(labels), len(bases[0]))
         self.costs = torch.empty(len(labels), dtype=torch.float64, device=labels.device)
@@ -306,31 +289,21 @@ class EntryState:
             inside = (self.labels == c).nonzero().squeeze(1)
             if not len(inside):
                 continue
-            part, begun = TensorRows(self.table[inside]), Factors(self.coordinates[inside], basis)
+            part, begun = TensorRows(self.table[inside]), EntrywiseFit(self.coordinates[inside], basis)
             if len(inside) <= len(basis):  # so few rows lie on a flat of their own
                 held = torch.linalg.qr(torch.cat([part.matrix, basis]).T).Q.T[: len(basis)]
-                found = Factors(part.matrix @ held.T, held)
+                found = EntrywiseFit(part.matrix @ held.T, held)
             elif self.p == 2:
                 svd = truncated_svd(part, len(basis))
-                found = Factors(svd.coordinates, svd.basis)
-            elif self.p == 1:
-                found = self._l1(part, begun, inside, tolerance / 10)
+                found = EntrywiseFit(svd.coordinates, svd.basis)
             else:
                 found = irls(part, begun, self.p, Stopping(tolerance / 10, INNER))
-            if found.error(part, self.p) >= float(self.costs[inside].sum()):
+            if sum_of_powers(part, found.coordinates, found.basis, self.p) >= float(self.costs[inside].sum()):
                 continue
             q, r = torch.linalg.qr(found.basis.T)
             bases[c], self.coordinates[inside] = q.T.contiguous(), found.coordinates @ r.T
             self.bases = tuple(bases)
             self._judge_(c)
-
-    def _l1(self, part: TensorRows, begun: Factors, inside: Tensor, tolerance: float) -> Factors:
-        if self.roots is None:
-            return admm(part, begun, 1.0, Stopping(tolerance, INNER), shrink=QUICK)
-        root = self.roots[inside]  # the power of weights that ADMM takes its rows in
-        part, begun = TensorRows(part.matrix / root), Factors(begun.coordinates / root, begun.basis)
-        found = admm(part, begun, 1.0, Stopping(tolerance, INNER), shrink=QUICK, sizes=root)
-        return Factors(found.coordinates * root, found.basis)
 
     def move_(self) -> None:
         """E-step: rows go to the flat whose projection is nearest, if that lowers what they cost."""

@@ -32,7 +32,7 @@ from kflats.tasks.data import load_examples
 from kflats.tasks.metrics import spearman
 
 WEIGHED = [
-    f"{name} + {by}" for by in ("zipf", "counts") for name in ("SVD", "ellipsoid 1", "entrywise 1 admm", "subspace 1")
+    f"{name} + {by}" for by in ("zipf", "counts") for name in ("SVD", "ellipsoid 1", "entrywise 1", "subspace 1")
 ]
 LOSSES = ["subspace huber 2 median", "subspace truncated 3 median"]
 NORMS = [HALF, "SVD", *FAMILIES]
@@ -40,7 +40,7 @@ OTHERS = [*L1_PCA, "robust pca", *PRUNED]
 LINEAR = [*NORMS, *OTHERS]
 TABLE = [*NORMS, *LOSSES, *OTHERS, *SYNFLOW, *WEIGHED, "flats", "flats + zipf", "flats + counts"]
 BEYOND = [
-    *("SVD", "ellipsoid 1", "entrywise 1 admm", "subspace 1", "magnitude csr", "magnitude bitmap"),
+    *("SVD", "ellipsoid 1", "entrywise 1", "subspace 1", "magnitude csr", "magnitude bitmap"),
     *("SVD + zipf", "SVD + counts", "flats", "flats + zipf", "flats + counts"),
 ]
 SQUARE = (

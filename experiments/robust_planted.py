@@ -130,7 +130,6 @@ def remarks(middle: Any, names: list[str]) -> str:
     """The claims, from the numbers."""
     claims = [
         ("entrywise 1", "3 % of entries", 1 / 15),
-        ("entrywise 1 admm", "3 % of entries", 1 / 15),
         ("ellipsoid 0.5", "5 % of rows", 1 / 5),
         ("subspace 1", "5 % of rows", 1 / 5),
     ]

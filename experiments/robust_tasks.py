@@ -33,7 +33,7 @@ OURS = "ellipsoid 1"
 """What the paper calls RE-X: its algorithm 1 at p = 1, here through Lewis weights."""
 
 METHODS = [
-    *(HALF, "SVD", OURS, "ellipsoid 1.5", "entrywise 1 admm", "subspace 1", "l1-pca fixed point", "l1-pca together"),
+    *(HALF, "SVD", OURS, "ellipsoid 1.5", "entrywise 1", "subspace 1", "l1-pca fixed point", "l1-pca together"),
     *(*PRUNED, *SYNFLOW),
     *("SVD + zipf", "SVD + counts", "ellipsoid 1 + counts", "subspace 1 + counts", "flats", "flats + zipf"),
     "flats + counts",

@@ -19,13 +19,13 @@ from typing import Literal
 
 import torch
 from _results import embedding_table, markdown
+from distortion import certified, distortion_found
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.ellipsoid import Ellipsoid, certified, check_power, distortion_found, empty, lifted
-from kflats.numerics.lewis import Lewis, State, iterate, lewis_weights, sweep
-from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, as_rows, check_finite
-from kflats.numerics.whitening import narrow, row_lengths, row_space, too_different
+from kflats.numerics.gram import narrow, row_lengths, row_space, too_different
+from kflats.numerics.robust_svd import Ellipsoid, Lewis, State, check_extreme, iterate, lewis_weights, no_axes, sweep
+from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, checked_rows
 
 _LOST = 1e-13  # of a sketch's largest singular value: below, only rounding is left of a direction
 
@@ -65,15 +65,14 @@ class Sketch:
             KflatsError: an impossible p, "cauchy" with p other than 1, values that are not finite, or a draw that
                 loses a direction of the matrix.
         """
-        rows = as_rows(matrix)
-        check_power(p, *rows.shape)
+        rows = checked_rows(matrix)
+        check_extreme(p, *rows.shape)
         if self.kind == "cauchy" and p != 1:
             raise KflatsError(f"Cauchy variables are stable for p = 1, not for {p:g}", hint='use Sketch("exponential")')
-        check_finite(rows)
         rows, lift = narrow(rows)
         lengths = row_lengths(rows)
         if not bool(lengths.any()):
-            return lifted(empty(rows, p), lift)
+            return no_axes(rows, p).lifted(lift)
         whitening = row_space(rows, torch.ones_like(lengths), lengths)
         _, values, turn = torch.linalg.svd(self._sketch(rows, whitening, p, lengths > 0), full_matrices=False)
         if not float(values[-1]) > _LOST * float(values[0]):
@@ -85,7 +84,7 @@ class Sketch:
         # Q = L^-T (Pi A L)'(Pi A L) L^-1, and its eigenvectors by the SVD of a square root of its inverse.
         left, inverse, _ = torch.linalg.svd(whitening @ (turn.T / values), full_matrices=False)
         raw = Ellipsoid(1 / inverse.flip(0), left.flip(1).T.contiguous(), float(p), math.inf, 1, True)
-        return lifted(certified(rows, raw), lift)
+        return certified(rows, raw).lifted(lift)
 
     def _sketch(self, rows: Rows, whitening: Tensor, p: float, alive: Tensor) -> Tensor:
         n, r = rows.shape[0], whitening.shape[1]
@@ -136,15 +135,14 @@ class LewisSample:
         Raises:
             KflatsError: as ``Lewis.fit``, or a sample that misses directions of the matrix.
         """
-        rows = as_rows(matrix)
+        rows = checked_rows(matrix)
         count = self.rows_per_column * rows.shape[1]
         if rows.shape[0] <= count:
             return lewis_weights(rows, p).ellipsoid
-        check_power(p, *rows.shape)
-        check_finite(rows)
+        check_extreme(p, *rows.shape)
         lengths = row_lengths(rows)
         if not bool(lengths.any()):
-            return empty(rows, p)
+            return no_axes(rows, p)
         state = State(torch.zeros_like(lengths), self._sampled(rows, p, lengths, count).whitening, lengths)
         if state.whitening.shape[1] < rows.shape[1]:
             true = row_space(rows, torch.ones_like(lengths), lengths).shape[1]

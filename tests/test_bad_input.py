@@ -149,7 +149,7 @@ def test_a_table_with_values_too_small_to_square(folder, method):
 
 
 @pytest.mark.parametrize(
-    "options", [{"k": 2.5}, {"k": "5"}, {"k": True}, {"nested_ranks": 2.5}, {"restarts": 1.5}], ids=str
+    "options", [{"k": 2.5}, {"k": "5"}, {"k": True}, {"nested_ranks": 2.5}, {"start": 1.5}], ids=str
 )
 def test_numbers_of_flats_that_are_no_whole_numbers(options):
     with pytest.raises(KflatsError, match="is not supported with Flats"):

@@ -19,7 +19,6 @@ from kflats.cli.options import RecipeOptions, recipe_of
 from kflats.common.errors import KflatsError
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TokenCounts, TwoSided, Uniform, ZipfPrior
 from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
-from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Truncated
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe, from_json
@@ -383,8 +382,7 @@ def test_options_of_methods_whose_error_is_no_square() -> None:
     uniform = {"counted": False}
     cases = {
         RecipeOptions("robust-svd", p=1): RobustSVD(p=1.0),
-        RecipeOptions("robust-svd", p=0.5, ellipsoid="lewis"): RobustSVD(p=0.5),
-        RecipeOptions("robust-svd", ellipsoid="Loewner"): RobustSVD(ellipsoid=Loewner()),
+        RecipeOptions("robust-svd", p=0.5): RobustSVD(p=0.5),
         RecipeOptions("entrywise", p=1.5): Entrywise(p=1.5),
         RecipeOptions("l1"): Entrywise(),
         RecipeOptions("subspace", error="huber 0.5"): Subspace(Huber(0.5)),
@@ -403,11 +401,10 @@ def test_options_of_methods_whose_error_is_no_square() -> None:
     for asked, message in (
         (RecipeOptions(p=1.0), "--p cannot be used with --method flats, the default.*--method robust-svd"),
         (RecipeOptions("svd", p=1.0), "--p cannot be used with --method svd.*robust-svd, entrywise"),
-        (RecipeOptions("entrywise", ellipsoid="lewis"), "--ellipsoid cannot be used with --method entrywise"),
+        (RecipeOptions("entrywise", form="factors"), "--form cannot be used with --method entrywise"),
         (RecipeOptions("robust-svd", error="power 1"), "--error cannot be used.*flats, messi, subspace"),
-        (RecipeOptions("robust-svd", ellipsoid="round"), "no ellipsoid is called 'round'"),
-        (RecipeOptions("robust-svd", p=0.0), "p=0.0 is not supported with RobustSVD"),
-        (RecipeOptions("entrywise", p=3.0), "p=3.0 is not supported with Entrywise"),
+        (RecipeOptions("robust-svd", p=0.0), "p=0.0 is not supported"),
+        (RecipeOptions("entrywise", p=3.0), "p=3.0 is not supported"),
         (RecipeOptions("subspace", error="power"), "no loss is called 'power'"),
         (RecipeOptions("subspace", error="power 3"), "q=3"),
         (RecipeOptions("subspace", error="huber 1 inch"), "no unit 'inch'"),
@@ -421,7 +418,7 @@ def test_options_of_methods_whose_error_is_no_square() -> None:
 @pytest.mark.parametrize(
     ("options", "method"),
     [
-        (("--method", "robust-svd", "--p", "1", "--ellipsoid", "lewis"), RobustSVD(p=1.0)),
+        (("--method", "robust-svd", "--p", "1"), RobustSVD(p=1.0)),
         (("--method", "entrywise", "--p", "1"), Entrywise(p=1.0)),
         (("--method", "flats", "--flats", "2", "--error", "power 1"), Flats(k=2, error=Power(1.0))),
     ],

@@ -27,12 +27,12 @@ from kflats import (
     TokenCounts,
     Truncated,
 )
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
 from kflats.matrices.registry import LowRankMatrix
 from kflats.methods.matrix_error import norm_error
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.plan import Plan
 from kflats.report.report import REPORT_FILE, Report
@@ -157,7 +157,6 @@ def test_a_plan_with_a_damaged_value_inside_a_method_is_refused(tmp_path: Path) 
     "recipe",
     [
         Entrywise(max_iterations=2),
-        Entrywise(solver="admm", max_iterations=2),
         Subspace(max_iterations=1),
         Flats(k=3, max_iterations=1),
         Recipe(Entrywise(max_iterations=2), codec=Integer(bits=8)),
@@ -213,12 +212,6 @@ def test_an_importance_that_couples_rows_is_refused_before_anything_is_measured(
             model, {"hidden": Recipe(RobustSVD(), KroneckerFisher())}, keep="50%", calibration=batches(), quiet=True
         )
     assert isinstance(model["hidden"], nn.Linear)
-
-
-def test_transposed_with_row_weights_is_refused_by_name(tiny_model, tiny_tokenizer) -> None:
-    recipe = Recipe(RobustSVD(transposed=True), TokenCounts())
-    with pytest.raises(KflatsError, match=r"word_embeddings.*cannot take row weights"):
-        kflats.compress_(tiny_model("bert"), recipe, keep="50%", texts=TEXTS, tokenizer=tiny_tokenizer, quiet=True)
 
 
 def test_the_report_s_svd_is_that_of_the_same_bytes() -> None:

@@ -18,7 +18,7 @@ from frontier.sweeps import FAMILIES, OURS, sweep
 
 from kflats.common.errors import KflatsError
 from kflats.evaluation.comparing import fidelity, load_tokenizer
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.io import load_model
 
 N, D = 700, 32

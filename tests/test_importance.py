@@ -25,7 +25,7 @@ from kflats.importance import (
     ZipfPrior,
     from_name,
 )
-from kflats.importance.measured import Measured
+from kflats.importance.protocol import Measured
 from kflats.recipe.recipe import from_json, to_json
 
 F64 = torch.float64

@@ -13,7 +13,7 @@ from kflats import SVD, Flats, KeepDense, KroneckerFisher, Recipe, RowFisher, St
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
 from kflats.importance import IMPORTANCES, InputGram, TwoSided
-from kflats.importance.measured import Measured
+from kflats.importance.protocol import Measured
 from kflats.model.weights import find_weights
 from kflats.planning.decide import plan
 from kflats.recipe.plan import Plan

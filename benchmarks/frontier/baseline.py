@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.numerics.rows import TensorRows, check_finite
 
 UNIT_BYTES = 4

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from frontier.baseline import UNIT_BYTES, Baseline, halved, unit_of
 from kflats.codecs import Transform
 from kflats.common.errors import KflatsError
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.methods import MESSI, SVD, Flats, KMeansSVD, RobustSVD
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.numerics.coding.rounding import absmax_code
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.recipe import Recipe

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from frontier.baseline import UNIT_BYTES, Baseline, halved, unit_of
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 
 _ROUNDS = 25
 """Of k-means, as faiss does."""

@@ -28,10 +28,8 @@ from kflats.importance import (
 from kflats.io import annotate_, load_, register_plugin, save
 from kflats.methods import MESSI, SVD, Auto, Entrywise, Flats, KeepDense, KMeansSVD, RobustSVD, Subspace
 from kflats.model.swap import find_weights, restore_
-from kflats.numerics.coreset import Coreset
-from kflats.numerics.lewis import Lewis
-from kflats.numerics.loewner import Loewner
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
+from kflats.numerics.robust_svd import Lewis
 from kflats.planning.decide import plan
 from kflats.recipe.budget import Budget, parse_budget
 from kflats.recipe.plan import Plan
@@ -47,7 +45,6 @@ __all__ = [
     "SVD",
     "Auto",
     "Budget",
-    "Coreset",
     "Entrywise",
     "Flats",
     "Float",
@@ -59,7 +56,6 @@ __all__ = [
     "KflatsError",
     "KroneckerFisher",
     "Lewis",
-    "Loewner",
     "Plan",
     "Power",
     "Projections",

@@ -40,12 +40,15 @@ RENAMED: dict[str, dict[str, Any]] = {
 """Values of the recorded commit, and what they are called today."""
 FIELDS = {"rows": "matrix_rows", "levels": "nested_ranks", "inputs": "in_features", "outputs": "out_features"}
 """Fields and words of the recorded commit, and what they are called today."""
+GONE = {"restarts": 1, "coreset": None, "solver": "irls", "transposed": False, "precision": "mixed"}
+"""Fields of the recorded commit that values no longer have, each with the choice that is left."""
 
 
 def today(value: Any) -> Any:
     """A recorded JSON value in the names of today."""
     if isinstance(value, dict):
-        fields = {FIELDS.get(name, name): today(part) for name, part in value.items()}
+        left = {name: part for name, part in value.items() if name not in GONE or part != GONE[name]}
+        fields = {FIELDS.get(name, name): today(part) for name, part in left.items()}
         return fields | RENAMED.get(str(value.get("type")), {})
     if isinstance(value, str):
         return FIELDS.get(value, value)

@@ -26,7 +26,7 @@ METHODS: dict[str, Any] = {
     "flats, uniform": Flats(k=3, ranks="uniform"),
     "flats, one": Flats(k=1),
     "flats, searched": Flats(k=None),
-    "flats, greedy start": Flats(k=3, start="greedy", restarts=2),
+    "flats, random start": Flats(k=3, start="random"),
     "k-means": KMeansSVD(k=3),
     "messi": MESSI(k=3),
     "robust svd": RobustSVD(),

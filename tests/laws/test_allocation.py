@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.allocation import fill
+from kflats.numerics.flats import fill
 
 
 @st.composite

@@ -30,10 +30,10 @@ from kflats.codecs import Table, from_name, transform
 from kflats.codecs.streams import stored_bytes
 from kflats.common.formatting import number
 from kflats.evaluation.comparing import memory_bytes
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.coded import CodedMatrix
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.numerics.coding import encode
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.loss import Power

@@ -8,10 +8,10 @@ from table import slow
 from torch import Tensor, nn
 
 from kflats import SVD, Flats, Integer, KeepDense, Recipe, Transform
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.layers import FactoredEmbedding
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.numerics.rows import TensorRows
 
 pytest.importorskip("constriction")

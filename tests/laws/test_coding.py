@@ -15,9 +15,9 @@ import kflats
 from kflats import SVD, Recipe, Transform
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.model.swap import find_weight, swap_
 from kflats.numerics.coding import encode
 from kflats.numerics.coding.classes import split_classes

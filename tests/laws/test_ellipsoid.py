@@ -11,12 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+pytest.importorskip("distortion", reason="experiments/ is not here")
+
+from distortion import certified, distortion_bound, distortion_found
+from loewner import Loewner, _cut, _cut_both, _gradient, _norms
+
 from kflats.common.errors import KflatsError
-from kflats.numerics.ellipsoid import Ellipsoid, certified, distortion_bound, distortion_found
-from kflats.numerics.lewis import Lewis, lewis_weights
-from kflats.numerics.loewner import Loewner, _cut, _cut_both, _gradient, _norms
+from kflats.numerics.gram import COLUMN_FLOOR
+from kflats.numerics.robust_svd import Ellipsoid, Lewis, lewis_weights
 from kflats.numerics.rows import ScaledRows, TensorRows
-from kflats.numerics.whitening import COLUMN_FLOOR
 
 F64 = torch.float64
 POWERS = (0.3, 0.5, 1.0, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0, 8.0)
@@ -219,7 +222,7 @@ def test_zero_rows_add_nothing_and_copies_share():
 def test_float32_products_give_what_float64_does():
     a = gaussian(9000, 12, dtype=torch.float32) * torch.logspace(0, -3, 12)
     for p in (0.5, 1.0, 4.0):
-        mixed, double = Lewis().fit(a, p), Lewis(precision="float64").fit(a, p)
+        mixed, double = Lewis().fit(a, p), Lewis().fit(a.to(F64), p)
         torch.testing.assert_close(mixed.axes, double.axes, rtol=3e-5, atol=0)
         assert distortion_bound(a, mixed).least >= 1 - 1e-5
 
@@ -435,11 +438,8 @@ def test_columns_below_the_floor_count_as_zeros(way):
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
 def test_what_cannot_be_done_is_refused_clearly(way):
     a = gaussian(200, 4)
-    for p, words in ((0.0, "must be positive"), (-1.0, "must be positive"), (math.inf, "maximum norm")):
-        with pytest.raises(KflatsError, match=words):
-            way.fit(a, p)
-    for p in (math.nan, "1", True, None):
-        with pytest.raises(KflatsError, match="no power"):
+    for p in (0.0, -1.0, math.inf, math.nan, "1", True, None):
+        with pytest.raises(KflatsError, match="a power of p="):
             way.fit(a, p)
     with pytest.raises(KflatsError, match=r"too extreme|below 1"):
         way.fit(a, 0.01)
@@ -470,7 +470,7 @@ def test_zeros_have_no_axes(way):
     assert found.rank == 0
     assert found.directions.shape == (0, 3)
     assert found.bound == 1
-    assert found.norm(torch.ones(3)) == 0
+    assert len(found.factor) == 0
     assert distortion_bound(torch.zeros(300, 3), found) == distortion_found(torch.zeros(300, 3), found)
 
 
@@ -490,14 +490,13 @@ def test_settings_make_sense():
         (Lewis, {"iterations": 0}),
         (Lewis, {"iterations": "3"}),
         (Lewis, {"iterations": 2.5}),
-        (Lewis, {"tolerance": 0.0}),
+        (Lewis, {"tolerance": 1.0}),
         (Lewis, {"tolerance": math.nan}),
         (Lewis, {"tolerance": "small"}),
-        (Lewis, {"precision": "float32"}),
         (Loewner, {"tolerance": math.inf}),
         (Loewner, {"max_steps": 1.5}),
     ):
-        with pytest.raises(KflatsError, match="is not possible"):
+        with pytest.raises(KflatsError, match=r"is not (possible|supported)"):
             way(**bad)
 
 

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
 
 from kflats.common.errors import KflatsError
-from kflats.numerics import assign as assign_module
-from kflats.numerics.assign import assign, distances, squared_norms
+from kflats.numerics import flats
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, Start, WeightedRows, em
+from kflats.numerics.flats import RankSpec, Start, WeightedRows, assign, distances, em, squared_norms
 from kflats.numerics.gram import cluster_grams, complement, improve_basis, leading_basis, move_rows, top_eigenvectors
 from kflats.numerics.rows import TensorRows
 
@@ -27,7 +26,6 @@ WAYS = {
     "filled": {"budget": 1200},
     "filled, exact rows": {"budget": 1500, "exact": True},
     "filled, tight": {"budget": 300 + 3 * 10, "exact": True},
-    "restarts": {"rank": 2, "restarts": 3},
 }
 """Every way to fit 300 x 10 rows; a new way is a new row."""
 
@@ -104,7 +102,7 @@ def test_the_e_step_does_not_depend_on_row_order_or_block_size(ranks, monkeypatc
     assert torch.equal(whole.labels[order], shuffled.labels)
     torch.testing.assert_close(whole.dist2[order], shuffled.dist2)
     for block in (1, 7, 4096):
-        monkeypatch.setattr(assign_module, "BLOCK", block)
+        monkeypatch.setattr(flats, "BLOCK", block)
         monkeypatch.setattr("kflats.numerics.rows.BLOCK", block)
         part = run(a[:500], w[:500]) if block == 1 else run(a, w)
         assert torch.equal(whole.labels[: len(part.labels)], part.labels)
@@ -234,7 +232,7 @@ def test_any_shape_and_budget_is_fitted_within_it(n, d, data, exact, power, seed
 
 
 def test_a_sample_that_stands_for_all_rows_never_overruns_a_tight_budget(monkeypatch):
-    monkeypatch.setattr("kflats.numerics.initialization.FILL_SAMPLE", 300)
+    monkeypatch.setattr("kflats.numerics.fit.FILL_SAMPLE", 300)
     n, d, k = 2000, 8, 3
     for seed in range(6):
         a, w = cloud_of(n, d, seed, torch.float32)
@@ -267,12 +265,6 @@ def test_an_iteration_limit_is_kept_and_told(stop):
     assert not fit.converged
     assert len(fit.objective) <= stop + 1
     assert fit_flats(a, 5, rank=3, start="random").converged
-
-
-def test_restarts_keep_the_best():
-    a, _ = cloud_of(400, 8, 2)
-    one = [fit_flats(a, 4, rank=2, start="random", seed=7919 * r).error for r in range(4)]
-    assert fit_flats(a, 4, rank=2, start="random", restarts=4).error == pytest.approx(min(one))
 
 
 def test_progress_hears_every_iteration():
@@ -333,7 +325,7 @@ def test_heavy_rows_are_fitted_better():
         ({"k": 2, "rank": 7}, "rank 7 is outside 1..6"),
         ({"k": 2, "rank": 0}, "rank 0 is outside"),
         ({"k": 2, "budget": 30 + 2 * 6 - 1}, "cannot hold 2 flats of rank 1"),
-        ({"k": 2, "rank": 1, "start": "luck"}, "unknown seeding 'luck'"),
+        ({"k": 2, "rank": 1, "start": "luck"}, "EM cannot start from 'luck'"),
         ({"k": 2, "rank": 1, "weights": torch.zeros(30)}, "all row weights are zero"),
     ],
 )

@@ -13,7 +13,7 @@ from kflats_toys import SketchedSVD
 from table import METHODS, each_method
 
 from kflats.common.errors import KflatsError
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.methods import (
     MESSI,
@@ -352,7 +352,7 @@ def test_rows_that_weigh_enough_are_kept_as_they_are():
         (lambda: Flats(k=0), "k=0 is not supported"),
         (lambda: Flats(k=5000), "k=5000 is not supported"),
         (lambda: Flats(ranks="some"), "ranks='some'"),
-        (lambda: Flats(restarts=0), "restarts"),
+        (lambda: Flats(start="greedy"), "start=.greedy. is not supported"),
         (lambda: Flats(max_iterations=0), "max_iterations"),
         (lambda: Flats(tolerance=-1), "tolerance"),
         (lambda: Flats(tolerance="x"), "tolerance"),

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from kflats.common.errors import KflatsError
 from kflats.matrices.registry import FlatsMatrix
 from kflats.methods import Flats, Problem, row_errors
-from kflats.numerics import nested_fit
-from kflats.numerics.assign import squared_norms
+from kflats.numerics import nested
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import WeightedRows
-from kflats.numerics.nested import assign_nested, em_nested
-from kflats.numerics.nested_fit import fit_nested
-from kflats.numerics.ordered import Ordered, captured, spend, sweep, turn
+from kflats.numerics.flats import WeightedRows, squared_norms
+from kflats.numerics.nested import Ordered, assign_nested, captured, em_nested, fit_nested, spend, sweep, turn
 from kflats.numerics.rows import TensorRows
 
 F64 = torch.float64
@@ -263,11 +260,11 @@ def test_equal_seeds_give_equal_fits():
 
 
 def test_a_fit_that_starts_on_a_sample_still_holds_the_budget(monkeypatch):
-    monkeypatch.setattr(nested_fit, "FILL_SAMPLE", 200)
+    monkeypatch.setattr(nested, "FILL_SAMPLE", 200)
     a = skewed(900, 12, 8)
     whole = fit_nested(a, 1, 4, budget=5000, exact=True)
     assert whole.used == stored_numbers(whole, 12) <= 5000
-    monkeypatch.setattr(nested_fit, "FILL_SAMPLE", 10**6)
+    monkeypatch.setattr(nested, "FILL_SAMPLE", 10**6)
     assert whole.error < 1.3 * fit_nested(a, 1, 4, budget=5000, exact=True).error
 
 

@@ -10,14 +10,14 @@ from sklearn.metrics import adjusted_rand_score
 
 pytest.importorskip("entry_flats", reason="experiments/ is not here")
 
+from distortion import certified, distortion_found
 from element_fisher import weighted_low_rank
 from entry_flats import entry_flats, l1_coordinates, planted
 from sketched_ellipsoids import LewisSample, Sketch
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.ellipsoid import certified, distortion_found
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.lewis import Lewis
+from kflats.numerics.robust_svd import Lewis
 from kflats.numerics.svd import truncated_svd
 
 F64 = torch.float64

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.metric import right_metric
 from kflats.numerics.rows import TensorRows
-from kflats.numerics.svd import project, truncated_svd, weighted_spectrum
+from kflats.numerics.svd import project, right_metric, truncated_svd, weighted_spectrum
 
 F64 = torch.float64
 SHAPES = {"tall": (60, 9), "square": (12, 12), "wide": (7, 30), "one row": (1, 5), "one column": (20, 1)}

@@ -11,7 +11,7 @@ from table import METHODS as ALL_METHODS
 from table import each_method, slow
 
 from kflats.common.errors import KflatsError
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.methods import MESSI, SVD, Flats, KeepDense, KMeansSVD, Problem, from_name
 from kflats.methods.matrix_error import row_errors, weighted_error
@@ -225,7 +225,7 @@ def test_planted_flats_are_found_where_only_the_metric_shows_them(seed):
     rows, weights, right, truth = planted(k, rank, seed)
     n, d = rows.shape
     nbytes = (n + k * d) * rank * 8 + n
-    method = Flats(k=k, ranks="uniform", start="greedy", restarts=3)
+    method = Flats(k=k, ranks="uniform")
     w = Weighting(left=weights, right=right)
     matrix = method.fit(Problem(TensorRows(rows), nbytes, 8, w)).matrix
     assert weighted_error(rows, matrix, w).relative < 1e-3

@@ -11,10 +11,20 @@ from torch import Tensor
 from kflats.calibration.hooks import LayerCall
 from kflats.calibration.measurements import Sums, shape_of
 from kflats.common.errors import KflatsError
-from kflats.importance.measured import Measured
+from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
-from kflats.numerics.fisher import COLUMN, ROW, add_lookup_squares, add_squares, add_tied_squares, wide
-from kflats.numerics.moments import Moments, Products, mirror_, nearest_product
+from kflats.numerics.statistics import (
+    COLUMN,
+    ROW,
+    Moments,
+    Products,
+    add_lookup_squares,
+    add_squares,
+    add_tied_squares,
+    mirror_,
+    nearest_product,
+    wide,
+)
 
 GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram", "fisher_mean"})
 _SQUARES = (ROW, COLUMN)

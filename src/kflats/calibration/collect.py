@@ -21,7 +21,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import size, visible
 from kflats.common.progress import Update, progress_bar
 from kflats.evaluation.encoding import Batch, BatchValue, device_of
-from kflats.importance.measured import Measured
+from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
 
 Block: TypeAlias = list[tuple[int, Batch]]

@@ -21,7 +21,7 @@ from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import BatchValue, device_of, evaluating, widened
 from kflats.model.roles import embedding_scale
 from kflats.model.weights import Weight
-from kflats.numerics.fisher import wide
+from kflats.numerics.statistics import wide
 
 
 @dataclass

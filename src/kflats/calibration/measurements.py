@@ -17,7 +17,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, table, visible
 from kflats.common.hashing import sha256
 from kflats.common.schema import Json, check_version
-from kflats.importance.measured import Measured
+from kflats.importance.protocol import Measured
 from kflats.io.atomic_files import replaced
 from kflats.io.write_errors import explain
 

@@ -150,7 +150,6 @@ class RecipeOptions:
         float | None,
         typer.Option(metavar="P", help="With robust-svd and entrywise: the exponent of the lp error. Default: 1."),
     ] = None
-    ellipsoid: Annotated[str | None, typer.Option(help="With robust-svd: lewis (default) or loewner.")] = None
     error: Annotated[
         str | None,
         typer.Option(
@@ -168,7 +167,7 @@ class RecipeOptions:
     ] = None
 
 
-_OF_METHOD = {"flats": "k", "form": "form", "p": "p", "ellipsoid": "ellipsoid", "error": "error"}
+_OF_METHOD = {"flats": "k", "form": "form", "p": "p", "error": "error"}
 """Options of the method, and the names of its fields."""
 
 
@@ -331,8 +330,6 @@ def method_of(options: RecipeOptions, default: str) -> Method:
             )
     if options.error is not None:
         values["error"] = loss_of(options.error)
-    if options.ellipsoid is not None:
-        values["ellipsoid"] = methods.ellipsoid_of(options.ellipsoid)
     return methods.from_name(name, **{_OF_METHOD[option]: value for option, value in values.items()})
 
 

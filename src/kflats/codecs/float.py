@@ -12,8 +12,7 @@ from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table
 from kflats.common.errors import KflatsError
 from kflats.methods import METHODS
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Factored, Problem
-from kflats.methods.protocol import Method
+from kflats.methods.protocol import Factored, Method, Problem
 from kflats.numerics.svd import truncated_svd
 
 

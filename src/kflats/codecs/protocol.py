@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kflats.common.arguments import check_value
 from kflats.common.errors import KflatsError
-from kflats.importance.weighting import Weighting
-from kflats.methods.problem import Factored, Problem
-from kflats.methods.protocol import Method
+from kflats.importance.protocol import Weighting
+from kflats.methods.protocol import Factored, Method, Problem
 from kflats.numerics.rows import Rows
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -25,8 +25,7 @@ from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.coded_geometry import MAX_CLASSES
 from kflats.methods import SVD
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Factored, Problem, refuse_bytes
-from kflats.methods.protocol import Method, largest_rank
+from kflats.methods.protocol import Factored, Method, Problem, largest_rank, refuse_bytes
 from kflats.numerics.coding.rounding import RoundedRows, rounded_basis
 from kflats.numerics.rows import Rows, TensorRows, check_finite
 

@@ -30,7 +30,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.coded_geometry import CodedGeometry
-from kflats.methods.problem import Factored
+from kflats.methods.protocol import Factored
 from kflats.numerics.coding.packing import Layout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, nearest_knot, tables_of
 from kflats.numerics.coding.transform import context_moves

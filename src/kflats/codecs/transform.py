@@ -25,8 +25,7 @@ from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix
 from kflats.methods import SVD, Flats
 from kflats.methods.matrix_error import weighted_error
-from kflats.methods.problem import Factored, Problem, check_accepts
-from kflats.methods.protocol import Method
+from kflats.methods.protocol import Factored, Method, Problem, check_accepts
 from kflats.numerics.coding.encode import FlatsCode, transform_code, transform_rates
 from kflats.numerics.coding.frame import water_level
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.common.progress import progress_bar
 from kflats.common.schema import JsonObject, decode
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.io.headers import header_bytes
 from kflats.io.partial import Partial
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
-from kflats.methods.problem import Problem
+from kflats.methods.protocol import Problem
 from kflats.model.weights import Weight, factored_layers
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows

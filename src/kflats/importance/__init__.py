@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
-from kflats.importance.measured import Measured
-from kflats.importance.protocol import Importance, check_importance
+from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm, check_importance
 from kflats.importance.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.importance.tokens import TokenCounts, TokenFisher, Uniform, ZipfPrior
-from kflats.importance.weighting import Weighting, WeightingForm
 
 __all__ = [
     "IMPORTANCES",

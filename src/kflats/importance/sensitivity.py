@@ -19,9 +19,7 @@ from torch import Tensor
 
 from kflats.common.arguments import is_number
 from kflats.common.errors import KflatsError, NoGradientSignalError
-from kflats.importance.measured import Measured
-from kflats.importance.protocol import Importance
-from kflats.importance.weighting import Weighting, WeightingForm
+from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
 
 Unreached = Literal["refuse", "uniform"]
 """For a weight that no gradient reached: an error, or the same weight for every row."""

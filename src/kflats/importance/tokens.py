@@ -15,10 +15,8 @@ from torch import Tensor
 
 from kflats.common.arguments import is_number
 from kflats.common.errors import KflatsError
-from kflats.importance.measured import Measured
-from kflats.importance.protocol import Importance
+from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
 from kflats.importance.sensitivity import KroneckerFisher
-from kflats.importance.weighting import Weighting, WeightingForm
 
 
 @dataclass(frozen=True)

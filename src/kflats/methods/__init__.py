@@ -9,11 +9,21 @@ from kflats.methods.flats import Flats
 from kflats.methods.keep_dense import KeepDense
 from kflats.methods.kmeans_svd import KMeansSVD
 from kflats.methods.matrix_error import row_errors
-from kflats.methods.problem import Factored, Problem
-from kflats.methods.protocol import ClusterMethod, Fit, Method, PairMethod, Product, check_method, low_rank_pair
-from kflats.methods.robust import EllipsoidWay, Entrywise, RobustSVD, Subspace, ellipsoid_of
+from kflats.methods.protocol import (
+    ClusterMethod,
+    Factored,
+    Fit,
+    Method,
+    PairMethod,
+    Problem,
+    Product,
+    check_method,
+    low_rank_pair,
+)
+from kflats.methods.robust import Entrywise, RobustSVD, Subspace
 from kflats.methods.svd import SVD
 from kflats.numerics.loss import Loss, Squared
+from kflats.numerics.robust_svd import EllipsoidWay
 
 __all__ = [
     "MESSI",
@@ -35,7 +45,6 @@ __all__ = [
     "RobustSVD",
     "Subspace",
     "check_method",
-    "ellipsoid_of",
     "from_name",
     "low_rank_pair",
     "row_errors",

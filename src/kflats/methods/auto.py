@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from kflats.common.errors import KflatsError
-from kflats.methods.problem import Problem
-from kflats.methods.protocol import Fit, Method, Product
+from kflats.methods.protocol import Fit, Method, Problem, Product
 from kflats.methods.svd import SVD
 
 

@@ -1,19 +1,23 @@
-"""The matrix that stores a fit of flats: coordinates of the rows in groups of one flat and rank."""
+"""From a fit of flats to its matrix: unused bytes given to ranks, and coordinates of the rows in groups of one flat and
+rank.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kflats.common.errors import KflatsError
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, Matrix, RankGroup, label_dtype
-from kflats.numerics.flats import FlatsFit
-from kflats.numerics.metric import Metric
+from kflats.methods.protocol import Problem, refuse_bytes
+from kflats.numerics.flats import FlatsFit, fill
+from kflats.numerics.gram import cluster_grams, least_squares, top_eigenvectors
 from kflats.numerics.nested import NestedFit
 from kflats.numerics.rows import GRAM_BLOCK, Rows
-from kflats.numerics.whitening import least_squares
+from kflats.numerics.svd import Metric
 
 _Kind = tuple[int | None, int]
 """The meaning of a label: (flat or None for rows kept exactly, rank)."""
@@ -33,7 +37,7 @@ def from_nested(rows: Rows, fit: NestedFit, metric: Metric | None = None) -> Mat
 
 
 @dataclass(frozen=True)
-class Frame:
+class _Frame:
     """An orthonormal ``basis`` (r, d) of a flat, and the matrices that turn rows into coordinates in it."""
 
     basis: Tensor
@@ -46,7 +50,7 @@ class Frame:
         return columns if self.turn is None else columns @ self.turn[:rank, :rank]
 
 
-def _frame(rows: Rows, basis: Tensor, ranks: Tensor, metric: Metric | None) -> Frame:
+def _frame(rows: Rows, basis: Tensor, ranks: Tensor, metric: Metric | None) -> _Frame:
     """The orthonormal basis in A for a basis P (r, d) that is orthonormal in A R.
 
     P R^-1 = T Q with T lower triangular: coordinates A R P' T in Q give the same rows, for every prefix, and they round
@@ -56,7 +60,7 @@ def _frame(rows: Rows, basis: Tensor, ranks: Tensor, metric: Metric | None) -> F
         ranks: (n,) the number of coordinates of each row in this flat, 0 for rows of other flats.
     """
     if metric is None:
-        return Frame(basis.to(rows.dtype), basis.T.to(rows.dtype))
+        return _Frame(basis.to(rows.dtype), basis.T.to(rows.dtype))
     wide = basis.to(torch.float64)
     encoder, decoder = metric.encoder(wide), metric.decoder(wide)
     if metric.is_singular:
@@ -68,7 +72,7 @@ def _frame(rows: Rows, basis: Tensor, ranks: Tensor, metric: Metric | None) -> F
         )
         decoder = metric.completed(decoder, least_squares(pairs, *decoder.shape))
     q, t = torch.linalg.qr(decoder.T)
-    return Frame(q.T.contiguous().to(rows.dtype), encoder, t.T)
+    return _Frame(q.T.contiguous().to(rows.dtype), encoder, t.T)
 
 
 def _stored(
@@ -114,3 +118,38 @@ def _stored(
     weight = torch.cat(parts) if uniform else torch.cat([part.reshape(-1) for part in parts])
     kept = tuple(len(b) for b in stored)
     return FlatsMatrix(weight, basis, labels.to(label_dtype(len(groups))), tuple(groups), kept)
+
+
+def too_few(problem: Problem, k: int) -> KflatsError:
+    """The error for a budget that does not hold k flats of rank 1."""
+    n, d = problem.rows.shape
+    least = (n + k * d) * problem.itemsize + n * (k > 1)
+    return refuse_bytes(problem, least, f"{k} flat{'s' * (k > 1)} of rank 1")
+
+
+def spent(problem: Problem, fit: FlatsFit, *, uniform: bool) -> FlatsFit:
+    """The fit with higher ranks, where flats without rows, or labels of a single group, need not be stored."""
+    rows, k = problem.rows, len(fit.bases)
+    n, d = rows.shape
+    counts = torch.bincount(fit.labels.to(torch.int64), minlength=k + 1).cpu()
+    used = counts[:k].nonzero().squeeze(1).tolist()
+    exact = int(counts[k])
+    if not used or (len(used) == k and k + bool(exact) > 1):
+        return fit
+    # One flat that holds all rows becomes a low-rank pair, without labels.
+    numbers = problem.values(1 if len(used) == 1 and not exact else max(len(used) + bool(exact), 2)) - exact * d
+    costs = counts[used] + d
+    spectra = fit.spectra[used]
+    if uniform:
+        ranks = [min(numbers // int(costs.sum()), n, d)] * len(used)
+    else:
+        ranks = list(fill(spectra, costs, numbers).ranks)
+    if all(rank <= len(fit.bases[c]) for rank, c in zip(ranks, used, strict=True)):
+        return fit
+    grams = cluster_grams(rows, fit.labels, k, problem.row_weights)
+    bases = list(fit.bases)
+    for rank, c in zip(ranks, used, strict=True):
+        bases[c] = top_eigenvectors(grams[c], rank)[1].to(rows.dtype)
+    error = float(sum(spectrum[rank:].sum() for rank, spectrum in zip(ranks, spectra, strict=True)))
+    history = fit.objective + ((error,) if error < fit.error else ())
+    return replace(fit, bases=tuple(bases), objective=history)

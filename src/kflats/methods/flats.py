@@ -7,21 +7,17 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kflats.common.arguments import is_number, is_whole
+from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
-from kflats.methods.coordinates import from_flats, from_nested
+from kflats.methods.coordinates import from_flats, from_nested, spent, too_few
 from kflats.methods.matrix_error import Distances, Norm
-from kflats.methods.problem import Problem
-from kflats.methods.protocol import ClusterMethod, Fit
-from kflats.methods.spending import spent, too_few
-from kflats.numerics.coreset import Coreset
-from kflats.numerics.fit import fit_flats
+from kflats.methods.protocol import ClusterMethod, Fit, Problem
+from kflats.numerics.fit import Seeds, fit_flats
 from kflats.numerics.flats import FlatsFit
-from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated
-from kflats.numerics.metric import Metric, right_metric
-from kflats.numerics.nested import NestedFit
-from kflats.numerics.nested_fit import fit_nested
-from kflats.numerics.rows import MetricRows, Rows, TensorRows
+from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated, check_loss
+from kflats.numerics.nested import NestedFit, fit_nested
+from kflats.numerics.rows import MetricRows, Rows, TensorRows, check_steps
+from kflats.numerics.svd import Metric, right_metric
 
 _IN_MEMORY = 2**28  # numbers of a table that is multiplied by a metric once and kept in memory
 _CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)  # the numbers of flats that a search tries
@@ -44,76 +40,48 @@ class Flats(ClusterMethod):
         exact: with filled ranks, whether rows are kept exactly where that lowers the objective.
         nested_ranks: with filled ranks, how many ranks the rows of one flat may have, 1 to 256, each a prefix of the
             flat's ordered basis. ``Flats(k=1, nested_ranks=8)`` is one basis with a rank for each row.
-        start: how EM starts: "auto", or continuation, greedy, plus_plus, kmeans, random, norms.
-        restarts: the number of starts, of which the best result is returned.
+        start: how EM starts: "auto", or "random" as published.
         tolerance: EM stops when an iteration lowers the objective by less than this share.
         max_iterations: EM stops after this many iterations.
         error: rho, the cost of a distance: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
             some rows lie far from all others (MESSI, appendix E.1); with one nested rank only.
-        coreset: with uniform ranks, ``Coreset()`` lets EM converge on a sample before it reads all rows: for tables of
-            a million rows.
 
     Choose it for tables with many more rows than columns. Limit: each flat stores a basis, so a short table is stored
     better with fewer flats, or with ``SVD``.
 
     >>> Flats(k=5)
-    Flats(k=5, ranks='filled', exact=True, nested_ranks=1, start='auto', restarts=1, tolerance=0.001, \
-max_iterations=60, error=Squared(), coreset=None)
+    Flats(k=5, ranks='filled', exact=True, nested_ranks=1, start='auto', tolerance=0.001, \
+max_iterations=60, error=Squared())
     """
 
     k: int | None = 5
     ranks: Literal["filled", "uniform"] = "filled"
     exact: bool = True
     nested_ranks: int = 1
-    start: str = "auto"
-    restarts: int = 1
+    start: Seeds = "auto"
     tolerance: float = 1e-3
     max_iterations: int = 60
     error: Loss = Squared()
-    coreset: Coreset | None = None
 
     accepts: ClassVar[frozenset[str]] = frozenset({"rows", "right"})
 
     def __post_init__(self) -> None:
+        check_steps(self.tolerance, self.max_iterations)
+        check_loss(self.error)
         for valid, argument, hint in (
             (self.k is None or is_whole(self.k, 1, 4096), f"k={self.k!r}", "1 to 4096, or None for a search"),
             (self.ranks in ("filled", "uniform"), f"ranks={self.ranks!r}", '"filled" or "uniform"'),
             (is_whole(self.nested_ranks, 1, 256), f"nested_ranks={self.nested_ranks!r}", "1 to 256"),
-            (is_whole(self.restarts, 1), f"restarts={self.restarts!r}", "a whole number from 1"),
-            (is_whole(self.max_iterations, 1), f"max_iterations={self.max_iterations!r}", "a whole number from 1"),
-            (
-                is_number(self.tolerance, 0, 1) and self.tolerance < 1,
-                f"tolerance={self.tolerance!r}",
-                "a number in [0, 1)",
-            ),
-            (isinstance(self.error, Loss), f"error={self.error!r}", "Squared(), Power(1), Huber(...), Truncated(...)"),
-            (
-                self.coreset is None or isinstance(self.coreset, Coreset),
-                f"coreset={self.coreset!r}",
-                'Coreset() with ranks="uniform"',
-            ),
+            (self.start in ("auto", "random"), f"start={self.start!r}", '"auto" or "random"'),
         ):
             if not valid:
                 raise KflatsError(f"{argument} is not supported with Flats", hint=hint)
-        if self.nested_ranks > 1 and self.ranks == "uniform":
+        if self.nested_ranks > 1 and (self.ranks == "uniform" or not self.minimizes_squares):
             raise KflatsError(
-                f"nested_ranks={self.nested_ranks} is not supported with uniform ranks",
-                cause="all flats have one rank then",
-                hint='ranks="filled"',
-                command="filled ranks",
-            )
-        if self.nested_ranks > 1 and not self.minimizes_squares:
-            raise KflatsError(
-                f"nested_ranks={self.nested_ranks} is not supported with error={self.error!r}",
-                cause="the rank of a row is chosen by its squared error",
-                hint="nested_ranks=1",
-                command="a single rank for each flat",
-            )
-        if self.coreset is not None and self.ranks != "uniform":
-            raise KflatsError(
-                f"a coreset is not supported with {self.ranks} ranks",
-                hint='coreset=Coreset() with ranks="uniform"',
-                command="uniform ranks",
+                f"nested_ranks={self.nested_ranks} is not supported with {self.ranks} ranks and error={self.error!r}",
+                cause="the rank of a row is chosen by its squared error, under a budget that all ranks share",
+                hint='nested_ranks=1, or ranks="filled" with error=Squared()',
+                command="filled ranks without --error",
             )
 
     @property
@@ -152,7 +120,7 @@ max_iterations=60, error=Squared(), coreset=None)
         inside, metric = _in_metric(problem)
         method = replace(self, error=_measured(self.error, metric))
         norm: Norm | None
-        fit = method._searched(inside) if self.k is None else method._with_k(inside, self.k)
+        fit = method._searched(inside) if self.k is None else method._fit_groups(inside, self.k)
         if isinstance(fit, NestedFit):
             matrix, norm = from_nested(problem.rows, fit, metric), None
             objective = _scaled(fit.objective, metric, 2)
@@ -164,32 +132,24 @@ max_iterations=60, error=Squared(), coreset=None)
             norm = None if self.minimizes_squares or metric is not None else Distances(fit.loss)
         return Fit(matrix, objective, norm, fit.converged)
 
-    def _fits(self, problem: Problem, k: int) -> bool:
-        n, d = problem.rows.shape
-        return k <= n and problem.values(k) >= n + k * d
-
     def _searched(self, problem: Problem) -> FlatsFit | NestedFit:
         method, fits = self, []
-        for k in _CHOICES:
-            if not self._fits(problem, k):
-                continue
-            fits.append(fit := method._with_k(problem, k))
+        n, d = problem.rows.shape
+        for k in (k for k in _CHOICES if k <= n and problem.values(k) >= n + k * d):
+            fits.append(fit := method._fit_groups(problem, k))
             if isinstance(fit, FlatsFit) and fit.loss != method.error:
                 # A threshold in medians differs from k to k, and objectives under two thresholds cannot be compared.
                 method = replace(self, error=fit.loss)
         if not fits:
             raise too_few(problem, 1)
-        return min(fits, key=_error)
+        return min(fits, key=lambda fit: fit.error)
 
-    def _with_k(self, problem: Problem, k: int) -> FlatsFit | NestedFit:
-        return self._fit_groups(problem, k, self.exact and self.ranks == "filled")
-
-    def _fit_groups(self, problem: Problem, k: int, exact: bool) -> FlatsFit | NestedFit:
+    def _fit_groups(self, problem: Problem, k: int, exact: bool | None = None) -> FlatsFit | NestedFit:
         n, d = problem.rows.shape
+        exact = self.exact and self.ranks == "filled" if exact is None else exact
         settings: dict[str, Any] = {
             "weights": problem.row_weights,
             "start": self.start,
-            "restarts": self.restarts,
             "tolerance": self.tolerance,
             "max_iterations": self.max_iterations,
             "seed": problem.seed,
@@ -209,7 +169,7 @@ max_iterations=60, error=Squared(), coreset=None)
         if self.ranks == "filled":
             fit = fit_flats(problem.rows, k, budget=values, exact=exact, error=self.error, **settings)
         else:
-            fit = fit_flats(problem.rows, k, rank=rank, error=self.error, coreset=self.coreset, **settings)
+            fit = fit_flats(problem.rows, k, rank=rank, error=self.error, **settings)
         if self.minimizes_squares:
             return fit
         # Flats without rows, and labels of one group, are not stored: one more fit uses their bytes for the others.
@@ -217,10 +177,6 @@ max_iterations=60, error=Squared(), coreset=None)
         used, kept = int((counts[:k] > 0).sum()), int(counts[k]) > 0
         fewer = max(used, 1) < k or (k == 1 and exact and not kept)
         return self._fit_groups(problem, max(used, 1), exact and kept) if fewer else fit
-
-
-def _error(fit: FlatsFit | NestedFit) -> float:
-    return fit.error
 
 
 def _degree(error: Loss) -> float:

@@ -8,10 +8,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import DenseMatrix
-from kflats.methods.problem import Problem, refuse_bytes
-from kflats.methods.protocol import Fit, Method, Product
+from kflats.methods.protocol import Fit, Method, Problem, Product, refuse_bytes
 from kflats.numerics.rows import GRAM_BLOCK, Rows
 
 

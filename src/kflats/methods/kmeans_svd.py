@@ -9,14 +9,11 @@ import torch
 
 from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
-from kflats.methods.coordinates import from_flats
-from kflats.methods.problem import Problem
-from kflats.methods.protocol import ClusterMethod, Fit
-from kflats.methods.spending import spent, too_few
-from kflats.numerics.assign import squared_norms
-from kflats.numerics.flats import FlatsFit, WeightedRows
+from kflats.methods.coordinates import from_flats, spent, too_few
+from kflats.methods.protocol import ClusterMethod, Fit, Problem
+from kflats.numerics.fit import kmeans
+from kflats.numerics.flats import FlatsFit, WeightedRows, squared_norms
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
-from kflats.numerics.seeding import kmeans
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,8 @@ class KMeansSVD(ClusterMethod):
         rank = min(problem.values(k) // (n + k * d), n, d)
         if rank < 1:
             raise too_few(problem, k)
-        labels = kmeans(
-            WeightedRows(rows, squared_norms(rows), weights), k, rank, torch.Generator().manual_seed(problem.seed)
-        )
+        cloud = WeightedRows(rows, squared_norms(rows), weights)
+        labels = kmeans(cloud, k, torch.Generator().manual_seed(problem.seed))
         solved = [top_eigenvectors(gram, rank) for gram in cluster_grams(rows, labels, k, weights)]
         spectra = torch.stack([values for values, _ in solved])
         error = float(spectra[:, rank:].sum())

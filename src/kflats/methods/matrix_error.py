@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix
 from kflats.numerics.loss import Loss
 from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows

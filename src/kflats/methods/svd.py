@@ -9,8 +9,7 @@ import torch
 
 from kflats.common.errors import KflatsError
 from kflats.matrices.registry import InterpolativeMatrix, LowRankMatrix, order_dtype
-from kflats.methods.problem import Problem
-from kflats.methods.protocol import Fit, Method, PairMethod
+from kflats.methods.protocol import Fit, Method, PairMethod, Problem
 from kflats.numerics.interpolative import interpolate
 from kflats.numerics.svd import truncated_svd
 

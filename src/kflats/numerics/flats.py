@@ -7,9 +7,19 @@ weighted Gram (``gram``); only the rows that moved change a Gram. Where a budget
 
     sum_c j_c (n_c + d)  +  d * (rows kept exactly)  <=  budget
 
-every M-step fills the budget (``allocation.fill``) and finds its Lagrange multiplier mu. The next E-step minimises
+every M-step fills the budget (``fill``) and finds its Lagrange multiplier mu. The next E-step minimises
 w_i dist^2 + mu j_c, which moves unimportant rows into flats of low rank. Filling the budget only once, after EM with
 equal ranks, leaves a much larger error.
+
+**E-step.** dist^2(a, S_c) = ||a||^2 - ||V_c a||^2 for an orthonormal V_c (j_c x d). One matrix product serves all
+flats, in blocks of rows. A flat of rank above d/2 is measured through its complement, dist^2 = ||N_c a||^2, which is
+cheaper and does not cancel. With a Lagrange multiplier mu per coordinate, flats of low rank attract rows with little
+to lose.
+
+**Ranks under a budget.** For given clusters, coordinate r of flat c saves the weighted eigenvalue lambda_cr of its Gram
+and costs n_c numbers for the cluster's rows plus d for its basis vector. Inside a flat all coordinates cost the same,
+and the saving falls with r. Taking the best ratios of saving to cost first (water-filling) is therefore optimal up to
+the last coordinate. The rest of the budget is filled greedily with the coordinates that still fit.
 """
 
 from __future__ import annotations
@@ -20,10 +30,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kflats.numerics.allocation import fill
-from kflats.numerics.assign import assign, squared_norms
+from kflats.common.errors import KflatsError
 from kflats.numerics.gram import (
     cluster_grams,
+    complement,
     energy_outside,
     improve_basis,
     leading_basis,
@@ -32,12 +42,182 @@ from kflats.numerics.gram import (
     top_eigenvectors,
 )
 from kflats.numerics.loss import Loss, Squared
-from kflats.numerics.rows import PartOfRows, Rows
+from kflats.numerics.rows import BLOCK, PartOfRows, Rows, slices
+
+_SQUARED = Squared()
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``labels`` (n,) uint8 or int16 (of equal costs the lower flat); squared distances ``dist2`` (n,) to the chosen
+    flat; ``objective`` = sum_i m_i (w_i rho(dist_i) + multiplier * rank of its flat). On request, ``margin`` (n,): how
+    much more the second choice costs, and ``stayed`` (n,): squared distances to the flats of earlier labels."""
+
+    labels: Tensor
+    dist2: Tensor
+    objective: float
+    margin: Tensor | None = None
+    stayed: Tensor | None = None
+
+
+def squared_norms(rows: Rows) -> Tensor:
+    """(n,) squared row norms."""
+    return torch.cat([torch.linalg.vector_norm(block, dim=1).square_() for _, block in rows.blocks(BLOCK)])
+
+
+def assign(
+    rows: Rows,
+    bases: tuple[Tensor, ...],
+    norms2: Tensor,
+    *,
+    weights: Tensor | None = None,
+    multiplicity: Tensor | None = None,
+    multiplier: float = 0.0,
+    exact: bool = False,
+    margins: bool = False,
+    loss: Loss = _SQUARED,
+    before: Tensor | None = None,
+) -> Assignment:
+    """The flat of least cost for every row, block by block.
+
+    Args:
+        bases: orthonormal (j_c, d), one for each flat.
+        norms2: ``squared_norms(rows)``.
+        weights: (n,) w_i. multiplicity: (n,) number of rows of the matrix that each row of a sample stands for.
+        multiplier: cost of a stored number, in units of the weighted squared error.
+        exact: allow one more choice, label k: the row is kept as it is, for d numbers.
+        margins: whether to return margins.
+        loss: rho of a distance. It changes the choice where there is a multiplier, and the objective always.
+        before: (n,) labels for ``stayed``.
+    """
+    n, d = rows.shape
+    measure = _Measure(bases, d, rows.dtype)
+    k = len(bases)
+    ranks = torch.tensor([len(b) for b in bases] + [d] * exact, dtype=rows.dtype, device=rows.device)
+    labels = torch.empty(n, dtype=torch.uint8 if k + exact <= 256 else torch.int16, device=rows.device)
+    dist2 = torch.empty(n, dtype=rows.dtype, device=rows.device)
+    margin = torch.empty(n, dtype=rows.dtype, device=rows.device) if margins else None
+    stayed = torch.empty(n, dtype=rows.dtype, device=rows.device) if before is not None else None
+    objective = torch.zeros((), dtype=torch.float64, device=rows.device)
+    for part, block in slices(rows):
+        distances = measure(block, norms2[part], exact)
+        cost = distances if isinstance(loss, Squared) else loss.rho(distances)
+        if weights is not None:
+            cost = cost * weights[part].to(rows.dtype).unsqueeze(1)
+        if multiplier:
+            cost = cost + multiplier * ranks
+        best, chosen = cost.min(dim=1)
+        labels[part] = chosen
+        dist2[part] = distances.gather(1, chosen.unsqueeze(1)).squeeze(1)
+        if stayed is not None and before is not None:
+            old = before[part].to(torch.int64).unsqueeze(1)
+            stayed[part] = distances.gather(1, old).squeeze(1)
+        if margin is not None:
+            margin[part] = cost.scatter_(1, chosen.unsqueeze(1), torch.inf).min(dim=1).values.sub_(best)
+        if multiplicity is not None:
+            best = best * multiplicity[part].to(best.dtype)
+        objective += best.sum(dtype=torch.float64)
+    return Assignment(labels, dist2, float(objective), margin, stayed)
+
+
+def distances(rows: Rows, bases: tuple[Tensor, ...], norms2: Tensor) -> Tensor:
+    """(n, k) squared distances of all rows to all flats, in memory: for samples."""
+    measure = _Measure(bases, rows.shape[1], rows.dtype)
+    return torch.cat([measure(block, norms2[here], False).clone() for here, block in slices(rows)])
+
+
+class _Measure:
+    """Squared distances of a block to all flats by one matrix product, directly or through complements."""
+
+    def __init__(self, bases: tuple[Tensor, ...], d: int, dtype: torch.dtype) -> None:
+        self.through = [2 * len(b) > d for b in bases]
+        parts = [complement(b) if flip else b for b, flip in zip(bases, self.through, strict=True)]
+        self.sizes = [len(p) for p in parts]
+        self.stacked = torch.cat(parts).to(dtype)
+        self.uniform = len(set(self.sizes)) == 1 and self.sizes[0] > 0
+        self.flip = torch.tensor(self.through, device=self.stacked.device)
+        self.buffer = torch.empty(BLOCK, len(self.stacked), dtype=dtype, device=self.stacked.device)
+
+    def __call__(self, block: Tensor, norms2: Tensor, exact: bool) -> Tensor:
+        k = len(self.sizes)
+        y = torch.mm(block, self.stacked.T, out=self.buffer[: len(block)])
+        out = y.new_zeros(len(block), k + exact)
+        if self.uniform:
+            torch.linalg.vector_norm(y.view(len(block), k, -1), dim=2, out=out[:, :k])
+        else:
+            for c, part in enumerate(y.split(self.sizes, dim=1)):
+                if part.shape[1]:
+                    out[:, c] = torch.linalg.vector_norm(part, dim=1)
+        found = out[:, :k].square_()
+        inside = (norms2.unsqueeze(1) - found).clamp_min_(0.0)
+        if not any(self.through):
+            out[:, :k] = inside
+        elif not all(self.through):
+            out[:, :k] = torch.where(self.flip, found, inside)
+        return out
+
+
+@dataclass(frozen=True)
+class Filling:
+    """``ranks`` of each flat, numbers ``used`` of the budget, and the Lagrange ``multiplier`` mu: the saving per number
+    at which the budget ran out."""
+
+    ranks: tuple[int, ...]
+    used: int
+    multiplier: float
+
+
+def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Filling:
+    """Ranks that maximise sum of kept eigenvalues with sum_c rank_c cost_c <= budget.
+
+    Args:
+        spectra: (k, d), descending, not negative.
+        costs: (k,) whole numbers: what one coordinate of flat c costs.
+        budget: numbers to spend. It is never exceeded, and falls short by less than the cheapest coordinate that still
+            saves something.
+        floor: rank that every flat gets first.
+
+    Raises:
+        KflatsError: the floor alone exceeds the budget.
+
+    >>> fill(torch.tensor([[9., 4., 1.], [8., 2., 0.]]), torch.tensor([2, 3]), 9).ranks
+    (3, 1)
+    """
+    k, d = spectra.shape
+    costs = costs.to(spectra.device)
+    floor = min(floor, d)
+    used = int(costs.sum()) * floor
+    if used > budget:
+        raise KflatsError(
+            f"a budget of {budget:,} numbers cannot hold {k} flats of rank {floor} ({used:,} numbers)",
+            cause="each coordinate stores a basis vector and a number a row",
+            hint="a larger budget, or fewer flats",
+        )
+    ratio = (spectra.to(torch.float64) / costs.to(torch.float64).unsqueeze(1))[:, floor:]
+    flat = torch.arange(k, device=spectra.device).unsqueeze(1).expand(k, d - floor).reshape(-1)
+    # Stable, so that equal ratios keep the order of flats and of coordinates: reproducible ties.
+    values, order = torch.sort(ratio.reshape(-1), descending=True, stable=True)
+    flat = flat[order]
+    spend = torch.cumsum(costs.to(torch.int64)[flat], 0) + used
+    whole = int((spend <= budget).sum())
+    ranks = torch.full((k,), floor, dtype=torch.int64)
+    ranks += torch.bincount(flat[:whole].cpu(), minlength=k)
+    used = int(spend[whole - 1]) if whole else used
+    multiplier = float(values[whole]) if whole < len(values) else 0.0
+    # Water-filling ends at the first coordinate that does not fit. Cheaper ones may still fit: best ratio first.
+    next_ratio = torch.cat([ratio, ratio.new_full((k, 1), -1.0)], 1).cpu()  # -1: the flat is full
+    while True:
+        open_flats = [c for c in range(k) if int(ranks[c]) < d and int(costs[c]) <= budget - used]
+        if not open_flats:
+            break
+        best = max(open_flats, key=lambda c: (float(next_ratio[c, int(ranks[c]) - floor]), int(costs[c])))
+        ranks[best] += 1
+        used += int(costs[best])
+    return Filling(tuple(ranks.tolist()), used, multiplier)
+
 
 Progress = Callable[[str, int, float], None]
 """Called with (phase, iteration, objective)."""
-
-_SQUARED = Squared()
 
 
 DOUBTFUL = 0.1

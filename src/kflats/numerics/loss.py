@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.numerics.rows import check_power
 
 FLOOR = 1e-6
 """Squared distances below this share of the row's squared norm count as that share in weights: in float32
@@ -71,13 +72,7 @@ class Power:
     q: float = 1.0
 
     def __post_init__(self) -> None:
-        if not _number(self.q) or not 0 < self.q <= 2:
-            raise KflatsError(
-                f"an error of power q={self.q!r} cannot be minimised here",
-                cause="above 2 the farthest rows decide alone, at 0 and below nothing is left to minimise",
-                hint="0 < q <= 2, for example Power(1)",
-                command="a power above 0 and at most 2: 'power 1'",
-            )
+        check_power(self.q, 2.0, "q")
 
     @property
     def name(self) -> str:
@@ -104,10 +99,11 @@ class _Thresholded:
     unit: Unit = "absolute"
 
     def __post_init__(self) -> None:
-        if not _number(self.threshold) or not _LEAST < self.threshold < 1 / _LEAST:
+        number = isinstance(self.threshold, int | float) and not isinstance(self.threshold, bool)
+        if not number or not _LEAST < self.threshold < 1 / _LEAST:
             raise KflatsError(
                 f"a threshold of {self.threshold!r} is not possible",
-                cause=f"it lies between {_LEAST:g} and {1 / _LEAST:g}" if _number(self.threshold) else "",
+                cause=f"a threshold is a number between {_LEAST:g} and {1 / _LEAST:g}",
                 hint='a positive distance, or a positive number of medians with unit="median"; or scale the matrix',
                 command="a positive distance, or a positive number of medians: 'huber 1.5 median'",
             )
@@ -178,6 +174,20 @@ class Truncated(_Thresholded):
 
 
 Loss: TypeAlias = Squared | Power | Huber | Truncated
+
+
+def check_loss(value: object) -> None:
+    """Refuse a value that is no loss.
+
+    Raises:
+        KflatsError: otherwise.
+    """
+    if not isinstance(value, Loss):
+        raise KflatsError(
+            f"no loss of distances is {value!r}",
+            hint="Squared(), Power(1), Huber(...), Truncated(...)",
+            command="squared, 'power 1', 'huber 0.5' or 'truncated 3 median'",
+        )
 
 
 def from_name(name: str) -> Loss:
@@ -268,10 +278,6 @@ def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tenso
 def _alive(weights: Tensor, norms2: Tensor | None) -> Tensor:
     """Rows of zeros lie on every flat: weight 0, and not the floor's enormous one."""
     return weights if norms2 is None else torch.where(norms2 > 0, weights, 0.0)
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _unknown(name: object) -> KflatsError:

@@ -7,7 +7,23 @@
 The rows of one flat with one rank are a rank group; each flat has L of them. A flat of one rank treats all its rows
 alike. With nested ranks an important row keeps more coordinates of the same basis than a rare one, and no second basis
 is stored. E-step: one product with all bases, energies of the prefixes by segment sums, then the (flat, rank group)
-that minimises w dist^2 + mu r. M-step: ``ordered``. As in ``flats``, mu is the Lagrange multiplier of the budget.
+that minimises w dist^2 + mu r. As in ``flats``, mu is the Lagrange multiplier of the budget.
+
+**M-step of one flat.** Rows of rank group l keep the first r_l coordinates, r_1 <= ... <= r_L. With T_l the Gram of
+these rows, the basis V (orthonormal, all d directions) and the ranks minimise, at the Lagrange multiplier mu of a
+stored number,
+
+    sum_l  tr T_l - tr(V_{:r_l} T_l V_{:r_l}')  +  mu n_l r_l        +  mu d r_L
+
+Boundary r_l divides U, the coordinates between r_{l-1} and r_{l+1} (d for the last). Rows of the other groups use
+either none or all of U, so the division matters to T_l alone, and the best one has a closed form: first the
+eigenvectors of U T_l U' whose eigenvalue exceeds mu n_l (mu (n_L + d) for the last). ``sweep`` divides one boundary
+after another: the objective never rises, and order and ranks are found together. It stops where only a change of three
+blocks at once would gain; ``turn`` moves all blocks at fixed ranks.
+
+**Start.** The first ranks decide which local minimum EM finds, and neither of two ways is always better: all L rank
+groups at once (good for unweighted rows), or a few rank groups that are doubled up to L (good for weights that differ
+much). Both are tried for a few iterations, and EM goes on from the better one.
 """
 
 from __future__ import annotations
@@ -20,10 +36,136 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.flats import Stopping, WeightedRows, affordable, update_grams
-from kflats.numerics.gram import cluster_grams
-from kflats.numerics.ordered import Ordered, captured, spend, sweep, turn
-from kflats.numerics.rows import BLOCK, Rows
+from kflats.numerics.fit import FILL_SAMPLE, Seeds, draw_sample, fit_flats
+from kflats.numerics.flats import Progress, Stopping, WeightedRows, affordable, assign, update_grams, weighted_rows
+from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
+from kflats.numerics.rows import BLOCK, Rows, checked_rows, slices
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """``basis`` (d, d) orthonormal, of which the first ``ranks[-1]`` rows are stored; ``ranks`` rising."""
+
+    basis: Tensor
+    ranks: tuple[int, ...]
+
+
+def sweep(ordered: Ordered, grams: Tensor, counts: list[int], multiplier: float) -> Ordered:
+    """Divide every boundary anew, from the last to the first. The objective above never rises.
+
+    Args:
+        grams: (L, d, d), the Gram T_l of each rank group. counts: its number of rows n_l.
+        multiplier: mu. Every group keeps at least the first coordinate.
+    """
+    basis, ranks = ordered.basis.clone(), list(ordered.ranks)
+    d, top = basis.shape[0], len(ranks) - 1
+    for level in range(top, -1, -1):
+        low = ranks[level - 1] if level else 0
+        high = d if level == top else ranks[level + 1]
+        # A rank group without rows stays between its neighbours, free for rows that come later.
+        if high - low < 1 or not counts[level]:
+            continue
+        part = basis[low:high]
+        values, vectors = torch.linalg.eigh(part @ grams[level].to(basis.dtype) @ part.T)
+        basis[low:high] = vectors.flip(1).T @ part
+        cost = multiplier * (counts[level] + (d if level == top else 0))
+        ranks[level] = max(low + int((values > cost).sum()), 1)
+    return Ordered(basis, tuple(ranks))
+
+
+def captured(ordered: Ordered, grams: Tensor) -> Tensor:
+    """(L, d): weighted energy of the rows of each rank group along each coordinate, diag(V T_l V')."""
+    basis = ordered.basis
+    return torch.stack([((basis @ gram.to(basis.dtype)) * basis).sum(1) for gram in grams]).clamp_min_(0.0)
+
+
+@dataclass(frozen=True)
+class NestedFilling:
+    """``ranks`` of all rank groups, flat by flat, the numbers ``used``, and the Lagrange ``multiplier``."""
+
+    ranks: tuple[tuple[int, ...], ...]
+    used: int
+    multiplier: float
+
+
+def spend(energy: Tensor, counts: Tensor, budget: int) -> NestedFilling | None:
+    """Ranks that keep the most energy with sum_cl n_cl r_cl + d sum_c r_cL <= budget.
+
+    Bisection finds the multiplier at which the groups' best ranks just fit. The rest of the budget is spent one
+    coordinate at a time, on the coordinate that saves most per number and still fits.
+
+    Args:
+        energy: (k, L, d), ``captured`` of each flat. counts: (k, L) rows.
+
+    Returns None if rank 1 everywhere exceeds the budget.
+    """
+    k, levels, d = energy.shape
+    counts = counts.cpu()
+    # Groups without rows go first, where they cost nothing. The highest group in use pays for the basis; the basis of
+    # a flat without rows is not stored.
+    order = torch.argsort((counts > 0).to(torch.int8), dim=1, stable=True)
+    cost = counts.gather(1, order).to(torch.float64)
+    cost[:, -1] += d * (cost[:, -1] > 0)
+    kept = torch.nn.functional.pad(energy.to(torch.float64).cpu().cumsum(2), (1, 0))
+    kept = kept.gather(1, order.unsqueeze(2).expand(-1, -1, d + 1))
+    steps = torch.arange(d + 1, dtype=torch.float64)
+
+    def at(multiplier: float) -> tuple[Tensor, int]:
+        ranks = (kept - multiplier * cost.unsqueeze(2) * steps).argmax(2).clamp_min(1)
+        ranks[cost == 0] = 1
+        ranks = ranks.cummax(1).values  # a prefix of the next group's
+        return ranks, int((ranks * cost).sum())
+
+    low, high = 0.0, float((kept[:, :, 1:] / cost.clamp_min(1).unsqueeze(2)).max()) + 1e-300
+    if at(high)[1] > budget:
+        ranks = torch.ones(k, levels, dtype=torch.int64)
+        if int((ranks * cost).sum()) > budget:
+            return None
+    elif at(low)[1] <= budget:
+        high = low
+        ranks = at(low)[0]
+    else:
+        for _ in range(60):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if at(middle)[1] > budget else (low, middle)
+        ranks = at(high)[0]
+    used = _grow(ranks, kept, cost, budget)
+    ranks = torch.zeros_like(ranks).scatter(1, order, ranks).cummax(1).values
+    return NestedFilling(tuple(map(tuple, ranks.tolist())), used, high)
+
+
+def _grow(ranks: Tensor, kept: Tensor, cost: Tensor, budget: int) -> int:
+    """Raise ranks in place while a coordinate fits. Returns the numbers used."""
+    k, levels, width = kept.shape
+    used = int((ranks * cost).sum())
+    for _ in range(k * levels * width):
+        ceiling = torch.cat([ranks[:, 1:], torch.full((k, 1), width - 1)], dim=1)
+        open_ = (ranks < ceiling) & (cost <= budget - used) & (cost > 0)
+        if not bool(open_.any()):
+            break
+        gain = kept.gather(2, (ranks + 1).clamp_max(width - 1).unsqueeze(2)) - kept.gather(2, ranks.unsqueeze(2))
+        score = torch.where(open_, gain.squeeze(2) / cost.clamp_min(1), -torch.inf)
+        best = int(score.argmax())
+        ranks.view(-1)[best] += 1
+        used += int(cost.view(-1)[best])
+    return used
+
+
+def turn(ordered: Ordered, grams: Tensor) -> Ordered:
+    """Turn all blocks at once at fixed ranks, where ``sweep``, which changes two blocks at a time, may have stopped.
+
+    With S_l the Gram of the rows of group l or above, the energy kept, sum_l tr V_l S_l V_l' over the blocks
+    V_l between ranks, is convex, so the orthonormal matrix nearest to its gradient [S_1 V_1', S_2 V_2', ...]'
+    never lowers it (generalized power method; Journee et al., JMLR 2010).
+    """
+    basis, top = ordered.basis, ordered.ranks[-1]
+    above = grams.to(basis.dtype).flip(0).cumsum(0).flip(0)
+    starts = (0, *ordered.ranks[:-1])
+    parts = [basis[low:high] @ gram for low, high, gram in zip(starts, ordered.ranks, above, strict=True)]
+    u, _, vh = torch.linalg.svd(torch.cat(parts), full_matrices=False)
+    turned = u @ vh
+    return Ordered(torch.cat([turned, complement(turned)]) if top < len(basis) else turned, ordered.ranks)
+
 
 SWEEPS = 2
 """Sweeps over all boundaries in an M-step: the first gains most, and the next iteration of EM goes on."""
@@ -282,3 +424,138 @@ def _revive(state: NestedFit) -> NestedFit:
     assert state.grams is not None
     grams = state.grams[torch.argsort(new)[:-1].to(state.grams.device)]
     return replace(state, flats=tuple(flats), labels=labels, grams=grams)
+
+
+WIDE = 4.0
+"""The range of multipliers for a few rank groups: their ranks are far from those that the budget allows."""
+
+
+def fit_nested(
+    matrix: Tensor | Rows,
+    k: int,
+    levels: int,
+    *,
+    budget: int,
+    exact: bool = False,
+    weights: Tensor | None = None,
+    start: Seeds = "auto",
+    tolerance: float = 1e-3,
+    max_iterations: int = 60,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> NestedFit:
+    """k flats with ``levels`` nested ranks each, within a budget of numbers (never exceeded).
+
+    Args:
+        matrix: (n, d), a tensor or any ``Rows``; read in blocks.
+        exact: keep single rows exactly where that lowers the error.
+        weights: (n,) w_i >= 0.
+        start: as ``fit_flats``, for the flats to begin with.
+        tolerance: EM stops when iterations lower the error by less than this share of it.
+
+    Choose it when rows differ much in importance, or in how many directions they need. With one flat and 8 to 16
+    levels all rows share one basis. Memory: k * levels Grams of d x d numbers.
+
+    Raises:
+        KflatsError: as ``fit_flats``; k * levels above 32766.
+
+    >>> a = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.5, 3.0]])
+    >>> fit = fit_nested(a, 1, 2, budget=12)      # 8 coordinates for the rows, 4 numbers for the basis
+    >>> fit.used, fit.error < 1e-6
+    (12, True)
+    """
+    rows = checked_rows(matrix, weights)
+    d = rows.shape[1]
+    if levels < 1 or k * levels > 32766:
+        raise KflatsError(
+            f"{k} flats of {levels} levels are not supported",
+            cause="levels begin at 1, and k * levels ends at 32766",
+            hint="fewer levels",
+        )
+    cloud, scale = weighted_rows(rows, weights)
+    first = fit_flats(rows, k, budget=budget, weights=cloud.weights, start=start, tolerance=1e-2, seed=seed)
+    part = draw_sample(cloud, FILL_SAMPLE, torch.Generator().manual_seed(seed))
+    labels = assign(part.rows, first.bases, part.norms2, weights=part.weights, multiplier=first.multiplier).labels.to(
+        torch.int64
+    )
+    grams = cluster_grams(part.rows, labels, k, part.mass)
+    flats = tuple(Ordered(top_eigenvectors(gram, d)[1], (1,)) for gram in grams)
+    tried = [
+        _climb(part, flats, labels, ladder, budget, first.multiplier, exact, spread, Stopping(1e-2, 15, progress))
+        for ladder, spread in zip(_ladders(min(levels, d)), (SPREAD, WIDE), strict=False)
+    ]
+    best = min(tried, key=lambda fit: fit.error)
+    stop = Stopping(tolerance, max_iterations, progress)
+    fit = em_nested(cloud, best.flats, budget, best.multiplier, stop, exact=exact)
+    if part is cloud and best.error < fit.error:
+        fit = replace(best, converged=fit.converged)
+    fit = settle(cloud, fit, budget)
+    return replace(fit, objective=tuple(scale * value for value in fit.objective), multiplier=scale * fit.multiplier)
+
+
+def _ladders(levels: int) -> list[list[int]]:
+    """Numbers of rank groups to try one after the other: all at once, and from 2 up by doubling.
+
+    >>> _ladders(8), _ladders(2)
+    ([[8], [2, 4, 8]], [[2]])
+    """
+    ladder = [levels]
+    while ladder[0] > 3:
+        ladder.insert(0, -(-ladder[0] // 2))
+    return [[levels]] if len(ladder) == 1 else [[levels], ladder]
+
+
+def _climb(
+    cloud: WeightedRows,
+    flats: tuple[Ordered, ...],
+    labels: Tensor,
+    ladder: list[int],
+    budget: int,
+    multiplier: float,
+    exact: bool,
+    spread: float,
+    stop: Stopping,
+) -> NestedFit:
+    """EM with each number of rank groups of the ladder, from the ranks that the rows want."""
+    fit: NestedFit | None = None
+    for levels in ladder:
+        wanted = wanted_ranks(cloud, flats, labels, multiplier)
+        flats = tuple(replace(f, ranks=quantiles(h, levels)) for f, h in zip(flats, wanted, strict=True))
+        fit = em_nested(cloud, flats, budget, multiplier, stop, exact=exact, spread=spread)
+        flats, multiplier, labels = fit.flats, fit.multiplier, fit.labels.to(torch.int64) // levels
+    assert fit is not None
+    return fit
+
+
+def wanted_ranks(cloud: WeightedRows, flats: tuple[Ordered, ...], labels: Tensor, multiplier: float) -> Tensor:
+    """(k, d + 1): how many rows of each flat want r coordinates, r = argmin w tail(r) + multiplier r.
+
+    ``labels`` (n,): the flat of each row; rows labelled k or more are left out.
+    """
+    rows, d = cloud.rows, cloud.rows.shape[1]
+    wanted = torch.zeros(len(flats), d + 1, dtype=torch.float64)
+    steps = torch.arange(d + 1, dtype=rows.dtype, device=rows.device) * multiplier
+    bases = [flat.basis.to(rows.dtype) for flat in flats]
+    for here, block in slices(rows):
+        for c, basis in enumerate(bases):
+            mine = (labels[here] == c).nonzero().squeeze(1)
+            gain = (block[mine] @ basis.T).square_().cumsum(1)
+            if cloud.weights is not None:
+                gain *= cloud.weights[here][mine].to(gain.dtype).unsqueeze(1)
+            best = (torch.nn.functional.pad(gain, (1, 0)) - steps).argmax(1).cpu()
+            counted = None if cloud.multiplicity is None else cloud.multiplicity[here][mine].to(torch.float64).cpu()
+            wanted[c] += torch.bincount(best, weights=counted, minlength=d + 1)
+    return wanted
+
+
+def quantiles(wanted: Tensor, levels: int) -> tuple[int, ...]:
+    """The middles of ``levels`` equal parts of the rows, by the rank (d + 1,) they want; at least 1.
+
+    >>> quantiles(torch.tensor([0., 4., 0., 2., 2.]), 2)
+    (1, 3)
+    """
+    share = wanted.cumsum(0)
+    if float(share[-1]) <= 0:
+        return (1,) * levels
+    middles = (torch.arange(levels, dtype=share.dtype) + 0.5) / levels * share[-1]
+    return tuple(torch.searchsorted(share, middles).clamp(1, len(wanted) - 1).tolist())

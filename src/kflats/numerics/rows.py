@@ -105,11 +105,6 @@ class MetricRows(MappedRows):
     """
 
     def __init__(self, rows: Rows, factor: Tensor, dtype: torch.dtype | None = None) -> None:
-        if factor.ndim not in (1, 2) or factor.shape[0] != rows.shape[1]:
-            raise KflatsError(
-                f"a right metric of shape {tuple(factor.shape)} does not fit a matrix of {rows.shape[1]} columns",
-                hint=f"shape ({rows.shape[1]},) or ({rows.shape[1]}, m)",
-            )
         super().__init__(rows, factor.shape[-1], dtype or rows.dtype)
         self.factor = factor.to(rows.device, self.dtype)
 
@@ -136,11 +131,6 @@ class ScaledRows(MappedRows):
     """
 
     def __init__(self, rows: Rows, factors: Tensor) -> None:
-        if tuple(factors.shape) != (rows.shape[0],):
-            raise KflatsError(
-                f"row factors of shape {tuple(factors.shape)} do not fit a matrix of {rows.shape[0]} rows",
-                hint=f"shape ({rows.shape[0]},)",
-            )
         super().__init__(rows, rows.shape[1], rows.dtype)
         self.factors = factors.to(rows.device, rows.dtype)
 
@@ -192,6 +182,33 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
     return matrix
 
 
+def checked_rows(matrix: Tensor | Rows, weights: Tensor | None = None) -> Rows:
+    """A tensor or a source as ``Rows``, refused where a fit of it, with row weights (n,), would be spoilt.
+
+    Raises:
+        KflatsError: as ``as_rows``, ``check_finite`` and ``check_weights``.
+    """
+    rows = as_rows(matrix)
+    check_finite(rows)
+    check_weights(weights, rows.shape[0])
+    return rows
+
+
+def check_power(power: float, most: float = math.inf, name: str = "p") -> None:
+    """Refuse what is not a power of errors: a finite number above 0, at most ``most``. ``name``: of the argument.
+
+    Raises:
+        KflatsError: otherwise.
+    """
+    number = isinstance(power, int | float) and not isinstance(power, bool)
+    if not number or not 0 < power <= most or power == math.inf:
+        raise KflatsError(
+            f"a power of {name}={power!r} is not supported",
+            cause="above the largest power the largest errors decide alone, and at 0 and below nothing is minimised",
+            hint=f"a number above 0{'' if most == math.inf else f' and at most {most:g}'}, for example 1",
+        )
+
+
 def check_rank(rank: int, most: int) -> None:
     """Refuse a rank outside 1..``most``, the number of rows or columns, whichever is smaller.
 
@@ -208,7 +225,7 @@ def check_rank(rank: int, most: int) -> None:
         )
 
 
-def check_finite(rows: Rows, what: str = "matrix") -> None:
+def check_finite(rows: Rows) -> None:
     """Refuse NaN, infinity, numbers whose squares overflow, and a matrix whose squares all vanish.
 
     One such row would spoil a whole flat without a sign, and vanished squares would be reported as no error. A matrix
@@ -224,16 +241,16 @@ def check_finite(rows: Rows, what: str = "matrix") -> None:
         largest = max(largest, norm)
         if not math.isfinite(norm):
             bad = (~torch.isfinite(block).all(dim=1)).nonzero()
-            if not len(bad):
-                raise KflatsError(
-                    f"the {what} has values as large as {float(block.abs().max()):.1e}, too large to be squared",
-                    cause="diverged training or a damaged checkpoint",
-                    hint="load another checkpoint, or scale the matrix down",
-                )
+            fault, cure = (
+                f"values as large as {float(block.abs().max()):.1e}, too large to be squared",
+                "scale them down",
+            )
+            if len(bad):
+                fault, cure = f"NaN or infinite values, first in row {start + int(bad[0])}", "replace them"
             raise KflatsError(
-                f"the {what} has NaN or infinite values, first in row {start + int(bad[0])}",
+                f"the matrix has {fault}",
                 cause="diverged training or a damaged checkpoint",
-                hint="load another checkpoint, or replace the values",
+                hint=f"load another checkpoint, or {cure}",
             )
     if largest > _SMALL_NORM:
         return
@@ -241,22 +258,23 @@ def check_finite(rows: Rows, what: str = "matrix") -> None:
     values = max((float(block.abs().max()) for _, block in rows.blocks(GRAM_BLOCK)), default=0.0)
     if 0 < values < smallest:
         raise KflatsError(
-            f"the {what} has no value larger than {values:.1e}, too small to be squared",
+            f"the matrix has no value larger than {values:.1e}, too small to be squared",
             cause="a damaged checkpoint, or a layer that was never trained",
             hint="leave it dense, or scale the matrix up",
         )
 
 
-def check_steps(tolerance: float, max_iterations: int) -> None:
-    """Refuse a tolerance or an iteration limit that is not possible.
+def check_steps(tolerance: float, limit: int) -> None:
+    """Refuse a tolerance or a limit of iterations that no fit can have.
 
     Raises:
-        KflatsError: a tolerance outside [0, 1), or a limit below 1.
+        KflatsError: a tolerance outside [0, 1), or a limit that is not a whole number from 1.
     """
-    if not 0 <= tolerance < 1 or max_iterations < 1:
+    possible = isinstance(tolerance, int | float) and 0 <= tolerance < 1
+    if not possible or not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise KflatsError(
-            f"tolerance={tolerance!r} with max_iterations={max_iterations!r} is not supported",
-            hint="0 <= tolerance < 1 and max_iterations >= 1",
+            f"tolerance={tolerance!r} with at most {limit!r} iterations is not supported",
+            hint="a tolerance in [0, 1), and for max_iterations a whole number from 1",
         )
 
 

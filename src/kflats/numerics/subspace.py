@@ -15,21 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
 from kflats.numerics.flats import Progress, Stopping, WeightedRows
 from kflats.numerics.gram import complement, gram_of, top_eigenvectors
-from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, out_of_reach, stages
+from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, check_loss, out_of_reach, stages
 from kflats.numerics.rows import (
     Rows,
     TensorRows,
     WidenedRows,
     all_rows,
-    as_rows,
-    check_finite,
     check_rank,
     check_spread,
     check_steps,
-    check_weights,
+    checked_rows,
     slices,
 )
 from kflats.numerics.svd import project
@@ -59,7 +56,7 @@ class SubspaceFit:
 def robust_subspace(
     matrix: Tensor | Rows,
     rank: int,
-    loss: Loss | None = None,
+    loss: Loss = Power(1.0),
     *,
     weights: Tensor | None = None,
     tolerance: float = 1e-5,
@@ -92,19 +89,10 @@ def robust_subspace(
     >>> fit.basis.abs().round(decimals=2).tolist(), round(fit.error, 3)
     ([[1.0, 0.0]], 6.0)
     """
-    loss = Power(1.0) if loss is None else loss
-    if not isinstance(loss, Loss):
-        raise KflatsError(
-            f"no loss of distances is {loss!r}",
-            hint="Power(1), Huber(...), Truncated(...)",
-            command="squared, 'power 1', 'huber 0.5' or 'truncated 3 median'",
-        )
-    rows = as_rows(matrix)
-    n, d = rows.shape
-    check_rank(rank, min(n, d))
+    check_loss(loss)
     check_steps(tolerance, max_iterations)
-    check_finite(rows)
-    check_weights(weights, n)
+    rows = checked_rows(matrix, weights)
+    check_rank(rank, min(rows.shape))
     inside, lift = _narrowed(rows)
     cloud, scale = _weighted(inside, weights)
     best = _fit(cloud, rank, loss, Stopping(tolerance, max_iterations, progress))

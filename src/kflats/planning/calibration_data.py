@@ -20,8 +20,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.hashing import Part, sha256
 from kflats.common.texts import check_texts
 from kflats.evaluation.encoding import Batch
-from kflats.importance.measured import Measured
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.model.weights import Weight, dense_weight
 from kflats.numerics.rows import TensorRows

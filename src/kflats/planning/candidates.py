@@ -10,7 +10,7 @@ from torch import nn
 
 from kflats.codecs import CODECS, Candidate, Table
 from kflats.common.formatting import number
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.methods import SVD, KeepDense, Method
 from kflats.methods.protocol import largest_rank
 from kflats.model.weights import Weight

@@ -13,7 +13,7 @@ from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.importance import KroneckerFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
-from kflats.importance.weighting import WeightingForm
+from kflats.importance.protocol import WeightingForm
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.methods import SVD, Flats, Method
 from kflats.model.weights import Weight, factored_layers, find_weight, find_weights, spellings

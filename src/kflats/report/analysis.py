@@ -8,11 +8,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from kflats.importance.weighting import Weighting
+from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
 from kflats.methods.matrix_error import norm_error, row_errors, weighted_error
-from kflats.methods.problem import Factored
-from kflats.numerics.assign import squared_norms
+from kflats.methods.protocol import Factored
+from kflats.numerics.flats import squared_norms
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
 from kflats.recipe.plan import Decision

@@ -14,8 +14,8 @@ from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.gram import gram_of, top_eigenvectors
-from kflats.numerics.metric import Metric, right_metric
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, slices
+from kflats.numerics.svd import Metric, right_metric
 
 _BLOCK = 4096
 _HALVINGS = 80
