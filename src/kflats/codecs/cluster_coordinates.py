@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.matrices.flats import FlatsMatrix
-from kflats.matrices.geometry import tables_of
+from kflats.matrices.flats import FlatsMatrix, tables_of
 from kflats.matrices.registry import LowRankMatrix, Matrix
 
 

@@ -10,12 +10,18 @@ a checkpoint of factors then stops with a size mismatch, instead of leaving rand
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
+
+MAX_SIDE = 2**31 - 1  # places of rows are int32
+MAX_VALUES = 2**46  # of the dense matrix: far beyond any model, and its bytes still fit 64 bits
 
 
 class Matrix(nn.Module):
@@ -112,3 +118,89 @@ class Matrix(nn.Module):
     def extra_repr(self) -> str:
         n, d = self.shape
         return f"{n}, {d}, values={self.num_values}"
+
+
+# Sizes and copies --------------------------------------------------------------------------------
+
+M = TypeVar("M", bound=Matrix)
+
+
+def check_shape(n: int, d: int) -> None:
+    """Refuse an (n, d) that no matrix of a model has, before any memory is allocated."""
+    if n < 1 or d < 1 or n > MAX_SIDE or d > MAX_SIDE or n * d > MAX_VALUES:
+        raise KflatsError(f"impossible matrix shape {(n, d)}", cause="a damaged or hand-edited file")
+
+
+def check_rows(n: int) -> None:
+    """Refuse to resize a matrix to nothing."""
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise KflatsError(f"a matrix cannot be resized to {n!r} rows", hint="a whole number, at least 1")
+
+
+def with_rows(table: Tensor, n: int) -> Tensor:
+    """A copy of the first n rows of ``table``, continued by its mean row where n exceeds it."""
+    extra = n - table.shape[0]
+    if extra <= 0:
+        return table[:n].clone()
+    mean = table.mean(0, dtype=torch.float32).to(table.dtype)
+    return torch.cat([table, mean.expand(extra, -1)])
+
+
+def copy_trainable(source: Matrix, target: M) -> M:
+    """``target`` with the ``requires_grad`` flags of ``source``'s factors."""
+    for name, parameter in target.named_parameters():
+        parameter.requires_grad_(source.get_parameter(name).requires_grad)
+    return target
+
+
+def refresh_after_load(module: nn.Module, _: object) -> None:
+    """After ``load_state_dict`` compute derived buffers again. A named function, so that modules can be pickled."""
+    module.refresh()  # type: ignore[operator]
+
+
+# Lookups ------------------------------------------------------------------------------------------
+
+FEW = 256  # for fewer ids the search for repeated ones takes longer than computing their rows again
+
+
+def distinct(index: Tensor) -> tuple[Tensor, Tensor]:
+    """Sorted distinct values (u,) of ``index``, and for each of its entries the place among them.
+
+    Text repeats its words: 4096 tokens have about 1800 distinct ones, and each row is computed once.
+    The sort costs a few per cent of the matrix product it saves.
+    """
+    values, inverse = torch.unique(index, return_inverse=True)
+    return values, inverse
+
+
+def inverse_of(permutation: Tensor) -> Tensor:
+    """``(n,)`` permutation -> the permutation that undoes it, int64."""
+    places = torch.arange(permutation.shape[0], device=permutation.device)
+    return torch.empty_like(places).index_copy(0, permutation.to(torch.int64), places)
+
+
+def is_exporting() -> bool:
+    """True while a graph of plain operators is recorded: sizes that depend on data must stay symbolic."""
+    return _is_jit_tracing() or _compiler_is_exporting()
+
+
+def is_recording() -> bool:
+    """True while a graph is recorded for any use: nothing may depend on the values of tensors."""
+    return _is_jit_tracing() or torch.compiler.is_compiling()
+
+
+# An older torch lacks this function: every recorded graph is then treated as one for export.
+_compiler_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+
+
+def _is_jit_tracing() -> bool:
+    return bool(torch.jit.is_tracing())  # type: ignore[attr-defined, no-untyped-call]
+
+
+def each_once(index: Tensor, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """``compute(index)``, rows for an index of any shape; repeated rows are computed once where this is quicker."""
+    # On CUDA the search for distinct rows would make the host wait; one large product is quicker there.
+    if is_recording() or index.device.type != "cpu" or index.numel() < FEW:
+        return compute(index)
+    values, inverse = distinct(index)
+    return F.embedding(inverse, compute(values))

@@ -13,11 +13,18 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
 from kflats.common.schema import JsonObject
-from kflats.matrices.base import Matrix
+from kflats.matrices.base import (
+    FEW,
+    Matrix,
+    check_rows,
+    copy_trainable,
+    distinct,
+    inverse_of,
+    is_exporting,
+    is_recording,
+    refresh_after_load,
+)
 from kflats.matrices.coded_geometry import INTEGERS, CodedGeometry, contradiction
-from kflats.matrices.flats import refresh_after_load
-from kflats.matrices.lookup import FEW, distinct, inverse_of, is_exporting, is_recording
-from kflats.matrices.low_rank import check_rows, copy_trainable
 from kflats.numerics.coding.packing import Layout, layout_of, pack, places_of, read_codes
 
 TILE = 2**20  # numbers that are decoded at a time

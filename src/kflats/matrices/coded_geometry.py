@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject, check_version, decode
-from kflats.matrices.geometry import check_shape
+from kflats.matrices.base import check_shape
 from kflats.numerics.coding.packing import MOST_BITS
 
 VERSION = 1

@@ -8,8 +8,7 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
-from kflats.matrices.base import Matrix
-from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
+from kflats.matrices.base import Matrix, check_rows, copy_trainable, with_rows
 
 
 class DenseMatrix(Matrix):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +12,126 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
-from kflats.matrices.base import Matrix
-from kflats.matrices.geometry import RankGroup, bases_of, check_geometry, tables_of, weight_shape
-from kflats.matrices.lookup import compiled_rows, eager_rows, exported_rows, inverse_of, is_exporting
-from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
+from kflats.matrices.base import (
+    FEW,
+    Matrix,
+    check_rows,
+    check_shape,
+    copy_trainable,
+    distinct,
+    inverse_of,
+    is_recording,
+    refresh_after_load,
+    with_rows,
+)
+
+MAX_BANDS = 65536  # labels are at most uint16
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """``rows`` rows that keep the first ``rank`` coordinates of flat ``flat``.
+
+    ``flat=None`` is the band of rows kept exactly: rank d, no basis. Uniform k-flats are k bands of
+    one rank; nested ranks are several bands on one flat.
+    """
+
+    rows: int
+    rank: int
+    flat: int | None
+
+
+def label_dtype(bands: int) -> torch.dtype:
+    """The smallest unsigned type that holds ``bands`` labels.
+
+    Raises:
+        KflatsError: more than 65536 bands.
+
+    >>> label_dtype(256), label_dtype(257)
+    (torch.uint8, torch.uint16)
+    """
+    if bands <= 256:
+        return torch.uint8
+    if bands <= MAX_BANDS:
+        return torch.uint16
+    raise KflatsError(f"{bands} bands are more than {MAX_BANDS}", hint="fewer flats")
+
+
+def order_dtype(columns: int) -> torch.dtype:
+    """The smallest signed type that numbers ``columns`` columns (torch indexes by signed integers only).
+
+    >>> order_dtype(32768), order_dtype(32769)
+    (torch.int16, torch.int32)
+    """
+    return torch.int16 if columns <= 2**15 else torch.int32
+
+
+def weight_shape(bands: Sequence[RankGroup]) -> tuple[int, ...]:
+    """Shape of the compact coordinates: (n, j) when every band has rank j, else one-dimensional.
+
+    >>> weight_shape([RankGroup(2, 3, 0), RankGroup(5, 3, 1)]), weight_shape([RankGroup(2, 3, 0), RankGroup(5, 1, 0)])
+    ((7, 3), (11,))
+    """
+    if len({band.rank for band in bands}) == 1:
+        return sum(band.rows for band in bands), bands[0].rank
+    return (sum(band.rows * band.rank for band in bands),)
+
+
+def starts_of(bands: Sequence[RankGroup]) -> list[int]:
+    """The first place of each band in band order, and the number of places.
+
+    >>> starts_of([RankGroup(2, 3, 0), RankGroup(5, 1, 0)])
+    [0, 2, 7]
+    """
+    return [0, *accumulate(band.rows for band in bands)]
+
+
+def tables_of(weight: Tensor, bands: Sequence[RankGroup]) -> list[Tensor]:
+    """Coordinates of each band, (rows, rank): views of ``weight``, which has ``weight_shape(bands)``."""
+    if weight.ndim == 2:
+        return list(torch.split(weight, [band.rows for band in bands]))
+    parts = torch.split(weight, [band.rows * band.rank for band in bands])
+    return [part.view(band.rows, band.rank) for part, band in zip(parts, bands, strict=True)]
+
+
+def bases_of(basis: Tensor, bands: Sequence[RankGroup], flat_ranks: Sequence[int]) -> list[Tensor | None]:
+    """Basis of each band, (rank, d): a prefix of its flat's, a view of ``basis``; None for exact rows."""
+    flats = torch.split(basis, list(flat_ranks)) if flat_ranks else ()
+    found: list[Tensor | None] = []
+    for band in bands:
+        whole = None if band.flat is None else flats[band.flat]
+        found.append(whole if whole is None or whole.shape[0] == band.rank else whole[: band.rank])
+    return found
+
+
+def check_geometry(n: int, d: int, bands: Sequence[RankGroup], flat_ranks: Sequence[int]) -> None:
+    """Refuse bands that cannot describe an (n, d) matrix, before any memory is allocated.
+
+    Raises:
+        KflatsError: no bands, too many, rows that do not add up, a rank or flat that does not exist.
+    """
+    check_shape(n, d)
+    problem = ""
+    if not bands:
+        problem = "no bands"
+    elif len(bands) > MAX_BANDS or len(flat_ranks) > MAX_BANDS:
+        problem = f"{len(bands)} bands on {len(flat_ranks)} flats, at most {MAX_BANDS} can be labelled"
+    elif any(not 0 <= rank <= d for rank in flat_ranks):
+        problem = f"a flat rank outside 0..{d}"
+    elif any(band.rows < 0 for band in bands) or sum(band.rows for band in bands) != n:
+        problem = f"bands hold {sum(band.rows for band in bands)} rows of {n}"
+    else:
+        problem = next(filter(None, (_band_problem(band, d, flat_ranks) for band in bands)), "")
+    if problem:
+        raise KflatsError(f"impossible flats: {problem}", cause="a damaged or hand-edited file")
+
+
+def _band_problem(band: RankGroup, d: int, flat_ranks: Sequence[int]) -> str:
+    if band.flat is None:
+        return "" if band.rank == d else f"exact rows must have rank {d}, not {band.rank}"
+    if not (0 <= band.flat < len(flat_ranks) and 0 <= band.rank <= flat_ranks[band.flat]):
+        return f"{band} names no stored basis"
+    return ""
 
 
 class FlatsMatrix(Matrix):
@@ -93,9 +211,8 @@ class FlatsMatrix(Matrix):
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         self._check_filled()
         place = self.position.index_select(0, index.reshape(-1))
-        look_up = exported_rows if is_exporting() else compiled_rows if torch.compiler.is_compiling() else eager_rows
-        out = look_up(place, self.weight, self.basis, self.bands, self.flat_ranks, dtype or self.weight.dtype)
-        return out.reshape(*index.shape, self.shape[1])
+        look_up = self._recorded_rows if is_recording() else self._sorted_rows
+        return look_up(place, dtype or self.weight.dtype).reshape(*index.shape, self.shape[1])
 
     def vecmat(self, x: Tensor) -> Tensor:
         self._check_filled()
@@ -162,6 +279,42 @@ class FlatsMatrix(Matrix):
         )
         return copy_trainable(self, found)
 
+    def _sorted_rows(self, place: Tensor, dtype: torch.dtype) -> Tensor:
+        """(t,) places in band order -> (t, d) rows: one gather and one product for each band that has some of them."""
+        if place.shape[0] < FEW:
+            values, order = place.sort()
+            inverse = inverse_of(order)
+        else:
+            values, inverse = distinct(place)
+        starts = starts_of(self.bands)
+        cuts = torch.searchsorted(values, torch.tensor(starts, device=values.device, dtype=values.dtype)).tolist()
+        used = [c for c in range(len(self.bands)) if cuts[c] < cuts[c + 1]] or [0]
+        bases = bases_of(self.basis, [self.bands[c] for c in used], self.flat_ranks)
+        tables, parts = tables_of(self.weight, self.bands), []
+        for c, basis in zip(used, bases, strict=True):
+            wide = tables[c].index_select(0, values[cuts[c] : cuts[c + 1]] - starts[c]).to(dtype)
+            parts.append(wide if basis is None else wide @ basis.to(dtype))
+        if all(basis is None for basis in bases):
+            # Only exact rows: the bases still get a gradient, of zeros, as data-parallel training wants.
+            parts.append(self.basis[:0].to(dtype))
+        return F.embedding(inverse, torch.cat(parts))
+
+    def _recorded_rows(self, place: Tensor, dtype: torch.dtype) -> Tensor:
+        """(t,) places in band order -> (t, d) rows, in plain operators whose sizes are known.
+
+        Each row is the sum of its rows in all bands: numbers in its own band, zeros in the others.
+        """
+        starts, bases = starts_of(self.bands)[:-1], bases_of(self.basis, self.bands, self.flat_ranks)
+        tables = tables_of(self.weight, self.bands)
+        out = self.basis.new_zeros(place.shape[0], self.shape[1], dtype=dtype)
+        for band, start, table, basis in zip(self.bands, starts, tables, bases, strict=True):
+            if band.rows:
+                here = place - start
+                own = ((here >= 0) & (here < band.rows)).unsqueeze(1)
+                wide = torch.where(own, table.index_select(0, here.clamp(0, band.rows - 1)).to(dtype), 0.0)
+                out = out + (wide if basis is None else wide @ basis.to(dtype))
+        return out
+
     def _check_filled(self) -> None:
         self._check_ready()
         # Code that resizes embeddings by writing into ``weight`` would cut rows of the last band.
@@ -172,8 +325,3 @@ class FlatsMatrix(Matrix):
                 hint="matrix.resized(n), and a new layer on the result",
                 command="resize the original model, then compress it",
             )
-
-
-def refresh_after_load(module: nn.Module, _: object) -> None:
-    """After ``load_state_dict`` compute derived buffers again. A named function, so that modules can be pickled."""
-    module.refresh()  # type: ignore[operator]

@@ -8,11 +8,16 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
-from kflats.matrices.base import Matrix
-from kflats.matrices.flats import refresh_after_load
-from kflats.matrices.geometry import order_dtype
-from kflats.matrices.lookup import FEW, distinct, inverse_of, is_jit_tracing
-from kflats.matrices.low_rank import check_rows, copy_trainable, with_rows
+from kflats.matrices.base import (
+    Matrix,
+    check_rows,
+    copy_trainable,
+    each_once,
+    inverse_of,
+    refresh_after_load,
+    with_rows,
+)
+from kflats.matrices.flats import order_dtype
 
 
 class InterpolativeMatrix(Matrix):
@@ -81,12 +86,7 @@ class InterpolativeMatrix(Matrix):
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         dtype = dtype or self.weight.dtype
-        recorded = torch.compiler.is_compiling() or is_jit_tracing()
-        # On CUDA the search for distinct rows would make the host wait; one large product is quicker there.
-        if recorded or index.device.type != "cpu" or index.numel() < FEW:
-            return self._columns(F.embedding(index, self.weight).to(dtype))
-        values, inverse = distinct(index)
-        return F.embedding(inverse, self._columns(F.embedding(values, self.weight).to(dtype)))
+        return each_once(index, lambda ids: self._columns(F.embedding(ids, self.weight).to(dtype)))
 
     def vecmat(self, x: Tensor) -> Tensor:
         return self._columns(x @ self.weight.to(x.dtype))

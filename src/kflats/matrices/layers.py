@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.matrices.base import Matrix
+from kflats.matrices.base import Matrix, refresh_after_load
 from kflats.matrices.dense import DenseMatrix
-from kflats.matrices.flats import refresh_after_load
 from kflats.matrices.low_rank import LowRankMatrix
 
 

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
-from kflats.matrices.base import Matrix
-from kflats.matrices.lookup import FEW, distinct, is_jit_tracing
-
-M = TypeVar("M", bound=Matrix)
+from kflats.matrices.base import Matrix, check_rows, copy_trainable, each_once, with_rows
 
 
 class LowRankMatrix(Matrix):
@@ -53,12 +48,8 @@ class LowRankMatrix(Matrix):
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
         """As ``Matrix.rows``; ``sparse`` asks for a sparse gradient of ``weight``."""
         dtype = dtype or self.weight.dtype
-        recorded = torch.compiler.is_compiling() or is_jit_tracing()
-        # On CUDA the search for distinct rows would make the host wait; one large product is quicker there.
-        if recorded or index.device.type != "cpu" or index.numel() < FEW:
-            return F.embedding(index, self.weight, sparse=sparse).to(dtype) @ self.basis.to(dtype)
-        values, inverse = distinct(index)
-        return F.embedding(inverse, F.embedding(values, self.weight, sparse=sparse).to(dtype) @ self.basis.to(dtype))
+        basis = self.basis.to(dtype)
+        return each_once(index, lambda ids: F.embedding(ids, self.weight, sparse=sparse).to(dtype) @ basis)
 
     def vecmat(self, x: Tensor) -> Tensor:
         return (x @ self.weight.to(x.dtype)) @ self.basis.to(x.dtype)
@@ -80,25 +71,3 @@ class LowRankMatrix(Matrix):
         check_rows(n)
         found = LowRankMatrix(with_rows(self.weight.detach(), n), self.basis.detach().clone())
         return copy_trainable(self, found)
-
-
-def check_rows(n: int) -> None:
-    """Refuse to resize a matrix to nothing."""
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise KflatsError(f"a matrix cannot be resized to {n!r} rows", hint="a whole number, at least 1")
-
-
-def with_rows(table: Tensor, n: int) -> Tensor:
-    """A copy of the first n rows of ``table``, continued by its mean row where n exceeds it."""
-    extra = n - table.shape[0]
-    if extra <= 0:
-        return table[:n].clone()
-    mean = table.mean(0, dtype=torch.float32).to(table.dtype)
-    return torch.cat([table, mean.expand(extra, -1)])
-
-
-def copy_trainable(source: Matrix, target: M) -> M:
-    """``target`` with the ``requires_grad`` flags of ``source``'s factors."""
-    for name, parameter in target.named_parameters():
-        parameter.requires_grad_(source.get_parameter(name).requires_grad)
-    return target

@@ -8,15 +8,14 @@ import torch
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import decode
-from kflats.matrices.base import Matrix
+from kflats.matrices.base import Matrix, check_shape
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.coded_geometry import INTEGERS, CodedGeometry, read_geometry
 from kflats.matrices.dense import DenseMatrix
-from kflats.matrices.flats import FlatsMatrix
-from kflats.matrices.geometry import (
+from kflats.matrices.flats import (
+    FlatsMatrix,
     RankGroup,
     check_geometry,
-    check_shape,
     label_dtype,
     order_dtype,
     weight_shape,

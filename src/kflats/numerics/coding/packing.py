@@ -26,7 +26,7 @@ class Layout:
         low: (r,) int16.
 
     Raises:
-        KflatsError: shapes or types that differ from these, more than 15 bits, or a range that leaves int16.
+        KflatsError: more than 15 bits, or a range that leaves int16.
 
     >>> Layout(torch.tensor([3, 0, 1], dtype=torch.uint8), torch.tensor([-4, 7, 0], dtype=torch.int16)).row_bytes
     1
@@ -36,16 +36,6 @@ class Layout:
     low: Tensor
 
     def __post_init__(self) -> None:
-        if self.bits.ndim != 1 or self.low.shape != self.bits.shape:
-            raise KflatsError(
-                f"a layout of {tuple(self.bits.shape)} bits and {tuple(self.low.shape)} offsets",
-                cause="each column has one number of bits and one offset",
-            )
-        if self.bits.dtype != torch.uint8 or self.low.dtype != torch.int16:
-            raise KflatsError(
-                f"a layout of {self.bits.dtype} bits and {self.low.dtype} offsets",
-                cause="each column has one number of bits and one offset",
-            )
         if bool((self.bits > MOST_BITS).any()):
             raise KflatsError(f"a column of more than {MOST_BITS} bits", cause="a damaged file")
         if bool((self.low.to(torch.int64) + (1 << self.bits.to(torch.int64)) - 1 > 32767).any()):
@@ -86,13 +76,8 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     """(m, r) integers as (m, row_bytes) uint8. Exact: ``unpack(pack(x, layout), layout) == x``.
 
     Raises:
-        KflatsError: another number of columns, or a level outside its column's range.
+        KflatsError: a level outside its column's range.
     """
-    if levels.ndim != 2 or levels.shape[1] != len(layout.bits):
-        raise KflatsError(
-            f"levels of shape {tuple(levels.shape)} do not fit a layout of {len(layout.bits)} columns",
-            cause="a level is needed for each row and column",
-        )
     codes = levels.to(torch.int32) - layout.low.to(torch.int32)
     if bool(((codes < 0) | (codes >= 1 << layout.bits.to(torch.int32))).any()):
         raise KflatsError(
@@ -108,16 +93,7 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
 
 
 def unpack(packed: Tensor, layout: Layout) -> Tensor:
-    """(m, row_bytes) uint8 as (m, r) int16, a transposed view: columns are contiguous.
-
-    Raises:
-        KflatsError: another number of bytes a row than the layout's.
-    """
-    if packed.ndim != 2 or packed.dtype != torch.uint8 or packed.shape[1] != layout.row_bytes:
-        raise KflatsError(
-            f"{packed.dtype} codes of shape {tuple(packed.shape)} are not rows of {layout.row_bytes} bytes",
-            cause="a damaged or truncated file",
-        )
+    """(m, row_bytes) uint8 as (m, r) int16, a transposed view: columns are contiguous."""
     starts, shifts, masks = places_of(layout.bits)
     codes = read_codes(packed, starts, shifts, masks)
     return (codes + layout.low.to(torch.int32).unsqueeze(1)).to(torch.int16).T
