@@ -31,7 +31,7 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("sklearn")
 
-from kflats.recover.training import LengthGroupedSampler, last_checkpoint  # noqa: E402  it imports both
+from kflats.recover.training import last_checkpoint  # noqa: E402  it imports both
 
 HEADER = "sentence1\tsentence2\tlabel\n"
 FAST = {"lr": 5e-3, "batch": 16, "epochs": 3, "quiet": True}
@@ -432,23 +432,6 @@ def test_codes_have_no_bases_to_train(tiny_model: Any) -> None:
         for train in ("coordinates", "factors"):
             with only(model, train) as chosen:
                 assert sum(p.numel() for p in chosen)
-
-
-def test_batches_are_of_similar_length_and_differ_by_epoch() -> None:
-    lengths = [int(x) for x in torch.randint(1, 100, (3 * 64 * 8 + 5,), generator=torch.Generator().manual_seed(0))]
-    order = LengthGroupedSampler(lengths, 8, seed=3)
-    epochs = []
-    for epoch in (0, 1, 0):
-        order.set_epoch(epoch)
-        epochs.append(list(order))
-    assert epochs[0] == epochs[2] != epochs[1]
-    for found in epochs:
-        assert sorted(found) == list(range(len(lengths)))
-        batches = [[lengths[i] for i in found[s : s + 8]] for s in range(0, len(found) - 5, 8)]
-        assert sum(max(b) - min(b) for b in batches) / len(batches) < 5  # at random about 75
-        means = [sum(b) / 8 for b in batches]
-        assert means != sorted(means)
-        assert means != sorted(means, reverse=True)
 
 
 @pytest.fixture

@@ -186,8 +186,9 @@ def test_batches_have_labels_and_similar_lengths(write: Any, tiny_tokenizer: Any
 
 
 def test_batches_of_nothing_are_refused(write: Any, tiny_tokenizer: Any) -> None:
+    data = write("dev.tsv", HEADER + "a\t\t1\n")
     with pytest.raises(KflatsError, match="a batch size of 0"):
-        task_batches("sst2", tiny_tokenizer, "dev", batch=0, task_data=".")
+        task_batches("sst2", tiny_tokenizer, "dev", batch=0, task_data=data)
 
 
 def test_pairs_have_token_types_where_the_tokenizer_makes_them(write: Any, tiny_tokenizer: Any) -> None:

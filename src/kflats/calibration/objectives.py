@@ -10,6 +10,7 @@ Each gives (B,) losses of single samples: the gradient of their sum at a sample'
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.calibration.running import batch_size, decoder_mask, pooled, run, take, takes_labels, task_output
+from kflats.calibration.running import batch_size, decoder_mask, pooled, run, take, task_output
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 from kflats.common.token_batches import IGNORED
@@ -311,7 +312,7 @@ def _first_only(labels: Tensor) -> Tensor:
 
 def _own_loss(model: nn.Module, batch: Batch) -> Tensor | None:
     """What the model says its loss is; None where it does not take labels."""
-    if not takes_labels(model):
+    if "labels" not in inspect.signature(model.forward).parameters:
         return None
     config = getattr(model, "config", None)
     before = getattr(config, "problem_type", None)

@@ -127,11 +127,6 @@ def decoder_positions(batch: Batch, everything: Tensor) -> Tensor:
     return mask.to(everything) if isinstance(mask, Tensor) and mask.shape == everything.shape else everything
 
 
-def takes_labels(model: nn.Module) -> bool:
-    """Whether the model's own call computes a loss from labels."""
-    return "labels" in inspect.signature(model.forward).parameters
-
-
 def is_encoder_decoder(model: nn.Module) -> bool:
     """Whether the model's own call runs a decoder on another sequence (its bare encoder does not)."""
     flag = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

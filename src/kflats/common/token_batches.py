@@ -122,5 +122,7 @@ def batches_by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]
     >>> list(batches_by_length([1, 3, 2], 2))
     [[1, 2], [0]]
     """
+    if batch < 1:
+        raise KflatsError(f"a batch size of {batch} is not supported", hint="batch >= 1")
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     return (order[start : start + batch] for start in range(0, len(order), batch))

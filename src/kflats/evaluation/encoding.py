@@ -59,8 +59,6 @@ def encode(
     """
     if not texts:
         raise KflatsError("there are no texts to encode", hint="give at least one sentence")
-    if batch < 1:
-        raise KflatsError(f"a batch size of {batch} is not supported", hint="batch >= 1")
     rows = tokenize_texts(tokenizer, texts, max_tokens, model)
     filler, device = pad_id(tokenizer, model), device_of(model)
     out: Tensor | None = None

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils.data import Sampler
 from transformers import (
     EarlyStoppingCallback,
     Trainer,
@@ -34,6 +33,7 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 from kflats.common.errors import KflatsError
@@ -43,7 +43,6 @@ from kflats.recover.distill import Objective
 from kflats.recover.training_data import Schedule, TrainingData
 
 _STATE = "kflats_trainer.safetensors"
-_POOL = 64  # batches whose examples are sorted together: lengths differ little in a batch, and the order still varies
 
 
 def run(
@@ -101,7 +100,6 @@ def run(
         trainer = RecoveryTrainer(
             objective,
             data,
-            LengthGroupedSampler([len(row) for row in data.rows], schedule.batch, schedule.seed),
             model=model,
             args=arguments,
             train_dataset=data.rows,
@@ -141,40 +139,8 @@ def _quiet_saving() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-class LengthGroupedSampler(Sampler[int]):
-    """Batches of similar length in random order, which depends on the seed and the epoch alone.
-
-    torch's random states do not change, and a resumed epoch has the same order.
-    """
-
-    def __init__(self, lengths: Sequence[int], batch: int, seed: int) -> None:
-        self.lengths, self.batch, self.seed, self.epoch = list(lengths), max(1, batch), seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the data loader before every epoch."""
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order = torch.randperm(len(self.lengths), generator=generator).tolist()
-        batches = []
-        for start in range(0, len(order), self.batch * _POOL):
-            pool = sorted(order[start : start + self.batch * _POOL], key=lambda i: -self.lengths[i])
-            batches += [pool[s : s + self.batch] for s in range(0, len(pool), self.batch)]
-        # The data loader cuts the flat order into batches again, so that the short batch must be the last.
-        whole = [b for b in batches if len(b) == self.batch]
-        short = [b for b in batches if len(b) < self.batch]
-        for place in torch.randperm(len(whole), generator=generator).tolist():
-            yield from whole[place]
-        for batch in short:
-            yield from batch
-
-
 class EpochCallback(TrainerCallback):
-    """Seeds every epoch, and reports each step to a progress bar."""
+    """Seeds every epoch, which decides the order of examples and dropout, and reports each step to a progress bar."""
 
     def __init__(self, update: Update) -> None:
         self.update = update
@@ -189,22 +155,21 @@ class EpochCallback(TrainerCallback):
 
 
 class RecoveryTrainer(Trainer):
-    """A Trainer with a loss, an evaluation and an order of examples of our own, which never pickles.
+    """A Trainer with a loss and an evaluation of our own, which groups examples by length and never pickles.
 
     Args:
         objective: (model, batch) -> loss.
         data: its ``evaluate`` is called after every epoch with ``eval_strategy="epoch"``.
-        order: the sampler.
         rest: as ``transformers.Trainer``.
     """
 
-    def __init__(self, objective: Objective, data: TrainingData, order: LengthGroupedSampler, **rest: Any) -> None:
+    def __init__(self, objective: Objective, data: TrainingData, **rest: Any) -> None:
         self.objective: Objective = objective
-        self.data, self.order = data, order
+        self.data = data
         super().__init__(**rest)
 
     def _get_train_sampler(self, *_: Any, **__: Any) -> Any:
-        return self.order
+        return LengthGroupedSampler(self.args.train_batch_size, lengths=[len(row) for row in self.data.rows])
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

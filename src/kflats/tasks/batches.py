@@ -83,8 +83,6 @@ def task_batches(
         KflatsError: as ``load_examples``; a batch size below 1; a head that does not fit the task; a tokenizer of
             another model.
     """
-    if batch < 1:
-        raise KflatsError(f"a batch size of {batch} is not supported", hint="batch >= 1")
     rows = features(load_examples(task, split, task_data), tokenizer, max_length, limit=limit, model=model, seed=seed)
     filler = pad_id(tokenizer, model)
     return [collate(part, filler) for _, part in feature_batches(rows, batch)]

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, share, size, table, visible
 from kflats.common.token_batches import IGNORED, pad_id, token_limit
 from kflats.evaluation.comparing import (
@@ -140,8 +139,6 @@ def score(
         KflatsError: as ``load_examples``; a head or tokenizer that does not fit the task; outputs that are not
             finite; a missing package of the extra "tasks".
     """
-    if batch < 1:
-        raise KflatsError(f"a batch size of {batch} is not supported", hint="batch >= 1")
     examples = load_examples(task, split, task_data)
     rows = features(examples, tokenizer, max_length, limit=limit, model=model, seed=seed)
     values, n = score_features(model, tokenizer, examples, rows, batch, max_length)
