@@ -33,7 +33,8 @@ from kflats.demo import packaged_model
 from kflats.io import annotate_, load_model
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import CodedMatrix, LowRankMatrix
-from kflats.model.swap import find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weight
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
 

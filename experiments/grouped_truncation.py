@@ -23,7 +23,7 @@ from task_scores import Bench, options
 from torch import Tensor
 
 from kflats import find_weights
-from kflats.model.swap import dense_weight
+from kflats.model.weights import dense_weight
 
 GROUPS = 10
 METHODS = {"SVD": "SVD", "FWSVD": "RowFisher"}

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 import kflats
 from kflats.common.errors import KflatsError
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
-from kflats.model.swap import find_weight, find_weights, restore_, swap_, unchanged_on_error
+from kflats.model.swap import restore_, swap_, unchanged_on_error
+from kflats.model.weights import find_weight, find_weights
 
 
 def low_rank(n: int, d: int) -> Matrix:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from kflats.cli.app import app
 from kflats.common.errors import KflatsError
 from kflats.evaluation.comparing import weight_file_bytes
-from kflats.io.write_errors import explain
+from kflats.io.atomic import explained
 from kflats.report.report import Report
 
 pytest.importorskip("transformers")
@@ -145,11 +145,12 @@ def test_a_plan_whose_shares_were_raised_above_its_file(desk: Path) -> None:
     ],
 )
 def test_what_the_system_refuses_is_explained(error: OSError, said: str) -> None:
-    with pytest.raises(KflatsError, match=said) as caught:
-        explain(error, Path("/locked/small"))
+    with pytest.raises(KflatsError, match=said) as caught, explained(Path("/locked/small")):
+        raise error
     assert caught.value.hint
 
 
 def test_what_has_another_cause_is_not_explained_away() -> None:
-    explain(FileNotFoundError(errno.ENOENT, "none", "/elsewhere/read.txt"), Path("/locked/small"))
-    explain(OSError(errno.EIO, "input/output error"), Path("/locked/small"))
+    for error in (FileNotFoundError(errno.ENOENT, "none", "/elsewhere/read.txt"), OSError(errno.EIO, "input/output")):
+        with pytest.raises(type(error)), explained(Path("/locked/small")):
+            raise error

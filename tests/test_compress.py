@@ -21,7 +21,7 @@ from kflats.common.errors import KflatsError
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.evaluation.comparing import weight_file_bytes
-from kflats.io.manifest import MANIFEST
+from kflats.io.atomic import MANIFEST
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.planning.decide import plan
 from kflats.recipe.plan import Plan
@@ -385,8 +385,8 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
         "partial": (kflats.io.partial, "save_file"),
         "model": (PreTrainedModel, "save_pretrained"),
         "companions": (shutil, "copyfile"),
-        "durable": (kflats.io.atomic_folder, "_make_durable"),
-        "rename": (kflats.io.atomic_folder, "_put_in_place"),
+        "durable": (kflats.io.atomic, "_make_durable"),
+        "rename": (kflats.io.atomic, "_put_in_place"),
     }[what]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)

@@ -27,7 +27,7 @@ from kflats import (
 from kflats.common.errors import KflatsError
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.io.manifest import MANIFEST
+from kflats.io.atomic import MANIFEST
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredLinear
 from kflats.planning import calibration_data as calibration_module

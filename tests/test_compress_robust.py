@@ -68,7 +68,9 @@ def batches() -> list[dict[str, torch.Tensor]]:
 @EVERY
 def test_embeddings_linear_and_convolutional_layers_are_replaced_saved_and_loaded(method, tmp_path: Path) -> None:
     model = network()
-    tables = {name: kflats.model.swap.dense_weight(model, kflats.model.swap.find_weight(model, name)) for name in model}
+    tables = {
+        name: kflats.model.weights.dense_weight(model, kflats.model.weights.find_weight(model, name)) for name in model
+    }
     names = ["words", "hidden"] if isinstance(method, Flats) else ["words", "hidden", "conv"]
     report = kflats.compress_(model, dict.fromkeys(names, method), keep="60%", quiet=True)
     kinds = {"words": FactoredEmbedding, "hidden": FactoredLinear, "conv": FactoredConv2d}

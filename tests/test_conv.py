@@ -17,7 +17,8 @@ import kflats
 from kflats.common.errors import KflatsError
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
-from kflats.model.swap import dense_weight, find_weight, find_weights, restore_, swap_
+from kflats.model.swap import restore_, swap_
+from kflats.model.weights import dense_weight, find_weight, find_weights
 
 GEOMETRIES: dict[str, dict[str, Any]] = {
     "plain": {"kernel_size": 3},

@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from kflats.common.errors import KflatsError
+
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PYTHON = re.compile(r"(?<![-\w])[A-Za-z_]\w*=|\w\(|kflats\.\w|(?<!kflats)\[\w+\]|\b(True|False|None)\b")
 """A keyword argument, a call, a name of the package, a list, or a constant: advice that only Python can follow."""
@@ -69,5 +71,8 @@ def test_every_error_says_why_or_what_to_do() -> None:
 
 
 def test_no_error_advises_python_on_the_command_line() -> None:
-    advice = [(place, given.get("command") or given.get("hint", "")) for place, given in ERRORS]
+    advice = [
+        (place, KflatsError("x", hint=given.get("hint", ""), command=given.get("command", "")).on_command_line())
+        for place, given in ERRORS
+    ]
     assert [(place, said) for place, said in advice if PYTHON.search(said)] == []

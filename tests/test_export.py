@@ -21,7 +21,8 @@ from kflats.common.errors import KflatsError
 from kflats.export.dense import export_dense
 from kflats.matrices.coded import from_integers
 from kflats.matrices.registry import LowRankMatrix
-from kflats.model.swap import find_weight, restore_, swap_
+from kflats.model.swap import restore_, swap_
+from kflats.model.weights import find_weight
 
 IDS = torch.tensor([[2, 9, 150, 7, 3], [2, 120, 6, 3, 0]])
 

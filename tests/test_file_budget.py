@@ -150,7 +150,7 @@ def test_weights_of_other_modules_count(with_dense: Path, tmp_path: Path) -> Non
     shown = "weight files", f"{on_disk(with_dense) / 1000:.1f} kB", f"{on_disk(small) / 1000:.1f} kB"
     row = next(line for line in (small / "README.md").read_text().splitlines() if line.startswith("| weight files"))
     assert all(part in row for part in shown)
-    with pytest.raises(KflatsError, match="leaves nothing for the named weights"):
+    with pytest.raises(KflatsError, match="keeps nothing of the named weights"):
         compress_folder(with_dense, tmp_path / "none", keep="130kB of all files", **asked)
     assert not (tmp_path / "none").exists()
 

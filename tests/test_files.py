@@ -15,7 +15,8 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_, copy_companions, load_, resolve_model, save, weights_folder
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
-from kflats.model.swap import find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weight
 
 
 class Net(nn.Module):
@@ -122,7 +123,7 @@ def test_bad_files_leave_the_model_as_it_was(tmp_path: Path) -> None:
     rewrite(tmp_path, tensors=good, note=note | {"format_version": 9})
     check("version 9 are not readable")
     rewrite(tmp_path, tensors=good, note=note | {"modules": {"../words": note["modules"]["words"]}})
-    check("not the path of a module")
+    check("not the first of its own places")
     rewrite(tmp_path, tensors=good, note=note | {"modules": {"body": note["modules"]["body"]}})
     check("lacks|unknown")
     rewrite(tmp_path, tensors=good, note="{")
@@ -152,7 +153,7 @@ def test_a_full_disk_leaves_the_earlier_file(tmp_path: Path, monkeypatch: pytest
         filename.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("kflats.io.plain.save_file", full)
+    monkeypatch.setattr("kflats.io.saving.save_file", full)
     with pytest.raises(KflatsError, match="the disk ran full"):
         save(Net(), tmp_path)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"model.safetensors": before}
@@ -194,10 +195,10 @@ def test_an_interrupted_replacement_is_explained(tmp_path: Path) -> None:
     ("error", "message"),
     [
         (None, ""),
-        ("RepositoryNotFoundError", "no such model on the hub"),
-        ("GatedRepoError", "gated"),
-        ("LocalEntryNotFoundError", "cannot be reached"),
-        ("OSError", "could not be fetched"),
+        ("RepositoryNotFoundError", r"no folder owner/model.*RepositoryNotFoundError.*misspelled"),
+        ("GatedRepoError", "GatedRepoError.*gated.*licence"),
+        ("LocalEntryNotFoundError", "LocalEntryNotFoundError.*no network"),
+        ("OSError", "OSError: a broken pipe"),
         ("missing", "huggingface_hub is not installed"),
     ],
 )

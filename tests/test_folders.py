@@ -18,9 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kflats.common.errors import KflatsError
-from kflats.io.atomic_files import replaced, replaced_together
-from kflats.io.atomic_folder import locked, new_folder
-from kflats.io.manifest import MANIFEST, differences, manifest_follows
+from kflats.io.atomic import MANIFEST, differences, locked, manifest_follows, new_folder, replaced
 from kflats.io.partial import Partial
 
 
@@ -192,7 +190,7 @@ def process(program: str, *arguments: object, source: Path) -> Iterator[subproce
 WRITING = """
 import sys, time
 from pathlib import Path
-from kflats.io.atomic_folder import new_folder
+from kflats.io.atomic import new_folder
 with new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("half")
     print("ready", flush=True)
@@ -201,7 +199,7 @@ with new_folder(sys.argv[1], force=True) as aside:
 REPLACING = """
 import sys, time
 from pathlib import Path
-import kflats.io.atomic_folder
+import kflats.io.atomic
 rename = Path.rename
 def stop(self, target):
     if self.name.endswith(".kflats-new"):      # the old folder is aside, the new one is not yet in place
@@ -209,7 +207,7 @@ def stop(self, target):
         time.sleep(60)
     return rename(self, target)
 Path.rename = stop
-with kflats.io.atomic_folder.new_folder(sys.argv[1], force=True) as aside:
+with kflats.io.atomic.new_folder(sys.argv[1], force=True) as aside:
     (aside / "config.json").write_text("new")
 """
 
@@ -366,29 +364,6 @@ def test_an_output_overlaps_no_source(out: str, said: str, force: bool, tmp_path
     with pytest.raises(KflatsError, match=said), new_folder(tmp_path / out, force, [source]):
         pytest.fail("must be refused before any work")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_files_that_change_together_are_all_new_or_all_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "b").write_text("old")
-    replace = os.replace
-
-    def fails(source: Path, goal: Path) -> None:
-        if Path(goal) == tmp_path / "c" and Path(source).parent.name.endswith("aside"):
-            raise OSError(errno.EIO, "Input/output error")
-        replace(source, goal)
-
-    def write() -> None:
-        with replaced_together(tmp_path, ".b") as aside:
-            for name in "abc":
-                (aside / name).write_text("new")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", fails)
-        with pytest.raises(OSError, match="Input/output"):
-            write()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"b": "old"}
-    write()
-    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == dict.fromkeys("abc", "new")
 
 
 TENSORS = {"weight": torch.arange(6.0).reshape(2, 3).half(), "labels": torch.tensor([0, 200], dtype=torch.uint8)}

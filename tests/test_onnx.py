@@ -29,7 +29,8 @@ from kflats.export.onnx import export_onnx
 from kflats.io import load_model
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.registry import LowRankMatrix
-from kflats.model.swap import dense_weight, find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
 
@@ -125,8 +126,7 @@ def test_files_hold_codes_and_not_what_they_decode_to(tmp_path: Path) -> None:
     assert made.difference < 1e-5
     derived = 4 * 6000 + 4 * 128 + table.fields.numel() * 4 + layer.fields.numel() * 4
     assert table.nbytes + layer.nbytes < made.nbytes < table.nbytes + layer.nbytes + derived + 30_000
-    (note,) = made.notes
-    assert f"take {derived:,} bytes in it beside" in note
+    assert made.notes == ()
     assert f"{made.nbytes:,} bytes" in str(made)
 
 

@@ -12,7 +12,8 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
-from kflats.model.swap import dense_weight, find_weight, find_weights, restore_, swap_
+from kflats.model.swap import restore_, swap_
+from kflats.model.weights import dense_weight, find_weight, find_weights
 
 
 def matrix(n: int, d: int, rank: int = 2) -> LowRankMatrix:

@@ -260,17 +260,6 @@ def test_without_texts_the_vocabulary_says_what_is_common() -> None:
     assert small.report.segmentation is None
 
 
-def test_the_seen_alphabet_is_smaller() -> None:
-    model, tokenizer = built("bert")
-    whole = trim(model, tokenizer, keep=120, texts=["ba da ba"])
-    seen = trim(model, tokenizer, keep=120, texts=["ba da ba"], alphabet="seen")
-    assert seen.report.required < whole.report.required
-    assert {"a", "b", "d"} <= set(seen.tokenizer.get_vocab())
-    assert "[UNK]" not in seen.tokenizer.tokenize("bad dab")
-    with pytest.raises(KflatsError, match="not supported without texts"):
-        trim(model, tokenizer, keep=120, alphabet="seen")
-
-
 def test_the_report_is_measured_on_eval_texts() -> None:
     model, tokenizer = built("bert")
     keep = trim_minimum(model, tokenizer) + 30
@@ -309,7 +298,6 @@ def test_all_entries_may_be_kept_and_padding_rows_go() -> None:
         ({"keep": True}, "not a number of entries"),
         ({"keep": 10**6}, "more than the .* of the vocabulary"),
         ({"keep": 3}, "must stay"),
-        ({"keep": 150, "alphabet": "latin"}, "no alphabet is called"),
         ({"keep": 150, "texts": "one string"}, "not one string"),
         ({"keep": 150, "texts": []}, "no texts"),
         ({"keep": 150, "texts": [3]}, "a text must be a string"),
@@ -324,7 +312,7 @@ def test_bad_requests(change: dict[str, Any], message: str) -> None:
 
 def test_bad_models() -> None:
     model, tokenizer = built("bert")
-    with pytest.raises(KflatsError, match="cannot be trimmed without its tokenizer"):
+    with pytest.raises(KflatsError, match="a tokenizer is needed"):
         trim(model, keep=150)
     with pytest.raises(KflatsError, match="no fast tokenizer"):
         trim(model, object(), keep=150)

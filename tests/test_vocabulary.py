@@ -81,7 +81,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 
 def required(state: dict[str, Any]) -> set[int]:
     found = read(state)
-    return {*found.fixed, *found.unspelled(), *mentioned(state), *(i for ids in found.characters.values() for i in ids)}
+    return {*found.fixed, *mentioned(state)}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -152,8 +152,8 @@ def test_entries_that_characters_do_not_spell_stay() -> None:
     found = read(
         {"model": {"type": "WordPiece", "vocab": vocab, "continuing_subword_prefix": "##", "unk_token": "[UNK]"}}
     )
-    assert found.unspelled() == {4}  # there is no "##b"
-    assert read({"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}}).unspelled() == frozenset()
+    assert found.fixed == {0, 1, 2, 3, 4}  # there is no "##b"
+    assert read({"model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}}).fixed == {0}
 
 
 def test_merges_in_both_spellings_and_in_order() -> None:

@@ -27,7 +27,8 @@ from kflats.importance import (
 )
 from kflats.io import annotate_, load_, register_plugin, save
 from kflats.methods import MESSI, SVD, Auto, Entrywise, Flats, KeepDense, KMeansSVD, RobustSVD, Subspace
-from kflats.model.swap import find_weights, restore_
+from kflats.model.swap import restore_
+from kflats.model.weights import find_weights
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.robust_svd import Lewis
 from kflats.planning.decide import plan

@@ -24,7 +24,7 @@ from kflats.compress.pipeline import compress_, compress_folder
 from kflats.evaluation.comparing import Comparison, Fidelity, compare, fidelity, load_tokenizer
 from kflats.io import load_model
 from kflats.methods import SVD
-from kflats.model.swap import dense_weight, find_weight
+from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.coding.rounding import absmax_code
 from kflats.numerics.rows import TensorRows
 from kflats.report.html import render

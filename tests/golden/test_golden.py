@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import kflats
-from kflats.model.swap import dense_weight, find_weight
+from kflats.model.weights import dense_weight, find_weight
 from kflats.recipe.recipe import as_recipe, from_json, to_json
 
 pytest.importorskip("constriction")

@@ -13,7 +13,8 @@ import kflats
 from kflats import Float, KeepDense, KflatsError, Recipe
 from kflats.matrices.registry import DenseMatrix
 from kflats.methods import from_name
-from kflats.model.swap import find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weight
 from kflats.recipe.plan import Plan
 
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -18,7 +18,8 @@ from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix
 from kflats.methods.protocol import Problem
-from kflats.model.swap import find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weight
 from kflats.numerics.coding import encode
 from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.packing import layout_of, pack, unpack

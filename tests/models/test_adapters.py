@@ -20,7 +20,8 @@ from kflats.export.adapters import adapt_lora_
 from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
 from kflats.matrices.registry import LowRankMatrix, Matrix
-from kflats.model.swap import find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weight
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
 IDS = torch.tensor([[5, 9, 150, 7], [8, 120, 6, 1]])

@@ -19,7 +19,8 @@ from transformers import AutoModel, AutoModelForMaskedLM, BertConfig, BertForMas
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_, load_model
 from kflats.matrices.registry import LowRankMatrix
-from kflats.model.swap import find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weight
 
 TABLE = "bert.embeddings.word_embeddings"
 
@@ -178,11 +179,14 @@ BAD = {
     "endless bases": (edited(**{"modules/TABLE/matrix": MANY_BASES}), "claims"),
     "unknown matrix": (edited(**{"modules/TABLE/matrix/kind": "magic"}), "unknown kind"),
     "no matrix": (edited(**{"modules/TABLE/matrix": 7}), "not the description of a matrix"),
-    "unknown role": (edited(**{"modules/TABLE/places/0/role": "oracle"}), "unknown role"),
+    "unknown role": (
+        edited(**{"modules/TABLE/places/0/role": "oracle"}),
+        "role should be one of .*oracle",
+    ),
     "no places": (edited(**{"modules/TABLE/places": []}), "not the first of its own places"),
     "padding outside": (edited(**{"modules/TABLE/places/0/padding_idx": 199}), "padding row 199"),
     "scale no number": (edited(**{"modules/TABLE/places/0/scale": "2"}), "scale should be a finite number"),
-    "rows": (edited(**{"modules/TABLE/matrix_rows": "diagonals"}), "matrix_rows='diagonals'"),
+    "rows": (edited(**{"modules/TABLE/matrix_rows": "diagonals"}), "matrix_rows should be one of .*diagonals"),
     "outputs of an embedding": (
         edited(**{"modules/TABLE/matrix_rows": "out_features"}),
         "is an embedding whose matrix has outputs as rows",

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModel, BertConfig, BertModel
 
-import kflats.io.coded
+import kflats.io.saving
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_, load_, load_model, save
-from kflats.model.swap import find_weight, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import find_weight
 
 pytest.importorskip("constriction")
 
@@ -46,7 +47,7 @@ def original() -> Any:
 def save_fixed(model: Any, folder: Path) -> None:
     """As where constriction is not installed: codes at fixed rates."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kflats.io.coded, "find_spec", lambda name: None)
+        patch.setattr(kflats.io.saving, "find_spec", lambda name: None)
         model.save_pretrained(folder)
 
 
@@ -217,13 +218,18 @@ def test_a_config_with_changed_bytes_is_refused_or_right(folder: Path, original:
 
 
 @pytest.mark.parametrize("streams", [True, False])
-def test_a_flipped_bit_of_a_plain_file_is_refused(streams: bool, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_a_plain_file_is_refused(
+    streams: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not streams:
+        monkeypatch.setattr(kflats.io.saving, "find_spec", lambda name: None)
+
     def net() -> nn.Module:
         return nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8))
 
     model = net()
     swap_(model, find_weight(model, "0"), coded(50, 8))
-    save(model, tmp_path, streams=streams)
+    save(model, tmp_path)
     for _ in flips(tmp_path / "model.safetensors", ("0.", "1."), 3):
         with pytest.raises(KflatsError, match="damaged"):
             load_(net(), tmp_path)

@@ -21,7 +21,8 @@ from kflats.common.errors import KflatsError
 from kflats.io import annotate_, copy_companions, load_model, weights_folder
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import LowRankMatrix
-from kflats.model.swap import dense_weight, find_weight, find_weights, swap_
+from kflats.model.swap import swap_
+from kflats.model.weights import dense_weight, find_weight, find_weights
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
 

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import batched_texts, check_known
-from kflats.common.token_batches import IGNORED, pad_id, padded_batch, tokenize
+from kflats.common.texts import IGNORED, batched_texts, check_known, pad_id, padded_batch, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

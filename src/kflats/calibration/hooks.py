@@ -19,8 +19,7 @@ from kflats.calibration.layouts import ALONE, Layout, by_sample, entering, place
 from kflats.calibration.running import batch_size, decoder_positions, is_encoder_decoder
 from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import BatchValue, device_of, evaluating, widened
-from kflats.model.roles import embedding_scale
-from kflats.model.weights import Weight
+from kflats.model.weights import Weight, embedding_scale
 from kflats.numerics.statistics import wide
 
 

@@ -7,7 +7,6 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -18,8 +17,7 @@ from kflats.common.formatting import plain, table, visible
 from kflats.common.hashing import sha256
 from kflats.common.schema import Json, check_version
 from kflats.importance.protocol import Measured
-from kflats.io.atomic_files import replaced
-from kflats.io.write_errors import explain
+from kflats.io.atomic import replaced
 
 FIELDS: dict[str, str] = {
     "counts": "n",
@@ -99,14 +97,8 @@ class Statistics:
                 "unreached": list(self.unreached),
             }
         )
-        path = Path(path)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with replaced(path) as aside:
-                save_file(tensors, aside, metadata={"kflats_statistics": note, "sha256": _digest(note, tensors)})
-        except (OSError, SafetensorError) as error:
-            explain(error, path)
-            raise
+        with replaced(path) as aside:
+            save_file(tensors, aside, metadata={"kflats_statistics": note, "sha256": _digest(note, tensors)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Statistics:

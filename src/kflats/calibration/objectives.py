@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from kflats.calibration.running import batch_size, decoder_mask, pooled, run, take, task_output
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
-from kflats.common.token_batches import IGNORED
+from kflats.common.texts import IGNORED
 from kflats.evaluation.encoding import Batch
 
 Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]

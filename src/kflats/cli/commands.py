@@ -35,7 +35,7 @@ from kflats.evaluation.comparing import weight_file_bytes
 from kflats.export.dense import export_dense
 from kflats.export.onnx import export_onnx
 from kflats.io import load_model, resolve_model
-from kflats.io.atomic_files import check_file
+from kflats.io.atomic import check_file
 from kflats.model.weights import factored_layers, find_weights
 from kflats.recipe.plan import Plan
 from kflats.recover.recover import recover_folder
@@ -166,16 +166,13 @@ def trim(
         Path | None,
         typer.Option("--eval-texts", metavar="FILE", help="Texts that the report is measured on. Default: --texts."),
     ] = None,
-    alphabet: Annotated[
-        str, typer.Option("--alphabet", help="Single characters to keep: all of them, or those seen in --texts.")
-    ] = "all",
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
     """Keep the N commonest tokens of a vocabulary, in the model and its tokenizer; removed words become pieces."""
     counted, evaluated = texts_of(texts), texts_of(eval_texts)
     quiet_transformers()
-    report = trim_folder(model, out, keep=keep, texts=counted, eval_texts=evaluated, alphabet=alphabet, force=force)
+    report = trim_folder(model, out, keep=keep, texts=counted, eval_texts=evaluated, force=force)
     if not quiet:
         typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out})")
 

@@ -20,7 +20,7 @@ from kflats.codecs import from_name as codec_of
 from kflats.common.errors import KflatsError
 from kflats.common.texts import read_texts
 from kflats.importance import Importance
-from kflats.io.atomic_files import check_file
+from kflats.io.atomic import check_file
 from kflats.methods import Auto, KeepDense, Method
 from kflats.numerics.loss import from_name as loss_of
 from kflats.planning.calibration_data import SAMPLES

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 
 class KflatsError(ValueError):
     """A request that cannot be carried out as asked.
@@ -11,9 +13,10 @@ class KflatsError(ValueError):
 
     Args:
         symptom: what cannot be done. cause: why. hint: what to do instead, in Python.
-        command: what to do instead on the command line, where ``hint`` names Python.
+        command: what to do instead on the command line, where ``hint`` names more of Python than arguments, of which
+            the command line has options of the same names.
 
-    >>> error = KflatsError("no budget is given", hint='keep="60%"', command="--keep 60%")
+    >>> error = KflatsError("no budget is given", hint='keep="60%"')
     >>> str(error)
     'no budget is given. Try: keep="60%".'
     >>> error.on_command_line()
@@ -26,7 +29,8 @@ class KflatsError(ValueError):
 
     def on_command_line(self) -> str:
         """The message with what to do on the command line."""
-        return _sentences(self.symptom, self.cause, self.command or self.hint)
+        options = re.sub(r'\b[a-z_]+=(True|"[^"]*")', _as_option, self.hint)
+        return _sentences(self.symptom, self.cause, self.command or options)
 
     def about(self, name: str) -> KflatsError:
         """The same error, whose symptom begins with ``name``: the weight or file that it is about."""
@@ -35,6 +39,12 @@ class KflatsError(ValueError):
 
 class NoGradientSignalError(KflatsError):
     """No gradient reached a weight: all statistics measured of it are zero."""
+
+
+def _as_option(argument: re.Match[str]) -> str:
+    """A Python argument such as ``keep="60%"`` as an option such as ``--keep 60%``."""
+    name, _, value = argument[0].partition("=")
+    return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value if ' ' in value else value[1:-1]}")
 
 
 def _sentences(symptom: str, cause: str, hint: str) -> str:

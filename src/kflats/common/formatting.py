@@ -85,12 +85,9 @@ def table(
     shown = Table(box=_LINES, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for place, name in enumerate(columns):
         shown.add_column(Text(visible(name)), justify="left" if place < left else "right", no_wrap=place >= left)
-    for row in rows:
-        shown.add_row(*_cells(row))
-    if rows and totals:
-        shown.add_section()
-    for row in totals:
-        shown.add_row(*_cells(row))
+    for place, row in enumerate((*rows, *totals), 1):
+        # Text, not str: rich reads "[...]" in a str as markup, and "[unused1]" is a token.
+        shown.add_row(*(Text(visible(cell)) for cell in row), end_section=bool(totals) and place == len(rows))
     return shown
 
 
@@ -106,8 +103,3 @@ def plain(shown: Table) -> str:
     out = StringIO()
     Console(file=out, width=_WIDTH, color_system=None, force_terminal=False, highlight=False).print(shown)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-def _cells(row: Sequence[str]) -> list[Text]:
-    # Text, not str: rich reads "[...]" in a str as markup, and "[unused1]" is a token.
-    return [Text(visible(cell)) for cell in row]

@@ -59,6 +59,6 @@ def crc32(parts: Iterable[Part]) -> int:
 
 def _buffer(part: Part) -> memoryview:
     if isinstance(part, Tensor):
-        found: memoryview = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return found
+        data: memoryview = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        return data
     return memoryview(part.encode() if isinstance(part, str) else part)

@@ -35,11 +35,6 @@ class Registry(Generic[T]):
     kinds: tuple[type[T], ...]
     names: Mapping[str, Callable[..., T]]
 
-    @property
-    def group(self) -> str:
-        """The group of entry points by which other packages announce theirs."""
-        return f"kflats.{self.axis}s"
-
     def all_names(self) -> tuple[str, ...]:
         """Every name that the command line knows; nothing of another package is imported."""
         return (*self.names, *(entry.name for entry in self._announced()))
@@ -81,22 +76,18 @@ class Registry(Generic[T]):
         return next((kind for kind in self.all_kinds() if kind.__name__ == class_name), None)
 
     def _announced(self) -> tuple[EntryPoint, ...]:
-        return tuple(entry for entry in entry_points(group=self.group) if entry.name not in self.names)
+        return tuple(entry for entry in entry_points(group=f"kflats.{self.axis}s") if entry.name not in self.names)
 
     def _load(self, entry: EntryPoint) -> type[T]:
         package = entry.dist.name if entry.dist else entry.value
         try:
             kind = entry.load()
+            if not isinstance(kind, type) or any(own.__name__ == kind.__name__ for own in self.kinds):
+                raise TypeError(f"{entry.value} is not a class with a name of its own")
         except Exception as error:  # whatever the other package raises
             raise KflatsError(
                 f"the {self.axis} {entry.name!r} of the package {package!r} cannot be loaded",
                 cause=f"{type(error).__name__}: {error}",
                 hint=f"repair or remove the package {package!r}",
             ) from error
-        if not isinstance(kind, type) or any(own.__name__ == kind.__name__ for own in self.kinds):
-            raise KflatsError(
-                f"the {self.axis} {entry.name!r} of the package {package!r} cannot be used",
-                cause=f"{entry.value} is not a class with a name of its own",
-                hint=f"repair or remove the package {package!r}",
-            )
         return kind

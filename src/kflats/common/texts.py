@@ -1,21 +1,27 @@
-"""Text files: UTF-8, one sentence a line."""
+"""Texts: from UTF-8 files, one sentence a line, to token ids and padded batches."""
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from kflats.common.errors import KflatsError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+IGNORED = -100
+"""The label of a position without a target; losses of torch and transformers leave it out."""
 
 
 def read_texts(path: str | os.PathLike[str]) -> tuple[str, ...]:
@@ -50,15 +56,12 @@ def check_texts(texts: object) -> None:
         raise KflatsError(
             "texts must be a sequence of strings, not one string", hint="[text]", command="a file of texts"
         )
-    if isinstance(texts, os.PathLike):
-        path = os.fspath(texts)
+    if isinstance(texts, os.PathLike) or not isinstance(texts, Iterable):
         raise KflatsError(
-            f"texts must be strings, not the path {path!r}",
-            hint="kflats.common.texts.read_texts(path), which gives its lines",
+            f"texts must be a sequence of strings, not {texts!r:.80}",
+            hint="kflats.common.texts.read_texts(path) gives the lines of a file",
             command="a file of texts",
         )
-    if not isinstance(texts, Iterable):
-        raise KflatsError(f"texts must be a sequence of strings, not {type(texts).__name__}", hint="a list of strings")
 
 
 def batched_texts(texts: Iterable[str], count: int = 512) -> Iterator[list[str]]:
@@ -108,20 +111,126 @@ def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def _sentences(data: bytes, where: str) -> tuple[str, ...]:
-    if b"\0" in data:
+def token_limit(tokenizer: PreTrainedTokenizerBase | None, max_length: int, model: nn.Module | None = None) -> int:
+    """``max_length``, or less where the limit of the tokenizer or of the model's table of positions is smaller."""
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    # Two positions less than the table has: RoBERTa's and MPNet's positions begin after the padding id.
+    limits = [max_length, getattr(tokenizer, "model_max_length", None), positions - 2 if positions else None]
+    return max(1, min(n for n in limits if isinstance(n, int) and n > 0))
+
+
+def tokenize(
+    tokenizer: PreTrainedTokenizerBase | None,
+    *texts: Sequence[Any],
+    max_length: int,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Any:
+    """Call the tokenizer with truncation at ``token_limit``, and check the ids against the model's vocabulary.
+
+    Args:
+        tokenizer: of transformers.
+        texts: the first texts, and the second texts where an example is a pair.
+        max_length: tokens of one example. model: whose positions and vocabulary limit the ids; None: neither does.
+        options: of the tokenizer.
+
+    Returns:
+        The tokenizer's ``BatchEncoding``: lists by name, without attention masks.
+
+    Raises:
+        KflatsError: no tokenizer, or ids beyond the model's vocabulary.
+    """
+    limit = token_limit(tokenizer, max_length, model)
+    encoded = required(tokenizer)(
+        *map(list, texts), truncation=True, max_length=limit, return_attention_mask=False, **options
+    )
+    check_ids(encoded["input_ids"], model)
+    return encoded
+
+
+def tokenize_texts(
+    tokenizer: PreTrainedTokenizerBase | None, texts: Sequence[str], max_length: int, model: nn.Module | None = None
+) -> list[list[int]]:
+    """Token ids of each text, special tokens included; one padding id for a text without a token."""
+    rows = tokenize(tokenizer, texts, max_length=max_length, model=model)["input_ids"]
+    return [list(row) or [pad_id(tokenizer)] for row in rows]
+
+
+def required(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """The tokenizer; raises KflatsError where there is none."""
+    if tokenizer is None:
         raise KflatsError(
-            f"{where} is not a text file: it has zero bytes",
-            cause="a binary file (Parquet, a checkpoint), or UTF-16",
-            hint="give a UTF-8 file, one sentence a line",
+            "a tokenizer is needed",
+            cause="the model's folder has none",
+            hint="tokenizer=...",
+            command="save one in the model's folder",
         )
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+    return tokenizer
+
+
+def check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None) -> None:
+    """Raises KflatsError for ids beyond the vocabulary of ``model``."""
+    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    largest = max((max(row) for row in rows if len(row)), default=0)
+    if isinstance(vocabulary, int) and largest >= vocabulary:
         raise KflatsError(
-            f"{where} is not UTF-8 (byte {error.start})",
-            cause="another encoding, or a binary file",
-            hint="convert it, for example: iconv -f latin1 -t utf-8",
+            f"the tokenizer gives id {largest}, but the model's vocabulary has {vocabulary} entries",
+            cause="a tokenizer of another model",
+            hint="the tokenizer of the model's own folder",
+        )
+
+
+def pad_id(tokenizer: PreTrainedTokenizerBase | None, model: nn.Module | None = None) -> int:
+    """The id to pad with: that of the model's config, else the tokenizer's padding or another special token, else 0."""
+    ids = [getattr(getattr(model, "config", None), "pad_token_id", None)]
+    ids += [getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos", "bos", "unk")]
+    return next((i for i in ids if isinstance(i, int) and i >= 0), 0)
+
+
+def pad(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+    """(rows, longest) int64, padded at the right.
+
+    >>> pad([[5, 6], [7]], 0).tolist()
+    [[5, 6], [7, 0]]
+    """
+    return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=filler)
+
+
+def padded_batch(
+    rows: Sequence[Mapping[str, Sequence[int]]], filler: int, device: torch.device | str = "cpu"
+) -> dict[str, Tensor]:
+    """One batch: token ids padded with ``filler``, other columns (token types) with 0, and the attention mask.
+
+    >>> padded_batch([{"input_ids": [5, 6]}, {"input_ids": [7]}], 9)["attention_mask"].tolist()
+    [[1, 1], [1, 0]]
+    """
+    batch = {name: pad([row[name] for row in rows], filler if name == "input_ids" else 0) for name in rows[0]}
+    batch["attention_mask"] = pad([[1] * len(row["input_ids"]) for row in rows], 0)
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def batches_by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]:
+    """Places of the examples of each batch, the longest examples first: memory is largest at once, not at the end.
+
+    >>> list(batches_by_length([1, 3, 2], 2))
+    [[1, 2], [0]]
+    """
+    if batch < 1:
+        raise KflatsError(f"a batch size of {batch} is not supported", hint="batch >= 1")
+    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    return (order[start : start + batch] for start in range(0, len(order), batch))
+
+
+def _sentences(data: bytes, where: str) -> tuple[str, ...]:
+    try:
+        if b"\0" in data:
+            raise ValueError("it has zero bytes")
+        text = data.decode("utf-8-sig")
+    except ValueError as error:
+        raise KflatsError(
+            f"{where} is not UTF-8 text: {error}",
+            cause="a binary file (Parquet, a checkpoint), or another encoding",
+            hint="a UTF-8 file, one sentence a line; for example iconv -f latin1 -t utf-8 converts one",
         ) from error
     sentences = tuple(stripped for line in text.split("\n") if (stripped := line.strip()))
     if not sentences:

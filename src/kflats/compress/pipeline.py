@@ -19,11 +19,12 @@ from kflats.compress.resume import measured_once, model_fingerprint, work_finger
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
 from kflats.evaluation.encoding import Batch
 from kflats.io import annotate_, load_model, save_model
-from kflats.io.atomic_folder import new_folder
+from kflats.io.atomic import new_folder
 from kflats.io.partial import Partial
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Method
-from kflats.model.swap import Weight, swap_, unchanged_on_error
+from kflats.model.swap import swap_, unchanged_on_error
+from kflats.model.weights import Weight
 from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
 from kflats.planning.strategies import Allocation

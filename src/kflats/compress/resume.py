@@ -15,7 +15,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
 from kflats.common.release import version
 from kflats.io.partial import Partial
-from kflats.model.swap import Weight
+from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData, needed, statistics_digest
 from kflats.planning.decide import Decided
 from kflats.recipe.recipe import Recipe, to_json

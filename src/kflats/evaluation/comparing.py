@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, share, size, table, visible
-from kflats.common.texts import packaged_texts
-from kflats.common.token_batches import pad_id, padded_batch, tokenize_texts
+from kflats.common.texts import packaged_texts, pad_id, padded_batch, tokenize_texts
 from kflats.evaluation.encoding import MAX_TOKENS, device_of, encode, evaluating, last_hidden_state, rare_words
 from kflats.io import load_model, resolve_model, weights_folder
 from kflats.io.sources import weight_files

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.common.token_batches import batches_by_length, pad_id, padded_batch, tokenize_texts
+from kflats.common.texts import batches_by_length, pad_id, padded_batch, tokenize_texts
 from kflats.matrices.layers import FactoredEmbedding
 
 if TYPE_CHECKING:

@@ -7,9 +7,8 @@ from functools import cache
 from typing import Any
 
 from kflats.common.errors import KflatsError
+from kflats.common.release import needed
 from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
-
-_STARTS = (True, False, "gaussian", "orthogonal")
 
 
 def adapt_lora_(config: Any) -> None:
@@ -33,7 +32,8 @@ def adapt_lora_(config: Any) -> None:
     >>> adapted(torch.ones(1, 9)).shape
     torch.Size([1, 8])
     """
-    if getattr(config, "use_dora", False) or getattr(config, "init_lora_weights", True) not in _STARTS:
+    starts = (True, False, "gaussian", "orthogonal")
+    if getattr(config, "use_dora", False) or getattr(config, "init_lora_weights", True) not in starts:
         raise KflatsError(
             "an adapter that starts from the dense weight is not supported with a factored layer",
             cause="use_dora, and init_lora_weights such as pissa, olora or loftq, read the dense weight",
@@ -60,10 +60,7 @@ class _NeverMerged:
 
 @cache
 def _classes() -> dict[type, type]:
-    try:
-        from peft.tuners import lora
-    except ImportError as error:
-        raise KflatsError("an adapter needs peft", cause="peft is not installed", hint="pip install peft") from error
+    lora = needed("peft.tuners.lora", "peft", "an adapter")
     return {
         FactoredLinear: type("FactoredLora", (_NeverMerged, lora.Linear), {}),
         FactoredEmbedding: type("FactoredEmbeddingLora", (_NeverMerged, lora.Embedding), {}),

@@ -16,7 +16,7 @@ from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.io import load_model
-from kflats.io.atomic_folder import new_folder
+from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, resolve_model, weights_folder
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredLinear
@@ -88,7 +88,8 @@ def export_dense(
     folder = None if isinstance(model, nn.Module) else resolve_model(model)
     with new_folder(out, force, [] if folder is None else [folder]) as aside:
         dense: Any = copy.deepcopy(model) if folder is None else load_model(folder)
-        lost, names = _check(dense, drop_biases), _weights(dense)
+        lost = _check(dense, drop_biases)
+        names = tuple(name for name, layer in factored_layers(dense) if layer.owns_matrix)
         restore_(dense)
         if folder is None:
             _save(dense, aside)
@@ -103,16 +104,10 @@ def export_dense(
 
 
 def _save(dense: Any, folder: Path) -> None:
-    if is_sentence_transformer(dense):
-        dense.save(str(folder))
-    elif any(part is dense for _, part in pretrained_models(dense)):
+    if is_sentence_transformer(dense) or any(part is dense for _, part in pretrained_models(dense)):
         dense.save_pretrained(folder)
     else:
         save_model(dense, str(folder / "model.safetensors"), metadata={"format": "pt"})
-
-
-def _weights(model: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, layer in factored_layers(model) if layer.owns_matrix)
 
 
 def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:
@@ -121,19 +116,15 @@ def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:
     if not layers:
         raise KflatsError(
             f"nothing in this {type(model).__name__} is factored, so it is dense already",
-            hint="a folder that kflats compress wrote, or a model after compress_",
-            command="a folder that kflats compress wrote",
+            hint="a folder that kflats compress wrote",
         )
     gained = tuple(
         name for name, layer in layers if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias
     )
     if gained and not drop_biases:
         raise KflatsError(
-            f"{gained[0]!r} and {len(gained) - 1} more layers have a bias that an ordinary checkpoint cannot hold"
-            if len(gained) > 1
-            else f"{gained[0]!r} has a bias that an ordinary checkpoint cannot hold",
+            f"an ordinary checkpoint cannot hold the bias of {gained[0]!r}, the first of {len(gained)}",
             cause="compression added the bias, for the mean of the error, and the architecture has none there",
             hint="drop_biases=True, which leaves it out: outputs then differ by that constant",
-            command="--drop-biases, which leaves it out: outputs then differ by that constant",
         )
     return gained

@@ -6,33 +6,35 @@ The file holds factors or codes, and the runtime computes the rows that it looks
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from kflats.calibration.running import is_encoder_decoder, task_output
 from kflats.common.errors import KflatsError
-from kflats.common.release import version
-from kflats.evaluation.encoding import evaluating
-from kflats.export.onnx_graphs import Graph, graph_of
-from kflats.io.atomic_files import check_file, replaced_together
-from kflats.io.atomic_folder import locked
+from kflats.common.release import needed, version
+from kflats.evaluation.encoding import evaluating, last_hidden_state
+from kflats.io import load_model, resolve_model
+from kflats.io.atomic import check_file, locked, replaced
 from kflats.io.headers import VERSION_KEY
-from kflats.io.write_errors import explain
-from kflats.model.describe import compute_dtype
-from kflats.model.weights import factored_layers
+from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
 from kflats.report.analysis import stored_bytes
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18
+_DENSE = "kflats export --dense, and another exporter on that checkpoint"
 _SMALL = 1024  # numbers in a constant that is folded
+_TEXT_SHAPES = ((2, 7), (1, 1), (5, 1), (1, 12), (4, 23))
+"""Batches and lengths of the check of a text model; the first is recorded."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,8 @@ class OnnxExport:
     """The result of ``export_onnx``, and its difference from PyTorch.
 
     Args:
-        path: the file; a model beyond 1.9 GB has its numbers in ``<path>.data`` beside it.
-        nbytes: bytes of the file and its data file.
+        path: the file.
+        nbytes: its bytes.
         inputs, outputs: their names, in order.
         difference: largest absolute difference between onnxruntime and PyTorch over all shapes tried.
         notes: remarks on the file for its user.
@@ -99,44 +101,35 @@ def export_onnx(
             it; a tolerance that is not positive; a model that cannot be recorded; outputs that differ; a full disk. A
             refused file is removed.
     """
-    _require("onnx", "onnxruntime", "onnxscript")
+    for package in ("onnx", "onnxruntime", "onnxscript"):
+        needed(package, "kflats[onnx]", "export to ONNX")
     goal = Path(path).expanduser().resolve()
     check_file(goal, force, _is_own_export)
     if not 0 < tolerance < math.inf:
         raise KflatsError(
             f"tolerance={tolerance!r} is not a positive number", hint="a small positive number such as 1e-4"
         )
-    graph = graph_of(model, inputs, pooled)
-    notes = []
+    graph = _graph_of(model, inputs, pooled)
+    if stored_bytes(graph.model) > _LARGEST:
+        raise KflatsError(
+            f"this {type(graph.model).__name__} is too large for an ONNX file",
+            cause=f"it stores {stored_bytes(graph.model):,} bytes, and one file holds at most 2 GiB",
+            hint=_DENSE,
+        )
     if (dtype := compute_dtype(graph.model)) != torch.float32:
         graph = graph.of(copy.deepcopy(graph.model).cpu().float())
-        notes.append(f"recorded in float32: the model computes in {str(dtype).removeprefix('torch.')}")
     elif any(not tensor.is_cpu for tensor in graph.model.state_dict().values()):
         graph = graph.of(copy.deepcopy(graph.model).cpu())
-    with evaluating(graph), torch.no_grad(), _written_aside(goal, force) as aside:
-        _record(graph, aside, external=stored_bytes(graph.model) > _LARGEST)
+    notes = [] if dtype == torch.float32 else [f"recorded in float32: the model computes in {str(dtype)[6:]}"]
+    with evaluating(graph), torch.no_grad(), locked(goal), replaced(goal) as aside:
+        _record(graph, aside)
         difference = _check(graph, aside, tolerance)
-        size = sum(file.stat().st_size for file in aside.parent.iterdir())
-    if more := _derived(graph.model):
-        notes.append(
-            f"flats and codes take {more:,} bytes in it beside those of their fixed-rate form: "
-            "where each row and column lies"
-        )
+        size = aside.stat().st_size
+        check_file(goal, force, _is_own_export)
     return OnnxExport(goal, size, graph.names, graph.outputs, difference, tuple(notes))
 
 
-def _derived(model: nn.Module) -> int:
-    """Bytes of the buffers that matrices derive from their stored tensors; the graph needs them to look up rows."""
-    found = 0
-    for _, layer in factored_layers(model):
-        if layer.owns_matrix:
-            buffers = layer.matrix.named_buffers()
-            hidden = layer.matrix._non_persistent_buffers_set
-            found += sum(t.numel() * t.element_size() for name, t in buffers if name in hidden)
-    return found
-
-
-def _record(graph: Graph, path: Path, *, external: bool) -> None:
+def _record(graph: _Graph, path: Path) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import optimize
 
@@ -161,9 +154,8 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
             optimize(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
             ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
             program.model.metadata_props[VERSION_KEY] = version()
-            program.save(str(path), external_data=external)
-    except OSError as error:
-        explain(error, path)
+            program.save(str(path))
+    except OSError:
         raise
     except Exception as error:  # torch.export raises whatever the model's own code raised, in many classes
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -171,11 +163,11 @@ def _record(graph: Graph, path: Path, *, external: bool) -> None:
             f"this {type(graph.model).__name__} cannot be recorded: {reason[:200]}",
             cause="its forward has steps that depend on data, or operators that ONNX lacks",
             hint="torch.onnx.export(model, ..., dynamo=True, report=True) on the original model shows the details",
-            command="--dense, and another exporter on that checkpoint",
+            command=_DENSE,
         ) from error
 
 
-def _check(graph: Graph, path: Path, tolerance: float) -> float:
+def _check(graph: _Graph, path: Path, tolerance: float) -> float:
     """The largest difference between onnxruntime and PyTorch; more than ``tolerance`` is an error."""
     import onnxruntime
 
@@ -183,47 +175,25 @@ def _check(graph: Graph, path: Path, tolerance: float) -> float:
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     worst = 0.0
-    for given in graph.trials():
-        wanted = graph(*given)
-        feed = {name: tensor.numpy() for name, tensor in zip(graph.names, given, strict=True)}
-        for name, here, there in zip(graph.outputs, _as_tuple(wanted), session.run(None, feed), strict=True):
-            found = torch.from_numpy(there)
-            shapes = [tuple(t.shape) for t in given]
-            if found.shape != here.shape:
-                raise KflatsError(
-                    f"{name} of the recorded model is {tuple(found.shape)} for inputs of {shapes}, "
-                    f"not {tuple(here.shape)}",
-                    cause="the model's forward depends on the size of the recorded example",
-                    hint="kflats export --dense, and another exporter on that checkpoint",
-                )
-            difference = float((found - here).abs().max()) if here.numel() else 0.0
-            if not difference <= tolerance * max(1.0, float(here.abs().max())):
-                raise KflatsError(
-                    f"{name} of the recorded model differs by {difference:.2g} for inputs of {shapes}, "
-                    f"more than {tolerance:g}",
-                    cause="a step of the model's forward that depends on data, or a defect of the exporter",
-                    hint="kflats export --dense, and another exporter on that checkpoint",
-                )
-            worst = max(worst, difference)
+    for tensors in graph.trials():
+        here, name = graph(*tensors), graph.outputs[0]
+        feed = {name: tensor.numpy() for name, tensor in zip(graph.names, tensors, strict=True)}
+        recorded = torch.from_numpy(session.run(None, feed)[0])
+        if recorded.shape != here.shape:
+            problem = f"is {tuple(recorded.shape)}, not {tuple(here.shape)}"
+        else:
+            difference = float((recorded - here).abs().max()) if here.numel() else 0.0
+            close = difference <= tolerance * max(1.0, float(here.abs().max()) if here.numel() else 0.0)
+            problem = "" if close else f"differs by {difference:.2g}, more than {tolerance:g}"
+        if problem:
+            raise KflatsError(
+                f"{name} of the recorded model {problem} for inputs of {[tuple(t.shape) for t in tensors]}",
+                cause="the model's forward depends on data or on the size of the recorded example, or a defect of "
+                "the exporter",
+                hint=_DENSE,
+            )
+        worst = max(worst, difference)
     return worst
-
-
-def _as_tuple(value: Any) -> Sequence[Tensor]:
-    return value if isinstance(value, tuple) else (value,)
-
-
-@contextmanager
-def _written_aside(goal: Path, force: bool) -> Iterator[Path]:
-    """A path in a temporary folder; at the end all files there move beside ``goal``, or none of them."""
-    try:
-        with locked(goal), replaced_together(goal.parent, f".{goal.name}") as aside:
-            yield aside / goal.name
-            check_file(goal, force, _is_own_export)
-            for file in aside.iterdir() if not goal.exists() else ():
-                check_file(goal.parent / file.name)  # the data file of another graph
-    except OSError as error:
-        explain(error, goal)
-        raise
 
 
 def _is_own_export(path: Path) -> bool:
@@ -237,12 +207,168 @@ def _is_own_export(path: Path) -> bool:
     return any(entry.key == VERSION_KEY for entry in entries)
 
 
-def _require(*packages: str) -> None:
-    from importlib.util import find_spec
+class _Graph(nn.Module):
+    """A model as a function of tensors with one output tensor, with the inputs to record and to check it.
 
-    if missing := [name for name in packages if find_spec(name) is None]:
+    Args:
+        model: the model.
+        kind: "pooled" (masked mean, length 1), "sentence" (a SentenceTransformer), "text" (logits or last hidden
+            states) or "any".
+        names: the names of the inputs.
+        example: one tensor for each input.
+        axes: for each input, the names of the axes that vary.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        kind: str,
+        names: tuple[str, ...],
+        example: tuple[Tensor, ...],
+        axes: tuple[dict[int, str], ...],
+        outputs: tuple[str, ...],
+    ) -> None:
+        super().__init__()
+        self.model, self.kind = model, kind
+        self.names, self.example, self.axes, self.outputs = names, example, axes, outputs
+
+    def forward(self, *tensors: Tensor) -> Tensor:
+        inputs = dict(zip(self.names, tensors, strict=True))
+        if self.kind == "sentence":
+            sentences: Tensor = self.model(inputs)["sentence_embedding"]
+            return sentences
+        if self.kind == "pooled":
+            hidden, mask = last_hidden_state(self.model, inputs), inputs["attention_mask"].unsqueeze(-1)
+            total = (hidden * mask.to(hidden.dtype)).sum(1)
+            return F.normalize(total / mask.sum(1).clamp(min=1).to(hidden.dtype), dim=1)
+        return _output(self.model(**inputs, **_quiet(self.model)), self.outputs[0])
+
+    def of(self, model: nn.Module) -> _Graph:
+        """The graph of ``model``, which is a copy in float32 on the CPU."""
+        example = tuple(t.cpu().float() if t.is_floating_point() else t.cpu() for t in self.example)
+        return _Graph(model, self.kind, self.names, example, self.axes, self.outputs)
+
+    def trials(self) -> Iterator[tuple[Tensor, ...]]:
+        """Inputs of several batches and lengths, the same in every run."""
+        if self.kind != "any":
+            for batch, length in _TEXT_SHAPES:
+                yield _texts(self.model, self.names, batch, length)
+            return
+        yield self.example
+        yield tuple(t[:1] for t in self.example)
+        yield tuple(torch.cat([t, t.flip(0), t]) for t in self.example)
+        if any("length" in axes.values() for axes in self.axes):
+            pairs = list(zip(self.example, self.axes, strict=True))
+            yield tuple(t[:, : -(-t.shape[1] // 2)] if "length" in axes.values() else t for t, axes in pairs)
+
+
+def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Tensor] | None, pooled: bool) -> _Graph:
+    """The graph to record of a model or of a model folder.
+
+    Raises:
+        KflatsError: a module that does not read text, without ``inputs``; a model that generates with a decoder of
+            its own.
+    """
+    if not isinstance(model, nn.Module):
+        model = _loaded(resolve_model(model), pooled)
+    sentences = is_sentence_transformer(model)
+    forward = inspect.signature(model.forward).parameters
+    if inputs is not None:
+        if pooled:
+            raise KflatsError(
+                "pooled is not supported with inputs",
+                cause="only models that read text are pooled",
+                hint="leave one of them out",
+            )
+        return _any_graph(model, inputs)
+    reads_text = any(part is model for _, part in pretrained_models(model)) and (pooled or "input_ids" in forward)
+    if not sentences and not reads_text:
         raise KflatsError(
-            f"export to ONNX needs {', '.join(missing)}",
-            cause="the extra 'onnx' is not installed",
-            hint="pip install 'kflats[onnx]'",
+            f"a {type(model).__name__} cannot be recorded without examples of its inputs",
+            cause="its inputs are unknown, because it is not a model of transformers that reads text",
+            hint='inputs={"x": an example, ...}, as for model(**inputs)',
+            command=_DENSE,
         )
+    if sentences or pooled:
+        kind = "sentence" if sentences else "pooled"
+        return _text_graph(model, kind, ("input_ids", "attention_mask"), "sentence_embedding")
+    if is_encoder_decoder(model):
+        raise KflatsError(
+            f"{type(model).__name__} cannot be recorded as one graph",
+            cause="its decoder runs once for each token, with a state",
+            hint="pooled=True for its encoder, or an exporter of generation (optimum) on the dense checkpoint",
+        )
+    names = ["input_ids", "attention_mask"]
+    # Pairs of texts need token types; a table of one type has no information.
+    if "token_type_ids" in forward and getattr(model.config, "type_vocab_size", 0) > 1:
+        names.append("token_type_ids")
+    return _text_graph(model, "text", tuple(names), "")
+
+
+def _loaded(folder: Path, pooled: bool) -> nn.Module:
+    if not pooled or not (folder / "modules.json").is_file():
+        model: nn.Module = load_model(folder)
+        return model
+    library = needed("sentence_transformers", "kflats[st]", "pooling by the modules of that folder")
+    # Other arguments keep their defaults; no code of the folder is run.
+    sentences: nn.Module = library.SentenceTransformer(
+        str(folder), device="cpu", trust_remote_code=False, local_files_only=True
+    )
+    return sentences
+
+
+def _text_graph(model: nn.Module, kind: str, names: tuple[str, ...], output: str) -> _Graph:
+    example = _texts(model, names, *_TEXT_SHAPES[0])
+    if not output:
+        device = next(model.parameters()).device
+        with torch.no_grad():
+            result = model(**{n: t.to(device) for n, t in zip(names, example, strict=True)}, **_quiet(model))
+        output = "logits" if task_output(result) is not None else "last_hidden_state"
+    axes = tuple({0: "batch", 1: "length"} for _ in names)
+    return _Graph(model, kind, names, example, axes, (output,))
+
+
+def _any_graph(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Graph:
+    if not inputs or not all(isinstance(t, Tensor) and t.ndim and len(t) > 1 for t in inputs.values()):
+        raise KflatsError(
+            "inputs must be tensors of two or more examples",
+            hint='inputs={"x": torch.rand(2, 9)}',
+            command=_DENSE,
+        )
+    axes = tuple(
+        {0: "batch", 1: "length"} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}
+        for t in inputs.values()
+    )
+    return _Graph(model, "any", tuple(inputs), tuple(inputs.values()), axes, ("output",))
+
+
+def _texts(model: nn.Module, names: tuple[str, ...], batch: int, length: int) -> tuple[Tensor, ...]:
+    """Random ids of the model's table, with padding at the right of every text but the first."""
+    gen = torch.Generator().manual_seed(batch * 1000 + length)
+    configs = [part.config for _, part in pretrained_models(model)]
+    config = configs[0].get_text_config()
+    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    keep = torch.randint(1, length + 1, (batch, 1), generator=gen)
+    keep[0] = length
+    mask = (torch.arange(length) < keep).to(torch.int64)
+    inputs = {
+        "input_ids": torch.randint(0, config.vocab_size, (batch, length), generator=gen),
+        "attention_mask": mask,
+        "token_type_ids": (torch.arange(length) >= keep // 2).to(torch.int64) * mask,
+    }
+    return tuple(inputs[name] for name in names)
+
+
+def _quiet(model: nn.Module) -> dict[str, Any]:
+    """Arguments that turn off the cache, which would be a second output."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def _output(result: Any, name: str) -> Tensor:
+    if isinstance(result, Tensor):
+        return result
+    value = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
+    value = getattr(result, "logits", None) if value is None and name == "output" else value
+    if not isinstance(value, Tensor):
+        raise KflatsError(f"the model's output has no {name}", hint="a module around the model that returns one tensor")
+    return value

@@ -15,15 +15,14 @@ from typing import Any
 from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.io.atomic_folder import new_folder
+from kflats.common.release import needed
+from kflats.io.atomic import new_folder
 from kflats.io.headers import check_files
 from kflats.io.partial import Partial
-from kflats.io.plain import load_, save
-from kflats.io.saving import guard_saving_, save_pretrained
+from kflats.io.saving import guard_saving_, load_, save, save_pretrained
 from kflats.io.sources import copy_companions, resolve_model, weights_folder
-from kflats.model.describe import describe
-from kflats.model.description import is_kflats_config
-from kflats.model.weights import pretrained_models
+from kflats.model.description import describe
+from kflats.model.weights import is_kflats_config, pretrained_models
 
 __all__ = [
     "Partial",
@@ -98,19 +97,15 @@ def load_model(folder: str | os.PathLike[str]) -> Any:
         KflatsError: transformers is missing, the folder holds no model, or a model that needs its own code.
     """
     register_plugin()
-    try:
-        import transformers
-    except ImportError as error:
-        raise KflatsError("transformers is not installed", hint="pip install 'kflats[hf]'") from error
+    transformers = needed("transformers", "kflats[hf]", "loading a model")
     where = weights_folder(folder)
     try:
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
-        known: Sequence[str] = getattr(config, "architectures", None) or ()
-        kind = getattr(transformers, known[0], None) if known else None
+        kind: Any = getattr(transformers, (getattr(config, "architectures", None) or ("",))[0], None)
         if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
             kind = transformers.AutoModel
         if not hasattr(config, "quantization_config"):  # otherwise the plug-in checks them
-            check_files(sorted(where.glob("*.safetensors")))
+            check_files(where.glob("*.safetensors"), warns=False)
         return kind.from_pretrained(
             where, dtype="auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
         )
@@ -137,20 +132,13 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ThenRegister(spec.loader)
+            run = spec.loader.exec_module
+
+            def run_and_register(module: ModuleType) -> None:
+                run(module)
+                # The plug-in registers itself when it is imported. It must not be called here: if the plug-in imported
+                # transformers, it is only half imported at this moment.
+                importlib.import_module("kflats.io.transformers_plugin")
+
+            setattr(spec.loader, "exec_module", run_and_register)  # noqa: B010
         return spec
-
-
-class _ThenRegister(importlib.abc.Loader):
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        module: ModuleType | None = self.loader.create_module(spec)
-        return module
-
-    def exec_module(self, module: ModuleType) -> None:
-        self.loader.exec_module(module)
-        # The plug-in registers itself when it is imported. It must not be called here: if the plug-in imported
-        # transformers, it is only half imported at this moment.
-        importlib.import_module("kflats.io.transformers_plugin")

@@ -10,7 +10,7 @@ import mmap
 import os
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -19,7 +19,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
 from kflats.common.release import version
 from kflats.common.schema import decode
-from kflats.io.atomic_files import replaced
+from kflats.io.atomic import replaced
 
 VERSION_KEY = "kflats_version"
 CHECKSUMS = "kflats_checksums"
@@ -82,16 +82,8 @@ def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int]]], data_bytes: i
     return len(_header({}, entries, "0" * DIGITS * len(entries)))
 
 
-def check_tensors(path: str | os.PathLike[str]) -> int:
-    """Refuse a safetensors file in which a tensor differs from the one that ``stamp_`` took a checksum of.
-
-    Returns:
-        How many tensors have no checksum: none, or all of a file that another program wrote.
-
-    Raises:
-        KflatsError: a changed, renamed, added or lost tensor; no safetensors file.
-    """
-    path = Path(path)
+def _check_tensors(path: Path) -> int:
+    """How many tensors have no checksum: none, or all of a file that another program wrote."""
     with path.open("rb") as file:
         metadata, entries = _read_header(file, path)
         stored = metadata.get(CHECKSUMS)
@@ -111,22 +103,26 @@ def check_tensors(path: str | os.PathLike[str]) -> int:
     return 0
 
 
-def warn_of_unchecked(tensors: Mapping[str, int]) -> None:
-    """One warning for all files, by path, that have tensors without a checksum."""
-    unchecked = {path: count for path, count in tensors.items() if count}
-    if unchecked:
-        first = min(unchecked)
+def check_files(paths: Iterable[str | os.PathLike[str]], *, warns: bool = True) -> None:
+    """Refuse safetensors files in which a tensor differs from the one that ``stamp_`` took a checksum of.
+
+    Args:
+        paths: files; those of other formats are passed over.
+        warns: whether tensors without a checksum give a warning, one for all files.
+
+    Raises:
+        KflatsError: a changed, renamed, added or lost tensor; no safetensors file.
+    """
+    counts = {str(path): _check_tensors(Path(path)) for path in paths if str(path).endswith(".safetensors")}
+    unchecked = {path: count for path, count in counts.items() if count}
+    if unchecked and warns:
         others = f" and {len(unchecked) - 1} other files" if len(unchecked) > 1 else ""
         warnings.warn(
-            f"{sum(unchecked.values()):,} tensors in {first}{others} have no checksum, because another program saved "
-            "them: damage cannot be detected. Saving the model again while kflats is imported adds checksums.",
+            f"{sum(unchecked.values()):,} tensors in {min(unchecked)}{others} have no checksum, because another "
+            "program saved them: damage cannot be detected. Saving the model again while kflats is imported adds "
+            "checksums.",
             stacklevel=2,
         )
-
-
-def check_files(paths: Sequence[str | os.PathLike[str]]) -> dict[str, int]:
-    """``check_tensors`` of each safetensors file among ``paths``; files of other formats are passed over."""
-    return {str(path): check_tensors(path) for path in paths if str(path).endswith(".safetensors")}
 
 
 def _header(metadata: Mapping[str, str], entries: Mapping[str, TensorEntry], checksums: str) -> bytes:

@@ -13,9 +13,7 @@ from torch import Tensor
 
 from kflats.common.hashing import sha256
 from kflats.common.schema import JsonObject
-from kflats.io.atomic_files import replaced
-from kflats.io.atomic_folder import beside
-from kflats.io.write_errors import explain
+from kflats.io.atomic import beside, replaced
 
 
 class Partial:
@@ -46,13 +44,12 @@ class Partial:
         try:
             with safe_open(path, framework="pt") as file:
                 header = file.metadata() or {}
-                if header.get("fingerprint") != self.fingerprint or header.get("name") != name:
-                    return None
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
-            meta = json.loads(header["meta"])
+            if header["digest"] == self._digest(name, header["meta"], tensors):
+                return tensors, json.loads(header["meta"])
         except (SafetensorError, OSError, KeyError, ValueError):
-            return None
-        return (tensors, meta) if header.get("digest") == _digest(tensors) and isinstance(meta, dict) else None
+            pass
+        return None
 
     def put(self, name: str, tensors: dict[str, Tensor], meta: JsonObject) -> None:
         """Store ``tensors`` and JSON-able ``meta`` under ``name``.
@@ -62,19 +59,10 @@ class Partial:
         """
         path = self._path(name)
         stored = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
-        header = {
-            "fingerprint": self.fingerprint,
-            "name": name,
-            "meta": json.dumps(meta, allow_nan=False),
-            "digest": _digest(stored),
-        }
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replaced(path) as aside:
-                save_file(stored, aside, metadata=header)
-        except (OSError, SafetensorError) as error:
-            explain(error, self.folder)
-            raise
+        text = json.dumps(meta, allow_nan=False)
+        header = {"meta": text, "digest": self._digest(name, text, stored)}
+        with replaced(path) as aside:
+            save_file(stored, aside, metadata=header)
 
     def discard(self) -> None:
         """Remove all stored weights, after a finished run or before a fresh start."""
@@ -84,7 +72,7 @@ class Partial:
     def _path(self, name: str) -> Path:
         return self.folder / f"{sha256([name])[:24]}.safetensors"
 
-
-def _digest(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of the stored tensors: it shows a disk's errors, which a renamed file may still have."""
-    return sha256(part for item in sorted(tensors.items()) for part in item)
+    def _digest(self, name: str, meta: str, tensors: dict[str, Tensor]) -> str:
+        """SHA-256 of all that is stored: it shows a disk's errors, which a renamed file may still have."""
+        parts = (part for item in sorted(tensors.items()) for part in item)
+        return sha256([self.fingerprint, name, meta, *parts])

@@ -1,20 +1,34 @@
-"""``save_pretrained`` of a model with factored layers: transformers' own, with streams and checksums."""
+"""Models with factored layers in safetensors files: ``save_pretrained`` of transformers, and plain torch modules.
+
+A plain module is one file with the description of its layers in the header. Both forms hold codes as streams, and a
+checksum of every tensor.
+"""
 
 from __future__ import annotations
 
+import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kflats.io.coded import put_streams_
-from kflats.io.headers import stamp_
-from kflats.model.describe import describe
-from kflats.model.description import is_kflats_config
-from kflats.model.weights import factored_layers, pretrained_models
+from kflats.codecs.streams import STREAM_VERSION, encode
+from kflats.common.errors import KflatsError
+from kflats.common.schema import JsonObject
+from kflats.io.atomic import replaced
+from kflats.io.headers import check_files, stamp_
+from kflats.matrices.coded import CodedMatrix
+from kflats.matrices.coded_geometry import read_geometry
+from kflats.matrices.registry import Matrix
+from kflats.model.description import Module, describe, match, read_description, swap_described_
+from kflats.model.swap import unchanged_on_error
+from kflats.model.weights import factored_layers, is_kflats_config, is_sentence_transformer, pretrained_models
 
 
 def guard_saving_(model: nn.Module) -> None:
@@ -45,15 +59,16 @@ def save_pretrained(
         KflatsError: ``state_dict`` has other codes than the model.
     """
     config, before, described = self.config, _versions(save_directory), None
-    writes = is_main_process and _is_first() and not settings.get("distributed_checkpoint")
+    rank = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
+    writes = is_main_process and not rank and not settings.get("distributed_checkpoint")
     note, adapters = getattr(config, "quantization_config", None), getattr(self, "_hf_peft_config_loaded", False)
     offloaded = any(layer.weight.is_meta for _, layer in factored_layers(self))
     if is_kflats_config(note) and not adapters and not offloaded:
-        described = describe(self)  # anew: the vocabulary may have another size now
+        described = describe(self)  # a new one: the sizes of streams are written into it
     if described is not None:
         if writes:
             state_dict = dict(self.state_dict() if state_dict is None else state_dict)
-            put_streams_(state_dict, described, required=False)
+            put_streams_(state_dict, described)
         config.quantization_config = described
     try:
         type(self).save_pretrained(self, save_directory, is_main_process, state_dict, *rest, **settings)
@@ -66,14 +81,153 @@ def save_pretrained(
                 stamp_(path)
 
 
+def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:
+    """Replace the integers of each coded matrix in ``tensors`` by a stream, and write its size into ``description``.
+
+    Codes stay at fixed rates, which take more bytes and load alike, where constriction is not installed, and where
+    tensors are not in memory as a whole (offloaded or sharded).
+
+    Args:
+        tensors: the state of a model.
+        description: of the same model, from ``describe``.
+
+    Raises:
+        KflatsError: the state has other integers than the described model.
+    """
+    if find_spec("constriction") is None:
+        return
+    for name, entry in cast(dict[str, dict[str, Any]], description["modules"]).items():
+        if entry["matrix"]["kind"] != CodedMatrix.kind:
+            continue
+        geometry = read_geometry(entry["matrix"])
+        own = {key: tensors[f"{name}.{key}"] for key in geometry.shapes if f"{name}.{key}" in tensors}
+        whole = all(type(value) in (Tensor, nn.Parameter) and not value.is_meta for value in own.values())
+        if not whole or len(own) < len(geometry.shapes):
+            continue
+        matrix = CodedMatrix(geometry, own)
+        if matrix.checksum() != entry["checksum"]:
+            raise KflatsError(
+                f"the codes of {name!r} differ from those of the model",
+                cause="the state that is saved was changed, or belongs to another model",
+                hint="save the state of this very model",
+            )
+        for key, value in own.items():
+            if not value.is_floating_point():
+                del tensors[f"{name}.{key}"]
+        tensors[f"{name}.codes"] = encode(matrix)
+        entry["stream"] = {"version": STREAM_VERSION, "bytes": len(tensors[f"{name}.codes"])}
+
+
 def _versions(folder: str | os.PathLike[str]) -> dict[Path, tuple[int, int, int]]:
     """The weight files in ``folder``, each with a key that another file of its name does not have."""
     stats = ((path, path.stat()) for path in sorted(Path(folder).glob("*.safetensors")))
     return {path: (stat.st_ino, stat.st_mtime_ns, stat.st_size) for path, stat in stats}
 
 
-def _is_first() -> bool:
-    """Whether this process writes streams and checksums: the first one, where several processes save one model."""
-    return not (
-        torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
+def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Save a plain torch module with factored layers as ``folder/model.safetensors``; ``load_`` reads it back.
+
+    The description of the layers is in the file's header. The file is replaced in one step. Shared parameters are
+    stored once. Codes are streams where constriction is installed, and stay at fixed rates elsewhere.
+
+    Args:
+        model: a torch module; a transformers model has ``save_pretrained``.
+        folder: created if missing; other files in it stay.
+
+    Raises:
+        KflatsError: a transformers or sentence-transformers model, or a full disk; an earlier file stays as it was.
+    """
+    if is_sentence_transformer(model) or any(part is model for _, part in pretrained_models(model)):
+        raise KflatsError(
+            f"{type(model).__name__} is not supported here, because it saves itself",
+            hint="model.save_pretrained(folder)",
+            command="kflats compress",
+        )
+    tensors, shared = _distinct(model)
+    layers = describe(model)
+    if layers is not None:
+        put_streams_(tensors, layers)
+    with replaced(Path(folder) / "model.safetensors") as aside:
+        save_file(tensors, aside, metadata={"kflats": json.dumps({"layers": layers, "shared": shared})})
+        stamp_(aside)
+
+
+def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Load what ``save`` wrote into ``model``, a dense module of the same architecture, in place.
+
+    Every name, shape, size and checksum is checked before a layer is replaced or memory is allocated. A file without
+    checksums, because another program wrote it again, is loaded with a warning.
+
+    Raises:
+        KflatsError: no such file, a damaged one, or one of another architecture; ``model`` is then as it was.
+    """
+    path = Path(folder) / "model.safetensors"
+    try:
+        with safe_open(path, framework="pt") as file, unchanged_on_error(model), torch.no_grad():
+            _load(model, path, file)
+    except FileNotFoundError as error:
+        raise KflatsError(
+            f"there is no {path}", hint="a folder that kflats.save wrote", command="a model folder"
+        ) from error
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
+
+
+def _load(model: nn.Module, path: Path, file: Any) -> None:
+    """Replace the described layers, check every name and shape, and read the tensors."""
+    header = file.metadata() or {}
+    if "kflats" not in header:
+        raise KflatsError(f"{path} has no description of layers", cause="kflats.save did not write this file")
+    note = json.loads(header["kflats"])
+    shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    shared = note.get("shared") if isinstance(note, dict) and note.keys() == {"layers", "shared"} else None
+    if not isinstance(shared, dict) or not all(isinstance(v, str) and v in shapes for v in shared.values()):
+        raise KflatsError(f"{path} has an unreadable description", cause="a damaged or hand-edited file")
+    check_files([path])
+    chosen: list[tuple[str, Module, Matrix]] = []
+    if note["layers"] is not None:
+        description = read_description(note["layers"])
+        for weight, module in match(model, description, strict=True):
+            dtype = description.stored_dtype(module, getattr(torch, weight.dtype))
+            matrix = module.new(dtype, model.get_parameter(f"{weight.name}.weight").device)
+            swap_described_(model, weight, module, matrix)
+            chosen.append((weight.name, module, matrix))
+    state = model.state_dict(keep_vars=True)
+    _check_shapes(
+        {name: tuple(t.shape) for name, t in state.items()}, shapes | {a: shapes[n] for a, n in shared.items()}
     )
+    for name, module, matrix in chosen:
+        for key, tensor in matrix.tensors().items():
+            stored = file.get_tensor(f"{name}.{key}")
+            if stored.is_floating_point() != tensor.is_floating_point():
+                raise KflatsError(f"{name}.{key} is of type {stored.dtype} in the file", cause="a damaged file")
+            tensor.copy_(stored)
+            del state[f"{name}.{key}"]
+        module.finish_(matrix)
+    for name, tensor in state.items():
+        tensor.copy_(file.get_tensor(shared.get(name, name)))
+
+
+def _check_shapes(expected: dict[str, tuple[int, ...]], there: dict[str, tuple[int, ...]]) -> None:
+    for name in sorted(expected.keys() | there.keys()):
+        if expected.get(name) != there.get(name):
+            problem = f"{name!r} is {there.get(name)} in the file, {expected.get(name)} in the model"
+            if name not in there or name not in expected:
+                problem = f"the file {'lacks' if name in expected else 'has an unknown tensor'} {name!r}"
+            raise KflatsError(problem, cause="it was saved from another architecture, or is damaged")
+
+
+def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The model's state without repeats, and the name under which each repeat is stored."""
+    first: dict[int, str] = {}
+    tensors: dict[str, Tensor] = {}
+    shared: dict[str, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not isinstance(tensor, Tensor):
+            raise KflatsError(f"{name!r} cannot be stored", cause="it is not a tensor")
+        if id(tensor) in first:
+            shared[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            tensors[name] = tensor.detach().clone().contiguous()
+    return tensors, shared

@@ -8,11 +8,10 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from kflats.common.errors import KflatsError
-from kflats.io.atomic_folder import beside
-from kflats.io.write_errors import explain
+from kflats.common.release import needed
+from kflats.io.atomic import beside, explained
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.txt", "*.safetensors", "*.model"]
@@ -40,44 +39,26 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
         return path.resolve()
     if path.exists():
         raise KflatsError(f"{text} is a file", hint="the folder that holds config.json")
-    if (old := beside(path.absolute(), "old")).is_dir():
+    interrupted = beside(path.absolute(), "old").is_dir()
+    if interrupted or path.is_absolute() or text.startswith((".", "~")) or not _HUB_NAME.fullmatch(text):
+        old = f"rename {beside(path.absolute(), 'old')} to {path.name}, or run the interrupted command again"
         raise KflatsError(
             f"there is no folder {text}",
-            cause="its replacement was interrupted while it was renamed",
-            hint=f"rename {old} to {path.name}, or run the interrupted command again",
+            cause="its replacement was interrupted while it was renamed" if interrupted else "",
+            hint=old if interrupted else "a model folder, or a hub name such as owner/model",
         )
-    if path.is_absolute() or text.startswith((".", "~")) or not _HUB_NAME.fullmatch(text):
-        raise KflatsError(f"there is no folder {text}", hint="a model folder, or a hub name such as owner/model")
+    hub = needed("huggingface_hub", "kflats[hf]", f"there is no folder {text}, and fetching it from the hub")
     try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
-    except ImportError as error:
+        with explained(path):
+            snapshot = Path(hub.snapshot_download(text, allow_patterns=_HUB_FILES))
+    except KflatsError:
+        raise
+    except (OSError, ValueError) as error:
         raise KflatsError(
-            f"there is no folder {text}, and the hub cannot be reached",
-            cause="huggingface_hub is not installed",
-            hint="pip install 'kflats[hf]', or a local folder",
+            f"there is no folder {text}, and the hub does not give that model ({type(error).__name__}: {error})",
+            cause="a misspelled path or name, no network, or a model that is private or gated",
+            hint="owner/model; for a private or gated model accept its licence on the hub, and hf auth login",
         ) from error
-    try:
-        snapshot = Path(snapshot_download(text, allow_patterns=_HUB_FILES))
-    except GatedRepoError as error:
-        raise KflatsError(
-            f"the hub's {text} is gated", hint="accept its licence on the hub, and hf auth login"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise KflatsError(
-            f"{text} is no folder, and the hub cannot be reached",
-            cause="a misspelled path, or no network",
-            hint="a model folder, or owner/model where there is a network",
-        ) from error
-    except (RepositoryNotFoundError, ValueError) as error:
-        raise KflatsError(
-            f"there is no folder {text}, and no such model on the hub",
-            cause="a misspelled path or name, or a private model",
-            hint="owner/model, or hf auth login",
-        ) from error
-    except OSError as error:
-        explain(error, path)
-        raise KflatsError(f"{text} could not be fetched from the hub: {error}", hint="try again") from error
     weights_folder(snapshot)
     return snapshot
 
@@ -88,35 +69,26 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
     Raises:
         KflatsError: no model in it, or one without safetensors.
     """
-    root = Path(folder)
-    found = root
+    root = holder = Path(folder)
     if not (root / "config.json").is_file():
-        inner = [m["path"] for m in _modules(root) if str(m["type"]).rpartition(".")[2] == "Transformer"]
-        if not inner:
+        inner = [m["path"] for m in _modules(root) if m["type"].rpartition(".")[2] == "Transformer"]
+        holder = root / (inner or [""])[0]
+        if not (holder / "config.json").is_file():
             raise KflatsError(
                 f"{root} holds no model",
-                cause="it has neither config.json nor modules.json",
-                hint="the folder that holds them",
+                cause="it has no config.json, nor a modules.json that names a folder with one",
+                hint="the folder that holds them, downloaded completely",
             )
-        found = root / inner[0]
-        if not (found / "config.json").is_file():
-            raise KflatsError(
-                f"{found} holds no config.json, though modules.json names it", cause="an incomplete download"
-            )
-    if not any(found.glob("*.safetensors")):
-        if any(_PICKLED.fullmatch(path.name) for path in found.iterdir()):
-            raise KflatsError(
-                f"{found} has no safetensors file",
-                cause="its weights are stored as pickle, which can run code",
-                hint="from_pretrained(...).save_pretrained(...) once, if you trust the file",
-                command="another revision of the model, with model.safetensors",
-            )
+    if not any(holder.glob("*.safetensors")):
+        pickled = any(_PICKLED.fullmatch(path.name) for path in holder.iterdir())
         raise KflatsError(
-            f"{found} has a config.json and no weights",
-            cause="a download or save that did not finish, or weights in a format of another library",
-            hint="a folder with model.safetensors",
+            f"{holder} has a config.json and no safetensors file",
+            cause="its weights are stored as pickle, which can run code"
+            if pickled
+            else "a download or save that did not finish, or weights in a format of another library",
+            hint="a folder or a revision with model.safetensors, as from_pretrained and save_pretrained write it",
         )
-    return found
+    return holder
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -137,8 +109,8 @@ def module_files(folder: str | os.PathLike[str]) -> list[Path]:
     modules = _module_folders(root)
     if not modules:
         return []
-    found = _files(root, (root, *_blobs(root)))
-    return [path for path in found if _TENSORS.fullmatch(path.name) and _is_inside(path, modules)]
+    files = _files(root, (root, *_blobs(root)))
+    return [path for path in files if _TENSORS.fullmatch(path.name) and _is_inside(path, modules)]
 
 
 def module_bytes(folder: str | os.PathLike[str]) -> int:
@@ -158,35 +130,29 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
     """
     source, target = Path(source_folder).resolve(), Path(target_folder)
     allowed = (source, *_blobs(source))
-    own = weights_folder(source)
+    inner = weights_folder(source)
     modules = _module_folders(source)
     for path in _files(source, allowed):
         relative = path.relative_to(source)
-        if not _is_inside(path, modules) and (relative.parts[0] in _SKIPPED or _is_weights(path, own)):
+        own = _WEIGHTS.fullmatch(path.name) is not None or (path.parent == inner and path.name in _OWN)
+        if not _is_inside(path, modules) and (relative.parts[0] in _SKIPPED or own):
             continue
         goal = target / relative
         if os.path.lexists(goal):
             continue
-        try:
+        with explained(goal):
             goal.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, goal)
-        except OSError as error:
-            explain(error, goal)
-            raise
 
 
 def _module_folders(root: Path) -> set[Path]:
     """The folders of the modules beside the transformer."""
-    found = {(root / m["path"]).resolve() for m in _modules(root) if m["path"]}
-    return found - {weights_folder(root).resolve()} if found else found
+    folders = {(root / m["path"]).resolve() for m in _modules(root) if m["path"]}
+    return folders - {weights_folder(root).resolve()} if folders else folders
 
 
 def _is_inside(path: Path, folders: set[Path]) -> bool:
     return any(parent.resolve() in folders for parent in path.parents)
-
-
-def _is_weights(path: Path, own: Path) -> bool:
-    return _WEIGHTS.fullmatch(path.name) is not None or (path.parent == own and path.name in _OWN)
 
 
 def _files(folder: Path, allowed: tuple[Path, ...]) -> Iterator[Path]:
@@ -209,18 +175,17 @@ def _blobs(source: Path) -> tuple[Path, ...]:
     return ((repository / "blobs").resolve(),) if is_snapshot else ()
 
 
-def _modules(root: Path) -> list[dict[str, Any]]:
+def _modules(root: Path) -> list[dict[str, str]]:
     """sentence-transformers' list of modules; paths that leave the folder are refused."""
     path = root / "modules.json"
     if not path.is_file():
         return []
     try:
         modules = json.loads(path.read_text(encoding="utf-8"))
-        found = [{"path": str(module["path"]), "type": str(module["type"])} for module in modules]
+        entries = [{"path": str(module["path"]), "type": str(module["type"])} for module in modules]
+        paths = [PurePosixPath(module["path"].replace("\\", "/")) for module in entries]
+        if any(p.is_absolute() or ".." in p.parts or ":" in str(p) for p in paths):
+            raise ValueError("a folder outside the model")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KflatsError(f"{path} cannot be read: {error!r}", cause="a damaged file") from error
-    for module in found:
-        parts = PurePosixPath(module["path"].replace("\\", "/"))
-        if parts.is_absolute() or ".." in parts.parts or ":" in module["path"]:
-            raise KflatsError(f"{path} names a folder outside the model, {module['path']!r}", cause="a tampered file")
-    return found
+        raise KflatsError(f"{path} cannot be read: {error!r}", cause="a damaged or tampered file") from error
+    return entries

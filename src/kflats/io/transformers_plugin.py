@@ -9,9 +9,12 @@ This module imports transformers; ``kflats.io.register_plugin`` imports this mod
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -23,17 +26,14 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.common.errors import KflatsError
-from kflats.io.coded import check_shapes
-from kflats.io.headers import check_files, warn_of_unchecked
+from kflats.io.headers import check_files
 from kflats.io.saving import guard_saving_
+from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.conv import FactoredConv2d
 from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
-from kflats.model.describe import describe
-from kflats.model.description import QUANT_METHOD, Description, Module, read_description
-from kflats.model.matching import match, stored_dtype, swap_described_
-from kflats.model.roles import FactoredLayer
-from kflats.model.ties import untie_
-from kflats.model.weights import factored_layers, pretrained_models, spellings
+from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
+from kflats.model.swap import untie_
+from kflats.model.weights import QUANT_METHOD, FactoredLayer, factored_layers, pretrained_models, spellings
 
 
 class KflatsConfig(QuantizationConfigMixin):
@@ -52,14 +52,12 @@ class KflatsConfig(QuantizationConfigMixin):
     def to_dict(self) -> dict[str, Any]:
         return dict(self.data)
 
-    def __repr__(self) -> str:
-        return f"KflatsConfig({', '.join(module.name for module in self.description.modules)})"
-
 
 class KflatsQuantizer(HfQuantizer):
     """Swaps layers before the weights are loaded, checks them after, and then removes itself from the model."""
 
     quantization_config: KflatsConfig
+    is_trainable = is_qat_trainable = is_compileable = True
 
     def __init__(self, quantization_config: KflatsConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -72,33 +70,31 @@ class KflatsQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config: Any) -> Any:
-        return self._with_compute_dtype(config)
-
-    def update_tp_plan(self, config: Any) -> Any:
-        return self._with_compute_dtype(config)
-
-    def _with_compute_dtype(self, config: Any) -> Any:
         # save_pretrained writes the type of the first parameter as the type of the model. If that parameter is a factor
         # with a type of its own, dtype="auto" would cast the whole model to it. So this hook writes the right type into
         # the config before transformers reads it; which of the two hooks is called depends on the version of
         # transformers. A type that the caller names is not changed.
         description = self.quantization_config.description
-        if any(module.dtype != description.dtype for module in description.modules):
-            config.dtype = description.dtype
+        if any(module.dtype != description.dtype for module in description.modules.values()):
+            config.dtype = getattr(torch, description.dtype)
         return config
+
+    update_tp_plan = update_attn_implementation
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         description = self.quantization_config.description
         same_class = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
         dtype = kwargs.get("dtype")
-        untie_(model, {s for module in description.modules for n in module.untied for s in spellings(model, n)})
+        untie_(
+            model, {s for module in description.modules.values() for n in module.untied for s in spellings(model, n)}
+        )
         files = kwargs.get("checkpoint_files") or ()
-        warn_of_unchecked(check_files(files))
-        check_shapes(files, description.modules)
+        check_files(files)
+        _check_shapes(files, description.modules.values())
         self._modules: list[tuple[str, Module]] = []
         for weight, module in match(model, description, strict=same_class):
             own = model.get_submodule(weight.name).weight.dtype
-            target = stored_dtype(description, module, dtype if isinstance(dtype, torch.dtype) else own)
+            target = description.stored_dtype(module, dtype if isinstance(dtype, torch.dtype) else own)
             swap_described_(model, weight, module, module.new(target))
             self._modules.append((weight.name, module))
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
@@ -122,10 +118,7 @@ class KflatsQuantizer(HfQuantizer):
         for name, tensor in model.state_dict().items():
             there, here = tuple(tensor.shape), self._shapes.get(name)
             if here is not None and there != here:
-                raise KflatsError(
-                    f"size mismatch: {name} is {there} in the checkpoint, {here} in the model",
-                    cause="config.json was edited, or belongs to another model",
-                )
+                raise _wrong_size(name, there, here)
         for name, module in self._modules:
             module.finish_(cast(FactoredLayer, model.get_submodule(name)).matrix)
         _take_marks_off(model)
@@ -134,17 +127,32 @@ class KflatsQuantizer(HfQuantizer):
     def is_serializable(self, **_: Any) -> bool:
         return True
 
-    @property
-    def is_trainable(self) -> bool:
-        return True
 
-    @property
-    def is_qat_trainable(self) -> bool:
-        return True
+def _check_shapes(paths: Sequence[str | os.PathLike[str]], modules: Iterable[Module]) -> None:
+    """Refuse safetensors files whose coded matrices have tensors of other shapes than their description says.
 
-    @property
-    def is_compileable(self) -> bool:
-        return True
+    Raises:
+        KflatsError: files of another description.
+    """
+    expected = {
+        f"{module.name}.{key}": tuple(tensor.shape)
+        for module in modules
+        if isinstance(module.empty, CodedMatrix)
+        for key, tensor in module.empty.tensors().items()
+    }
+    for path in paths if expected else ():
+        with safe_open(path, framework="pt") as file:
+            for name in expected.keys() & set(file.keys()):
+                if (shape := tuple(file.get_slice(name).get_shape())) != expected[name]:
+                    raise _wrong_size(name, shape, expected[name])
+
+
+def _wrong_size(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> KflatsError:
+    return KflatsError(
+        f"size mismatch: {name} is {there} in the checkpoint, {here} in the model",
+        cause="config.json was edited, or belongs to other weights",
+        hint="restore the folder, or save the model again",
+    )
 
 
 def _stored(layer: FactoredLayer) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The JSON that says which layers of a model are factored, and how; and its reader, which checks every field.
+"""The JSON that says which layers of a model are factored: its writer, its reader, and the weights that it is about.
 
     {"quant_method": "kflats", "format_version": 1, "dtype": "float32", "modules": {
         "embeddings.word_embeddings": {
@@ -9,33 +9,40 @@ A coded matrix has a ``checksum`` of its integers, and a ``stream`` ({"version":
 them entropy coded. ``untied`` names places that the model's class would tie, but that have a table of their own. The
 model computes in the type ``dtype``; a module's ``dtype`` is the type its factors are stored in. The first place of a
 module owns the factors and gives the module its name. A transformers folder keeps this in ``config.json`` as
-``quantization_config``; a plain torch folder keeps it in the header of ``model.safetensors``. ``describe`` writes it.
+``quantization_config``; a plain torch folder keeps it in the header of ``model.safetensors``.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
+from torch import nn
 
 from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
 from kflats.common.errors import KflatsError
-from kflats.common.schema import check_version, decode
-from kflats.matrices.conv import CONVOLVED
-from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
+from kflats.common.schema import JsonObject, check_version, decode
+from kflats.matrices.conv import CONVOLVED, FactoredConv2d
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
+from kflats.model.swap import swap_, untied_places
+from kflats.model.weights import (
+    QUANT_METHOD,
+    FactoredLayer,
+    Weight,
+    compute_dtype,
+    factored_layers,
+    find_weights,
+    parameter,
+    spellings,
+    submodule,
+)
 
-QUANT_METHOD = "kflats"
 FORMAT_VERSION = 1
-
 _NAME = re.compile(r"[\w-]+(\.[\w-]+)*")  # a module path; never a file path
-_ROLES = ("embedding", "head", "linear", "conv1d", "conv2d")
 DAMAGED = "a damaged or hand-edited file"
-
-
-def is_kflats_config(note: object) -> bool:
-    """Whether the ``quantization_config`` of a model is the description of its factored layers."""
-    return isinstance(note, dict) and note.get("quant_method") == QUANT_METHOD
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class DescribedPlace:
     height, width). ``gained_bias``: whether the layer had no bias before."""
 
     name: str
-    role: str
+    role: Literal["embedding", "head", "linear", "conv1d", "conv2d"]
     padding_idx: int | None
     scale: float | None
     kernel: tuple[int, ...] | None = None
@@ -52,25 +59,62 @@ class DescribedPlace:
 
 
 @dataclass(frozen=True)
-class Module:
-    """One factored weight as written. ``empty`` is its matrix without memory (meta device), with the tensors that the
-    file stores. ``stream``: bytes of the stream in place of its integers, None without a stream."""
+class _Stream:
+    version: int
+    bytes: int
 
-    name: str
+
+@dataclass(frozen=True)
+class Module:
+    """One factored weight as written, checked. ``empty`` is its matrix without memory (meta device), with the tensors
+    that the file stores; ``stream`` stands in place of its integers."""
+
+    matrix: object
+    dtype: str
+    matrix_rows: Literal["in_features", "out_features"]
     places: tuple[DescribedPlace, ...]
     untied: tuple[str, ...]
-    empty: Matrix
-    dtype: torch.dtype
-    matrix_rows: str
-    stream: int | None = None
     checksum: int | None = None
+    stream: _Stream | None = None
+    empty: Matrix = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for path in (*self.untied, *(place.name for place in self.places)):
+            if _NAME.fullmatch(path) is None:
+                raise KflatsError(f"{path[:80]!r} is not the path of a module", cause=DAMAGED)
+        empty = matrix_from_spec(self.matrix, dtype=_dtype(self.dtype))
+        (n, d), coded = empty.shape, isinstance(empty, CodedMatrix)
+        # A block that does not shrink is stored as it is: a stream is never much longer than codes and their layout.
+        most = 2**20 + 2 * sum(t.numel() * t.element_size() for t in empty.tensors().values())
+        if empty.num_values > 4 * n * d + 2**20:
+            problem = f"claims {empty.num_values} numbers for a {n} x {d} table"
+        elif self.matrix_rows == "out_features" and any(place.role in ("embedding", "head") for place in self.places):
+            problem = "is an embedding whose matrix has outputs as rows"
+        elif any(place.kernel is not None for place in self.places) and empty.kind not in CONVOLVED:
+            problem = f"is a convolution with a matrix of kind {empty.kind!r}"
+        elif (self.checksum is None) == coded:
+            problem = f"has the checksum {self.checksum} and a matrix of kind {empty.kind!r}"
+        elif self.stream is not None and not (coded and 0 < self.stream.bytes <= most):
+            problem = f"claims a stream of {self.stream.bytes} bytes for a matrix of kind {empty.kind!r}"
+        else:
+            problem = next(filter(None, (_problem(place, n) for place in self.places)), "")
+        if problem:
+            raise KflatsError(f"the module {self.name!r} {problem}", cause=DAMAGED)
+        object.__setattr__(self, "empty", self._expecting(empty))
+
+    @property
+    def name(self) -> str:
+        """The first place."""
+        return self.places[0].name if self.places else ""
+
+    @property
+    def gained_bias(self) -> bool:
+        """Whether the layer has a bias that the model's class does not give it."""
+        return any(place.gained_bias for place in self.places)
 
     def new(self, dtype: torch.dtype, device: torch.device | str = "meta") -> Matrix:
         """An empty matrix to load the file's tensors into; ``finish_`` must follow."""
-        matrix = matrix_from_spec(self.empty.spec(), dtype=dtype, device=device)
-        if self.stream is not None and isinstance(matrix, CodedMatrix):
-            expect_(matrix, self.stream)
-        return matrix
+        return self._expecting(matrix_from_spec(self.matrix, dtype=dtype, device=device))
 
     def finish_(self, matrix: Matrix) -> None:
         """Make ``matrix``, filled with the file's tensors, ready for use.
@@ -82,50 +126,42 @@ class Module:
             expand_(matrix)
         else:
             matrix.refresh()
-        if self.checksum is not None and isinstance(matrix, CodedMatrix) and matrix.checksum() != self.checksum:
+        if isinstance(matrix, CodedMatrix) and matrix.checksum() != self.checksum:
             raise KflatsError(
                 f"the codes of {self.name!r} are damaged: their checksum differs",
                 cause=DAMAGED,
                 hint="restore the file, or compress again",
             )
 
-    @property
-    def gained_bias(self) -> bool:
-        """Whether the layer has a bias that the model's class does not give it."""
-        return any(place.gained_bias for place in self.places)
+    def _expecting(self, matrix: Matrix) -> Matrix:
+        if self.stream is not None and isinstance(matrix, CodedMatrix):
+            check_version(self.stream.version, STREAM_VERSION, "codes")
+            expect_(matrix, self.stream.bytes)
+        return matrix
 
 
 @dataclass(frozen=True)
 class Description:
     """The factored layers of a folder, checked."""
 
-    dtype: torch.dtype
-    modules: tuple[Module, ...]
-
-
-@dataclass(frozen=True)
-class _Stream:
-    version: int
-    bytes: int
-
-
-@dataclass(frozen=True)
-class _WrittenModule:
-    matrix: object
-    dtype: str
-    matrix_rows: str
-    places: tuple[DescribedPlace, ...]
-    untied: tuple[str, ...]
-    checksum: int | None = None
-    stream: _Stream | None = None
-
-
-@dataclass(frozen=True)
-class _WrittenDescription:
     quant_method: str
     format_version: int
     dtype: str
-    modules: dict[str, _WrittenModule]
+    modules: dict[str, Module]
+
+    def __post_init__(self) -> None:
+        _dtype(self.dtype)
+        names = [place.name for module in self.modules.values() for place in module.places]
+        if len(set(names)) != len(names):
+            raise KflatsError("two factored modules claim the same place", cause=DAMAGED)
+        for name, module in self.modules.items():
+            if name != module.name or not name:
+                raise KflatsError(f"the module {name!r} is not the first of its own places", cause=DAMAGED)
+
+    def stored_dtype(self, module: Module, dtype: torch.dtype) -> torch.dtype:
+        """The type for a module's factors in a model of type ``dtype``: the type of the model, unless the file stores
+        the factors in a type of their own."""
+        return dtype if module.dtype == self.dtype else _dtype(module.dtype)
 
 
 def read_description(data: object) -> Description:
@@ -138,12 +174,135 @@ def read_description(data: object) -> Description:
     if not isinstance(data, dict) or data.get("quant_method") != QUANT_METHOD:
         raise KflatsError("this is not a description of kflats layers", cause=DAMAGED)
     check_version(data.get("format_version"), FORMAT_VERSION, "kflats layers")
-    written: _WrittenDescription = decode(_WrittenDescription, data, "description")
-    modules = tuple(_module(name, module) for name, module in written.modules.items())
-    names = [place.name for module in modules for place in module.places]
-    if len(set(names)) != len(names):
-        raise KflatsError("two factored modules claim the same place", cause=DAMAGED)
-    return Description(_dtype(written.dtype), modules)
+    description: Description = decode(Description, data, "description")
+    return description
+
+
+def describe(model: nn.Module) -> JsonObject | None:
+    """The description of ``model``'s factored layers, JSON-able, or None where nothing is factored.
+
+    Raises:
+        KflatsError: a place whose owner is outside ``model``, or factors of the dense table's shape (a program without
+            kflats would load them as if they were the table).
+    """
+    modules: dict[str, JsonObject] = {}
+    places: dict[str, list[JsonObject]] = {}
+    owners: dict[int, str] = {}
+    for name, layer in factored_layers(model):
+        matrix = layer.matrix
+        if layer.owns_matrix and id(matrix) not in owners:
+            owners[id(matrix)] = name
+            rows = layer.matrix_rows if isinstance(layer, FactoredLinear | FactoredConv2d) else "in_features"
+            _check_collision(name, layer)
+            modules[name] = {
+                "matrix": matrix.spec(),
+                "dtype": _name(matrix.weight.dtype),
+                "matrix_rows": rows,
+                "places": places.setdefault(name, []),
+            }
+            if isinstance(matrix, CodedMatrix):
+                modules[name]["checksum"] = matrix.checksum()
+        if id(matrix) not in owners:
+            raise KflatsError(
+                f"{name!r} borrows its matrix from a layer outside this {type(model).__name__}",
+                cause="a part of a larger model is being saved",
+                hint="save the whole model",
+            )
+        places[owners[id(matrix)]].append(_described(name, layer))
+    if not modules:
+        return None
+    for name, entry in modules.items():
+        entry["untied"] = untied_places(model, [str(place["name"]) for place in places[name]])
+    return {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "dtype": _name(compute_dtype(model)),
+        "modules": modules,
+    }
+
+
+def match(model: nn.Module, description: Description, *, strict: bool) -> list[tuple[Weight, Module]]:
+    """Each described module with the weight of ``model`` it replaces, whose name may lack the base model's prefix.
+
+    Args:
+        model: still dense.
+        description: of the file.
+        strict: the model must have every described place, and no other place may share the weight. Otherwise
+            described places that ``model`` lacks (a head) are passed over, and a head that only ``model`` ties joins.
+
+    Raises:
+        KflatsError: another shape, a tie that only the file or only the model has, a layer of another kind.
+    """
+    weights = {place.name: weight for weight in find_weights(model) for place in weight.places}
+    matches = []
+    for module in description.modules.values():
+        name = next((s for s in spellings(model, module.name) if s in weights), None)
+        if name is None:
+            if strict or any(submodule(model, s) is not None for s in spellings(model, module.name)):
+                raise KflatsError(
+                    f"the file has a factored layer {module.name!r} that {type(model).__name__} cannot take",
+                    cause="the model class or its config is not the one that was saved",
+                    hint="load the folder with the class that its config names",
+                )
+            continue
+        weight = weights[name]
+        shape = module.empty.shape if module.matrix_rows == "in_features" else module.empty.shape[::-1]
+        if shape != weight.shape:
+            raise KflatsError(
+                f"{module.name!r} is {shape[0]} x {shape[1]} in the file, but {weight.shape[0]} x {weight.shape[1]} "
+                "in the model",
+                cause="the config was edited, or belongs to another model",
+                hint="restore the folder, or compress again",
+            )
+        _check_places(model, module, weight, strict=strict)
+        _check_layer(model, module, weight)
+        matches.append((weight, module))
+    if len({weight.name for weight, _ in matches}) != len(matches):
+        raise KflatsError("two factored modules of the file are one weight of the model", cause=DAMAGED)
+    return matches
+
+
+def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Matrix) -> None:
+    """Swap ``matrix`` in for ``weight`` as ``module`` describes it; a bias that the layer gained starts at zero."""
+    scales = {name: place.scale for place in module.places for name in spellings(model, place.name)}
+    table, bias = parameter(model, f"{weight.name}.weight"), None
+    if module.gained_bias and table is not None:
+        bias = torch.zeros(weight.shape[1], dtype=table.dtype, device=table.device)
+    swap_(model, weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales)
+
+
+def _check_places(model: nn.Module, module: Module, weight: Weight, *, strict: bool) -> None:
+    here = {place.name for place in weight.places}
+    known = [spellings(model, place.name) for place in module.places]
+    missing = [
+        names[0]
+        for names in known
+        if not here & set(names) and (strict or any(submodule(model, name) is not None for name in names))
+    ]
+    more = sorted(here - {name for names in known for name in names}) if strict else []
+    if missing or more:
+        kind, own = type(model).__name__, module.name
+        raise KflatsError(
+            f"the file ties {missing[0]!r} to {own!r}, but this {kind} does not"
+            if missing
+            else f"this {kind} ties {more[0]!r} to {own!r}, but the file does not",
+            cause=f"the model was built with tie_word_embeddings={not missing}",
+            hint="load it with the config it was saved with",
+        )
+
+
+def _check_layer(model: nn.Module, module: Module, weight: Weight) -> None:
+    layer = model.get_submodule(weight.name)
+    here = (layer.in_channels, *layer.kernel_size) if isinstance(layer, nn.Conv2d) else None
+    if (there := module.places[0].kernel) != here:
+        raise KflatsError(
+            f"{module.name!r} has the kernel {there} in the file, but {here} in the model",
+            cause="it was saved from another architecture",
+        )
+    if module.gained_bias and weight.bias:
+        raise KflatsError(
+            f"the file gives {module.name!r} a bias beside its own", cause="the model was built with another config"
+        )
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -153,56 +312,9 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _module(name: str, written: _WrittenModule) -> Module:
-    for path in (name, *written.untied, *(place.name for place in written.places)):
-        if _NAME.fullmatch(path) is None:
-            raise KflatsError(f"{path[:80]!r} is not the path of a module", cause=DAMAGED)
-    dtype, rows, places = _dtype(written.dtype), written.matrix_rows, written.places
-    empty = matrix_from_spec(written.matrix, dtype=dtype)
-    n, d = empty.shape
-    if empty.num_values > 4 * n * d + 2**20:
-        problem = f"claims {empty.num_values} numbers for a {n} x {d} table"
-    elif rows not in ("in_features", "out_features"):
-        problem = f"has matrix_rows={rows[:40]!r}"
-    elif not places or places[0].name != name:
-        problem = "is not the first of its own places"
-    elif rows == "out_features" and any(place.role in ("embedding", "head") for place in places):
-        problem = "is an embedding whose matrix has outputs as rows"
-    elif any(place.kernel is not None for place in places) and empty.kind not in CONVOLVED:
-        problem = f"is a convolution with a matrix of kind {empty.kind!r}"
-    elif (written.checksum is None) == isinstance(empty, CodedMatrix):
-        problem = f"has the checksum {written.checksum} and a matrix of kind {empty.kind!r}"
-    else:
-        problem = next(filter(None, (_problem(place, n) for place in places)), "")
-    if problem:
-        raise KflatsError(f"the module {name!r} {problem}", cause=DAMAGED)
-    size = None if written.stream is None else _expect_stream(name, written.stream, empty)
-    return Module(name, places, written.untied, empty, dtype, rows, size, written.checksum)
-
-
-def _expect_stream(name: str, stream: _Stream, empty: Matrix) -> int:
-    """Make ``empty`` expect the stream.
-
-    Returns:
-        Bytes of the stream.
-    """
-    check_version(stream.version, STREAM_VERSION, "codes")
-    # A block that does not shrink is stored as it is: a stream is never much longer than the codes and their layout.
-    most = 2**20 + 2 * sum(t.numel() * t.element_size() for t in empty.tensors().values())
-    if not isinstance(empty, CodedMatrix) or not 0 < stream.bytes <= most:
-        raise KflatsError(
-            f"the module {name!r} claims a stream of {stream.bytes} bytes for a matrix of kind {empty.kind!r}",
-            cause=DAMAGED,
-        )
-    expect_(empty, stream.bytes)
-    return stream.bytes
-
-
 def _problem(place: DescribedPlace, n: int) -> str:
     """What a matrix of ``n`` rows makes impossible in a place; "" where nothing is."""
     kernel = place.kernel
-    if place.role not in _ROLES:
-        return f"has a place of the unknown role {place.role[:40]!r}"
     if place.padding_idx is not None and place.padding_idx >= n:
         return f"has padding row {place.padding_idx} of {n}"
     if (kernel is None) == (place.role == "conv2d") or (kernel is not None and (len(kernel) != 3 or 0 in kernel)):
@@ -210,3 +322,45 @@ def _problem(place: DescribedPlace, n: int) -> str:
     if place.gained_bias and place.role not in ("linear", "conv1d", "conv2d"):
         return f"has a place of role {place.role!r} with a gained bias"
     return ""
+
+
+def _described(name: str, layer: FactoredLayer) -> JsonObject:
+    padding, scale = (layer.padding_idx, layer.scale) if isinstance(layer, FactoredEmbedding) else (None, None)
+    place: JsonObject = {"name": name, "role": _layer_role(layer), "padding_idx": padding, "scale": scale}
+    if isinstance(layer, FactoredConv2d):
+        place["kernel"] = [layer.in_channels, *layer.kernel_size]
+    if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias:
+        place["gained_bias"] = True
+    return place
+
+
+def _layer_role(layer: FactoredLayer) -> str:
+    if isinstance(layer, FactoredEmbedding):
+        return "embedding"
+    if isinstance(layer, FactoredHead):
+        return "head"
+    if isinstance(layer, FactoredConv2d):
+        return "conv2d"
+    shell = layer.__dict__.get("_shell")
+    return "linear" if shell is None or type(shell) is nn.Linear else "conv1d"
+
+
+def _check_collision(name: str, layer: FactoredLayer) -> None:
+    if isinstance(layer, FactoredConv2d) or isinstance(layer.matrix, DenseMatrix):
+        return  # a dense kernel has four dimensions, and the tensor of a dense matrix is the table
+    n, d = layer.matrix.shape
+    # Conv1D stores M, and torch's linear layers store M.T. A matrix with output neurons as rows is M.T already.
+    turned = isinstance(layer, FactoredLinear) and (_layer_role(layer) == "linear") == (
+        layer.matrix_rows == "in_features"
+    )
+    dense = (d, n) if turned else (n, d)
+    if tuple(layer.matrix.weight.shape) == dense:
+        raise KflatsError(
+            f"the factors of {name!r} are no smaller than the table itself",
+            cause="its rank is the full dimension",
+            hint="a smaller budget, or leave this weight dense",
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,45 +1,50 @@
-"""Surgery: put a Matrix in place of a dense table, everywhere the table is used, and take it out again."""
+"""Surgery: put a Matrix in place of a dense table, everywhere the table is used, and take it out again.
+
+transformers shares parameters by name: ``_tied_weights_keys = {target: source}`` on every model class, and all of them,
+expanded, in ``all_tied_weights_keys``; ``tie_weights`` then assigns them. A factored place has no table to assign,
+because it borrows the owner's matrix. So its entries are taken out of the lists of the instance, and kept for
+``recall_ties_``. ``config.tie_word_embeddings`` is never changed: T5 scales its logits by it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kflats.codecs.streams import decode
 from kflats.common.errors import KflatsError
 from kflats.matrices.conv import FactoredConv2d
-from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear, check_matrix_rows
-from kflats.matrices.registry import DenseMatrix, Matrix
-from kflats.model.describe import compute_dtype
-from kflats.model.description import is_kflats_config
-from kflats.model.exchange import dense_layer_for, factored_layers_for, holders_of_bias, shift_bias_
-from kflats.model.resizing import guard_resizing_, unguard_resizing_
-from kflats.model.roles import FactoredLayer
-from kflats.model.ties import recall_ties_, untie_
+from kflats.matrices.layers import (
+    FactoredEmbedding,
+    FactoredHead,
+    FactoredLinear,
+    mark_initialized,
+)
+from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix
 from kflats.model.weights import (
+    FactoredLayer,
     Weight,
-    dense_weight,
+    WeightUse,
+    compute_dtype,
+    embedding_scale,
     factored_layers,
     find_weight,
-    find_weights,
+    is_kflats_config,
     own_matrix_rows,
+    parameter,
     pretrained_models,
     submodule,
+    vocabulary_end,
 )
 
-__all__ = [
-    "Weight",
-    "dense_weight",
-    "find_weight",
-    "find_weights",
-    "restore_",
-    "swap_",
-    "unchanged_on_error",
-]
+_REMOVED = "_kflats_removed_ties"
 
 
 def swap_(
@@ -79,7 +84,16 @@ def swap_(
     """
     if find_weight(model, weight.name).places != weight.places:
         raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
-    _check_options(weight, matrix_rows, bias_shift)
+    if weight.places[0].role == "embedding" and matrix_rows == "out_features":
+        raise KflatsError(
+            f"outputs as rows are not supported for the embedding {weight.name!r}",
+            cause="the rows of an embedding are tokens",
+            hint="inputs as rows",
+        )
+    if bias_shift is not None and not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
+        raise KflatsError(
+            f"the bias shift of {weight.name!r} is not finite", cause="infinite or NaN values in the data"
+        )
     if matrix.shape != (weight.shape if matrix_rows == "in_features" else weight.shape[::-1]):
         raise KflatsError(
             f"a matrix of shape {matrix.shape} cannot replace {weight.name!r} of shape {weight.shape}",
@@ -102,13 +116,13 @@ def swap_(
     table = cast(nn.Parameter, old[0]._parameters["weight"])
     if matrix.weight.device != table.device:
         matrix.to(table.device)
-    shared = [] if bias_shift is None else holders_of_bias(model, weight.name, old[0])
-    layers = factored_layers_for(weight, old, matrix, matrix_rows, scales or {})
+    shared = [] if bias_shift is None else _holders_of_bias(model, weight.name, old[0])
+    layers = _factored_layers_for(weight, old, matrix, matrix_rows, scales or {})
     for factor in matrix.tensors().values():
         if factor.is_floating_point():
             factor.requires_grad_(table.requires_grad)
     if bias_shift is not None:
-        shift_bias_(cast(FactoredLinear | FactoredConv2d, layers[0]), bias_shift, table, shared)
+        _shift_bias_(cast(FactoredLinear | FactoredConv2d, layers[0]), bias_shift, table, shared)
 
     untie_(model, group)  # while the dense parameters are there: transformers looks their names up
     for name, layer in zip(group, layers, strict=True):
@@ -117,7 +131,7 @@ def swap_(
         # restore_ puts the shell back. Without a table it takes no memory and is no second place of the weight.
         module._parameters["weight"] = None
     _check_swapped(model, group, layers, table)
-    guard_resizing_(model, matrix, places=len(group))
+    _guard_resizing_(model, layers)
 
 
 def restore_(model: nn.Module) -> None:
@@ -149,14 +163,14 @@ def restore_(model: nn.Module) -> None:
             with torch.no_grad():
                 tables[id(matrix)] = nn.Parameter(wide.dense(), requires_grad=matrix.weight.requires_grad)
         if id(layer) not in shells:
-            shells[id(layer)] = dense_layer_for(name, layer, tables[id(matrix)])
+            shells[id(layer)] = _dense_layer_for(name, layer, tables[id(matrix)])
         _put(model, name, shells[id(layer)])
     recall_ties_(model)
-    unguard_resizing_(model)
     for _, part in pretrained_models(model):
         if is_kflats_config(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
         part.__dict__.pop("save_pretrained", None)  # see kflats.io.saving
+        part.__dict__.pop("resize_token_embeddings", None)
 
 
 @contextmanager
@@ -193,30 +207,6 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _check_options(weight: Weight, matrix_rows: str, bias_shift: Tensor | None) -> None:
-    check_matrix_rows(matrix_rows)
-    embedding = weight.places[0].role == "embedding"
-    if embedding and matrix_rows == "out_features":
-        raise KflatsError(
-            f"outputs as rows are not supported for the embedding {weight.name!r}",
-            cause="the rows of an embedding are tokens",
-            hint="inputs as rows",
-        )
-    if bias_shift is None:
-        return
-    if embedding:
-        raise KflatsError(f"the embedding {weight.name!r} cannot have a bias shift", cause="an embedding has no bias")
-    if tuple(bias_shift.shape) != weight.shape[1:]:
-        raise KflatsError(
-            f"a bias shift of shape {tuple(bias_shift.shape)} does not fit {weight.name!r}",
-            cause=f"the layer has {weight.shape[1]} outputs",
-        )
-    if not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
-        raise KflatsError(
-            f"the bias shift of {weight.name!r} is not finite", cause="infinite or NaN values in the data"
-        )
-
-
 def _table_dtype(layer: FactoredLayer, computed: torch.dtype) -> torch.dtype:
     """The type of the table that ``layer`` stands for, in a model that computes in ``computed``."""
     if isinstance(layer, FactoredEmbedding):
@@ -230,18 +220,219 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
     model.get_submodule(parent)._modules[leaf] = layer
 
 
+def _guard_resizing_(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Let transformers models whose vocabulary is one of ``layers`` refuse to resize it: factors have no rows of it."""
+    for _, part in pretrained_models(model):
+        ends = [vocabulary_end(part, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
+        if any(end is layer for end in ends for layer in layers):
+            # A bound method follows its model through copy.deepcopy.
+            part.__dict__["resize_token_embeddings"] = MethodType(_resize_token_embeddings, part)
+
+
+def _resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *_: object, **settings: object) -> nn.Module:
+    """transformers' method of that name: only the size that a factored vocabulary has already is possible."""
+    embeddings: nn.Module = self.get_input_embeddings()
+    if new_num_tokens not in (None, embeddings.num_embeddings) or settings.get("pad_to_multiple_of") is not None:
+        raise KflatsError(
+            f"the vocabulary of {type(self).__name__} cannot be resized",
+            cause="its table is factored",
+            hint="resize the original model and compress it again, or kflats.restore_(model) first",
+            command="resize the original model, then compress it",
+        )
+    return embeddings
+
+
 def _check_swapped(model: nn.Module, group: Sequence[str], layers: Sequence[nn.Module], table: Tensor) -> None:
-    for name, layer in zip(group, layers, strict=True):
-        if submodule(model, name) is not layer:
-            raise KflatsError(
-                f"the swap of {name!r} did not take",
-                cause="the model overrides how it holds its layers",
-                hint="leave this weight dense",
-            )
-    left = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter is table]
+    left = [name for name, value in model.named_parameters(remove_duplicate=False) if value is table]
+    left += [name for name, layer in zip(group, layers, strict=True) if submodule(model, name) is not layer]
     if left:
         raise KflatsError(
             f"the dense table of {group[0]!r} cannot be replaced",
-            cause=f"the model still uses it as {left[0]!r}, which no layer holds",
+            cause=f"the model still uses it as {left[0]!r}, which no layer holds, or overrides how it holds its layers",
             hint="leave this weight dense",
         )
+
+
+def _factored_layers_for(
+    weight: Weight, old: Sequence[nn.Module], matrix: Matrix, rows: str, scales: dict[str, float | None]
+) -> list[FactoredLayer]:
+    """A layer for every place, not yet in the model. A module with two places gets one layer."""
+    by_module: dict[int, FactoredLayer] = {}
+    layers = []
+    for place, module in zip(weight.places, old, strict=True):
+        if id(module) not in by_module:
+            layer = _new_layer(place, module, matrix, rows, scales.get(place.name), own=not by_module)
+            bias = getattr(module, "bias", None)
+            if not isinstance(layer, FactoredEmbedding) and bias is not None:
+                layer.bias = bias  # the parameter itself: it may be tied
+            hooks = ("_forward_", "_backward_", "_is_full_backward_hook")
+            layer.__dict__.update({name: held for name, held in vars(module).items() if name.startswith(hooks)})
+            if layer.owns_matrix and isinstance(matrix, CodedMatrix):
+                layer.register_load_state_dict_pre_hook(_decode_stream)  # type: ignore[no-untyped-call]
+            layer.train(module.training)
+            layer.__dict__["_shell"] = module
+            # With this mark transformers does not call ``_init_weights``, which would overwrite factors like a table.
+            layer.__dict__["_is_hf_initialized"] = True
+            if not matrix.weight.is_meta:
+                _mark_initialized(layer)
+            by_module[id(module)] = layer
+        layers.append(by_module[id(module)])
+    return layers
+
+
+def _holders_of_bias(model: nn.Module, name: str, layer: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Every other module that has ``layer``'s bias (BERT lists its decoder's bias twice), with the bias' name there."""
+    bias = layer._parameters.get("bias")
+    if bias is None:
+        return []
+    holders = [(m, key) for m in model.modules() if m is not layer for key, p in m._parameters.items() if p is bias]
+    if any(holder._parameters.get("weight") is not None for holder, _ in holders):
+        raise KflatsError(
+            f"the bias of {name!r} cannot be shifted",
+            cause="another layer has the same bias, and would be shifted, too",
+        )
+    return holders
+
+
+def _shift_bias_(
+    layer: FactoredLinear | FactoredConv2d, shift: Tensor, table: nn.Parameter, shared: list[tuple[nn.Module, str]]
+) -> None:
+    """Give ``layer`` a new bias. The old parameter stays as it is, so that the model can be put back after an error."""
+    old = layer.bias
+    layer.gained_bias = old is None
+    like = table if old is None else old
+    shift = shift.detach().to(like.device, like.dtype)
+    layer.bias = nn.Parameter(shift.clone() if old is None else old.detach() + shift, requires_grad=like.requires_grad)
+    if not layer.bias.is_meta:
+        _mark_initialized(layer)
+    for holder, key in shared:
+        holder._parameters[key] = layer.bias
+
+
+def _dense_layer_for(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn.Module:
+    """The module that ``layer`` replaced, with a table again."""
+    shell = layer.__dict__.get("_shell")
+    if not isinstance(shell, nn.Module):
+        raise KflatsError(f"{name!r} cannot be made dense", cause="kflats did not put this layer into the model")
+    # Conv1D stores M, and torch's other layers store M.T. A matrix whose rows are outputs is M.T already.
+    if isinstance(layer, FactoredLinear | FactoredConv2d):
+        turned = isinstance(shell, nn.Linear | nn.Conv2d) == (layer.matrix_rows == "in_features")
+        held = table.detach().T if turned else table.detach()
+        if isinstance(layer, FactoredConv2d):
+            held = held.reshape(layer.out_channels, layer.in_channels, *layer.kernel_size)
+        table = nn.Parameter(held.contiguous(), requires_grad=table.requires_grad)
+    if isinstance(layer, FactoredEmbedding) and isinstance(shell, nn.Embedding):
+        if isinstance(scale := getattr(shell, "embed_scale", None), Tensor):
+            # The shell is no part of the model: its scale may be on another device, or on the meta device.
+            shell.embed_scale = torch.full_like(scale, cast(float, layer.scale), device=table.device)
+    elif not isinstance(layer, FactoredEmbedding):
+        gained = not isinstance(layer, FactoredHead) and layer.gained_bias
+        shell._parameters["bias"] = None if gained else layer.bias
+    shell._parameters["weight"] = table
+    shell.train(layer.training)
+    return shell
+
+
+def _new_layer(
+    place: WeightUse, module: nn.Module, matrix: Matrix, rows: str, scale: float | None, *, own: bool
+) -> FactoredLayer:
+    if isinstance(module, nn.Embedding):
+        own_scale = embedding_scale(module)
+        if own_scale is not None and math.isnan(own_scale):
+            if scale is None:
+                raise KflatsError(
+                    f"the scale of the embedding {place.name!r} is unknown", cause="the model is on the meta device"
+                )
+            own_scale = scale
+        out = module.weight.dtype
+        return FactoredEmbedding(
+            matrix,
+            padding_idx=module.padding_idx,
+            scale=own_scale,
+            sparse=module.sparse,
+            own=own,
+            dtype=None if out == matrix.weight.dtype else out,
+        )
+    if place.role == "head":
+        return FactoredHead(matrix)
+    if isinstance(module, nn.Conv2d):
+        return FactoredConv2d(matrix, module, matrix_rows=rows)
+    return FactoredLinear(matrix, matrix_rows=rows)
+
+
+def _decode_stream(layer: FactoredLayer, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Let ``load_state_dict`` read the state of a file, which holds a stream in place of the integers."""
+    stream, matrix = state.get(prefix + "codes"), cast(CodedMatrix, layer.matrix)
+    if stream is not None and prefix + "bits" not in state:
+        state.update({prefix + name: value for name, value in decode(stream, matrix.geometry).items()})
+
+
+def _mark_initialized(layer: nn.Module) -> None:
+    """Mark fitted factors like loaded ones: transformers' ``init_weights`` then leaves them as they are."""
+    for value in layer.parameters():
+        mark_initialized(value)
+
+
+def untie_(model: nn.Module, places: Iterable[str]) -> None:
+    """Take the tables of ``places`` out of every list of ties; ties of biases stay."""
+    group = set(places)
+    for path, part in pretrained_models(model):
+        named = _declared(part)
+        kept = _without(named, path, group)
+        if len(kept) < len(named):
+            removed = {target: source for target, source in named.items() if target not in kept}
+            part.__dict__.setdefault(_REMOVED, {}).update(removed)
+            part._tied_weights_keys = kept
+        # A parent's full list also names its children's ties.
+        part.all_tied_weights_keys = _without(part.all_tied_weights_keys, path, group)
+
+
+def recall_ties_(model: nn.Module) -> None:
+    """Undo every ``untie_``: the class's own list is valid again, and ties that hold are listed again."""
+    for path, part in pretrained_models(model):
+        removed = part.__dict__.pop(_REMOVED, None)
+        if removed is None:
+            continue
+        part.__dict__.pop("_tied_weights_keys", None)
+        holds = {t: s for t, s in removed.items() if parameter(part, t) is parameter(part, s)}
+        for outer_path, outer in pretrained_models(model):
+            if path == outer_path or not outer_path or path.startswith(outer_path + "."):
+                inner = path[len(outer_path) :].removeprefix(".")
+                outer.all_tied_weights_keys.update({_absolute(inner, t): _absolute(inner, s) for t, s in holds.items()})
+
+
+def untied_places(model: nn.Module, places: Iterable[str]) -> tuple[str, ...]:
+    """Targets of ties that the model's class declares with one of ``places`` (all factored), but that do not hold.
+
+    T5's head is such a place wherever its checkpoint has a table for it, whatever the config says.
+    """
+    group = set(places)
+    targets: set[str] = set()
+    for path, part in pretrained_models(model):
+        for pair in part.__dict__.get(_REMOVED, {}).items():
+            target, source = (_absolute(path, key).removesuffix(".weight") for key in pair)
+            if (target in group) != (source in group):
+                targets.add(target)
+    return tuple(sorted(targets))
+
+
+def _declared(part: Any) -> dict[str, str]:
+    """The ties that ``part`` declares for itself, by parameter name; none where its config says so."""
+    if not hasattr(part, "all_tied_weights_keys"):
+        raise KflatsError(
+            f"{type(part).__name__} does not say which of its weights are tied",
+            cause="transformers before 5.0, or a model class written for it",
+            hint="pip install 'transformers>=5.0'",
+        )
+    ties: dict[str, str] = part.get_expanded_tied_weights_keys(all_submodels=False)
+    return ties
+
+
+def _without(ties: dict[str, str], path: str, group: set[str]) -> dict[str, str]:
+    """``ties`` less those that assign a table of ``group`` or assign to one."""
+    tables = {f"{name}.weight" for name in group}
+    return {t: s for t, s in ties.items() if not tables & {_absolute(path, t), _absolute(path, s)}}
+
+
+def _absolute(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,4 +1,4 @@
-"""Where a model keeps its matrices: embeddings, linear layers, convolutions, and the ties between them.
+"""Where a model keeps its matrices: embeddings, linear layers, convolutions, the ties between them, and their roles.
 
 A *weight* is one matrix M of shape (n, d). Its rows belong to inputs: tokens, or input neurons. A *place* is a module
 that uses it. A tied output head is a second place of the embedding's weight, not a weight of its own: a swap replaces
@@ -13,10 +13,45 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
+import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.model.roles import READ_DIRECTLY, FactoredLayer, role_of, slots
+from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+
+FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv2d
+
+READ_DIRECTLY = "it is part of a layer that reads the dense tensor directly, as torch's own transformer layers do"
+
+# These modules read the tensors of layers inside them directly and never call the layers: torch's fused kernels, and
+# some modules of transformers. _READERS has the end of the class name and the layers that are read, () for all.
+_FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
+_READERS: dict[str, tuple[str, ...]] = {
+    "AltUp": ("prediction_coefs", "correction_coefs"),
+    "BambaMixer": ("out_proj",),
+    "DebertaEncoder": ("rel_embeddings",),
+    "DebertaV2Encoder": ("rel_embeddings",),
+    "DisentangledSelfAttention": ("in_proj",),
+    "FalconH1Mixer": ("out_proj",),
+    "LSHSelfAttention": ("query_key", "value"),
+    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
+    "MHAttentionMap": ("k_proj", "k_linear"),
+    "Mamba2Mixer": ("out_proj",),
+    "MambaLayer": ("out_proj",),
+    "MambaMixer": ("x_proj", "dt_proj", "out_proj"),
+    "MobileBertLMPredictionHead": (),
+    "PerceiverTextPreprocessor": (),
+    "SEWDTransformerEncoder": ("rel_embeddings",),
+    "TDNNLayer": ("kernel",),
+    "VectorQuantizer": (),
+    "ViltEmbeddings": ("patch_embeddings",),
+    "WavLMAttention": (),
+}
+
+QUANT_METHOD = "kflats"
+"""The name of the description of factored layers in a transformers config."""
 
 
 @dataclass(frozen=True)
@@ -66,10 +101,10 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     for name, module, fused in slots(model):
         for key, held in module._parameters.items():
             if held is not None:
-                role = role_of(module).name if key == "weight" and not fused else ""
+                role = role_of(module)[0] if key == "weight" and not fused else ""
                 uses.setdefault(same.get(id(held), id(held)), []).append((name, module, role))
-    sources = _tie_sources(model)
-    weights = [w for found in uses.values() if (w := _as_weight(found, sources)) is not None]
+    sources = {source.removesuffix(".weight") for source in _ties(model).values()}
+    weights = [w for users in uses.values() if (w := _as_weight(users, sources)) is not None]
     return tuple(w for w in weights if _is_saved(model, w))
 
 
@@ -129,10 +164,83 @@ def dense_weight(model: nn.Module, weight: Weight) -> Tensor:
     return table.detach().T if role == "linear" else table.detach()
 
 
+def role_of(module: nn.Module) -> tuple[str, str]:
+    """The role of one module: "embedding", "linear", "conv1d", "conv2d", or "" and the reason why it has none.
+
+    >>> role_of(nn.Linear(3, 4)), role_of(nn.Conv2d(4, 4, 3, groups=2))[1]
+    (('linear', ''), 'a grouped convolution (groups=2) is 2 small matrices, not one')
+    """
+    kind = type(module)
+    if isinstance(module, FactoredLayer):
+        return "", "it is factored already"
+    weight = module._parameters.get("weight")
+    dimensions = 4 if isinstance(module, nn.Conv2d) else 2
+    if not isinstance(weight, nn.Parameter) or weight.ndim != dimensions or not weight.is_floating_point():
+        return "", f"a {kind.__name__} without a plain floating-point weight matrix"
+    if weight.numel() == 0:
+        return "", f"an empty {kind.__name__}"
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is not None:
+            return "", "max_norm rescales rows of the table while they are read, and factors have no such rows"
+        if module.scale_grad_by_freq:
+            return "", "scale_grad_by_freq divides the gradient of a row by its count, and a basis has no such count"
+        if kind is not nn.Embedding and not _is_scaled(kind):
+            return "", f"{kind.__name__} is a subclass of nn.Embedding that kflats does not know"
+        return "embedding", ""
+    if kind is nn.Linear:
+        return "linear", ""
+    if kind is nn.Conv2d:
+        groups = module.groups
+        if groups != 1:
+            return "", f"a grouped convolution (groups={groups}) is {groups} small matrices, not one"
+        return "conv2d", ""
+    if kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils":
+        return "conv1d", ""
+    return "", f"a {kind.__name__} is neither an embedding, an exact nn.Linear nor an exact nn.Conv2d"
+
+
+def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
+    """For every attribute that holds a module, also a shared one: path, module, is its tensor read directly?"""
+    seen: set[tuple[int, str]] = set()
+    fused: set[int] = set()
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = name.rpartition(".")
+        slot = (id(model.get_submodule(parent)) if name else 0, leaf)
+        if slot in seen:
+            continue
+        seen.add(slot)
+        for read in _read_by(module):
+            fused.update(id(inner) for inner in read.modules())
+        yield name, module, id(module) in fused
+
+
+def embedding_scale(module: nn.Module) -> float | None:
+    """The factor by which a scaled word embedding multiplies its output; NaN where it is on the meta device."""
+    scale = getattr(module, "embed_scale", None)
+    if isinstance(scale, Tensor):
+        return float("nan") if scale.is_meta else float(scale)
+    return None if scale is None else float(scale)
+
+
 def factored_layers(model: nn.Module) -> Iterator[tuple[str, FactoredLayer]]:
     """Path and layer of every factored place; an owner comes before the places that borrow from it."""
-    found = [(name, module) for name, module, _ in slots(model) if isinstance(module, FactoredLayer)]
-    yield from sorted(found, key=lambda item: not item[1].owns_matrix)
+    layers = [(name, module) for name, module, _ in slots(model) if isinstance(module, FactoredLayer)]
+    yield from sorted(layers, key=lambda item: not item[1].owns_matrix)
+
+
+def compute_dtype(model: nn.Module) -> torch.dtype:
+    """The type that ``model`` computes in. Its factors may be stored in another type."""
+    for _, layer in factored_layers(model):
+        if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
+            return layer.out_dtype
+    factored = {id(t) for _, layer in factored_layers(model) for t in layer.matrix.tensors().values()}
+    own: torch.dtype | None = None
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            if id(parameter) not in factored:
+                return parameter.dtype
+            own = own or parameter.dtype
+    return own or torch.get_default_dtype()
 
 
 def submodule(model: nn.Module, name: str) -> nn.Module | None:
@@ -169,13 +277,18 @@ def pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, module
 
 
+def is_kflats_config(note: object) -> bool:
+    """Whether the ``quantization_config`` of a model is the description of its factored layers."""
+    return isinstance(note, dict) and note.get("quant_method") == QUANT_METHOD
+
+
 def vocabulary_end(model: nn.Module, getter: str) -> nn.Module | None:
     """The module of ``get_input_embeddings`` or ``get_output_embeddings``; some models have none and raise."""
     try:
-        found = getattr(model, getter)()
+        end = getattr(model, getter)()
     except (NotImplementedError, AttributeError):
         return None
-    return found if isinstance(found, nn.Module) else None
+    return end if isinstance(end, nn.Module) else None
 
 
 def is_sentence_transformer(model: nn.Module) -> bool:
@@ -192,31 +305,27 @@ def _is_saved(model: nn.Module, weight: Weight) -> bool:
 
 
 def _reason(model: nn.Module, name: str, module: nn.Module) -> str:
-    role = role_of(module)
-    if not role.name:
-        return role.reason
+    role, reason = role_of(module)
+    if not role:
+        return reason
     if any(slot == name and fused for slot, _, fused in slots(model)):
         return READ_DIRECTLY
-    if role.name == "linear" and type(model).__module__.startswith("sentence_transformers."):
+    if role == "linear" and type(model).__module__.startswith("sentence_transformers."):
         return "sentence-transformers stores this layer itself, as a dense table"
     return "its parameter is shared with a layer that cannot be factored"
 
 
-def _tie_sources(model: nn.Module) -> set[str]:
-    """Modules that transformers calls the source of a tie: they own the weight, wherever they are in the model."""
+def _ties(model: nn.Module) -> dict[str, str]:
+    """The ties of a transformers model by parameter name, target to source. The source owns the weight, wherever it is
+    in the model."""
     ties = getattr(model, "all_tied_weights_keys", None)
-    return {source.removesuffix(".weight") for source in ties.values()} if isinstance(ties, dict) else set()
+    return ties if isinstance(ties, dict) else {}
 
 
 def _ties_to_come(model: nn.Module) -> dict[int, int]:
     """Ties to come, target to source by id: ``from_pretrained`` builds models on the meta device, untied."""
-    found = {}
-    ties = getattr(model, "all_tied_weights_keys", None)
-    for target, source in ties.items() if isinstance(ties, dict) else ():
-        pair = [parameter(model, name) for name in (target, source)]
-        if pair[0] is not None and pair[1] is not None and pair[0].is_meta and pair[1].is_meta:
-            found[id(pair[0])] = id(pair[1])
-    return found
+    pairs = ((parameter(model, target), parameter(model, source)) for target, source in _ties(model).items())
+    return {id(a): id(b) for a, b in pairs if a is not None and b is not None and a.is_meta and b.is_meta}
 
 
 def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Weight | None:
@@ -238,3 +347,20 @@ def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Wei
         nbytes=table.numel() * table.element_size(),
         bias=not tied and order[0][1]._parameters.get("bias") is not None,
     )
+
+
+def _read_by(module: nn.Module) -> list[nn.Module]:
+    """The modules inside ``module``, perhaps itself, whose tensors it reads."""
+    if isinstance(module, _FUSED):
+        return [module]
+    name = type(module).__name__
+    for end, children in _READERS.items():
+        if name.endswith(end):
+            read = [module._modules.get(child) for child in children] if children else [module]
+            return [inner for inner in read if inner is not None]
+    return []
+
+
+def _is_scaled(kind: type) -> bool:
+    """Gemma's, BART's, ...: transformers' word embeddings whose output is multiplied by ``embed_scale``."""
+    return kind.__name__.endswith("ScaledWordEmbedding") and kind.__module__.startswith("transformers.")

@@ -12,7 +12,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import Batch
-from kflats.model.swap import Weight, find_weight
+from kflats.model.weights import Weight, find_weight
 from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
 from kflats.planning.candidates import WeightCosts
 from kflats.planning.selection import Selected, check, select

@@ -14,10 +14,20 @@ from dataclasses import dataclass
 from decimal import Decimal
 
 from kflats.common.errors import KflatsError
-from kflats.model.swap import Weight
+from kflats.model.weights import Weight
 
-_BYTES = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9}
+_UNITS: dict[tuple[str, str], tuple[str, Decimal]] = {
+    ("%", ""): ("fraction", Decimal("0.01")),
+    ("%", "ranks"): ("ranks", Decimal("0.01")),
+    ("bit", ""): ("bits", Decimal(1)),
+    ("bits", ""): ("bits", Decimal(1)),
+}
+"""Kind and scale of each unit, with the noun after it."""
+for _i, _letter in enumerate(("", "k", "m", "g")):
+    _UNITS[f"{_letter}b", ""] = "bytes", Decimal(1000**_i)
+    _UNITS[f"{_letter}ib", ""] = "bytes", Decimal(1024**_i)
+    _UNITS[_letter, "params"] = _UNITS[_letter, "parameters"] = "params", Decimal(1000**_i)
+_UNITS["b", "params"] = _UNITS["b", "parameters"] = _UNITS["g", "params"]
 _SYNTAX = re.compile(
     r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d{1,3})?|[+-]?nan|[+-]?inf)\s*([a-z%]*)(?:\s+([a-z]+))?", re.I
 )
@@ -28,6 +38,7 @@ _HEADER_ENTRY = 78
 _MORE_ENTRIES = 3
 _HEADER_TYPE = 4
 """What a type's name, and offsets of more digits, may add to an entry."""
+_MOST = 2**62  # no model has more bytes
 _METADATA = 128
 """Bytes of a header that say who wrote the file, with a checksum, and of its end, which is padded."""
 
@@ -54,8 +65,9 @@ class Budget:
     def __post_init__(self) -> None:
         if self.kind not in ("fraction", "bytes", "params", "ranks", "bits") or self.scope not in ("weights", "file"):
             raise KflatsError(f"no budget is of kind {self.kind!r} and scope {self.scope!r}", hint=_FORMS)
-        if not 0 < self.amount < float("inf"):  # nan lands here as well
-            raise KflatsError(f"a budget of {self.amount} {self.kind} keeps nothing", hint=_FORMS)
+        if not 0 < self.amount < _MOST:  # nan lands here as well
+            many = "is larger than any model" if self.amount >= _MOST else "keeps nothing"
+            raise KflatsError(f"a budget of {self.amount} {self.kind} {many}", hint=_FORMS)
         if self.kind in ("fraction", "ranks") and self.amount > 1:
             raise KflatsError(
                 f"a budget of {self} is more than the original",
@@ -64,17 +76,15 @@ class Budget:
             )
         if self.kind in ("bytes", "params") and self.amount != int(self.amount):
             raise KflatsError(f"a budget of {self.amount} {self.kind} is not a whole number", hint=_FORMS)
-        if self.kind == "params" and self.scope == "file":
-            raise KflatsError("a file cannot be bounded by a count of parameters", hint='a file budget such as "40MB"')
+        if self.kind in ("params", "ranks") and self.scope == "file":
+            share = "count of parameters" if self.kind == "params" else "share of ranks"
+            raise KflatsError(f"a file cannot be bounded by a {share}", hint='a file budget such as "40MB"')
         if self.kind == "bits" and self.scope != "file":
             raise KflatsError(
                 "bits a number are not supported for named weights",
                 cause="they bound all weight files",
-                hint='size="2 bits" (--size), or keep="6%"',
-                command="--size '2 bits', or --keep 6%",
+                hint='size="2 bits", or keep="6%"',
             )
-        if self.kind == "ranks" and self.scope == "file":
-            raise KflatsError("a file cannot be bounded by a share of ranks", hint='a file budget such as "40MB"')
 
     @property
     def counts_labels(self) -> bool:
@@ -89,12 +99,10 @@ class Budget:
             return f"{100 * self.amount:.15g}% ranks"
         if self.kind == "bits":
             return f"{self.amount:.15g} bits{files}"
-        amount, prefix = Decimal(int(self.amount)), ""
-        for name, scale in (("G", 10**9), ("M", 10**6), ("k", 10**3)):
-            # Only where three decimals say it exactly, so that the text parses back to this budget.
-            if amount >= scale and amount % (scale // 1000) == 0:
-                amount, prefix = amount / scale, name
-                break
+        amount, prefixes = Decimal(int(self.amount)), (("G", 10**9), ("M", 10**6), ("k", 10**3), ("", 1))
+        # Only where three decimals say it exactly, so that the text parses back to this budget.
+        prefix, scale = next((p, s) for p, s in prefixes if amount >= s and amount * 1000 % s == 0)
+        amount /= scale
         return f"{amount:f}{prefix}B{files}" if self.kind == "bytes" else f"{amount:f}{prefix} params"
 
     def in_bytes(self, numbers: int) -> Budget:
@@ -125,51 +133,33 @@ class Budget:
             raise KflatsError("a share of ranks is no number of bytes", cause="what it takes depends on the shapes")
         if not weights or original <= 0:
             raise KflatsError("no weights are named, so a budget means nothing", hint="kflats inspect MODEL lists them")
+        rest, total, whose = 0, original, "the named weights"
         if self.scope == "file":
-            return self._stored_in_file(weights, original, model_file_bytes, whole)
+            if model_file_bytes < original:
+                raise KflatsError(
+                    f"the named weights take {original:,} bytes but the model's files only {model_file_bytes:,}",
+                    cause="the model was loaded in a wider type than it is stored in",
+                    hint="load it in its own type (dtype='auto')",
+                    command="a model folder whose config.json names the type of its weights",
+                )
+            header = _METADATA + sum(_longer_header(weight, weight.name in whole) for weight in weights)
+            rest, total, whose = model_file_bytes - original + header, model_file_bytes, "the model's files"
         if self.kind == "fraction":
-            allowed = int(Decimal(repr(self.amount)) * original)
+            allowed = int(Decimal(repr(self.amount)) * total)
         else:
             allowed = int(self.amount) * (itemsize if self.kind == "params" else 1)
-        if allowed > original:
+        if allowed > total:
             raise KflatsError(
-                f"a budget of {self} ({allowed:,} bytes) is more than the named weights take now ({original:,} bytes)",
-                cause="the budget counts the named weights, not the whole model",
-                hint="a smaller budget, or size (--size) to bound all weight files",
+                f"a budget of {self} ({allowed:,} bytes) is more than {whose} take now ({total:,} bytes)",
+                hint="a smaller budget, which counts the named weights or all weight files",
             )
-        if allowed < 1:
-            raise KflatsError(f"a budget of {self} of {original:,} bytes keeps nothing", hint="a larger budget")
-        return allowed
-
-    def _stored_in_file(
-        self, weights: Sequence[Weight], original: int, model_file_bytes: int, whole: Collection[str]
-    ) -> int:
-        if model_file_bytes < original:
+        if allowed <= rest:
             raise KflatsError(
-                f"the named weights take {original:,} bytes but the model's files only {model_file_bytes:,}",
-                cause="the model was loaded in a wider type than it is stored in",
-                hint="load it in its own type (dtype='auto')",
-                command="a model folder whose config.json names the type of its weights",
-            )
-        if self.kind == "fraction":
-            limit = int(Decimal(repr(self.amount)) * model_file_bytes)
-        else:
-            limit = int(self.amount)
-        if limit > model_file_bytes:
-            raise KflatsError(
-                f"a file budget of {self} ({limit:,} bytes) is more than the model's files now "
-                f"({model_file_bytes:,} bytes)",
-                hint="a smaller budget",
-            )
-        header = _METADATA + sum(_longer_header(weight, weight.name in whole) for weight in weights)
-        rest = model_file_bytes - original + header
-        if limit <= rest:
-            raise KflatsError(
-                f"a file budget of {self} ({limit:,} bytes) leaves nothing for the named weights: "
-                f"everything else takes {rest:,} of {model_file_bytes:,} bytes",
+                f"a budget of {self} ({allowed:,} bytes) keeps nothing of the named weights: "
+                f"everything else takes {rest:,} of {total:,} bytes",
                 hint="a larger budget, or name more weights",
             )
-        return min(limit - rest, original)
+        return min(allowed - rest, original)
 
 
 def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
@@ -192,35 +182,22 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
     """
     if isinstance(text, Budget):
         return text
-    if not isinstance(text, str):
-        raise KflatsError(f"{text!r} is not a budget", cause="a number without a unit is ambiguous", hint=_FORMS)
-    size = text.strip()
+    size = text.strip() if isinstance(text, str) else ""
     if size.endswith(_FILES):
         size, scope = size.removesuffix(_FILES), "file"
-    match = _SYNTAX.fullmatch(size)
-    if match is None:
+    if (match := _SYNTAX.fullmatch(size)) is None:
         raise KflatsError(f"{text!r} is not a budget", hint=_FORMS)
-    number, unit, noun = match[1], match[2].lower(), (match[3] or "").lower()
+    unit, noun = match[2].lower(), (match[3] or "").lower()
     if unit in ("params", "parameters") and not noun:
-        unit, noun = "", "params"
-    amount = Decimal(number)
-    if not amount.is_finite() or amount <= 0:
-        raise KflatsError(f"a budget of {text.strip()} keeps nothing", hint=_FORMS)
-    if noun in ("params", "parameters") and unit in _COUNTS:
-        return Budget("params", _whole(amount * _COUNTS[unit], text), scope)
-    if noun in ("", "ranks") and unit == "%":
-        return Budget("ranks" if noun else "fraction", float(amount / 100), scope)
-    if not noun and unit in ("bit", "bits"):
-        return Budget("bits", float(amount), scope)
-    if not noun and unit in _BYTES:
-        return Budget("bytes", _whole(amount * _BYTES[unit], text), scope)
-    if not noun and not unit:
-        raise KflatsError(
-            f"a budget of {text.strip()} without a unit is ambiguous",
-            cause="it might be a share kept, a share removed, or bytes",
-            hint=_FORMS,
-        )
-    raise KflatsError(f"{text!r} is not a budget", cause=f"unknown unit {(unit + ' ' + noun).strip()!r}", hint=_FORMS)
+        unit, noun = "", unit
+    if (unit, noun) not in _UNITS:
+        ambiguous = "a number without a unit is ambiguous: it might be a share kept, a share removed, or bytes"
+        cause = f"unknown unit {f'{unit} {noun}'.strip()!r}" if unit or noun else ambiguous
+        raise KflatsError(f"{text!r} is not a budget", cause=cause, hint=_FORMS)
+    kind, scale = _UNITS[unit, noun]
+    amount = Decimal(match[1]) * scale
+    # Sizes are rounded down: a budget is never exceeded.
+    return Budget(kind, int(amount) if kind in ("bytes", "params") and amount.is_finite() else float(amount), scope)
 
 
 def one_budget(keep: str | Budget | None, size: str | Budget | None) -> Budget:
@@ -232,17 +209,11 @@ def one_budget(keep: str | Budget | None, size: str | Budget | None) -> Budget:
     >>> str(one_budget("60%", None)), str(one_budget(None, "8MB"))
     ('60%', '8MB of all files')
     """
-    if keep is not None and size is not None:
+    if (keep is None) == (size is None):
         raise KflatsError(
-            f"keep={str(keep)!r} and size={str(size)!r} are both given",
+            "no budget is given" if keep is None else f"keep={str(keep)!r} and size={str(size)!r} are both given",
             cause="keep bounds the named weights, and size bounds all weight files",
-            hint="leave one of them out",
-        )
-    if keep is None and size is None:
-        raise KflatsError(
-            "no budget is given",
-            hint='keep="60%" (named weights) or size="8MB" (all weight files)',
-            command="--keep 60% (named weights) or --size 8MB (all weight files)",
+            hint='keep="60%" or size="8MB"',
         )
     return parse_budget(keep) if keep is not None else parse_budget(size or "", scope="file")
 
@@ -255,12 +226,3 @@ def _longer_header(weight: Weight, whole: bool) -> int:
     # A factored weight is up to four tensors in place of one; a layer without a bias may gain one, too.
     more = _MORE_ENTRIES + (not weight.bias and weight.places[0].role != "embedding")
     return more * (len(weight.name.encode()) + _HEADER_ENTRY)
-
-
-def _whole(amount: Decimal, text: str) -> int:
-    """Rounded down: a budget is never exceeded."""
-    if amount < 1:
-        raise KflatsError(f"a budget of {text.strip()} keeps nothing", hint=_FORMS)
-    if amount > Decimal(2) ** 62:
-        raise KflatsError(f"a budget of {text.strip()} is larger than any model", hint=_FORMS)
-    return int(amount)

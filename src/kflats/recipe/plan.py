@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
-from kflats.common.schema import decode
+from kflats.common.schema import decode, read_json
 from kflats.importance import Uniform
-from kflats.io.atomic_files import replaced
-from kflats.io.write_errors import explain
-from kflats.model.swap import Weight
-from kflats.model.weights import own_matrix_rows
+from kflats.io.atomic import replaced
+from kflats.model.weights import Weight, own_matrix_rows
 from kflats.recipe.budget import Budget, parse_budget
-from kflats.recipe.recipe import Recipe, brief, recipe_from_json, to_json
+from kflats.recipe.recipe import Recipe, brief, kind_called, to_json
 
 __all__ = ["Decision", "Plan"]
 
 FORMAT, VERSION = "kflats-plan", 1
-_LARGEST_FILE = 64 * 2**20
 
 
 @dataclass(frozen=True)
@@ -60,30 +57,18 @@ class Plan:
     allocation: str = "uniform"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.budget, Budget):
-            raise KflatsError(
-                f"{self.budget!r:.40} is not a Budget",
-                hint=f"parse_budget({self.budget!r:.40})",
-                command="a plan that kflats plan made",
-            )
-        if self.allocation not in ("uniform", "loss"):
-            raise KflatsError(f"allocation {self.allocation!r:.40} is unknown", cause="a damaged or hand-edited plan")
+        object.__setattr__(self, "budget", parse_budget(self.budget))  # a text means a budget, too
         names = [decision.weight.name for decision in self.decisions]
-        for decision in self.decisions:
-            weight = decision.weight
+        problem = "" if self.allocation in ("uniform", "loss") else f"allocation {self.allocation!r:.40} is unknown"
+        for weight, nbytes in ((decision.weight, decision.budget_bytes) for decision in self.decisions):
             if names.count(weight.name) > 1:
-                raise KflatsError(f"the plan names {weight.name!r} twice", cause="a damaged or hand-edited plan")
-            if len(weight.shape) != 2 or min(weight.shape) < 1 or weight.nbytes % (weight.shape[0] * weight.shape[1]):
-                raise KflatsError(
-                    f"{weight.name!r} of shape {weight.shape} cannot take {weight.nbytes:,} bytes",
-                    cause="a damaged or hand-edited plan",
-                )
-            if not 0 < decision.budget_bytes <= weight.nbytes:
-                raise KflatsError(
-                    f"{weight.name!r} takes {weight.nbytes:,} bytes and cannot be given {decision.budget_bytes:,}",
-                    cause="a damaged or hand-edited plan",
-                    hint="at least 1 byte and at most the original",
-                )
+                problem = f"the plan names {weight.name!r} twice"
+            elif len(weight.shape) != 2 or min(weight.shape) < 1 or weight.nbytes % math.prod(weight.shape):
+                problem = f"{weight.name!r} of shape {weight.shape} cannot take {weight.nbytes:,} bytes"
+            elif not 0 < nbytes <= weight.nbytes:
+                problem = f"{weight.name!r} takes {weight.nbytes:,} bytes and cannot be given {nbytes:,}"
+        if problem:
+            raise KflatsError(problem, cause="a damaged or hand-edited plan", hint="make the plan again: kflats plan")
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as JSON; an existing file is replaced in one step.
@@ -91,17 +76,16 @@ class Plan:
         Raises:
             KflatsError: a folder that cannot be written, a full disk; an earlier file is untouched then.
         """
-        head = {"budget": str(self.budget), "model_bytes": self.model_bytes, "allocation": self.allocation}
-        data = {"format": FORMAT, "version": VERSION, **head}
-        text = json.dumps({**data, "decisions": [_decision_json(d) for d in self.decisions]}, indent=2)
-        goal = Path(path).expanduser().resolve()
-        try:
-            goal.parent.mkdir(parents=True, exist_ok=True)
-            with replaced(goal) as aside:
-                aside.write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            explain(error, goal)
-            raise
+        data = {
+            "format": FORMAT,
+            "version": VERSION,
+            "budget": str(self.budget),
+            "model_bytes": self.model_bytes,
+            "allocation": self.allocation,
+            "decisions": [dataclasses.asdict(d) | {"recipe": to_json(d.recipe)} for d in self.decisions],
+        }
+        with replaced(Path(path).expanduser().resolve()) as aside:
+            aside.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -110,14 +94,10 @@ class Plan:
         Raises:
             KflatsError: unreadable, of a newer version, or with names and sizes that cannot be.
         """
-        data = _read(Path(path))
+        data = read_json(path, FORMAT, VERSION, "plan")
         try:
-            decisions = data.pop("decisions", None)
-            head = decode(_Head, data, "plan")
-            if not isinstance(decisions, list):
-                raise KflatsError("the plan has no list of decisions", cause="a damaged or hand-edited plan")
-            found = tuple(_decision(entry, f"decisions[{i}]") for i, entry in enumerate(decisions))
-            return cls(found, parse_budget(head.budget), head.model_bytes, head.allocation)
+            file: _PlanFile = decode(_PlanFile, data, "plan", kinds=kind_called)
+            return cls(file.decisions, parse_budget(file.budget), file.model_bytes, file.allocation)
         except KflatsError as error:
             raise error.about(os.fspath(path)) from error
 
@@ -137,7 +117,7 @@ class Plan:
             KflatsError: an unknown name (from ``find``), another shape or type than was planned for, or
                 two names that mean one weight.
         """
-        found = []
+        decisions = []
         for decision in self.decisions:
             planned, weight = decision.weight, find(decision.weight.name)
             if (weight.shape, weight.dtype) != (planned.shape, planned.dtype):
@@ -147,8 +127,8 @@ class Plan:
                     cause="a plan for another model, or a model loaded in another type",
                     hint="make the plan again: kflats plan",
                 )
-            found.append(dataclasses.replace(decision, weight=weight))
-        return dataclasses.replace(self, decisions=tuple(found))
+            decisions.append(dataclasses.replace(decision, weight=weight))
+        return dataclasses.replace(self, decisions=tuple(decisions))
 
     def __str__(self) -> str:
         rows = [
@@ -186,64 +166,10 @@ def as_cast(weight: Weight, recipe: Recipe) -> Recipe:
 
 
 @dataclass(frozen=True)
-class _Head:
-    """What a plan file says before its decisions."""
+class _PlanFile:
+    """What a plan file holds beside its format and version."""
 
     budget: str
     model_bytes: int
+    decisions: tuple[Decision, ...]
     allocation: str = "uniform"
-
-
-def _decision_json(decision: Decision) -> dict[str, Any]:
-    return {
-        "weight": dataclasses.asdict(decision.weight),
-        "recipe": to_json(decision.recipe),
-        "budget_bytes": decision.budget_bytes,
-        "note": decision.note,
-    }
-
-
-def _decision(data: object, where: str) -> Decision:
-    if not isinstance(data, dict) or set(data) - {"weight", "recipe", "budget_bytes", "note"}:
-        raise KflatsError(
-            f"{where} is not a decision",
-            cause="a damaged or hand-edited plan",
-            hint="weight, recipe, budget_bytes, note",
-        )
-    return Decision(
-        decode(Weight, data.get("weight"), f"{where}.weight"),
-        recipe_from_json(data.get("recipe")),
-        decode(int, data.get("budget_bytes"), f"{where}.budget_bytes"),
-        decode(str, data.get("note", ""), f"{where}.note"),
-    )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The file's JSON object without its format and version, which are checked here."""
-    try:
-        if path.stat().st_size > _LARGEST_FILE:
-            raise KflatsError(
-                f"{path} is {path.stat().st_size:,} bytes", cause="not a plan", hint="kflats plan makes one"
-            )
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise KflatsError(
-            f"the plan {path} cannot be read: {error.strerror}", hint="kflats plan --out makes one"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, KflatsError):
-            raise
-        raise KflatsError(
-            f"{path} is not JSON", cause="a damaged file, or not a plan", hint="kflats plan makes one"
-        ) from error
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-        raise KflatsError(f"{path} is not a kflats plan", cause="another JSON file", hint="kflats plan makes one")
-    version = data.pop("version", None)
-    if version != VERSION or isinstance(version, bool):
-        newer = isinstance(version, int) and version > VERSION
-        raise KflatsError(
-            f"{path} is a plan of version {version!r:.20}; this kflats reads version {VERSION}",
-            cause="written by a newer kflats" if newer else "a damaged or hand-edited plan",
-            hint="upgrade kflats" if newer else "make the plan again: kflats plan",
-        )
-    return data

@@ -6,19 +6,17 @@ import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Literal, TypeAlias
 
 import torch
 
 from kflats.codecs import CODECS, Codec, Float, check_codec
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
-from kflats.common.schema import JsonObject
+from kflats.common.schema import JsonObject, decode
 from kflats.importance import IMPORTANCES, Importance, Uniform, check_importance
 from kflats.methods import METHODS, Factored, Method, Problem, check_method
 
-T = TypeVar("T")
 AXES: dict[str, Registry[Method] | Registry[Importance] | Registry[Codec]] = {
     "method": METHODS,
     "importance": IMPORTANCES,
@@ -149,9 +147,6 @@ def brief(value: object) -> str:
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-_DAMAGED = "a damaged or hand-edited plan"
-
-
 def from_json(data: object) -> Recipe | Method | Importance | Codec:
     """The recipe, or the value of one axis, that ``to_json`` wrote; absent fields take their defaults.
 
@@ -162,90 +157,24 @@ def from_json(data: object) -> Recipe | Method | Importance | Codec:
     >>> from_json({"type": "Float"})
     Float(dtype='same')
     """
-    fields = _fields_of(data)
-    if fields["type"] == "Recipe":
-        axes = {name: from_json(fields[name]) for name in AXES if name in fields}
-        return _made(Recipe, {name: value for name, value in fields.items() if name not in AXES}, axes)
+    value: Recipe | Method | Importance | Codec = decode(
+        Recipe | Method | Importance | Codec, data, "recipe", kinds=kind_called
+    )
+    return value
+
+
+def kind_called(name: str) -> type:
+    """The class of a method, an importance or a codec with this name.
+
+    Raises:
+        KflatsError: no class has this name, in kflats or in a package that announces one.
+    """
     for registry in AXES.values():
-        if kind := registry.kind(fields["type"]):
-            return _made(kind, fields, {})
+        if kind := registry.kind(name):
+            return kind
     known = [kind.__name__ for registry in AXES.values() for kind in registry.all_kinds()]
     raise KflatsError(
-        f"no method, importance or codec is called {fields['type']!r:.80}",
+        f"no method, importance or codec is called {name!r:.80}",
         cause="a plan of a newer kflats, a misspelt name, or a package that is not installed here",
         hint=f"install the package that has it, or one of {', '.join(sorted(known))}",
     )
-
-
-def recipe_from_json(data: object) -> Recipe:
-    """As ``from_json``, for a recipe or a bare method.
-
-    >>> recipe_from_json({"type": "Recipe", "method": {"type": "SVD"}}).codec
-    Float(dtype='same')
-    """
-    value = from_json(data)
-    return value if isinstance(value, Recipe) else Recipe(_as_method(value))
-
-
-def _as_method(value: Method | Importance | Codec) -> Method:
-    check_method(value)
-    return value  # type: ignore[return-value]
-
-
-def _fields_of(data: object) -> Mapping[str, Any]:
-    if not isinstance(data, Mapping) or not isinstance(data.get("type"), str):
-        raise KflatsError(f'{data!r:.80} is not an object with a "type"', cause=_DAMAGED)
-    return data
-
-
-def _made(kind: type[T], fields: Mapping[str, Any], ready: Mapping[str, Any]) -> T:
-    """``kind`` from its JSON fields and from those that are values already; each is checked against its type hint."""
-    hints, known = get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    arguments = dict(ready)
-    for name, data in fields.items():
-        if name == "type":
-            continue
-        if name not in known:
-            raise KflatsError(
-                f"{kind.__name__} has no field {name!r:.80}",
-                cause="a plan of a newer kflats, or a misspelt name",
-                hint=f"one of {', '.join(known) or 'none'}",
-            )
-        parts = _dataclasses(hints[name])
-        value = data
-        if isinstance(data, Mapping) and (part := parts.get(_fields_of(data)["type"])):
-            value = _made(part, data, {})
-        if not any(_fits(value, hint) for hint in _members(hints[name])):
-            hint = f"one of {', '.join(sorted(parts))}" if parts else ""
-            raise KflatsError(f"{kind.__name__}.{name} cannot be {data!r:.80}", cause=_DAMAGED, hint=hint)
-        arguments[name] = value
-    missing = [
-        name
-        for name, field in known.items()
-        if name not in arguments and field.default is field.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise KflatsError(f"{kind.__name__} needs {', '.join(missing)}", cause=_DAMAGED)
-    return kind(**arguments)
-
-
-def _dataclasses(hint: Any) -> dict[str, type[Any]]:
-    """The dataclasses among the alternatives of a type hint, by name."""
-    kinds = (kind for kind in _members(hint) if hasattr(kind, "__dataclass_fields__"))
-    return {kind.__name__: kind for kind in kinds}
-
-
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The alternatives of a type hint."""
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value may be a field of the declared type."""
-    if get_origin(hint) is Literal:
-        return any(value is option or (value == option and type(value) is type(option)) for option in get_args(hint))
-    if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0  # finite
-    if hint is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return value is None if hint in (None, NoneType) else isinstance(value, hint)

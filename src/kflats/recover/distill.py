@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.common.token_batches import IGNORED
+from kflats.common.texts import IGNORED
 from kflats.tasks.task import head_of
 
 

@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, table
 from kflats.common.hashing import sha256
-from kflats.common.token_batches import pad_id
+from kflats.common.texts import pad_id
 from kflats.evaluation.comparing import load_tokenizer
 from kflats.evaluation.encoding import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
-from kflats.io.atomic_folder import beside
+from kflats.io.atomic import beside
 from kflats.recover.distill import Objective
 from kflats.recover.trainable import only, own_randomness, put_back, unchanged_on_failure
 from kflats.recover.training_data import Schedule, TrainingData, batch_training_data, task_training_data

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
-from kflats.common.token_batches import pad_id, required
+from kflats.common.texts import pad_id, required
 from kflats.evaluation.encoding import Batch, device_of, evaluating
 from kflats.recover.distill import Objective
 from kflats.recover.trainable import CHOICES

@@ -20,8 +20,7 @@ from typing import Any
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, share, size, visible
-from kflats.io.atomic_folder import new_folder
-from kflats.io.manifest import manifest_follows
+from kflats.io.atomic import manifest_follows, new_folder
 from kflats.report.report import Report, WeightReport
 
 REPORT_PAGE = "report.html"

@@ -17,8 +17,7 @@ from pathlib import Path
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, share, size, visible
 from kflats.evaluation.comparing import Comparison, cosine
-from kflats.io.atomic_files import replaced
-from kflats.io.manifest import manifest_follows
+from kflats.io.atomic import manifest_follows, replaced
 from kflats.report.report import Report
 from kflats.report.trimmed import TrimReport
 

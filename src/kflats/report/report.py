@@ -28,7 +28,7 @@ from typing import Any
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, plain, share, size, table, visible
 from kflats.common.schema import JsonObject, check_version, decode
-from kflats.io.atomic_files import replaced
+from kflats.io.atomic import replaced
 from kflats.report.trimmed import TrimReport
 
 REPORT_FILE = "kflats_report.json"

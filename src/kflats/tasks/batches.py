@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.token_batches import (
+from kflats.common.texts import (
     IGNORED,
     batches_by_length,
     check_ids,

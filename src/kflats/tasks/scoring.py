@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from kflats.common.formatting import number, plain, share, size, table, visible
-from kflats.common.token_batches import IGNORED, pad_id, token_limit
+from kflats.common.texts import IGNORED, pad_id, token_limit
 from kflats.evaluation.comparing import (
     Latency,
     load_tokenizer,

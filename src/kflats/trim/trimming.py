@@ -2,13 +2,20 @@
 
 Removed words are segmented into kept pieces. A text whose tokens are all kept is segmented as before, and the outputs
 of the model for it stay the same.
+
+Token tables are those that ``get_input_embeddings`` and ``get_output_embeddings`` name, and all modules that share
+their parameters. Biases of heads follow; ids in configs (begin, end, padding, tokens that generation avoids) are
+numbered anew. Another tensor of the vocabulary's size is refused.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import os
-from collections.abc import Iterable, Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,21 +24,35 @@ import torch
 from torch import Tensor, nn
 
 from kflats.calibration.counting import count_tokens, zipf_prior
+from kflats.common.arguments import is_whole
 from kflats.common.errors import KflatsError
-from kflats.common.texts import check_texts
+from kflats.common.texts import check_texts, required
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
+from kflats.evaluation.encoding import evaluating, last_hidden_state
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
+from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models, vocabulary_end
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
 from kflats.report.trimmed import TrimReport, resegmented
-from kflats.trim.cutting import cut, find_tables
-from kflats.trim.fast_tokenizers import as_it_was, loaded, state_of, use_, vocabulary_files
 from kflats.trim.vocabulary import Vocabulary, choose, mentioned, read, reduced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_LISTS = (
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "bad_words_ids",
+)  # ids in configs under other names than _token_id
+_CHECKED = 24  # ids that both models read in the end
+
+
 TRIM_FILE = "kflats_trimming.json"
+_FORMS = frozenset(
+    ("vocab.txt", "vocab.json", "merges.txt", "added_tokens.json", "spiece.model", "sentencepiece.bpe.model")
+    + ("sentencepiece.model", "tokenizer.model", "tekken.json", "bpe.codes", "dict.txt", "unigram.json")
+)
+"""Files that hold another form of a vocabulary; beside a new tokenizer.json they are old."""
 _TRIED = 500  # texts and removed words that the tokenizer is tried on in the end
 
 
@@ -58,7 +79,6 @@ def trim(
     keep: int,
     texts: Iterable[str] | None = None,
     eval_texts: Iterable[str] | None = None,
-    alphabet: str = "all",
 ) -> Trimmed:
     """``model`` and ``tokenizer`` with the ``keep`` commonest entries of the vocabulary.
 
@@ -81,8 +101,6 @@ def trim(
         keep: entries of the new vocabulary, special ones included.
         texts: the texts whose tokens are counted.
         eval_texts: the texts that the report is measured on; None: ``texts``, on which fewer tokens change.
-        alphabet: "all" single characters stay, or those that are "seen" in the texts: other scripts then become the
-            unknown token, or bytes.
 
     Raises:
         KflatsError: a tokenizer that is not fast, or of another model; ``keep`` beyond the vocabulary or below what
@@ -100,55 +118,45 @@ def trim(
     >>> small.tokenizer.tokenize("ab ba aba"), small.model.config.vocab_size
     (['ab', 'b', '##a', 'ab', '##a'], 10)
     """
-    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+    if not is_whole(keep, 1):
         raise KflatsError(f"{keep!r} is not a number of entries to keep", hint="a whole number, at least 1")
-    if alphabet not in ("all", "seen"):
-        raise KflatsError(f"no alphabet is called {alphabet!r}", hint="all or seen")
-    if alphabet == "seen" and texts is None:
-        raise KflatsError("alphabet 'seen' is not supported without texts", hint="give texts, or alphabet 'all'")
-    tokenizer = getattr(model, "tokenizer", None) if tokenizer is None else tokenizer
-    if tokenizer is None:
-        raise KflatsError(
-            "the model cannot be trimmed without its tokenizer",
-            hint="tokenizer=..., that of the model's folder",
-            command="a folder with a tokenizer.json",
-        )
-    state = state_of(tokenizer)
+    tokenizer = required(getattr(model, "tokenizer", None) if tokenizer is None else tokenizer)
+    state = _state_of(tokenizer)
     counted, shown = _held(texts), _held(eval_texts)
-    found = find_tables(model)
+    tables = _find_tables(model)
     vocabulary = read(state)
     entries = sum(token is not None for token in vocabulary.tokens)
-    if len(vocabulary.tokens) > found.rows:
+    if len(vocabulary.tokens) > tables.rows:
         raise KflatsError(
-            f"the tokenizer has ids up to {len(vocabulary.tokens) - 1}, but the table has {found.rows} rows",
+            f"the tokenizer has ids up to {len(vocabulary.tokens) - 1}, but the table has {tables.rows} rows",
             cause="a tokenizer of another model",
             hint="the tokenizer of the model's own folder",
         )
     if keep > entries:
         raise KflatsError(f"{keep:,} entries are more than the {entries:,} of the vocabulary", hint="fewer entries")
-    counts = torch.zeros(found.rows, dtype=torch.int64)
+    counts = torch.zeros(tables.rows, dtype=torch.int64)
     if counted is not None:
-        with as_it_was(tokenizer):
-            counts = count_tokens(counted, tokenizer, found.rows)
-    named = found.required | mentioned(state) | frozenset(int(i) for i in tokenizer.all_special_ids)
-    required = frozenset(i for i in named if i < len(vocabulary.tokens) and vocabulary.tokens[i] is not None)
-    required |= _spelling(vocabulary, counts if alphabet == "seen" else None)
-    chosen = choose(vocabulary, required, _order(vocabulary, counts, tokenizer), keep)
-    made, old = reduced(state, chosen)
+        with _as_it_was(tokenizer):
+            counts = count_tokens(counted, tokenizer, tables.rows)
+    named = tables.required | mentioned(state) | frozenset(int(i) for i in tokenizer.all_special_ids)
+    stays = frozenset(i for i in named if i < len(vocabulary.tokens) and vocabulary.tokens[i] is not None)
+    stays |= vocabulary.fixed
+    chosen = choose(vocabulary, stays, _order(vocabulary, counts, tokenizer), keep)
+    smaller_state, old = reduced(state, chosen)
     # Rows of no token that a config names (a padding id beyond the vocabulary) come last, as they did.
-    kept = (*old, *sorted(i for i in named - required if i < found.rows))
-    small = cut(model, found, kept)
+    kept = (*old, *sorted(i for i in named - stays if i < tables.rows))
+    small = _cut(model, tables, kept)
     new = {i: row for row, i in enumerate(kept)}
-    after = find_tables(small)
-    smaller = loaded(tokenizer, made, new, [*(counted or ())[:_TRIED], *_removed(vocabulary, new)])
-    use_(small, smaller)
+    after = _find_tables(small)
+    smaller = _loaded(tokenizer, smaller_state, new, [*(counted or ())[:_TRIED], *_removed(vocabulary, new)])
+    _use_(small, smaller)
     evaluated = counted if shown is None else shown
-    with as_it_was(tokenizer), as_it_was(smaller):
+    with _as_it_was(tokenizer), _as_it_was(smaller):
         segmentation = None if evaluated is None else resegmented(tokenizer, smaller, evaluated, new)
     report = TrimReport(
-        entries=(found.rows, len(kept)),
-        required=len(required),
-        table_bytes=(found.nbytes, after.nbytes),
+        entries=(tables.rows, len(kept)),
+        required=len(stays),
+        table_bytes=(tables.nbytes, after.nbytes),
         model_bytes=(stored_bytes(model), stored_bytes(small)),
         segmentation=segmentation,
         counted=shown is None,
@@ -163,7 +171,6 @@ def trim_folder(
     keep: int,
     texts: Iterable[str] | None = None,
     eval_texts: Iterable[str] | None = None,
-    alphabet: str = "all",
     force: bool = False,
 ) -> TrimReport:
     """``trim`` from a model folder (or hub name) into a new one, which loads like any other, without kflats.
@@ -175,7 +182,7 @@ def trim_folder(
 
     Args:
         source: a local folder or a hub name. out: the folder to be.
-        keep, texts, eval_texts, alphabet: as ``trim``.
+        keep, texts, eval_texts: as ``trim``.
         force: replace an existing folder that kflats wrote and nobody changed since.
 
     Raises:
@@ -185,25 +192,26 @@ def trim_folder(
     folder = resolve_model(source)
     with new_folder(out, force, [folder]) as aside:
         loaded, tokenizer = load_model(folder), load_tokenizer(folder)
-        made = trim(loaded, tokenizer, keep=keep, texts=texts, eval_texts=eval_texts, alphabet=alphabet)
+        trimmed = trim(loaded, tokenizer, keep=keep, texts=texts, eval_texts=eval_texts)
         inner = aside / weights_folder(folder).relative_to(folder)
-        save_model(made.model, inner)
-        write_vocabulary(made, folder, aside)
+        save_model(trimmed.model, inner)
+        write_vocabulary(trimmed, folder, aside)
         files = (weight_file_bytes(folder), weight_file_bytes(aside))
-        rewrite_(aside, lambda original: trimmed_card(made.report, files, hub_name(source), original))
-    return made.report
+        rewrite_(aside, lambda original: trimmed_card(trimmed.report, files, hub_name(source), original))
+    return trimmed.report
 
 
-def write_vocabulary(made: Trimmed, source: Path, aside: Path) -> None:
+def write_vocabulary(trimmed: Trimmed, source: Path, aside: Path) -> None:
     """Tokenizer, record and companions of a trimmed model in ``aside``, where its weights are already."""
     inner = aside / weights_folder(source).relative_to(source)
-    made.tokenizer.save_pretrained(inner)
+    trimmed.tokenizer.save_pretrained(inner)
     written = set(aside.rglob("*"))
     copy_companions(source, aside)
     for path in {*aside.iterdir(), *inner.iterdir()} - written:
-        if path.name in vocabulary_files(made.tokenizer):
+        if path.name in _vocabulary_files(trimmed.tokenizer):
             path.unlink()
-    record = {"format": "kflats-trimming", "version": 1, "report": asdict(made.report), "kept": made.kept.tolist()}
+    about = {"report": asdict(trimmed.report), "kept": trimmed.kept.tolist()}
+    record = {"format": "kflats-trimming", "version": 1, **about}
     (inner / TRIM_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
 
 
@@ -215,37 +223,11 @@ def _held(texts: Iterable[str] | None) -> Sequence[str] | None:
     return tuple(texts)
 
 
-def _spelling(vocabulary: Vocabulary, counts: Tensor | None) -> frozenset[int]:
-    """Ids that spell the removed words: single characters, and entries that single characters do not spell.
-
-    With ``counts`` only the characters of counted tokens; a byte-level alphabet stays complete.
-    """
-    fixed = set(vocabulary.fixed)
-    if counts is None:
-        seen = set(vocabulary.characters)
-    else:
-        seen = {c for row in counts.nonzero().flatten().tolist() for c in vocabulary.bare(row)}
-        seen |= _BYTES if set(vocabulary.characters) >= _BYTES else set()
-    for character in seen & set(vocabulary.characters):
-        fixed.update(vocabulary.characters[character])
-    fixed.update(row for row in vocabulary.unspelled() if set(vocabulary.bare(row)) <= seen or counts is None)
-    return frozenset(fixed)
-
-
-def _byte_level() -> set[str]:
-    """The 256 characters that stand for bytes in byte-level BPE: printing ones for themselves, others from 256 on."""
-    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    return {chr(b) for b in shown} | {chr(256 + i) for i in range(256 - len(shown))}
-
-
-_BYTES = _byte_level()
-
-
 def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """All ids, the commonest first; by the vocabulary's own order where counts are equal."""
     size = len(vocabulary.tokens)
     try:
-        with as_it_was(tokenizer):
+        with _as_it_was(tokenizer):
             prior = zipf_prior(tokenizer, len(counts)).tolist()
     except KflatsError:  # characters only: no words to rank
         prior = [0.0] * len(counts)
@@ -257,3 +239,307 @@ def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: PreTrainedTokenize
 def _removed(vocabulary: Vocabulary, new: dict[int, int]) -> list[str]:
     gone = [row for row in sorted(vocabulary.own) if row not in new]
     return [vocabulary.bare(row) for row in gone[:: max(1, len(gone) // _TRIED)]]
+
+
+def _vocabulary_files(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Names of files that hold a vocabulary: ``tokenizer.json``, and those that are old beside a new one."""
+    return _FORMS | set(tokenizer.vocab_files_names.values())
+
+
+def _state_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """A fast tokenizer as its ``tokenizer.json``."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if not hasattr(backend, "to_str"):
+        raise KflatsError(
+            f"{type(tokenizer).__name__} cannot be trimmed: it is no fast tokenizer",
+            cause="it has no tokenizer.json: it is in Python, or a SentencePiece model that could not be converted",
+            hint="transformers.AutoTokenizer with the package 'tokenizers' (and 'sentencepiece' to convert)",
+        )
+    state: dict[str, Any] = json.loads(backend.to_str())
+    return state
+
+
+def _loaded(
+    tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]
+) -> Any:
+    """A tokenizer of the same class from the trimmed ``state``, loaded as users will load it, and tested on ``tried``.
+
+    Raises:
+        KflatsError: the class loads another vocabulary, or segments ``tried`` otherwise.
+    """
+    from tokenizers import Tokenizer
+
+    expected = Tokenizer.from_str(json.dumps(state))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer.save_pretrained(folder)
+        for path in folder.iterdir():
+            if path.name in _vocabulary_files(tokenizer):
+                path.unlink()
+        (folder / "tokenizer.json").write_text(json.dumps(state, ensure_ascii=False), encoding="utf-8")
+        _renumber_settings(folder / "tokenizer_config.json", new)
+        smaller = type(tokenizer).from_pretrained(folder, local_files_only=True)
+    smaller.name_or_path = tokenizer.name_or_path
+    for name in ("name_or_path", "local_files_only", "is_local"):  # of where it was loaded from, not of what it is
+        if name in tokenizer.init_kwargs:
+            smaller.init_kwargs[name] = tokenizer.init_kwargs[name]
+        else:
+            smaller.init_kwargs.pop(name, None)
+    expected.no_truncation()
+    expected.no_padding()
+    same = smaller.get_vocab() == expected.get_vocab(with_added_tokens=True)
+    if same and tried:
+        ids = [encoding.ids for encoding in expected.encode_batch(list(tried))]
+        with _as_it_was(smaller):
+            same = smaller(list(tried), verbose=False)["input_ids"] == ids
+    if not same:
+        raise KflatsError(
+            f"{type(tokenizer).__name__} does not load the smaller vocabulary unchanged",
+            cause="the class numbers or normalises its entries in its own way",
+            hint="trim PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) in its place, with the "
+            "names of the special tokens",
+            command="a folder whose tokenizer_config.json names PreTrainedTokenizerFast",
+        )
+    return smaller
+
+
+def _use_(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make ``tokenizer`` that of a SentenceTransformer; other models hold no tokenizer."""
+    if not is_sentence_transformer(model):
+        return
+    first: Any = next(model.children())
+    processor = getattr(first, "processor", None)
+    if processor is None:  # older sentence-transformers
+        first.tokenizer = tokenizer
+    elif hasattr(processor, "backend_tokenizer"):
+        first.processor = tokenizer
+    else:
+        processor.tokenizer = tokenizer
+
+
+@contextmanager
+def _as_it_was(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Restore the truncation and padding of the backend at the end: every call of the tokenizer changes them."""
+    backend = tokenizer.backend_tokenizer
+    truncation, padding = backend.truncation, backend.padding
+    try:
+        yield
+    finally:
+        backend.no_truncation() if truncation is None else backend.enable_truncation(**truncation)
+        backend.no_padding() if padding is None else backend.enable_padding(**padding)
+
+
+def _renumber_settings(path: Path, new: dict[int, int]) -> None:
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    if isinstance(added := settings.get("added_tokens_decoder"), dict):
+        settings["added_tokens_decoder"] = {str(new[int(i)]): token for i, token in added.items() if int(i) in new}
+    path.write_text(json.dumps(settings, ensure_ascii=False, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """The tensors of a model that have a row for each entry of its vocabulary.
+
+    Args:
+        rows: the number of entries.
+        tables: parameters (rows, d). biases: parameters and buffers (rows,) or (1, rows).
+        required: ids that the model or its configs mention.
+    """
+
+    rows: int
+    tables: tuple[Tensor, ...]
+    biases: tuple[Tensor, ...]
+    required: frozenset[int]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all these tensors; shared ones count once."""
+        return sum(t.numel() * t.element_size() for t in (*self.tables, *self.biases))
+
+
+def _find_tables(model: nn.Module) -> _Tables:
+    """The token tables of ``model`` and of the transformers models inside it.
+
+    Raises:
+        KflatsError: no token table, several vocabularies, factored tables, or tensors of the vocabulary's size that
+            are neither tables nor biases of heads.
+    """
+    parts = [part for _, part in pretrained_models(model)]
+    if any(True for _ in factored_layers(model)):
+        raise KflatsError(
+            "a compressed model cannot be trimmed",
+            cause="its coordinates have no single rows",
+            hint="trim the original first, then compress",
+        )
+    own: dict[int, Tensor] = {}
+    for part in parts:
+        source, head = vocabulary_end(part, "get_input_embeddings"), vocabulary_end(part, "get_output_embeddings")
+        for end, kind in ((source, nn.Embedding), (head, nn.Linear)):
+            if isinstance(end, kind):
+                own[id(end.weight)] = end.weight
+    if not any(isinstance(vocabulary_end(part, "get_input_embeddings"), nn.Embedding) for part in parts):
+        raise KflatsError(f"{type(model).__name__} has no token embeddings", hint="a text model of transformers")
+    sizes = {table.shape[0] for table in own.values()}
+    if len(sizes) > 1:
+        raise KflatsError(
+            f"the model has token tables of {', '.join(map(str, sorted(sizes)))} rows",
+            cause="several vocabularies, or a head that predicts something else than tokens",
+            hint="a model with one vocabulary",
+        )
+    rows = sizes.pop()
+    tables = tuple(own.values())
+    biases = {id(tensor): tensor for tensor in _biases(model, rows, {id(table) for table in tables})}
+    left = [
+        name
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]
+        if rows in tensor.shape and id(tensor) not in own and id(tensor) not in biases
+    ]
+    if left:
+        raise KflatsError(
+            f"{left[0]!r} has a side of {rows} as the vocabulary, and is no token table and no bias of one",
+            cause="a table of another use whose rows are tokens",
+            hint="another model; please report this architecture",
+        )
+    return _Tables(rows, tables, tuple(biases.values()), frozenset(_required(model, tables, rows)))
+
+
+def _cut(model: nn.Module, found: _Tables, kept: Sequence[int]) -> nn.Module:
+    """A copy of ``model`` whose vocabulary is the ``kept`` ids, numbered 0, 1, ...; the model itself stays.
+
+    All other parameters are copied, and shared parameters stay shared. Then both models read the same kept tokens, and
+    their outputs are compared.
+
+    Raises:
+        KflatsError: the outputs differ, because the model keeps token ids in a place that is not known here.
+    """
+    index = torch.tensor(kept, dtype=torch.int64)
+    new = {old: row for row, old in enumerate(kept)}
+    memo: dict[int, Any] = {}
+    for tensor in found.tables:
+        memo[id(tensor)] = _like(tensor, tensor.detach().index_select(0, index.to(tensor.device)))
+    for tensor in found.biases:
+        memo[id(tensor)] = _like(tensor, tensor.detach().index_select(tensor.ndim - 1, index.to(tensor.device)))
+    # deepcopy takes the new tensors from the memo: ties hold, and no old table is copied.
+    smaller = copy.deepcopy(model, memo)
+    tables = {id(memo[id(tensor)]) for tensor in found.tables}
+    for module in smaller.modules():
+        _resize_(module, tables, found.rows, len(kept), new)
+    for config in _configs(smaller):
+        _renumber_(config, found.rows, len(kept), new)
+    _check_same(model, smaller, kept)
+    return smaller
+
+
+def _biases(model: nn.Module, rows: int, tables: set[int]) -> Iterator[Tensor]:
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            long = tensor is not None and tensor.ndim in (1, 2) and tensor.numel() == rows == tensor.shape[-1]
+            if tensor is not None and long and "bias" in name and (weight is None or id(weight) in tables):
+                yield tensor
+
+
+def _required(model: nn.Module, tables: Sequence[Tensor], rows: int) -> Iterator[int]:
+    """Ids that padding, configs and positions need."""
+    own = {id(table) for table in tables}
+    for name, module in model.named_modules():
+        padding = getattr(module, "padding_idx", None)
+        if not isinstance(padding, int) or isinstance(padding, bool) or not 0 <= padding < rows:
+            continue
+        if any(id(p) in own for p in module._parameters.values()):
+            yield padding
+        elif "position" in name.lower() or "position" in type(module).__name__.lower():
+            # RoBERTa and others number positions from the padding id on: it must not move.
+            yield from range(padding + 1)
+    for config in _configs(model):
+        for name, value in vars(config).items():
+            if _holds_ids(name):
+                yield from (i for i in _flat(value) if 0 <= i < rows)
+
+
+def _resize_(module: nn.Module, tables: set[int], rows: int, size: int, new: dict[int, int]) -> None:
+    """Set the sizes and the padding id of ``module`` to those of its new tables."""
+    weight = module._parameters.get("weight")
+    held = module.__dict__
+    if id(weight) in tables:
+        held.update({name: size for name in ("num_embeddings", "out_features") if held.get(name) == rows})
+    if held.get("vocab_size") == rows:
+        held["vocab_size"] = size
+    if isinstance(held.get("padding_idx"), int) and (weight is None or id(weight) in tables):
+        held["padding_idx"] = new.get(held["padding_idx"], held["padding_idx"])
+
+
+def _configs(model: nn.Module) -> Iterable[Any]:
+    """The configs of all transformers models in ``model``, and the configs inside them, each once."""
+    parts = [part for _, part in pretrained_models(model)]
+    waiting = [part.config for part in parts] + [getattr(part, "generation_config", None) for part in parts]
+    configs: dict[int, Any] = {}
+    while waiting:
+        config = waiting.pop()
+        if config is not None and id(config) not in configs:
+            configs[id(config)] = config
+            waiting += [value for value in vars(config).values() if hasattr(value, "to_dict")]
+    return configs.values()
+
+
+def _holds_ids(name: str) -> bool:
+    return name.endswith(("_token_id", "_token_ids", "_token_index")) or name in _LISTS
+
+
+def _flat(value: Any) -> Iterator[int]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from _flat(inner)
+
+
+def _renumber_(config: Any, rows: int, size: int, new: dict[int, int]) -> None:
+    def renumbered(value: Any) -> Any:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return new.get(value, value)  # an id outside the table stays, such as -1
+        return [renumbered(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    if getattr(config, "vocab_size", None) == rows:
+        config.vocab_size = size
+    for name, value in list(vars(config).items()):
+        if _holds_ids(name) and value is not None:
+            setattr(config, name, renumbered(value))
+
+
+def _like(tensor: Tensor, rows: Tensor) -> Tensor:
+    if not isinstance(tensor, nn.Parameter):
+        return rows
+    parameter = nn.Parameter(rows, requires_grad=tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+def _check_same(original: nn.Module, smaller: nn.Module, kept: Sequence[int]) -> None:
+    """Raise if the models give different states or logits for the same kept tokens, evenly spaced ones."""
+    rows = sorted({int(i) for i in torch.linspace(0, len(kept) - 1, min(_CHECKED, len(kept))).tolist()})
+    name, part = next(pair for pair in pretrained_models(original) if vocabulary_end(pair[1], "get_input_embeddings"))
+    before, logits = _outputs(part, [kept[row] for row in rows])
+    after, new_logits = _outputs(smaller.get_submodule(name), rows)
+    if logits is not None and new_logits is not None:
+        before = torch.cat([before, logits[..., torch.tensor(kept)]], dim=-1)
+        after = torch.cat([after, new_logits], dim=-1)
+    tolerance = 1e-3 if next(part.parameters()).dtype in (torch.float32, torch.float64) else 0.05
+    if not float((before - after).abs().max()) <= tolerance * max(float(before.abs().max()), 1e-6):
+        raise KflatsError(
+            f"{type(part).__name__} gives other outputs after its vocabulary was cut",
+            cause="the model keeps token ids in a place that is not known here",
+            hint="the original model, which is unchanged; please report this architecture",
+        )
+
+
+def _outputs(model: Any, ids: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Last hidden states, and the head's logits of them."""
+    inputs = {"input_ids": torch.tensor([ids], device=next(model.parameters()).device)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    with evaluating(model), torch.inference_mode():
+        hidden = last_hidden_state(model, inputs)
+        head = vocabulary_end(model, "get_output_embeddings")
+        fits = isinstance(head, nn.Linear) and head.in_features == hidden.shape[-1]
+        logits = head(hidden).float().cpu() if head is not None and fits else None
+    return hidden.float().cpu(), logits

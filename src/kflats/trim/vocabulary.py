@@ -14,13 +14,15 @@ The second rule needs every single character (or byte) that can occur, so these 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from kflats.common.errors import KflatsError
 
 KINDS = ("BPE", "Unigram", "WordLevel", "WordPiece")
+_State = dict[str, Any]  # a parsed tokenizer.json, or a part of it
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
@@ -32,18 +34,16 @@ class Vocabulary:
         kind: BPE, Unigram, WordLevel or WordPiece.
         tokens: the entry of every id; None where an id has none.
         own: ids of the model inside the tokenizer; other ids are added tokens.
-        fixed: ids that always stay: added tokens, the unknown token, fallback bytes.
-        characters: ids of the single characters, by character.
+        fixed: ids that always stay: added tokens, the unknown token, fallback bytes, single characters, and entries of
+            WordPiece and Unigram with a character that has no entry of its own.
     """
 
     kind: str
     tokens: tuple[str | None, ...]
     own: frozenset[int]
     fixed: frozenset[int]
-    characters: dict[str, tuple[int, ...]]
     prefix: str = ""
     suffix: str = ""
-    bytes_spell: bool = False
     _ids: dict[str, int] = field(default_factory=dict, repr=False)
     _merges: dict[tuple[str, str], tuple[int, str]] = field(default_factory=dict, repr=False)
 
@@ -54,48 +54,28 @@ class Vocabulary:
             return frozenset((row,))
         return frozenset(self._ids[part] for part in self._passes(token)) | {row}
 
-    def unspelled(self) -> frozenset[int]:
-        """Entries with a character that has no entry of its own; without them their texts become the unknown token."""
-        if self.kind in ("BPE", "WordLevel") or self.bytes_spell:
-            return frozenset()
-        return frozenset(
-            row
-            for row in self.own - self.fixed
-            if (token := self.tokens[row]) is not None and any(part not in self._ids for part in self._symbols(token))
-        )
-
     def bare(self, row: int) -> str:
         """Entry ``row`` without the marks of a piece's place in its word."""
         token = self.tokens[row] or ""
         return _bare(token, self.prefix, self.suffix)
 
-    def _symbols(self, token: str) -> list[str]:
-        """The single characters that ``token`` is made of, each as its entry is written."""
-        begins = not (self.prefix and token.startswith(self.prefix))
-        ends = bool(self.suffix) and token.endswith(self.suffix)
-        text = list(_bare(token, self.prefix, self.suffix))
-        symbols = [c if begins and i == 0 else self.prefix + c for i, c in enumerate(text)]
-        return symbols[:-1] + [symbols[-1] + self.suffix] if ends and symbols else symbols
-
     def _passes(self, token: str) -> set[str]:
         """All entries that merging the characters of ``token`` passes through; none if the result is another token."""
-        parts = self._symbols(token)
+        parts = _symbols(token, self.prefix, self.suffix)
         passed = set(parts)
         while len(parts) > 1:
             # The least rank, and of equal ones the leftmost: as merging does.
-            found = [(step[0], i, step[1]) for i in range(len(parts) - 1) if (step := self._step(parts, i))]
-            if not found:
+            pairs = enumerate(pairwise(parts))
+            steps = [(*self._merges[pair], i) for i, pair in pairs if pair in self._merges]
+            if not steps:
                 break
-            _, place, made = min(found)
-            parts[place : place + 2] = [made]
-            passed.add(made)
+            _, merged, place = min(steps, key=lambda step: (step[0], step[2]))
+            parts[place : place + 2] = [merged]
+            passed.add(merged)
         return passed if parts == [token] and all(part in self._ids for part in passed) else set()
 
-    def _step(self, parts: Sequence[str], place: int) -> tuple[int, str] | None:
-        return self._merges.get((parts[place], parts[place + 1]))
 
-
-def read(state: dict[str, Any]) -> Vocabulary:
+def read(state: _State) -> Vocabulary:
     """The vocabulary of a parsed ``tokenizer.json``.
 
     Raises:
@@ -103,46 +83,34 @@ def read(state: dict[str, Any]) -> Vocabulary:
 
     >>> model = {"type": "WordPiece", "vocab": {"[UNK]": 0, "a": 1, "##b": 2, "ab": 3}, "unk_token": "[UNK]"}
     >>> found = read({"model": model | {"continuing_subword_prefix": "##"}})
-    >>> found.characters, sorted(found.fixed)
-    ({'a': (1,), 'b': (2,)}, [0])
+    >>> sorted(found.fixed)
+    [0, 1, 2]
     """
     model = state["model"]
-    kind = kind_of(model)
+    if (kind := str(model.get("type"))) not in KINDS:
+        raise KflatsError(
+            f"a tokenizer of kind {kind!r} cannot be trimmed", hint=f"a tokenizer of kind {', '.join(KINDS)}"
+        )
     entries = _entries(model)
     added = {int(token["id"]): str(token["content"]) for token in state.get("added_tokens") or ()}
     size = 1 + max([*entries, *added], default=-1)
     tokens = tuple(entries.get(i, added.get(i)) for i in range(size))
     prefix = str(model.get("continuing_subword_prefix") or "") if kind in ("BPE", "WordPiece") else ""
     suffix = str(model.get("end_of_word_suffix") or "") if kind == "BPE" else ""
-    fallback = bool(model.get("byte_fallback"))
     fixed = set(added)
     unknown = model.get("unk_id") if kind == "Unigram" else model.get("unk_token")
     fixed |= {i for i, token in entries.items() if unknown is not None and unknown in (token, i)}
-    if fallback:
-        fixed |= {i for i, token in entries.items() if _BYTE.fullmatch(token)}
-    characters: dict[str, tuple[int, ...]] = {}
+    fallback = {i for i, token in entries.items() if model.get("byte_fallback") and _BYTE.fullmatch(token)}
+    fixed |= fallback
     if kind != "WordLevel":
-        for i, token in sorted(entries.items()):
-            if i not in fixed and len(single := _bare(token, prefix, suffix)) == 1:
-                characters[single] = (*characters.get(single, ()), i)
+        fixed |= {i for i, token in entries.items() if len(_bare(token, prefix, suffix)) == 1}
     merges = {}
     if kind == "BPE":
-        for rank, (a, b) in enumerate(_pairs(model)):
-            merges[a, b] = (rank, a + b[len(prefix) :])
+        merges = {(a, b): (rank, a + b[len(prefix) :]) for rank, (a, b) in enumerate(_pairs(model))}
     ids = {token: i for i, token in sorted(entries.items(), reverse=True)}
-    spells = fallback and sum(_BYTE.fullmatch(token) is not None for token in entries.values()) >= 256
-    return Vocabulary(
-        kind,
-        tokens,
-        frozenset(entries),
-        frozenset(fixed),
-        characters,
-        prefix=prefix,
-        suffix=suffix,
-        bytes_spell=spells,
-        _ids=ids,
-        _merges=merges,
-    )
+    if kind in ("WordPiece", "Unigram") and len(fallback) < 256:  # without these, their texts become the unknown token
+        fixed |= {i for i, token in entries.items() if not ids.keys() >= set(_symbols(token, prefix, suffix))}
+    return Vocabulary(kind, tokens, frozenset(entries), frozenset(fixed), prefix, suffix, ids, merges)
 
 
 def choose(vocabulary: Vocabulary, required: Iterable[int], order: Iterable[int], keep: int) -> tuple[int, ...]:
@@ -158,8 +126,7 @@ def choose(vocabulary: Vocabulary, required: Iterable[int], order: Iterable[int]
         raise KflatsError(
             f"{keep:,} entries are fewer than the {len(kept):,} that must stay",
             cause="special and added tokens, and the single characters (or bytes) that spell the other words, stay",
-            hint=f"keep at least {len(kept):,} entries, or only the characters of the texts: alphabet 'seen'",
-            command=f"--keep {len(kept)}, or --alphabet seen: only the characters of --texts",
+            hint=f"at least {len(kept):,} entries",
         )
     for row in order:
         if len(kept) == keep:
@@ -169,7 +136,7 @@ def choose(vocabulary: Vocabulary, required: Iterable[int], order: Iterable[int]
     return tuple(sorted(kept))
 
 
-def reduced(state: dict[str, Any], kept: Iterable[int]) -> tuple[dict[str, Any], tuple[int, ...]]:
+def reduced(state: _State, kept: Iterable[int]) -> tuple[_State, tuple[int, ...]]:
     """``tokenizer.json`` with the ``kept`` ids only, numbered anew, and the old id of every new one.
 
     Entries keep their order; added tokens that are no entries of the model inside come last, as ``tokenizers``
@@ -186,104 +153,93 @@ def reduced(state: dict[str, Any], kept: Iterable[int]) -> tuple[dict[str, Any],
     added = sorted(int(token["id"]) for token in state.get("added_tokens") or ())
     old = (*inside, *(i for i in added if i in stays and i not in entries))
     new = {i: row for row, i in enumerate(old)}
-    made = dict(state)
-    made["model"] = _model(state["model"], inside, new)
+    smaller = dict(state)
+    smaller["model"] = _model(state["model"], inside, new)
     if state.get("added_tokens"):
-        made["added_tokens"] = sorted(
+        smaller["added_tokens"] = sorted(
             ({**token, "id": new[int(token["id"])]} for token in state["added_tokens"]), key=lambda token: token["id"]
         )
     if state.get("post_processor"):
-        made["post_processor"] = _post_processor(state["post_processor"], new)
+        smaller["post_processor"] = _post_processor(state["post_processor"], new.__getitem__)
     if state.get("padding"):
         pad = int(state["padding"]["pad_id"])
-        made["padding"] = {**state["padding"], "pad_id": new.get(pad, 0)}
-    return made, old
+        smaller["padding"] = {**state["padding"], "pad_id": new.get(pad, 0)}
+    return smaller, old
 
 
-def mentioned(state: dict[str, Any]) -> frozenset[int]:
+def mentioned(state: _State) -> frozenset[int]:
     """Ids in the post-processor and the padding of ``tokenizer.json``: the tokens around a text."""
-    found: set[int] = set()
+    ids: set[int] = set()
 
-    def visit(part: Any) -> None:
-        if not isinstance(part, dict):
-            return
-        for inner in part.get("processors", ()):
-            visit(inner)
-        for special in (part.get("special_tokens") or {}).values():
-            found.update(special["ids"])
-        for name in ("sep", "cls"):
-            if isinstance(pair := part.get(name), list | tuple):
-                found.add(int(pair[1]))
+    def note(token: int) -> int:
+        ids.add(token)
+        return token
 
-    visit(state.get("post_processor"))
+    if state.get("post_processor"):
+        _post_processor(state["post_processor"], note)
     if state.get("padding"):
-        found.add(int(state["padding"]["pad_id"]))
-    return frozenset(found)
+        note(int(state["padding"]["pad_id"]))
+    return frozenset(ids)
 
 
-def kind_of(model: dict[str, Any]) -> str:
-    """BPE, Unigram, WordLevel or WordPiece.
-
-    Raises:
-        KflatsError: another kind.
-    """
-    kind = model.get("type")
-    if kind not in KINDS:
-        raise KflatsError(
-            f"a tokenizer of kind {kind!r} cannot be trimmed", hint=f"a tokenizer of kind {', '.join(KINDS)}"
-        )
-    return str(kind)
-
-
-def _entries(model: dict[str, Any]) -> dict[int, str]:
+def _entries(model: _State) -> dict[int, str]:
     if model["type"] == "Unigram":
         return {i: str(piece) for i, (piece, _) in enumerate(model["vocab"])}
     return {int(i): str(token) for token, i in model["vocab"].items()}
 
 
-def _pairs(model: dict[str, Any]) -> list[tuple[str, str]]:
+def _pairs(model: _State) -> list[tuple[str, str]]:
     """The merges; files write one as "a b" or as ["a", "b"]."""
-    found = []
+    pairs = []
     for merge in model["merges"]:
         a, b = merge.split(" ") if isinstance(merge, str) else merge
-        found.append((str(a), str(b)))
-    return found
+        pairs.append((str(a), str(b)))
+    return pairs
 
 
-def _model(model: dict[str, Any], inside: Sequence[int], new: dict[int, int]) -> dict[str, Any]:
-    made = dict(model)
+def _model(model: _State, inside: Sequence[int], new: dict[int, int]) -> _State:
+    smaller = dict(model)
     if model["type"] == "Unigram":
-        made["vocab"] = [model["vocab"][i] for i in inside]
-        made["unk_id"] = None if model.get("unk_id") is None else new[int(model["unk_id"])]
-        return made
+        smaller["vocab"] = [model["vocab"][i] for i in inside]
+        smaller["unk_id"] = None if model.get("unk_id") is None else new[int(model["unk_id"])]
+        return smaller
     stays = set(inside)
     ordered = sorted(model["vocab"].items(), key=lambda item: int(item[1]))  # some classes number by place
-    made["vocab"] = {token: new[int(i)] for token, i in ordered if int(i) in stays}
+    smaller["vocab"] = {token: new[int(i)] for token, i in ordered if int(i) in stays}
     if model["type"] == "BPE":
-        there, skipped = made["vocab"], len(model.get("continuing_subword_prefix") or "")
-        made["merges"] = [
+        there, skipped = smaller["vocab"], len(model.get("continuing_subword_prefix") or "")
+        smaller["merges"] = [
             merge
             for merge, (a, b) in zip(model["merges"], _pairs(model), strict=True)
             if a in there and b in there and a + b[skipped:] in there
         ]
-    return made
+    return smaller
 
 
-def _post_processor(part: dict[str, Any], new: dict[int, int]) -> dict[str, Any]:
-    made = dict(part)
+def _post_processor(part: _State, number: Callable[[int], int]) -> _State:
+    """A post-processor whose ids are replaced by their ``number``."""
+    numbered = dict(part)
     if "processors" in part:
-        made["processors"] = [_post_processor(inner, new) for inner in part["processors"]]
+        numbered["processors"] = [_post_processor(inner, number) for inner in part["processors"]]
     if part.get("special_tokens"):
-        made["special_tokens"] = {
-            name: {**special, "ids": [new[i] for i in special["ids"]]}
+        numbered["special_tokens"] = {
+            name: {**special, "ids": [number(i) for i in special["ids"]]}
             for name, special in part["special_tokens"].items()
         }
     for name in ("sep", "cls"):
         if isinstance(pair := part.get(name), list | tuple):
-            made[name] = [pair[0], new[int(pair[1])]]
-    return made
+            numbered[name] = [pair[0], number(int(pair[1]))]
+    return numbered
 
 
 def _bare(token: str, prefix: str, suffix: str) -> str:
     token = token.removeprefix(prefix) if prefix and token != prefix else token
     return token.removesuffix(suffix) if suffix and token != suffix else token
+
+
+def _symbols(token: str, prefix: str, suffix: str) -> list[str]:
+    """The single characters that ``token`` is made of, each as its entry is written."""
+    begins = not (prefix and token.startswith(prefix))
+    ends = bool(suffix) and token.endswith(suffix)
+    symbols = [c if begins and i == 0 else prefix + c for i, c in enumerate(_bare(token, prefix, suffix))]
+    return symbols[:-1] + [symbols[-1] + suffix] if ends and symbols else symbols
