@@ -1,4 +1,4 @@
-"""What the experiments share: the importances by name, budgets, and tables, data and figures of results."""
+"""What the experiments share: the importances by name, budgets, and tables and data of results."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import hashlib
 import json
 import os
 import platform
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from torch import Tensor
 
 from kflats import (
     SVD,
@@ -28,7 +27,10 @@ from kflats import (
     TwoSided,
     Uniform,
 )
-from kflats.demo import packaged_model
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+from _common import embedding_table as embedding_table
+from _common import markdown as markdown
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ENCODER = "bert.encoder.layer.*"
@@ -95,21 +97,9 @@ def data_folder() -> Path:
     return Path(os.environ.get("KFLATS_DATA") or SHARED / "data")
 
 
-def embedding_table() -> Tensor:
-    """(30522, 384) float32: the word embeddings of all-MiniLM-L6-v2 (extra ``demo``)."""
-    with safe_open(packaged_model() / "model.safetensors", framework="pt") as file:
-        return file.get_tensor("embeddings.word_embeddings.weight").float()
-
-
 def parameters_kept(report: Any) -> int:
     """Stored numbers of the named weights after compression (float32 factors: 4 bytes each)."""
     return int(report.bytes_after) // 4
-
-
-def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table."""
-    lines = [list(map(str, row)) for row in (head, ["---"] * len(head), *rows)]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def part(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
@@ -133,39 +123,30 @@ def kept(folder: Path, name: str, settings: Mapping[str, Any], make: Callable[[]
     return found
 
 
-def write_option(parser: argparse.ArgumentParser) -> None:
-    """``--write FOLDER``."""
-    parser.add_argument("--write", type=Path, help="folder for the table (.md), data (.json) and figure (.png)")
+def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options, ``--write FOLDER`` among them, and as ``command`` the command line without its folders."""
+    parser.add_argument("--write", type=Path, help="folder for the table (.md) and its data (.json)")
+    asked = parser.parse_args()
+    words = ["python", f"experiments/{Path(sys.argv[0]).name}"]
+    for action in parser._actions:
+        value = getattr(asked, action.dest, None)
+        if isinstance(value, Path) and value != action.default:
+            words.append(f"{action.option_strings[0]} {'experiments/results' if action.dest == 'write' else 'FOLDER'}")
+        elif value is not None and value != action.default:
+            words.append(action.option_strings[0] + ("" if value is True else f' "{value}"'))
+    asked.command = " ".join(words)
+    return asked
 
 
-def publish(
-    name: str,
-    title: str,
-    command: str,
-    body: str,
-    data: Mapping[str, Any],
-    write: Path | None,
-    draw: Callable[[Any], None] | None = None,
-) -> None:
-    """Print the table; with ``write`` also keep it, its numbers and its figure as ``name``.md, .json, .png."""
+def publish(name: str, title: str, body: str, data: Mapping[str, Any], asked: argparse.Namespace) -> None:
+    """Print the table; with ``--write`` also keep it and its numbers as ``name``.md and .json."""
     print(body, flush=True)
-    if write is None:
+    if asked.write is None:
         return
-    write.mkdir(parents=True, exist_ok=True)
+    asked.write.mkdir(parents=True, exist_ok=True)
     about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
-    picture = ""
-    if draw is not None:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        from matplotlib import pyplot
-
-        draw(pyplot)
-        if not pyplot.gcf().legends:  # a legend of the figure has its room already
-            pyplot.tight_layout()
-        pyplot.savefig(write / f"{name}.png", dpi=90)
-        pyplot.close("all")
-        picture = f"\n\n![{title}]({name}.png)"
-    (write / f"{name}.md").write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body}{picture}\n", encoding="utf-8")
-    text = json.dumps({"command": command, "about": about, **data}, indent=1, allow_nan=False)
-    (write / f"{name}.json").write_text(text + "\n", encoding="utf-8")
+    (asked.write / f"{name}.md").write_text(
+        f"# {title}\n\n    {asked.command}\n\n{about}\n\n{body}\n", encoding="utf-8"
+    )
+    text = json.dumps({"command": asked.command, "about": about, **data}, indent=1, allow_nan=False)
+    (asked.write / f"{name}.json").write_text(text + "\n", encoding="utf-8")

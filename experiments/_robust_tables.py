@@ -1,4 +1,4 @@
-"""Methods x rates on one model: every part kept once it is finished, tables, and a figure by rate."""
+"""Methods x rates on one model: every part kept once it is finished, and tables."""
 
 from __future__ import annotations
 
@@ -109,33 +109,3 @@ def unfinished(rows: Sequence[Mapping[str, Any]]) -> str:
     """What stopped at a bound on iterations."""
     found = list(dict.fromkeys(f"{r['method']} at {r['rate']:.0%}" for r in rows if r["note"]))
     return f"Stopped at the bound on iterations: {', '.join(found) or 'none'}."
-
-
-def draw(panels: Sequence[tuple[str, str, Sequence[Mapping[str, Any]], str]], plot: Any) -> None:
-    """A panel for each (title, label, rows, measure): the measure by rate, a line a method, some powers left out."""
-    figure, axes = plot.subplots(1, len(panels), figsize=(4.6 * len(panels), 6.4), squeeze=False)
-    for axis, (title, label, rows, what) in zip(axes[0], panels, strict=True):
-        left_out = (".25", ".75", "values")
-        names = dict.fromkeys(r["method"] for r in rows if not r["method"].endswith(left_out))
-        for place, name in enumerate(names):
-            line = sorted((r for r in rows if r["method"] == name), key=lambda r: r["rate"])
-            style = ("-", "--", ":", "-.")[place // 10 % 4]
-            axis.plot(
-                [100 * r["rate"] for r in line],
-                [r[what] for r in line],
-                style,
-                color=f"C{place % 10}",
-                marker=".",
-                label=name,
-            )
-        axis.set(title=title, xlabel="bytes saved, %", ylabel=label)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=7, ncol=4, loc="lower center")
-    figure.subplots_adjust(bottom=0.34, wspace=0.3)
-
-
-def shown(asked: argparse.Namespace, script: str, **more: object) -> str:
-    """The command that makes a table again."""
-    chosen = {"methods": asked.methods, "rates": asked.rates, **more}
-    given = " ".join(f'--{key} "{value}"' for key, value in chosen.items() if value)
-    given += " --finished" * asked.finished
-    return f"python experiments/{script}.py --parts FOLDER {given} --write experiments/results"

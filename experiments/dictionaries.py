@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _results import embedding_table, kept, markdown, publish, write_option
+from _results import embedding_table, kept, markdown, parsed, publish
 from _robust import Known, approximations, errors, options
 from baselines.dictionary import dictionary_bytes, encode, learn, nonzeros_that_fit
 from torch import Tensor
@@ -42,13 +42,12 @@ def one(name: str, rate: float, a: Tensor, asked: argparse.Namespace) -> dict[st
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    write_option(parser)
     options(parser)
     parser.set_defaults(rates="0.41,0.6,0.8,0.9", methods="SVD,flats," + ",".join(f"dictionary {k}" for k in ATOMS))
     parser.add_argument("--judged", type=int, default=1000, help="rows to judge on")
     parser.add_argument("--taught", type=int, default=10_000, help="rows that dictionaries learn from")
     parser.add_argument("--passes", type=int, default=3, help="over those rows")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     a = embedding_table()
     names, rates = asked.methods.split(","), [float(rate) for rate in asked.rates.split(",")]
     rows = []
@@ -81,20 +80,7 @@ def main() -> None:
             remarks(at, names, rates),
         ]
     )
-    command = (
-        f'python experiments/dictionaries.py --parts FOLDER --methods "{asked.methods}" --rates {asked.rates} '
-        f"--judged {asked.judged} --taught {asked.taught} --passes {asked.passes} --write experiments/results"
-    )
-
-    def draw(plot: Any) -> None:
-        _, axis = plot.subplots(figsize=(6.4, 4.4))
-        for name in names:
-            line = [r for r in rows if r["method"] == name and "frobenius" in r]
-            axis.plot([100 * r["rate"] for r in line], [r["frobenius"] ** 2 for r in line], marker=".", label=name)
-        axis.set(xlabel="bytes saved, %", ylabel="relative squared error", yscale="log")
-        axis.legend(fontsize=8)
-
-    publish("dictionaries", "Flats and dictionaries", command, body, {"rows": rows}, asked.write, draw)
+    publish("dictionaries", "Flats and dictionaries", body, {"rows": rows}, asked)
 
 
 def remarks(at: dict[tuple[str, float], dict[str, Any]], names: list[str], rates: list[float]) -> str:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _results import ENCODER, IMPORTANCES, markdown, publish
+from _results import ENCODER, IMPORTANCES, markdown, parsed, publish
 from task_scores import Bench, options
 from torch import Tensor
 
@@ -65,7 +65,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser)
     parser.add_argument("--tasks", default="cola,mrpc,stsb")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for task in asked.tasks.split(","):
@@ -105,26 +105,8 @@ def write_up(asked: argparse.Namespace, rows: list[dict[str, Any]], about: dict[
         ]
     )
 
-    def draw(plot: Any) -> None:
-        _, axes = plot.subplots(1, len(about), figsize=(4.6 * len(about), 3.8), squeeze=False)
-        for axis, task in zip(axes[0], about, strict=True):
-            other = axis.twinx()
-            for place, (shown, colour) in enumerate(zip(METHODS, ("tab:orange", "tab:blue"), strict=True)):
-                line = [at[task, shown, g] for g in range(1, GROUPS + 1)]
-                places = [r["group"] + 0.4 * place - 0.2 for r in line]
-                axis.bar(places, [r["score"] for r in line], 0.4, color=colour, label=shown)
-                other.plot(range(1, GROUPS + 1), [r["error"] for r in line], color=colour, marker=".")
-            axis.axhline(about[task]["before"], color="grey", lw=0.8, ls="--")
-            axis.set(title=task, xlabel="group removed (1: largest)", ylabel="score (bars)")
-            other.set(ylabel="reconstruction error (lines)", yscale="log")
-            axis.legend(fontsize=7)
-
-    command = (
-        f"python experiments/grouped_truncation.py --cache FOLDER --tasks {asked.tasks} --samples {asked.samples} "
-    )
-    command += f"--judged {asked.judged} --write experiments/results"
     title = "Grouped truncation: which singular values matter"
-    publish("grouped_truncation", title, command, body, {"tasks": about, "rows": rows}, asked.write, draw)
+    publish("grouped_truncation", title, body, {"tasks": about, "rows": rows}, asked)
 
 
 def remarks(at: dict[tuple[str, str, int], dict[str, Any]], about: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _results import IMPORTANCES, OBJECTIVES, Variant, markdown, needs, publish, variants, weights_folder, write_option
+from _results import IMPORTANCES, OBJECTIVES, Variant, markdown, needs, parsed, publish, variants, weights_folder
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -117,11 +117,10 @@ def divergence(original: Any, other: Any, ids: Tensor) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    write_option(parser)
     parser.add_argument("--keeps", default="90%,80%,60%,45%")
     parser.add_argument("--texts", type=int, default=128, help="texts to calibrate on, and as many to judge on")
     parser.add_argument("--length", type=int, default=192)
-    asked = parser.parse_args()
+    asked = parsed(parser)
     original = llama(weights_folder() / "stories260K.bin")
     pieces = words(weights_folder() / "tok512.bin", original.config.vocab_size)
     greedy = original.generate(torch.tensor([[BOS]]), do_sample=False, max_new_tokens=60)[0, 1:]
@@ -153,7 +152,7 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
 
-    for budget in asked.budgets.split(","):
+    for budget in asked.keeps.split(","):
         for variant in variants(METHODS):
             fisher = "Fisher" in variant.importance
             for source in objectives if fisher else ("",):
@@ -174,20 +173,8 @@ def main() -> None:
         + remarks(rows)
     )
 
-    def draw(plot: Any) -> None:
-        plot.figure(figsize=(7, 4.2))
-        for name in dict.fromkeys(r["method"] for r in rows):
-            line = [r for r in rows if r["method"] == name and r["fisher"] in ("", "TaskLoss")]
-            plot.plot([100 * r["kept"] for r in line], [r["kl"] for r in line], marker="o", label=name)
-        plot.yscale("log")
-        plot.xlabel("kept of the weights' bytes, %")
-        plot.ylabel("mean KL divergence, nats")
-        plot.legend(fontsize=8)
-
-    command = f"python experiments/language_model.py --keeps {asked.budgets} --texts {asked.texts}"
-    command += f" --length {asked.length} --write experiments/results"
     title = "A 260k-parameter Llama: divergence from the original"
-    publish("language_model", title, command, body, {"story": story, "rows": rows}, asked.write, draw)
+    publish("language_model", title, body, {"story": story, "rows": rows}, asked)
 
 
 def remarks(rows: list[dict[str, Any]]) -> str:

@@ -10,7 +10,7 @@ import argparse
 from functools import partial
 from typing import Any
 
-from _results import markdown, needs, publish, variants
+from _results import markdown, needs, parsed, publish, variants
 from task_scores import Bench, one, options
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--tasks", default="cola,stsb")
     parser.add_argument("--methods", default="SVD,RowFisher,KroneckerFisher,KroneckerFisher+loss")
     parser.add_argument("--ratios", default="10,20,33,45")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     chosen = variants(asked.methods.split(","))
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
@@ -57,21 +57,7 @@ def main() -> None:
         ]
     )
 
-    def draw(plot: Any) -> None:
-        _, axes = plot.subplots(1, len(about), figsize=(4.6 * len(about), 3.8), squeeze=False)
-        for axis, task in zip(axes[0], about, strict=True):
-            for name in names:
-                line = [(ratio, at[task, ratio, name]) for t, ratio in keys if t == task]
-                axis.plot(*zip(*line, strict=True), marker="o", label=name)
-            axis.axhline(about[task]["before"], color="grey", lw=0.8, ls="--")
-            axis.set(title=task, xlabel="rank ratio, %", ylabel=about[task]["metric"])
-            axis.legend(fontsize=7)
-
-    command = (
-        f"python experiments/rank_sweep.py --cache FOLDER --tasks {asked.tasks} --methods {asked.methods} "
-        f"--ratios {asked.ratios} --samples {asked.samples} --judged {asked.judged} --write experiments/results"
-    )
-    publish("rank_sweep", "Score by rank ratio", command, body, {"tasks": about, "rows": rows}, asked.write, draw)
+    publish("rank_sweep", "Score by rank ratio", body, {"tasks": about, "rows": rows}, asked)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from _results import IMPORTANCES, Variant, markdown, needs, publish, variants
+from _results import IMPORTANCES, Variant, markdown, needs, parsed, publish, variants
 from _train import TaskModel, with_head
 from task_scores import Bench, compressed, options
 
@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=2e-5, help="FWSVD's; 1e-4 tears factors apart")
     parser.add_argument("--limit", type=int, default=0, help="fine-tune on this many training examples (0: all)")
     parser.add_argument("--name", default="recovery", help="of the table, where several are kept")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     chosen = variants(asked.methods.split(","))
@@ -141,25 +141,8 @@ def write_up(asked: argparse.Namespace, rows: list[dict[str, Any]], about: dict[
         ]
     )
 
-    def draw(plot: Any) -> None:
-        _, axes = plot.subplots(1, len(about), figsize=(4.6 * len(about), 3.8), squeeze=False)
-        for axis, task in zip(axes[0], about, strict=True):
-            own = [r for r in rows if r["task"] == task]
-            places = range(len(own))
-            axis.bar([p - 0.2 for p in places], [r["compressed"] or 0.0 for r in own], 0.4, label="compressed")
-            axis.bar([p + 0.2 for p in places], [r["recovered"] for r in own], 0.4, label="after fine-tuning")
-            axis.axhline(about[task]["before"], color="grey", lw=0.8, ls="--")
-            axis.set_xticks(list(places), [f"{r['path']}\n{r['method']}" for r in own], rotation=60, fontsize=7)
-            axis.set(title=task, ylabel=about[task]["metric"])
-            axis.legend(fontsize=7)
-
-    command = (
-        f"python experiments/recovery.py --cache FOLDER --tasks {asked.tasks} --paths {asked.paths} --methods "
-        f"{asked.methods} --epochs {asked.epochs} --limit {asked.limit} --lr {asked.lr:g} --samples {asked.samples} "
-        f"--judged {asked.judged} --name {asked.name} --write experiments/results"
-    )
     title = "Recovery: fine-tuning after compression"
-    publish(asked.name, title, command, body, {"tasks": about, "rows": rows}, asked.write, draw)
+    publish(asked.name, title, body, {"tasks": about, "rows": rows}, asked)
 
 
 def remarks(rows: list[dict[str, Any]]) -> str:

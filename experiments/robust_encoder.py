@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import argparse
 import gzip
-from functools import partial
 from typing import Any
 
 import torch
-from _results import ENCODER, data_folder, publish, write_option
+from _results import ENCODER, data_folder, parsed, publish
 from _robust import FAMILIES, HALF, L1_PCA, PRUNED, SYNFLOW, Known, options, row_weights_of
-from _robust_tables import STORED, agreement, draw, errors_cell, least, shown, sweep, table, unfinished
+from _robust_tables import STORED, agreement, errors_cell, least, sweep, table, unfinished
 from baselines.synflow import encoder_flow
 from torch import nn
 
@@ -82,12 +81,11 @@ def public_text() -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    write_option(parser)
     options(parser)
     parser.set_defaults(rates="0.15,0.28,0.41,0.6,0.8")
     parser.add_argument("--weights", choices=("embeddings", "linear"), default="embeddings")
     parser.add_argument("--pairs", type=int, default=500, help="sentence pairs of STS-B (dev) to judge on, of 1500")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     source = packaged_model()
     model, tokenizer = load_model(source), load_tokenizer(source)
     judge = Judge(model, tokenizer, asked.pairs)
@@ -131,14 +129,8 @@ def main() -> None:
             unfinished(rows),
         ]
     )
-    name = f"robust_{asked.weights}"
-    panels = [
-        ("sentence vectors", "mean cosine with the original's", rows, "cosine"),
-        ("entrywise l1", "error, relative", rows, "l1"),
-    ]
     title = f"Without training data: {'the embedding table' if embeddings else 'linear layers'} of all-MiniLM-L6-v2"
-    command = shown(asked, "robust_encoder", weights=asked.weights, pairs=asked.pairs)
-    publish(name, title, command, body, {"before": before, "rows": rows}, asked.write, partial(draw, panels))
+    publish(f"robust_{asked.weights}", title, body, {"before": before, "rows": rows}, asked)
 
 
 if __name__ == "__main__":

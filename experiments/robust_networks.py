@@ -11,12 +11,11 @@ the classifier, each at the same rate; SynFlow shares the same bytes out over la
 from __future__ import annotations
 
 import argparse
-from functools import partial
 from typing import Any
 
-from _results import publish, write_option
+from _results import parsed, publish
 from _robust import FAMILIES, HALF, L1_PCA, PRUNED, SYNFLOW, Known, options
-from _robust_tables import STORED, agreement, draw, errors_cell, least, shown, sweep, table, unfinished
+from _robust_tables import STORED, agreement, errors_cell, least, sweep, table, unfinished
 from vision import accuracy, cifar, mnist, network
 
 from kflats import find_weights
@@ -26,15 +25,14 @@ METHODS = [HALF, "SVD", *FAMILIES, *L1_PCA, "robust pca", *PRUNED, *SYNFLOW]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    write_option(parser)
     options(parser)
     parser.set_defaults(rates="0.15,0.28,0.41,0.6,0.8")
     parser.add_argument("--networks", default="lenet,resnet20")
     parser.add_argument("--judged", type=int, default=2000, help="test images of CIFAR-10 to judge on (MNIST: all)")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     names = asked.methods.split(",") if asked.methods else METHODS
     rows: list[dict[str, Any]] = []
-    parts, panels = [], []
+    parts: list[str] = []
     for name in asked.networks.split(","):
         model = network(name)
         images, classes = mnist("t10k") if name == "lenet" else cifar("test10k")
@@ -49,7 +47,6 @@ def main() -> None:
         before = accuracy(model, images, classes)
         found = sweep(asked, name, {"judged": len(classes)}, model, weights, names, known, judge)
         rows += found
-        panels.append((name, "accuracy on test images", found, "accuracy"))
         numbers = sum(w.shape[0] * w.shape[1] for w in weights)
         sample = "" if len(classes) == 10_000 else ", **a sample**: the first of 10,000"
         parts += [
@@ -66,16 +63,7 @@ def main() -> None:
             unfinished(found),
         ]
     body = "\n\n".join([ABOUT, *parts])
-    command = shown(asked, "robust_networks", networks=asked.networks, judged=asked.judged)
-    publish(
-        "robust_networks",
-        "Two networks compressed without data",
-        command,
-        body,
-        {"rows": rows},
-        asked.write,
-        partial(draw, panels),
-    )
+    publish("robust_networks", "Two networks compressed without data", body, {"rows": rows}, asked)
 
 
 ABOUT = (

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _results import kept, markdown, publish, write_option
+from _results import kept, markdown, parsed, publish
 from _robust import FAMILIES, L1_PCA, errors, low_rank
 from torch import Tensor
 
@@ -59,13 +59,12 @@ def measured(name: str, case: str, n: int, d: int, seed: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    write_option(parser)
     parser.add_argument("--parts", required=True, type=Path, help="where finished parts are kept")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--columns", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", help=f"comma-separated; default: {','.join(METHODS)}")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     names = asked.methods.split(",") if asked.methods else METHODS
     rows = []
     for case in CASES:
@@ -108,22 +107,7 @@ def publish_table(asked: argparse.Namespace, names: list[str], rows: list[dict[s
         ]
     )
 
-    def draw(plot: Any) -> None:
-        _, axis = plot.subplots(figsize=(7.5, 6.4))
-        places = list(range(len(ordered), 0, -1))
-        for case, marker in zip(CASES, "^osD", strict=True):
-            axis.plot([middle(case, name, "clean") for name in ordered], places, marker, ls="", label=f"{case} spoilt")
-        axis.set_yticks(places, ordered, fontsize=8)
-        axis.set(xscale="log", xlabel="distance to the signal, relative")
-        axis.grid(axis="y", lw=0.3)
-        axis.legend(fontsize=8)
-
-    command = (
-        f"python experiments/robust_planted.py --parts FOLDER --rows {asked.rows} --columns {asked.columns} "
-        f"--seeds {asked.seeds}{f' --methods {chr(34)}{asked.methods}{chr(34)}' if asked.methods else ''} "
-        "--write experiments/results"
-    )
-    publish("robust_planted", "Planted outliers", command, body, {"rows": rows}, asked.write, draw)
+    publish("robust_planted", "Planted outliers", body, {"rows": rows}, asked)
 
 
 def remarks(middle: Any, names: list[str]) -> str:

@@ -15,7 +15,7 @@ import statistics
 from functools import partial
 from typing import Any
 
-from _results import kept, markdown, publish, write_option
+from _results import kept, markdown, parsed, publish
 from _robust import HALF, PRUNED, SYNFLOW, Known, options, row_weights_of
 from _robust_tables import STORED, sweep, unfinished
 from _train import SHORT, TaskModel, arguments_of_models, task_model
@@ -53,12 +53,11 @@ def judged(model: nn.Module, made: TaskModel, task: str, asked: argparse.Namespa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    write_option(parser)
     options(parser, seed=False)
     arguments_of_models(parser)
     parser.add_argument("--tasks", default=",".join(SHORT))
     parser.add_argument("--judged", type=int, default=0, help="judge on this many dev examples only (0: all)")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     names = asked.methods.split(",") if asked.methods else METHODS
     if max(map(float, asked.rates.split(","))) > 0.5:
         names = [name for name in names if name != HALF]
@@ -124,33 +123,8 @@ def publish_tables(
         ]
     )
 
-    def draw(plot: Any) -> None:
-        tasks = [*about, "average"]
-        figure, axes = plot.subplots(
-            2, (len(tasks) + 1) // 2, figsize=(3.2 * ((len(tasks) + 1) // 2), 7.4), squeeze=False
-        )
-        lines = [n for n in names if not n.endswith(("values", "csr")) and not n.startswith("random")]
-        for axis, task in zip(axes.flat, tasks, strict=False):
-            for place, name in enumerate(lines):
-                drops = [mean(name, rate) if task == "average" else at[task, name, rate] for rate in rates]
-                style = ("-", "--")[place // 10 % 2]
-                axis.plot([100 * rate for rate in rates], drops, style, color=f"C{place % 10}", marker=".", label=name)
-            axis.set(title=task, xlabel="saved, %", ylabel="drop, points")
-            axis.axhline(0, color="black", lw=0.6)
-        for axis in list(axes.flat)[len(tasks) :]:
-            axis.set_axis_off()
-        figure.legend(*axes.flat[0].get_legend_handles_labels(), fontsize=8, ncol=5, loc="lower center")
-        figure.subplots_adjust(bottom=0.18, hspace=0.4, wspace=0.4)
-
-    command = (
-        f"python experiments/robust_tasks.py --cache FOLDER --parts FOLDER --tasks {asked.tasks} --rates {asked.rates}"
-        + (f' --methods "{asked.methods}"' if asked.methods else "")
-        + (f" --judged {asked.judged}" if asked.judged else "")
-        + (" --full" if asked.full else "")
-        + " --write experiments/results"
-    )
     title = "Tasks after compressing the embedding table, without fine-tuning"
-    publish("robust_tasks", title, command, body, {"tasks": about, "rows": rows}, asked.write, draw)
+    publish("robust_tasks", title, body, {"tasks": about, "rows": rows}, asked)
 
 
 def remarks(names: list[str], rates: list[float], at: dict[Any, float], tasks: list[str], mean: Any) -> str:

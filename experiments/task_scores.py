@@ -26,9 +26,9 @@ from _results import (
     markdown,
     needs,
     parameters_kept,
+    parsed,
     publish,
     variants,
-    write_option,
 )
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 
@@ -124,7 +124,6 @@ def compressed(made: TaskModel, variant: Variant, found: Any, budget: str) -> tu
 def options(parser: argparse.ArgumentParser, samples: int = 256) -> None:
     """What the experiments on task models have in common."""
     arguments_of_models(parser)
-    write_option(parser)
     parser.add_argument("--samples", type=int, default=samples, help="training examples to calibrate on")
     parser.add_argument("--judged", type=int, default=0, help="judge on this many dev examples only (0: all)")
 
@@ -147,7 +146,7 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(SHORT))
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--ratio", default="33%")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     chosen = variants(asked.methods.split(","))
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
@@ -209,24 +208,8 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
         ]
     )
 
-    def draw(plot: Any) -> None:
-        figure, axis = plot.subplots(figsize=(2 + 2 * len(about), 4.8))
-        for place, name in enumerate(names):
-            places = [i + 0.8 * place / len(names) for i in range(len(about))]
-            axis.bar(places, [at[task, name] for task in about], 0.8 / len(names), label=name, color=f"C{place % 10}")
-        for place, what in enumerate(about.values()):
-            axis.hlines(what["before"], place - 0.1, place + 0.8, color="black", lw=0.8, ls="--")
-        axis.set_xticks([i + 0.4 for i in range(len(about))], list(about))
-        axis.set_ylabel("score (dashed: before)")
-        figure.legend(*axis.get_legend_handles_labels(), fontsize=7, ncol=3, loc="lower center")
-        figure.subplots_adjust(bottom=0.25)
-
-    command = (
-        f"python experiments/task_scores.py --cache FOLDER --tasks {asked.tasks} --methods {asked.methods} "
-        f"--samples {asked.samples} --judged {asked.judged} --ratio {asked.ratio} --write experiments/results"
-    )
     title = "Task scores after compression, before any fine-tuning"
-    publish("task_scores", title, command, body, {"tasks": about, "rows": rows}, asked.write, draw)
+    publish("task_scores", title, body, {"tasks": about, "rows": rows}, asked)
 
 
 def mean(values: list[float]) -> str:

@@ -13,12 +13,11 @@ from __future__ import annotations
 import argparse
 import copy
 import gzip
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from _results import OBJECTIVES, Variant, data_folder, markdown, needs, publish, variants, weights_folder, write_option
+from _results import OBJECTIVES, Variant, data_folder, markdown, needs, parsed, publish, variants, weights_folder
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -135,11 +134,10 @@ def accuracy(model: nn.Module, images: Tensor, classes: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    write_option(parser)
     parser.add_argument("--networks", default="lenet,resnet20")
     parser.add_argument("--samples", type=int, default=512, help="training images to calibrate on")
     parser.add_argument("--judged", type=int, default=2000, help="test images of CIFAR-10 to judge on (MNIST: all)")
-    asked = parser.parse_args()
+    asked = parsed(parser)
     rows: list[dict[str, Any]] = []
     about = []
     for name in asked.networks.split(","):
@@ -186,18 +184,7 @@ def main() -> None:
         ]
     )
 
-    command = (
-        f"python experiments/vision.py --samples {asked.samples} --judged {asked.judged} --write experiments/results"
-    )
-    publish(
-        "vision",
-        "Two small vision networks: accuracy by budget",
-        command,
-        body,
-        {"rows": rows},
-        asked.write,
-        partial(draw, rows),
-    )
+    publish("vision", "Two small vision networks: accuracy by budget", body, {"rows": rows}, asked)
 
 
 def judged(
@@ -214,23 +201,6 @@ def judged(
         "dense": sum(w.bytes_after == w.bytes_before for w in report.weights),
         "accuracy": accuracy(other, images, classes),
     }
-
-
-def draw(rows: list[dict[str, Any]], plot: Any) -> None:
-    """Accuracy by bytes kept; dashed where ranks are not allocated."""
-    names = list(dict.fromkeys(r["network"] for r in rows))
-    methods = list(dict.fromkeys(r["method"].removesuffix(", allocated") for r in rows))
-    figure, axes = plot.subplots(1, len(names), figsize=(5 * len(names), 4.6), squeeze=False)
-    for axis, network_name in zip(axes[0], names, strict=True):
-        for method in dict.fromkeys(r["method"] for r in rows):
-            line = [r for r in rows if (r["network"], r["method"]) == (network_name, method)]
-            colour = f"C{methods.index(method.removesuffix(', allocated'))}"
-            style = "-" if method.endswith("allocated") else "--"
-            kept, right = [100 * r["kept"] for r in line], [100 * r["accuracy"] for r in line]
-            axis.plot(kept, right, color=colour, ls=style, marker=".", label=method)
-        axis.set(title=network_name, xlabel="kept of the weights' bytes, %", ylabel="accuracy, %")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), fontsize=7, ncol=3, loc="outside lower center")
-    figure.subplots_adjust(bottom=0.32)
 
 
 def remarks(rows: list[dict[str, Any]]) -> str:
