@@ -10,7 +10,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,11 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """A Markdown table."""
     lines = [list(map(str, row)) for row in (head, ["---"] * len(head), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def table(lines: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table; the keys of the first line are its head."""
+    return markdown(list(lines[0]) if lines else [], [list(line.values()) for line in lines])
 
 
 def arguments(description: str | None, **options: object) -> argparse.Namespace:

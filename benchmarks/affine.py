@@ -48,11 +48,8 @@ def main() -> None:
             ]
         )
     head = ["compression", "linear flats", "affine flats, equal numbers", "gain", "gain at most (interlacing)"]
-    publish(
-        f"Affine against linear flats, k={k}, relative squared error, unweighted",
-        markdown(head, lines),
-        options,
-    )
+    title = f"Affine against linear flats, k={k}, relative squared error, unweighted"
+    publish(title, markdown(head, lines), options)
 
 
 if __name__ == "__main__":

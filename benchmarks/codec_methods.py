@@ -54,11 +54,8 @@ def main() -> None:
                 line.append(stored(method, codec, rows, int(bits * table.numel() / 8)))
                 print(name, bits, codec, line[-1], f"{time.perf_counter() - start:.1f} s", flush=True)
             lines.append(line)
-    publish(
-        "Codecs on methods: squared error as a share of the table's (bits in the file)",
-        markdown(heads, lines),
-        options,
-    )
+    title = "Codecs on methods: squared error as a share of the table's (bits in the file)"
+    publish(title, markdown(heads, lines), options)
 
 
 def named(codec: Any) -> str:

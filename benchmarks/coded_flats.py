@@ -10,13 +10,9 @@ what length on do they pay for their axes?
 from __future__ import annotations
 
 import torch
-from _common import arguments, embedding_table, markdown, publish
+from _common import arguments, embedding_table, publish, table
+from coded_flats_long import line, measured
 from torch import Tensor
-
-from kflats import SVD, Flats, Recipe, Transform
-from kflats.methods.matrix_error import weighted_error
-from kflats.methods.protocol import Problem
-from kflats.numerics.rows import TensorRows
 
 COLUMNS, FALL = 64, 4.0
 
@@ -33,45 +29,18 @@ def planted(rows: int, seed: int = 0) -> Tensor:
     return torch.cat(parts)[torch.randperm(rows // 4 * 4, generator=gen)]
 
 
-def measured(name: str, table: Tensor, bits: float) -> list[list[str]]:
-    n, d = table.shape
-    lines, first = [], 0.0
-    for k in (1, 2, 4):
-        method = SVD() if k == 1 else Flats(k=k)
-        given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
-        found = Recipe(method, codec=Transform()).encode(given, torch.float32)
-        error = weighted_error(table, found.matrix).relative
-        first = first or error
-        geometry = found.matrix.geometry
-        lines.append([name, f"{n / d:.0f}", f"{bits:g}", str(k), f"{8 * found.nbytes / (n * d):.3f}", f"{error:.5f}"])
-        lines[-1] += [f"**{error / first:.3f}**", str(len(geometry.parts)), str(len(geometry.classes))]
-        print(lines[-1], flush=True)
-    return lines
-
-
 def main() -> None:
     options = arguments(__doc__, bits="1,2", rows="2000,8000,32000,128000")
     lines = []
     for bits in map(float, options.bits.split(",")):
-        lines += measured("all-MiniLM-L6-v2", embedding_table(), bits)
-        for rows in map(int, options.rows.split(",")):
-            lines += measured("planted", planted(rows), bits)
-    head = [
-        "table",
-        "rows a column",
-        "bits",
-        "flats asked",
-        "bits stored",
-        "error",
-        "of one flat's",
-        "flats",
-        "classes",
-    ]
-    publish(
-        "Transform codes on one flat and on several",
-        f"{markdown(head, lines)}\n\nFlats of fewer rows than twice their columns are given up.",
-        options,
-    )
+        tables = [("all-MiniLM-L6-v2", embedding_table())]
+        tables += [("planted", planted(rows)) for rows in map(int, options.rows.split(","))]
+        for name, rows in tables:
+            fits = {k: measured(rows, bits, k) for k in (1, 2, 4)}
+            lines += [line(name, rows, bits, k, fit, fits[1]["error"]) for k, fit in fits.items()]
+            print(lines[-3:], flush=True)
+    body = f"{table(lines)}\n\nFlats of fewer rows than twice their columns are given up."
+    publish("Transform codes on one flat and on several", body, options)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import time
 from typing import Any
 
 import torch
-from _common import arguments, kept, markdown, publish
+from _common import arguments, kept, publish, table
 from linear_fidelity import calibration
 from torch import Tensor
 
@@ -100,16 +100,34 @@ def vectors(rows: int) -> tuple[dict[str, Tensor], str]:
     )
 
 
-def measured(table: Tensor, bits: float, k: int) -> dict[str, float]:
-    """One fit on ``k`` flats: what it takes and leaves."""
-    n, d = table.shape
-    given = Problem(TensorRows(table), int(bits * n * d / 8), 4)
+def measured(rows: Tensor, bits: float, k: int) -> dict[str, float]:
+    """One fit on ``k`` flats: its size, its error and its time."""
+    n, d = rows.shape
+    problem = Problem(TensorRows(rows), int(bits * n * d / 8), 4)
     began = time.process_time()
-    found = Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()).encode(given, torch.float32)
+    made = Recipe(SVD() if k == 1 else Flats(k=k), codec=Transform()).encode(problem, torch.float32)
     took = time.process_time() - began
-    error = weighted_error(table, found.matrix).relative
-    stored = 8 * found.nbytes / (n * d)
-    return {"flats": len(found.matrix.geometry.parts), "bits": stored, "error": error, "seconds": took}
+    geometry, error = made.matrix.geometry, weighted_error(rows, made.matrix).relative
+    used = {"flats": len(geometry.parts), "classes": len(geometry.classes)}
+    return {"bits": 8 * made.nbytes / (n * d), "error": error, "seconds": took, **used}
+
+
+def line(name: str, rows: Tensor, bits: float, k: int, fit: dict[str, float], first: float) -> dict[str, object]:
+    """A line of the table; ``first``: the error of one flat."""
+    n, d = rows.shape
+    return {
+        "table": name,
+        "rows": f"{n:,}",
+        "rows a column": f"{n / d:.0f}",
+        "bits": f"{bits:g}",
+        "flats asked": k,
+        "flats": fit["flats"],
+        "classes": fit["classes"],
+        "bits stored": f"{fit['bits']:.3f}",
+        "error": f"{fit['error']:.5f}",
+        "of one flat's": f"**{fit['error'] / first:.3f}**",
+        "seconds": f"{fit['seconds']:.0f}",
+    }
 
 
 def main() -> None:
@@ -117,34 +135,20 @@ def main() -> None:
     lengths, flats = (sorted(int(part) for part in given.split(",")) for given in (options.rows, options.flats))
     tables, said = vectors(lengths[-1])
     lines = []
-    for rows, (name, table), bits in itertools.product(lengths, tables.items(), map(float, options.bits.split(","))):
+    for rows, (name, whole), bits in itertools.product(lengths, tables.items(), map(float, options.bits.split(","))):
         if options.only not in name:
             continue
-        part, first = table[:rows].clone(), 0.0
-        n, d = part.shape
+        part, first = whole[:rows].clone(), 0.0
+        n = len(part)
         for k in flats:
-            # The rows at hand are drawn from the longest table: its length is part of what a line says.
-            key = f"{name}, {n} of {len(table)} rows, {bits:g} bits, {k}"
-            found = kept(options.parts, key, lambda part=part, bits=bits, k=k: measured(part, bits, k))
-            first = first or found["error"]
-            lines.append([name, f"{n:,}", f"{n / d:.0f}", f"{bits:g}", str(k), f"{found['flats']:.0f}"])
-            lines[-1] += [f"{found['bits']:.3f}", f"{found['error']:.5f}", f"**{found['error'] / first:.3f}**"]
-            lines[-1] += [f"{found['seconds']:.0f}"]
-    head = [
-        "table",
-        "rows",
-        "rows a column",
-        "bits",
-        "flats asked",
-        "flats",
-        "bits stored",
-        "error",
-        "of one flat's",
-        "seconds",
-    ]
+            # The rows at hand are drawn from the longest table: its length is part of the key.
+            key = f"{name}, {n} of {len(whole)} rows, {bits:g} bits, {k}"
+            fit = kept(options.parts, key, lambda part=part, bits=bits, k=k: measured(part, bits, k))
+            first = first or fit["error"]
+            lines.append(line(name, part, bits, k, fit, first))
     publish(
         "Transform codes on one flat and on several: long tables of hidden states",
-        f"{markdown(head, lines)}\n\nRead: {said}",
+        f"{table(lines)}\n\nRead: {said}",
         options,
     )
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 import time
 
 import torch
-from _common import arguments, embedding_table, markdown, publish
+from _common import arguments, embedding_table, publish
+from _common import table as rendered
 from frontier.baselines import Absmax, Rotated
 from gaussian_bound import bound_bits
 from torch import Tensor
@@ -41,22 +42,26 @@ def main() -> None:
     prior = zipf_prior(load_tokenizer(packaged_model()), n)
     zipf = ZipfPrior().weigh(Measured(n, prior=prior)).left
     lines = []
+
+    def add(name: str, label: str, size: float, made: Tensor, weights: Tensor, **more: object) -> None:
+        error = error_share(made, table, weights)
+        bound = bound_bits(spectrum, error, weights)
+        line = {"weights": name, "code": label, "bits per weight": f"{size:.3f}", "error": f"{error:.5f}"}
+        line |= {"bound, bits": f"{bound:.3f}", "above": f"{size - bound:.3f}", "in memory": f"{size:.2f}"}
+        lines.append(line | {"classes": "", "rank": "", "time": ""} | more)
+        print(lines[-1], flush=True)
+
     for name, weights in (("alike", torch.ones(n, dtype=torch.float64)), ("Zipf prior", zipf)):
         spectrum = torch.linalg.eigvalsh((table.double() * weights.unsqueeze(1)).T @ table.double()).clamp_min(0)
         for bits in map(float, options.bits.split(",")):
             began = time.perf_counter()
             code = transform_code(TensorRows(table), int(bits * table.numel() / 8), weights=weights)
-            took = time.perf_counter() - began
+            more = {"time": f"{time.perf_counter() - began:.0f} s"}
             matrix = from_codes(code)
+            more |= {"classes": len(matrix.geometry.classes), "rank": matrix.geometry.rank}
+            more |= {"in memory": f"{8 * matrix.nbytes / table.numel():.2f}"}
             size = 8 * stored_bytes(matrix) / table.numel()
-            error = error_share(matrix.dense().detach(), table, weights)
-            bound = bound_bits(spectrum, error, weights)
-            fixed = 8 * matrix.nbytes / table.numel()
-            cells = [f"{size:.3f}", f"{error:.5f}", f"{bound:.3f}", f"{size - bound:.3f}", f"{fixed:.2f}"]
-            lines.append(
-                [name, "transform", *cells, len(matrix.geometry.classes), matrix.geometry.rank, f"{took:.0f} s"]
-            )
-            print(lines[-1], flush=True)
+            add(name, "transform", size, matrix.dense().detach(), weights, **more)
         for label, baseline in (
             ("int8 rows", Absmax(8)),
             ("int4, groups of 32", Absmax(4, 32)),
@@ -64,27 +69,12 @@ def main() -> None:
             *((f"rotation, {b} bits", Rotated(b)) for b in (4, 3, 2, 1)),
         ):
             coded = baseline.code(table)
-            size, error = coded.bits, error_share(coded.table, table, weights)
-            bound = bound_bits(spectrum, error, weights)
-            cells = [f"{size:.3f}", f"{error:.5f}", f"{bound:.3f}", f"{size - bound:.3f}", f"{size:.2f}"]
-            lines.append([name, label, *cells, "", "", ""])
-    head = [
-        "weights",
-        "code",
-        "bits per weight",
-        "error",
-        "bound, bits",
-        "above",
-        "in memory",
-        "classes",
-        "rank",
-        "time",
-    ]
+            add(name, label, coded.bits, coded.table, weights)
     publish(
         "Bits per weight of a coded embedding table, against the Gaussian bound",
         f"{n} x {d}; error = weighted squared error / weighted squared norm. Bits of the entropy-coded "
         "stream that a file holds and of the scales beside it: labels, axes, distributions, checksums, block ends.\n\n"
-        + markdown(head, lines),
+        + rendered(lines),
         options,
     )
 

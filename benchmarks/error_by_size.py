@@ -63,11 +63,8 @@ def main() -> None:
         print(lines[-1], flush=True)
     head = ["compression", "k-means + SVD, k=5", "MESSI as published, k=5", "a rank per flat, best k"]
     head += [f"{options.levels} ranks per flat, best k", "target", "held", "a fit"]
-    publish(
-        "Squared error relative to SVD at equal parameters, unweighted",
-        markdown(head, lines),
-        options,
-    )
+    title = "Squared error relative to SVD at equal parameters, unweighted"
+    publish(title, markdown(head, lines), options)
 
 
 if __name__ == "__main__":

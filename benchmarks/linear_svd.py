@@ -77,11 +77,8 @@ def main() -> None:
         flush=True,
     )
     head = [f"{n} x {d}, RowFisher, rank {rank}", "kflats", "numpy", "ratio", "target", "error, kflats", "error, numpy"]
-    publish(
-        "Factorizing one layer",
-        markdown(head, body),
-        options,
-    )
+    title = "Factorizing one layer"
+    publish(title, markdown(head, body), options)
 
 
 if __name__ == "__main__":

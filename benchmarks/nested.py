@@ -53,11 +53,8 @@ def main() -> None:
             error = float((weights * row_errors(rows, made.matrix)).sum()) / svd
             lines[name].append(f"{error:.3f} ({made.seconds:.0f} s)")
             print(setting, name, lines[name][-1], flush=True)
-    publish(
-        "Prefix ranks per row: squared error relative to weighted SVD in the same bytes (seconds to fit)",
-        markdown(["", *settings], list(lines.values())),
-        options,
-    )
+    title = "Prefix ranks per row: squared error relative to weighted SVD in the same bytes (seconds to fit)"
+    publish(title, markdown(["", *settings], list(lines.values())), options)
 
 
 if __name__ == "__main__":

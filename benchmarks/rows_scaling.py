@@ -101,22 +101,9 @@ def main() -> None:
     for d, n, micro, memory, seeding, steps in lines:
         own = [line[2] for line in lines if line[0] == d]
         cells.append([d, n, f"{micro:.2f}", f"{micro / own[-1]:.3f}", f"{memory:.3f} GB", f"{seeding:.1f} s", steps])
-    publish(
-        f"Cost by rows, k={K}, rank {RANK}, at most {ITERATIONS} iterations",
-        markdown(
-            [
-                "d",
-                "rows",
-                "microseconds a row",
-                "ratio to the largest",
-                "anonymous memory beyond torch",
-                "seeding, once",
-                "falls of the objective",
-            ],
-            cells,
-        ),
-        options,
-    )
+    head = ["d", "rows", "microseconds a row", "ratio to the largest", "anonymous memory beyond torch", "seeding, once"]
+    title = f"Cost by rows, k={K}, rank {RANK}, at most {ITERATIONS} iterations"
+    publish(title, markdown([*head, "falls of the objective"], cells), options)
 
 
 if __name__ == "__main__":

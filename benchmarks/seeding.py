@@ -61,11 +61,8 @@ def main() -> None:
         )
         print(lines[-1], flush=True)
     head = ["start", "mean relative error", "worst", "iterations on all rows", "a fit", "planted found"]
-    publish(
-        "Seedings",
-        markdown(head, lines),
-        options,
-    )
+    title = "Seedings"
+    publish(title, markdown(head, lines), options)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _common import arguments, markdown, publish
+from _common import arguments, publish, table
 from _sentences import sentences
 from linear_fidelity import calibration
 
@@ -74,44 +74,28 @@ def main() -> None:
         model = load_model(out)
         found = fidelity(original, model, tokenizer, judged)
         value = score(model, tokenizer, "sts", task_data=stsb, costs=False).value
-        kinds = sorted({weight.codec["type"] for weight in report.weights if not weight.dense})
+        kinds = ", ".join(sorted({weight.codec["type"] for weight in report.weights if not weight.dense}))
+        dense = sum(weight.dense for weight in report.weights)
         memory = sum(weight.memory_bytes or weight.bytes_after for weight in report.weights)
-        lines.append(
-            [
-                name,
-                "" if "int" in name else budget,
-                f"{weight_file_bytes(out) / 1e6:.2f} MB",
-                f"{(memory + weight_file_bytes(out) - report.bytes_after) / 1e6:.1f} MB",
-                ", ".join(kinds)
-                + (f", {sum(w.dense for w in report.weights)} dense" if any(w.dense for w in report.weights) else ""),
-                f"{100 * value:.2f}",
-                f"**{100 * (value - before):+.2f}**",
-                f"{found.mean_cosine:.4f}",
-                f"{found.p5_cosine:.4f}",
-                f"{found.rare_mean_cosine:.4f}",
-                f"{took:.0f} s",
-            ]
-        )
-        print(lines[-1], flush=True)
+        file = weight_file_bytes(out)
+        line = {
+            "what": name,
+            "budget": "" if "int" in name else budget,
+            "file": f"{file / 1e6:.2f} MB",
+            "memory": f"{(memory + file - report.bytes_after) / 1e6:.1f} MB",
+            "codecs": kinds + (f", {dense} dense" if dense else ""),
+            "STS-B dev": f"{100 * value:.2f}",
+            "points": f"**{100 * (value - before):+.2f}**",
+            "mean cosine": f"{found.mean_cosine:.4f}",
+            "5th percentile": f"{found.p5_cosine:.4f}",
+            "rare words": f"{found.rare_mean_cosine:.4f}",
+            "time": f"{took:.0f} s",
+        }
+        lines.append(line)
+        print(line, flush=True)
         shutil.rmtree(out.parent)
-    head = [
-        "what",
-        "budget",
-        "file",
-        "memory",
-        "codecs",
-        "STS-B dev",
-        "points",
-        "mean cosine",
-        "5th percentile",
-        "rare words",
-    ]
     title = f"A whole encoder, {weight_file_bytes(source) / 1e6:.1f} MB, STS-B dev {100 * before:.2f}"
-    publish(
-        title,
-        markdown([*head, "time"], lines),
-        options,
-    )
+    publish(title, table(lines), options)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ from kflats.demo import packaged_model
 from kflats.evaluation.comparing import fidelity, load_tokenizer
 from kflats.io import load_model
 from kflats.model.weights import find_weights
-from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, check_finite
 from kflats.numerics.svd import truncated_svd
 
 _BATCH = 2**22  # numbers in the largest temporary: memory of this size is kept and reused between batches
@@ -54,7 +53,7 @@ class Elementwise:
 
 
 def weighted_low_rank(
-    matrix: Tensor | Rows,
+    matrix: Tensor,
     elements: Tensor,
     coordinates: Tensor,
     basis: Tensor,
@@ -66,7 +65,7 @@ def weighted_low_rank(
     """A local minimum near the factors given.
 
     Args:
-        matrix: (n, d), held in memory in float64.
+        matrix: (n, d).
         elements: F (n, d) >= 0. Rows and columns of zeros keep the start's factors.
         coordinates, basis: the start, (n, r) and (r, d): ``truncated_svd`` with F's row and column sums.
         tolerance: stop when an iteration lowers the objective by less than this share.
@@ -75,29 +74,26 @@ def weighted_low_rank(
     An iteration costs 2 n d r^2. Choose it where F is far from rank one; else the start is nearly as good.
 
     Raises:
-        KflatsError: weights that are negative, not finite, all zero or of another shape.
+        KflatsError: element weights that are negative or not finite.
 
     >>> a, f = torch.tensor([[1.0, 2.0], [2.0, 9.0]]), torch.tensor([[1.0, 1.0], [1.0, 0.0]])
     >>> found = weighted_low_rank(a, f, torch.ones(2, 1), torch.ones(1, 2), max_iterations=100, tolerance=0)
     >>> (found.coordinates @ found.basis).round(decimals=2).tolist()      # 9 does not count, 4 fits the others
     [[1.0, 2.0], [2.0, 4.0]]
     """
-    rows = as_rows(matrix)
-    n, d = rows.shape
-    check_finite(rows)
-    weights = check_elements(elements, n, d).to(rows.device)
-    if coordinates.shape[0] != n or basis.shape[1] != d or coordinates.shape[1] != basis.shape[0]:
-        raise KflatsError(f"a start of {tuple(coordinates.shape)} and {tuple(basis.shape)} does not fit {(n, d)}")
+    weights, dtype = elements.detach().to(torch.float64), matrix.dtype
+    if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+        raise KflatsError("element weights must be finite and not negative", cause="an importance measure went wrong")
     scale = float(weights.max())
     weights = weights / scale
-    a = torch.cat([block for _, block in rows.blocks(GRAM_BLOCK)]).to(torch.float64)
+    a = matrix.to(torch.float64)
     u, v = _orthonormal(coordinates.to(torch.float64), basis.to(torch.float64))
     history = [_objective(a, weights, u, v)]
     best, converged = (u, v), False
     for _ in range(max_iterations):
-        u = _improved(a, weights, u, v, proximal, rows.dtype)
+        u = _improved(a, weights, u, v, proximal, dtype)
         turned, held = _orthonormal(v.T, u.T)
-        v = _improved(a.T, weights.T, turned, held, proximal, rows.dtype).T
+        v = _improved(a.T, weights.T, turned, held, proximal, dtype).T
         u, v = _orthonormal(held.T, v)
         found = _objective(a, weights, u, v)
         fell = history[-1] - found
@@ -108,23 +104,7 @@ def weighted_low_rank(
             converged = True
             break
     u, v = best
-    return Elementwise(u.to(rows.dtype), v.to(rows.dtype), tuple(scale * h for h in history), converged)
-
-
-def check_elements(elements: Tensor, n: int, d: int) -> Tensor:
-    """Element weights (n, d) in float64: finite, none negative, not all zero.
-
-    Raises:
-        KflatsError: otherwise.
-    """
-    if tuple(elements.shape) != (n, d):
-        raise KflatsError(f"expected a weight for each of {n} x {d} elements, found shape {tuple(elements.shape)}")
-    found = elements.detach().to(torch.float64)
-    if not bool(torch.isfinite(found).all()) or bool((found < 0).any()):
-        raise KflatsError("element weights must be finite and not negative", cause="an importance measure went wrong")
-    if not bool(found.any()):
-        raise KflatsError("all element weights are zero", cause="the data never touched this matrix", hint="more data")
-    return found
+    return Elementwise(u.to(dtype), v.to(dtype), tuple(scale * h for h in history), converged)
 
 
 def _improved(a: Tensor, weights: Tensor, u: Tensor, v: Tensor, proximal: float, dtype: torch.dtype) -> Tensor:

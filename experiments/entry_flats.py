@@ -29,21 +29,11 @@ from _results import markdown
 from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
-from kflats.numerics.entrywise import SINGLE, SMALL, EntrywiseFit, entrywise_low_rank, irls, sum_of_powers
+from kflats.numerics.entrywise import EntrywiseFit, entrywise_low_rank, irls, sum_of_powers
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import Progress, Stopping
+from kflats.numerics.flats import Stopping
 from kflats.numerics.loss import Power
-from kflats.numerics.rows import (
-    BLOCK,
-    Rows,
-    TensorRows,
-    as_rows,
-    check_finite,
-    check_spread,
-    check_weights,
-    row_factors,
-)
+from kflats.numerics.rows import BLOCK, Rows, TensorRows
 from kflats.numerics.svd import truncated_svd
 
 INNER = 40
@@ -51,8 +41,6 @@ INNER = 40
 
 REFIT = 1e-2
 """Tolerance of the coordinates that a row would have in another flat."""
-
-_SPREAD = 1e6  # as in ``entrywise``
 
 
 @dataclass(frozen=True)
@@ -73,138 +61,57 @@ class EntryFlats:
 
 
 def entry_flats(
-    matrix: Tensor | Rows,
+    rows: Tensor,
     k: int,
     rank: int,
     p: float = 1.0,
     *,
-    weights: Tensor | None = None,
     tolerance: float = 1e-3,
     max_iterations: int = 20,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> EntryFlats:
     """Flats S_1..S_k of dimension ``rank`` that minimise the entrywise sum above.
 
     Args:
-        matrix: (n, d), a tensor or any ``Rows``; held in memory, with residuals of the same size.
+        rows: (n, d).
         p: 0 < p <= 2; 1 is the Manhattan distance.
-        weights: (n,) w_i >= 0; rows of weight 0 go to the flat whose projection is nearest and judge nothing.
-        tolerance: stop when an iteration lowers the sum by less than this share of it.
+        tolerance: the fit stops when an iteration lowers the sum by less than this share of it.
+        seed: of the fit to sums of distances (``Power(1)``) that this one begins from.
 
     Choose it where single entries are wrong and the table has several flats. It takes longer than distances do, whose
     fit it begins from, and only equal ranks are offered. Limit: candidates are judged by projections, so a row whose
     projection misleads stays where it is.
 
     Raises:
-        KflatsError: whatever ``fit_flats`` refuses, another p, no iterations.
+        KflatsError: whatever ``fit_flats`` refuses.
 
     >>> a = torch.cat([torch.ones(50, 8), torch.eye(8)[:1].repeat(50, 1)])
     >>> a[0, 3] = 10.0    # one wrong entry
     >>> round(entry_flats(a, 2, 1).error, 1)
     9.0
     """
-    if not 0 < p <= 2:
-        raise KflatsError(f"entries to the power p={p!r} cannot be minimised here", hint="0 < p <= 2")
-    if not 0 <= tolerance < 1 or max_iterations < 1:
-        raise KflatsError("tolerance lies in [0, 1), max_iterations starts at 1")
-    rows = as_rows(matrix)
-    n = rows.shape[0]
-    if not 1 <= k <= n:
-        raise KflatsError(f"{k} flats do not fit {n} rows", hint=f"choose k in 1..{n}")
-    check_finite(rows)
-    check_weights(weights, n)
-    table = torch.cat([block for _, block in rows.blocks(BLOCK)])
-    check_spread(table.to(torch.float64).square().sum(1), weights, _SPREAD)
-    # w sum |r|^p = sum |w^(1/p) r|^p: rows are scaled, flats stay where they are.
-    mass = torch.ones(n, dtype=torch.float64) if weights is None else row_factors(weights.cpu(), 1 / p)
-    counted = (mass > 0).nonzero().squeeze(1).to(table.device)
-    alive = mass[counted.cpu()]
-    inner = table.to(_type_for(table[counted], alive))
-    back = alive.to(inner)
-    scaled = inner[counted] * back.unsqueeze(1)
-    unit = float(scaled.abs().mean(dtype=torch.float64)) or 1.0
-    inside = TensorRows(scaled / unit)
-    plain, factors = (inside, None) if weights is None else (TensorRows(table[counted]), back)
-    sources = _sources(plain, k, rank, p, factors)
-    search = _Search(min(k, len(scaled)), rank, p, seed)
-    state = min((_begun(inside, source, search, factors) for source in sources), key=lambda begun: begun.total)
+    unit = float(rows.abs().mean(dtype=torch.float64)) or 1.0
+    table = rows / unit
+    sources = [table]
+    if k > 1 and p != 2 and 2 * k * rank <= min(table.shape):
+        # The rows cleaned by one low rank that holds all k flats.
+        cleaned = entrywise_low_rank(table, k * rank, p=min(p, 0.5))
+        sources.append(cleaned.coordinates @ cleaned.basis)
+    fits = [fit_flats(source, k, rank=rank, error=Power(1.0), seed=seed) for source in sources]
+    states = [EntryState(TensorRows(table), fit.labels.to(torch.int64), fit.bases, p) for fit in fits]
+    state = min(states, key=lambda begun: begun.total)
     history, converged = [state.total], False
-    for iteration in range(max_iterations):
+    for _ in range(max_iterations):
         state.fit_(tolerance)
         state.move_()
-        if progress:
-            progress("em", iteration, state.total)
         fell = history[-1] - state.total
         if fell > 0:
             history.append(state.total)
         if fell <= tolerance * history[-1]:
             converged = True
             break
-    labels = torch.empty(n, dtype=torch.int64, device=table.device)
-    coordinates = torch.empty(n, rank, dtype=table.dtype, device=table.device)
-    labels[counted], coordinates[counted] = state.labels, (state.coordinates * (unit / back).unsqueeze(1)).to(table)
-    bases = tuple(basis.to(table) for basis in state.bases)
-    idle = (mass <= 0).nonzero().squeeze(1).to(table.device)
-    if len(idle):
-        labels[idle] = projected_sums(TensorRows(table[idle]), bases, p).argmin(1)
-        coordinates[idle] = projected(table[idle], labels[idle], bases)
-    scale = unit**p * (1.0 if weights is None else float(weights.max()))
-    objective = tuple(scale * value for value in history)
-    if inner.dtype != table.dtype:  # a small p makes much of what the narrower type rounds
-        reached = float(
-            (
-                entry_sums(table, labels, coordinates, bases, p)
-                * (1.0 if weights is None else weights.to(table.device))
-            ).sum()
-        )
-        objective = (*(value for value in objective if value > reached), reached)
-    kept = labels.to(torch.uint8 if k <= 256 else torch.int16)
-    return EntryFlats(kept, coordinates, bases, objective, converged)
-
-
-def _type_for(table: Tensor, factors: Tensor) -> torch.dtype:
-    """What scaled rows are worked on in: the table's type, but float64 where they spread too far for float32."""
-    lengths = torch.linalg.vector_norm(table.to(torch.float64), dim=1) * factors.to(table.device)
-    spread = float(lengths.max() / lengths.median().clamp_min(torch.finfo(torch.float64).tiny))
-    wide = spread > SINGLE or float(factors.min()) < SMALL
-    return torch.float64 if wide else table.dtype
-
-
-def _sources(rows: TensorRows, k: int, rank: int, p: float, factors: Tensor | None) -> list[TensorRows]:
-    """What flats are first looked for in: the rows, and the rows cleaned by one low rank that holds all k flats."""
-    n, d = rows.shape
-    together = k * rank
-    if k == 1 or p == 2 or 2 * together > min(n, d):
-        return [rows]
-    low = min(p, 0.5)
-    found = entrywise_low_rank(rows, together, p=low, weights=None if factors is None else factors.pow(low))
-    return [rows, TensorRows(found.coordinates @ found.basis)]
-
-
-@dataclass(frozen=True)
-class _Search:
-    """``k`` flats of dimension ``rank`` under entries to the power ``p``; ``seed`` is of the fit to sums of distances
-    that comes first."""
-
-    k: int
-    rank: int
-    p: float
-    seed: int
-
-
-def _begun(rows: TensorRows, source: TensorRows, search: _Search, factors: Tensor | None) -> EntryState:
-    """Flats under sums of distances of the ``source``: not scaled, its rows weigh what the others are scaled by."""
-    first = fit_flats(
-        source,
-        search.k,
-        rank=search.rank,
-        error=Power(1.0),
-        weights=factors,
-        seed=search.seed,
-    )
-    bases = tuple(basis.to(rows.dtype) for basis in first.bases)
-    return EntryState(rows, first.labels.to(torch.int64), bases, search.p)
+    objective = tuple(unit**p * value for value in history)
+    return EntryFlats(state.labels, state.coordinates * unit, state.bases, objective, converged)
 
 
 def l1_coordinates(block: Tensor, basis: Tensor, tolerance: float = REFIT, limit: int = 500) -> Tensor:
@@ -243,24 +150,6 @@ def projected_sums(rows: Rows, bases: tuple[Tensor, ...], p: float) -> Tensor:
         rests = [torch.addmm(block, block @ v.T, v, alpha=-1).abs_() for v in bases]
         found.append(torch.stack([(r if p == 1 else r.pow_(p)).sum(1, dtype=torch.float64) for r in rests], 1))
     return torch.cat(found)
-
-
-def projected(table: Tensor, labels: Tensor, bases: tuple[Tensor, ...]) -> Tensor:
-    """(n, j): rows' projections, in coordinates of the flats that they are labelled with."""
-    out = table.new_empty(len(table), len(bases[0]))
-    for c, basis in enumerate(bases):
-        out[labels == c] = table[labels == c] @ basis.T
-    return out
-
-
-def entry_sums(table: Tensor, labels: Tensor, coordinates: Tensor, bases: tuple[Tensor, ...], p: float) -> Tensor:
-    """(n,) float64: sum_j |a - u V_c|_j^p of every row and what is stored of it."""
-    out = torch.empty(len(table), dtype=torch.float64, device=table.device)
-    for c, basis in enumerate(bases):
-        inside = labels == c
-        made = coordinates[inside].to(torch.float64) @ basis.to(torch.float64)
-        out[inside] = (table[inside].to(torch.float64) - made).abs_().pow_(p).sum(1)
-    return out
 
 
 class EntryState:

@@ -30,11 +30,6 @@ from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, check
 _LOST = 1e-13  # of a sketch's largest singular value: below, only rounding is left of a direction
 
 
-def _counts(rows_per_column: int, seed: int) -> bool:
-    whole = all(isinstance(value, int) and not isinstance(value, bool) for value in (rows_per_column, seed))
-    return whole and rows_per_column >= 2
-
-
 @dataclass(frozen=True)
 class Sketch:
     """An ellipsoid from a sketch of ``rows_per_column`` x r rows, each row of A in one of them at random.
@@ -51,12 +46,6 @@ class Sketch:
     kind: Literal["cauchy", "exponential"] = "exponential"
     rows_per_column: int = 20
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("cauchy", "exponential") or not _counts(self.rows_per_column, self.seed):
-            raise KflatsError(
-                f"{self} makes no sense", hint='choose "cauchy" or "exponential", 2 rows a column or more'
-            )
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
         """The ellipsoid of ``matrix`` (n, d) at power p, certified; equal for equal seeds.
@@ -124,10 +113,6 @@ class LewisSample:
 
     rows_per_column: int = 10
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not _counts(self.rows_per_column, self.seed):
-            raise KflatsError(f"{self} makes no sense", hint="choose at least 2 rows per column")
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
         """The ellipsoid of ``matrix`` (n, d) at power p; equal for equal seeds.
