@@ -16,7 +16,7 @@ from kflats.common.hashing import sha256
 from kflats.common.release import version
 from kflats.io.partial import Partial
 from kflats.model.weights import Weight
-from kflats.planning.calibration_data import CalibrationData, needed, statistics_digest
+from kflats.planning.calibration_data import CalibrationData, needed
 from kflats.planning.decide import Decided
 from kflats.recipe.recipe import Recipe, to_json
 
@@ -59,5 +59,5 @@ def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
         [d.weight.name, d.weight.shape, d.weight.dtype, to_json(d.recipe), d.budget_bytes] for d in plan.decisions
     ]
     names = needed((d.weight, d.recipe) for d in plan.decisions)
-    parts = [about, recipes, str(plan.budget), statistics_digest(decided.data.statistics, names), seed]
+    parts = [about, recipes, str(plan.budget), decided.data.statistics_digest(names), seed]
     return sha256([json.dumps(parts)])

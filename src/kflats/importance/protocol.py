@@ -187,10 +187,6 @@ class Importance(Protocol):
             KflatsError: a statistic in ``needs`` was not measured, or holds NaN.
         """
 
-    def uncentred(self) -> Importance:
-        """The same importance with inputs around zero, for a layer that must not gain a bias."""
-        return self
-
 
 def check_importance(value: object) -> None:
     """Refuse what is not an importance.

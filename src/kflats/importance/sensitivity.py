@@ -11,7 +11,7 @@ InputGram are in units of the loss: their values may be compared between layers,
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
@@ -112,10 +112,6 @@ class InputGram(Importance):
         """As ``Importance.form``."""
         return WeightingForm(left="diagonal" if one_hot else "full")
 
-    def uncentred(self) -> InputGram:
-        """Inputs measured around zero: no bias is needed."""
-        return replace(self, centred=False)
-
     def weigh(self, measured: Measured) -> Weighting:
         """A left metric (row weights for one-hot inputs), and the mean where it is centred."""
         gram = _measured(measured.input_gram, "InputGram", "input_gram")
@@ -151,10 +147,6 @@ class KroneckerFisher(Importance):
     def form(self, *, one_hot: bool) -> WeightingForm:
         """As ``Importance.form``."""
         return WeightingForm(left="diagonal" if one_hot else "full", right="full", loss_units=True)
-
-    def uncentred(self) -> KroneckerFisher:
-        """Inputs measured around zero: no bias is needed."""
-        return replace(self, centred=False)
 
     def weigh(self, measured: Measured) -> Weighting:
         """Metrics on both sides."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -175,13 +175,16 @@ class CalibrationData:
         return replace(measured, counts=self._counts[n])
 
     def digest(self) -> str:
-        """Of everything here that results depend on, but for the tokenizer."""
+        """Of everything here that measurements depend on, but for the tokenizer."""
         parts: list[Part] = [json.dumps([self.texts, repr(self.objective), self.samples])]
         for item in self.calibration or ():
-            pairs = sorted(item.items()) if isinstance(item, Mapping) else [("text", item)]
-            parts += [part for name, value in pairs for part in (name, _part(value))]
-            parts.append("end of item")
+            parts += _parts(item if isinstance(item, Mapping) else {"text": item})
         return sha256(parts)
+
+    def statistics_digest(self, names: Iterable[str]) -> str:
+        """Of all that was measured of these weights."""
+        statistics = self.statistics
+        return sha256([] if statistics is None else [p for n in names for p in (n, *_parts(vars(statistics.of(n))))])
 
 
 def gather(
@@ -212,19 +215,6 @@ def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]
     }
 
 
-def statistics_digest(statistics: Statistics | None, names: Iterable[str]) -> str:
-    """Of all that was measured of these weights."""
-    if statistics is None:
-        return sha256([])
-    measured = {name: statistics.of(name) for name in names}
-    return sha256(
-        part
-        for name, values in measured.items()
-        for field_name, value in vars(values).items()
-        for part in (name, field_name, _part(value))
-    )
-
-
 def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
     if isinstance(data, Mapping):
         raise KflatsError(
@@ -241,5 +231,8 @@ def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
     return items
 
 
-def _part(value: object) -> Part:
-    return value if isinstance(value, Tensor) else repr(value)
+def _parts(values: Mapping[str, Any]) -> Iterator[Part]:
+    for name, value in sorted(values.items()):
+        yield name
+        yield value if isinstance(value, Tensor) else repr(value)
+    yield "end of item"

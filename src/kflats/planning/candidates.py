@@ -12,7 +12,6 @@ from kflats.codecs import CODECS, Candidate, Table
 from kflats.common.formatting import number
 from kflats.importance.protocol import Weighting
 from kflats.methods import SVD, KeepDense, Method
-from kflats.methods.protocol import largest_rank
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.knapsack import Choice, Options
@@ -31,6 +30,7 @@ class WeightCosts:
         named: whether its own name was given, and not a pattern.
         counts_labels: whether the budget counts row labels.
         note: for the plan.
+        counted: bytes of its codes, if they have one size and were counted because their bound did not fit.
     """
 
     weight: Weight
@@ -38,6 +38,7 @@ class WeightCosts:
     named: bool
     counts_labels: bool
     note: str = ""
+    counted: int | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -83,10 +84,6 @@ class WeightCosts:
         n, d = self.weight.shape
         return self.weight.places[0].role in ("linear", "conv1d") and 1 < d <= _FEW and n >= _LOPSIDED * d
 
-    def rank_within(self, nbytes: int) -> int:
-        """The largest rank that ``nbytes`` hold, 0 if there is none."""
-        return largest_rank(self.cost, self.full, nbytes)
-
     @property
     def least(self) -> int:
         """The least bytes that codec and method can be given."""
@@ -95,7 +92,9 @@ class WeightCosts:
 
     @property
     def fixed_bytes(self) -> int | None:
-        """A bound of the bytes of its codes if they do not depend on its share, else None."""
+        """The bytes of its codes if they do not depend on its share, else None; a bound until they are counted."""
+        if self.counted is not None:
+            return self.counted
         return self.recipe.codec.fixed_bytes(self.recipe.method, self.shape, self.itemsize)
 
     def bias_bytes(self, data: CalibrationData) -> int:

@@ -8,12 +8,15 @@ from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Literal, TypeAlias
 
+import torch
 from torch import nn
 
 from kflats.codecs import Integer
 from kflats.common.errors import KflatsError, NoGradientSignalError
 from kflats.common.formatting import size, visible
 from kflats.methods import KeepDense
+from kflats.model.weights import dense_weight
+from kflats.numerics.rows import TensorRows
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import WeightCosts, weight_candidates
 from kflats.planning.knapsack import allocate
@@ -68,9 +71,8 @@ def share_out(
                 hint="a larger budget, Integer(bits=8), or Auto()",
                 command="a larger budget, --codec int8, or --method auto",
             )
-        total = sum(item.dense for item in items)
-        ready = [_with_bias_decided(model, item, allowed * item.dense // total, data) for item in open_items]
-        shared = _least_loss(model, ready, rest, data) if by_loss else equal_shares(ready, rest, data)
+        share = _least_loss if by_loss else equal_shares
+        shared = share(model, open_items, rest, data)
     decisions = fixed | shared
     if not by_loss:
         _warn_of_small_heads(items, decisions)
@@ -168,20 +170,29 @@ def _without_loss_units(items: Sequence[WeightCosts]) -> list[WeightCosts]:
     return [item for item in items if not weighting_form(item.recipe, item.weight).loss_units]
 
 
-def _with_bias_decided(model: nn.Module, item: WeightCosts, share: int, data: CalibrationData) -> WeightCosts:
-    """A layer without a bias gains one if a pair in the rest of ``share`` bytes then loses less."""
-    bias = item.bias_bytes(data)
-    if not bias:
-        return item
-    bare = replace(item, recipe=replace(item.recipe, importance=item.recipe.importance.uncentred()))
-    with_bias, without = item.rank_within(share - bias), item.rank_within(share)
-    errors, bare_errors = (data.table(model, one.weight, one.recipe).spectrum for one in (item, bare))
-    return item if with_bias and errors[with_bias] < bare_errors[without] else bare
+def _counted(model: nn.Module, items: Sequence[WeightCosts], allowed: int) -> list[WeightCosts]:
+    """The items; codes of one size are counted by encoding if their bounds fit neither ``allowed`` nor the weights."""
+    sizes = [(item.fixed_bytes, item.dense) for item in items if item.fixed_bytes is not None]
+    if sum(bound for bound, _ in sizes) <= allowed and all(bound < dense for bound, dense in sizes):
+        return list(items)
+    counted = []
+    for item in items:
+        weight, recipe, table = item.weight, item.recipe, dense_weight(model, item.weight)
+        if item.fixed_bytes is not None and not table.is_meta:
+            rows = TensorRows(table.T if recipe.matrix_rows == "out_features" else table)
+            try:
+                nbytes = recipe.codec.counted_bytes(recipe.method, rows, getattr(torch, weight.dtype))
+            except KflatsError as error:
+                raise error.about(weight.name) from error
+            item = replace(item, counted=nbytes)
+        counted.append(item)
+    return counted
 
 
-def equal_shares(items: Sequence[WeightCosts], allowed: int, data: CalibrationData) -> Decisions:
+def equal_shares(model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData) -> Decisions:
     """The same share of bytes for each. A weight of a pattern stays dense if its share is too small for its recipe."""
     decisions: Decisions = {}
+    items = _counted(model, items, allowed)
     for item in items:
         if item.fixed_bytes is None:
             continue
@@ -241,7 +252,7 @@ def _least_loss(model: nn.Module, items: Sequence[WeightCosts], allowed: int, da
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
     unjudged = [item for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
-    equal = equal_shares([replace(item, note=_UNJUDGED) for item in unjudged], part, data) if unjudged else {}
+    equal = equal_shares(model, [replace(i, note=_UNJUDGED) for i in unjudged], part, data) if unjudged else {}
     weights = [weight_candidates(model, item, data) for item in judged]
     rest = allowed - sum(decision.budget_bytes for decision in equal.values())
     choices = allocate([weight.options(relative) for weight in weights], rest).choices
@@ -264,20 +275,17 @@ def _at_ranks(
     model: nn.Module, items: Sequence[WeightCosts], ratio: float, data: CalibrationData, by_loss: bool
 ) -> Decisions:
     """The same share of the full rank for each weight (FWSVD's rank ratio); by loss, the sum of their bytes."""
-    with_bias, decisions = [], {}
+    decisions = {}
     for item in items:
         rank = max(1, round(ratio * item.full))
-        one = _with_bias_decided(model, item, item.cost(rank), data)
-        nbytes, name = item.cost(rank) + one.bias_bytes(data), f"rank {rank} of {item.full}"
-        with_bias.append(one)
+        nbytes, name = item.cost(rank) + item.bias_bytes(data), f"rank {rank} of {item.full}"
         decisions[item.weight.name] = (
-            one.decided(one.recipe, nbytes, name)
+            item.decided(item.recipe, nbytes, name)
             if nbytes < item.dense
             else item.left_dense(f"dense: {name} takes {size(nbytes)} of {size(item.dense)}, so it would not shrink")
         )
     if by_loss:
-        allowed = sum(_cost(item, decisions[item.weight.name]) for item in with_bias)
-        return _least_loss(model, with_bias, allowed, data)
+        return _least_loss(model, items, sum(_cost(item, decisions[item.weight.name]) for item in items), data)
     return decisions
 
 
