@@ -14,7 +14,8 @@ from torch import Tensor
 
 from kflats.codecs import Candidate, Codec, RoundedRows, RowScaleCodec, Table, scales_of
 from kflats.importance import Importance, Measured, Weighting, WeightingForm
-from kflats.methods import ClusterMethod, Factored, Fit, KeepDense, Method, PairMethod, Problem, low_rank_pair
+from kflats.matrices.registry import LowRankMatrix
+from kflats.methods import ClusterMethod, Factored, Fit, KeepDense, Method, PairMethod, Problem
 from kflats.methods.coordinates import from_flats
 from kflats.methods.protocol import largest_rank
 from kflats.numerics.flats import FlatsFit
@@ -34,7 +35,7 @@ class SketchedSVD(PairMethod):
         basis = axes @ span.T
         error = weighted.square().sum() - (weighted @ basis.T).square().sum()
         dtype = problem.rows.dtype
-        return low_rank_pair((table @ basis.T).to(dtype), basis.to(dtype), max(float(error), 0.0))
+        return Fit(LowRankMatrix((table @ basis.T).to(dtype), basis.to(dtype)), (max(float(error), 0.0),))
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:

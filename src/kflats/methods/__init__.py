@@ -18,7 +18,6 @@ from kflats.methods.protocol import (
     Problem,
     Product,
     check_method,
-    low_rank_pair,
 )
 from kflats.methods.robust import Entrywise, RobustSVD, Subspace
 from kflats.methods.svd import SVD
@@ -46,7 +45,6 @@ __all__ = [
     "Subspace",
     "check_method",
     "from_name",
-    "low_rank_pair",
     "row_errors",
 ]
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from kflats.common.arguments import check_value
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
-from kflats.matrices.registry import LowRankMatrix, Matrix, label_dtype
+from kflats.matrices.registry import Matrix, label_dtype
 from kflats.methods.matrix_error import Norm
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows, check_finite, check_weights
@@ -308,11 +308,6 @@ def largest_rank(cost: Callable[[int], int], full: int, nbytes: int) -> int:
 def label_bytes(n: int, k: int) -> int:
     """Bytes of the labels of ``n`` rows in ``k`` flats."""
     return n * label_dtype(k).itemsize if k > 1 else 0
-
-
-def low_rank_pair(coordinates: Tensor, basis: Tensor, error: float) -> Fit:
-    """The fit of a method with a closed form."""
-    return Fit(LowRankMatrix(coordinates, basis), (error,))
 
 
 def tails(values: Tensor) -> Tensor:

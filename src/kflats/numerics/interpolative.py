@@ -15,95 +15,65 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
-
 GROWTH = 1.01
 """Exchanges stop when no entry of T is larger."""
 
 
 @dataclass(frozen=True)
 class Interpolative:
-    """``skeleton`` C (n, r), ``mixing`` T (r, d - r), ``order`` (d,) int64: the columns in C, then those made of them.
-
-    ``largest`` is the largest |entry| of T, and ``exchanges`` how many columns the LU's choice lost."""
+    """``skeleton`` C (n, r), ``mixing`` T (r, d - r), ``order`` (d,) int64: the columns in C, then the others."""
 
     skeleton: Tensor
     mixing: Tensor
     order: Tensor
-    largest: float
-    exchanges: int
 
 
-def interpolate(coordinates: Tensor, basis: Tensor, *, growth: float = GROWTH) -> Interpolative:
-    """``coordinates`` (n, r) @ ``basis`` (r, d) in interpolative form, exact to rounding.
+def interpolate(coordinates: Tensor, basis: Tensor) -> Interpolative:
+    """``coordinates`` (n, r) @ ``basis`` (r, d) with 1 <= r <= d in interpolative form, exact to rounding.
 
-    Args:
-        growth: columns are exchanged while an entry of T is larger, at least 1.
+    Costs r^2 d and a pass over (r, d) for each exchange, in float64. A basis of lower rank than r is possible. Limit:
+    the entries of T are bounded, but its norm grows with sqrt(r (d - r)) at worst.
 
-    Costs r^2 d and a pass over (r, d) for each exchange, in float64. A basis of lower rank than r is no
-    trouble. Limit: the entries of T are bounded, its norm grows with sqrt(r (d - r)) at worst.
-
-    Raises:
-        KflatsError: factors that cannot be multiplied, r > d, NaN, or growth below 1.
-
-    >>> found = interpolate(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0, 4.0, 2.0]]))
-    >>> found.skeleton.squeeze(1).tolist(), found.mixing.tolist(), found.order.tolist()
+    >>> form = interpolate(torch.tensor([[1.0], [2.0]]), torch.tensor([[1.0, 4.0, 2.0]]))
+    >>> form.skeleton.squeeze(1).tolist(), form.mixing.tolist(), form.order.tolist()
     ([4.0, 8.0], [[0.25, 0.5]], [1, 0, 2])
     """
-    if coordinates.ndim != 2 or basis.ndim != 2 or coordinates.shape[1] != basis.shape[0]:
-        raise KflatsError(
-            f"factors {tuple(coordinates.shape)} and {tuple(basis.shape)} cannot be multiplied",
-            cause="the coordinates need as many columns as the basis has rows",
-        )
-    r, d = basis.shape
-    if r > d or growth < 1:
-        raise KflatsError(
-            f"no interpolative form of rank {r} of {d} columns with growth {growth}",
-            hint="a rank from 0 to the number of columns, and a growth of 1 or more",
-        )
-    wide = basis.detach().to(torch.float64)
+    r, wide = len(basis), basis.detach().to(torch.float64)
     # An orthonormal row space has full rank even where the basis has not; the rest goes into the coordinates.
     q, t = torch.linalg.qr(wide.T)
-    if not bool(torch.isfinite(q).all()):
-        raise KflatsError("the factors have NaN or infinite values", cause="a factorization went wrong")
-    order = _pivots(q)
-    order, exchanges = _enlarge(q, order, growth)
+    order = _enlarge(q, _pivots(q))
     mixing = torch.linalg.solve(q[order[:r]].T, q[order[r:]].T)
     skeleton = coordinates.detach().to(torch.float64) @ (t.T @ q[order[:r]].T)
-    largest = float(mixing.abs().max()) if mixing.numel() else 0.0
-    return Interpolative(skeleton.to(coordinates.dtype), mixing.to(basis.dtype), order, largest, exchanges)
+    return Interpolative(skeleton.to(coordinates.dtype), mixing.to(basis.dtype), order)
 
 
 def _pivots(tall: Tensor) -> Tensor:
     """All rows of ``tall`` (d, r) in the order in which LU with partial pivoting takes them, (d,)."""
-    d, r = tall.shape
-    if r == 0:
-        return torch.arange(d, device=tall.device)
     _, pivots = torch.linalg.lu_factor(tall)
-    order = list(range(d))
+    order = list(range(len(tall)))
     for row, other in enumerate((pivots - 1).tolist()):
         order[row], order[other] = order[other], order[row]
     return torch.tensor(order, device=tall.device)
 
 
-def _enlarge(tall: Tensor, order: Tensor, growth: float) -> tuple[Tensor, int]:
-    """Exchange a chosen and another row of ``tall`` while that multiplies the chosen ones' volume by ``growth``."""
+def _enlarge(tall: Tensor, order: Tensor) -> Tensor:
+    """Exchange a chosen and another row of ``tall`` while that multiplies the chosen ones' volume by ``GROWTH``."""
     d, r = tall.shape
-    if r in (0, d):
-        return order, 0
+    if r == d:
+        return order
     mixing = torch.linalg.solve(tall[order[:r]].T, tall[order[r:]].T)
     order = order.clone()
     # Every exchange multiplies the volume by the growth at least, and no volume exceeds 1: this ends.
-    for exchanges in range(64 * d):
+    for _ in range(64 * d):
         place = int(mixing.abs().argmax())
         inside, outside = divmod(place, d - r)
         pivot = float(mixing[inside, outside])
-        if abs(pivot) <= growth:
-            return order, exchanges
+        if abs(pivot) <= GROWTH:
+            break
         column, row = mixing[:, outside].clone(), mixing[inside].clone()
         column[inside] -= 1.0
         row[outside] += 1.0
         # With column j in place of i: T' = T - (T_j - e_i)(T_i + e_j)' / T_ij.
         mixing.addr_(column, row, alpha=-1.0 / pivot)
         order[[inside, r + outside]] = order[[r + outside, inside]]
-    return order, 64 * d
+    return order

@@ -20,7 +20,7 @@ falls is therefore the sum that the weights belong to. It is never below the los
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -194,28 +194,21 @@ def _uniform(cloud: WeightedRows, k: int, rank: int, loss: Loss, start: Start, s
             if not small and squares.bound_at(step.dist2) - value > allowed:
                 squares = Squares(cloud, loss, bases, step)
         last = history[-1]
-        solved = _solved(cloud, k, rank, loss, bases, best)
-        value = total_loss(loss, solved.dist2, cloud)
+        solved, spectra, dist2 = _solved(cloud, k, rank, loss, bases, best)
+        value = total_loss(loss, dist2, cloud)
         if value < last:
             history.append(value)
-            bases = solved.bases
+            bases = solved
         # Subspace iteration is slow where eigenvalues are close: only an exact M-step that gains nothing is the end.
         converged = small and last - value <= stop.tolerance * last
         if converged or iteration >= limit:
-            return FlatsFit(best.labels, bases, solved.spectra, tuple(history), converged, loss=loss)
+            return FlatsFit(best.labels, bases, spectra, tuple(history), converged, loss=loss)
 
 
-@dataclass(frozen=True)
-class _Solved:
-    """``bases`` of an exact M-step, the ``spectra`` they come from, and (n,) squared distances ``dist2`` to them."""
-
-    bases: tuple[Tensor, ...]
-    spectra: Tensor
-    dist2: Tensor
-
-
-def _solved(cloud: WeightedRows, k: int, rank: int, loss: Loss, bases: tuple[Tensor, ...], step: Assignment) -> _Solved:
-    """The exact M-step at the distances of ``step``."""
+def _solved(
+    cloud: WeightedRows, k: int, rank: int, loss: Loss, bases: tuple[Tensor, ...], step: Assignment
+) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
+    """The exact M-step at the distances of ``step``: bases, their spectra, and (n,) squared distances to them."""
     rows, labels = cloud.rows, step.labels
     grams = cluster_grams(rows, labels, k, reweighted(loss, step.dist2, cloud), halved=True)
     found = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
@@ -225,7 +218,7 @@ def _solved(cloud: WeightedRows, k: int, rank: int, loss: Loss, bases: tuple[Ten
         inside = (labels == c).nonzero().squeeze(1)
         if len(inside):
             dist2[inside] = assign(PartOfRows(rows, inside), (basis,), cloud.norms2[inside]).dist2
-    return _Solved(exact, torch.stack([values for values, _ in found]), dist2)
+    return exact, torch.stack([values for values, _ in found]), dist2
 
 
 def _filled(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop: Stopping) -> FlatsFit:

@@ -266,7 +266,10 @@ def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float
             gram += symmetric(white)
     log_tau, new = torch.cat(parts, dim=1).where(alive, -math.inf)
     shift = math.log(len(gram)) - float(torch.logsumexp(new, 0))
-    turn = gram if last else _inverse_root(gram) * math.exp((1 / p - 0.5) * shift)
+    turn = gram
+    if not last:
+        values, vectors = torch.linalg.eigh(gram)
+        turn = vectors / values.sqrt() * math.exp((1 / p - 0.5) * shift)
     return Swept(_log_rho(state.log_weights, log_tau, p, len(gram)), new + shift, turn)
 
 
@@ -277,12 +280,6 @@ def _log_rho(log_weights: Tensor, log_tau: Tensor, p: float, r: int) -> float:
     if not abs(trace - r) <= _LOST * r:
         return math.inf
     return max(float((p / 2 * log_tau[alive] - log_weights[alive]).max()), 0.0)
-
-
-def _inverse_root(gram: Tensor) -> Tensor:
-    values, vectors = torch.linalg.eigh(gram)
-    root: Tensor = vectors / values.sqrt()
-    return root
 
 
 def _certified(state: State, p: float, log_rho: float, bounds: tuple[float, ...], converged: bool) -> Ellipsoid:
