@@ -67,7 +67,7 @@ def test_a_command_line_uses_them_and_what_it_stored_loads_without_them(toys, ti
     assert done.returncode == 0, done.stdout + done.stderr
     (weight,) = Report.load(out).weights
     assert weight.recipe == "Recipe(SketchedSVD(), LogCounts(), Ternary())"
-    assert weight.coded
+    assert weight.stored == "integers"
     program = (
         "import sys, torch, kflats; from transformers import AutoModel; "
         f"model = AutoModel.from_pretrained({str(out)!r}); assert 'kflats_toys' not in sys.modules; "
@@ -121,7 +121,7 @@ def test_a_codec_of_floating_point_numbers_works_with_every_method_and_layer(tmp
     )
     kept = {weight.name: weight.kept for weight in report.weights}
     assert kept["dense"] == "bfloat16"
-    assert not any(weight.coded or weight.dense for weight in report.weights)
+    assert not any(weight.stored == "integers" or weight.dense for weight in report.weights)
     assert all(" of " in kept[name] for name in recipes if name != "dense"), kept
     kflats.save(model, tmp_path)
     kflats.load_(fresh, tmp_path)
