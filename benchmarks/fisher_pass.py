@@ -17,7 +17,8 @@ from _common import arguments, markdown, median_pair, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from kflats.calibration.batches import text_batches
-from kflats.calibration.collect import Statistics, measure
+from kflats.calibration.collect import measure
+from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective, Projections, TaskLoss
 from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model

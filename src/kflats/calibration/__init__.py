@@ -1,1 +1,1 @@
-"""What data says about weights: texts counted, gradients and activations summed while a model runs."""
+"""Statistics of weights: token counts of texts, and sums of gradients and activations while a model runs."""

@@ -50,7 +50,7 @@ def text_batches(
     if batch < 1 or max_length < 1 or (limit is not None and limit < 1):
         raise KflatsError(
             f"batch={batch}, max_length={max_length}, limit={limit} is not supported",
-            cause="each of the three leaves nothing to measure where it is below 1",
+            cause="with a value below 1 there is nothing to measure",
             hint="1 or more",
         )
     taken = next(batched_texts(texts, sys.maxsize if limit is None else limit), [])

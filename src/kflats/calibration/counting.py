@@ -21,7 +21,7 @@ def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, rows:
     """How often each of ``rows`` rows is read when ``texts`` pass through the model's tokenizer, (rows,) int64.
 
     Special tokens that the tokenizer adds are counted, since the model reads them. Streamed: texts may be
-    a generator. Warns where the tokenizer knows less than half of the words.
+    a generator. Warns if the tokenizer knows less than half of the words.
 
     Raises:
         KflatsError: no texts, something that is no text, texts without any known word, or token ids beyond the table.

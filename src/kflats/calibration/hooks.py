@@ -27,8 +27,8 @@ from kflats.numerics.statistics import wide
 class LayerCall:
     """One call of a layer that holds a weight, in one forward pass.
 
-    ``x`` is the layer's input: (B, T, n) with samples first; of a lookup (B, T) row indices, -1 where no gradient
-    reaches the row; of a convolution the whole input. ``g`` is the gradient of each sample's own loss by the layer's
+    ``x`` is the layer's input: (B, T, n) with samples first; of a lookup (B, T) row indices, -1 for a row without
+    a gradient; of a convolution the whole input. ``g`` is the gradient of each sample's own loss by the layer's
     output, (B, T, d); None until backward reaches the layer. ``mask`` is (B, T) bool, True at tokens and False at
     padding; None without padding.
     """
@@ -197,7 +197,7 @@ class ActivationRecorder:
             self._on_gradients(call.weight, waiting)
 
     def _mask(self, module: nn.Module, raw: Tensor, x: Tensor) -> Tensor | None:
-        """(B, T) bool, True at tokens; None where no position is padding."""
+        """(B, T) bool, True at tokens; None without padding."""
         shape = x.shape[:2]
         if is_encoder_decoder(self._model):
             text = self._batch.get("input_ids")

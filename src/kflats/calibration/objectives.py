@@ -47,9 +47,9 @@ class TaskLoss:
         kind: "classification" (cross-entropy), "multi-label", "regression" (squared error), "tokens" (mean
             cross-entropy over the sample's labelled positions: tagging, masked and sequence-to-sequence
             language models) or "causal" (the same for the next token). "auto": by the shapes of logits and
-            labels, and where the model computes a loss of its own, that which equals it.
+            labels; if the model computes a loss of its own, the kind that equals it.
 
-    A sample without any target (all of its labels are -100) has loss 0. Choose it where there are labels: it is
+    A sample without any target (all of its labels are -100) has loss 0. Choose it if there are labels: it is
     the paper's importance. Limit: losses of other forms (question answering) need an objective of your own.
 
     >>> class Head(torch.nn.Module):
@@ -119,7 +119,7 @@ class SampledLabels:
     """E over y ~ p(y | x; model) of grad log p grad log p': the true Fisher information, without labels.
 
     The model draws its own labels (a position's own for token heads, a normal error of variance 1/2 for
-    regression, where the loss is the squared error); position losses are averaged. ``seed`` and a sample's
+    regression, whose loss is the squared error); position losses are averaged. ``seed`` and a sample's
     place in the stream decide its draw, whatever the batches.
 
     Choose it for a task model without labelled data, and for language models. Limit: one draw for each sample is noisy.
@@ -311,7 +311,7 @@ def _first_only(labels: Tensor) -> Tensor:
 
 
 def _own_loss(model: nn.Module, batch: Batch) -> Tensor | None:
-    """What the model says its loss is; None where it does not take labels."""
+    """The model's own loss; None if the model does not take labels."""
     if "labels" not in inspect.signature(model.forward).parameters:
         return None
     config = getattr(model, "config", None)
@@ -325,7 +325,7 @@ def _own_loss(model: nn.Module, batch: Batch) -> Tensor | None:
 
 
 def _labels_of(batch: Batch) -> Tensor:
-    """A batch's labels; raises KflatsError where it has none."""
+    """The labels of a batch; raises KflatsError if it has none."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         raise KflatsError(
@@ -345,7 +345,7 @@ def _labels_of(batch: Batch) -> Tensor:
 
 
 def _logits_of(logits: Tensor | None, model: nn.Module) -> Tensor:
-    """The logits that ``model`` gave; raises KflatsError where there are none."""
+    """``logits``; raises KflatsError if the model gave none, or of another number of axes."""
     if logits is None:
         raise KflatsError(
             f"{type(model).__name__} gives no logits",

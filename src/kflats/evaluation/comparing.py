@@ -136,7 +136,7 @@ def fidelity(
     Args:
         counted: texts on which the importance was counted. Rare words come from the tail of the vocabulary, and occur
             neither in these texts nor in ``texts``.
-        compressed_tokenizer: the second model's, where its vocabulary is another (``trim``). None: ``tokenizer``.
+        compressed_tokenizer: the second model's, if it has another vocabulary (``trim``). None: ``tokenizer``.
 
     Raises:
         KflatsError: no texts, or models whose vectors cannot be compared.

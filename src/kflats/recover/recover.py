@@ -104,7 +104,7 @@ class Recovery:
 def kept_epoch(history: tuple[Epoch, ...], before: float | None, higher_is_better: bool) -> tuple[int, float | None]:
     """The epoch whose parameters are kept, and its value: the first of the best.
 
-    0 where the start, of value ``before``, was better than all epochs; the last epoch and no value where no epoch was
+    0 if the start, of value ``before``, was better than all epochs; the last epoch and no value if no epoch was
     evaluated.
 
     >>> kept_epoch((Epoch(1, 0.5, 0.8), Epoch(2, 0.4, 0.9)), 0.7, True), kept_epoch((Epoch(1, 0.5, 0.6),), 0.7, True)
@@ -160,9 +160,9 @@ def recover_(
         teacher: the original, which is moved to the model's device; see ``kflats.recover.distill.Objective`` for it,
             ``temperature`` and ``labels_weight``.
         train: "all", "bases", "coordinates" or "factors" (both).
-        lr, batch, epochs: of the optimisation.
-        patience: stop after this many epochs in a row that were not better; None: never.
-        seed: of the order, dropout and sample.
+        lr, batch, epochs: settings of the optimisation (``kflats.recover.training_data.Schedule``).
+        patience: number of epochs without a better value after which training stops; None: never.
+        seed: seed of the order, of dropout and of the sample.
         folder: where checkpoints are kept, so that the same call resumes after an interruption. They remain there,
             each run's in a folder of its own, named by its settings, model and examples. None: no checkpoints are kept.
         quiet: no progress bar.
@@ -267,7 +267,7 @@ def recover_folder(
 
     ``out`` is complete, or it is not written. Checkpoints are kept beside it until the end, so that the same call
     resumes after an interruption. The tokenizer and all other files that hold no weights are copied; the ``Recovery``
-    is written to ``kflats_recovery.json``. Runs on a GPU where there is one.
+    is written to ``kflats_recovery.json``. Runs on a GPU if there is one.
 
     Args:
         source: a local folder (compressed or not) or a hub name. out: the new folder.

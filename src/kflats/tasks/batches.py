@@ -37,7 +37,7 @@ class Feature:
     """One example as token ids, not padded.
 
     Args:
-        inputs: token ids, and token types where the tokenizer gives them; equally long lists.
+        inputs: token ids, and token types if the tokenizer gives them; lists of equal length.
         labels: a class in the *model's* numbering, a float, a label per token (-100: none), or None.
         words: in token tasks the index of the word of each labelled token.
         place: index of the example in its split.
@@ -75,7 +75,7 @@ def task_batches(
         model: its head is checked, and labels follow its own numbering. None: labels follow the task's numbering.
 
     Returns:
-        Dicts of ``input_ids``, ``attention_mask``, and ``token_type_ids`` where the tokenizer gives them, all
+        Dicts of ``input_ids``, ``attention_mask``, and ``token_type_ids`` if the tokenizer gives them, all
         (examples, tokens) int64, and ``labels``: (examples,) or (examples, tokens). "sts" has no labels; each of its
         texts is an example.
 

@@ -2,7 +2,7 @@
 
 A folder holds one file a split, plain or gzip'd UTF-8 TSV without quoting:
 
-    sentence1<TAB>sentence2<TAB>label      sentence tasks; sentence2 empty or absent where there is one text
+    sentence1<TAB>sentence2<TAB>label      sentence tasks; sentence2 empty or absent in tasks of one text
     token<TAB>...<TAB>ner                  CoNLL-2003: a word a line, an empty line between sentences
     any text                               language modelling: split.txt
 

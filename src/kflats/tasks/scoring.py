@@ -209,8 +209,8 @@ def count_flops(model: nn.Module, inputs: Batch) -> int:
     """The floating-point operations of one ``model(**inputs)`` in eval mode, by torch's own counter.
 
     A multiplication and the addition after it are 2 operations: a dense (n, d) layer takes 2 n d for each position, a
-    pair of rank r 2 r (n + d). Matrix products and convolutions are counted, attention as its plain products also
-    where a fused kernel would run. Element-wise work (biases, normalisation, activations) and lookups are not counted.
+    pair of rank r 2 r (n + d). Matrix products and convolutions are counted, attention as its plain products even
+    if a fused kernel would run. Element-wise work (biases, normalisation, activations) and lookups are not counted.
 
     >>> count_flops(nn.Linear(4, 3), {"input": torch.ones(5, 4)}) == 2 * 5 * 4 * 3
     True
