@@ -53,26 +53,26 @@ def encode(matrix: CodedMatrix) -> Tensor:
     True
     """
     geometry = matrix.geometry
-    found = {name: value.detach().cpu() for name, value in matrix.tensors().items()}
+    tensors = {name: value.detach().cpu() for name, value in matrix.tensors().items()}
     head, body = Writer(), bytearray()
-    if "labels" in found:
-        head.symbols([found["labels"].to(torch.int32).numpy()], [_label_model(geometry)])
-    bits, low = found["bits"].to(torch.int16), found["low"]
+    if "labels" in tensors:
+        head.symbols([tensors["labels"].to(torch.int32).numpy()], [_label_model(geometry)])
+    bits, low = tensors["bits"].to(torch.int16), tensors["low"]
     # An offset is mostly that of a range with zero in its middle, a context that of the column before.
-    for values in (context_moves(bits), low - _middle_of(bits), found["centers"], context_moves(found["contexts"])):
+    for values in (context_moves(bits), low - _middle_of(bits), tensors["centers"], context_moves(tensors["contexts"])):
         head.array(values)
     if geometry.basis == "int8":
-        scales = _scale_contexts(found["basis"])
+        scales = _scale_contexts(tensors["basis"])
         head.array(scales.unsqueeze(0))
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
-            head.array(found["basis"][scales == k])
-    tables = _tables_of(geometry, found)
+            head.array(tensors["basis"][scales == k])
+    tables = _tables_of(geometry, tensors)
     head.tables(tables)
     models = models_of(tables)
     for c, a, b in _blocks_of(geometry):
-        packed = geometry.part(found["codes"], c)[a:b]
-        layout = Layout(found["bits"][c], low[c])
-        order, groups = _groups_of(layout, found["contexts"][c])
+        packed = geometry.part(tensors["codes"], c)[a:b]
+        layout = Layout(tensors["bits"][c], low[c])
+        order, groups = _groups_of(layout, tensors["contexts"][c])
         levels = unpack(packed, layout).T[order].to(torch.int32).numpy()
         parts = np.split(levels, np.cumsum([count for _, count in groups])[:-1])
         raw, part = packed.numpy().tobytes(), encode_symbols(parts, [models[k] for k, _ in groups])
@@ -117,28 +117,28 @@ def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
 
 def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, Tensor]:
     n, count, r = geometry.shape[0], len(geometry.classes), geometry.rank
-    found = {"codes": torch.empty(geometry.shapes["codes"], dtype=torch.uint8)}
+    tensors = {"codes": torch.empty(geometry.shapes["codes"], dtype=torch.uint8)}
     if count > 1:
         (labels,) = head.symbols([n], [_label_model(geometry)])
-        found["labels"] = torch.from_numpy(labels.astype(np.uint8))
+        tensors["labels"] = torch.from_numpy(labels.astype(np.uint8))
     bits = head.array((count, r)).cumsum(1)
     low = head.array((count, r)) + _middle_of(bits)
     centers, contexts = head.array((count, r)), head.array((count, r)).cumsum(1)
-    found |= {"bits": bits.to(torch.uint8), "low": low.to(torch.int16)}
-    found |= {"centers": centers.to(torch.int16), "contexts": contexts.to(torch.uint8)}
+    tensors |= {"bits": bits.to(torch.uint8), "low": low.to(torch.int16)}
+    tensors |= {"centers": centers.to(torch.int16), "contexts": contexts.to(torch.uint8)}
     if geometry.basis == "int8":
         scales = head.array((1, geometry.axes))[0]
-        found["basis"] = torch.empty(geometry.shapes["basis"], dtype=torch.int8)
+        tensors["basis"] = torch.empty(geometry.shapes["basis"], dtype=torch.int8)
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
             rows = (scales == k).nonzero().squeeze(1)
-            found["basis"][rows] = head.array((len(rows), geometry.shape[1])).to(torch.int8)
+            tensors["basis"][rows] = head.array((len(rows), geometry.shape[1])).to(torch.int8)
     models = models_of(head.tables())
     for c, a, b in _blocks_of(geometry):
         coded, size, checksum = head.get("<BII")
-        goal, part = geometry.part(found["codes"], c)[a:b], body.take(size)
+        goal, part = geometry.part(tensors["codes"], c)[a:b], body.take(size)
         if coded:
-            layout = Layout(found["bits"][c], found["low"][c])
-            order, groups = _groups_of(layout, found["contexts"][c])
+            layout = Layout(tensors["bits"][c], tensors["low"][c])
+            order, groups = _groups_of(layout, tensors["contexts"][c])
             chosen = [models[k] for k, _ in groups]
             parts = decode_symbols(part, [columns * (b - a) for _, columns in groups], chosen)
             levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, b - a)
@@ -150,7 +150,7 @@ def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, T
             raise damaged(f"the checksum of rows {a} to {b} of class {c} differs")
     if head.left or body.left:
         raise damaged("they are followed by something else")
-    return found
+    return tensors
 
 
 def coded(matrix: CodedMatrix, fit: Factored | None = None) -> Factored:
@@ -212,14 +212,14 @@ def _groups_of(layout: Layout, contexts: Tensor) -> tuple[Tensor, list[tuple[int
     return order, list(zip(used.tolist(), counts.tolist(), strict=True))
 
 
-def _tables_of(geometry: CodedGeometry, found: dict[str, Tensor]) -> Tables:
+def _tables_of(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> Tables:
     """The distribution of the integers of each context."""
     counts = torch.zeros(geometry.contexts, len(KNOTS), dtype=torch.float64)
     reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot()
     for c, a, b in _blocks_of(geometry):
-        layout = Layout(found["bits"][c], found["low"][c])
-        order, groups = _groups_of(layout, found["contexts"][c])
-        levels = unpack(geometry.part(found["codes"], c)[a:b], layout).T[order].to(torch.int64).abs()
+        layout = Layout(tensors["bits"][c], tensors["low"][c])
+        order, groups = _groups_of(layout, tensors["contexts"][c])
+        levels = unpack(geometry.part(tensors["codes"], c)[a:b], layout).T[order].to(torch.int64).abs()
         if int(levels.max()) > FARTHEST:
             raise KflatsError(f"integers of more than {FARTHEST} cannot be entropy coded", hint="larger steps")
         for (k, _), part in zip(groups, torch.split(levels, [count for _, count in groups]), strict=True):

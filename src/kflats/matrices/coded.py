@@ -152,7 +152,7 @@ class CodedMatrix(Matrix):
         if self._is_many(x):
             return self._project(0, x @ self._all_coordinates(x).T)
         ordered = x if self._get("labels") is None else x.index_select(-1, inverse_of(self.position))
-        found: dict[int, Tensor] = {}
+        sums: dict[int, Tensor] = {}
         for tile in self._tiles(_product_type(x)):
             left = ordered[..., tile.first : tile.first + tile.numbers.shape[1]]
             if tile.rows is not None:
@@ -163,8 +163,8 @@ class CodedMatrix(Matrix):
             if tile.columns is not None:
                 product = product * tile.columns
             wide = F.pad(product, (0, self.geometry.parts[tile.flat][1] - product.shape[-1]))
-            found[tile.flat] = found[tile.flat] + wide if tile.flat in found else wide
-        parts = [self._project(flat, product) for flat, product in found.items()]
+            sums[tile.flat] = sums[tile.flat] + wide if tile.flat in sums else wide
+        parts = [self._project(flat, product) for flat, product in sums.items()]
         return sum(parts[1:], start=parts[0])
 
     def matvec(self, x: Tensor) -> Tensor:
@@ -173,7 +173,7 @@ class CodedMatrix(Matrix):
         if self._is_many(x):
             return (x if bases[0] is None else x @ bases[0].T) @ self._all_coordinates(x)
         inner = [x if basis is None else x @ basis.T for basis in bases]
-        found = []
+        products = []
         for tile in self._tiles(_product_type(x)):
             right = inner[tile.flat][..., : tile.numbers.shape[0]]
             if tile.columns is not None:
@@ -181,8 +181,8 @@ class CodedMatrix(Matrix):
             product = right @ tile.numbers
             if tile.centers is not None:
                 product = product + (right * tile.centers).sum(-1, keepdim=True)
-            found.append(product if tile.rows is None else product * tile.rows)
-        joined = torch.cat(found, dim=-1)
+            products.append(product if tile.rows is None else product * tile.rows)
+        joined = torch.cat(products, dim=-1)
         return joined if self._get("labels") is None else joined.index_select(-1, self.position)
 
     def dense(self) -> Tensor:
@@ -226,8 +226,8 @@ class CodedMatrix(Matrix):
         return f"{n}, {d}, rank={self.geometry.rank}, classes={len(self.geometry.classes)}, bytes={self.nbytes}"
 
     def _get(self, name: str) -> Tensor | None:
-        found = self._parameters.get(name)
-        return self._buffers.get(name) if found is None else found
+        tensor = self._parameters.get(name)
+        return self._buffers.get(name) if tensor is None else tensor
 
     def _is_many(self, x: Tensor) -> bool:
         """Whether ``x`` has enough rows for one product to be quicker than a product for each class."""
@@ -268,15 +268,15 @@ class CodedMatrix(Matrix):
         bounds = torch.tensor(starts, device=places.device, dtype=places.dtype)
         cuts = torch.searchsorted(places, bounds).tolist()
         ordered = inverse_of(self.position).index_select(0, places) if self.geometry.scales == "row" else None
-        tables, found = self._tables(), dict[int, list[Tensor]]()
+        tables, by_flat = self._tables(), dict[int, list[Tensor]]()
         for c, flat in enumerate(self.geometry.flat_of):
             a, b = cuts[c], cuts[c + 1]
             if a < b:
                 packed = self.geometry.part(self.get_buffer("codes"), c).index_select(0, places[a:b] - starts[c])
                 numbers = self._tile(c, a, packed, None if ordered is None else ordered[a:b], tables).whole()
-                found.setdefault(flat, []).append(_padded(numbers, self.geometry.parts[flat][1]))
+                by_flat.setdefault(flat, []).append(_padded(numbers, self.geometry.parts[flat][1]))
         # Half precision only at the end: it may hold the numbers of a row and not its small coordinates.
-        parts = [self._project(flat, torch.cat(numbers, dim=1).T) for flat, numbers in found.items()]
+        parts = [self._project(flat, torch.cat(numbers, dim=1).T) for flat, numbers in by_flat.items()]
         return self._ended(torch.cat(parts), dtype)
 
     def _tile(self, c: int, first: int, packed: Tensor, rows: Tensor | None, tables: Sequence[Tensor]) -> Tile:
@@ -359,11 +359,11 @@ class CodedMatrix(Matrix):
         labels = self._get("labels")
         flat_of = torch.tensor(self.geometry.flat_of, device=index.device)
         flats = flat_of[torch.zeros_like(index) if labels is None else labels.index_select(0, index).to(torch.int64)]
-        found = []
+        products = []
         for flat, (_, rank) in enumerate(self.geometry.flats):
             own = torch.where((flats == flat).unsqueeze(1), coordinates[:, :rank], 0.0)
-            found.append(self._project(flat, own))
-        return self._ended(sum(found[1:], start=found[0]), dtype)
+            products.append(self._project(flat, own))
+        return self._ended(sum(products[1:], start=products[0]), dtype)
 
     def _bases(self, dtype: torch.dtype) -> list[Tensor | None]:
         """The basis of each flat, without its scales, integers in units of 1/128; None for the identity."""
@@ -476,9 +476,9 @@ class Tile:
 
     def whole(self) -> Tensor:
         """(columns in use, m), with all factors applied."""
-        found = self.numbers if self.centers is None else self.numbers + self.centers.unsqueeze(1)
-        found = found if self.columns is None else found * self.columns.unsqueeze(1)
-        return found if self.rows is None else found * self.rows
+        numbers = self.numbers if self.centers is None else self.numbers + self.centers.unsqueeze(1)
+        numbers = numbers if self.columns is None else numbers * self.columns.unsqueeze(1)
+        return numbers if self.rows is None else numbers * self.rows
 
 
 def from_integers(
@@ -548,19 +548,19 @@ def from_integers(
 
 def _centered(integers: Tensor) -> Layout:
     """The smallest layout, with zero in the middle of a column's range where the integers allow it."""
-    found = layout_of(integers)
+    layout = layout_of(integers)
     if not integers.numel():
-        return found
-    middle = -((1 << found.bits.to(torch.int64)) // 2)
-    fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << found.bits.to(torch.int64)))
-    return Layout(found.bits, torch.where(fits, middle, found.low.to(torch.int64)).to(torch.int16))
+        return layout
+    middle = -((1 << layout.bits.to(torch.int64)) // 2)
+    fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << layout.bits.to(torch.int64)))
+    return Layout(layout.bits, torch.where(fits, middle, layout.low.to(torch.int64)).to(torch.int16))
 
 
-def _aligned(found: Layout) -> Layout:
+def _aligned(layout: Layout) -> Layout:
     """4 or 8 bits for all columns where this takes little more bytes: such codes are read several times as fast."""
-    width = int(found.bits.max()) if found.bits.numel() else 0
-    if width not in (4, 8) or found.bits.numel() % 2 or found.bits.numel() * width > _ALIGNED * 8 * found.row_bytes:
-        return found
-    low = torch.where(found.bits < width, torch.full_like(found.low, -(1 << width - 1)), found.low)
-    inside = (found.low >= low) & (found.low + (1 << found.bits.to(torch.int64)) <= low + (1 << width))
-    return Layout(torch.full_like(found.bits, width), torch.where(inside, low, found.low))
+    width = int(layout.bits.max()) if layout.bits.numel() else 0
+    if width not in (4, 8) or layout.bits.numel() % 2 or layout.bits.numel() * width > _ALIGNED * 8 * layout.row_bytes:
+        return layout
+    low = torch.where(layout.bits < width, torch.full_like(layout.low, -(1 << width - 1)), layout.low)
+    inside = (layout.low >= low) & (layout.low + (1 << layout.bits.to(torch.int64)) <= low + (1 << width))
+    return Layout(torch.full_like(layout.bits, width), torch.where(inside, low, layout.low))

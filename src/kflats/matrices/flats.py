@@ -97,11 +97,11 @@ def tables_of(weight: Tensor, bands: Sequence[RankGroup]) -> list[Tensor]:
 def bases_of(basis: Tensor, bands: Sequence[RankGroup], flat_ranks: Sequence[int]) -> list[Tensor | None]:
     """Basis of each band, (rank, d): a prefix of its flat's, a view of ``basis``; None for exact rows."""
     flats = torch.split(basis, list(flat_ranks)) if flat_ranks else ()
-    found: list[Tensor | None] = []
+    bases: list[Tensor | None] = []
     for band in bands:
         whole = None if band.flat is None else flats[band.flat]
-        found.append(whole if whole is None or whole.shape[0] == band.rank else whole[: band.rank])
-    return found
+        bases.append(whole if whole is None or whole.shape[0] == band.rank else whole[: band.rank])
+    return bases
 
 
 def check_geometry(n: int, d: int, bands: Sequence[RankGroup], flat_ranks: Sequence[int]) -> None:
@@ -219,19 +219,19 @@ class FlatsMatrix(Matrix):
         ordered = x.index_select(-1, inverse_of(self.position))
         parts = torch.split(ordered, [band.rows for band in self.bands], dim=-1)
         inner: list[list[Tensor]] = [[] for _ in self.flat_ranks]
-        found: list[Tensor] = []
+        products: list[Tensor] = []
         for part, band, table in zip(parts, self.bands, tables_of(self.weight, self.bands), strict=True):
             product = part @ table.to(x.dtype)
             if band.flat is None:
-                found.append(product)
+                products.append(product)
             else:
                 inner[band.flat].append(F.pad(product, (0, self.flat_ranks[band.flat] - band.rank)))
         # Bands that share a flat add up in its coordinates; then one product brings all flats back.
         empty = [x.new_zeros(*x.shape[:-1], rank) for rank in self.flat_ranks]
         flats = [sum(shares[1:], shares[0]) if shares else zero for shares, zero in zip(inner, empty, strict=True)]
         if flats:
-            found.append(torch.cat(flats, dim=-1) @ self.basis.to(x.dtype))
-        return sum(found[1:], found[0])
+            products.append(torch.cat(flats, dim=-1) @ self.basis.to(x.dtype))
+        return sum(products[1:], products[0])
 
     def matvec(self, x: Tensor) -> Tensor:
         self._check_filled()
@@ -270,14 +270,14 @@ class FlatsMatrix(Matrix):
             with_rows(table.detach(), count) if count else table.detach()[:0]
             for table, count in zip(tables_of(self.weight, self.bands), counts, strict=True)
         ]
-        found = FlatsMatrix(
+        resized = FlatsMatrix(
             torch.cat(tables) if self.uniform else torch.cat([table.reshape(-1) for table in tables]),
             self.basis.detach().clone(),
             torch.cat([labels[:n], extra]).to(self.labels.dtype),
             tuple(RankGroup(count, band.rank, band.flat) for count, band in zip(counts, self.bands, strict=True)),
             self.flat_ranks,
         )
-        return copy_trainable(self, found)
+        return copy_trainable(self, resized)
 
     def _sorted_rows(self, place: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) places in band order -> (t, d) rows: one gather and one product for each band that has some of them."""

@@ -111,8 +111,8 @@ class InterpolativeMatrix(Matrix):
     def resized(self, n: int) -> InterpolativeMatrix:
         check_rows(n)
         weight = with_rows(self.weight.detach(), n)
-        found = InterpolativeMatrix(weight, self.basis.detach().clone(), self.order.clone())
-        return copy_trainable(self, found)
+        resized = InterpolativeMatrix(weight, self.basis.detach().clone(), self.order.clone())
+        return copy_trainable(self, resized)
 
     def _columns(self, coordinates: Tensor) -> Tensor:
         """``(*b, r)`` values of the stored columns -> ``(*b, d)``, all columns in M's own order."""

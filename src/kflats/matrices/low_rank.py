@@ -69,5 +69,5 @@ class LowRankMatrix(Matrix):
 
     def resized(self, n: int) -> LowRankMatrix:
         check_rows(n)
-        found = LowRankMatrix(with_rows(self.weight.detach(), n), self.basis.detach().clone())
-        return copy_trainable(self, found)
+        resized = LowRankMatrix(with_rows(self.weight.detach(), n), self.basis.detach().clone())
+        return copy_trainable(self, resized)

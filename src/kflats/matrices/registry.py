@@ -76,36 +76,36 @@ def matrix_from_spec(spec: object, *, dtype: torch.dtype, device: torch.device |
 
     if not isinstance(spec, dict):
         raise KflatsError(f"{str(spec)[:40]!r} is not the description of a matrix", cause=_DAMAGED)
-    found: Matrix
+    matrix: Matrix
     match spec.get("kind"):
         case DenseMatrix.kind:
-            found = DenseMatrix(empty(*_shape(decode(_Dense, spec, "matrix"))))
+            matrix = DenseMatrix(empty(*_shape(decode(_Dense, spec, "matrix"))))
         case LowRankMatrix.kind | InterpolativeMatrix.kind as kind:
             form: _OneFlat = decode(_OneFlat, spec, "matrix")
             (n, d), r = _shape(form), form.rank
             if r > d:
                 raise KflatsError(f"rank {r} does not fit shape {(n, d)}", cause=_DAMAGED)
             if kind == LowRankMatrix.kind:
-                found = LowRankMatrix(empty(n, r), empty(r, d))
+                matrix = LowRankMatrix(empty(n, r), empty(r, d))
             else:
-                found = InterpolativeMatrix(empty(n, r), empty(r, d - r), empty(d, of=order_dtype(d)))
+                matrix = InterpolativeMatrix(empty(n, r), empty(r, d - r), empty(d, of=order_dtype(d)))
         case FlatsMatrix.kind:
             flats: _Flats = decode(_Flats, spec, "matrix")
             (n, d), bands = _shape(flats), tuple(RankGroup(*band) for band in flats.bands)
             check_geometry(n, d, bands, flats.flat_ranks)
             weight, basis = empty(*weight_shape(bands)), empty(sum(flats.flat_ranks), d)
-            found = FlatsMatrix(weight, basis, empty(n, of=label_dtype(len(bands))), bands, flats.flat_ranks)
+            matrix = FlatsMatrix(weight, basis, empty(n, of=label_dtype(len(bands))), bands, flats.flat_ranks)
         case CodedMatrix.kind:
             geometry = read_geometry(spec)
             tensors = {name: empty(*shape, of=INTEGERS.get(name, dtype)) for name, shape in geometry.shapes.items()}
-            found = CodedMatrix(geometry, tensors)
+            matrix = CodedMatrix(geometry, tensors)
         case kind:
             raise KflatsError(
                 f"unknown kind of matrix {str(kind)[:40]!r}",
                 cause="a file of a newer kflats, or a damaged one",
                 hint="pip install -U kflats",
             )
-    return found if torch.device(device).type == "meta" else found.to_empty(device=device)
+    return matrix if torch.device(device).type == "meta" else matrix.to_empty(device=device)
 
 
 def _shape(form: _Dense) -> tuple[int, int]:

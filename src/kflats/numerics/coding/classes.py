@@ -63,11 +63,11 @@ def candidate_classes(
     for _ in range(_ROUNDS):
         stats = _stats(part, axes, w, _cheapest(part, axes, w, stats, level), len(stats.counts))
     moved = torch.unique(_cheapest(rows, axes, weights, stats, level), return_inverse=True)[1]
-    found: list[Tensor] = []
+    ways: list[Tensor] = []
     for labels in (one, few, many, moved):
-        if not any(torch.equal(labels, other) for other in found):
-            found.append(labels)
-    return tuple(found)
+        if not any(torch.equal(labels, other) for other in ways):
+            ways.append(labels)
+    return tuple(ways)
 
 
 def split_classes(weights: Tensor, norms: Tensor, classes: int, active: float, patience: float = math.inf) -> Tensor:

@@ -64,8 +64,8 @@ def cluster_rows(rows: Rows, labels: Tensor, weights: Tensor, level: float) -> T
         here, flats = moved, _fitted(part, part_roots, moved, len(flats), fewest)
         if share < _STILL:
             break
-    found: Tensor = torch.unique(_cheapest(rows, roots, flats, level), return_inverse=True)[1]
-    return found
+    kept: Tensor = torch.unique(_cheapest(rows, roots, flats, level), return_inverse=True)[1]
+    return kept
 
 
 def _shapes(block: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,7 +98,7 @@ def _fitted(rows: Rows, roots: Tensor, labels: Tensor, count: int, fewest: int) 
 
 def _cheapest(rows: Rows, roots: Tensor, flats: list[_Flat], level: float) -> Tensor:
     """(n,) the flat in which each row costs least."""
-    found = []
+    cheapest = []
     for here, block in slices(rows):
         shapes, squares = _shapes(block, roots[here])
         # Rows of no size cost the same everywhere; the noise of the others is in units of their own.
@@ -108,5 +108,5 @@ def _cheapest(rows: Rows, roots: Tensor, flats: list[_Flat], level: float) -> Te
             z = (shapes @ flat.axes.to(block.dtype)).square_()
             spread = flat.variances.to(block.dtype) + noise
             costs.append(0.5 * (z.div_(spread) + spread.div_(noise).log_()).sum(1) + flat.label_nats)
-        found.append(torch.stack(costs, dim=1).argmin(1))
-    return torch.cat(found)
+        cheapest.append(torch.stack(costs, dim=1).argmin(1))
+    return torch.cat(cheapest)

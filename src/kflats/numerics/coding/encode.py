@@ -258,32 +258,32 @@ def _search(sources: Sequence[Source], budget: int) -> tuple[list[CodedBasis], f
     reach = max(source.reach for source in sources)
     # So coarse that not one coordinate is coded: what is left is what every code needs.
     coarse = 64 * reach if reach > 0 else 1.0
-    found = estimates(coarse)
-    least = sum(one.size for one in found)
+    rates = estimates(coarse)
+    least = sum(one.size for one in rates)
     if least > budget:
         raise KflatsError(
             f"{budget} bytes are fewer than the {math.ceil(least)} that labels and scales alone need",
             hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
         )
     if reach == 0:
-        return [one.basis for one in found], coarse
+        return [one.basis for one in rates], coarse
     finest = low = math.log2(_finest(sources))
     high = math.log2(coarse)
     at = max(low, math.log2(max(*(source.first_step for source in sources), 1e-300)))
     for _ in range(_TRIES):
-        found, here = estimates(2.0**at), at
-        size = sum(one.size for one in found)
+        rates, here = estimates(2.0**at), at
+        size = sum(one.size for one in rates)
         if abs(size - budget) <= 0.005 * budget or (size <= budget and at <= finest):
             break
         low, high = (low, at) if size <= budget else (at, high)
         # A live coordinate loses about one bit for each doubling of its step.
-        move = 8 * (size - budget) / max(sum(one.live for one in found), 1.0)
+        move = 8 * (size - budget) / max(sum(one.live for one in rates), 1.0)
         at += max(-2.0, min(2.0, move))
         if not low < at < high:
             at = (low + high) / 2 if low > finest or size > budget else finest
         if high - low < 1e-3:
             break
-    return [one.basis for one in found], 2.0**here
+    return [one.basis for one in rates], 2.0**here
 
 
 def _finest(sources: Sequence[Source]) -> float:

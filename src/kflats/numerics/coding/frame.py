@@ -73,20 +73,20 @@ class Source:
             ways = candidate_classes(measured, self.axes, self.row_weights, self.norms, classes, level)
             return tuple(self.classed(labels) for labels in ways)
         others = PartOfRows(measured, near)
-        found, count = [], max(1, min(classes, most - apart))
+        sources, count = [], max(1, min(classes, most - apart))
         for way in candidate_classes(others, self.axes, self.row_weights[near], self.norms[near], count, level):
             labels = torch.empty_like(long)
             labels[near], labels[far] = way, int(way.max()) + long[far]
-            found.append(self.classed(labels))
-        return tuple(found)
+            sources.append(self.classed(labels))
+        return tuple(sources)
 
     def _long(self, most: int) -> Tensor:
         """(n,) int64: 0, or from 1 the class of a row that is too long for the step of the others; ``most`` at most."""
-        found = torch.zeros(len(self.norms), dtype=torch.int64)
+        classes = torch.zeros(len(self.norms), dtype=torch.int64)
         weighted = self.norms * self.row_weights.sqrt()
         far = (weighted > self.cap).nonzero().squeeze(1)
         if not len(far) or most < 1:
-            return found
+            return classes
         lengths, weights = (weighted[far] / self.cap).log2(), self.row_weights[far].log2() / 2
         width = math.log2(_APART)
         while True:
@@ -98,8 +98,8 @@ class Source:
             if width > 4096:
                 labels = torch.zeros_like(labels)
                 break
-        found[far] = labels + 1
-        return found
+        classes[far] = labels + 1
+        return classes
 
     def classed(self, labels: Tensor) -> Source:
         """This source with other classes."""

@@ -86,10 +86,10 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     starts, shifts, _ = places_of(layout.bits)
     # Columns first: a column is then one contiguous block, which is shifted and added as a whole.
     spread = codes.T.contiguous() << shifts.unsqueeze(1)
-    found = spread.new_zeros(layout.row_bytes + 3, len(levels))
+    packed = spread.new_zeros(layout.row_bytes + 3, len(levels))
     for byte in range(3):  # what begins at one of 8 bits and has at most 15 lies in 3 bytes; no two codes share a bit
-        found.index_add_(0, starts + byte, (spread >> 8 * byte) & 255)
-    return found[: layout.row_bytes].T.to(torch.uint8, memory_format=torch.contiguous_format)
+        packed.index_add_(0, starts + byte, (spread >> 8 * byte) & 255)
+    return packed[: layout.row_bytes].T.to(torch.uint8, memory_format=torch.contiguous_format)
 
 
 def unpack(packed: Tensor, layout: Layout) -> Tensor:
@@ -117,14 +117,14 @@ def read_codes(packed: Tensor, starts: Tensor, shifts: Tensor, masks: Tensor, sp
     """
     # Columns first: the gather then moves whole blocks. Columns of 0 bits may begin where the row ends.
     size, kind = packed.shape[1], torch.int16 if span <= 2 else torch.int32
-    found = torch.empty(size + span, len(packed), dtype=kind, device=packed.device)
-    found[:size] = packed.T
-    found[size:] = 0
-    words = found[: size + 1]
+    padded = torch.empty(size + span, len(packed), dtype=kind, device=packed.device)
+    padded[:size] = packed.T
+    padded[size:] = 0
+    words = padded[: size + 1]
     if span > 1:
-        words = words | (found[1 : size + 2] << 8)
+        words = words | (padded[1 : size + 2] << 8)
     if span > 2:
-        words |= found[2 : size + 3] << 16
+        words |= padded[2 : size + 3] << 16
     # A sign that a shift to the right draws in lies above every mask.
     columns = words.index_select(0, starts)
     return columns.bitwise_right_shift_(shifts.to(kind).unsqueeze(1)).bitwise_and_(masks.to(kind).unsqueeze(1))

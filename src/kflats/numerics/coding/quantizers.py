@@ -45,15 +45,15 @@ class Quantizer:
 
     def thresholds(self) -> list[Tensor]:
         """For each table (reach,) float32, ascending: |u| above the j-th of them (from 1) is at least j."""
-        bits, found = self.tables.bits, []
+        bits, thresholds = self.tables.bits, []
         for table, reach in enumerate(self.tables.reach.tolist()):
             price = bits[table, : reach + 1]
             value = torch.arange(reach + 1, dtype=torch.float64) - float(self.shrink[table])
             value[0] = 0.0
             rise = value[1:] - value[:-1]
             middle = (value[1:] + value[:-1]) / 2 + TRADE * (price[1:] - price[:-1]) / (2 * rise)
-            found.append(middle.cummax(0).values.to(torch.float32) if reach else middle.to(torch.float32))
-        return found
+            thresholds.append(middle.cummax(0).values.to(torch.float32) if reach else middle.to(torch.float32))
+        return thresholds
 
 
 class Tally:
@@ -95,8 +95,8 @@ class Tally:
         # A knot beyond a table's reach holds at most the reach itself.
         reach = quantizer.tables.reach.to(torch.int64)
         price = torch.where(price.isinf(), bits.gather(1, reach.unsqueeze(1)), price)
-        found: Tensor = torch.einsum("crk,crk->cr", self.knots, price[quantizer.contexts])
-        return found
+        total: Tensor = torch.einsum("crk,crk->cr", self.knots, price[quantizer.contexts])
+        return total
 
     def errors(self, quantizer: Quantizer) -> Tensor:
         """(C, r) squared errors of each cell, in squared steps."""
@@ -116,11 +116,13 @@ def design(tally: Tally, *, scale: Tensor | None = None, kill: bool = True) -> Q
     rows = tally.rows.clamp_min(1.0).unsqueeze(1)
     octaves = (tally.q / rows).clamp_min(1e-30).log2().clamp_min(_LEAST_OCTAVE)
     live = tally.most > 0
-    found = _quantizer(tally, ((octaves - _LEAST_OCTAVE) * CONTEXTS_AN_OCTAVE).floor().to(torch.int64), live, weight)
+    quantizer = _quantizer(
+        tally, ((octaves - _LEAST_OCTAVE) * CONTEXTS_AN_OCTAVE).floor().to(torch.int64), live, weight
+    )
     if not kill:
-        return found
-    worth = tally.uu - tally.errors(found) > TRADE * tally.prices(found)
-    return _quantizer(tally, found.contexts, live & worth, weight)
+        return quantizer
+    worth = tally.uu - tally.errors(quantizer) > TRADE * tally.prices(quantizer)
+    return _quantizer(tally, quantizer.contexts, live & worth, weight)
 
 
 def _quantizer(tally: Tally, bins: Tensor, live: Tensor, weight: Tensor) -> Quantizer:
@@ -149,12 +151,12 @@ def first_symbols(u: Tensor) -> Tensor:
 
 def symbols(u: Tensor, contexts: Tensor, thresholds: list[Tensor]) -> Tensor:
     """int16 symbols of u (r, m) for the tables ``contexts`` (r,) of its rows."""
-    found = torch.zeros_like(u)
+    magnitudes = torch.zeros_like(u)
     for table in contexts.unique().tolist():
         if len(thresholds[table]):
             here = (contexts == table).nonzero().squeeze(1)
-            found[here] = torch.bucketize(u[here].abs(), thresholds[table]).to(u.dtype)
-    return _signed(u, found)
+            magnitudes[here] = torch.bucketize(u[here].abs(), thresholds[table]).to(u.dtype)
+    return _signed(u, magnitudes)
 
 
 def _signed(u: Tensor, magnitudes: Tensor) -> Tensor:

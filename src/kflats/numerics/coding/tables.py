@@ -77,8 +77,8 @@ class Tables:
         costs = self.costs.to("cpu", torch.int64)
         width = (b - a).clamp_min(1)
         cost = torch.where(b == j, costs[:, right], (costs[:, left] * (b - j) + costs[:, right] * (j - a)) // width)
-        found = torch.tensor(_SIXTEENTHS)[cost % 16] >> (cost // 16)
-        return torch.where(j <= self.reach.cpu().unsqueeze(1), found, torch.zeros_like(found))
+        frequencies = torch.tensor(_SIXTEENTHS)[cost % 16] >> (cost // 16)
+        return torch.where(j <= self.reach.cpu().unsqueeze(1), frequencies, torch.zeros_like(frequencies))
 
     def frequencies(self, table: int) -> Tensor:
         """(2 reach + 1,) int64, the frequencies of symbols -reach .. reach of one table; none is 0."""
@@ -89,9 +89,9 @@ class Tables:
     @property
     def bits(self) -> Tensor:
         """(K, longest reach + 1) float64, bits of one symbol of each magnitude; infinite beyond reach."""
-        found = self.magnitudes.to(torch.float64)
-        total = 2 * found.sum(1, keepdim=True) - found[:, :1]
-        return -(found / total).log2()
+        frequencies = self.magnitudes.to(torch.float64)
+        total = 2 * frequencies.sum(1, keepdim=True) - frequencies[:, :1]
+        return -(frequencies / total).log2()
 
     @property
     def stored_bytes(self) -> int:
