@@ -219,7 +219,7 @@ def test_texts_of_words_that_the_tokenizer_does_not_know_are_told_of(tiny_tokeni
 @pytest.mark.parametrize("texts", [Path("texts.txt"), 5, None])
 def test_what_has_no_texts_is_refused(texts, tiny_tokenizer):
     for read in (count_tokens, text_batches):
-        with pytest.raises(KflatsError, match=r"texts must be .*, not (the path 'texts.txt'|int|NoneType)"):
+        with pytest.raises(KflatsError, match="texts must be a sequence of strings, not"):
             read(texts, tiny_tokenizer, *([300] if read is count_tokens else []))
 
 
