@@ -59,7 +59,7 @@ def test_half_the_bytes_and_the_rounded_weight_in_the_models_type(make, dtype, r
     report = kflats.compress_(model, {"0": recipe(dtype, matrix_rows=rows)}, keep="50%", quiet=True)
     found = report.weights[0]
     assert found.bytes_after == found.memory_bytes == dense.numel() * 2 == model[0].matrix.nbytes
-    assert (found.kept, found.dense, found.coded) == (dtype, False, False)
+    assert (found.kept, found.dense, found.stored) == (dtype, False, dtype)
     assert 0 < found.error < 1e-5
     assert model[0].weight.dtype == HALF[dtype]
     assert model(x).dtype == torch.float32

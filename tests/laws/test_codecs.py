@@ -113,7 +113,7 @@ def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None
     kflats.load_(fresh, tmp_path)
     assert torch.equal(fresh["b"].matrix.dense(), model["b"].matrix.dense())
     found = report.weights[0]
-    assert found.coded
+    assert found.stored == "integers"
     assert not found.dense
     assert found.bytes_after == stored_bytes(model["b"].matrix)
     assert found.bytes_after <= model["b"].matrix.nbytes < found.memory_bytes
@@ -625,7 +625,7 @@ def test_best_rounds_what_the_data_never_reaches_where_that_makes_it_smaller() -
     batches = [{"x": torch.randn(8, 64)} for _ in range(8)]
     report = kflats.compress_(Reads(), {"all": Auto()}, keep="40%", calibration=batches, quiet=True)
     assert report.bytes_after <= 0.4 * report.bytes_before
-    assert {weight.name: weight.coded for weight in report.weights if weight.name != "used"} == {
+    assert {weight.name: weight.stored == "integers" for weight in report.weights if weight.name != "used"} == {
         "large": True,
         "small": False,
         "least": False,
