@@ -148,12 +148,12 @@ class _Measure:
             for c, part in enumerate(y.split(self.sizes, dim=1)):
                 if part.shape[1]:
                     out[:, c] = torch.linalg.vector_norm(part, dim=1)
-        found = out[:, :k].square_()
-        inside = (norms2.unsqueeze(1) - found).clamp_min_(0.0)
+        energies = out[:, :k].square_()
+        inside = (norms2.unsqueeze(1) - energies).clamp_min_(0.0)
         if not any(self.through):
             out[:, :k] = inside
         elif not all(self.through):
-            out[:, :k] = torch.where(self.flip, found, inside)
+            out[:, :k] = torch.where(self.flip, energies, inside)
         return out
 
 

@@ -386,18 +386,18 @@ def _maximise(
         for _ in range(sweeps):
             ordered[c] = sweep(turn(ordered[c], parts[c]), parts[c], table[c].tolist(), multiplier)
     energy = torch.stack([captured(flat, part) for flat, part in zip(ordered, parts, strict=True)])
-    found = spend(energy, table, budget - kept_exactly)
-    if found is None:
+    filling = spend(energy, table, budget - kept_exactly)
+    if filling is None:
         raise KflatsError(
             f"a budget of {budget:,} numbers cannot hold {k} flats of rank 1",
             cause="each flat of rank 1 stores a basis vector and a coordinate a row",
             hint="a larger budget, or fewer flats",
         )
     total = float(grams.diagonal(dim1=1, dim2=2).sum())
-    kept = sum(float(energy[c, q, :r].sum()) for c, flat in enumerate(found.ranks) for q, r in enumerate(flat))
-    done = tuple(replace(flat, ranks=ranks) for flat, ranks in zip(ordered, found.ranks, strict=True))
+    kept = sum(float(energy[c, q, :r].sum()) for c, flat in enumerate(filling.ranks) for q, r in enumerate(flat))
+    done = tuple(replace(flat, ranks=ranks) for flat, ranks in zip(ordered, filling.ranks, strict=True))
     error = max(total - kept, 0.0)
-    return NestedFit(labels, done, (error,), found.used + kept_exactly, found.multiplier, grams=grams)
+    return NestedFit(labels, done, (error,), filling.used + kept_exactly, filling.multiplier, grams=grams)
 
 
 def _revive(state: NestedFit) -> NestedFit:

@@ -211,14 +211,14 @@ def _solved(
     """The exact M-step at the distances of ``step``: bases, their spectra, and (n,) squared distances to them."""
     rows, labels = cloud.rows, step.labels
     grams = cluster_grams(rows, labels, k, reweighted(loss, step.dist2, cloud), halved=True)
-    found = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
-    exact = tuple(vectors.to(rows.dtype) for _, vectors in found)
+    solved = [refined_eigenvectors(gram, basis, rank) for gram, basis in zip(grams, bases, strict=True)]
+    exact = tuple(vectors.to(rows.dtype) for _, vectors in solved)
     dist2 = torch.zeros_like(step.dist2)
     for c, basis in enumerate(exact):
         inside = (labels == c).nonzero().squeeze(1)
         if len(inside):
             dist2[inside] = assign(PartOfRows(rows, inside), (basis,), cloud.norms2[inside]).dist2
-    return exact, torch.stack([values for values, _ in found]), dist2
+    return exact, torch.stack([values for values, _ in solved]), dist2
 
 
 def _filled(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop: Stopping) -> FlatsFit:

@@ -78,11 +78,11 @@ class Moments:
 def lower_gram(x: Tensor) -> Tensor:
     """X'X (P, n) -> (n, n), its lower blocks only: half the work; ``mirror_`` completes a sum of them."""
     n = x.shape[1]
-    found = x.new_zeros(n, n)
+    lower = x.new_zeros(n, n)
     for start in range(0, n, _BLOCK):
         end = min(start + _BLOCK, n)
-        found[start:, start:end] = x[:, start:].T @ x[:, start:end]
-    return found
+        lower[start:, start:end] = x[:, start:].T @ x[:, start:end]
+    return lower
 
 
 def mirror_(total: Tensor) -> None:

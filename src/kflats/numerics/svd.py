@@ -151,22 +151,22 @@ def check_gram(gram: Tensor, size: int, side: str, what: str) -> Tensor:
             f"a {side} metric for {size} {what} cannot have shape {tuple(gram.shape)}",
             hint=f"({size},) or ({size}, {size})",
         )
-    found = gram.detach().to(torch.float64)
-    if not bool(torch.isfinite(found).all()):
+    wide = gram.detach().to(torch.float64)
+    if not bool(torch.isfinite(wide).all()):
         raise KflatsError(f"the {side} metric has NaN or infinite values", cause="an importance measure went wrong")
-    diagonal = found if found.ndim == 1 else found.diagonal()
+    diagonal = wide if wide.ndim == 1 else wide.diagonal()
     if bool((diagonal < 0).any()):
         raise KflatsError(f"the {side} metric has negative values", cause="it is not a Gram matrix")
-    if found.ndim == 2:
-        largest = float(found.abs().max())
-        if float((found - found.T).abs().max()) > _ASYMMETRY * largest:
+    if wide.ndim == 2:
+        largest = float(wide.abs().max())
+        if float((wide - wide.T).abs().max()) > _ASYMMETRY * largest:
             raise KflatsError(f"the {side} metric is not symmetric", cause="it is not a Gram matrix")
-        found = (found + found.T) / 2
+        wide = (wide + wide.T) / 2
     if float(diagonal.sum()) <= 0:
         raise KflatsError(
             f"a {side} metric of zeros judges nothing", cause="the data never touched this matrix", hint="more data"
         )
-    return found
+    return wide
 
 
 @dataclass(frozen=True)
