@@ -81,7 +81,7 @@ def test_a_decoder_with_a_tied_head(
     original.save_pretrained(tmp_path / "model")
     tiny_tokenizer.save_pretrained(tmp_path / "model")
     report = compressed(tmp_path / "model", tmp_path / "small", kind, ("embeddings", "linear"), scale=2)
-    assert {w.coded for w in report.weights if not w.dense} == {True}
+    assert {w.stored == "integers" for w in report.weights if not w.dense} == {True}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "small")
     table = loaded.get_input_embeddings().matrix
     assert loaded.get_output_embeddings().matrix is table
