@@ -9,7 +9,7 @@ the size bounds all weight files of the model instead of the named weights.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 
@@ -36,8 +36,6 @@ _FILES = " of all files"
 _HEADER_ENTRY = 78
 """Bytes that one more tensor may add to a safetensors header, its name not counted."""
 _MORE_ENTRIES = 3
-_HEADER_TYPE = 4
-"""What a type's name, and offsets of more digits, may add to an entry."""
 _MOST = 2**62  # no model has more bytes
 _METADATA = 128
 """Bytes of a header that say who wrote the file, with a checksum, and of its end, which is padded."""
@@ -113,9 +111,7 @@ class Budget:
         """
         return Budget("bytes", int(self.amount * numbers // 8), self.scope) if self.kind == "bits" else self
 
-    def stored_bytes(
-        self, weights: Sequence[Weight], model_file_bytes: int, itemsize: int, whole: Collection[str] = ()
-    ) -> int:
+    def stored_bytes(self, weights: Sequence[Weight], model_file_bytes: int, itemsize: int) -> int:
         """Bytes that the factored ``weights`` may take in all, labels included (see ``counts_labels``).
 
         Args:
@@ -123,7 +119,6 @@ class Budget:
             model_file_bytes: all weight files of the original; used by ``scope="file"`` alone, where
                 everything that is not named, and the longer file header, is paid first.
             itemsize: bytes of one stored number, to turn parameters into bytes.
-            whole: names of weights that stay one tensor of their name; of the others a file's header may need more.
 
         Raises:
             KflatsError: no weights, more than the original, or nothing left; the message has the sizes.
@@ -142,7 +137,7 @@ class Budget:
                     hint="load it in its own type (dtype='auto')",
                     command="a model folder whose config.json names the type of its weights",
                 )
-            header = _METADATA + sum(_longer_header(weight, weight.name in whole) for weight in weights)
+            header = _METADATA + sum(_longer_header(weight) for weight in weights)
             rest, total, whose = model_file_bytes - original + header, model_file_bytes, "the model's files"
         if self.kind == "fraction":
             allowed = int(Decimal(repr(self.amount)) * total)
@@ -218,11 +213,8 @@ def one_budget(keep: str | Budget | None, size: str | Budget | None) -> Budget:
     return parse_budget(keep) if keep is not None else parse_budget(size or "", scope="file")
 
 
-def _longer_header(weight: Weight, whole: bool) -> int:
+def _longer_header(weight: Weight) -> int:
     """Bytes that the entries of a weight may gain in a file's header."""
-    lengths = [len(place.name.encode()) for place in weight.places]
-    if whole:  # of a tied table another name may be stored than was
-        return max(lengths) - min(lengths) + _HEADER_TYPE
     # A factored weight is up to four tensors in place of one; a layer without a bias may gain one, too.
     more = _MORE_ENTRIES + (not weight.bias and weight.places[0].role != "embedding")
     return more * (len(weight.name.encode()) + _HEADER_ENTRY)
