@@ -123,6 +123,18 @@ def test_it_saves_again_trains_and_becomes_dense(original: Any, folder: Path, tm
     torch.testing.assert_close(run(AutoModelForMaskedLM.from_pretrained(tmp_path / "dense")), run(original))
 
 
+def test_a_vocabulary_shrinks_and_does_not_grow(folder: Path, tmp_path: Path) -> None:
+    loaded = AutoModelForMaskedLM.from_pretrained(folder)
+    before = run(loaded)
+    with pytest.raises(KflatsError, match="codes are constants"):
+        loaded.resize_token_embeddings(230)
+    assert torch.equal(run(loaded), before)
+    loaded.resize_token_embeddings(160)
+    torch.testing.assert_close(run(loaded), before[..., :160])
+    loaded.save_pretrained(tmp_path)
+    torch.testing.assert_close(run(load_model(tmp_path)), before[..., :160])
+
+
 def test_streams_replace_all_integers_and_have_a_checksum(original: Any, tmp_path: Path) -> None:
     original.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:

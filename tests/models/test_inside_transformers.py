@@ -20,12 +20,15 @@ from transformers import (
     BartForConditionalGeneration,
     BertConfig,
     BertForMaskedLM,
+    BertModel,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     MobileBertConfig,
     MobileBertForMaskedLM,
     MobileBertModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 from kflats.common.errors import KflatsError
@@ -98,21 +101,91 @@ def test_device_maps_and_shards(make_matrix: Any, tmp_path: Path) -> None:
         torch.testing.assert_close(run(AutoModelForMaskedLM.from_pretrained(tmp_path, **settings)), run(model))
 
 
-def test_a_factored_vocabulary_is_not_resized(make_matrix: Any) -> None:
+@pytest.mark.parametrize("size", [160, 199, 230])
+def test_resizing_a_tied_vocabulary(size: int, make_matrix: Any, tmp_path: Path) -> None:
     model = bert()
+    with torch.no_grad():
+        model.cls.predictions.bias.normal_()
     compress(model, make_matrix)
-    for part in (model, copy.deepcopy(model), copy.deepcopy(model).bert):
-        assert part.resize_token_embeddings() is part.get_input_embeddings()
-        assert part.resize_token_embeddings(199) is part.get_input_embeddings()
-        for request in ({"new_num_tokens": 210}, {"pad_to_multiple_of": 64}):
-            with pytest.raises(KflatsError, match="cannot be resized"):
-                part.resize_token_embeddings(**request)
-        assert part.config.vocab_size == 199
+    twin = copy.deepcopy(model)
+    rows, bias = model.get_input_embeddings().matrix.dense(), model.cls.predictions.bias.detach().clone()
+
+    found = twin.resize_token_embeddings(size)
+    assert found is twin.get_input_embeddings()
+    assert (found.num_embeddings, twin.config.vocab_size, twin.vocab_size) == (size, size, size)
+    assert twin.get_output_embeddings().matrix is found.matrix
+    assert twin.cls.predictions.decoder.bias is twin.cls.predictions.bias
+    kept = min(size, 199)
+    torch.testing.assert_close(found.matrix.dense()[:kept], rows[:kept], rtol=0, atol=0)
+    torch.testing.assert_close(twin.cls.predictions.bias[:kept], bias[:kept], rtol=0, atol=0)
+    assert run(twin).shape == (2, 4, size)
+    twin(IDS, labels=IDS).loss.backward()
+    assert torch.isfinite(found.weight.grad).all()
+
+    twin.save_pretrained(tmp_path)
+    torch.testing.assert_close(run(AutoModelForMaskedLM.from_pretrained(tmp_path)), run(twin))
+    assert run(model).shape == (2, 4, 199)  # the original did not follow its copy
+
+    expected = run(twin)
+    restore_(twin)
+    assert (twin.get_input_embeddings().num_embeddings, twin.get_output_embeddings().out_features) == (size, size)
+    torch.testing.assert_close(run(twin), expected)
+
+
+def test_resizing_by_multiples_and_nothing(make_matrix: Any) -> None:
+    model = gpt2()
+    compress(model, make_matrix)
+    assert model.resize_token_embeddings() is model.get_input_embeddings()
+    model.resize_token_embeddings(pad_to_multiple_of=64)
+    assert run(model).shape[-1] == 256
+    model.resize_token_embeddings(210, pad_to_multiple_of=8, mean_resizing=False)
+    assert run(model).shape[-1] == 216
+    with pytest.raises(KflatsError, match="resized to -1"):
+        model.resize_token_embeddings(-1)
+
+
+def test_resizing_what_is_only_partly_factored(make_matrix: Any) -> None:
+    model = bert(tie_word_embeddings=False)
+    compress(model, make_matrix)
+    model.resize_token_embeddings(210)
+    assert type(model.get_output_embeddings()) is nn.Linear
+    assert run(model).shape[-1] == 210
+    assert len(model.cls.predictions.bias) == 210
+
     model = bert(tie_word_embeddings=False)
     compress(model, make_matrix, "cls.predictions.decoder")
-    with pytest.raises(KflatsError, match="cannot be resized"):
+    with pytest.raises(KflatsError, match="head cannot be resized"):
         model.resize_token_embeddings(210)
     assert run(model).shape[-1] == 199
+
+
+def test_resizing_a_part_is_refused(make_matrix: Any) -> None:
+    model = bert()
+    compress(model, make_matrix)
+    with pytest.raises(KflatsError, match="resize the whole model"):
+        model.bert.resize_token_embeddings(210)
+    alone = BertModel(model.config).eval()
+    compress(alone, make_matrix)
+    alone.resize_token_embeddings(210)
+    assert alone(IDS + 40).last_hidden_state.shape == (2, 4, 32)
+
+
+def test_resizing_every_place_of_t5(make_matrix: Any) -> None:
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 1}
+    model = T5ForConditionalGeneration(T5Config(vocab_size=199, **sizes)).eval()
+    compress(model, make_matrix)
+    model.resize_token_embeddings(230)
+    assert model(input_ids=IDS, decoder_input_ids=IDS + 70).logits.shape[-1] == 230
+
+
+def test_what_a_class_resizes_besides(make_matrix: Any) -> None:
+    """BART has a bias on its logits, which its class resizes itself."""
+    layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    model = BartForConditionalGeneration(BartConfig(vocab_size=199, d_model=32, **layers)).eval()
+    compress(model, make_matrix)
+    model.resize_token_embeddings(230)
+    assert model.config.vocab_size == model.final_logits_bias.shape[-1] == 230
+    assert run(model).shape[-1] == 230
 
 
 def test_tables_that_others_read_are_refused() -> None:

@@ -64,7 +64,8 @@ def save_pretrained(
     note, adapters = getattr(config, "quantization_config", None), getattr(self, "_hf_peft_config_loaded", False)
     offloaded = any(layer.weight.is_meta for _, layer in factored_layers(self))
     if is_kflats_config(note) and not adapters and not offloaded:
-        described = describe(self)  # a new one: the sizes of streams are written into it
+        # A new one: the vocabulary may have another size now, and the sizes of streams are written into it.
+        described = describe(self)
     if described is not None:
         if writes:
             state_dict = dict(self.state_dict() if state_dict is None else state_dict)

@@ -12,7 +12,6 @@ import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -28,6 +27,7 @@ from kflats.matrices.layers import (
     mark_initialized,
 )
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix
+from kflats.model.resizing import guard_resizing_, unguard_resizing_
 from kflats.model.weights import (
     FactoredLayer,
     Weight,
@@ -41,7 +41,6 @@ from kflats.model.weights import (
     parameter,
     pretrained_models,
     submodule,
-    vocabulary_end,
 )
 
 _REMOVED = "_kflats_removed_ties"
@@ -131,7 +130,7 @@ def swap_(
         # restore_ puts the shell back. Without a table it takes no memory and is no second place of the weight.
         module._parameters["weight"] = None
     _check_swapped(model, group, layers, table)
-    _guard_resizing_(model, layers)
+    guard_resizing_(model, matrix, places=len(group))
 
 
 def restore_(model: nn.Module) -> None:
@@ -166,11 +165,11 @@ def restore_(model: nn.Module) -> None:
             shells[id(layer)] = _dense_layer_for(name, layer, tables[id(matrix)])
         _put(model, name, shells[id(layer)])
     recall_ties_(model)
+    unguard_resizing_(model)
     for _, part in pretrained_models(model):
         if is_kflats_config(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
         part.__dict__.pop("save_pretrained", None)  # see kflats.io.saving
-        part.__dict__.pop("resize_token_embeddings", None)
 
 
 @contextmanager
@@ -218,28 +217,6 @@ def _put(model: nn.Module, name: str, layer: nn.Module) -> None:
     """Register ``layer`` at ``name``. Never ``setattr(model, "a.b", ...)``: that makes a ghost child."""
     parent, _, leaf = name.rpartition(".")
     model.get_submodule(parent)._modules[leaf] = layer
-
-
-def _guard_resizing_(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Let transformers models whose vocabulary is one of ``layers`` refuse to resize it: factors have no rows of it."""
-    for _, part in pretrained_models(model):
-        ends = [vocabulary_end(part, getter) for getter in ("get_input_embeddings", "get_output_embeddings")]
-        if any(end is layer for end in ends for layer in layers):
-            # A bound method follows its model through copy.deepcopy.
-            part.__dict__["resize_token_embeddings"] = MethodType(_resize_token_embeddings, part)
-
-
-def _resize_token_embeddings(self: Any, new_num_tokens: int | None = None, *_: object, **settings: object) -> nn.Module:
-    """transformers' method of that name: only the size that a factored vocabulary has already is possible."""
-    embeddings: nn.Module = self.get_input_embeddings()
-    if new_num_tokens not in (None, embeddings.num_embeddings) or settings.get("pad_to_multiple_of") is not None:
-        raise KflatsError(
-            f"the vocabulary of {type(self).__name__} cannot be resized",
-            cause="its table is factored",
-            hint="resize the original model and compress it again, or kflats.restore_(model) first",
-            command="resize the original model, then compress it",
-        )
-    return embeddings
 
 
 def _check_swapped(model: nn.Module, group: Sequence[str], layers: Sequence[nn.Module], table: Tensor) -> None:
@@ -322,12 +299,16 @@ def _dense_layer_for(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn
             held = held.reshape(layer.out_channels, layer.in_channels, *layer.kernel_size)
         table = nn.Parameter(held.contiguous(), requires_grad=table.requires_grad)
     if isinstance(layer, FactoredEmbedding) and isinstance(shell, nn.Embedding):
+        # The vocabulary may have been resized since the swap.
+        shell.num_embeddings, shell.padding_idx = layer.num_embeddings, layer.padding_idx
         if isinstance(scale := getattr(shell, "embed_scale", None), Tensor):
             # The shell is no part of the model: its scale may be on another device, or on the meta device.
             shell.embed_scale = torch.full_like(scale, cast(float, layer.scale), device=table.device)
     elif not isinstance(layer, FactoredEmbedding):
         gained = not isinstance(layer, FactoredHead) and layer.gained_bias
         shell._parameters["bias"] = None if gained else layer.bias
+        if isinstance(shell, nn.Linear):
+            shell.out_features = cast(FactoredLinear | FactoredHead, layer).out_features
     shell._parameters["weight"] = table
     shell.train(layer.training)
     return shell
