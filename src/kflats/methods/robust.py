@@ -54,6 +54,7 @@ class RobustSVD(PairMethod):
                 f"ellipsoid={self.ellipsoid!r} is not supported with RobustSVD",
                 cause="an ellipsoid is a value with fit(matrix, p)",
                 hint="Lewis()",
+                command="no ellipsoid in the plan",
             )
 
     def _pair(self, problem: Problem, rank: int) -> Fit:
