@@ -106,6 +106,13 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_modules_that_a_page_names_exist(page: Path) -> None:
+    roots = [ROOT, ROOT / "src", ROOT / "src" / "kflats", ROOT / "benchmarks", ROOT / "experiments"]
+    named = re.findall(r"`([a-z_/]+\.py)`", page.read_text(encoding="utf-8").partition("### Renamed")[0])
+    assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
 def test_something_is_tested() -> None:
     assert {"README.md", "index.md", "budget.md"} <= {page.name for page in PAGES}
     assert len(RUNNABLE) >= 6
