@@ -296,7 +296,8 @@ def _check_layer(model: nn.Module, module: Module, weight: Weight) -> None:
     here = (layer.in_channels, *layer.kernel_size) if isinstance(layer, nn.Conv2d) else None
     if (there := module.places[0].kernel) != here:
         raise KflatsError(
-            f"{module.name!r} has the kernel {there} in the file, but {here} in the model",
+            f"{module.name!r} has {there or 'no kernel'} as its kernel in the file, "
+            f"but {here or 'no kernel'} in the model",
             cause="it was saved from another architecture",
         )
     if module.gained_bias and weight.bias:

@@ -89,10 +89,16 @@ def swap_(
             cause="the rows of an embedding are tokens",
             hint="inputs as rows",
         )
-    if bias_shift is not None and not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
-        raise KflatsError(
-            f"the bias shift of {weight.name!r} is not finite", cause="infinite or NaN values in the data"
-        )
+    if bias_shift is not None:
+        if weight.places[0].role == "embedding" or tuple(bias_shift.shape) != weight.shape[1:]:
+            raise KflatsError(
+                f"a bias shift of shape {tuple(bias_shift.shape)} does not fit {weight.name!r} of shape {weight.shape}",
+                cause="a bias has a number for each output, and an embedding has no bias",
+            )
+        if not bias_shift.is_meta and not bool(torch.isfinite(bias_shift).all()):
+            raise KflatsError(
+                f"the bias shift of {weight.name!r} is not finite", cause="infinite or NaN values in the data"
+            )
     if matrix.shape != (weight.shape if matrix_rows == "in_features" else weight.shape[::-1]):
         raise KflatsError(
             f"a matrix of shape {matrix.shape} cannot replace {weight.name!r} of shape {weight.shape}",
