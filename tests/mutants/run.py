@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from draw import Mutant, spans
 
 COPIED = ("src", "tests", "docs", "examples", "benchmarks", "experiments")
+LINKED = (".venv", ".git", ".ci")
 IGNORED = shutil.ignore_patterns("__pycache__", "*.json.gz")
 PRELOADED = ("torch._dynamo", "torch.export", "scipy.linalg", "sklearn.metrics", "hypothesis", "typer.testing", "rich",
              "sentence_transformers", "transformers.models.bert.modeling_bert", "constriction", "safetensors.torch",
@@ -61,9 +62,9 @@ def copy_of(tree: Path, where: Path) -> Path:
         if (tree / name).is_dir():
             shutil.copytree(tree / name, where / name, ignore=IGNORED, symlinks=True)
     for path in tree.iterdir():
-        if path.is_file() and not path.is_symlink():
+        if path.is_file() and not path.is_symlink() and path.name not in LINKED:
             shutil.copy2(path, where / path.name)
-    for name in (".venv", ".git", ".ci"):
+    for name in LINKED:
         if (tree / name).exists():
             (where / name).symlink_to((tree / name).resolve())
     return where
