@@ -111,6 +111,7 @@ def test_flats_of_codes_as_table_and_layer(tmp_path: Path) -> None:
     assert float((run(made.path, ids) - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
 
 
+@pytest.mark.slow
 def test_files_hold_codes_and_not_what_they_decode_to(tmp_path: Path) -> None:
     """Beside the codes: 4 bytes for the place of each row, some a column, and a graph that does not grow with them."""
     gen = torch.Generator().manual_seed(0)
@@ -130,6 +131,7 @@ def test_files_hold_codes_and_not_what_they_decode_to(tmp_path: Path) -> None:
     assert f"{made.nbytes:,} bytes" in str(made)
 
 
+@pytest.mark.slow
 def test_sentence_transformers_with_their_own_pooling(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("sentence_transformers")
     from sentence_transformers import SentenceTransformer
@@ -216,6 +218,7 @@ def test_what_is_refused(tmp_path: Path, tiny_folder: Path, monkeypatch: pytest.
         export_onnx(tiny_folder, tmp_path / "other.onnx")
 
 
+@pytest.mark.slow
 def test_encoder_decoders_are_exported_as_encoders(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 1, "num_heads": 4}

@@ -158,7 +158,7 @@ class KroneckerFisher(Importance):
         return Weighting(left=left, right=_damped(outputs, self.damping), mean=mean, loss_units=True)
 
 
-def _check(importance: object, unreached: object, **shares: float) -> None:
+def _check(importance: Importance, unreached: str, **shares: float) -> None:
     who = type(importance).__name__
     if unreached not in ("refuse", "uniform"):
         raise KflatsError(f"unreached={unreached!r} is not supported with {who}", hint="refuse or uniform")

@@ -313,8 +313,8 @@ def _dense_layer_for(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn
     elif not isinstance(layer, FactoredEmbedding):
         gained = not isinstance(layer, FactoredHead) and layer.gained_bias
         shell._parameters["bias"] = None if gained else layer.bias
-        if isinstance(shell, nn.Linear):
-            shell.out_features = cast(FactoredLinear | FactoredHead, layer).out_features
+        if isinstance(shell, nn.Linear) and not isinstance(layer, FactoredConv2d):
+            shell.out_features = layer.out_features
     shell._parameters["weight"] = table
     shell.train(layer.training)
     return shell

@@ -145,9 +145,7 @@ class EpochCallback(TrainerCallback):
     def __init__(self, update: Update) -> None:
         self.update = update
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object
-    ) -> None:
+    def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         set_seed((args.seed * 1_000_003 + round(state.epoch or 0)) % 2**32)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
