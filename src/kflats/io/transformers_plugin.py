@@ -46,10 +46,12 @@ class KflatsConfig(QuantizationConfigMixin):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
+        """From the ``quantization_config`` of a folder's config.json."""
         config = cls(**config_dict)
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
+        """The description as config.json holds it."""
         return dict(self.data)
 
 
@@ -125,6 +127,7 @@ class KflatsQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self, **_: Any) -> bool:
+        """True: factors and codes are ordinary tensors."""
         return True
 
 

@@ -116,6 +116,7 @@ class Matrix(nn.Module):
             )
 
     def extra_repr(self) -> str:
+        """The sizes that ``print(model)`` shows."""
         n, d = self.shape
         return f"{n}, {d}, values={self.num_values}"
 

@@ -104,9 +104,12 @@ class CodedMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(n, d), from the geometry."""
         return self.geometry.shape
 
     def tensors(self) -> dict[str, Tensor]:
+        """The tensors that the geometry names: codes, bits, offsets and scales, and labels where there are several
+        classes."""
         return {name: value for name in self.geometry.shapes if (value := self._get(name)) is not None}
 
     def refresh(self) -> None:
@@ -133,9 +136,12 @@ class CodedMatrix(Matrix):
         return crc32([*parts, f"2^{self.geometry.unit}"])
 
     def spec(self) -> JsonObject:
+        """The geometry as JSON; the integers are tensors."""
         return self.geometry.spec()
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """As ``Matrix.rows``. Only the bytes of these rows are read: many rows class by class, few rows and recorded
+        graphs at once."""
         self._check_ready()
         flat = index.reshape(-1)
         dtype = dtype or self.weight.dtype
@@ -148,6 +154,7 @@ class CodedMatrix(Matrix):
         return out.reshape(*index.shape, self.shape[1])
 
     def vecmat(self, x: Tensor) -> Tensor:
+        """As ``Matrix.vecmat``, tile by tile: only the integers of one tile of rows are decoded at a time."""
         self._check_ready()
         if self._is_many(x):
             return self._project(0, x @ self._all_coordinates(x).T)
@@ -168,6 +175,7 @@ class CodedMatrix(Matrix):
         return sum(parts[1:], start=parts[0])
 
     def matvec(self, x: Tensor) -> Tensor:
+        """As ``Matrix.matvec``, tile by tile: x times the axes first, then times the integers of each tile."""
         self._check_ready()
         bases = self._bases(x.dtype)
         if self._is_many(x):
@@ -186,6 +194,7 @@ class CodedMatrix(Matrix):
         return joined if self._get("labels") is None else joined.index_select(-1, self.position)
 
     def dense(self) -> Tensor:
+        """As ``Matrix.dense``: every tile decoded in float32 and returned in the stored type."""
         self._check_ready()
         dtype = self.weight.dtype
         parts = [self._ended(self._project(tile.flat, tile.whole().T), dtype) for tile in self._tiles(self._wide)]
@@ -222,6 +231,7 @@ class CodedMatrix(Matrix):
         return copy_trainable(self, CodedMatrix(smaller, kept))
 
     def extra_repr(self) -> str:
+        """The sizes that ``print(model)`` shows."""
         n, d = self.shape
         return f"{n}, {d}, rank={self.geometry.rank}, classes={len(self.geometry.classes)}, bytes={self.nbytes}"
 

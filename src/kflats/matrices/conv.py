@@ -106,5 +106,6 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         return F.conv2d(x, kernel, bias, self.stride, padding, self.dilation)
 
     def extra_repr(self) -> str:
+        """The sizes that ``print(model)`` shows."""
         size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
         return f"{size}, {self.matrix.kind}, values={self.matrix.num_values}, matrix_rows={self.matrix_rows}"

@@ -37,6 +37,7 @@ class DenseMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(n, d), of the stored numbers."""
         return self.weight.shape[0], self.weight.shape[1]
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
@@ -44,15 +45,19 @@ class DenseMatrix(Matrix):
         return F.embedding(index, self.weight, sparse=sparse).to(dtype or self.weight.dtype)
 
     def vecmat(self, x: Tensor) -> Tensor:
+        """x W, n d products a vector."""
         return x @ self.weight.to(x.dtype)
 
     def matvec(self, x: Tensor) -> Tensor:
+        """x W', n d products a vector."""
         return x @ self.weight.T.to(x.dtype)
 
     def dense(self) -> Tensor:
+        """A copy of W."""
         return self.weight.clone()
 
     def spec(self) -> JsonObject:
+        """Kind and shape."""
         return {"kind": self.kind, "shape": list(self.shape)}
 
     def resized(self, n: int) -> DenseMatrix:

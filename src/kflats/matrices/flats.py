@@ -191,6 +191,7 @@ class FlatsMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(n, d): a row for each label."""
         return self.position.shape[0], self.basis.shape[1]
 
     def refresh(self) -> None:
@@ -209,12 +210,16 @@ class FlatsMatrix(Matrix):
         self.ready = True
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """As ``Matrix.rows``. Rows are sorted by rank group, so each basis is multiplied once; a recorded graph
+        multiplies all bases."""
         self._check_filled()
         place = self.position.index_select(0, index.reshape(-1))
         look_up = self._recorded_rows if is_recording() else self._sorted_rows
         return look_up(place, dtype or self.weight.dtype).reshape(*index.shape, self.shape[1])
 
     def vecmat(self, x: Tensor) -> Tensor:
+        """As ``Matrix.vecmat``: x times the coordinates of each rank group, summed inside each flat, then times all
+        bases at once."""
         self._check_filled()
         ordered = x.index_select(-1, inverse_of(self.position))
         parts = torch.split(ordered, [band.rows for band in self.bands], dim=-1)
@@ -234,6 +239,7 @@ class FlatsMatrix(Matrix):
         return sum(products[1:], products[0])
 
     def matvec(self, x: Tensor) -> Tensor:
+        """As ``Matrix.matvec``: x times all bases at once, then times the coordinates of each rank group."""
         self._check_filled()
         inner = torch.split(x @ self.basis.T.to(x.dtype), list(self.flat_ranks), dim=-1) if self.flat_ranks else ()
         parts = [
@@ -243,6 +249,7 @@ class FlatsMatrix(Matrix):
         return torch.cat(parts, dim=-1).index_select(-1, self.position)
 
     def dense(self) -> Tensor:
+        """As ``Matrix.dense``: the coordinates of each rank group times its basis, in the order of the rows."""
         self._check_filled()
         bases = bases_of(self.basis, self.bands, self.flat_ranks)
         tables = tables_of(self.weight, self.bands)
@@ -250,6 +257,7 @@ class FlatsMatrix(Matrix):
         return torch.cat(parts).index_select(0, self.position)
 
     def spec(self) -> JsonObject:
+        """Kind, shape, the rank groups as (rows, rank, flat), and the rank of each flat."""
         return {
             "kind": self.kind,
             "shape": list(self.shape),

@@ -65,6 +65,7 @@ class InterpolativeMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(n, d): d columns in ``order``."""
         return self.weight.shape[0], self.order.shape[0]
 
     @property
@@ -85,13 +86,16 @@ class InterpolativeMatrix(Matrix):
             )
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """As ``Matrix.rows``: the stored columns of a row, and the others as their combinations."""
         dtype = dtype or self.weight.dtype
         return each_once(index, lambda ids: self._columns(F.embedding(ids, self.weight).to(dtype)))
 
     def vecmat(self, x: Tensor) -> Tensor:
+        """x C, then the other columns as x C T: r (n + d - r) products a vector."""
         return self._columns(x @ self.weight.to(x.dtype))
 
     def matvec(self, x: Tensor) -> Tensor:
+        """(x_stored + x_others T') C': r (n + d - r) products a vector."""
         # Two gathers instead of a split of one: a recorded graph then knows both sizes.
         rank = self.weight.shape[1]
         order = self.order.to(torch.int64)
@@ -99,6 +103,7 @@ class InterpolativeMatrix(Matrix):
         return (stored + made @ self.basis.T.to(x.dtype)) @ self.weight.T.to(x.dtype)
 
     def dense(self) -> Tensor:
+        """C [I, T], its columns in their own order."""
         return self._columns(self.weight)
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -106,9 +111,11 @@ class InterpolativeMatrix(Matrix):
         return self.weight, self._columns(torch.eye(self.weight.shape[1]).to(self.weight))
 
     def spec(self) -> JsonObject:
+        """Kind, shape and rank; the order is a tensor."""
         return {"kind": self.kind, "shape": list(self.shape), "rank": self.weight.shape[1]}
 
     def resized(self, n: int) -> InterpolativeMatrix:
+        """As ``Matrix.resized``; new rows are the mean of all rows of C."""
         check_rows(n)
         weight = with_rows(self.weight.detach(), n)
         resized = InterpolativeMatrix(weight, self.basis.detach().clone(), self.order.clone())

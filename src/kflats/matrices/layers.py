@@ -126,6 +126,8 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
+        """``(*b,)`` token ids -> ``(*b, d)``: rows of the matrix, times ``scale`` where the model scales its
+        embeddings."""
         if torch.is_autocast_enabled(input.device.type):
             with torch.autocast(input.device.type, enabled=False):
                 return self._look_up(input)
@@ -145,6 +147,7 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         return out
 
     def extra_repr(self) -> str:
+        """The sizes that ``print(model)`` shows."""
         n, d = self.matrix.shape
         return f"{n}, {d}, {self.matrix.kind}, values={self.matrix.num_values}, own={self.owns_matrix}"
 
@@ -177,10 +180,12 @@ class FactoredLinear(HoldsMatrix, nn.Module):
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
     def forward(self, x: Tensor) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)``: x times the matrix in its orientation, plus the bias."""
         out = self.matrix.vecmat(x) if self.matrix_rows == "in_features" else self.matrix.matvec(x)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
+        """The sizes that ``print(model)`` shows."""
         return f"{self.in_features}, {self.out_features}, {self.matrix.kind}, matrix_rows={self.matrix_rows}"
 
 
@@ -222,10 +227,12 @@ class FactoredHead(HoldsMatrix, nn.Module):
         self.register_parameter("bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        """``(*b, d)`` -> ``(*b, n)``: logits of all tokens from the tied table."""
         out = self.matrix.matvec(x)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def extra_repr(self) -> str:
+        """The sizes that ``print(model)`` shows."""
         return f"{self.in_features}, {self.out_features}, tied {self.matrix.kind}"
 
 

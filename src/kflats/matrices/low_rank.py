@@ -43,6 +43,7 @@ class LowRankMatrix(Matrix):
 
     @property
     def shape(self) -> tuple[int, int]:
+        """(n, d), from both factors."""
         return self.weight.shape[0], self.basis.shape[1]
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
@@ -52,12 +53,15 @@ class LowRankMatrix(Matrix):
         return each_once(index, lambda ids: F.embedding(ids, self.weight, sparse=sparse).to(dtype) @ basis)
 
     def vecmat(self, x: Tensor) -> Tensor:
+        """(x U) V: r (n + d) products a vector."""
         return (x @ self.weight.to(x.dtype)) @ self.basis.to(x.dtype)
 
     def matvec(self, x: Tensor) -> Tensor:
+        """(x V') U': r (n + d) products a vector."""
         return (x @ self.basis.T.to(x.dtype)) @ self.weight.T.to(x.dtype)
 
     def dense(self) -> Tensor:
+        """U V, in the type of the factors."""
         return self.weight @ self.basis
 
     def factors(self) -> tuple[Tensor, Tensor]:
@@ -65,9 +69,11 @@ class LowRankMatrix(Matrix):
         return self.weight, self.basis
 
     def spec(self) -> JsonObject:
+        """Kind, shape and rank."""
         return {"kind": self.kind, "shape": list(self.shape), "rank": self.basis.shape[0]}
 
     def resized(self, n: int) -> LowRankMatrix:
+        """As ``Matrix.resized``; new rows have the mean coordinates of all rows."""
         check_rows(n)
         resized = LowRankMatrix(with_rows(self.weight.detach(), n), self.basis.detach().clone())
         return copy_trainable(self, resized)

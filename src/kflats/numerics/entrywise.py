@@ -257,6 +257,7 @@ class HeldBackRows(MappedRows):
         return float(self.sizes.max() * self.columns.max())
 
     def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
+        """The rows of a block with every far entry held back."""
         limit = self.sizes[index].unsqueeze(1) * self.columns
         return torch.minimum(torch.maximum(block, -limit), limit)
 

@@ -54,6 +54,7 @@ def losses(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> Tensor:
 
 
 def total_loss(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> float:
+    """sum_i w_i rho(dist_i), in float64."""
     return float(losses(loss, dist2, cloud).sum(dtype=torch.float64))
 
 
@@ -93,6 +94,7 @@ class Squares:
         self.stale = set(range(len(bases)))
 
     def bound_at(self, dist2: Tensor) -> float:
+        """The quadratic bound of the sum of losses at these squared distances."""
         return self.constant + float((self.weights * dist2).sum(dtype=torch.float64))
 
     def lower_(self, step: Assignment, stop: Stopping, done: int) -> int:
@@ -131,6 +133,7 @@ class Squares:
 
 
 def check_alive(loss: Loss, weights: Tensor, cloud: WeightedRows) -> None:
+    """Refuse losses under which no row has any weight."""
     if isinstance(loss, Truncated) and not bool((weights > 0).any()) and bool((cloud.norms2 > 0).any()):
         raise out_of_reach(loss)
 

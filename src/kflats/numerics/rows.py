@@ -72,10 +72,12 @@ class TensorRows:
         self.device = matrix.device
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """At most ``size`` rows at a time, with the number of the first."""
         for start in range(0, self.shape[0], size):
             yield start, self.matrix[start : start + size].to(self.dtype)
 
     def take(self, index: Tensor) -> Tensor:
+        """A copy of the rows at ``index``."""
         return self.matrix.index_select(0, index.to(torch.int64)).to(self.dtype)
 
 
@@ -91,10 +93,12 @@ class MappedRows:
         raise NotImplementedError
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """The inner blocks, each changed."""
         for start, block in self.source.blocks(size):
             yield start, self.changed(block, slice(start, start + len(block)))
 
     def take(self, index: Tensor) -> Tensor:
+        """The inner rows at ``index``, changed."""
         return self.changed(self.source.take(index), index)
 
 
@@ -109,6 +113,7 @@ class MetricRows(MappedRows):
         self.factor = factor.to(rows.device, self.dtype)
 
     def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
+        """The rows of a block times the factor of the metric."""
         block = block.to(self.dtype)
         return block * self.factor if self.factor.ndim == 1 else block @ self.factor
 
@@ -120,6 +125,7 @@ class WidenedRows(MappedRows):
         super().__init__(rows, rows.shape[1], torch.float64)
 
     def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
+        """The rows of a block in the wider type."""
         return block.to(torch.float64)
 
 
@@ -135,6 +141,7 @@ class ScaledRows(MappedRows):
         self.factors = factors.to(rows.device, rows.dtype)
 
     def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
+        """The rows of a block, each times its factor."""
         return block * self.factors[index].unsqueeze(1)
 
 
@@ -147,10 +154,12 @@ class PartOfRows:
         self.shape = (len(index), rows.shape[1])
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of the chosen rows."""
         for start in range(0, len(self.index), size):
             yield start, self.source.take(self.index[start : start + size])
 
     def take(self, index: Tensor) -> Tensor:
+        """The chosen rows at ``index``."""
         return self.source.take(self.index[index])
 
 

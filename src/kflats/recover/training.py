@@ -146,9 +146,11 @@ class EpochCallback(TrainerCallback):
         self.update = update
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Seed every random generator by the epoch."""
         set_seed((args.seed * 1_000_003 + round(state.epoch or 0)) % 2**32)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Report one step."""
         self.update(f"training, epoch {state.epoch or 0.0:.1f}", state.global_step, state.max_steps)
 
 
@@ -172,6 +174,7 @@ class RecoveryTrainer(Trainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
+        """The loss of the task, or the distance to the teacher's outputs."""
         loss = self.objective(model, inputs)
         if not torch.isfinite(loss):
             raise KflatsError(
@@ -183,6 +186,7 @@ class RecoveryTrainer(Trainer):
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
+        """The score on the evaluation split, higher is better."""
         assert self.data.evaluate is not None
         assert self.model is not None
         values = {f"eval_{self.data.metric}": self.data.evaluate(self.model)}
