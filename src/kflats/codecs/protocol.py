@@ -1,4 +1,4 @@
-"""What a codec is: a frozen value that stores the numbers of the matrix that a method makes."""
+"""The Protocol of codecs: a frozen value that stores the numbers of the matrix that a method makes."""
 
 from __future__ import annotations
 

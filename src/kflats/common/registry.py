@@ -50,7 +50,7 @@ class Registry(Generic[T]):
             yield self._load(entry)
 
     def make(self, name: str) -> Callable[..., T]:
-        """What makes the value that the command line calls ``name``.
+        """The class or function that makes the value that the command line calls ``name``.
 
         Raises:
             KflatsError: no value has this name.

@@ -1,4 +1,4 @@
-"""What is installed: the version of kflats, and packages that only some work needs."""
+"""Installed software: the version of kflats, and packages that only some work needs."""
 
 from __future__ import annotations
 

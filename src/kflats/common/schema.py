@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_typ
 from kflats.common.errors import KflatsError
 
 Json: TypeAlias = bool | int | float | str | Sequence["Json"] | Mapping[str, "Json"] | None
-"""What a JSON file holds."""
+"""A value of a JSON file."""
 JsonObject: TypeAlias = dict[str, Json]
 
 _LARGEST = sys.float_info.max  # comparing with it refuses NaN, infinities and integers no float can hold

@@ -75,7 +75,7 @@ def compress_(
     Inputs of linear layers are centred where importance asks for it: the mean's error goes into the bias.
 
     Returns:
-        What was done, for ``print``, ``report.save`` and ``kflats report``. The model then saves itself
+        A report of the run, for ``print``, ``report.save`` and ``kflats report``. The model then saves itself
         with ``model.save_pretrained`` (transformers) or ``kflats.save`` (plain torch).
 
     Raises:
@@ -124,10 +124,10 @@ def compress_folder(
         source: a local folder or a hub name. out: the folder to be.
         keep, size, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
             words. Or a ``plan``.
-        texts: what importance counts, with the folder's own tokenizer; default: calibration texts.
+        texts: to be counted for importance, with the folder's own tokenizer; default: calibration texts.
         calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
-            makes batches for the model and its tokenizer. What was measured is kept beside ``out`` until the end too.
-        keep_statistics: a file to keep it in for later (``Statistics.load``).
+            makes batches for the model and its tokenizer. The statistics are kept beside ``out`` until the end too.
+        keep_statistics: a file to keep them in for later (``Statistics.load``).
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
             cent are then of the trimmed model.
         force: replace an existing folder that kflats wrote and nobody changed since.

@@ -1,4 +1,4 @@
-"""What an interrupted run left, and whether it is of the same model, data and plan: only then is it taken up again."""
+"""The parts of an interrupted run, which a run of the same model, data and plan takes up again."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 BatchValue: TypeAlias = Tensor | bool | int | float | str | None
 Batch: TypeAlias = Mapping[str, BatchValue]
-"""What a model is called with, ``model(**batch)``: tensors of its samples, and settings that hold for all of them."""
+"""The keyword arguments of ``model(**batch)``: tensors of its samples, and settings that hold for all samples."""
 
 MAX_TOKENS = 256
 """Tokens of one text: enough for sentences and paragraphs."""

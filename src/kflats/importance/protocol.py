@@ -1,4 +1,4 @@
-"""What an importance is: a frozen value that turns the statistics of a weight into a weighting of its errors."""
+"""The Protocol of importances: a frozen value that turns the statistics of a weight into a weighting of its errors."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ __all__ = [
 def MESSI(k: int = 5, error: Loss = Squared()) -> Flats:
     """MESSI as published: equal ranks, a random partition to start from. Use it with Uniform().
 
-    ``error`` is its "distance functions" (sections 2.1 and E.1): powers, truncated. What differs is how fast EM runs:
+    ``error`` is its "distance functions" (sections 2.1 and E.1): powers, truncated. The speed of EM differs:
     between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
     """
     return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100, error=error)

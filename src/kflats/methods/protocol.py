@@ -1,4 +1,4 @@
-"""What a method is: a frozen value that makes a ``Matrix`` of rows, a weighting and a number of bytes.
+"""The Protocol of methods: a frozen value that makes a ``Matrix`` of rows, a weighting and a number of bytes.
 
 A method inherits from ``Method``, or from one of the two classes that know what a kind of result costs:
 ``PairMethod`` makes one low-rank pair, ``ClusterMethod`` gives every row to one of several flats.
@@ -37,7 +37,7 @@ _HINTS = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What a method is given.
+    """The input of a method.
 
     Args:
         rows: (n, d). weighting: of their errors.
@@ -115,13 +115,13 @@ def refuse_bytes(problem: Problem, least: int, what: str) -> KflatsError:
 
 
 Product = Literal["pair", "clusters", "dense", "choice"]
-"""What a method makes: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing,
+"""The product of a method: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing,
 because the method is a choice between recipes."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What an algorithm returns.
+    """The result of a method.
 
     Args:
         matrix: the result. objective: by iteration, falling.
@@ -147,7 +147,7 @@ class Method(Protocol):
     """The kinds of weighting that the method takes: "rows" (row weights), "left" (a metric that couples rows), "right"
     (a metric of columns)."""
     produces: ClassVar[Product]
-    """What the method makes."""
+    """The product of the method."""
     prefix_optimal: ClassVar[bool] = False
     """Whether the first r coordinates of a fit of a higher rank are the fit of rank r."""
 

@@ -314,7 +314,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _problem(place: DescribedPlace, n: int) -> str:
-    """What a matrix of ``n`` rows makes impossible in a place; "" where nothing is."""
+    """The reason why a place cannot hold a matrix of ``n`` rows; "" if it can."""
     kernel = place.kernel
     if place.padding_idx is not None and place.padding_idx >= n:
         return f"has padding row {place.padding_idx} of {n}"

@@ -2,8 +2,8 @@
 
 transformers reads and replaces the ``weight`` of an embedding to resize it. In a factored embedding ``weight`` holds
 only coordinates. So ``swap_`` gives the model its own methods. They resize the matrix, every layer that uses it, and
-the bias of the head, or they refuse before anything has changed. What else the model's class resizes (BART has a bias
-on its logits) is left to the class.
+the bias of the head, or they refuse before anything has changed. The model's class resizes its
+other tables itself (BART has a bias on its logits).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an error costs: rho(t) of a distance t, and the weight that makes a weighted square of it.
+"""The loss of an error: rho(t) of a distance t, and the weight that makes a weighted square of it.
 
     minimise  sum_i  w_i rho( dist(a_i, S) )
 
@@ -258,7 +258,7 @@ def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: T
 
 
 def out_of_reach(loss: Truncated) -> KflatsError:
-    """What to say where no row lies within the threshold, so that none has a weight."""
+    """The error if no row lies within the threshold, so that no row has a weight."""
     return KflatsError(
         f"every row is farther than {loss.threshold:.3g} from every flat",
         cause="a truncated loss whose threshold is too small for these rows at this rank",

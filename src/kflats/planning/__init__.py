@@ -1,1 +1,1 @@
-"""Which weight is treated how, in how many bytes: selected, priced, and given its share of one budget."""
+"""Planning: weights are selected, candidates get bytes and errors, and one budget is shared among the weights."""

@@ -1,4 +1,4 @@
-"""What the user's data says: texts to count, batches to measure with, and what was measured, as one value."""
+"""The user's data as one value: texts to count, batches to measure with, and the measured statistics."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def gather(
 
 
 def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]]:
-    """What must be measured of each weight, those left out that need nothing."""
+    """The statistics that each weight needs; weights that need none are left out."""
     return {
         weight.name: recipe.importance.needs
         for weight, recipe in recipes

@@ -1,1 +1,1 @@
-"""What is asked and what is decided, as values: a recipe for one weight, a plan for all, a budget for both."""
+"""Requests and decisions as values: a recipe for one weight, a plan for all weights, a budget for both."""

@@ -167,7 +167,7 @@ def as_cast(weight: Weight, recipe: Recipe) -> Recipe:
 
 @dataclass(frozen=True)
 class _PlanFile:
-    """What a plan file holds beside its format and version."""
+    """The content of a plan file beside its format and version."""
 
     budget: str
     model_bytes: int

@@ -106,7 +106,7 @@ class Recipe:
 
 
 Recipes: TypeAlias = Recipe | Method | Mapping[str, Recipe | Method | None] | None
-"""What is asked of a model: a recipe for each name, pattern or word; or one recipe, for the token embedding. None: the
+"""The recipes of a model: a recipe for each name, pattern or word; or one recipe, for the token embedding. None: the
 default recipe."""
 
 

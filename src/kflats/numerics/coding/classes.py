@@ -44,7 +44,7 @@ def candidate_classes(
     rows: Rows, axes: Tensor, weights: Tensor, norms: Tensor, classes: int, level: float
 ) -> tuple[Tensor, ...]:
     """Ways to part the rows, (n,) int64 labels 0 .. C - 1 each with C <= ``classes``, none empty: one class; as many as
-    pay by weight and norm; many; and many whose rows have moved. Which is best only coding can tell.
+    pay by weight and norm; many; and many whose rows have moved. Only coding shows which one is best.
 
     Args:
         rows: (n, d) in the metric, in which ``axes`` (r, d) are orthonormal.

@@ -165,7 +165,7 @@ def _label_bytes(flats: Tensor) -> int:
 
 
 def _estimate(source: Source, scale: Tensor, step: float) -> Estimate:
-    """What a code at ``step`` takes and leaves, from a sample of rows; ``scale`` (C,): rows that each stands for."""
+    """Bits and error of a code at ``step``, from a sample of rows that each stand for ``scale`` (C,) rows."""
     basis = source.code_axes(step)
     frame = source.frame(basis, step)
     quantizer: Quantizer | None = None

@@ -57,7 +57,7 @@ class Quantizer:
 
 
 class Tally:
-    """What one pass over all rows sees of each cell, (C, r): enough for the next quantizer, without the rows.
+    """Sums of one pass over all rows for each cell, (C, r): enough for the next quantizer, without the rows.
 
     ``knots`` (C, r, 97) how often each magnitude; sums of u^2, |u q|, q^2, |q|, and of |u| where q is not 0; ``most``,
     the largest magnitude; ``rows`` (C,) how many rows.
