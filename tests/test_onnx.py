@@ -52,6 +52,7 @@ def run(path: Path, *given: Tensor) -> Tensor:
     return torch.from_numpy(out)
 
 
+@pytest.mark.slow
 def test_a_folder_with_flats(tiny_folder: Path, tmp_path: Path) -> None:
     small = tmp_path / "small"
     kflats.compress_folder(tiny_folder, small, keep="60%", method=kflats.Flats(k=2), quiet=True)

@@ -191,6 +191,7 @@ def test_checkpoints_hold_no_pickle(data: Path, tiny_tokenizer: Any, tmp_path: P
     assert last_checkpoint(run) is not None
 
 
+@pytest.mark.slow
 def test_a_checkpoint_that_was_cut_off_is_passed_over(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     settings = {"tokenizer": tiny_tokenizer, "task_data": data, "eval_split": None, **FAST}
     whole = small()
@@ -218,6 +219,7 @@ def test_checkpoints_of_another_run_are_not_used(data: Path, tiny_tokenizer: Any
     assert len(list(tmp_path.iterdir())) == 4
 
 
+@pytest.mark.slow
 def test_it_stops_when_nothing_is_gained(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     settings = {"tokenizer": tiny_tokenizer, "task_data": data, "quiet": True, "batch": 16, "folder": tmp_path}
     model = small()
@@ -231,6 +233,7 @@ def test_it_stops_when_nothing_is_gained(data: Path, tiny_tokenizer: Any, tmp_pa
     assert before.keys() == values(model).keys()
 
 
+@pytest.mark.slow
 def test_a_start_that_was_better_is_put_back(data: Path, tiny_tokenizer: Any) -> None:
     model = small()
     recover_(
@@ -256,6 +259,7 @@ def test_a_loss_that_is_nan_is_an_error_and_changes_nothing(data: Path, tiny_tok
     assert all(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_factors_in_16_bits_train_and_return_to_16_bits(data: Path, tiny_tokenizer: Any) -> None:
     model = small()
     for _, layer in factored_layers(model):

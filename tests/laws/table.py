@@ -102,6 +102,15 @@ QUICK_CODED = {
     (SketchedSVD(), Ternary()),
 }
 
+FIRST_CODED = {
+    (SVD(), Transform()),
+    (Flats(k=2), Transform()),
+    (KeepDense(), Integer(bits=4, group=16)),
+    (SVD(), Integer(bits=8)),
+    (SketchedSVD(), Ternary()),
+}
+"""One of each kind, for laws that take seconds a row."""
+
 slow = pytest.mark.slow
 
 
@@ -111,10 +120,10 @@ def each_method(table: dict[str, Any] = METHODS, quick: Collection[str] = QUICK_
     return pytest.mark.parametrize("method", rows)
 
 
-def each_coded() -> pytest.MarkDecorator:
+def each_coded(quick: Collection[tuple[Any, Any]] = QUICK_CODED) -> pytest.MarkDecorator:
     """A law's case for each pair of a method and a codec, with its share of the bytes."""
     rows = [
-        pytest.param(method, codec, share, id=f"{method}-{codec}", marks=() if (method, codec) in QUICK_CODED else slow)
+        pytest.param(method, codec, share, id=f"{method}-{codec}", marks=() if (method, codec) in quick else slow)
         for method, codec, share in CODED
     ]
     return pytest.mark.parametrize(("method", "codec", "share"), rows)

@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from table import crossed, each_coded
+from table import FIRST_CODED, crossed, each_coded
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -88,7 +88,7 @@ def test_a_layer_computes_with_what_was_decoded(method, codec, share) -> None:
         torch.testing.assert_close(model["b"](ids), dense[ids].to(dtype), rtol=1e-2, atol=1e-2)
 
 
-@each_coded()
+@each_coded(FIRST_CODED)
 def test_linear_layers_in_both_orientations(method, codec, share) -> None:
     for rows in ("in_features", "out_features"):
         torch.manual_seed(0)
@@ -332,7 +332,7 @@ def test_matrices_with_next_to_nothing_in_them(method, codec, share, rows) -> No
     assert float((made - rows).norm()) <= lost * float(rows.norm())
 
 
-@each_coded()
+@each_coded(FIRST_CODED)
 def test_small_matrices_are_within_the_budget_or_refused(method, codec, share) -> None:
     """The smallest are too small for a head; of those with a few hundred numbers every recipe holds some."""
     recipe, accepted = Recipe(method, codec=codec), set()
@@ -365,7 +365,7 @@ def test_half_precision_holds_codes_whatever_the_unit_of_the_error(scale) -> Non
         assert half < 1.1 * single + 1e-4
 
 
-@each_coded()
+@each_coded(FIRST_CODED)
 def test_tables_of_small_numbers_lose_no_more_in_half_precision(method, codec, share) -> None:
     """Down to 1e-5, where float16 has next to no digits left; in memory, through layers, and in products."""
     if isinstance(codec, Integer):
@@ -650,6 +650,7 @@ def flat_rows(n: int, d: int, k: int, seed: int = 0) -> Tensor:
     return torch.cat(parts)[torch.randperm(n, generator=gen)]
 
 
+@pytest.mark.slow
 def test_flats_of_their_own_pay_where_rows_lie_near_several() -> None:
     rows = flat_rows(2400, 8, 4)
     one, four, asked = (relative(rows, Recipe(m, codec=Transform()), 0.05) for m in (SVD(), Flats(k=4), Flats(k=None)))

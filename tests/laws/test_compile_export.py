@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from table import crossed
 from torch import Tensor, nn
 
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
@@ -73,8 +74,13 @@ def test_compiled_by_inductor(table):
             torch.testing.assert_close(compiled(ids), net(ids))
 
 
-@pytest.mark.parametrize("rows", ["in_features", "out_features"])
-@pytest.mark.parametrize("name", ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"])
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    crossed(
+        ["in_features", "out_features"],
+        ["low_rank", "interpolative", "interpolative_all", "nested_with_exact", "empty_bands"],
+    ),
+)
 def test_compiled_linear(table, name, rows):
     layer = FactoredLinear(table[name](), matrix_rows=rows)
     inputs = [torch.randn(*shape, layer.in_features, dtype=torch.float64) for shape in ((2, 5), (3, 4))]

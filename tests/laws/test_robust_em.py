@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.metrics import adjusted_rand_score
+from table import crossed
 
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
@@ -86,8 +87,7 @@ def test_the_squares_lie_above_the_loss_and_touch_it(loss, at, to, norm):
     assert float(losses(loss, to, cloud)) >= float(loss.rho(to)) * (1 - 1e-12) - 1e-12
 
 
-@EVERY
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize(("loss", "way"), crossed(LOSSES.values(), WAYS.values()))
 def test_the_objective_ends_at_the_loss_of_what_is_returned(loss, way):
     for weighted in (False, True):
         a, w = table(dtype=torch.float32 if weighted else F64)
