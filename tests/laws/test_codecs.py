@@ -283,6 +283,13 @@ def test_impossible_values_are_refused(make, said) -> None:
         make()
 
 
+def test_the_smallest_values_are_accepted() -> None:
+    rows = matrix(300)
+    for codec in (Integer(bits=4, group=1), Integer(bits=2), Transform(classes=1)):
+        method = SVD() if isinstance(codec, Transform) else KeepDense()
+        assert relative(rows, Recipe(method, codec=codec), 2.0) < 0.5
+
+
 @each_coded()
 def test_a_budget_too_small_is_refused_and_the_model_stays(method, codec, share) -> None:
     model = nn.ModuleDict({"b": nn.Embedding(600, 32)})

@@ -181,3 +181,10 @@ def test_any_cloud_can_be_drawn_from(n, d, size, data):
     cloud = cloud_of(a, w)
     part = draw_sample(cloud, size, generator(), data.draw(st.sampled_from(list(LOSSES.values()))))
     assert part is cloud if n <= size else 0 < float(part.multiplicity.sum()) <= n
+
+
+def test_half_of_each_chance_follows_the_scores_and_half_is_even() -> None:
+    scores = torch.tensor([0.0, 1.0, 3.0, 4.0])
+    torch.testing.assert_close(chances(scores, 2), torch.tensor([0.25, 0.375, 0.625, 0.75]))
+    torch.testing.assert_close(chances(torch.zeros(4), 2), torch.full((4,), 0.5))
+    assert float(chances(torch.tensor([0.0, 0.0, 0.0, 1.0]), 3).max()) == 1.0

@@ -211,9 +211,8 @@ def locked(out: Path) -> Iterator[None]:
     Raises:
         KflatsError: another run holds the lock.
     """
-    out.parent.mkdir(parents=True, exist_ok=True)
     path = beside(out, "lock")
-    lock = FileLock(path, blocking=False)
+    lock = FileLock(path, blocking=False)  # it makes the folders above
     try:
         lock.acquire()
     except Timeout as error:
