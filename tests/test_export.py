@@ -69,6 +69,7 @@ def small(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_folder_loads_without_kflats(small: Path, tiny_folder: Path, tmp_path: Path) -> None:
     made = export_dense(small, tmp_path / "dense")
     assert made.weights == ("embeddings.word_embeddings",)

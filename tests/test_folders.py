@@ -449,6 +449,7 @@ while True:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
+@pytest.mark.slow
 def test_kill_9_while_a_weight_is_written(repository: Path, tmp_path: Path) -> None:
     with process(KEEPS_PUTTING, tmp_path / "small", source=repository / "src") as running:
         time.sleep(0.3)

@@ -99,6 +99,7 @@ def narrow(n: int, d: int) -> CodedMatrix:
     )
 
 
+@pytest.mark.slow
 def test_flats_of_codes_as_table_and_layer(tmp_path: Path) -> None:
     # So large that nothing of it is folded into the file.
     model = nn.Sequential(nn.Embedding(40, 8), nn.Linear(8, 6000), nn.Linear(6000, 8)).eval()
@@ -229,6 +230,7 @@ def test_encoder_decoders_are_exported_as_encoders(tmp_path: Path) -> None:
     assert export_onnx(model, tmp_path / "model.onnx", pooled=True).outputs == ("sentence_embedding",)
 
 
+@pytest.mark.slow
 def test_the_command_pools_as_the_library_judges(tiny_folder: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     goal = tmp_path / "model.onnx"
     done = CliRunner().invoke(app, ["export", str(tiny_folder), "--onnx", "--pooled", "--out", str(goal)])

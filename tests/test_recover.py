@@ -121,6 +121,7 @@ def test_frozen_parameters_stay_frozen(data: Path, tiny_tokenizer: Any) -> None:
     assert not torch.equal(model.classifier.weight, before["classifier.weight"])
 
 
+@pytest.mark.slow
 def test_a_seed_decides_and_the_global_state_is_left_alone(data: Path, tiny_tokenizer: Any) -> None:
     found = []
     for seed, noise in ((0, 1), (0, 2), (1, 1)):
@@ -209,6 +210,7 @@ def test_a_checkpoint_that_was_cut_off_is_passed_over(data: Path, tiny_tokenizer
     assert same(values(model), values(whole))
 
 
+@pytest.mark.slow
 def test_checkpoints_of_another_run_are_not_used(data: Path, tiny_tokenizer: Any, tmp_path: Path) -> None:
     settings = {"tokenizer": tiny_tokenizer, "task_data": data, "eval_split": None, "folder": tmp_path, **FAST}
     recover_(small(), "sst2", **settings)

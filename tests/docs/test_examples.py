@@ -119,9 +119,9 @@ def test_something_is_tested() -> None:
     assert len(lines_of_shell()) >= 6
 
 
-TRAINING = {"distill.py", "fine_tune.py"}
+LONG = {"distill.py", "fine_tune.py", "compress_embeddings.py"}
 EXAMPLES = [
-    pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name in TRAINING))
+    pytest.param(path, id=path.name, marks=[pytest.mark.slow] * (path.name in LONG))
     for path in sorted((ROOT / "examples").glob("*.py"))
 ]
 

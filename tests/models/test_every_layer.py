@@ -51,7 +51,13 @@ IMAGES: dict[str, tuple[Any, str, str]] = {
         "",
     ),
 }
-every_architecture = pytest.mark.parametrize("case", ARCHITECTURES.values(), ids=ARCHITECTURES)
+every_architecture = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (place % 2))
+        for place, (name, case) in enumerate(ARCHITECTURES.items())
+    ],
+)
 
 
 def matrices(model: nn.Module) -> list[Tensor]:
