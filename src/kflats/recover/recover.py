@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from kflats.io import copy_companions, load_model, new_folder, resolve_model, sa
 from kflats.io.atomic import beside
 from kflats.recover.distill import Objective
 from kflats.recover.trainable import only, own_randomness, put_back, unchanged_on_failure
-from kflats.recover.training_data import Schedule, TrainingData, batch_training_data, task_training_data
+from kflats.recover.training_data import Schedule, batch_training_data, task_training_data
 from kflats.tasks.batches import collate, text_features
 from kflats.tasks.task import Task
 
@@ -211,6 +211,13 @@ def recover_(
         )
     device = device_of(model)
     began = time.monotonic()
+    try:
+        from kflats.recover.training import run
+    except ImportError as error:
+        raise KflatsError(
+            f"training needs the package {error.name or 'accelerate'}, which is not installed",
+            hint="pip install 'kflats[tasks]'",
+        ) from error
     with (
         evaluating(model, *([] if teacher is None else [teacher.to(device)])),
         own_randomness(device),
@@ -224,7 +231,8 @@ def recover_(
         settings |= {"temperature": temperature, "labels_weight": labels_weight, "rows": data.digest}
         settings |= {"model": _digest(model), "teacher": None if teacher is None else _digest(teacher)}
         with _checkpoints(folder, settings) as where:
-            history, resumed = _train(model, data, objective, schedule, where, folder is not None, quiet)
+            log, resumed = run(model, data, objective, schedule, where, folder is not None, quiet)
+        history = _epochs(log, data.metric)
         best_epoch, after = kept_epoch(history, before, data.higher_is_better)
         if best_epoch == 0:
             put_back(chosen, start)
@@ -351,24 +359,8 @@ def _digest(model: nn.Module) -> str:
     return sha256(part for item in model.state_dict().items() if isinstance(item[1], Tensor) for part in item)
 
 
-def _train(
-    model: nn.Module,
-    data: TrainingData,
-    objective: Objective,
-    schedule: Schedule,
-    where: Path,
-    resumable: bool,
-    quiet: bool,
-) -> tuple[tuple[Epoch, ...], int]:
-    """Run the Trainer; the epochs of the whole training, and how many of them an earlier run trained."""
-    try:
-        from kflats.recover.training import run
-    except ImportError as error:
-        raise KflatsError(
-            f"training needs the package {error.name or 'accelerate'}, which is not installed",
-            hint="pip install 'kflats[tasks]'",
-        ) from error
-    log, resumed = run(model, data, objective, schedule, where, resumable, quiet)
+def _epochs(log: Sequence[Mapping[str, float]], metric: str) -> tuple[Epoch, ...]:
+    """The epochs of a Trainer's log."""
     losses = {round(e["epoch"]): e["loss"] for e in log if "loss" in e}
-    values = {round(e["epoch"]): e[f"eval_{data.metric}"] for e in log if f"eval_{data.metric}" in e}
-    return tuple(Epoch(i, loss, values.get(i)) for i, loss in sorted(losses.items())), resumed
+    values = {round(e["epoch"]): e[f"eval_{metric}"] for e in log if f"eval_{metric}" in e}
+    return tuple(Epoch(i, loss, values.get(i)) for i, loss in sorted(losses.items()))
