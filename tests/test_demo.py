@@ -59,6 +59,7 @@ def test_the_demo_runs_offline(tmp_path: Path, minilm: Path) -> None:
     assert rounded[0] > 0.99
 
 
+@pytest.mark.slow
 def test_the_model_is_found_without_importing_its_package(minilm: Path) -> None:
     assert packaged_model() == minilm
     program = "import sys; from kflats import demo; demo.packaged_model(); print(demo.PACKAGE in sys.modules)"

@@ -27,6 +27,7 @@ def train(repository: Path) -> Any:
     return module
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_once_and_then_read(train: Any, minilm: Path, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     rows = "".join(f"This is sentence number {i}.\tIt says {i}.\t{i % 2}\n" for i in range(40))

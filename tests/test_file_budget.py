@@ -169,6 +169,7 @@ def test_a_plan_and_its_report_tell_of_one_model(with_dense: Path, tmp_path: Pat
     assert size(made.model_bytes + given) in shown
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monkeypatch) -> None:
     weights = ("encoder.*.attention.*",)
     asked = {"keep": "10%", "method": Recipe(kflats.SVD(), codec=Transform()), "weights": weights, "quiet": True}
@@ -190,6 +191,7 @@ def test_a_run_that_was_interrupted_gives_the_same_file(encoder, tmp_path, monke
     assert a.read_bytes() == b.read_bytes()
 
 
+@pytest.mark.slow
 def test_the_command_line_chooses_for_all_weights(encoder, tmp_path) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(TEXTS), encoding="utf-8")

@@ -213,7 +213,10 @@ with kflats.io.atomic.new_folder(sys.argv[1], force=True) as aside:
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
-@pytest.mark.parametrize("program", [WRITING, REPLACING], ids=["while writing", "while replacing"])
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(WRITING, marks=pytest.mark.slow, id="while writing"), pytest.param(REPLACING, id="while replacing")],
+)
 def test_kill_9(program: str, repository: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     before = old_model(out)

@@ -72,6 +72,7 @@ def test_a_folder_with_flats(tiny_folder: Path, tmp_path: Path) -> None:
     assert 300 * 16 not in initialisers(made.path).values()  # no dense table
 
 
+@pytest.mark.slow
 def test_coded_table_and_layers(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(300, 16), nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 7)).eval()
     table = coded(300, 16)

@@ -59,6 +59,7 @@ def test_a_plan_file_holds_them_and_names_the_one_that_is_missing(toy_recipe, ti
             Plan.load(tmp_path / "plan.json")
 
 
+@pytest.mark.slow
 def test_a_command_line_uses_them_and_what_it_stored_loads_without_them(toys, tiny_folder, tmp_path) -> None:
     out, texts = tmp_path / "small", tmp_path / "texts.txt"
     texts.write_text("word1 word2 word2\n", encoding="utf-8")

@@ -178,6 +178,7 @@ def test_other_streams_are_refused():
             streams.decode(streams.encode(matrix), other.geometry)
 
 
+@pytest.mark.slow
 def test_without_the_library_the_error_says_what_to_install():
     program = """
 import sys

@@ -532,7 +532,7 @@ def small() -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("budget", ["8%", "15%", "30%"])
+@pytest.mark.parametrize("budget", ["8%", *(pytest.param(budget, marks=pytest.mark.slow) for budget in ("15%", "30%"))])
 def test_best_keeps_the_budget_and_its_plan_can_be_kept(budget, tmp_path) -> None:
     model = small()
     made = kflats.plan(model, {"all": Auto()}, keep=budget)
@@ -589,6 +589,7 @@ def test_best_leaves_out_what_half_precision_cannot_hold(largest) -> None:
 
 
 @pytest.mark.parametrize(("n", "method"), [(2400, Flats(k=None)), (2397, SVD())], ids=str)
+@pytest.mark.slow
 def test_best_parts_a_long_table(n, method) -> None:
     rows = flat_rows(n, 8, 3)
     model = nn.Sequential(nn.Embedding.from_pretrained(rows.clone(), freeze=False))
