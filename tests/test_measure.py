@@ -22,8 +22,8 @@ from kflats.calibration.collect import measure
 from kflats.calibration.hooks import frozen
 from kflats.calibration.measurements import Statistics, merge
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
-from kflats.calibration.running import batch_size, take
 from kflats.common.errors import KflatsError
+from kflats.evaluation.running import batch_size, take
 from kflats.importance import InputGram, KroneckerFisher, RowFisher
 from kflats.model.weights import find_weights
 

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 from kflats.calibration.batches import text_batches
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
-from kflats.calibration.running import take
 from kflats.common.errors import KflatsError
+from kflats.evaluation.running import take
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -16,11 +16,11 @@ from kflats.calibration.hooks import ActivationRecorder, frozen
 from kflats.calibration.layouts import ALONE, find_layouts, places
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
-from kflats.calibration.running import batch_size, run, take, to_device
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import size, visible
 from kflats.common.progress import Update, progress_bar
 from kflats.evaluation.encoding import Batch, BatchValue, device_of
+from kflats.evaluation.running import batch_size, run, take, to_device
 from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
 

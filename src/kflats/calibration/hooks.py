@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.calibration.layouts import ALONE, Layout, by_sample, entering, places
-from kflats.calibration.running import batch_size, decoder_positions, is_encoder_decoder
 from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import BatchValue, device_of, evaluating, widened
+from kflats.evaluation.running import batch_size, decoder_positions, is_encoder_decoder
 from kflats.model.weights import Weight, embedding_scale
 from kflats.numerics.statistics import wide
 

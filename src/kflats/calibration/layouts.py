@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kflats.calibration.running import batch_size, take
 from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import Batch, BatchValue
+from kflats.evaluation.running import batch_size, take
 from kflats.model.weights import Weight, submodule
 
 

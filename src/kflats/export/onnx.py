@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.calibration.running import is_encoder_decoder, task_output
 from kflats.common.errors import KflatsError
 from kflats.common.release import needed, version
 from kflats.evaluation.encoding import evaluating, last_hidden_state
+from kflats.evaluation.running import is_encoder_decoder, task_output
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, locked, replaced
 from kflats.io.headers import VERSION_KEY

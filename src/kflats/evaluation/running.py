@@ -1,4 +1,4 @@
-"""Running a model of any kind on one batch of a calibration set, and reading its output."""
+"""Running a model of any kind on one batch, and reading its output."""
 
 from __future__ import annotations
 
