@@ -26,6 +26,7 @@ from kflats.common.errors import KflatsError
 from kflats.evaluation.running import batch_size, take
 from kflats.importance import InputGram, KroneckerFisher, RowFisher
 from kflats.model.weights import find_weights
+from kflats.numerics.statistics import GradientGram, mirror_
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -280,7 +281,7 @@ def captured(model: nn.Module, name: str, batches: Sequence[Mapping[str, Any]]) 
 def test_grams_leave_padding_out() -> None:
     model = bert()
     batches = [words(3, labels="class"), words(2, 9, labels="class")]
-    needs = ALL | {"fisher_gram", "fisher_mean"}
+    needs = ALL | {"fisher_gram"}
     found = measure(model, find_weights(model), batches, needs=needs, quiet=True)
     for name in ("bert.encoder.layer.0.attention.self.query", "bert.encoder.layer.1.output.dense"):
         xs, gs = captured(model, name, batches)
@@ -291,15 +292,67 @@ def test_grams_leave_padding_out() -> None:
         torch.testing.assert_close(one.input_mean, x.mean(0), rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(one.output_gram, sum(g.T @ g for g in gs) / 5, rtol=1e-4, atol=1e-9)
         torch.testing.assert_close(one.input_gram, one.input_gram.T)
-        share = torch.cat(gs).square().sum(1, keepdim=True)
-        share = share / share.sum()
-        torch.testing.assert_close(one.fisher_gram, x.T @ (x * share), rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(one.fisher_mean, (x * share).sum(0), rtol=1e-4, atol=1e-6)
-        whole = sum((x.square().sum(1) * g.square().sum(1)).sum() for x, g in zip(xs, gs, strict=True)) / 5
-        assert float(one.fisher_gram.trace() * one.output_gram.trace()) == pytest.approx(float(whole), rel=1e-4)
+        gradients = [torch.cat([x, torch.ones(len(x), 1)], 1).T @ g for x, g in zip(xs, gs, strict=True)]
+        whole = sum(d @ d.T for d in gradients) / sum(g.square().sum() for g in gs)
+        torch.testing.assert_close(one.fisher_gram, whole, rtol=1e-4, atol=1e-6)
+        # With S it is the whole Fisher information, and its diagonal is that of the rows.
+        torch.testing.assert_close(
+            one.fisher_gram.diagonal()[:-1] * one.output_gram.trace(), one.row_fisher, rtol=1e-4, atol=1e-9
+        )
     table = found.of("bert.embeddings.word_embeddings")
     ids = torch.cat([b["input_ids"][b["attention_mask"] == 1] for b in batches])
     torch.testing.assert_close(table.input_gram * len(ids), torch.bincount(ids, minlength=40).double())
+
+
+@pytest.mark.parametrize(("positions", "n", "d"), [(3, 20, 8), (40, 8, 6), (5, 600, 4)], ids=str)
+def test_gradient_grams_are_those_of_whole_gradients(positions: int, n: int, d: int) -> None:
+    """By positions and by neurons, whichever is cheaper; positions that no loss reads change nothing."""
+    x, g = torch.randn(7, positions, n), torch.randn(7, positions, d)
+    g[:, 1] = 0
+    total = GradientGram(n, torch.device("cpu"))
+    for start in (0, 4):
+        total.add(x[start : start + 4], g[start : start + 4])
+    gram = total.finish()
+    mirror_(gram)
+    gradients = torch.bmm(x.mT, g).double()
+    torch.testing.assert_close(gram, (gradients @ gradients.mT).sum(0), rtol=1e-4, atol=1e-2)
+
+
+class Additive(nn.Module):
+    """A loss that reads the sum of all outputs: errors of all positions add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.summed, self.alternating = nn.Linear(6, 4), nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        signs = (-1.0) ** torch.arange(x.shape[1]).view(-1, 1)
+        return self.summed(x).sum(1) + (self.alternating(x) * signs).sum(1)
+
+
+def test_errors_that_add_up_over_positions_count_more_and_those_that_cancel_less() -> None:
+    torch.manual_seed(0)
+    model = Additive()
+    batch = {"x": 0.1 * torch.randn(50, 12, 6) + 1, "labels": torch.randint(4, (50,))}
+    found = measure(model, find_weights(model), [batch], needs=KroneckerFisher.needs, quiet=True)
+    error = torch.randn(6, 4, dtype=torch.float64)
+    costs = {}
+    for name in ("summed", "alternating"):
+        weighting = KroneckerFisher(centred=False, damping=0.0).weigh(found.of(name))
+        costs[name] = float((error.T @ weighting.left @ error @ weighting.right).trace())
+    assert costs["summed"] > 100 * costs["alternating"]
+
+
+def test_a_bias_that_no_loss_depends_on_is_left_alone() -> None:
+    """A constant added to all keys changes no attention, and the sum of their gradients is rounding."""
+    model, batches = bert(), [words(6, 12, labels="class")]
+    found = measure(model, find_weights(model), batches, needs=KroneckerFisher.needs, quiet=True)
+    for name, one in found.measured.items():
+        if name.endswith("attention.self.key"):
+            weighting, whole = (KroneckerFisher(centred=centred).weigh(one) for centred in (True, False))
+            inputs = one.fisher_gram.diagonal()[:-1].max().sqrt()
+            assert float(weighting.mean.abs().max()) < float(inputs)
+            torch.testing.assert_close(weighting.left, whole.left, rtol=1e-3, atol=1e-5 * float(inputs) ** 2)
 
 
 def test_wide_grams_are_whole() -> None:
@@ -307,7 +360,7 @@ def test_wide_grams_are_whole() -> None:
     model = nn.Sequential(nn.Linear(600, 2))
     x = torch.randn(30, 600)
     batch = {"input": x, "labels": torch.randint(2, (30,))}
-    found = measure(model, find_weights(model), [batch], needs=ALL | {"fisher_gram", "fisher_mean"}, quiet=True).of("0")
+    found = measure(model, find_weights(model), [batch], needs=ALL | {"fisher_gram"}, quiet=True).of("0")
     torch.testing.assert_close(found.input_gram, (x.double().T @ x.double()) / 30, rtol=1e-4, atol=1e-4)
     # Thirty samples in 600 dimensions: what is not shown is damped, not divided by.
     assert torch.linalg.matrix_rank(found.input_gram.float(), rtol=1e-4) == 30
@@ -598,7 +651,7 @@ class Times:
 @pytest.mark.parametrize("factors", [(1e-7, 1e-7), (1.0, 0.0), (1e-3, 1e6)])
 def test_losses_of_any_size_in_float16(factors: tuple[float, float]) -> None:
     """Gradients neither underflow nor overflow, and samples of one batch may differ in size."""
-    needs = ALL | {"fisher_gram", "fisher_mean"}
+    needs = ALL | {"fisher_gram"}
     model, batches = bert(num_labels=3).half(), [words(3, labels="class"), words(2, 5, labels="class")]
     half, exact = (
         measure(one, find_weights(one), batches, needs=needs, objective=Times(*factors), quiet=True)
@@ -685,7 +738,7 @@ class _Counting:
         return self.objective.losses(model, batch, self.first - 1).sum()
 
 
-NEEDS = ALL | {"fisher_gram", "fisher_mean", "counts"}
+NEEDS = ALL | {"fisher_gram", "counts"}
 
 
 def sums_of(model: nn.Module, batches: Any, share: range) -> list[Any]:

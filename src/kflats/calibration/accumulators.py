@@ -16,6 +16,7 @@ from kflats.model.weights import Weight
 from kflats.numerics.statistics import (
     COLUMN,
     ROW,
+    GradientGram,
     Moments,
     Products,
     add_lookup_squares,
@@ -26,7 +27,7 @@ from kflats.numerics.statistics import (
     wide,
 )
 
-GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram", "fisher_mean"})
+GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram"})
 _SQUARES = (ROW, COLUMN)
 _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
@@ -63,16 +64,14 @@ class Accumulator:
         n, d = weight.shape
         self._squares = {key: self._new(*shape_of(key, n, d)) for key in _SQUARES if key in needs}
         grams = bool(needs & {"input_gram", "input_mean"})
-        fisher = bool(needs & {"fisher_gram", "fisher_mean"})
+        fisher = "fisher_gram" in needs
         tied = "head" in roles and bool(needs & {"input_gram", "output_gram"})
         self._reads = self._new(n) if self._lookup else None
         self._inputs = Moments(n, inputs.products, device) if "input_gram" in needs and not self._lookup else None
         self._mean = self._new(n) if grams and self._inputs is None and not self._lookup else None
         self._outputs = Moments(d, None, device) if "output_gram" in needs else None
-        # Shares of positions by their gradients: a product of its own, even where the input is shared.
-        self._fisher = Moments(n, None, device) if fisher and not self._lookup else None
+        self._fisher = GradientGram(n + 1, device) if fisher and not self._lookup else None
         self._fisher_reads = self._new(n) if fisher and self._lookup else None
-        self._fisher_sum = self._new(n) if self._fisher is not None else None
         self._fisher_total = 0.0
         # A tied head: its inputs are (d,), its outputs (n,).
         self._hidden = Moments(d, inputs.products, device) if tied else None
@@ -88,8 +87,8 @@ class Accumulator:
             total += Moments.nbytes(n)
         if "output_gram" in needs:
             total += Moments.nbytes(d)
-        if needs & {"fisher_gram", "fisher_mean"}:
-            total += 8 * n if "embedding" in roles else Moments.nbytes(n)
+        if "fisher_gram" in needs:
+            total += 8 * n if "embedding" in roles else GradientGram.nbytes(n + 1)
         if "head" in roles and needs & {"input_gram", "output_gram"}:
             total += Moments.nbytes(d) + 8 * n
         return total
@@ -136,21 +135,11 @@ class Accumulator:
                 if self._squares:
                     add_squares(self._squares, x, g)
                 if self._fisher is not None:
-                    self._add_shares(self._fisher, x.flatten(0, 1), g.flatten(0, 1))
+                    # The bias is the weight's last row: it reads a constant input.
+                    self._fisher.add(torch.cat([wide(x), x.new_ones(*x.shape[:2], 1)], 2), g)
+                    self._fisher_total += float(wide(g).square().sum(dtype=torch.float64))
             if self._outputs is not None:
                 self._outputs.add(_reached(g.flatten(0, 1)))
-
-    def _add_shares(self, moments: Moments, x: Tensor, g: Tensor) -> None:
-        """Rows x (P, n) scaled by the lengths of their gradients g (P, d)."""
-        size = torch.linalg.vector_norm(wide(g), dim=1)
-        kept = size != 0
-        if not bool(kept.all()):
-            x, size = x[kept], size[kept]
-        x = wide(x)
-        moments.add(x * size.unsqueeze(1))
-        assert self._fisher_sum is not None
-        self._fisher_sum += x.T @ size.square()
-        self._fisher_total += float(size.square().sum(dtype=torch.float64))
 
     def sums(self, samples: int) -> Sums:
         """The sums of the block of ``samples`` samples; the accumulator cannot be used afterwards."""
@@ -158,11 +147,12 @@ class Accumulator:
             "reads": self._reads,
             "mean": self._mean,
             "fisher_reads": self._fisher_reads,
-            "fisher_sum": self._fisher_sum,
             "logits": self._logits,
         }
         tensors = self._squares | {key: value for key, value in vectors.items() if value is not None}
-        moments = {"inputs": self._inputs, "outputs": self._outputs, "fisher": self._fisher, "hidden": self._hidden}
+        if self._fisher is not None:
+            tensors["fisher gram"] = self._fisher.finish()
+        moments = {"inputs": self._inputs, "outputs": self._outputs, "hidden": self._hidden}
         for key, one in moments.items():
             if one is not None:
                 tensors[f"{key} gram"], tensors[f"{key} sum"] = one.finish()
@@ -226,9 +216,9 @@ def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
         means["input_mean"] = tensors["mean"].div_(positions)
     total = float(tensors["fisher_total"]) or 1.0
     if "fisher gram" in tensors:
-        means |= {"fisher_gram": _gram(sums, "fisher", total), "fisher_mean": tensors["fisher_sum"] / total}
+        means["fisher_gram"] = _gram(sums, "fisher", total)
     elif "fisher_reads" in tensors:
-        means |= dict.fromkeys(("fisher_gram", "fisher_mean"), tensors["fisher_reads"] / total)
+        means["fisher_gram"] = tensors["fisher_reads"] / total
     if "outputs gram" in tensors:
         means["output_gram"] = _gram(sums, "outputs", samples)
     if "hidden gram" in tensors:

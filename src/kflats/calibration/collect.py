@@ -44,7 +44,7 @@ def measure(
         column_fisher   the same over rows
         input_gram      mean over positions of x x'; input_mean comes with it
         output_gram     mean over samples of sum_t g_t g_t'             (K-FAC, Martens and Grosse 2015)
-        fisher_gram     as input_gram, each position weighted by ||g_t||^2; fisher_mean comes with it
+        fisher_gram     sum_s D_s D_s' / sum ||g_t||^2, D_s = sum_t x_t g_t': positions add before squaring
         counts          how often a table's rows are read
 
     A sample is one row of a batch: a sequence, an image. Its positions, and all calls of a shared layer or a tied

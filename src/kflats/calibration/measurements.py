@@ -26,11 +26,10 @@ FIELDS: dict[str, str] = {
     "input_gram": "nn",
     "input_mean": "n",
     "output_gram": "dd",
-    "fisher_gram": "nn",
-    "fisher_mean": "n",
+    "fisher_gram": "bb",
 }
-"""The shape of each statistic; an embedding's input and Fisher Grams are diagonals, (n,)."""
-_VERSION = 1
+"""The shape of each statistic, b = n + 1; an embedding's input and Fisher Grams are diagonals, (n,)."""
+_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -209,7 +208,7 @@ def fingerprint(model: nn.Module) -> str:
 
 def shape_of(key: str, rows: int, columns: int) -> tuple[int, ...]:
     """The shape of one measured field for a weight (n, d)."""
-    return tuple({"n": rows, "d": columns}[letter] for letter in FIELDS[key])
+    return tuple({"n": rows, "d": columns, "b": rows + 1}[letter] for letter in FIELDS[key])
 
 
 def _digest(note: str, tensors: Mapping[str, Tensor]) -> str:

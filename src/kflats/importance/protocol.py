@@ -27,9 +27,8 @@ class Measured:
         input_gram: (n, n) mean over positions of x x', x what enters the layer; or (n,), its diagonal, where
             inputs are one-hot (embeddings).
         input_mean: (n,) mean over positions of x.
-        fisher_gram: as input_gram, each position counting by the square of its output's gradient:
-            sum_t ||g_t||^2 x_t x_t' / sum_t ||g_t||^2.
-        fisher_mean: (n,) the mean of x with the same shares.
+        fisher_gram: (n + 1, n + 1) sum_s D_s D_s' / sum ||g_t||^2, D_s = sum_t [x_t; 1] g_t' the gradient of L_s by
+            the weight, and by the bias in its last row; or (n,) sum ||g_t||^2 of each row, where inputs are one-hot.
         output_gram: (d, d) mean over samples of sum_t g_t g_t', g_t the gradient of L_s at position t's output.
         samples, positions: numbers of both.
         columns: d.
@@ -44,7 +43,6 @@ class Measured:
     input_gram: Tensor | None = None
     input_mean: Tensor | None = None
     fisher_gram: Tensor | None = None
-    fisher_mean: Tensor | None = None
     output_gram: Tensor | None = None
     samples: int = 0
     positions: int = 0

@@ -75,13 +75,58 @@ class Moments:
             self._waiting = []
 
 
-def lower_gram(x: Tensor) -> Tensor:
-    """X'X (P, n) -> (n, n), its lower blocks only: half the work; ``mirror_`` completes a sum of them."""
+class GradientGram:
+    """sum_s D_s D_s' (n, n), D_s = X_s' G_s the gradient of sample s by the weight, (n, d): positions add first.
+
+    Its diagonal is the row Fisher information. With K = G_s G_s' it is X_s' K X_s, which is cheaper while positions are
+    fewer than neurons; these rows wait until there are enough for a good product.
+    """
+
+    def __init__(self, n: int, device: torch.device) -> None:
+        self._gram = torch.zeros(n, n, dtype=torch.float64, device=device)
+        self._waiting: list[tuple[Tensor, Tensor]] = []
+        self._limit = min(_ROWS, n)
+
+    @staticmethod
+    def nbytes(n: int) -> int:
+        """At most: the sum and the rows that wait."""
+        return 8 * n * n + 8 * n * min(_ROWS, n)
+
+    def add(self, x: Tensor, g: Tensor) -> None:
+        """A batch: x (B, T, n) what enters, g (B, T, d) the gradient of each sample's loss by its outputs."""
+        reached = torch.linalg.vector_norm(wide(g), dim=(0, 2)) != 0  # a loss may read one position
+        x, g = _together(wide(x[:, reached]), wide(g[:, reached]))
+        positions, n, d = x.shape[1], x.shape[2], g.shape[2]
+        if positions * (positions * (n + d) + n * n) < (positions + n) * n * d:
+            self._waiting.append((x.flatten(0, 1), torch.bmm(torch.bmm(g, g.mT), x).flatten(0, 1)))
+        else:
+            rows = torch.bmm(g.mT, x).flatten(0, 1)
+            self._waiting.append((rows, rows))
+        if sum(len(rows) for rows, _ in self._waiting) >= self._limit:
+            self._flush()
+
+    def finish(self) -> Tensor:
+        """The sum, float64; its lower blocks only, which ``mirror_`` completes."""
+        self._flush()
+        return self._gram
+
+    def _flush(self) -> None:
+        if self._waiting:
+            rows, others = map(torch.cat, zip(*self._waiting, strict=True))
+            self._gram += lower_gram(rows, others)
+            self._waiting = []
+
+
+def lower_gram(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """X'Y (P, n) -> (n, n), its lower blocks only: half the work; ``mirror_`` completes a sum of them. Default: Y = X.
+
+    X'Y must be symmetric.
+    """
     n = x.shape[1]
     lower = x.new_zeros(n, n)
     for start in range(0, n, _BLOCK):
         end = min(start + _BLOCK, n)
-        lower[start:, start:end] = x[:, start:].T @ x[:, start:end]
+        lower[start:, start:end] = x[:, start:].T @ (x if y is None else y)[:, start:end]
     return lower
 
 
