@@ -32,7 +32,7 @@ from kflats.evaluation.comparing import Fidelity, load_tokenizer
 from kflats.io import load_model
 from kflats.model.weights import dense_weight, find_weight
 from kflats.planning.calibration_data import gather
-from kflats.trim.trimming import trim
+from kflats.trimming.trimming import trim
 
 CLAIMS = ((0.70, 0.94, 0.5), (1.20, 0.98, 0.2), (2.0, 0.995, None))
 """Bits, least mean cosine, points of Spearman that may be lost."""

@@ -121,7 +121,7 @@ def test_a_path_that_cannot_be_used_is_named(tiny: Path, tmp_path: Path, monkeyp
     def full(path: object) -> None:
         raise OSError(28, "No space left on device", "/some/file[bold]")
 
-    monkeypatch.setattr(commands, "resolve_model", full)
+    monkeypatch.setattr(commands, "local_model", full)
     said = refused("inspect", tiny)
     assert "/some/file[bold] cannot be used. Likely cause: no space left on device. Try: another path" in said
 
@@ -130,7 +130,7 @@ def test_a_defect_keeps_its_traceback(tiny: Path, monkeypatch: pytest.MonkeyPatc
     def broken(path: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(commands, "resolve_model", broken)
+    monkeypatch.setattr(commands, "local_model", broken)
     with pytest.raises(RuntimeError, match="a defect"):
         run("inspect", tiny)
 
@@ -140,8 +140,7 @@ def test_interrupted(command: str, note: bool, tiny: Path, tmp_path: Path, monke
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(commands, "resolve_model", interrupt)
-    monkeypatch.setattr(commands, "compress_folder", interrupt)
+    monkeypatch.setattr(commands, "local_model", interrupt)
     extra = ("--keep", "60%", "--out", tmp_path / "out") if command == "compress" else ()
     result = run(command, tiny, *extra)
     assert result.exit_code == 130
@@ -283,7 +282,7 @@ def test_rows_that_are_no_tokens_count_alike_by_default(tiny: Path, tmp_path: Pa
 
 def test_one_command_makes_every_linear_layer_smaller(tiny: Path, texts: Path, tmp_path: Path) -> None:
     out, kept = tmp_path / "small", tmp_path / "statistics.safetensors"
-    arguments = ("--weights", "linear", "--importance", "kronecker", "--calibration", texts, "--keep", "60%")
+    arguments = ("--weights", "linear", "--keep", "60%", "--texts", texts)
     done = run("compress", tiny, *arguments, "--statistics", kept, "--out", out)
     assert done.exit_code == 0, done.output
     report = Report.load(out)
@@ -294,7 +293,7 @@ def test_one_command_makes_every_linear_layer_smaller(tiny: Path, texts: Path, t
     assert "pooler.dense: dense: the calibration data does not reach it" in done.stdout
     assert run("compare", tiny, out, "--texts", texts).exit_code == 0
     # The same from what was measured; a plan says each decision.
-    again = run("plan", tiny, *arguments[:4], *arguments[6:], "--statistics", kept, "--out", tmp_path / "plan.json")
+    again = run("plan", tiny, *arguments[:4], "--statistics", kept, "--out", tmp_path / "plan.json")
     assert again.exit_code == 0, again.output
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.allocation == "loss"
@@ -328,11 +327,10 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
     planned = run("plan", tmp_path / "model", *given, "--quiet", "--out", tmp_path / "plan.json")
     assert planned.exit_code == 0, planned.output
     assert Plan.load(tmp_path / "plan.json").allocation == "loss"
-    both = ("--calibration", tmp_path / "sst2" / "train.tsv", "--out", tmp_path / "no")
-    assert "cannot be used together" in refused("compress", tmp_path / "model", *given, *both)
-    assert "'--samples'" in refused("compress", tiny, "--keep", "9%", "--samples", 0, *both[2:])
+    out = ("--out", tmp_path / "no")
+    assert "'--samples'" in refused("compress", tiny, "--keep", "9%", "--samples", 0, *out)
     assert "--task-data cannot be used without --task" in refused(
-        "compress", tiny, "--keep", "9%", "--task-data", tmp_path, *both[2:]
+        "compress", tiny, "--keep", "9%", "--task-data", tmp_path, *out
     )
 
 
@@ -348,7 +346,7 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
         (("--keep", "60%", "--method", "svd", "--flats", "3"), "--flats cannot be used with --method svd"),
         (("--keep", "60%", "--importance", "counts"), "needs texts to count"),
         (("--keep", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
-        (("--plan", "none.json"), "cannot be read"),
+        (("--plan", "none.json"), "does not exist"),
         (("--keep", "60%", "--importance", "kronecker"), "needs calibration data"),
         (("--keep", "60%", "--weights", "conv"), "no weights of the kind 'conv'"),
         (("--keep", "60%", "--weights", "encoder.layer.9.*"), "no weight of the model matches"),
@@ -399,7 +397,7 @@ def test_options_of_methods_whose_error_is_no_square() -> None:
         Flats(error=Power(1.0)), RowFisher()
     )
     for asked, message in (
-        (RecipeOptions(p=1.0), "--p cannot be used with --method flats, the default.*--method robust-svd"),
+        (RecipeOptions(p=1.0), "--p cannot be used with the default method.*--method robust-svd"),
         (RecipeOptions("svd", p=1.0), "--p cannot be used with --method svd.*robust-svd, entrywise"),
         (RecipeOptions("entrywise", form="factors"), "--form cannot be used with --method entrywise"),
         (RecipeOptions("robust-svd", error="power 1"), "--error cannot be used.*flats, messi, subspace"),
@@ -458,6 +456,9 @@ def test_what_is_measured_goes_with_svd() -> None:
         Flats(), InputGram(), matrix_rows="out_features"
     )
     assert recipe_of(RecipeOptions(importance="two-sided"), counted=True) == Recipe(SVD(), TwoSided())
+    assert recipe_of(RecipeOptions("svd"), counted=True, tokens=False) == Recipe(SVD(), KroneckerFisher())
+    assert recipe_of(RecipeOptions("messi"), counted=True, tokens=False) == Recipe(MESSI(), RowFisher())
+    assert recipe_of(RecipeOptions("svd"), counted=True) == Recipe(SVD(), TokenCounts())
     for asked, message in ((RecipeOptions("flats", form="factors"), "--form cannot be used.*svd"),):
         with pytest.raises(KflatsError, match=message):
             recipe_of(asked, counted=False)

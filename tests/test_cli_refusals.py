@@ -48,7 +48,7 @@ def refused(desk: Path, *arguments: str) -> str:
 
 COMPRESS = ("compress", "model", "--keep", "50%")
 PLAN = ("plan", "model", "--keep", "50%")
-MEASURED = (*PLAN, "--method", "svd", "--calibration", "texts.txt", "--out", "plan.json", "--statistics")
+MEASURED = (*PLAN, "--method", "svd", "--texts", "texts.txt", "--out", "plan.json", "--statistics")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("report",),
     ("tasks",),
     ("planning",),
-    ("trim",),
+    ("trimming",),
     ("export",),
     ("recover",),
     ("compress",),

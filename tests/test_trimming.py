@@ -20,7 +20,7 @@ from kflats.evaluation.comparing import load_tokenizer
 from kflats.io import load_model
 from kflats.report.html import render
 from kflats.report.report import Report
-from kflats.trim.trimming import TRIM_FILE, trim, trim_folder
+from kflats.trimming.trimming import TRIM_FILE, trim, trim_folder
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 tokenizers = pytest.importorskip("tokenizers")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kflats.common.errors import KflatsError
-from kflats.trim.vocabulary import choose, mentioned, read, reduced
+from kflats.trimming.vocabulary import choose, mentioned, read, reduced
 
 tokenizers = pytest.importorskip("tokenizers")
 models, trainers, splits = tokenizers.models, tokenizers.trainers, tokenizers.pre_tokenizers

@@ -240,7 +240,7 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
         raise KflatsError(
             f"calibration batches must be a list of dicts, not one {type(batches).__name__}",
             hint="[batch]",
-            command="--calibration FILE with one text a line",
+            command="--texts FILE with one text a line",
         )
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     kept = []
@@ -249,7 +249,7 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
             raise KflatsError(
                 f"a calibration batch must be a dict of tensors, not {type(batch).__name__}",
                 hint="text_batches(texts, tokenizer), or dicts as for model(**batch)",
-                command="--calibration FILE with one text a line",
+                command="--texts FILE with one text a line",
             )
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(ids) != len(mask):

@@ -110,7 +110,7 @@ class TaskLoss:
             f"{type(model).__name__}'s own loss, {float(own):.6g}, is none of: {', '.join(kinds)}",
             cause="a loss with weights, smoothing, or of another form",
             hint="TaskLoss(kind=...), or an object of your own with losses(model, batch, first) -> (B,)",
-            command="texts in place of labelled examples: --calibration FILE",
+            command="texts in place of labelled examples: --texts FILE",
         )
 
 
@@ -201,7 +201,7 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
             raise KflatsError(
                 f"{asked!r} is no objective",
                 hint="TaskLoss(), SampledLabels(), Projections(), or an object with losses(model, batch, first)",
-                command="--task NAME or --calibration FILE",
+                command="--task NAME or --texts FILE",
             )
         return asked
     missing = [i for i, batch in enumerate(batches) if "labels" not in batch]
@@ -219,7 +219,7 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
             f"the calibration batches have {other!r}, and no 'labels'",
             cause="another name for the labels",
             hint='batch["labels"], or objective=Projections(), which needs none',
-            command="--task NAME, or texts alone: --calibration FILE",
+            command="--task NAME, or texts alone: --texts FILE",
         )
     return Projections()
 
@@ -334,7 +334,7 @@ def _labels_of(batch: Batch) -> Tensor:
             else f"labels are a {type(labels).__name__}, not a tensor",
             cause="texts alone, or another name for them" if labels is None else "batches that were not collated",
             hint='batch["labels"] as a tensor; or Projections() or SampledLabels(), which need none',
-            command="--task NAME, or texts alone: --calibration FILE",
+            command="--task NAME, or texts alone: --texts FILE",
         )
     if labels.ndim == 0 or len(labels) != batch_size(batch):
         raise KflatsError(
@@ -351,7 +351,7 @@ def _logits_of(logits: Tensor | None, model: nn.Module) -> Tensor:
             f"{type(model).__name__} gives no logits",
             cause="a base model without a task head, or a head of another form (question answering)",
             hint="Projections(), which needs no head",
-            command="texts alone: --calibration FILE",
+            command="texts alone: --texts FILE",
         )
     if logits.ndim not in (2, 3):
         raise KflatsError(
@@ -369,7 +369,7 @@ def _check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool =
         f"labels of shape {tuple(labels.shape)}, {str(labels.dtype).removeprefix('torch.')}, do not fit {head}",
         cause="the data of one task and the head of another",
         hint="the model that was fine-tuned for this task, or Projections(), which needs no labels",
-        command="a model that was fine-tuned for this task, or texts alone: --calibration FILE",
+        command="a model that was fine-tuned for this task, or texts alone: --texts FILE",
     )
     per_sample, several = labels.shape[1:].numel(), kind in ("regression", "multi-label")
     fits = per_sample == (classes if several else logits.shape[1:-1].numel())

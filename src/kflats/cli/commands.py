@@ -1,4 +1,7 @@
-"""The commands: each parses, calls one function, and prints."""
+"""The commands: each parses, calls one function, and prints.
+
+What a command calls is imported after its arguments are checked: the import of torch takes seconds.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ from kflats.cli.options import (
     RecipeOptions,
     TaskData,
     TrainingOptions,
+    check_recipe,
     given_options,
     recipe_of,
     texts_of,
@@ -28,22 +32,9 @@ from kflats.cli.options import (
 )
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
-from kflats.compress.pipeline import compress_folder, plan_folder
-from kflats.demo import demo as run_demo
-from kflats.evaluation.comparing import compare as compare_folders
-from kflats.evaluation.comparing import weight_file_bytes
-from kflats.export.dense import export_dense
-from kflats.export.onnx import export_onnx
-from kflats.io import load_model, resolve_model
-from kflats.io.atomic import check_file
-from kflats.model.weights import factored_layers, find_weights
-from kflats.recipe.plan import Plan
-from kflats.recover.recover import recover_folder
-from kflats.report.html import render
-from kflats.report.model_card import note_fidelity
-from kflats.report.report import Report
-from kflats.tasks.scoring import evaluate_folder
-from kflats.trim.trimming import trim_folder
+from kflats.io.atomic import check_file, check_folder
+from kflats.io.sources import local_model
+from kflats.tasks.task import find_task
 
 _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
 Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed model: a folder or a hub name.")]
@@ -51,6 +42,12 @@ Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed m
 
 def inspect(model: Model) -> None:
     """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
+    local_model(model)
+    from kflats.evaluation.comparing import weight_file_bytes
+    from kflats.io.folders import load_model
+    from kflats.io.sources import resolve_model
+    from kflats.model.weights import factored_layers, find_weights
+
     quiet_transformers()
     folder = resolve_model(model)
     loaded = load_model(folder)
@@ -99,11 +96,16 @@ def plan(
     quiet: Quiet = False,
 ) -> None:
     """Decide the method and the bytes of each weight, and write them as JSON to review, edit and run later."""
-    check_file(out, force, Plan.is_saved_in)
-    request = _request(budget, recipe, data.read())
+    check_file(out, force, _is_plan)
+    budget.check()
+    check_recipe(recipe, counted=data.texts is not None)
+    local_model(model)
+    read = data.read()
+    from kflats.compress.pipeline import plan_folder
+
     quiet_transformers()
-    decided = plan_folder(model, quiet=quiet, **request)
-    check_file(out, force, Plan.is_saved_in)
+    decided = plan_folder(model, quiet=quiet, **read, **_chosen(budget, recipe, data))
+    check_file(out, force, _is_plan)
     decided.save(out)
     if not quiet:
         typer.echo(f"{decided}\n\nplan: {out}")
@@ -117,7 +119,10 @@ def compress(
     recipe: RecipeOptions,
     data: DataOptions,
     plan: Annotated[
-        Path | None, typer.Option("--plan", metavar="plan.json", help="Carry out this plan of kflats plan.")
+        Path | None,
+        typer.Option(
+            "--plan", metavar="plan.json", exists=True, dir_okay=False, help="Carry out this plan of kflats plan."
+        ),
     ] = None,
     trim: Annotated[
         int | None,
@@ -128,30 +133,42 @@ def compress(
     quiet: Quiet = False,
 ) -> None:
     """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
-    request = data.read()
     if plan is None:
-        request = _request(budget, recipe, request)
+        budget.check()
+        check_recipe(recipe, counted=data.texts is not None)
+    elif extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
+        raise KflatsError(
+            f"--plan cannot be used with {', '.join(extra)}",
+            cause="the plan decides it already",
+            hint="leave the option out, or make another plan: kflats plan",
+        )
+    _check_places(out, force, model)
+    read = data.read()
+    from kflats.compress.pipeline import compress_folder
+    from kflats.recipe.plan import Plan
+
+    if plan is None:
+        read |= _chosen(budget, recipe, data)
     else:
-        if extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
-            raise KflatsError(
-                f"--plan cannot be used with {', '.join(extra)}",
-                cause="the plan decides it already",
-                hint="leave the option out, or make another plan: kflats plan",
-            )
-        request |= {"plan": Plan.load(plan), "keep": budget.keep, "size": budget.size}
+        read |= {"plan": Plan.load(plan), "keep": budget.keep, "size": budget.size}
     quiet_transformers()
-    report = compress_folder(model, out, trim=trim, seed=seed, force=force, quiet=quiet, **request)
+    report = compress_folder(model, out, trim=trim, seed=seed, force=force, quiet=quiet, **read)
     if not quiet:
         typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
 
 
-def _request(budget: BudgetOptions, recipe: RecipeOptions, data: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``compress_folder`` and ``plan_folder``."""
-    measured = data["calibration"] is not None or data["statistics"] is not None
-    whole_file = budget.size is not None and budget.keep is None
-    method = recipe_of(recipe, counted=data["texts"] is not None, measured=measured, whole_file=whole_file)
-    chosen = {"method": method, "weights": budget.names(method), "allocation": budget.allocation or "auto"}
-    return data | chosen | {"keep": budget.keep, "size": budget.size}
+def _chosen(budget: BudgetOptions, recipe: RecipeOptions, data: DataOptions) -> dict[str, Any]:
+    """The recipe, the weights and the budget, as arguments of ``compress_folder`` and ``plan_folder``."""
+    method = recipe_of(
+        recipe,
+        counted=data.texts is not None,
+        measured=data.task is not None or data.statistics is not None,
+        tokens=budget.tokens,
+        whole_file=budget.size is not None,
+    )
+    names = budget.names(chosen=recipe == RecipeOptions() or recipe.is_auto)
+    chosen = {"method": method, "weights": names, "allocation": budget.allocation or "auto"}
+    return chosen | {"keep": budget.keep, "size": budget.size}
 
 
 def trim(
@@ -170,7 +187,10 @@ def trim(
     quiet: Quiet = False,
 ) -> None:
     """Keep the N commonest tokens of a vocabulary, in the model and its tokenizer; removed words become pieces."""
+    _check_places(out, force, model)
     counted, evaluated = texts_of(texts), texts_of(eval_texts)
+    from kflats.trimming.trimming import trim_folder
+
     quiet_transformers()
     report = trim_folder(model, out, keep=keep, texts=counted, eval_texts=evaluated, force=force)
     if not quiet:
@@ -194,10 +214,15 @@ def compare(
     data = texts_of(texts)
     if not compressed.is_dir():
         raise KflatsError(f"there is no folder {compressed}", hint="a folder that kflats compress wrote")
+    local_model(original)
+    from kflats.evaluation.comparing import compare as compare_folders
+
     quiet_transformers()
     comparison = compare_folders(original, compressed, data)
     typer.echo(str(comparison))
     if card:
+        from kflats.report.model_card import note_fidelity
+
         typer.echo(f"\ncard: {note_fidelity(compressed, comparison)}")
 
 
@@ -206,6 +231,9 @@ def report(
     out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Default: DIR/report.")] = None,
 ) -> None:
     """Draw the report of a compression: one HTML file that needs no other file, and its pictures as PNG."""
+    from kflats.report.html import render
+    from kflats.report.report import Report
+
     loaded = Report.load(folder)
     page = render(loaded, out or (folder if folder.is_dir() else folder.parent) / "report")
     typer.echo(str(page))
@@ -223,6 +251,12 @@ def evaluate(
     split: Annotated[str, typer.Option("--split", help="The split: a file's name without .tsv.gz.")] = "dev",
 ) -> None:
     """Score a model on a task, with its size, memory, latency and operations; beside the original's if it is given."""
+    find_task(task)
+    for name in (model, original):
+        if name is not None:
+            local_model(name)
+    from kflats.tasks.scoring import evaluate_folder
+
     quiet_transformers()
     scores = evaluate_folder(model, task, original=original, task_data=task_data, split=split, **asdict(examples))
     typer.echo(str(scores))
@@ -262,10 +296,13 @@ def recover(
         del chosen["limit"]
     else:
         chosen |= {"task_data": task_data, "split": split, "eval_split": eval_split}
+        find_task(task)
+    _check_places(out, force, model, *([] if teacher is None else [teacher]))
+    learnt = texts_of(texts)
+    from kflats.recover.recover import recover_folder
+
     quiet_transformers()
-    recovery = recover_folder(
-        model, out, task, texts=texts_of(texts), teacher=teacher, force=force, quiet=quiet, **chosen
-    )
+    recovery = recover_folder(model, out, task, texts=learnt, teacher=teacher, force=force, quiet=quiet, **chosen)
     if not quiet:
         typer.echo(f"{recovery}\n\nmodel: {out}")
 
@@ -299,12 +336,19 @@ def export(
         raise KflatsError("--pooled is not supported with --dense", hint="--onnx, or leave --pooled out")
     if drop_biases and onnx:
         raise KflatsError("--drop-biases is not supported with --onnx", hint="--dense, or leave --drop-biases out")
-    quiet_transformers()
-    written = (
-        export_dense(model, out, drop_biases=drop_biases, force=force)
-        if dense
-        else export_onnx(model, out, pooled=pooled, force=force)
-    )
+    written: object
+    if dense:
+        _check_places(out, force, model)
+        from kflats.export.dense import export_dense
+
+        quiet_transformers()
+        written = export_dense(model, out, drop_biases=drop_biases, force=force)
+    else:
+        local_model(model)
+        from kflats.export.onnx import export_onnx
+
+        quiet_transformers()
+        written = export_onnx(model, out, pooled=pooled, force=force)
     if not quiet:
         typer.echo(str(written))
 
@@ -315,8 +359,22 @@ def demo(
     force: Force = False,
 ) -> None:
     """Compress the small real model of the extra 'demo', compare it, and draw the report. Needs no network."""
+    check_folder(out, force)
+    from kflats.demo import demo as run_demo
+
     quiet_transformers()
     run_demo(out, force=force, quiet=quiet, show=typer.echo)
+
+
+def _check_places(out: Path, force: bool, *models: str) -> None:
+    """Refuse, before anything is loaded, folders without a model, and a new folder that cannot be written."""
+    check_folder(out, force, [folder for model in models if (folder := local_model(model)) is not None])
+
+
+def _is_plan(path: Path) -> bool:
+    from kflats.recipe.plan import Plan
+
+    return Plan.is_saved_in(path)
 
 
 def quiet_transformers() -> None:

@@ -1,4 +1,7 @@
-"""The options of the commands: fields of dataclasses, and the budget, recipe and data that they stand for."""
+"""The options of the commands: fields of dataclasses, and the budget, recipe and data that they stand for.
+
+Values are checked without torch, whose import takes seconds; what needs it is imported where it is made.
+"""
 
 from __future__ import annotations
 
@@ -7,26 +10,24 @@ import inspect
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
-from torch import nn
 
-from kflats import importance as importances
-from kflats import methods
-from kflats.calibration.measurements import Statistics
-from kflats.codecs import Codec, Float
-from kflats.codecs import from_name as codec_of
+from kflats.cli import names
 from kflats.common.errors import KflatsError
-from kflats.common.texts import read_texts
-from kflats.importance import Importance
+from kflats.common.texts import SAMPLES, read_texts
 from kflats.io.atomic import check_file
-from kflats.methods import Auto, KeepDense, Method
-from kflats.numerics.loss import from_name as loss_of
-from kflats.planning.calibration_data import SAMPLES
-from kflats.planning.strategies import Allocation
-from kflats.recipe.recipe import Recipe, as_recipe
-from kflats.tasks.batches import task_batches
+from kflats.recipe.budget import Allocation, one_budget
+from kflats.tasks.task import find_task
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from kflats.codecs import Codec
+    from kflats.importance import Importance
+    from kflats.methods import Auto, Method
+    from kflats.recipe.recipe import Recipe
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder, or a hub name (owner/model).")]
 Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
@@ -104,10 +105,18 @@ class BudgetOptions:
         ),
     ] = None
 
-    def names(self, recipe: Recipe | Method | None) -> tuple[str, ...]:
-        """The names of the weights; of all weights if the size of the files is given and methods are chosen."""
-        every = self.size is not None and recipe is not None and as_recipe(recipe).chooses
-        return tuple(self.weights or (("all",) if every else ()))
+    def names(self, chosen: bool) -> tuple[str, ...]:
+        """The names of the weights; of all weights if the size of the files is given and methods are ``chosen``."""
+        return tuple(self.weights or (("all",) if self.size is not None and chosen else ()))
+
+    @property
+    def tokens(self) -> bool:
+        """Whether the names mean embeddings."""
+        return all("embed" in name for name in self.weights or ())
+
+    def check(self) -> None:
+        """Refuse options that are no budget."""
+        one_budget(self.keep, self.size)
 
 
 @dataclass(frozen=True)
@@ -129,7 +138,8 @@ class RecipeOptions:
         str | None,
         typer.Option(
             help="Which errors count most. For tokens: counts (with --texts), zipf, token-fisher. For any weight: "
-            "uniform; with --calibration or --task: kronecker, two-sided, row-fisher (FWSVD), input-gram."
+            "uniform; with --texts or --task: kronecker, two-sided, row-fisher (FWSVD), input-gram. Default with "
+            "--texts: counts for embeddings, kronecker for other weights."
         ),
     ] = None
     power: Annotated[
@@ -166,9 +176,10 @@ class RecipeOptions:
         ),
     ] = None
 
-
-_OF_METHOD = {"flats": "k", "form": "form", "p": "p", "error": "error"}
-"""Options of the method, and the names of its fields."""
+    @property
+    def is_auto(self) -> bool:
+        """Whether methods are chosen by the budget."""
+        return (self.method or "").strip().lower() == "auto"
 
 
 @dataclass(frozen=True)
@@ -176,17 +187,17 @@ class DataOptions:
     """The options that name data; None: not given."""
 
     texts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Texts whose tokens are counted: UTF-8, one sentence a line.")
-    ] = None
-    calibration: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Texts to run the model on for measurements: UTF-8, one sentence a line."),
+        typer.Option(
+            metavar="FILE",
+            help="Texts to count tokens in and to measure with by running the model: UTF-8, one sentence a line.",
+        ),
     ] = None
     task: Annotated[
         str | None,
         typer.Option(
-            help="Measure with this task's training examples and its own loss, in place of --calibration: cola, sst2, "
-            "mrpc, stsb, ..."
+            help="Measure with this task's training examples and its own loss, in place of --texts: cola, sst2, mrpc, "
+            "stsb, ..."
         ),
     ] = None
     task_data: Annotated[
@@ -205,34 +216,36 @@ class DataOptions:
         """The data in the files that the options name, as arguments of ``compress_folder``.
 
         Raises:
-            KflatsError: a file that cannot be read, or statistics that cannot be written; both --task and
-                --calibration; --task-data without --task.
+            KflatsError: a file that cannot be read, or statistics that cannot be written; an unknown task, or
+                --task-data without --task.
         """
         samples = SAMPLES if self.samples is None else self.samples
         if self.task_data is not None and self.task is None:
             raise KflatsError(
                 "--task-data cannot be used without --task",
                 cause="the folder does not say which task its files are of",
-                hint="--task NAME, or --calibration FILE",
+                hint="--task NAME, or --texts FILE",
             )
-        if self.task is not None and self.calibration is not None:
-            raise KflatsError(
-                "--task and --calibration cannot be used together",
-                cause="a compression measures either labelled examples or texts",
-                hint="leave one of them out",
-            )
+        task = None if self.task is None else find_task(self.task)
         known = self.statistics is not None and self.statistics.exists()
         if self.statistics is not None and not known:
             check_file(self.statistics)  # the measurements are written there at the end
+        texts = texts_of(self.texts)
+        statistics = None
+        if known and self.statistics is not None:
+            from kflats.calibration.measurements import Statistics
+
+            statistics = Statistics.load(self.statistics)
 
         def examples(model: nn.Module, tokenizer: Any) -> Any:
-            task = self.task or ""
-            return task_batches(task, tokenizer, limit=samples, task_data=self.task_data, model=model)
+            from kflats.tasks.batches import task_batches
+
+            return task_batches(task or "", tokenizer, limit=samples, task_data=self.task_data, model=model)
 
         return {
-            "texts": texts_of(self.texts),
-            "calibration": texts_of(self.calibration) if self.task is None else examples,
-            "statistics": Statistics.load(self.statistics) if known and self.statistics is not None else None,
+            "texts": texts,
+            "calibration": None if task is None else examples,
+            "statistics": statistics,
             "keep_statistics": None if known else self.statistics,
             "samples": samples,
         }
@@ -269,25 +282,14 @@ class TrainingOptions:
     ] = 0.5
 
 
-def recipe_of(
-    options: RecipeOptions, *, counted: bool, measured: bool = False, whole_file: bool = False
-) -> Recipe | Auto | None:
-    """The recipe of the options; None if no option is given.
-
-    The default importance: counts for texts; without texts a Zipf prior for flats, and uniform for the other methods,
-    as they were published. With measurements the default is SVD.
+def check_recipe(options: RecipeOptions, *, counted: bool) -> None:
+    """Refuse names that nothing has, and options that exclude each other.
 
     Args:
-        options: of the recipe.
-        counted: whether there are texts to count. measured: whether there is data to measure with.
-        whole_file: whether the budget bounds all weight files; then the default is ``Auto()``.
-
-    Raises:
-        KflatsError: options that exclude each other.
+        options: of the recipe. counted: whether there are texts.
     """
-    if options == RecipeOptions():
-        return Auto() if whole_file else None
-    if (options.method or "").strip().lower() == "auto":
+    method = (options.method or "").strip().lower()
+    if options.is_auto:
         others = given_options(replace(options, method=None, importance=None))
         if options.importance not in (None, "uniform"):
             others.append(f"--importance {options.importance}")
@@ -297,40 +299,84 @@ def recipe_of(
                 cause="each weight has the method, the codec and the importance that its data allows",
                 hint="leave the option out, or --importance uniform",
             )
+    if options.codec is not None:
+        names.check_codec(options.codec)
+    if options.importance is not None and names.known("importance", names.IMPORTANCES, options.importance):
+        importance = options.importance.strip().lower()
+        if counted and importance in names.NO_DATA:
+            raise KflatsError(
+                f"--texts cannot be used with --importance {importance}",
+                cause="this importance counts no texts",
+                hint="leave --texts out, or --importance counts",
+            )
+        if options.power is not None and importance not in names.TAKE_POWER:
+            raise KflatsError(
+                f"--power cannot be used with --importance {importance}",
+                cause="it has no power",
+                hint=f"one of {', '.join(names.TAKE_POWER)}, or leave --power out",
+            )
+    if options.error is not None:
+        names.check_loss(options.error)
+    if options.method is None or names.known("method", names.METHODS, method):
+        usual = "svd" if options.flats is None and options.error is None else "flats"
+        for option, able in names.TAKE.items():
+            if getattr(options, option) is not None and (method or usual) not in able:
+                raise KflatsError(
+                    f"--{option} cannot be used with " + (f"--method {method}" if method else "the default method"),
+                    cause=f"it is an option of {', '.join(able)}",
+                    hint=f"--method {able[0]}, or leave --{option} out",
+                )
+
+
+def recipe_of(
+    options: RecipeOptions, *, counted: bool, measured: bool = False, tokens: bool = True, whole_file: bool = False
+) -> Recipe | Auto | None:
+    """The recipe of the options; None if no option is given.
+
+    The default importance of embeddings: counts for texts; without texts a Zipf prior for flats, and uniform for the
+    other methods, as they were published. Of other weights with texts, and of all with other measurements: kronecker,
+    whose default method is SVD, or row-fisher where the method takes no more.
+
+    Args:
+        options: of the recipe.
+        counted: whether there are texts. measured: whether there is other data to measure with.
+        tokens: whether the named weights are embeddings.
+        whole_file: whether the budget bounds all weight files; then the default is ``Auto()``.
+
+    Raises:
+        KflatsError: options that exclude each other, or values that they cannot have.
+    """
+    check_recipe(options, counted=counted)
+    from kflats import codecs, importance
+    from kflats.methods import Auto
+    from kflats.recipe.recipe import Recipe
+
+    if options == RecipeOptions():
+        return Auto() if whole_file else None
+    if options.is_auto:
         return Auto() if options.importance is None else Recipe(Auto())
-    name = _usual_importance(options, counted, measured) if options.importance is None else options.importance
-    importance = importances.from_name(name, **({} if options.power is None else {"power": options.power}))
-    codec = Float() if options.codec is None else codec_of(options.codec)
-    if counted and not (importance.needs_texts or importance.needs):
-        raise KflatsError(
-            f"--texts cannot be used with --importance {name}",
-            cause="this importance counts no texts",
-            hint="leave --texts out, or --importance counts",
-        )
-    method = method_of(options, _usual_method(options, importance, codec))
-    return Recipe(method, importance, codec, matrix_rows=options.matrix_rows or "in_features")
+    name = options.importance or _usual_importance(options, counted, measured or (counted and not tokens))
+    weighs = importance.from_name(name, **({} if options.power is None else {"power": options.power}))
+    codec = codecs.Float() if options.codec is None else codecs.from_name(options.codec)
+    method = method_of(options, _usual_method(options, weighs, codec))
+    return Recipe(method, weighs, codec, matrix_rows=options.matrix_rows or "in_features")
 
 
 def method_of(options: RecipeOptions, default: str) -> Method:
     """The method with its own options.
 
     Raises:
-        KflatsError: an option of another method, or a value that it cannot have.
+        KflatsError: a value that an option cannot have, or an option that a method of another package does not take.
     """
-    name = (default if options.method is None else options.method).strip().lower()
-    known = methods.METHODS.options(name)
-    values = {option: value for option, value in asdict(options).items() if option in _OF_METHOD and value is not None}
-    for option in values:
-        if _OF_METHOD[option] not in known:
-            able = [other for other in methods.METHODS.names if _OF_METHOD[option] in methods.METHODS.options(other)]
-            raise KflatsError(
-                f"--{option} cannot be used with --method {name}{'' if options.method else ', the default'}",
-                cause=f"it is an option of {', '.join(able)}",
-                hint=f"--method {able[0]}, or leave --{option} out",
-            )
+    from kflats import methods
+    from kflats.numerics.loss import from_name as loss_of
+
+    values = {option: getattr(options, option) for option in names.TAKE if getattr(options, option) is not None}
     if options.error is not None:
         values["error"] = loss_of(options.error)
-    return methods.from_name(name, **{_OF_METHOD[option]: value for option, value in values.items()})
+    if options.flats is not None:
+        values["k"] = values.pop("flats")
+    return methods.from_name(default if options.method is None else options.method, **values)
 
 
 def given_options(options: BudgetOptions | RecipeOptions) -> list[str]:
@@ -347,6 +393,8 @@ def _usual_importance(options: RecipeOptions, counted: bool, measured: bool) -> 
 
 
 def _usual_method(options: RecipeOptions, importance: Importance, codec: Codec) -> str:
+    from kflats.methods import KeepDense
+
     flats = options.flats is not None or options.error is not None
     usual = "svd" if not flats and (importance.needs or options.form is not None) else "flats"
     if flats or usual == "svd" or not codec.stores_integers:

@@ -6,11 +6,13 @@ import hashlib
 import os
 import zlib
 from collections.abc import Iterable
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-Part = str | bytes | bytearray | memoryview | Tensor
+Part: TypeAlias = "str | bytes | bytearray | memoryview | Tensor"
+_BYTES = (str, bytes, bytearray, memoryview)
 _BLOCK = 2**20  # bytes of a file that are in memory at once
 
 
@@ -20,13 +22,14 @@ def sha256(parts: Iterable[Part]) -> str:
     The length of each part is hashed before the part, and of a tensor its dtype and shape: the digest also depends on
     where one part ends and the next begins. Tensors are hashed in row-major order, on any device.
 
+    >>> import torch
     >>> sha256(["ab", "c"]) == sha256(["a", "bc"]), sha256([torch.zeros(2)]) == sha256([torch.zeros(1, 2)])
     (False, False)
     """
     total = hashlib.sha256()
     for part in parts:
         data = _buffer(part)
-        kind = f"{part.dtype} {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__
+        kind = type(part).__name__ if isinstance(part, _BYTES) else f"{part.dtype} {tuple(part.shape)}"
         total.update(f"{kind} {data.nbytes} ".encode())
         total.update(data)
     return total.hexdigest()
@@ -48,6 +51,7 @@ def sha256_of_file(path: str | os.PathLike[str]) -> str:
 def crc32(parts: Iterable[Part]) -> int:
     """CRC-32 of the bytes of all parts, one after the other; of tensors only their numbers.
 
+    >>> import torch
     >>> crc32(["ab", b"c"]) == crc32(["a", "bc"]) == crc32([torch.tensor([97, 98, 99], dtype=torch.uint8)])
     True
     """
@@ -58,7 +62,9 @@ def crc32(parts: Iterable[Part]) -> int:
 
 
 def _buffer(part: Part) -> memoryview:
-    if isinstance(part, Tensor):
-        data: memoryview = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        return data
-    return memoryview(part.encode() if isinstance(part, str) else part)
+    if isinstance(part, _BYTES):
+        return memoryview(part.encode() if isinstance(part, str) else part)
+    import torch  # files are hashed without it
+
+    data: memoryview = part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return data

@@ -11,9 +11,9 @@ The entry point's name is what the command line calls it, and the class's own na
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Generic, TypeVar
 
 from kflats.common.errors import KflatsError
@@ -61,7 +61,7 @@ class Registry(Generic[T]):
         for entry in self._announced():
             if entry.name == wanted:
                 return self._load(entry)
-        raise KflatsError(f"no {self.axis} is called {name!r}", hint="one of " + ", ".join(self.all_names()))
+        raise unknown(self.axis, name, self.all_names())
 
     def options(self, name: str) -> tuple[str, ...]:
         """The arguments of ``make(name)``."""
@@ -76,7 +76,7 @@ class Registry(Generic[T]):
         return next((kind for kind in self.all_kinds() if kind.__name__ == class_name), None)
 
     def _announced(self) -> tuple[EntryPoint, ...]:
-        return tuple(entry for entry in entry_points(group=f"kflats.{self.axis}s") if entry.name not in self.names)
+        return tuple(entry for entry in announced(self.axis) if entry.name not in self.names)
 
     def _load(self, entry: EntryPoint) -> type[T]:
         package = entry.dist.name if entry.dist else entry.value
@@ -91,3 +91,13 @@ class Registry(Generic[T]):
                 hint=f"repair or remove the package {package!r}",
             ) from error
         return kind
+
+
+def announced(axis: str) -> EntryPoints:
+    """The entry points by which other packages announce methods, importances or codecs; nothing is imported."""
+    return entry_points(group=f"kflats.{axis}s")
+
+
+def unknown(axis: str, name: str, known: Iterable[str]) -> KflatsError:
+    """The error for a name that nothing of an axis has."""
+    return KflatsError(f"no {axis} is called {name!r}", hint="one of " + ", ".join(known))

@@ -10,16 +10,15 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
-
 from kflats.common.errors import KflatsError
 
 if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
-
+SAMPLES = 512
+"""Texts that are measured with where no number is given: a few hundred do; some thousands gain a little more."""
 IGNORED = -100
 """The label of a position without a target; losses of torch and transformers leave it out."""
 
@@ -193,6 +192,9 @@ def pad(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
     >>> pad([[5, 6], [7]], 0).tolist()
     [[5, 6], [7, 0]]
     """
+    import torch  # texts are read without it
+    from torch.nn.utils.rnn import pad_sequence
+
     return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=filler)
 
 

@@ -14,6 +14,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.common.release import version
+from kflats.common.texts import SAMPLES
 from kflats.compress.fitting import CompressedWeight, factorize
 from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
@@ -25,17 +26,16 @@ from kflats.io.sources import copy_companions, module_bytes, resolve_model, weig
 from kflats.methods import Method
 from kflats.model.swap import swap_, unchanged_on_error
 from kflats.model.weights import Weight
-from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather, needed
+from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
-from kflats.planning.strategies import Allocation
-from kflats.recipe.budget import Budget, one_budget
+from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe, Recipes, as_recipe
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import compressed_card, hub_name, rewrite_
 from kflats.report.report import REPORT_FILE, Report
-from kflats.trim.trimming import trim as trimmed_to
-from kflats.trim.trimming import write_vocabulary
+from kflats.trimming.trimming import trim as trimmed_to
+from kflats.trimming.trimming import write_vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

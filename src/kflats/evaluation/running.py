@@ -26,7 +26,7 @@ def batch_size(batch: Batch) -> int:
     raise KflatsError(
         "a calibration batch holds no tensors",
         hint="a dict of tensors, as for model(**batch)",
-        command="--calibration FILE with one text a line",
+        command="--texts FILE with one text a line",
     )
 
 

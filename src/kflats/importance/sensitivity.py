@@ -176,7 +176,7 @@ def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
         raise KflatsError(
             f"{who} needs the {what.replace('_', ' ')}, which was not measured",
             cause="there is no calibration data, or the statistics were measured for another importance",
-            command="--texts FILE, or --calibration FILE",
+            command="--texts FILE",
             hint="texts=... with tokenizer=..., or statistics=kflats.measure(..., needs=importance.needs)",
         )
     if not bool(torch.isfinite(value).all()):

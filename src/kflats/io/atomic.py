@@ -24,7 +24,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from kflats.common.errors import KflatsError
@@ -127,8 +126,19 @@ def check_file(path: str | os.PathLike[str], force: bool = False, ours: Callable
                 cause="it is not a file of this kind that kflats wrote",
                 hint="another name for the output, or remove that file yourself",
             )
-    with explained(goal), tempfile.TemporaryFile(dir=next(folder for folder in goal.parents if folder.exists())):
-        pass
+    _check_place(goal)
+
+
+def check_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequence[Path] = ()) -> None:
+    """Refuse, before any work, what ``new_folder`` would refuse but for a run at the same moment. Nothing is created.
+
+    Raises:
+        KflatsError: as ``new_folder``.
+    """
+    goal = _goal(out, sources)
+    if not beside(goal, "old").exists():  # else ``new_folder`` first puts things in order
+        _check_free(goal, force)
+    _check_place(goal)
 
 
 def check_replaceable(path: str | os.PathLike[str], force: bool) -> None:
@@ -167,11 +177,7 @@ def new_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequen
         KflatsError: ``out`` exists, is no folder, holds files that kflats did not write or that were changed, overlaps
             a source, or is written by another run at this moment; the disk is full.
     """
-    out = Path(out).expanduser().resolve()
-    if not out.name:
-        raise KflatsError(f"{out} cannot be written as a folder", hint="a path that ends in a name")
-    for source in sources:
-        _check_apart(source.resolve(), out)
+    out = _goal(out, sources)
     aside = beside(out, "new")
     with explained(out), locked(out):
         _recover(out)
@@ -211,6 +217,8 @@ def locked(out: Path) -> Iterator[None]:
     Raises:
         KflatsError: another run holds the lock.
     """
+    from filelock import FileLock, Timeout  # checks of arguments do without it
+
     path = beside(out, "lock")
     lock = FileLock(path, blocking=False)  # it makes the folders above
     try:
@@ -227,6 +235,22 @@ def locked(out: Path) -> Iterator[None]:
         with suppress(OSError):  # Windows removes no open file; filelock does it there
             path.unlink()  # before the release: filelock refuses a file without a name, so two runs never both hold it
         lock.release()
+
+
+def _goal(out: str | os.PathLike[str], sources: Sequence[Path]) -> Path:
+    """The whole path of a new folder; refused where it has no name, or where writing it would change a source."""
+    goal = Path(out).expanduser().resolve()
+    if not goal.name:
+        raise KflatsError(f"{goal} cannot be written as a folder", hint="a path that ends in a name")
+    for source in sources:
+        _check_apart(source.resolve(), goal)
+    return goal
+
+
+def _check_place(goal: Path) -> None:
+    """Refuse a path in whose folder nothing can be created."""
+    with explained(goal), tempfile.TemporaryFile(dir=next(folder for folder in goal.parents if folder.exists())):
+        pass
 
 
 def _check_apart(source: Path, out: Path) -> None:

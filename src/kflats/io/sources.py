@@ -30,6 +30,31 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     Raises:
         KflatsError: no such folder, no such model, no network, or a model without safetensors.
     """
+    if (folder := local_model(name_or_path)) is not None:
+        return folder
+    text = os.fspath(name_or_path)
+    hub = needed("huggingface_hub", "kflats[hf]", f"there is no folder {text}, and fetching it from the hub")
+    try:
+        with explained(Path(text)):
+            snapshot = Path(hub.snapshot_download(text, allow_patterns=_HUB_FILES))
+    except KflatsError:
+        raise
+    except (OSError, ValueError) as error:
+        raise KflatsError(
+            f"there is no folder {text}, and the hub does not give that model ({type(error).__name__}: {error})",
+            cause="a misspelled path or name, no network, or a model that is private or gated",
+            hint="owner/model; for a private or gated model accept its licence on the hub, and hf auth login",
+        ) from error
+    weights_folder(snapshot)
+    return snapshot
+
+
+def local_model(name_or_path: str | os.PathLike[str]) -> Path | None:
+    """The local folder of a model; None for what may be a name of the hub, which is not asked.
+
+    Raises:
+        KflatsError: neither a folder with a model nor a name.
+    """
     text = os.fspath(name_or_path)
     if not text.strip():
         raise KflatsError("no model is named", hint="a model folder, or a hub name such as owner/model")
@@ -47,20 +72,7 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
             cause="its replacement was interrupted while it was renamed" if interrupted else "",
             hint=old if interrupted else "a model folder, or a hub name such as owner/model",
         )
-    hub = needed("huggingface_hub", "kflats[hf]", f"there is no folder {text}, and fetching it from the hub")
-    try:
-        with explained(path):
-            snapshot = Path(hub.snapshot_download(text, allow_patterns=_HUB_FILES))
-    except KflatsError:
-        raise
-    except (OSError, ValueError) as error:
-        raise KflatsError(
-            f"there is no folder {text}, and the hub does not give that model ({type(error).__name__}: {error})",
-            cause="a misspelled path or name, no network, or a model that is private or gated",
-            hint="owner/model; for a private or gated model accept its licence on the hub, and hf auth login",
-        ) from error
-    weights_folder(snapshot)
-    return snapshot
+    return None
 
 
 def weights_folder(folder: str | os.PathLike[str]) -> Path:

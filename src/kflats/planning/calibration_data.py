@@ -18,7 +18,7 @@ from kflats.calibration.objectives import Objective
 from kflats.codecs import Table
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import Part, sha256
-from kflats.common.texts import check_texts
+from kflats.common.texts import SAMPLES, check_texts
 from kflats.evaluation.encoding import Batch
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
@@ -28,9 +28,6 @@ from kflats.recipe.recipe import Recipe, to_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-SAMPLES = 512
-"""Texts that are measured with where no number is given: a few hundred do; some thousands gain a little more."""
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from torch import nn
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
+from kflats.common.texts import SAMPLES
 from kflats.evaluation.encoding import Batch
 from kflats.model.weights import Weight, find_weight
-from kflats.planning.calibration_data import SAMPLES, CalibrationData, gather
+from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.candidates import WeightCosts
 from kflats.planning.selection import Selected, check, select
-from kflats.planning.strategies import Allocation, share_out
-from kflats.recipe.budget import Budget, one_budget
+from kflats.planning.strategies import share_out
+from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe, Recipes
 from kflats.report.analysis import stored_bytes, stored_numbers

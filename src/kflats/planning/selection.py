@@ -106,7 +106,7 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
         raise KflatsError(
             f"{who} weighs tokens, but {weight.name!r} is a {role} layer",
             hint="Uniform() for linear layers, or KroneckerFisher() with calibration data",
-            command="--importance uniform for linear layers, or --importance kronecker with --calibration FILE",
+            command="--importance uniform for linear layers, or --importance kronecker with --texts FILE",
         )
     if weighs_tokens and data.tokenizer is None:
         raise KflatsError(
@@ -147,7 +147,7 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
             f"{who} of {weight.name!r} needs calibration data",
             cause="it is measured by passing data through the model",
             hint="texts=... with tokenizer=..., calibration=batches, or statistics=...",
-            command="--calibration FILE, or --texts FILE",
+            command="--texts FILE",
         )
 
 
@@ -241,6 +241,6 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
         return Recipe(chooser or Flats(), counted if data.counts else prior)
     if chooser is not None and data.measurable:
         return Recipe(chooser, KroneckerFisher(), matrix_rows="in_features" if role == "embedding" else "out_features")
-    if chooser is None and role != "embedding" and data.calibrated:
+    if chooser is None and role != "embedding" and data.measurable:
         return Recipe(SVD(), KroneckerFisher())
     return Recipe(chooser or (SVD() if role == "conv2d" else Flats()))

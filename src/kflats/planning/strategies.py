@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -21,13 +21,9 @@ from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import WeightCosts, weight_candidates
 from kflats.planning.knapsack import allocate
 from kflats.planning.selection import weighting_form
-from kflats.recipe.budget import Budget
+from kflats.recipe.budget import Allocation, Budget
 from kflats.recipe.plan import Decision, as_cast
 from kflats.recipe.recipe import Recipe, brief
-
-Allocation = Literal["auto", "uniform", "loss"]
-"""How weights share a budget. "uniform": each gets the same share of bytes (or ranks). "loss": bytes go where they save
-most loss, and weights may stay dense. "auto": "loss" if every importance is in units of the loss."""
 
 Decisions: TypeAlias = dict[str, Decision]
 """Decisions by the weight's name."""

@@ -12,9 +12,16 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import TYPE_CHECKING, Literal
 
 from kflats.common.errors import KflatsError
-from kflats.model.weights import Weight
+
+if TYPE_CHECKING:
+    from kflats.model.weights import Weight
+
+Allocation = Literal["auto", "uniform", "loss"]
+"""How weights share a budget. "uniform": each gets the same share of bytes (or ranks). "loss": bytes go where they save
+most loss, and weights may stay dense. "auto": "loss" if every importance is in units of the loss."""
 
 _UNITS: dict[tuple[str, str], tuple[str, Decimal]] = {
     ("%", ""): ("fraction", Decimal("0.01")),

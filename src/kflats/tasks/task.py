@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from kflats.common.errors import KflatsError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 _HEADS = {
     "ForSequenceClassification": "sequence",

@@ -34,7 +34,7 @@ from kflats.model.weights import factored_layers, is_sentence_transformer, pretr
 from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
 from kflats.report.trimmed import TrimReport, resegmented
-from kflats.trim.vocabulary import Vocabulary, choose, mentioned, read, reduced
+from kflats.trimming.vocabulary import Vocabulary, choose, mentioned, read, reduced
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
