@@ -1,6 +1,8 @@
 """How long imports take: median wall seconds of fresh processes, the programs interleaved.
 
     python benchmarks/import_time.py --rounds 9
+
+Differences are medians over the rounds of one process minus `import torch` of the same round.
 """
 
 from __future__ import annotations
