@@ -1,4 +1,4 @@
-"""The progress of long work: a bar in a terminal, a line every half minute elsewhere (a log file, a batch job)."""
+"""The progress of long work: a bar in a terminal, a line every few seconds elsewhere (a log file, a batch job)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kflats.common.formatting import visible
 
-LOG_SECONDS = 30.0
+LOG_SECONDS = 5.0, 30.0
+"""Seconds between two lines: at first, and after some minutes."""
 _SPEED_SECONDS = 3600.0  # the time left is estimated from the steps of the last hour: one step may take minutes
 
 Update = Callable[[str, int, int], None]
@@ -34,7 +35,7 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Update]:
     console = Console(stderr=True)
     drawn = not quiet and console.is_terminal
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    logged = time.monotonic()
+    began = logged = time.monotonic()
     with Progress(
         *columns, console=console, transient=True, disable=not drawn, speed_estimate_period=_SPEED_SECONDS
     ) as bar:
@@ -45,9 +46,11 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Update]:
             if completed == 0:
                 bar.reset(task, total=total)
             bar.update(task, description=visible(description), completed=completed, total=total)
-            if quiet or drawn or time.monotonic() - logged < LOG_SECONDS:
+            now = time.monotonic()
+            first, last = LOG_SECONDS
+            if quiet or drawn or now - logged < min(max(first, (now - began) / 8), last):
                 return
-            logged = time.monotonic()
+            logged = now
             left = bar.tasks[0].time_remaining
             rest = "" if left is None else f", {int(left) // 60}:{int(left) % 60:02} left"
             line = f"kflats: {visible(description)}, {completed:,} of {total:,}{rest}"

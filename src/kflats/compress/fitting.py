@@ -72,6 +72,7 @@ def factorize(
     with progress_bar(quiet=quiet) as update:
         for place, planned in enumerate(sorted(plan.decisions, key=lambda one: one is last)):
             name = planned.weight.name
+            update(f"fitting {name}", place, len(plan.decisions))
             decision = replace(planned, recipe=as_cast(planned.weight, planned.recipe))
             if decision.recipe.is_dense:
                 done[name] = CompressedWeight(decision, None, left_dense(decision))

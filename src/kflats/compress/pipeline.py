@@ -166,7 +166,7 @@ def compress_folder(
             return measured_once(model, pairs, data, Partial(out, about), quiet)
 
         sizes: dict[str, Any] = {"file_bytes": before, "beside": beside}
-        decided = decide(model, recipes, budget, data, allocation=allocation, measured=measured, **sizes)
+        decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, measured=measured, **sizes)
         _keep(decided, keep_statistics)
         partial = Partial(out, work_fingerprint(about, decided, seed))
         limit = _file_limit(decided.plan, before)

@@ -122,7 +122,7 @@ def decide(
     data = measured(pairs)
     total = stored_bytes(model) + beside
     items = [WeightCosts(s.weight, s.recipe, s.named, allowed.counts_labels, _note(s, data)) for s in selected]
-    decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total)
+    decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total, quiet)
     return Decided(Plan(decisions, allowed, total, shared_by), data, pairs)
 
 

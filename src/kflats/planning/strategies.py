@@ -14,6 +14,7 @@ from torch import nn
 from kflats.codecs import Integer
 from kflats.common.errors import KflatsError, NoGradientSignalError
 from kflats.common.formatting import size, visible
+from kflats.common.progress import progress_bar
 from kflats.methods import KeepDense
 from kflats.model.weights import dense_weight
 from kflats.numerics.rows import TensorRows
@@ -39,24 +40,31 @@ def share_out(
     data: CalibrationData,
     allocation: Allocation,
     file_bytes: int,
+    quiet: bool = True,
 ) -> tuple[tuple[Decision, ...], str]:
     """Decide the bytes of every weight; also how they were shared, "uniform" or "loss".
 
     Args:
         file_bytes: all weight files, for budgets that bound those.
+        quiet: no progress bar.
 
     Raises:
         KflatsError: a budget that cannot be met, or shared by errors that cannot be compared.
     """
     if allocation not in ("auto", "uniform", "loss"):
         raise KflatsError(f"allocation={allocation!r} is unknown", hint="auto, uniform or loss")
-    fixed = {item.weight.name: decision for item in items if (decision := fixed_decision(item, data)) is not None}
+    fixed: Decisions = {}
+    with progress_bar(quiet=quiet) as update:
+        for place, item in enumerate(items):
+            update(f"weighing {item.weight.name}", place, len(items))
+            if (decision := fixed_decision(item, data)) is not None:
+                fixed[item.weight.name] = decision
     open_items = [item for item in items if item.weight.name not in fixed]
     itemsizes = {item.itemsize for item in open_items or items}
     _check_kind(budget, open_items, fixed, itemsizes)
     by_loss = _by_loss(open_items, allocation)
     if budget.kind == "ranks":
-        shared = _at_ranks(model, open_items, budget.amount, data, by_loss)
+        shared = _at_ranks(model, open_items, budget.amount, data, by_loss, quiet)
     else:
         allowed = budget.stored_bytes([item.weight for item in items], file_bytes, itemsizes.pop())
         rest = allowed - sum(_cost(item, fixed[item.weight.name]) for item in items if item.weight.name in fixed)
@@ -67,8 +75,11 @@ def share_out(
                 hint="a larger budget, Integer(bits=8), or Auto()",
                 command="a larger budget, --codec int8, or --method auto",
             )
-        share = _least_loss if by_loss else equal_shares
-        shared = share(model, open_items, rest, data)
+        shared = (
+            _least_loss(model, open_items, rest, data, quiet)
+            if by_loss
+            else equal_shares(model, open_items, rest, data)
+        )
     decisions = fixed | shared
     if not by_loss:
         _warn_of_small_heads(items, decisions)
@@ -239,7 +250,9 @@ def split(allowed: int, sizes: Sequence[int]) -> list[int]:
     return [end - start for start, end in pairwise([0, *ends])]
 
 
-def _least_loss(model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData) -> Decisions:
+def _least_loss(
+    model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData, quiet: bool
+) -> Decisions:
     """Bytes where they save most loss; weights that no gradient reached get an equal share of bytes.
 
     ``Auto()`` without units of a loss minimises the sum of relative errors.
@@ -249,7 +262,11 @@ def _least_loss(model: nn.Module, items: Sequence[WeightCosts], allowed: int, da
     unjudged = [item for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
     equal = equal_shares(model, [replace(i, note=_UNJUDGED) for i in unjudged], part, data) if unjudged else {}
-    weights = [weight_candidates(model, item, data) for item in judged]
+    weights = []
+    with progress_bar(quiet=quiet) as update:
+        for place, item in enumerate(judged):
+            update(f"planning {item.weight.name}", place, len(judged))
+            weights.append(weight_candidates(model, item, data))
     rest = allowed - sum(decision.budget_bytes for decision in equal.values())
     choices = allocate([weight.options(relative) for weight in weights], rest).choices
     chosen = [weight.decision(choice) for weight, choice in zip(weights, choices, strict=True)]
@@ -268,7 +285,7 @@ def _topped_up(decisions: Decisions, spare: int) -> Decisions:
 
 
 def _at_ranks(
-    model: nn.Module, items: Sequence[WeightCosts], ratio: float, data: CalibrationData, by_loss: bool
+    model: nn.Module, items: Sequence[WeightCosts], ratio: float, data: CalibrationData, by_loss: bool, quiet: bool
 ) -> Decisions:
     """The same share of the full rank for each weight (FWSVD's rank ratio); by loss, the sum of their bytes."""
     decisions = {}
@@ -281,7 +298,7 @@ def _at_ranks(
             else item.left_dense(f"dense: {name} takes {size(nbytes)} of {size(item.dense)}, so it would not shrink")
         )
     if by_loss:
-        return _least_loss(model, items, sum(_cost(item, decisions[item.weight.name]) for item in items), data)
+        return _least_loss(model, items, sum(_cost(item, decisions[item.weight.name]) for item in items), data, quiet)
     return decisions
 
 
