@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,9 @@ from typer.testing import CliRunner, Result
 from kflats.calibration.measurements import Statistics
 from kflats.cli import commands
 from kflats.cli.app import app
+from kflats.cli.noise import hush, only_own_words
 from kflats.cli.options import RecipeOptions, recipe_of
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TokenCounts, TwoSided, Uniform, ZipfPrior
 from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.loss import Huber, Power, Truncated
@@ -225,6 +228,45 @@ def test_compress_is_quiet_when_asked_and_reproducible(tiny: Path, tmp_path: Pat
         assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
     a, b = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
     assert a == b
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quiet", [False, True])
+def test_only_kflats_speaks_in_a_process_of_its_own(quiet: bool, tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("waa unknown words here\n" * 9, encoding="utf-8")
+    arguments = ["compress", tiny, "--size", "60%", "--texts", tmp_path / "texts.txt", "--out", tmp_path / "small"]
+    program = "import sys; from kflats.cli.app import main; sys.argv[0] = 'kflats'; main()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-W", "always", "-c", program, *map(str, arguments), *(["--quiet"] if quiet else [])],
+        capture_output=True, text=True, timeout=300, env=environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    if quiet:
+        assert (done.stdout, done.stderr) == ("", "")
+        return
+    assert str(Report.load(tmp_path / "small")) in done.stdout
+    lines = done.stderr.splitlines()
+    assert "kflats: warning: 27 of 36 words" in done.stderr
+    assert [line for line in lines if not line.startswith("kflats: ")] == []
+
+
+def test_noise_of_other_libraries_is_hidden_and_kflats_warnings_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+    shown: list[str] = []
+    with only_own_words(shown.append):
+        logging.getLogger("torchao").warning("Failed to load a library")
+        logging.getLogger("torchao").error("broken")
+        warnings.warn("a library's own", DeprecationWarning, stacklevel=1)
+        warnings.warn("a library's own", UserWarning, stacklevel=1)
+        warnings.warn(KflatsWarning("in Python", command="on the command line"), stacklevel=1)
+        hush(True)
+        warnings.warn(KflatsWarning("of less weight"), stacklevel=1)
+    assert shown == ["on the command line"]
+    assert [record.message for record in caplog.records] == ["broken"]
+    with pytest.warns(UserWarning, match="outside"):
+        warnings.warn("outside", UserWarning, stacklevel=1)
+    logging.getLogger("torchao").warning("outside")
+    assert caplog.records[-1].message == "outside"
 
 
 def test_an_existing_folder_is_kept_unless_forced(tiny: Path, tmp_path: Path) -> None:

@@ -109,9 +109,10 @@ def measure(
     if unreached and not quiet:
         names = ", ".join(map(visible, unreached[:5])) + (f" and {len(unreached) - 5} more" if unreached[5:] else "")
         Console(stderr=True).print(
-            f"never reached by this data: {names}; the statistics of these weights are zero",
+            f"kflats: never reached by this data: {names}; the statistics of these weights are zero",
             markup=False,
             highlight=False,
+            soft_wrap=True,
         )
     samples = max(one.samples for one in by_name.values())
     return Statistics(by_name, samples, job.about, fingerprint(model), unreached)

@@ -14,13 +14,14 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kflats.cli import commands
+from kflats.cli.noise import only_own_words
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import visible
 from kflats.common.release import version
 
 
 def complain(message: str) -> None:
-    """Print one error message on stderr."""
+    """Print one error message or warning on stderr."""
     # Text, not markup: "[unused1]" in a message is a token.
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("kflats: ", "bold red"), visible(message)))
 
@@ -30,7 +31,8 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            with only_own_words(lambda warning: complain(f"warning: {warning}")):
+                return super().invoke(ctx)
         except KflatsError as error:
             complain(error.on_command_line())
             raise typer.Exit(2) from None

@@ -355,7 +355,7 @@ def export(
 
 def demo(
     out: Folder = Path("demo-out"),
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print no progress bar.")] = False,
+    quiet: Quiet = False,
     force: Force = False,
 ) -> None:
     """Compress the small real model of the extra 'demo', compare it, and draw the report. Needs no network."""
@@ -363,7 +363,7 @@ def demo(
     from kflats.demo import demo as run_demo
 
     quiet_transformers()
-    run_demo(out, force=force, quiet=quiet, show=typer.echo)
+    run_demo(out, force=force, quiet=quiet, show=(lambda text: None) if quiet else typer.echo)
 
 
 def _check_places(out: Path, force: bool, *models: str) -> None:

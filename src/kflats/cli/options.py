@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 import typer
 
 from kflats.cli import names
+from kflats.cli.noise import hush
 from kflats.common.errors import KflatsError
 from kflats.common.texts import SAMPLES, read_texts
 from kflats.io.atomic import check_file
@@ -33,7 +34,9 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folde
 Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
 LARGEST_SEED = 2**31 - 1
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names, if it is as kflats wrote it.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print no progress bar and no table.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", callback=hush, help="Print nothing but errors: no progress, no table, no warning.")
+]
 TaskData = Annotated[
     Path | None,
     typer.Option(

@@ -37,6 +37,14 @@ class KflatsError(ValueError):
         return type(self)(f"{name}: {self.symptom}", cause=self.cause, hint=self.hint, command=self.command)
 
 
+class KflatsWarning(UserWarning):
+    """What a caller should know of work that goes on. ``command``: the same for the command line, where it differs."""
+
+    def __init__(self, message: str, *, command: str = "") -> None:
+        super().__init__(message)
+        self.command = command or message
+
+
 class NoGradientSignalError(KflatsError):
     """No gradient reached a weight: all statistics measured of it are zero."""
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 
 if TYPE_CHECKING:
     import torch
@@ -104,8 +104,10 @@ def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
         )
     if lost > known:
         warnings.warn(
-            f"{lost:,} of {lost + known:,} words of the texts are unknown to the tokenizer: another language, "
-            "or the tokenizer of another model?",
+            KflatsWarning(
+                f"{lost:,} of {lost + known:,} words of the texts are unknown to the tokenizer: another language, "
+                "or the tokenizer of another model?"
+            ),
             stacklevel=3,
         )
 

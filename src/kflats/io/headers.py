@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.hashing import crc32
 from kflats.common.release import version
 from kflats.common.schema import decode
@@ -118,9 +118,11 @@ def check_files(paths: Iterable[str | os.PathLike[str]], *, warns: bool = True) 
     if unchecked and warns:
         others = f" and {len(unchecked) - 1} other files" if len(unchecked) > 1 else ""
         warnings.warn(
-            f"{sum(unchecked.values()):,} tensors in {min(unchecked)}{others} have no checksum, because another "
-            "program saved them: damage cannot be detected. Saving the model again while kflats is imported adds "
-            "checksums.",
+            KflatsWarning(
+                f"{sum(unchecked.values()):,} tensors in {min(unchecked)}{others} have no checksum, because another "
+                "program saved them: damage cannot be detected. Saving the model again while kflats is imported adds "
+                "checksums."
+            ),
             stacklevel=2,
         )
 

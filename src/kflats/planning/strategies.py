@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from kflats.codecs import Integer
-from kflats.common.errors import KflatsError, NoGradientSignalError
+from kflats.common.errors import KflatsError, KflatsWarning, NoGradientSignalError
 from kflats.common.formatting import size, visible
 from kflats.common.progress import progress_bar
 from kflats.methods import KeepDense
@@ -308,8 +308,11 @@ def _warn_of_small_heads(items: Iterable[WeightCosts], decisions: Decisions) -> 
     few = [item for item in items if item.is_small_head and not item.named and item.weight.name in cut]
     if few:
         names = ", ".join(visible(item.weight.name) for item in few[:3]) + (", ..." if len(few) > 3 else "")
+        cut_heads = f"{names}: equal shares cut the rank of a layer with few outputs, and some outputs are lost; "
         warnings.warn(
-            f"{names}: equal shares cut the rank of a layer with few outputs, and some outputs are lost; "
-            'KeepDense() keeps the layer, allocation="loss" weighs its loss',
+            KflatsWarning(
+                cut_heads + 'KeepDense() keeps the layer, allocation="loss" weighs its loss',
+                command=cut_heads + "--allocation loss weighs its loss",
+            ),
             stacklevel=3,
         )
