@@ -15,6 +15,7 @@ import typer
 from typer.testing import CliRunner, Result
 
 from kflats.calibration.measurements import Statistics
+from kflats.calibration.objectives import Projections, SampledLabels, describe
 from kflats.cli import commands
 from kflats.cli.app import app
 from kflats.cli.noise import hush, only_own_words
@@ -412,10 +413,58 @@ def test_options_become_recipes() -> None:
     assert recipe_of(RecipeOptions(flats=7), counted=False) == Recipe(Flats(k=7), ZipfPrior())
     assert recipe_of(RecipeOptions("svd"), counted=False) == Recipe(SVD(), Uniform())
     assert recipe_of(RecipeOptions("kmeans-svd", 4), counted=True) == Recipe(KMeansSVD(k=4), TokenCounts())
-    assert recipe_of(RecipeOptions("messi", 6, "uniform"), counted=False) == Recipe(MESSI(k=6), Uniform())
+    assert recipe_of(RecipeOptions("messi", 6, importance="uniform"), counted=False) == Recipe(MESSI(k=6), Uniform())
     assert recipe_of(RecipeOptions("flats", power=0.75), counted=False) == Recipe(Flats(), ZipfPrior(power=0.75))
     with pytest.raises(KflatsError, match=r"counts no texts.*--texts out"):
         recipe_of(RecipeOptions("flats", importance="zipf"), counted=True)
+
+
+def test_flats_are_searched_and_started_again() -> None:
+    uniform = {"counted": False}
+    assert recipe_of(RecipeOptions("messi", "search", 3), **uniform) == Recipe(MESSI(k=None, restarts=3), Uniform())
+    assert recipe_of(RecipeOptions(flats="search"), counted=True) == Recipe(Flats(k=None), TokenCounts())
+    assert recipe_of(RecipeOptions(restarts=2), counted=True) == Recipe(Flats(restarts=2), TokenCounts())
+    for asked, message in (
+        (RecipeOptions("kmeans-svd", "search"), "--flats search cannot be used with --method kmeans-svd"),
+        (RecipeOptions(flats="many"), "--flats many is not supported.*search"),
+        (RecipeOptions(flats="0"), "--flats 0 is not supported"),
+        (RecipeOptions(flats="²"), "--flats ² is not supported"),
+        (RecipeOptions("svd", restarts=2), "--restarts cannot be used with --method svd"),
+    ):
+        with pytest.raises(KflatsError, match=message):
+            recipe_of(asked, **uniform)
+
+
+def test_the_papers_way(tiny: Path, tmp_path: Path) -> None:
+    asked = ("--weights", "embeddings", "--method", "messi", "--flats", 2, "--restarts", 2, "--keep", "60%")
+    done = run("compress", tiny, *asked, "--out", tmp_path / "small")
+    assert done.exit_code == 0, done.output
+    report = Report.load(tmp_path / "small")
+    assert report.bytes_after <= 0.6 * report.bytes_before
+    factored = [weight for weight in report.weights if not weight.dense]
+    assert {(weight.method["k"], weight.method["restarts"]) for weight in factored} == {(2, 2)}
+    assert {weight.importance["type"] for weight in factored} == {"Uniform"}
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [("pooled", Projections(of="pooled")), ("logits", Projections(of="logits")), ("sampled", SampledLabels())],
+)
+def test_the_objective_can_be_named(name: str, objective: object, tiny: Path, texts: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "kept.safetensors"
+    folder = tiny
+    if name != "pooled":
+        folder = tmp_path / "model"
+        config = transformers.AutoConfig.from_pretrained(tiny, num_labels=3)
+        transformers.BertForSequenceClassification(config).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(tiny).save_pretrained(folder)
+    asked = ("--weights", "linear", "--keep", "60%", "--texts", texts, "--objective", name, "--statistics", kept)
+    done = run("plan", folder, *asked, "--out", tmp_path / "plan.json")
+    assert done.exit_code == 0, done.output
+    assert Statistics.load(kept).objective == describe(objective)
+    assert "--objective task cannot be used without --task" in refused(
+        "plan", tiny, "--keep", "60%", "--objective", "task", "--out", tmp_path / "no.json"
+    )
 
 
 def test_options_of_methods_whose_error_is_no_square() -> None:

@@ -41,7 +41,10 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*KEEP, "--method", "auto", "--codec", "int8"], "--codec cannot be used with --method auto"),
     ([*KEEP, "--importance", "kronecker", "--power", "1"], "--power cannot be used"),
     ([*KEEP, "--importance", "zipf", "--texts", "texts.txt"], "--texts cannot be used with --importance zipf"),
-    ([*KEEP, "--flats", "many"], "'--flats'"),
+    ([*KEEP, "--flats", "many"], "--flats many is not supported"),
+    ([*KEEP, "--method", "kmeans-svd", "--flats", "search"], "--flats search cannot be used"),
+    ([*KEEP, "--restarts", "0"], "'--restarts'"),
+    ([*KEEP, "--objective", "task"], "--objective task cannot be used without --task"),
     ([*KEEP, "--seed", "-1"], "'--seed'"),
     ([*KEEP, "--samples", "0"], "'--samples'"),
     ([*KEEP, "--allocation", "best"], "'--allocation'"),
@@ -144,6 +147,8 @@ def test_the_tables_of_names_are_those_of_the_registries() -> None:
     for option, able in names.TAKE.items():
         field = "k" if option == "flats" else option
         assert {n for n in names.METHODS if field in methods.METHODS.options(n)} - {"l1"} == set(able), option
+    for name in names.SEARCHED:
+        methods.from_name(name, k=None)
     taking = {name for name in names.IMPORTANCES if "power" in importance.IMPORTANCES.options(name)}
     assert taking == set(names.TAKE_POWER)
     values = {name: importance.from_name(name) for name in names.IMPORTANCES}

@@ -30,6 +30,7 @@ from kflats.methods import (
     row_errors,
 )
 from kflats.methods.matrix_error import norm_error
+from kflats.numerics.loss import Huber
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.recipe import from_json, to_json
 
@@ -382,3 +383,39 @@ def test_nonsense_is_refused_when_the_value_is_made(make, message):
 )
 def test_names_of_the_command_line(name, value):
     assert from_name(name) == value
+
+
+@pytest.mark.parametrize(
+    "method",
+    [MESSI(k=3), KMeansSVD(k=3), Flats(k=3, start="random"), MESSI(k=None), MESSI(k=3, error=Huber(1.0, "median"))],
+    ids=["messi", "k-means", "flats", "searched", "huber"],
+)
+def test_of_several_restarts_the_fit_of_least_error_is_kept(method):
+    table = torch.randn(90, 8, generator=torch.Generator().manual_seed(3))
+    problem = Problem(TensorRows(table), 4 * 500, 4, seed=5)
+    starts = problem.starts(6)
+    assert starts[0] is problem
+    assert len({one.seed for one in starts}) == 6
+    assert problem.starts(3) == starts[:3]
+
+    def errors(count):
+        fit = dataclasses.replace(method, restarts=count).fit(problem)
+        return fit.objective[-1], fit.matrix.dense()
+
+    (one, first), (several, best) = errors(1), errors(6)
+    torch.testing.assert_close(errors(6)[1], best, atol=0, rtol=0)
+    if method == MESSI(k=3, error=Huber(1.0, "median")):  # single fits have thresholds of their own
+        assert several <= one
+        return
+    alone = [method.fit(start).objective[-1] for start in starts]
+    assert alone[0] == one
+    assert max(alone) > min(alone), "the starts must differ for this law to mean something"
+    assert several == min(alone)
+    torch.testing.assert_close(method.fit(problem).matrix.dense(), first, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("make", [Flats, KMeansSVD, MESSI])
+@pytest.mark.parametrize("restarts", [0, -1, 1001, 1.5, True, "many"])
+def test_restarts_are_a_whole_number(make, restarts):
+    with pytest.raises(KflatsError, match="restarts="):
+        make(k=2, restarts=restarts)

@@ -20,11 +20,14 @@ TYPES = ("float32", "float16", "bfloat16")
 LOSSES = ("squared", "power", "huber", "truncated")
 TAKE = {
     "flats": ("flats", "kmeans-svd", "messi"),
+    "restarts": ("flats", "kmeans-svd", "messi"),
     "form": ("svd",),
     "p": ("robust-svd", "entrywise"),
     "error": ("flats", "messi", "subspace"),
 }
 """The methods that take each option of a method."""
+SEARCHED = ("flats", "messi")
+"""The methods that can search their number of flats."""
 TAKE_POWER = ("counts", "zipf", "token-fisher")
 """The importances with a power."""
 
@@ -49,6 +52,15 @@ def check_codec(name: str) -> None:
     word = name.strip().lower().partition(" ")[0]
     if not (word.startswith("int") and word[3:].isdigit()):
         known("codec", (*CODECS, *TYPES), word)
+
+
+def check_flats(count: str, method: str) -> None:
+    """Refuse what is neither a number of flats nor the word "search", which only some methods can do."""
+    if count == "search" and method not in SEARCHED:
+        hint = f"--method {SEARCHED[0]} or {SEARCHED[1]}, or --flats K"
+        raise KflatsError(f"--flats search cannot be used with --method {method}", hint=hint)
+    if count != "search" and not (count.isascii() and count.isdigit() and 1 <= int(count) <= 4096):
+        raise KflatsError(f"--flats {count} is not supported", hint="a whole number from 1 to 4096, or search")
 
 
 def check_loss(name: str) -> None:

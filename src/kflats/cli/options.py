@@ -25,6 +25,7 @@ from kflats.tasks.task import find_task
 if TYPE_CHECKING:
     from torch import nn
 
+    from kflats.calibration.objectives import Objective
     from kflats.codecs import Codec
     from kflats.importance import Importance
     from kflats.methods import Auto, Method
@@ -135,7 +136,19 @@ class RecipeOptions:
         ),
     ] = None
     flats: Annotated[
-        int | None, typer.Option(metavar="K", help="With flats, kmeans-svd and messi: the number of flats.")
+        str | None,
+        typer.Option(
+            metavar="K", help="With flats, kmeans-svd and messi: the number of flats, or search: that of least error."
+        ),
+    ] = None
+    restarts: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            min=1,
+            max=1000,
+            help="With flats, kmeans-svd and messi: random starts; the fit of least error is kept. Default: 1.",
+        ),
     ] = None
     importance: Annotated[
         str | None,
@@ -180,6 +193,11 @@ class RecipeOptions:
     ] = None
 
     @property
+    def wants_flats(self) -> bool:
+        """Whether an option is one that flats have and low rank has not."""
+        return any(value is not None for value in (self.flats, self.restarts, self.error))
+
+    @property
     def is_auto(self) -> bool:
         """Whether methods are chosen by the budget."""
         return (self.method or "").strip().lower() == "auto"
@@ -207,6 +225,13 @@ class DataOptions:
         Path | None,
         typer.Option(metavar="FOLDER", help="The task's folder of TSV files. Default: the Hugging Face hub."),
     ] = None
+    objective: Annotated[
+        Literal["task", "logits", "pooled", "sampled"] | None,
+        typer.Option(
+            help="What gradients are taken of: the task's loss (default with --task), random projections of the "
+            "logits or of the pooled output (default: logits where the model has them), or labels that it samples."
+        ),
+    ] = None
     samples: Annotated[
         int | None, typer.Option(metavar="N", min=1, help=f"How many texts or examples to measure with ({SAMPLES}).")
     ] = None
@@ -229,6 +254,10 @@ class DataOptions:
                 cause="the folder does not say which task its files are of",
                 hint="--task NAME, or --texts FILE",
             )
+        if self.objective == "task" and self.task is None:
+            raise KflatsError(
+                "--objective task cannot be used without --task", hint="--task NAME, or another objective"
+            )
         task = None if self.task is None else find_task(self.task)
         known = self.statistics is not None and self.statistics.exists()
         if self.statistics is not None and not known:
@@ -248,10 +277,18 @@ class DataOptions:
         return {
             "texts": texts,
             "calibration": None if task is None else examples,
+            "objective": None if self.objective is None else _objective(self.objective),
             "statistics": statistics,
             "keep_statistics": None if known else self.statistics,
             "samples": samples,
         }
+
+
+def _objective(name: str) -> Objective:
+    from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
+
+    values: dict[str, Objective] = {"task": TaskLoss(), "sampled": SampledLabels()}
+    return values.get(name) or (Projections(of="logits") if name == "logits" else Projections(of="pooled"))
 
 
 def texts_of(path: Path | None) -> tuple[str, ...] | None:
@@ -321,7 +358,9 @@ def check_recipe(options: RecipeOptions, *, counted: bool) -> None:
     if options.error is not None:
         names.check_loss(options.error)
     if options.method is None or names.known("method", names.METHODS, method):
-        usual = "svd" if options.flats is None and options.error is None else "flats"
+        usual = "flats" if options.wants_flats else "svd"
+        if options.flats is not None:
+            names.check_flats(str(options.flats), method or usual)
         for option, able in names.TAKE.items():
             if getattr(options, option) is not None and (method or usual) not in able:
                 raise KflatsError(
@@ -378,7 +417,7 @@ def method_of(options: RecipeOptions, default: str) -> Method:
     if options.error is not None:
         values["error"] = loss_of(options.error)
     if options.flats is not None:
-        values["k"] = values.pop("flats")
+        values["k"] = None if values.pop("flats") == "search" else int(options.flats)
     return methods.from_name(default if options.method is None else options.method, **values)
 
 
@@ -389,7 +428,7 @@ def given_options(options: BudgetOptions | RecipeOptions) -> list[str]:
 
 def _usual_importance(options: RecipeOptions, counted: bool, measured: bool) -> str:
     if measured and options.power is None:
-        one_sided = options.method not in (None, "svd") or options.flats is not None or options.error is not None
+        one_sided = options.method not in (None, "svd") or options.wants_flats
         return "row-fisher" if one_sided else "kronecker"
     baseline = options.power is None and options.method not in (None, "flats")
     return "counts" if counted else "uniform" if baseline else "zipf"
@@ -398,7 +437,7 @@ def _usual_importance(options: RecipeOptions, counted: bool, measured: bool) -> 
 def _usual_method(options: RecipeOptions, importance: Importance, codec: Codec) -> str:
     from kflats.methods import KeepDense
 
-    flats = options.flats is not None or options.error is not None
+    flats = options.wants_flats
     usual = "svd" if not flats and (importance.needs or options.form is not None) else "flats"
     if flats or usual == "svd" or not codec.stores_integers:
         return usual

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
 from kflats.methods.auto import Auto
@@ -49,13 +51,15 @@ __all__ = [
 ]
 
 
-def MESSI(k: int = 5, error: Loss = Squared()) -> Flats:
+def MESSI(k: int | None = 5, error: Loss = Squared(), restarts: int = 1) -> Flats:
     """MESSI as published: equal ranks, a random partition to start from. Use it with Uniform().
 
+    ``k=None`` searches the number of flats (appendix D); of several ``restarts`` the fit of least error is kept.
     ``error`` is its "distance functions" (sections 2.1 and E.1): powers, truncated. The speed of EM differs:
     between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
     """
-    return Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100, error=error)
+    published = Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100)
+    return replace(published, error=error, restarts=restarts)
 
 
 METHODS: Registry[Method] = Registry(

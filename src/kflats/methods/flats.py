@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -45,13 +46,14 @@ class Flats(ClusterMethod):
         max_iterations: EM stops after this many iterations.
         error: rho, the cost of a distance: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
             some rows lie far from all others (MESSI, appendix E.1); with one nested rank only.
+        restarts: how many starts EM makes, 1 to 1000, each with a seed of its own; the fit of least error is kept.
 
     Choose it for tables with many more rows than columns. Limit: each flat stores a basis, so a short table is stored
     better with fewer flats, or with ``SVD``.
 
     >>> Flats(k=5)
     Flats(k=5, ranks='filled', exact=True, nested_ranks=1, start='auto', tolerance=0.001, \
-max_iterations=60, error=Squared())
+max_iterations=60, error=Squared(), restarts=1)
     """
 
     k: int | None = 5
@@ -62,6 +64,7 @@ max_iterations=60, error=Squared())
     tolerance: float = 1e-3
     max_iterations: int = 60
     error: Loss = Squared()
+    restarts: int = 1
 
     accepts: ClassVar[frozenset[str]] = frozenset({"rows", "right"})
 
@@ -73,6 +76,7 @@ max_iterations=60, error=Squared())
             (self.ranks in ("filled", "uniform"), f"ranks={self.ranks!r}", '"filled" or "uniform"'),
             (is_whole(self.nested_ranks, 1, 256), f"nested_ranks={self.nested_ranks!r}", "1 to 256"),
             (self.start in ("auto", "random"), f"start={self.start!r}", '"auto" or "random"'),
+            (is_whole(self.restarts, 1, 1000), f"restarts={self.restarts!r}", "1 to 1000"),
         ):
             if not valid:
                 raise KflatsError(f"{argument} is not supported with Flats", hint=hint)
@@ -120,7 +124,7 @@ max_iterations=60, error=Squared())
         inside, metric = _in_metric(problem)
         method = replace(self, error=_measured(self.error, metric))
         norm: Norm | None
-        fit = method._searched(inside) if self.k is None else method._fit_groups(inside, self.k)
+        fit = method._searched(inside)
         if isinstance(fit, NestedFit):
             matrix, norm = from_nested(problem.rows, fit, metric), None
             objective = _scaled(fit.objective, metric, 2)
@@ -135,10 +139,11 @@ max_iterations=60, error=Squared())
     def _searched(self, problem: Problem) -> FlatsFit | NestedFit:
         method, fits = self, []
         n, d = problem.rows.shape
-        for k in (k for k in _CHOICES if k <= n and problem.values(k) >= n + k * d):
-            fits.append(fit := method._fit_groups(problem, k))
+        counts = [k for k in _CHOICES if k <= n and problem.values(k) >= n + k * d] if self.k is None else [self.k]
+        for k, start in product(counts, problem.starts(self.restarts)):
+            fits.append(fit := method._fit_groups(start, k))
             if isinstance(fit, FlatsFit) and fit.loss != method.error:
-                # A threshold in medians differs from k to k, and objectives under two thresholds cannot be compared.
+                # A threshold in medians differs from fit to fit, and objectives under two cannot be compared.
                 method = replace(self, error=fit.loss)
         if not fits:
             raise too_few(problem, 1)

@@ -12,7 +12,7 @@ import math
 import time
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
@@ -58,6 +58,11 @@ class Problem:
     def row_weights(self) -> Tensor | None:
         """(n,) row weights, None where every row counts the same."""
         return self.weighting.row_weights
+
+    def starts(self, count: int) -> tuple[Problem, ...]:
+        """This problem, and ``count`` - 1 more with seeds that are drawn from its own."""
+        draws = torch.randint(2**31 - 1, (count - 1,), generator=torch.Generator().manual_seed(self.seed)).tolist()
+        return (self, *(replace(self, seed=seed) for seed in draws))
 
     def values(self, groups: int) -> int:
         """How many numbers fit beside the labels that tell ``groups`` groups of rows apart."""
