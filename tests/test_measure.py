@@ -355,6 +355,18 @@ def test_a_bias_that_no_loss_depends_on_is_left_alone() -> None:
             torch.testing.assert_close(weighting.left, whole.left, rtol=1e-3, atol=1e-5 * float(inputs) ** 2)
 
 
+@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def test_a_table_of_positions_costs_no_pass_of_its_own(kind: str, tiny_model: Any) -> None:
+    """All samples read one row of position ids; each sample's own gradient is needed."""
+    model, passes = tiny_model(kind), []
+    batches = [words(6, 12), words(5, 9)]
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_hook(lambda *_: passes.append(1)).remove)
+        measure(model, find_weights(model), batches, needs=KroneckerFisher.needs, quiet=True)
+    looks = 4  # at layouts
+    assert len(passes) <= len(batches) + looks
+
+
 def test_wide_grams_are_whole() -> None:
     """Wider than the blocks that only one half is computed of."""
     model = nn.Sequential(nn.Linear(600, 2))

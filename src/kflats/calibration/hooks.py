@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.calibration.layouts import ALONE, Layout, by_sample, entering, places
+from kflats.calibration.layouts import ALONE, Layout, by_sample, entering, inputs_repeated, places
 from kflats.common.errors import KflatsError
 from kflats.evaluation.encoding import BatchValue, device_of, evaluating, widened
 from kflats.evaluation.running import batch_size, decoder_positions, is_encoder_decoder
@@ -114,8 +114,11 @@ class ActivationRecorder:
     @contextmanager
     def attached(self) -> Iterator[None]:
         """The hooks are removed on exit, after exceptions too."""
+        modules = list(places(self._model, self._weights))
+        repeated = [module for module, _, _ in modules if self._layouts.get(id(module), ALONE).repeated]
         with ExitStack() as stack:
-            for module, weight, role in places(self._model, self._weights):
+            stack.enter_context(inputs_repeated(repeated, lambda: self._samples))
+            for module, weight, role in modules:
                 hook = self._hook(weight, role)
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
             if is_encoder_decoder(self._model):

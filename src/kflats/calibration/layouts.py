@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,10 +21,12 @@ class Layout:
     """The place of the samples in an activation: axis 0, with ``rows`` rows of each sample one after another.
 
     ``rows`` is 0 if a sample has as many rows as the batch's text has positions, and None if the samples cannot be told
-    apart.
+    apart. ``repeated``: the layer reads one row of ids for all samples (a table of positions), which is repeated for
+    each sample while statistics are measured.
     """
 
     rows: int | None
+    repeated: bool = False
 
     def fits(self, x: Tensor, batch: Batch, samples: int) -> bool:
         """Whether an activation of this batch can have this layout."""
@@ -89,7 +91,51 @@ def find_layouts(
             forward(take(batch, torch.tensor(index)))
         runs.append(seen)
     length = text_length(batch)
-    return {key: _layout(two, runs[1].get(key, []), roles[key][1], length) for key, two in runs[0].items()}
+    layouts = {key: _layout(two, runs[1].get(key, []), roles[key][1], length) for key, two in runs[0].items()}
+    shared = {
+        key: roles[key][0]
+        for key, layout in layouts.items()
+        if layout == ALONE
+        and roles[key][1] == "embedding"
+        and all(len(ids) == 1 and ids.ndim == 2 for ids in runs[0][key])
+    }
+    if shared and _same_when_repeated(shared.values(), take(batch, torch.tensor([0, second])), forward):
+        layouts |= dict.fromkeys(shared, Layout(1, repeated=True))
+    return layouts
+
+
+@contextmanager
+def inputs_repeated(modules: Iterable[nn.Module], samples: Callable[[], int]) -> Iterator[None]:
+    """Inside, each module's ids (1, T) are repeated for ``samples()`` samples where gradients are recorded.
+
+    Without gradients an objective may run the model on another number of samples.
+    """
+
+    def repeat(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> Any:
+        ids = entering(args, kwargs)
+        wide = ids.expand(samples(), *ids.shape[1:]) if len(ids) == 1 and torch.is_grad_enabled() else ids
+        return ((wide, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): wide})
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_pre_hook(repeat, with_kwargs=True).remove)
+        yield
+
+
+def _same_when_repeated(
+    modules: Iterable[nn.Module], batch: Batch, forward: Callable[[dict[str, BatchValue]], object]
+) -> bool:
+    """Whether the losses of two samples stay as they are."""
+    with torch.enable_grad():
+        before = forward(dict(batch))
+        try:
+            with inputs_repeated(modules, lambda: 2):
+                after = forward(dict(batch))
+        except RuntimeError:  # the model reads the shape of what the table gives
+            return False
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return False
+    return before.shape == after.shape and _alike(before, after)
 
 
 def _layout(two: list[Tensor], three: list[Tensor], role: str, length: int) -> Layout:

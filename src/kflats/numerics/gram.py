@@ -89,6 +89,19 @@ def top_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return values.flip(0).clamp_min(0.0), vectors.flip(1)[:, :rank].T.contiguous()
 
 
+def principal_axes(rows: Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Eigenvalues, descending, and eigenvectors (r, d) of the weighted Gram of ``rows`` (n, d), r = min(n, d), float64.
+
+    Of fewer rows than columns by their SVD: n^2 d in place of d^3.
+    """
+    n, d = rows.shape
+    if n >= d:
+        return top_eigenvectors(gram_of(rows, weights), d)
+    block = rows.take(torch.arange(n, device=rows.device)).to(torch.float64)
+    _, singular, axes = torch.linalg.svd(block * weights.to(block).sqrt().unsqueeze(1), full_matrices=False)
+    return singular.square(), axes
+
+
 def refined_eigenvectors(gram: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """``top_eigenvectors``, from a ``start`` (r, d) near them; the last eigenvalues are replaced by their mean.
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -110,6 +111,11 @@ def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
     >>> right_metric(torch.tensor([9.0, 0.0]), 2).factor.tolist(), right_metric(torch.tensor([9.0, 0.0]), 2).scale
     ([1.5, 1.5e-06], 4.0)
     """
+    return _metric(right, right._version, d, floor)
+
+
+@lru_cache(maxsize=1)  # plans and fits ask for the metric of one weight several times in a row
+def _metric(right: Tensor, version: int, d: int, floor: float) -> Metric:
     gram = check_gram(right, d, "right", "columns")
     scale = scale_of(gram)
     gram = gram / scale

@@ -270,15 +270,19 @@ def _search(sources: Sequence[Source], budget: int) -> tuple[list[CodedBasis], f
     finest = low = math.log2(_finest(sources))
     high = math.log2(coarse)
     at = max(low, math.log2(max(*(source.first_step for source in sources), 1e-300)))
+    before: tuple[float, float] | None = None
     for _ in range(_TRIES):
         rates, here = estimates(2.0**at), at
         size = sum(one.size for one in rates)
         if abs(size - budget) <= 0.005 * budget or (size <= budget and at <= finest):
             break
         low, high = (low, at) if size <= budget else (at, high)
-        # A live coordinate loses about one bit for each doubling of its step.
-        move = 8 * (size - budget) / max(sum(one.live for one in rates), 1.0)
-        at += max(-2.0, min(2.0, move))
+        # A live coordinate loses about one bit for each doubling of its step; then the last two sizes say how many do.
+        slope = -max(sum(one.live for one in rates), 1.0) / 8
+        if before is not None and (size - before[1]) * (at - before[0]) < 0:
+            slope = (size - before[1]) / (at - before[0])
+        before = at, size
+        at += max(-2.0, min(2.0, (budget - size) / slope))
         if not low < at < high:
             at = (low + high) / 2 if low > finest or size > budget else finest
         if high - low < 1e-3:

@@ -13,7 +13,7 @@ from kflats.numerics.coding.basis import CodedBasis, code_basis
 from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST
-from kflats.numerics.gram import gram_of, top_eigenvectors
+from kflats.numerics.gram import principal_axes
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, slices
 from kflats.numerics.svd import Metric, right_metric
 
@@ -25,6 +25,8 @@ _FEWEST = 64
 """The least rows of each class in that sample, if it has as many."""
 _RANK = 1e-10
 """Energies below this, in units of the largest, are rounding."""
+_DEPENDENT = 1e-4
+"""An axis that lies in the span of the others up to this share of its length is dependent."""
 _MARGIN = 1.25
 """The range of a class, in lengths of its longest row. It exceeds 1 because coded axes are not quite orthogonal."""
 _UNLIKE = 16
@@ -38,9 +40,10 @@ class Source:
     """The part of transform coding that does not depend on the step.
 
     ``row_weights`` and ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
-    ``first_step``, where to begin to look for a step; ``labels`` (n,) and ``members``, the rows of each of C classes;
-    ``weights`` (C,) their mean weights, ``means`` (C, d) their mean rows; ``longest`` (C,), their largest norms;
-    ``cap``, the weighted norm from which on a row is expected to need a coarser step than the others.
+    ``directions`` (r, d), the axes without the metric; ``first_step``, where to begin to look for a step; ``labels``
+    (n,) and ``members``, the rows of each of C classes; ``weights`` (C,) their mean weights, ``means`` (C, d) their
+    mean rows; ``longest`` (C,), their largest norms; ``cap``, the weighted norm from which on a row is expected to need
+    a coarser step than the others.
     """
 
     rows: Rows
@@ -48,6 +51,7 @@ class Source:
     row_weights: Tensor
     norms: Tensor
     axes: Tensor
+    directions: Tensor
     energies: Tensor
     first_step: float
     labels: Tensor
@@ -137,7 +141,7 @@ class Source:
 
     def code_axes(self, step: float) -> CodedBasis:
         """All axes, coded for this step."""
-        return code_basis(self.metric.decoder(self.axes), self.energies, step)
+        return code_basis(self.directions, self.energies, step)
 
     def outside(self, step: float) -> float:
         """Weighted energy of all rows outside the span of the axes as they are coded for this step: nothing where they
@@ -151,7 +155,7 @@ class Source:
         """Coordinates against a coded basis B, in steps: least squares in the metric, a R ~ y B R."""
         steps = torch.maximum(step / self.weights.sqrt(), self.floors).to(torch.float32)
         measured = self.metric.measured(basis.directions)
-        encoder = self.metric.encoder(torch.linalg.pinv(measured @ measured.T, hermitian=True) @ measured)
+        encoder = self.metric.encoder(_least_squares(measured))
         centers = (self.means @ encoder / steps.to(torch.float64).unsqueeze(1)).round().clamp(-FARTHEST, FARTHEST)
         return Frame(
             self, basis, steps, encoder, centers, (steps.to(torch.float64) * self.weights.sqrt() / step).square()
@@ -217,8 +221,7 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
     def principal(cap: float) -> tuple[Tensor, Tensor, float]:
         """Energies, axes and the first step where no row counts more than one of weighted length ``cap``."""
         v = w if cap >= longest else w * (cap / lengths.clamp_min(cap)).square()
-        gram = gram_of(measured, v)
-        energies, axes = top_eigenvectors(gram, d)
+        energies, axes = principal_axes(measured, v)
         known = int((energies[: min(n, d)] > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
         energies, axes = energies[:known], axes[:known]
         # Directions without energy leave their bits to the others.
@@ -240,8 +243,21 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
             z = block.to(torch.float64) @ axes.to(torch.float64).T
             energies += w[here] @ z.square()
     none = torch.zeros(0)
-    bare = Source(rows, metric, w, norms, axes, energies, first_step, none, (), none, none, none, cap)
+    directions = metric.decoder(axes)
+    bare = Source(rows, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap)
     return bare.classed(torch.zeros(n, dtype=torch.int64))
+
+
+def _least_squares(basis: Tensor) -> Tensor:
+    """(B B')^+ B for B (r, d): coordinates of a row a against B are a times its transpose."""
+    gram = basis @ basis.T
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    roots = factor.diagonal()
+    # Coded axes are nearly orthonormal; integers may turn two of them into one.
+    if bool(failed) or not len(roots) or float(roots.min()) < _DEPENDENT * float(roots.max()):
+        inverse: Tensor = torch.linalg.pinv(gram, hermitian=True)
+        return inverse @ basis
+    return torch.cholesky_solve(basis, factor)
 
 
 def sum_of(rows: Rows, index: Tensor) -> Tensor:
