@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.comparing import paired, take_turns
 from kflats.matrices.layers import FactoredLinear
 from kflats.matrices.registry import LowRankMatrix
 from kflats.model.swap import swap_
@@ -180,17 +179,6 @@ def test_operations_of_factored_layers_are_counted() -> None:
     assert model.training
     assert not model.a._forward_hooks
     assert not model.a._forward_pre_hooks
-
-
-def test_turns_alternate() -> None:
-    seen: list[str] = []
-    times = take_turns([lambda: seen.append("a"), lambda: seen.append("b")], 2, torch.device("cpu"))
-    assert "".join(seen) == "ab" + "ba" + "ab" + "ba"  # the first two turns only warm up
-    assert [len(t) for t in times] == [2, 2]
-    found = paired([1.0, 2.0], [2.0, 4.0], batch=3, tokens=5)
-    assert (found.ratio, found.low, found.high, found.original_ms, found.compressed_ms) == (2, 2, 2, 1500, 3000)
-    with pytest.raises(KflatsError, match="0 turns"):
-        take_turns([], 0, torch.device("cpu"))
 
 
 def test_outputs_that_are_not_finite_are_refused(data: Path, tiny_tokenizer: Any, tiny_model: Any) -> None:

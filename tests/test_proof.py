@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kflats.evaluation.proof import Judge
+from kflats.evaluation.outputs import Judge
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

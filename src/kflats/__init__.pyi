@@ -4,7 +4,8 @@ from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
 from kflats.codecs import Float, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.evaluation.comparing import compare, fidelity
+from kflats.evaluation.comparing import fidelity
+from kflats.evaluation.proof import compare
 from kflats.export.adapters import adapt_lora_
 from kflats.export.dense import export_dense
 from kflats.export.onnx import export_onnx

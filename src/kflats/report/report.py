@@ -28,11 +28,12 @@ from typing import Any
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, plain, share, size, table, visible
 from kflats.common.schema import JsonObject, check_version, decode
+from kflats.evaluation.proof import Proof
 from kflats.io.atomic import replaced
 from kflats.report.trimmed import TrimReport
 
 REPORT_FILE = "kflats_report.json"
-_FORMAT, _VERSION = "kflats-report", 1
+_FORMAT, _VERSION = "kflats-report", 2
 _DETAILED = 4  # weights whose flats the text form lists
 _REASONS = 12  # dense weights whose reasons the text form lists
 
@@ -169,7 +170,8 @@ class Report:
 
     Sizes are bytes of weights: ``model_bytes_*`` of everything the model stores (with the weight files of a
     sentence-transformers folder's other modules), the weights' own in ``weights``; where the vocabulary was trimmed
-    first, of the trimmed model. Round trip: ``Report.from_json(report.to_json()) == report``.
+    first, of the trimmed model. ``proof`` is what the compression did to the outputs, None: not measured. Round trip:
+    ``Report.from_json(report.to_json()) == report``.
 
     >>> empty = Report("tiny", "60%", (), 10, 10, 0, "0.1.0")
     >>> Report.from_json(empty.to_json()) == empty
@@ -184,6 +186,7 @@ class Report:
     seed: int
     version: str
     trimming: TrimReport | None = None
+    proof: Proof | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -298,6 +301,8 @@ class Report:
             parts += ["", *_details(weight)]
         if len(factored) > _DETAILED:
             parts += ["", f"({len(factored) - _DETAILED} more weights: see the report file)"]
+        if self.proof is not None:
+            parts += ["", str(self.proof)]
         return "\n".join(parts)
 
 

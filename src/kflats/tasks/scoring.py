@@ -17,15 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kflats.common.formatting import number, plain, share, size, table, visible
 from kflats.common.texts import IGNORED, pad_id, token_limit
-from kflats.evaluation.comparing import (
-    Latency,
-    load_tokenizer,
-    memory_bytes,
-    paired,
-    take_turns,
-    weight_file_bytes,
-)
+from kflats.evaluation.comparing import load_tokenizer, memory_bytes, weight_file_bytes
 from kflats.evaluation.encoding import Batch, check_finite, device_of, encode, evaluating
+from kflats.evaluation.latency import Latency, beside_the_first, take_turns
 from kflats.io import load_model, resolve_model
 from kflats.report.analysis import stored_bytes, stored_tensors
 from kflats.tasks.batches import Feature, collate, feature_batches, features
@@ -263,12 +257,10 @@ def evaluate_folder(
     rows = features(examples, tokenizer, max_length, limit=limit, model=models[0], seed=seed)
     runs = [partial(model, **_timed_batch(model, tokenizer, rows)) for model in models]
     with evaluating(*models), torch.inference_mode():
-        after, before = take_turns(runs, _TURNS, device_of(models[0]))
+        compressed, first = take_turns(runs, _TURNS, device_of(models[0]))
     new, old = scores
-    timing = paired(before, after, batch=new.batch, tokens=new.tokens)
-    return TaskReport(
-        replace(new, latency_ms=timing.compressed_ms), replace(old, latency_ms=timing.original_ms), timing
-    )
+    before, after = beside_the_first({"original": first, "compressed": compressed}, new.batch, new.tokens)
+    return TaskReport(replace(new, latency_ms=after.ms), replace(old, latency_ms=before.ms), after)
 
 
 def _outputs(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) -> list[Tensor]:
