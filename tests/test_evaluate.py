@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,10 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.common.texts import packaged_texts, read_texts
 from kflats.evaluation.comparing import (
-    Comparison,
-    Fidelity,
-    Latency,
-    compare,
     fidelity,
-    latency,
     load_tokenizer,
     memory_bytes,
     neighbour_overlap,
-    weight_file_bytes,
 )
 from kflats.evaluation.encoding import encode, rare_words
 
@@ -191,46 +184,10 @@ def test_neighbour_overlap_by_hand_and_in_blocks() -> None:
     assert neighbour_overlap(a[:3], a[:3]) == 1.0
 
 
-class Slow(nn.Module):
-    """A model that takes ``work`` times as long."""
-
-    def __init__(self, model: Any, work: int) -> None:
-        super().__init__()
-        self.model, self.work, self.config = model, work, model.config
-
-    def forward(self, **inputs: torch.Tensor) -> Any:
-        for _ in range(self.work - 1):
-            self.model(**inputs)
-        return self.model(**inputs)
-
-
-def test_latency_sees_a_slower_model() -> None:
-    model, tokenizer = tiny("bert").train(), word_tokenizer()
-    found = latency(model, Slow(model, 4), tokenizer, TEXTS, pairs=9)
-    assert found.low <= found.ratio <= found.high
-    assert found.ratio > 2
-    assert (found.pairs, found.batch, found.tokens) == (9, 5, 7)
-    assert model.training
-    with pytest.raises(KflatsError, match="at least one"):
-        latency(model, model, tokenizer, [])
-
-
 def test_memory_counts_shared_tensors_once() -> None:
     config = transformers.GPT2Config(vocab_size=102, n_embd=16, n_layer=1, n_head=2, tie_word_embeddings=True)
     head, base = transformers.GPT2LMHeadModel(config), transformers.GPT2Model(config)
     assert memory_bytes(head) == memory_bytes(base)
-
-
-def test_a_comparison_prints_what_it_holds() -> None:
-    text = str(
-        Comparison(
-            "a", "b\x1b", (90_900_000, 72_000_000), (91_000_000, 73_000_000),
-            Fidelity(0.99124, 0.9812, None, 150, 0.95, 500), Latency(50.0, 51.0, 1.02, 0.99, 1.05, 20, 32, 19),
-        )
-    )  # fmt: skip
-    for part in ("90.9 MB", "72.0 MB", "79.2 %", "0.9912", "0.9812", "0.9500", "500 words", "0.99 to 1.05", "102.0 %"):
-        assert part in text
-    assert "\x1b" not in text
 
 
 def test_the_real_model(real: tuple[Any, Any]) -> None:
@@ -241,25 +198,6 @@ def test_the_real_model(real: tuple[Any, Any]) -> None:
     words = rare_words(tokenizer, packaged_texts("count"), count=50)
     assert len(words) == 50
     assert all(len(tokenizer(w, add_special_tokens=False)["input_ids"]) == 1 for w in words)
-
-
-def test_comparing_folders(minilm: Path) -> None:
-    found = compare(minilm, minilm, ["A dog runs.", "Two birds sing.", "It rains."], pairs=2)
-    assert found.fidelity.mean_cosine == pytest.approx(1, abs=1e-5)
-    assert found.disk[0] == found.disk[1] == (minilm / "model.safetensors").stat().st_size == weight_file_bytes(minilm)
-    assert found.memory[0] > 80e6
-
-
-def test_models_that_do_not_belong_together_are_told_of(tmp_path: Path) -> None:
-    for seed in (0, 1):
-        torch.manual_seed(seed)
-        tiny("bert").save_pretrained(tmp_path / str(seed))
-        word_tokenizer().save_pretrained(tmp_path / str(seed))
-    texts = ["wordaa wordab", "wordac", "wordad wordaa"]
-    alone = compare(tmp_path / "0", tmp_path / "0", texts, pairs=1)
-    other = replace(alone, fidelity=replace(alone.fidelity, mean_cosine=-0.1))
-    assert "hardly alike" not in str(alone)
-    assert "outputs are hardly alike: is the second model a compressed version of the first?" in str(other)
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:

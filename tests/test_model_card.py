@@ -26,7 +26,7 @@ from kflats.report.model_card import (
     compressed_card,
     dense_card,
     hub_name,
-    note_fidelity,
+    note_proof,
     split,
     with_tag,
     with_value,
@@ -223,14 +223,18 @@ def test_what_is_measured_comes_into_the_card(small: Path, with_card: Path, tmp_
         assert done.exit_code == 0, done.output
         text = (folder / "README.md").read_text()
         assert "Not measured yet" not in text
-        shown = re.findall(r"mean cosine of sentence vectors, 5 sentences \| ([\d.]+) \|", text)
+        assert "encoder, 5 texts, 5 outputs compared" in text
+        shown = re.findall(r"\| mean cosine \| ([\d.]+) \|", text)
         assert len(shown) == 1
         assert shown[0] in done.output
+        proof = Report.load(folder).proof
+        assert proof is not None
+        assert f"{proof.outputs.measures[0].value:.4f}" == shown[0]
     assert "It maps words to numbers." in text
     (folder / "README.md").write_text("another card")
-    measured = kflats.compare(with_card, folder, TEXTS, pairs=1)
+    measured = kflats.compare(with_card, folder, TEXTS, turns=1)
     with pytest.raises(KflatsError, match="no place for measurements"):
-        note_fidelity(folder, measured)
+        note_proof(folder, measured)
     assert (folder / "README.md").read_text() == "another card"
 
 

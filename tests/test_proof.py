@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from kflats.evaluation.outputs import Judge
+from kflats.cli.app import app
+from kflats.common.errors import KflatsError
+from kflats.compress import pipeline
+from kflats.compress.pipeline import compress_folder
+from kflats.evaluation import outputs
+from kflats.evaluation.footprint import Footprint, footprint
+from kflats.evaluation.latency import Latency, TorchModel, beside_the_first, latencies, take_turns, using_threads
+from kflats.evaluation.outputs import Judge, Measure, Outputs, Worst
+from kflats.evaluation.proof import Proof, compare
+from kflats.report.model_card import CARD, compressed_card, note_proof
+from kflats.report.report import REPORT_FILE, Report
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -112,3 +125,321 @@ def test_equal_models_lose_nothing_and_more_noise_loses_more(
     losses = [judge(noisy(model, amount)).loss for amount in (0.003, 0.03, 0.3)]
     assert 0 < losses[0] < losses[1] < losses[2]
     assert losses[0] < 0.1 * losses[2]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2 classifier", "bert tagger", "masked bert", "gpt2", "t5", "whisper"])
+def test_batches_and_padding_change_nothing(name: str, tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
+    model = tiny(name)
+    other = noisy(model, 0.1)
+    one, many = (Judge(model, *reads(name, tiny_tokenizer), batch=batch)(other) for batch in (1, 32))
+    assert many.loss == pytest.approx(one.loss, rel=1e-4)
+    assert many.tail_loss == pytest.approx(one.tail_loss, rel=1e-4)
+    assert [m.name for m in many.measures] == [m.name for m in one.measures]
+    assert [m.value for m in many.measures] == pytest.approx([m.value for m in one.measures], rel=1e-4)
+
+
+def test_the_loss_of_labels_by_hand(tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
+    model = tiny("bert classifier")
+    other = noisy(model, 0.3)
+    batch = tiny_tokenizer(TEXTS, return_tensors="pt", padding=True)
+    with torch.no_grad():
+        p, q = (m(batch["input_ids"], batch["attention_mask"]).logits.softmax(1) for m in (model, other))
+    made = Judge(model, tiny_tokenizer, TEXTS)(other)
+    assert made.loss == pytest.approx(float((p - q).abs().sum(1).mean()) / 2, rel=1e-3)
+    kept, divergence = (m.value for m in made.measures)
+    assert kept == pytest.approx(float((p.argmax(1) == q.argmax(1)).double().mean()))
+    assert divergence == pytest.approx(float((p * (p / q).log()).sum(1).mean()), rel=1e-3)
+    assert (made.samples, made.places, made.inputs) == (len(TEXTS), len(TEXTS), "texts")
+
+
+def test_the_loss_of_a_language_model_by_hand(tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
+    model = tiny("gpt2")
+    other = noisy(model, 0.2)
+    divergence, surprise = [], []
+    for text in TEXTS:
+        ids = torch.tensor([tiny_tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            p, q = (m(ids).logits[0, :-1].log_softmax(-1) for m in (model, other))
+        divergence.append((p.exp() * (p - q)).sum(-1))
+        surprise.append(-q.gather(1, ids[0, 1:, None]))
+    made = Judge(model, tiny_tokenizer, TEXTS)(other)
+    assert made.loss == pytest.approx(float(torch.cat(divergence).mean()), rel=1e-3)
+    assert made.measures[0].name == "perplexity"
+    assert made.measures[0].value == pytest.approx(float(torch.cat(surprise).mean().exp()), rel=1e-3)
+    assert made.places == len(torch.cat(surprise))
+
+
+def test_fewer_tokens_are_compared_where_the_vocabulary_is_large(
+    tiny: Callable[[str], Any], tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny("gpt2")
+    whole = Judge(model, tiny_tokenizer, TEXTS)(noisy(model, 0.1))
+    monkeypatch.setattr(outputs, "_NUMBERS", 300 * whole.places // 2)
+    half = Judge(model, tiny_tokenizer, TEXTS)(noisy(model, 0.1))
+    assert half.samples == whole.samples
+    assert whole.places / 2 - 1 < half.places < 0.75 * whole.places
+    assert half.loss == pytest.approx(whole.loss, rel=0.3)
+    assert Judge(model, tiny_tokenizer, TEXTS)(model).loss == 0
+
+
+def test_the_worst_texts_are_those_that_were_planted(tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
+    """One word's vector is spoilt: the texts with this word are the worst, and the tail is heavy."""
+    model = tiny("bert")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.embeddings.word_embeddings.weight[tiny_tokenizer.convert_tokens_to_ids("word200")].neg_()
+    planted = ["word200 word200", "the word200 word200 word200 a"]
+    texts = [*(f"word{i} the word{i + 1} of" for i in range(20)), *planted]
+    made = Judge(model, tiny_tokenizer, texts)(other)
+    assert made.heavy
+    assert {one.text for one in made.worst if one.loss > 0} == set(planted)
+    assert made.worst[0].loss >= made.worst[1].loss > 4 * made.loss
+    even = Judge(model, tiny_tokenizer, texts)(noisy(model, 0.3))
+    assert not even.heavy
+    assert even.worst == ()
+
+
+def test_what_cannot_be_judged(tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
+    bert, wide = tiny("bert"), transformers.BertModel(transformers.BertConfig(**(BERT | {"hidden_size": 32})))
+    with pytest.raises(KflatsError, match="no texts"):
+        Judge(bert, tiny_tokenizer, [])
+    with pytest.raises(KflatsError, match="tokenizer is needed"):
+        Judge(bert, None, TEXTS)
+    with pytest.raises(KflatsError, match="not one string"):
+        Judge(bert, tiny_tokenizer, "one text")
+    with pytest.raises(KflatsError, match="cannot be compared"):
+        Judge(bert, tiny_tokenizer, TEXTS)(wide)
+    with pytest.raises(KflatsError, match="inputs of Linear are unknown"):
+        Judge(torch.nn.Linear(3, 4))
+    with pytest.raises(KflatsError, match="too few tokens"):
+        Judge(tiny("bert tagger"), tiny_tokenizer, [""])
+    broken = copy.deepcopy(bert)
+    with torch.no_grad():
+        broken.embeddings.word_embeddings.weight[5] = torch.nan
+    with pytest.raises(KflatsError, match="not finite"):
+        Judge(bert, tiny_tokenizer, TEXTS)(broken)
+    both = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config=BERT | {"max_position_embeddings": 32}, vision_config=VIT, projection_dim=16
+        )
+    )
+    with pytest.raises(KflatsError, match="CLIPModel cannot be run on these inputs alone"):
+        Judge(both, tiny_tokenizer, TEXTS)
+    electra = {**BERT, "embedding_size": 16}
+    with pytest.raises(KflatsError, match="are not compared"):
+        Judge(transformers.ElectraForPreTraining(transformers.ElectraConfig(**electra)), tiny_tokenizer, TEXTS)
+
+
+class Clock:
+    """Seconds that pass only while something runs."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.seen: list[str] = []
+
+    def __call__(self) -> float:
+        return self.now
+
+    def run(self, name: str, seconds: float) -> Callable[[], None]:
+        def work() -> None:
+            self.now += seconds
+            self.seen.append(name)
+
+        return work
+
+
+CPU = torch.device("cpu")
+
+
+def test_turns_alternate_and_the_first_is_not_counted() -> None:
+    clock = Clock()
+    times = take_turns([clock.run("a", 1), clock.run("b", 2)], 3, CPU, clock=clock)
+    assert "".join(clock.seen) == "ab" + "ba" + "ab" + "ba"
+    assert times == [[1, 1, 1], [2, 2, 2]]
+    first, second = beside_the_first({"a": times[0], "b": times[1]}, 3, 5)
+    assert (first.ms, first.ratio, second.ms, second.ratio, second.low, second.high) == (1000, 1, 2000, 2, 2, 2)
+    assert (second.name, second.turns, second.samples, second.tokens) == ("b", 3, 3, 5)
+    with pytest.raises(KflatsError, match="0 turns"):
+        take_turns([], 0, CPU)
+
+
+@pytest.mark.parametrize(("seconds", "ran"), [(100, 11), (12, 5), (5, 4), (1, 3)])
+def test_turns_end_after_some_seconds_but_there_are_three(seconds: float, ran: int) -> None:
+    """A turn takes 3 s. If the first one alone is longer than the limit, it is counted."""
+    clock = Clock()
+    times = take_turns([clock.run("a", 1), clock.run("b", 2)], 10, CPU, seconds=seconds, clock=clock)
+    assert len(clock.seen) == 2 * ran
+    assert len(times[0]) == len(times[1]) == (ran if seconds < 3 else ran - 1)
+
+
+def test_a_ratio_is_taken_turn_by_turn() -> None:
+    """A machine that slows down by half in the middle changes no ratio."""
+    slowing = [1.0] * 5 + [2.0] * 5
+    _, double = beside_the_first({"a": slowing, "b": [2 * t for t in slowing]}, 1, 1)
+    assert (double.ratio, double.low, double.high) == (2, 2, 2)
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with using_threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+    with using_threads(None):
+        assert torch.get_num_threads() == before
+
+
+class Unavailable:
+    name = "unavailable"
+
+    def build(self) -> Any:
+        raise KflatsError("this machine cannot run it")
+
+
+class Slow(TorchModel):
+    def build(self) -> Any:
+        run = super().build()
+        return lambda batch: [run(batch) for _ in range(4)]
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", "whisper"])
+def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], Any]) -> None:
+    model = tiny(name)
+    before = torch.get_num_threads()
+    contestants = [TorchModel("original", model), Unavailable(), Slow("slow", model)]
+    contestants.append(TorchModel("bfloat16", model, torch.bfloat16))
+    timed, reasons = latencies(contestants, model, shapes=[(1, 20), (4, 9)], threads=1, turns=3)
+    assert reasons == {"unavailable": "this machine cannot run it."}
+    assert [one.name for one in timed] == ["original", "slow", "bfloat16"] * 2
+    assert [one.samples for one in timed] == [1] * 3 + [4] * 3
+    text = name in ("bert", "gpt2", "t5")
+    assert [one.tokens for one in timed] == ([20] * 3 + [9] * 3 if text else [0] * 6)
+    assert {one.threads for one in timed} == {1}
+    assert timed[1].ratio > 2
+    assert torch.get_num_threads() == before
+    assert next(model.parameters()).dtype == torch.float32
+    with pytest.raises(KflatsError, match="cannot run it"):
+        latencies([Unavailable()], model, turns=1)
+
+
+LATENCIES = tuple(
+    Latency(name, 50.0 * ratio, ratio, ratio - 0.03, ratio + 0.03, 9, 32, 30, 2)
+    for name, ratio in (("original", 1.0), ("bfloat16", 0.29), ("compressed", 1.02))
+)
+MADE = Proof(
+    Outputs("encoder", "texts", 20, 20, 0.01, 0.25, (Measure("mean cosine", 0.99),), (Worst(0.25, "a\x1bb"),)),
+    (90_900_000, 72_000_000),
+    (Footprint(60_000_000, 0.5), Footprint(30_000_000, 1.0)),
+    LATENCIES,
+)
+
+
+def test_a_proof_prints_what_it_holds() -> None:
+    text = str(MADE)
+    shown = (
+        "90.9 MB 72.0 MB 79.2 % 60.0 MB 30.0 MB 50.0 % 0.50 s 1.00 s 200.0 % 0.9900 (quality 0.9900) 14.5 ms 51.0 ms"
+    )
+    for part in (
+        *shown.split(),
+        "32 x 30 tokens",
+        "102.0 % (99.0 % to 105.0 %)",
+        "9 turns",
+        "2 threads",
+        "one in twenty",
+    ):
+        assert part in text
+    assert "\x1b" not in text
+    assert "hardly alike" not in text
+    assert "hardly alike" in str(replace(MADE, outputs=replace(MADE.outputs, loss=0.9)))
+    assert "warning" not in str(replace(MADE, outputs=replace(MADE.outputs, tail_loss=0.03)))
+    assert "memory" not in str(replace(MADE, footprints=None))
+
+
+def test_a_report_holds_the_proof_without_texts(tmp_path: Path) -> None:
+    report = Report("m", "60%", (), 100, 80, 0, "0.1.0", proof=MADE)
+    (tmp_path / CARD).write_text(compressed_card(report, (9, 5), (), None, "", "transformers"))
+    replace(report, proof=None).save(tmp_path / REPORT_FILE)
+    note_proof(tmp_path, MADE)
+    assert Report.load(tmp_path) == report
+    for file in (CARD, REPORT_FILE):
+        assert "u001bb" not in (tmp_path / file).read_text()
+    older = report.to_json() | {"version": 1}
+    assert Report.from_json(older).proof == MADE
+    assert "90.9 MB" in str(report)
+
+
+@pytest.fixture
+def folder(tiny: Callable[[str], Any], tiny_tokenizer: Any, tmp_path: Path) -> Path:
+    tiny("bert classifier").save_pretrained(tmp_path / "model")
+    tiny_tokenizer.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_a_folder_compared_with_itself(folder: Path) -> None:
+    proof = compare(folder, folder, TEXTS, turns=2)
+    assert (proof.outputs.loss, proof.outputs.kind, proof.outputs.samples) == (0, "classifier", len(TEXTS))
+    assert proof.files[0] == proof.files[1] == (folder / "model.safetensors").stat().st_size
+    assert {one.name for one in proof.latencies} == {"original", "bfloat16", "compressed"}
+    assert {(one.samples, one.tokens) for one in proof.latencies} == {(1, 20), (32, 30), (32, 128)}
+
+
+def test_images_need_no_tokenizer(tiny: Callable[[str], Any], tmp_path: Path) -> None:
+    tiny("vit").save_pretrained(tmp_path)
+    proof = compare(tmp_path, tmp_path, turns=1)
+    assert (proof.outputs.inputs, proof.outputs.loss) == ("drawn inputs", 0)
+    assert "8 inputs" in str(proof)
+
+
+def test_compress_ends_with_a_proof(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("\n".join(TEXTS))
+    wanted = ["compress", str(folder), "--keep", "40%", "--out"]
+    done = CliRunner().invoke(app, [*wanted, str(tmp_path / "a"), "--eval-texts", str(texts)])
+    assert done.exit_code == 0, done.output
+    proof = Report.load(tmp_path / "a").proof
+    assert proof is not None
+    assert (proof.outputs.inputs, proof.outputs.samples) == ("texts", len(TEXTS))
+    assert proof.outputs.summary in done.output
+    assert proof.outputs.summary in (tmp_path / "a" / CARD).read_text()
+    done = CliRunner().invoke(app, [*wanted, str(tmp_path / "b"), "--no-proof"])
+    assert "outputs compared" not in done.output
+    assert Report.load(tmp_path / "b").proof is None
+    # Written by kflats and unchanged since, the folder may be replaced.
+    assert CliRunner().invoke(app, [*wanted, str(tmp_path / "a"), "--force", "--no-proof"]).exit_code == 0
+
+
+def test_an_interrupted_proof_leaves_the_folder_whole(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "compare", interrupt)
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["compress", str(folder), "--keep", "40%", "--out", str(out)])
+    assert done.exit_code == 130
+    assert f"kflats compare {folder} {out} --card" in done.stderr.replace("\n", "")
+    assert Report.load(out).proof is None
+    assert compare(folder, out, TEXTS, turns=1).outputs.loss > 0
+
+
+def test_a_model_that_cannot_be_judged_is_compressed_and_said_so(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise KflatsError("its outputs are not compared")
+
+    monkeypatch.setattr(pipeline, "compare", refuse)
+    with pytest.warns(UserWarning, match=r"no proof: its outputs are not compared"):
+        report = compress_folder(folder, tmp_path / "out", keep="40%", quiet=True, proof=True)
+    assert report == Report.load(tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_fresh_process_measures_memory_and_time(minilm: Path, tmp_path: Path) -> None:
+    """The numbers of a table that is never looked at are memory too, once they are decoded or copied."""
+    made = footprint(minilm)
+    assert made.memory_bytes is not None
+    assert 20e6 < made.memory_bytes < 400e6
+    assert 0 < made.first_output_s < 120
+    with pytest.raises(KflatsError, match="fresh process"):
+        footprint(tmp_path)

@@ -188,7 +188,7 @@ def pad_id(tokenizer: PreTrainedTokenizerBase | None, model: nn.Module | None = 
     return next((i for i in ids if isinstance(i, int) and i >= 0), 0)
 
 
-def pad(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
+def pad(rows: Sequence[Sequence[int] | Tensor], filler: int) -> Tensor:
     """(rows, longest) int64, padded at the right.
 
     >>> pad([[5, 6], [7]], 0).tolist()
@@ -197,11 +197,13 @@ def pad(rows: Sequence[Sequence[int]], filler: int) -> Tensor:
     import torch  # texts are read without it
     from torch.nn.utils.rnn import pad_sequence
 
-    return pad_sequence([torch.tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=filler)
+    return pad_sequence(
+        [torch.as_tensor(row, dtype=torch.long) for row in rows], batch_first=True, padding_value=filler
+    )
 
 
 def padded_batch(
-    rows: Sequence[Mapping[str, Sequence[int]]], filler: int, device: torch.device | str = "cpu"
+    rows: Sequence[Mapping[str, Sequence[int] | Tensor]], filler: int, device: torch.device | str = "cpu"
 ) -> dict[str, Tensor]:
     """One batch: token ids padded with ``filler``, other columns (token types) with 0, and the attention mask.
 

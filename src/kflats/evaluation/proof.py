@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,10 +65,6 @@ class Proof:
             rows.append(["{} x {} tokens".format(*shape) if shape[1] else f"{shape[0]} inputs", *cells, ratio])
         return rows
 
-    def without_texts(self) -> Proof:
-        """The same without the texts of the worst samples: for a file that may be published."""
-        return replace(self, outputs=self.outputs.without_texts())
-
     def __str__(self) -> str:
         out = self.outputs
         parts = [plain(table(COLUMNS, self.rows())), "", out.summary]
@@ -78,7 +74,7 @@ class Proof:
             parts.append("the outputs are hardly alike: is the second model a compressed version of the first?")
         if out.heavy:
             parts += ["", f"warning: one in twenty loses {number(out.tail_loss)} or more. The worst:"]
-            parts += [f"  {number(one.loss)}  {visible(one.text) or one.place}" for one in out.worst]
+            parts += [f"  {number(one.loss)}  {visible(one.text)}" for one in out.worst]
         return "\n".join(parts)
 
     @property

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import IGNORED, batches_by_length, tokenize_texts
+from kflats.common.texts import batches_by_length, padded_batch, tokenize_texts
 from kflats.evaluation.encoding import MAX_TOKENS
 from kflats.evaluation.running import is_encoder_decoder
 from kflats.model.weights import vocabulary_end
@@ -98,28 +97,27 @@ def drawn_samples(model: nn.Module, count: int, tokens: int = 32, seed: int = 0)
 
 
 def collate(samples: Sequence[Sample], filler: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-    """One batch: token ids padded at the right with ``filler``, labels with -100, and the attention mask of the ids.
+    """One batch: token ids padded at the right with ``filler``, labels with 0, and the attention mask of the ids.
 
     >>> collate([{"input_ids": torch.tensor([5, 6])}, {"input_ids": torch.tensor([7])}], 9)["input_ids"].tolist()
     [[5, 6], [7, 9]]
     """
-    fillers = {"input_ids": filler, "labels": IGNORED}
-    batch = {
-        name: pad_sequence([one[name] for one in samples], batch_first=True, padding_value=fillers.get(name, 0))
-        for name in samples[0]
-    }
-    if "input_ids" in batch:
-        ones = [torch.ones_like(one["input_ids"]) for one in samples]
-        batch["attention_mask"] = pad_sequence(ones, batch_first=True)
-    return {name: tensor.to(device) for name, tensor in batch.items()}
+    if "input_ids" in samples[0]:
+        return padded_batch(samples, filler, device)
+    return {name: torch.stack([one[name] for one in samples]).to(device) for name in samples[0]}
 
 
 def batches(
     samples: Sequence[Sample], batch: int, filler: int, device: torch.device
 ) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
     """The places of the samples of each batch, and the batch; the longest texts first."""
-    for places in batches_by_length([len(next(iter(one.values()))) for one in samples], batch):
+    for places in batches_by_length([length(one) for one in samples], batch):
         yield places, collate([samples[i] for i in places], filler, device)
+
+
+def length(sample: Sample) -> int:
+    """The number of a text's tokens, or of the first axis of another input."""
+    return len(next(iter(sample.values())))
 
 
 def _with_labels(model: nn.Module, sample: dict[str, Tensor]) -> Sample:

@@ -157,7 +157,7 @@ def note_proof(folder: str | os.PathLike[str], proof: Proof) -> Path:
         with replaced(path) as aside:
             aside.write_text(rewritten, encoding="utf-8")
         if report.is_file():
-            replace(Report.load(report), proof=proof.without_texts()).save(report)
+            replace(Report.load(report), proof=replace(proof, outputs=replace(proof.outputs, worst=()))).save(report)
     return path
 
 
