@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from latency import contestants
 from typer.testing import CliRunner
 
 from kflats.cli.app import app
@@ -21,6 +23,7 @@ from kflats.evaluation.footprint import Footprint, footprint
 from kflats.evaluation.latency import Latency, TorchModel, beside_the_first, latencies, take_turns, using_threads
 from kflats.evaluation.outputs import Judge, Measure, Outputs, Worst
 from kflats.evaluation.proof import Proof, compare
+from kflats.evaluation.samples import collate, drawn_samples
 from kflats.report.model_card import CARD, compressed_card, note_proof
 from kflats.report.report import REPORT_FILE, Report
 
@@ -319,6 +322,31 @@ def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], A
     assert next(model.parameters()).dtype == torch.float32
     with pytest.raises(KflatsError, match="cannot run it"):
         latencies([Unavailable()], model, turns=1)
+
+
+def test_baselines_that_are_not_installed_say_so(tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("onnxruntime", "torchao.quantization"):
+        monkeypatch.setitem(sys.modules, package, None)
+    model = tiny("bert")
+    wanted = [one for one in contestants(model) if one.name != "torch.compile"]
+    timed, reasons = latencies(wanted, model, shapes=[(1, 9)], turns=1)
+    assert [one.name for one in timed] == ["float32", "bfloat16"]
+    assert len(reasons) == 4
+    assert all("is not installed" in reason for reason in reasons.values())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # compilers and exporters warn about their own code
+def test_every_baseline_computes_what_the_original_does(tiny: Callable[[str], Any]) -> None:
+    """int8 included: within a tenth."""
+    model = tiny("bert")
+    batch = collate(drawn_samples(model, 2, 20), 0)
+    with torch.inference_mode():
+        wanted = model(**batch).last_hidden_state
+        for one in contestants(model):
+            made = one.build()(batch)
+            hidden = torch.from_numpy(made[0]) if isinstance(made, list) else made.last_hidden_state.float()  # type: ignore[attr-defined]
+            assert (hidden - wanted).norm() < 0.1 * wanted.norm(), one.name
 
 
 LATENCIES = tuple(

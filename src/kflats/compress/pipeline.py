@@ -13,7 +13,7 @@ from torch import nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.release import version
 from kflats.common.texts import SAMPLES
 from kflats.compress.fitting import CompressedWeight, factorize
@@ -208,7 +208,7 @@ def compress_folder(
         command = f"kflats compare {source} {os.fspath(out)} --card"
         raise KeyboardInterrupt(f"the model in {os.fspath(out)} is whole, without a proof: {command}") from None
     except KflatsError as error:
-        warnings.warn(f"no proof: {error}", stacklevel=2)
+        warnings.warn(KflatsWarning(f"no proof: {error}", command=error.on_command_line()), stacklevel=2)
         return report
     return replace(report, proof=measured_proof)
 
