@@ -14,7 +14,7 @@ from torch import nn
 import kflats
 from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.common.errors import KflatsError
-from kflats.common.texts import read_texts
+from kflats.common.text_files import read_texts
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.io import load_model
 from kflats.planning.decide import plan
@@ -53,7 +53,7 @@ def refused(message: str, folder: Path, **options: object) -> KflatsError:
         (b"", "has no text"),
         (b"\n \n\t\n", "has no text"),
         (b"PAR1\x00\x01\x02", "zero bytes"),
-        ("naïve".encode("latin1"), "not UTF-8"),
+        ("naïve".encode("latin1"), "other than UTF-8"),
         ("words".encode("utf-16"), "zero bytes"),
         (None, "cannot be read"),
     ],

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import packaged_texts, read_texts
+from kflats.common.text_files import read_texts
+from kflats.common.texts import packaged_texts
 from kflats.evaluation.comparing import (
     fidelity,
     load_tokenizer,
@@ -220,14 +221,13 @@ def test_texts_files(tmp_path: Path) -> None:
         (b"", "no text"),
         (b" \n\t\n", "no text"),
         (b"abc\0def", "zero bytes"),
-        ("für".encode("latin-1"), "not UTF-8"),
+        ("für".encode("latin-1"), "other than UTF-8"),
         ("two bytes".encode("utf-16"), "zero bytes"),
     ):
         file.write_bytes(content)
         with pytest.raises(KflatsError, match=message):
             read_texts(file)
-    for missing in (tmp_path / "none.txt", tmp_path):
-        with pytest.raises(KflatsError, match="cannot be read"):
-            read_texts(missing)
+    with pytest.raises(KflatsError, match="cannot be read"):
+        read_texts(tmp_path / "none.txt")
     with pytest.raises(KflatsError, match="count or judge"):
         packaged_texts("../secrets")

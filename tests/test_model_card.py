@@ -81,7 +81,10 @@ def test_the_card_of_a_compressed_folder(small: Path, with_card: Path) -> None:
     assert "Flats(k=2" in body
     assert "TokenCounts(" in body
     assert "Budget 60%; seed 0" in body
-    assert "Data: 3 texts, counted; a Zipf prior of the tokenizer's vocabulary." in body
+    assert (
+        "Data: 3 windows, counted; a Zipf prior of the tokenizer's vocabulary; the windows are of 3 texts; 3 windows of"
+        in body
+    )
     assert "AutoModel.from_pretrained" in body
     assert body.index("# The original's card") < body.index("It maps words to numbers.")
     assert str(with_card.parent) not in text
@@ -91,6 +94,7 @@ def test_the_card_of_a_compressed_folder(small: Path, with_card: Path) -> None:
 MANY = tuple(f"the word{i} of word{i * 7 % 283}" for i in range(40))
 PRIOR = "a Zipf prior of the tokenizer's vocabulary"
 FREE = "gradients of random projections of the output: label-free"
+CUT = "the windows are of 40 texts; 40 windows of 6 tokens"
 LINEAR = "encoder.layer.0.attention.self.query"
 
 
@@ -100,19 +104,19 @@ LINEAR = "encoder.layer.0.attention.self.query"
         ((), kflats.Uniform(), {"texts": MANY}, "none but the weights themselves"),
         ((), kflats.ZipfPrior(), {}, PRIOR),
         ((), kflats.ZipfPrior(), {"texts": MANY}, PRIOR),
-        ((), kflats.TokenCounts(), {"texts": MANY}, f"40 texts, counted; {PRIOR}"),
-        ((), kflats.TokenCounts(smoothing=0), {"texts": MANY}, "40 texts, counted"),
+        ((), kflats.TokenCounts(), {"texts": MANY}, f"40 windows, counted; {PRIOR}; {CUT}"),
+        ((), kflats.TokenCounts(smoothing=0), {"texts": MANY}, f"40 windows, counted; {CUT}"),
         (
             (),
             kflats.TokenFisher(),
             {"texts": MANY, "samples": 10},
-            f"40 texts, counted; {PRIOR}; 10 of 40 texts passed through the model ({FREE})",
+            f"40 windows, counted; {PRIOR}; 10 of 40 windows passed through the model ({FREE}); {CUT}",
         ),
         (
             (LINEAR,),
             kflats.InputGram(),
             {"texts": MANY},
-            "40 of 40 texts passed through the model (no gradients taken)",
+            f"40 of 40 windows passed through the model (no gradients taken); {CUT}",
         ),
         (
             (LINEAR,),
@@ -129,7 +133,8 @@ def test_the_card_says_what_was_used(
     method = kflats.Recipe(kflats.SVD(), importance)
     out = tmp_path / "out"
     kflats.compress_folder(tiny_folder, out, keep="40%", method=method, weights=weights, quiet=True, **given)
-    assert f"\nData: {said}.\n" in (out / "README.md").read_text()
+    end = " (5th to 95th percentile" if said.endswith(CUT) else ".\n"
+    assert f"\nData: {said}{end}" in (out / "README.md").read_text()
 
 
 def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
@@ -160,8 +165,8 @@ def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: A
 def test_best_is_told_with_all_that_it_used(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("constriction")
     kflats.compress_folder(tiny_folder, tmp_path / "b", keep="20%", method=kflats.Auto(), texts=MANY, quiet=True)
-    passed = f"40 of 40 texts passed through the model ({FREE})"
-    assert f"\nData: 40 texts, counted; {PRIOR}; {passed}.\n" in (tmp_path / "b" / "README.md").read_text()
+    passed = f"40 of 40 windows passed through the model ({FREE})"
+    assert f"\nData: 40 windows, counted; {PRIOR}; {passed}; {CUT}" in (tmp_path / "b" / "README.md").read_text()
 
 
 def batches(tokenizer: Any, *, language_model: bool = False) -> list[Any]:

@@ -26,6 +26,11 @@ def toy() -> nn.ModuleDict:
     return nn.ModuleDict({"types": nn.Embedding(40, 8), "words": nn.Embedding(200, 8), "project": nn.Linear(30, 50)})
 
 
+def one_token(texts: list[str], verbose: bool) -> dict[str, list[list[int]]]:
+    """A tokenizer of one token."""
+    return {"input_ids": [[1]] * len(texts)}
+
+
 def recipe_of(made: Plan, name: str = "words") -> Recipe:
     return next(d.recipe for d in made.decisions if d.weight.name == name)
 
@@ -40,11 +45,11 @@ def test_by_default_the_token_embedding_is_compressed_by_flats():
 
 @pytest.mark.parametrize(
     ("data", "tokenizer", "expected"),
-    [(["text"], object(), TokenCounts()), (None, object(), ZipfPrior()), (None, None, Uniform())],
+    [(["text"], True, TokenCounts()), (None, True, ZipfPrior()), (None, False, Uniform())],
     ids=["texts", "tokenizer", "nothing"],
 )
-def test_the_default_importance_takes_what_there_is(data, tokenizer, expected):
-    made = plan(toy(), keep="50%", texts=data, tokenizer=tokenizer)
+def test_the_default_importance_takes_what_there_is(data, tokenizer, expected, tiny_tokenizer):
+    made = plan(toy(), keep="50%", texts=data, tokenizer=tiny_tokenizer if tokenizer else None)
     assert recipe_of(made).importance == expected
 
 
@@ -84,8 +89,9 @@ def test_one_method_or_recipe_means_the_token_embedding_and_a_mapping_names_its_
     assert recipe_of(made, "project") == Recipe(Flats(), Uniform())
 
 
-def test_none_for_a_weight_that_holds_no_tokens_means_uniform_even_with_texts():
-    made = plan(toy(), {"words": None, "types": None, "project": None}, keep="50%", texts=["a"], tokenizer=object())
+def test_none_for_a_weight_that_holds_no_tokens_means_uniform_even_with_texts(tiny_tokenizer):
+    recipes = {"words": None, "types": None, "project": None}
+    made = plan(toy(), recipes, keep="50%", texts=["a"], tokenizer=tiny_tokenizer)
     found = {d.weight.name: d.recipe.importance for d in made.decisions}
     assert found == {"words": TokenCounts(), "types": Uniform(), "project": Uniform()}
 
@@ -155,7 +161,7 @@ def test_a_plan_for_something_else_is_refused(change, message):
         ({"projekt": SVD()}, {}, "project"),
         ({"": SVD()}, {}, "''"),
         ({"project": Recipe(SVD(), ZipfPrior())}, {"tokenizer": object()}, "linear layer"),
-        ({"project": Recipe(SVD(), TokenCounts())}, {"tokenizer": object(), "texts": ["a"]}, "weighs tokens"),
+        ({"project": Recipe(SVD(), TokenCounts())}, {"tokenizer": one_token, "texts": ["a"]}, "weighs tokens"),
         ({"words": Recipe(SVD(), TokenCounts())}, {"tokenizer": object()}, "needs texts"),
         ({"words": Recipe(SVD(), TokenCounts())}, {"texts": ["a"]}, "needs the model's tokenizer"),
         ({"words": Recipe(SVD(), ZipfPrior())}, {}, "needs the model's tokenizer"),

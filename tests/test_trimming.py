@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import kflats
+from kflats.calibration.windows import windows
 from kflats.common.errors import KflatsError
 from kflats.evaluation.comparing import load_tokenizer
 from kflats.io import load_model
@@ -450,7 +451,8 @@ def test_trimming_in_front_of_compression(folder: Path, tmp_path: Path) -> None:
     assert len(load_tokenizer(out)) == load_model(out).config.vocab_size == 170
     assert not (out / "vocab.txt").exists()
     assert kflats.compare(folder, out, texts(20), turns=1).outputs.loss < 1
-    step = trim_folder(folder, tmp_path / "first", keep=170, texts=texts())
+    counted = windows(texts(), load_tokenizer(folder), model=load_model(folder)).counted
+    step = trim_folder(folder, tmp_path / "first", keep=170, texts=counted)
     apart = kflats.compress_folder(tmp_path / "first", tmp_path / "second", keep="50%", **settings)
     assert step == report.trimming
     card = (tmp_path / "second" / "README.md").read_text()  # that of the trimmed model stays below

@@ -3,6 +3,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
 from kflats.codecs import Float, Integer, Transform
 from kflats.common.errors import KflatsError
+from kflats.common.text_files import read_texts
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.evaluation.comparing import fidelity
 from kflats.evaluation.proof import compare
@@ -84,6 +85,7 @@ __all__ = [
     "measure",
     "parse_budget",
     "plan",
+    "read_texts",
     "recover_",
     "recover_folder",
     "register_plugin",

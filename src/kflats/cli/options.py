@@ -17,7 +17,9 @@ import typer
 from kflats.cli import names
 from kflats.cli.noise import hush
 from kflats.common.errors import KflatsError
-from kflats.common.texts import SAMPLES, read_texts
+from kflats.common.sentences import undo_marks
+from kflats.common.text_files import read_texts
+from kflats.common.texts import SAMPLES
 from kflats.io.atomic import check_file
 from kflats.recipe.budget import Allocation, one_budget
 from kflats.tasks.task import find_task
@@ -262,7 +264,7 @@ class DataOptions:
         known = self.statistics is not None and self.statistics.exists()
         if self.statistics is not None and not known:
             check_file(self.statistics)  # the measurements are written there at the end
-        texts = texts_of(self.texts)
+        texts = None if self.texts is None else read_texts(self.texts)
         statistics = None
         if known and self.statistics is not None:
             from kflats.calibration.measurements import Statistics
@@ -292,8 +294,8 @@ def _objective(name: str) -> Objective:
 
 
 def texts_of(path: Path | None) -> tuple[str, ...] | None:
-    """The lines of a text file; None if no file is given."""
-    return None if path is None else read_texts(path)
+    """The texts of a file or folder, marks of tokenised corpora undone; None if none is given."""
+    return None if path is None else undo_marks(read_texts(path))[0]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,12 @@ Update = Callable[[str, int, int], None]
 """``update(description, completed, total)``; ``completed`` 0 begins a new phase, with an estimate of its own."""
 
 
+def announce(line: str, *, quiet: bool = False) -> None:
+    """Print one line on stderr, unless ``quiet``."""
+    if not quiet:
+        Console(stderr=True).print(f"kflats: {visible(line)}", markup=False, highlight=False, soft_wrap=True)
+
+
 @contextmanager
 def progress_bar(*, quiet: bool = False) -> Iterator[Update]:
     """Show on stderr how much is done and how long the rest will take.

@@ -1,4 +1,4 @@
-"""Texts: from UTF-8 files, one sentence a line, to token ids and padded batches."""
+"""Texts: to token ids and padded batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kflats.common.errors import KflatsError, KflatsWarning
@@ -23,21 +22,6 @@ IGNORED = -100
 """The label of a position without a target; losses of torch and transformers leave it out."""
 
 
-def read_texts(path: str | os.PathLike[str]) -> tuple[str, ...]:
-    """The lines of a UTF-8 text file that are not blank, without surrounding white space.
-
-    Raises:
-        KflatsError: the file is missing, empty, binary, or in another encoding.
-    """
-    try:
-        data = Path(path).read_bytes()
-    except OSError as error:
-        raise KflatsError(
-            f"the texts file {path} cannot be read: {error.strerror}", hint="give a UTF-8 file, one sentence a line"
-        ) from error
-    return _sentences(data, str(path))
-
-
 def packaged_texts(name: str) -> tuple[str, ...]:
     """Sentences of the package: ``"count"`` (encyclopedic, to count tokens) or ``"judge"`` (everyday, to compare on).
 
@@ -46,7 +30,7 @@ def packaged_texts(name: str) -> tuple[str, ...]:
     """
     if name not in ("count", "judge"):
         raise KflatsError(f"kflats has no texts called {name!r}", hint="count or judge")
-    return _sentences((files("kflats") / "data" / f"{name}.txt").read_bytes(), f"{name}.txt")
+    return tuple((files("kflats") / "data" / f"{name}.txt").read_text(encoding="utf-8").splitlines())
 
 
 def check_texts(texts: object) -> None:
@@ -58,7 +42,7 @@ def check_texts(texts: object) -> None:
     if isinstance(texts, os.PathLike) or not isinstance(texts, Iterable):
         raise KflatsError(
             f"texts must be a sequence of strings, not {texts!r:.80}",
-            hint="kflats.common.texts.read_texts(path) gives the lines of a file",
+            hint="kflats.read_texts(path) gives the texts of a file",
             command="a file of texts",
         )
 
@@ -225,20 +209,3 @@ def batches_by_length(lengths: Sequence[int], batch: int) -> Iterator[list[int]]
         raise KflatsError(f"a batch size of {batch} is not supported", hint="batch >= 1")
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     return (order[start : start + batch] for start in range(0, len(order), batch))
-
-
-def _sentences(data: bytes, where: str) -> tuple[str, ...]:
-    try:
-        if b"\0" in data:
-            raise ValueError("it has zero bytes")
-        text = data.decode("utf-8-sig")
-    except ValueError as error:
-        raise KflatsError(
-            f"{where} is not UTF-8 text: {error}",
-            cause="a binary file (Parquet, a checkpoint), or another encoding",
-            hint="a UTF-8 file, one sentence a line; for example iconv -f latin1 -t utf-8 converts one",
-        ) from error
-    sentences = tuple(stripped for line in text.split("\n") if (stripped := line.strip()))
-    if not sentences:
-        raise KflatsError(f"{where} has no text", cause="an empty file", hint="give one sentence a line")
-    return sentences

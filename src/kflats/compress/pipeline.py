@@ -90,7 +90,7 @@ def compress_(
     True
     """
     budget = None if isinstance(recipes, Plan) and keep is size is None else one_budget(keep, size)
-    data = gather(texts, tokenizer, calibration, objective, statistics, samples)
+    data = gather(texts, tokenizer, calibration, objective, statistics, samples).windowed(model, quiet)
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet)
     return _swapped(model, decided.plan, factorize(model, decided.plan, decided.data, seed, quiet, None), seed)
 
@@ -161,7 +161,7 @@ def compress_folder(
     recipes = plan or _recipes(method, weights)
     with new_folder(out, force, [folder]) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
-        data = replace(data, tokenizer=_tokenizer(folder, data, recipes))
+        data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
@@ -237,7 +237,8 @@ def plan_folder(
     budget, folder, recipes = one_budget(keep, size), resolve_model(source), _recipes(method, weights)
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder)
-    data = _with_batches(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, calibration)
+    data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
+    data = _with_batches(data, model, calibration)
     sizes: dict[str, Any] = {"file_bytes": weight_file_bytes(folder), "beside": module_bytes(folder)}
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
     _keep(decided, keep_statistics)
@@ -358,9 +359,9 @@ def data_used(decided: Decided, data: CalibrationData, *, trimmed_by_texts: bool
         trimmed_by_texts: whether a vocabulary was trimmed first by the tokens of the texts.
     """
     importances = [recipe.importance for _, recipe in decided.recipes if not recipe.is_dense]
-    used = []
+    used, items = [], "texts" if data.windows is None else "windows"
     if data.texts is not None and (trimmed_by_texts or any(value.needs_texts for value in importances)):
-        used.append(f"{len(data.texts):,} texts, counted")
+        used.append(f"{len(data.texts):,} {items}, counted")
     if data.tokenizer is not None and any(value.reads_prior for value in importances):
         used.append("a Zipf prior of the tokenizer's vocabulary")
     statistics = decided.data.statistics
@@ -372,11 +373,13 @@ def data_used(decided: Decided, data: CalibrationData, *, trimmed_by_texts: bool
         if data.statistics is not None:
             used.append(f"statistics measured before on {samples} ({labels})")
             return used
-        items = data.calibration or data.texts or ()
-        if not isinstance(items[0], str):
-            samples += f", in {len(items):,} batches,"
+        passed = data.calibration or data.texts or ()
+        if not isinstance(passed[0], str):
+            samples += f", in {len(passed):,} batches,"
         else:
-            texts = "texts" if data.calibration in (None, data.texts) else "calibration texts"
-            samples = f"{statistics.samples:,} of {len(items):,} {texts}"
+            kept = items if data.calibration in (None, data.texts) else "calibration texts"
+            samples = f"{statistics.samples:,} of {len(passed):,} {kept}"
         used.append(f"{samples} passed through the model ({labels})")
+    if data.windows is not None and any(items in phrase for phrase in used):
+        used.append(f"the windows are of {data.windows.summary}")
     return used

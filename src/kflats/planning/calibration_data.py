@@ -15,10 +15,12 @@ from kflats.calibration.collect import measure
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
+from kflats.calibration.windows import LENGTHS, Windows, windows
 from kflats.codecs import Table
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import Part, sha256
-from kflats.common.texts import SAMPLES, check_texts
+from kflats.common.progress import announce
+from kflats.common.texts import SAMPLES, check_texts, token_limit
 from kflats.evaluation.encoding import Batch
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
@@ -35,13 +37,16 @@ class CalibrationData:
     """All that recipes may draw on.
 
     Args:
-        texts: what ``TokenCounts`` counts; calibration data too where there is no other.
+        texts: records of running text; their windows are counted, and measured with where there is no other data.
         tokenizer: the model's own.
-        calibration: texts, or batches: mappings of tensors for ``model(**batch)``, with labels for a task's loss.
+        calibration: texts, or batches: mappings of tensors for ``model(**batch)``, with labels for a task's loss. They
+            are passed through the model as they are.
         objective: what gradients are taken of; None: the task's loss where batches have labels, else random
             projections of the output, which need no labels.
         statistics: what was measured before.
-        samples: how many texts are measured with, evenly spaced ones of a longer list; batches are all used.
+        samples: how many windows are measured with, or how many of the calibration texts, evenly spaced; batches are
+            all used.
+        windows: what ``windowed`` cut the texts into; ``texts`` are then the windows that may be counted.
 
     Token counts, weightings and spectra are computed once and kept here; ``dataclasses.replace`` begins without them.
     """
@@ -52,6 +57,7 @@ class CalibrationData:
     objective: Objective | None = None
     statistics: Statistics | None = None
     samples: int = SAMPLES
+    windows: Windows | None = None
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -71,13 +77,35 @@ class CalibrationData:
         """Whether gradients and activations can be measured: by texts, if there is no other calibration data."""
         return self.calibrated or self.counts
 
-    def batches(self) -> list[Batch]:
+    @property
+    def held_out(self) -> tuple[str, ...] | None:
+        """Windows of the texts that are neither counted nor measured with; None where there are none."""
+        return (self.windows and self.windows.held_out) or None
+
+    def windowed(self, model: nn.Module, quiet: bool = True) -> CalibrationData:
+        """This data with its texts in windows that ``model`` reads; as it is without texts or a tokenizer, and where
+        the texts themselves are the calibration data. Not ``quiet``: says on stderr what became of the texts.
+
+        Raises:
+            KflatsError: blank texts.
+        """
+        if not self.texts or self.tokenizer is None or self.texts == self.calibration:
+            return self
+        made = windows(self.texts, self.tokenizer, samples=self.samples, model=model)
+        announce(f"texts: {made.summary}", quiet=quiet)
+        return replace(self, texts=made.counted, windows=made)
+
+    def batches(self, model: nn.Module | None = None) -> list[Batch]:
         """The batches to measure with.
+
+        Args:
+            model: whose positions limit texts.
 
         Raises:
             KflatsError: no data, texts without a tokenizer, or texts beside batches.
         """
-        items = self.texts if self.calibration is None else self.calibration
+        own = self.texts if self.windows is None else self.windows.calibration
+        items = own if self.calibration is None else self.calibration
         if not items:
             raise KflatsError("there is no calibration data", cause="an empty file or list", hint="a few hundred texts")
         texts = [item for item in items if isinstance(item, str)]
@@ -99,7 +127,10 @@ class CalibrationData:
             )
         # Evenly spaced texts: files are often sorted by topic.
         count = min(self.samples, len(texts))
-        return list(text_batches([texts[i * len(texts) // count] for i in range(count)], self.tokenizer))
+        spaced = [texts[i * len(texts) // count] for i in range(count)]
+        return list(
+            text_batches(spaced, self.tokenizer, max_length=token_limit(self.tokenizer, LENGTHS.long[1], model))
+        )
 
     def measured(
         self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True
@@ -112,7 +143,7 @@ class CalibrationData:
             self.statistics.check(model)
             return self
         weights = [weight for weight, _ in recipes if weight.name in needs]
-        statistics = measure(model, weights, self.batches(), needs=needs, objective=self.objective, quiet=quiet)
+        statistics = measure(model, weights, self.batches(model), needs=needs, objective=self.objective, quiet=quiet)
         return replace(self, statistics=statistics)
 
     def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:

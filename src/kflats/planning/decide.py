@@ -71,9 +71,10 @@ def plan(
         keep: "60%", "12MB", "5.2M params" of the *named weights*, kept; or "33% ranks": that share of each
             weight's full rank (FWSVD's rank ratio).
         size: "8MB", "10%" or "2 bits" (a number): of all weight files, in place of ``keep``.
-        texts: what importance may count. tokenizer: the model's own.
+        texts: running text, cut into windows (``kflats.calibration.windows``): what importance may count, and what it
+            measures with if there is no other data. Some windows are held out. tokenizer: the model's own.
         calibration: texts or batches (mappings for ``model(**batch)``) to measure Fisher information and
-            activations with; default: ``texts``. samples: use so many of the texts, evenly spaced.
+            activations with, as they are. samples: use so many windows, or so many of these texts, evenly spaced.
         objective: what gradients are taken of; default: the task's loss where batches have labels, else random
             projections of the output.
         statistics: what ``kflats.measure`` found; then nothing is measured.
@@ -87,7 +88,7 @@ def plan(
         KflatsError: unknown names, a budget that cannot be met, an importance without its data, or one that its
             method cannot take.
     """
-    data = gather(texts, tokenizer, calibration, objective, statistics, samples)
+    data = gather(texts, tokenizer, calibration, objective, statistics, samples).windowed(model, quiet)
     budget = one_budget(keep, size)
     return decide(model, recipes, budget, data, allocation=allocation, file_bytes=file_bytes, quiet=quiet).plan
 

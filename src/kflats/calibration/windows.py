@@ -1,0 +1,218 @@
+"""Texts -> windows: pieces of running text as a model reads them, some to measure with and some held out."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from kflats.common.arguments import is_number, is_whole
+from kflats.common.errors import KflatsError
+from kflats.common.sentences import sentences, undo_marks, unwrapped
+from kflats.common.texts import SAMPLES, batched_texts, token_limit
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedTokenizerBase
+
+FEWEST = 128
+"""Where texts make fewer windows, records are not joined and nothing is held out."""
+_HELD_OUT = (32, 200)  # a tenth of the windows, within these bounds
+_LEAST = 8  # tokens below which a window takes part of the next sentence, rather than none of it
+_PARTS = re.compile(r".{1,999}(?:\s|$)|.{1000}", re.DOTALL)  # of text without sentences, such as a transcript
+_ESTIMATED_ON = 200  # sentences whose tokens say how many characters a token has
+
+
+@dataclass(frozen=True)
+class WindowLengths:
+    """How long windows are, in tokens without special ones. Inputs of models vary in length, and so do windows.
+
+    Args:
+        short_share: the share of windows that are one sentence.
+        short: a short window takes sentences until it has the first number of tokens, and no more than the second;
+            a longer sentence is a window of its own. 8 to 52 tokens are about 6 to 40 words.
+        long: a long window takes whole sentences up to a number of tokens that is drawn log-uniformly between these.
+
+    No window is longer than the second number of ``long``, or than the model's limit if that is less.
+    """
+
+    short_share: float = 0.5
+    short: tuple[int, int] = (8, 52)
+    long: tuple[int, int] = (32, 128)
+
+    def __post_init__(self) -> None:
+        bounds = (self.short, self.long)
+        if not is_number(self.short_share, 0, 1) or not all(is_whole(a, 1) and is_whole(b, a) for a, b in bounds):
+            raise KflatsError(f"{self} is not supported", hint="a share from 0 to 1, and token numbers of at least 1")
+
+
+LENGTHS = WindowLengths()
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Windows of texts; no sentence is both held out and counted.
+
+    Args:
+        calibration: what is measured with. held_out: what is neither measured with nor counted.
+        counted: all windows but those held out.
+        summary: what became of the texts, in one line: how many sentences were left out and why, how many windows
+            there are, their tokens, how many are longer than the model's limit, and the scripts of their letters.
+    """
+
+    calibration: tuple[str, ...]
+    held_out: tuple[str, ...]
+    counted: tuple[str, ...]
+    summary: str
+
+
+def windows(
+    texts: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    lengths: WindowLengths = LENGTHS,
+    model: nn.Module | None = None,
+) -> Windows:
+    """Cut running text into windows of mixed length, and draw those to measure with and those held out.
+
+    The records are taken as one text: marks of tokenised corpora and hard line breaks are undone, sentences that came
+    before are left out (letter case and white space apart), and the others are joined into windows, one after the
+    other. Sentences, paragraphs and books of one text therefore make nearly the same windows. Length and use of a
+    window are drawn by a hash of its first sentence and the seed, so they do not depend on the rest of the texts.
+
+    A tenth of the windows is held out, at least 32 and at most 200. Texts of fewer than 128 windows are used whole, and
+    their records are not joined.
+
+    Limit: tokens are estimated by characters, so a few windows may be longer than the model's limit; the tokenizer cuts
+    them when they are read.
+
+    Args:
+        texts: records in order. tokenizer: the model's own.
+        samples: how many windows to measure with. seed: of what is drawn.
+        lengths: how long windows are. model: whose positions limit them.
+
+    Raises:
+        KflatsError: no texts, or only blank ones; something that is no text; no samples.
+
+    >>> class Tokenizer:
+    ...     def __call__(self, texts, verbose): return {"input_ids": [text.split() for text in texts]}
+    >>> made = windows([f"Sentence {i} of many others, all alike." for i in range(3000)], Tokenizer())
+    >>> len(made.calibration), len(made.held_out), set(made.held_out) & set(made.counted)
+    (455, 50, set())
+    """
+    if not is_whole(samples, 1):
+        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+    whole = [unwrapped(text) if "\n" in text else text for batch in batched_texts(texts) for text in batch]
+    records, unknown = undo_marks(whole)
+    pieces, repeated = _distinct(records)
+    if not pieces:
+        raise KflatsError("there are no texts to count or to measure with", cause="an empty or blank file or list")
+    limit = token_limit(tokenizer, lengths.long[1], model)
+    some = [piece for piece, _ in pieces[:: -(-len(pieces) // _ESTIMATED_ON)]]
+    (special,) = _tokens([""], tokenizer)
+    per_token = sum(map(len, some)) / max(1, sum(_tokens(some, tokenizer)) - special * len(some))
+    room = max(1.0, 0.95 * (limit - special))  # estimates err
+    cut = list(_cut(pieces, per_token, lengths, room, seed, joined=True))
+    held = min(max(len(cut) // 10, _HELD_OUT[0]), _HELD_OUT[1])
+    if len(cut) < FEWEST:
+        cut, held = list(_cut(pieces, per_token, lengths, room, seed, joined=False)), 0
+    order = sorted(range(len(cut)), key=lambda i: _draw(seed, "use", cut[i]))
+    parts = (order[held : held + samples], order[:held], order[held:])
+    calibration, held_out, counted = (tuple(cut[i] for i in sorted(part)) for part in parts)
+    drawn = [*calibration, *held_out]
+    sizes = sorted(_tokens(drawn, tokenizer))
+    over = sum(size > limit for size in sizes)
+    low, median, high = (sizes[int(share * (len(sizes) - 1))] for share in (0.05, 0.5, 0.95))
+    phrases = [
+        f"{len(whole):,} texts",
+        "" if unknown is None else f"marks of a tokenised corpus undone, {unknown:,} sentences with <unk> left out",
+        f"{repeated:,} repeated sentences left out" if repeated else "",
+        f"{len(cut):,} windows of {median} tokens (5th to 95th percentile: {low} to {high})",
+        f"{len(calibration):,} to measure with",
+        f"{held:,} held out" if held else "none held out: too few",
+        f"{over:,} longer than {limit} tokens, cut" if over else "",
+        f"scripts: {_scripts(drawn)}",
+    ]
+    return Windows(calibration, held_out, counted, "; ".join(filter(None, phrases)))
+
+
+def _distinct(records: Sequence[str]) -> tuple[list[tuple[str, int]], int]:
+    """The sentences of all records, each with its record's index, without those that came before; how many did."""
+    first: dict[str, tuple[str, int]] = {}
+    total = 0
+    for index, record in enumerate(records):
+        for sentence in sentences(record.strip() + " "):
+            for piece in filter(str.strip, _PARTS.findall(sentence)):
+                first.setdefault(_key(piece), (piece, index))
+                total += 1
+    return list(first.values()), total - len(first)
+
+
+def _cut(
+    pieces: Sequence[tuple[str, int]], per_token: float, lengths: WindowLengths, most: float, seed: int, joined: bool
+) -> Iterator[str]:
+    """The sentences in windows, each sentence in one; only sentences of more than ``most`` tokens are cut.
+
+    Tokens are estimated as ``per_token`` characters each. Not ``joined``: a window ends where its record ends.
+    """
+    left = list(reversed(pieces))
+    while left:
+        first, record = left[-1]
+        if _draw(seed, "kind", first) < lengths.short_share:
+            enough, room = map(float, lengths.short)
+        else:
+            low, high = lengths.long
+            enough = room = low * (high / low) ** _draw(seed, "length", first)
+        if (size := len(first) / per_token) <= most:
+            room = max(room, size)
+        room, taken, total = min(room, most), [], 0.0
+        while left and (joined or left[-1][1] == record) and total < min(enough, room):
+            piece, owner = left[-1]
+            size = len(piece) / per_token
+            if total >= _LEAST and total + size > room:
+                break
+            left.pop()
+            if total + size > room:
+                end = _word_end(piece, max(1, int((room - total) * per_token)))
+                if piece[end:].strip():
+                    left.append((piece[end:], owner))
+                piece, size = piece[:end], room
+            taken.append(piece)
+            total += size
+        yield "".join(taken).strip()
+
+
+def _word_end(text: str, at: int) -> int:
+    """The end of the last word of ``text`` within ``at`` characters; ``at`` where words are not separated."""
+    end = text.rfind(" ", 0, at + 1) + 1
+    return end if 2 * end > at else at
+
+
+def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    return [len(row) for row in tokenizer(texts, verbose=False)["input_ids"]]
+
+
+def _key(text: str) -> str:
+    return " ".join(text.casefold().split())
+
+
+def _draw(seed: int, use: str, text: str) -> float:
+    """A number from 0 to 1 that depends on the three alone."""
+    data = f"{seed} {use} {_key(text[:1000])}".encode(errors="replace")
+    return float(int.from_bytes(blake2b(data, digest_size=7).digest(), "big") / 2**56)
+
+
+def _scripts(texts: Sequence[str]) -> str:
+    """The commonest scripts of the letters and their shares, by the names of Unicode."""
+    letters = Counter(letter for text in texts for letter in text if letter.isalpha())
+    counts = Counter[str]()
+    for letter, count in letters.items():
+        counts[unicodedata.name(letter, "unknown").split()[0].partition("-")[0]] += count
+    shares = [(name, count / counts.total()) for name, count in counts.most_common(4)]
+    return ", ".join(f"{name.title()} {part:.0%}" for name, part in shares if part >= 0.01) or "none"
