@@ -202,7 +202,7 @@ def compress_folder(
     if not proof:
         return report
     try:
-        measured_proof = compare(folder, out, eval_texts, quiet=quiet)
+        measured_proof = compare(folder, out, data.held_out if eval_texts is None else eval_texts, quiet=quiet)
         note_proof(out, measured_proof)
     except KeyboardInterrupt:
         command = f"kflats compare {source} {os.fspath(out)} --card"
