@@ -20,7 +20,7 @@ from kflats.compress import pipeline
 from kflats.compress.pipeline import compress_folder
 from kflats.evaluation import outputs
 from kflats.evaluation.footprint import Footprint, footprint
-from kflats.evaluation.latency import Latency, TorchModel, beside_the_first, latencies, take_turns, using_threads
+from kflats.evaluation.latency import Latency, TorchModel, latencies, take_turns, using_threads
 from kflats.evaluation.outputs import Judge, Measure, Outputs, Worst
 from kflats.evaluation.proof import Proof, compare
 from kflats.evaluation.samples import collate, drawn_samples
@@ -251,34 +251,34 @@ class Clock:
         return work
 
 
-CPU = torch.device("cpu")
-
-
 def test_turns_alternate_and_the_first_is_not_counted() -> None:
     clock = Clock()
-    times = take_turns([clock.run("a", 1), clock.run("b", 2)], 3, CPU, clock=clock)
+    first, second = take_turns({"a": clock.run("a", 1), "b": clock.run("b", 2)}, 3, (3, 5), clock=clock)
     assert "".join(clock.seen) == "ab" + "ba" + "ab" + "ba"
-    assert times == [[1, 1, 1], [2, 2, 2]]
-    first, second = beside_the_first({"a": times[0], "b": times[1]}, 3, 5)
     assert (first.ms, first.ratio, second.ms, second.ratio, second.low, second.high) == (1000, 1, 2000, 2, 2, 2)
     assert (second.name, second.turns, second.samples, second.tokens) == ("b", 3, 3, 5)
     with pytest.raises(KflatsError, match="0 turns"):
-        take_turns([], 0, CPU)
+        take_turns({}, 0)
 
 
 @pytest.mark.parametrize(("seconds", "ran"), [(100, 11), (12, 5), (5, 4), (1, 3)])
 def test_turns_end_after_some_seconds_but_there_are_three(seconds: float, ran: int) -> None:
     """A turn takes 3 s. If the first one alone is longer than the limit, it is counted."""
     clock = Clock()
-    times = take_turns([clock.run("a", 1), clock.run("b", 2)], 10, CPU, seconds=seconds, clock=clock)
+    made = take_turns({"a": clock.run("a", 1), "b": clock.run("b", 2)}, 10, seconds=seconds, clock=clock)
     assert len(clock.seen) == 2 * ran
-    assert len(times[0]) == len(times[1]) == (ran if seconds < 3 else ran - 1)
+    assert {one.turns for one in made} == {ran if seconds < 3 else ran - 1}
 
 
 def test_a_ratio_is_taken_turn_by_turn() -> None:
     """A machine that slows down by half in the middle changes no ratio."""
-    slowing = [1.0] * 5 + [2.0] * 5
-    _, double = beside_the_first({"a": slowing, "b": [2 * t for t in slowing]}, 1, 1)
+    clock = Clock()
+
+    def slowing(name: str, seconds: float) -> Callable[[], None]:
+        return lambda: clock.run(name, seconds * (1 + (len(clock.seen) > 11)))()
+
+    single, double = take_turns({"a": slowing("a", 1), "b": slowing("b", 2)}, 10, clock=clock)
+    assert single.ms in (1000, 1500, 2000)
     assert (double.ratio, double.low, double.high) == (2, 2, 2)
 
 
@@ -320,8 +320,15 @@ def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], A
     assert timed[1].ratio > 2
     assert torch.get_num_threads() == before
     assert next(model.parameters()).dtype == torch.float32
-    with pytest.raises(KflatsError, match="cannot run it"):
-        latencies([Unavailable()], model, turns=1)
+    assert latencies([Unavailable(), TorchModel("other", model)], model, turns=1)[0] == []
+
+
+def test_a_shape_that_the_model_cannot_read_is_left_out(tiny: Callable[[str], Any]) -> None:
+    """This classifier has no padding token, and reads one text at a time."""
+    model = tiny("gpt2 classifier")
+    timed, reasons = latencies([TorchModel("original", model)], model, shapes=[(1, 20), (4, 9)], turns=1)
+    assert [(one.samples, one.tokens) for one in timed] == [(1, 20)]
+    assert "padding token" in reasons["4 x 9"]
 
 
 def test_baselines_that_are_not_installed_say_so(tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +387,9 @@ def test_a_proof_prints_what_it_holds() -> None:
     assert "hardly alike" in str(replace(MADE, outputs=replace(MADE.outputs, loss=0.9)))
     assert "warning" not in str(replace(MADE, outputs=replace(MADE.outputs, tail_loss=0.03)))
     assert "memory" not in str(replace(MADE, footprints=None))
+    untimed = str(replace(MADE, latencies=(), untimed=("original: no padding token",)))
+    assert "original: no padding token" in untimed
+    assert "tokens" not in untimed
 
 
 def test_a_report_holds_the_proof_without_texts(tmp_path: Path) -> None:

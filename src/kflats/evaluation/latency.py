@@ -34,6 +34,8 @@ DRAWN_SHAPES = ((1, 0), (8, 0))
 
 _FEWEST = 3  # turns, however long they take
 _RESAMPLES = 2000
+_ENDS = torch.tensor([0.025, 0.975], dtype=torch.float64)
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -109,83 +111,90 @@ def latencies(
         turns: counted turns of a shape; fewer after ``seconds``, but at least three.
 
     Returns:
-        A latency for each shape and contestant; and by name why others cannot run here.
-
-    Raises:
-        KflatsError: no turns. What the first contestant raises.
+        A latency for each shape and contestant; and by name or shape why others cannot run here.
     """
+    runs: dict[str, Run] = {}
     reasons: dict[str, str] = {}
     timed: list[Latency] = []
+    device = device_of(model)
     if shapes is None:
         shapes = SHAPES if medium_of(model) == "input_ids" else DRAWN_SHAPES
     with using_threads(threads), torch.inference_mode():
-        inputs = [collate(drawn_samples(model, *shape), 0, device_of(model)) for shape in shapes]
-        runs: dict[str, Run] = {}
+        inputs = [collate(drawn_samples(model, *shape), 0, device) for shape in shapes]
         for one in contestants:
-            try:
-                run_one = one.build()
-                run_one(inputs[0])
-                runs[one.name] = run_one
-            except Exception as error:  # compilers and runtimes raise many kinds
-                if not runs:
-                    raise
-                reasons[one.name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+            with _or_reason(one.name, reasons):
+                ready = one.build()
+                ready(inputs[0])
+                runs[one.name] = ready
+            if not runs:
+                return [], reasons  # nothing to compare with
         for (samples, _), batch in zip(shapes, inputs, strict=True):
             tokens = batch["input_ids"].shape[1] if "input_ids" in batch else 0
-            ready = [partial(each, batch) for each in runs.values()]
-            times = take_turns(ready, turns, device_of(model), seconds=seconds)
-            timed += beside_the_first(dict(zip(runs, times, strict=True)), samples, tokens)
+            with _or_reason(f"{samples} x {tokens}", reasons):
+                ready_runs = {name: partial(each, batch) for name, each in runs.items()}
+                timed += take_turns(ready_runs, turns, (samples, tokens), device, seconds=seconds)
     return timed, reasons
 
 
 def take_turns(
-    runs: Sequence[Callable[[], object]],
+    runs: Mapping[str, Callable[[], object]],
     turns: int,
-    device: torch.device,
+    shape: tuple[int, int] = (0, 0),
+    device: torch.device = _CPU,
     *,
     seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[list[float]]:
-    """Seconds of every run in every turn, ``[run][turn]``; every other turn is in reverse order.
+) -> list[Latency]:
+    """The latency of every run; every other turn is in reverse order.
 
     The first turn is not counted, unless it takes longer than ``seconds``. After ``seconds`` no turn begins, if there
     are three.
 
-    >>> times = take_turns([lambda: None, lambda: None], 3, torch.device("cpu"))
-    >>> [len(t) for t in times]
+    Args:
+        runs: by name; the first is what the others are compared with.
+        turns: counted turns. shape: samples and tokens of a batch, for the result.
+
+    Raises:
+        KflatsError: no turns, or no runs.
+
+    >>> [one.turns for one in take_turns({"a": lambda: None, "b": lambda: None}, 3)]
     [3, 3]
     """
     if turns < 1 or not runs:
         raise KflatsError(f"{turns} turns of {len(runs)} runs give no time", hint="at least one of each")
-    times: list[list[float]] = [[] for _ in runs]
-    order, began = list(range(len(runs))), clock()
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    order, began = list(runs), clock()
     for turn in range(turns + 1):
-        counted = len(times[0])
+        counted = len(times[order[0]])
         if counted == turns or (counted >= _FEWEST and clock() - began > seconds):
             break
-        for which in order if turn % 2 == 0 else order[::-1]:
+        for name in order:
             _settle(device)
             start = clock()
-            runs[which]()
+            runs[name]()
             _settle(device)
-            times[which].append(clock() - start)
+            times[name].append(clock() - start)
+        order.reverse()
         if turn == 0 and clock() - began <= seconds:
-            times = [[] for _ in runs]
-    return times
-
-
-def beside_the_first(times: Mapping[str, Sequence[float]], samples: int, tokens: int) -> list[Latency]:
-    """The latencies of contestants by their seconds in every turn, and a bootstrap interval of each ratio."""
-    first, *_ = (torch.tensor(t, dtype=torch.float64) for t in times.values())
-    draws = torch.randint(len(first), (_RESAMPLES, len(first)), generator=torch.Generator().manual_seed(0))
-    ends = torch.tensor([0.025, 0.975], dtype=torch.float64)
+            times = {name: [] for name in runs}
+    first, count = torch.tensor(times[next(iter(runs))]).double(), len(times[order[0]])
+    draws = torch.randint(count, (_RESAMPLES, count), generator=torch.Generator().manual_seed(0))
     made = []
     for name, own in times.items():
-        ratios = torch.tensor(own, dtype=torch.float64) / first
-        low, high = ratios[draws].quantile(0.5, dim=1).quantile(ends).tolist()
+        ratios = torch.tensor(own).double() / first
+        low, high = ratios[draws].quantile(0.5, dim=1).quantile(_ENDS).tolist()
         ms, ratio = 1000 * statistics.median(own), float(ratios.quantile(0.5))
-        made.append(Latency(name, ms, ratio, low, high, len(own), samples, tokens, torch.get_num_threads()))
+        made.append(Latency(name, ms, ratio, low, high, count, *shape, torch.get_num_threads()))
     return made
+
+
+@contextmanager
+def _or_reason(name: str, reasons: dict[str, str]) -> Iterator[None]:
+    """An error inside becomes the reason of ``name``: models, compilers and runtimes raise many kinds."""
+    try:
+        yield
+    except Exception as error:
+        reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 @contextmanager

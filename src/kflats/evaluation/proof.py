@@ -41,27 +41,28 @@ class Proof:
         files: bytes of the weight files, of the original and of the compressed folder.
         footprints: memory and time to the first output of both in fresh processes; None: not measured.
         latencies: of the original, of the original in bfloat16, and of the compressed model, for each shape.
+        untimed: why some of them are missing.
     """
 
     outputs: Outputs
     files: tuple[int, int]
     footprints: tuple[Footprint, Footprint] | None
     latencies: tuple[Latency, ...]
+    untimed: tuple[str, ...] = ()
 
     def rows(self) -> list[list[str]]:
         """Sizes, memory and times as text, under ``COLUMNS``."""
         rows = [["weight files", *_pair(self.files, size)]]
         if self.footprints is not None:
-            memory = [one.memory_bytes for one in self.footprints]
+            memory, first = zip(*((one.memory_bytes, one.first_output_s) for one in self.footprints), strict=True)
             if None not in memory:
-                rows.append(["memory of a fresh process", *_pair([one or 0 for one in memory], size)])
-            first = [one.first_output_s for one in self.footprints]
+                rows.append(["memory of a fresh process", *_pair(memory, size)])
             rows.append(["loading and first output", *_pair(first, "{:.2f} s".format)])
         for shape in dict.fromkeys((one.samples, one.tokens) for one in self.latencies):
             times = {one.name: one for one in self.latencies if (one.samples, one.tokens) == shape}
-            ours = times[_COMPRESSED]
             cells = [f"{times[name].ms:.1f} ms" if name in times else "-" for name in COLUMNS[1:4]]
-            ratio = f"{share(ours.ratio)} ({share(ours.low)} to {share(ours.high)})"
+            ours = times.get(_COMPRESSED)
+            ratio = "-" if ours is None else f"{share(ours.ratio)} ({share(ours.low)} to {share(ours.high)})"
             rows.append(["{} x {} tokens".format(*shape) if shape[1] else f"{shape[0]} inputs", *cells, ratio])
         return rows
 
@@ -69,7 +70,7 @@ class Proof:
         out = self.outputs
         parts = [plain(table(COLUMNS, self.rows())), "", out.summary]
         parts += [plain(table(["", "compressed", "original"], out.rows())), ""]
-        parts.append("times: medians in turns, and the 95 % interval of the ratio; " + self.conditions)
+        parts += [f"times: {self.conditions}", *map(visible, self.untimed)]
         if out.loss > _ALIKE:
             parts.append("the outputs are hardly alike: is the second model a compressed version of the first?")
         if out.heavy:
@@ -79,9 +80,10 @@ class Proof:
 
     @property
     def conditions(self) -> str:
-        """Turns and threads of the times."""
-        turns = sorted({one.turns for one in self.latencies})
-        return f"{turns[0]} to {turns[-1]} turns, {self.latencies[0].threads} threads"
+        """How the times were measured."""
+        turns = [one.turns for one in self.latencies] or [0]
+        threads = max((one.threads for one in self.latencies), default=0)
+        return f"medians of {min(turns)} to {max(turns)} turns and 95 % intervals of the ratio; {threads} threads"
 
 
 def compare(
@@ -124,8 +126,6 @@ def compare(
         contestants.append(TorchModel(_COMPRESSED, compressed))
         drawn_for = min(models, key=lambda model: _vocabulary(model) or 0)
         timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS)
-        if _COMPRESSED in reasons:
-            raise KflatsError(f"the compressed model cannot be run: {reasons[_COMPRESSED]}")
         footprints = None
         if fresh:
             update("proof: memory", 2, 4)
@@ -133,7 +133,7 @@ def compare(
             update("proof: memory", 3, 4)
             footprints = first, footprint(folders[1])
     files = weight_file_bytes(folders[0]), weight_file_bytes(folders[1])
-    return Proof(outputs, files, footprints, tuple(timed))
+    return Proof(outputs, files, footprints, tuple(timed), tuple(f"{name}: {why}" for name, why in reasons.items()))
 
 
 def _own_tokenizer(

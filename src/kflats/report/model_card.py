@@ -279,7 +279,7 @@ def _resegmented(report: TrimReport) -> str:
 
 def _measured(proof: Proof) -> str:
     outputs = _table(["", "compressed", "original"], proof.outputs.rows())
-    note = f"Times are medians: {proof.conditions}."
+    note = f"Times: {proof.conditions}."
     return "\n".join(
         [_MEASURED, *_table(COLUMNS, proof.rows()), "", proof.outputs.summary, "", *outputs, "", note, _AFTER]
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,7 +18,7 @@ from kflats.common.formatting import number, plain, share, size, table, visible
 from kflats.common.texts import IGNORED, pad_id, token_limit
 from kflats.evaluation.comparing import load_tokenizer, memory_bytes, weight_file_bytes
 from kflats.evaluation.encoding import Batch, check_finite, device_of, encode, evaluating
-from kflats.evaluation.latency import Latency, beside_the_first, take_turns
+from kflats.evaluation.latency import Latency, take_turns
 from kflats.io import load_model, resolve_model
 from kflats.report.analysis import stored_bytes, stored_tensors
 from kflats.tasks.batches import Feature, collate, feature_batches, features
@@ -255,11 +254,11 @@ def evaluate_folder(
         return TaskReport(scores[0])
     examples = load_examples(task, split, task_data)
     rows = features(examples, tokenizer, max_length, limit=limit, model=models[0], seed=seed)
-    runs = [partial(model, **_timed_batch(model, tokenizer, rows)) for model in models]
-    with evaluating(*models), torch.inference_mode():
-        compressed, first = take_turns(runs, _TURNS, device_of(models[0]))
+    timed = [partial(model, **_timed_batch(model, tokenizer, rows)) for model in models]
     new, old = scores
-    before, after = beside_the_first({"original": first, "compressed": compressed}, new.batch, new.tokens)
+    with evaluating(*models), torch.inference_mode():
+        runs = {"original": timed[1], "compressed": timed[0]}
+        before, after = take_turns(runs, _TURNS, (new.batch, new.tokens), device_of(models[0]))
     return TaskReport(replace(new, latency_ms=after.ms), replace(old, latency_ms=before.ms), after)
 
 
@@ -295,10 +294,9 @@ def _losses(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) 
 def _costs(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Feature]) -> dict[str, Any]:
     inputs = _timed_batch(model, tokenizer, rows)
     with evaluating(model), torch.inference_mode():
-        (times,) = take_turns([partial(model, **inputs)], _TURNS, device_of(model))
+        (latency,) = take_turns({"model": partial(model, **inputs)}, _TURNS, device=device_of(model))
     examples, tokens = inputs["input_ids"].shape
-    latency_ms, flops = 1000 * statistics.median(times), count_flops(model, inputs)
-    return {"latency_ms": latency_ms, "flops": flops, "batch": examples, "tokens": tokens}
+    return {"latency_ms": latency.ms, "flops": count_flops(model, inputs), "batch": examples, "tokens": tokens}
 
 
 def _timed_batch(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Feature]) -> dict[str, Tensor]:
