@@ -10,19 +10,21 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kflats
+import kflats.evaluation.comparing
 from kflats.calibration.counting import count_tokens
 from kflats.calibration.windows import FEWEST, WindowLengths, windows
 from kflats.common import text_files
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.sentences import sentences, undo_marks, unwrapped
 from kflats.common.text_files import read_texts
 from kflats.common.texts import packaged_texts
@@ -121,6 +123,26 @@ def test_every_form_of_a_text_gives_the_same_windows(form: str, tmp_path: Path) 
         assert [" ".join(text.split()) for text in getattr(made, part)] == list(getattr(wanted, part))
 
 
+@pytest.mark.slow
+def test_forms_of_a_real_text_give_nearly_the_same_windows(data_folder: Path, minilm: Path, tmp_path: Path) -> None:
+    tokenizer = kflats.evaluation.comparing.load_tokenizer(minilm)
+    tokenised = read_texts(data_folder / "wikitext2" / "valid.txt.gz")
+    plain = undo_marks(tokenised)[0]
+    (tmp_path / "book.txt").write_text("\n\n".join(textwrap.fill(text, 72) for text in plain))
+    wanted = windows(plain, tokenizer)
+    total = int(count_tokens(wanted.counted, tokenizer, len(tokenizer)).sum())
+    for records in (
+        tokenised,
+        [part for text in plain for part in sentences(text)],
+        [part for text in tokenised for part in re.findall(r".+?(?: [.!?](?= |$)|$)", text)],
+        read_texts(tmp_path / "book.txt"),
+    ):
+        made = windows(records, tokenizer)
+        assert len(set(made.counted) & set(wanted.counted)) > 0.8 * len(wanted.counted)
+        assert len(set(made.held_out) & set(wanted.counted)) < 0.1 * len(made.held_out)
+        assert int(count_tokens(made.counted, tokenizer, len(tokenizer)).sum()) == pytest.approx(total, rel=0.02)
+
+
 def test_what_is_not_prose_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     rows = [{"url": "https://a.b/c", "n": 3, "label": "positive", "said": "a good film"}, {"url": "x", "said": None}]
@@ -154,7 +176,9 @@ REFUSED: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name.endswith("parquet") else ()) for name in REFUSED]
+)
 def test_files_without_texts_are_refused(name: str, tmp_path: Path) -> None:
     content, message = REFUSED[name]
     if name.endswith(".parquet"):
@@ -163,6 +187,40 @@ def test_files_without_texts_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(KflatsError, match=message) as caught:
         read_texts(f"{tmp_path}/{name}")
     assert str(tmp_path) in str(caught.value)
+
+
+ODD = [b'{"text": "a b"}', b"[1, ", b'["a b", null]', b"{", b"text,n", b"\t", b'"', b",", b"\n", b"\r", b"\0", b"\xff"]
+ODD += [
+    b"\xef\xbb\xbf",
+    b"\x1f\x8b",
+    gzip.compress(b"a b\nc d"),
+    b"NaN",
+    b"\\ud800",
+    "“é”".encode(),
+    b" a b. ",
+    b"<unk>",
+]
+
+
+@given(
+    parts=st.lists(st.sampled_from(ODD), max_size=8),
+    name=st.sampled_from(["a.txt", "a.csv", "a.tsv", "a.json", "a.jsonl", "a.jsonl.gz", "a", "a.csv:text", "a.txt:b"]),
+)
+@settings(max_examples=150)
+def test_any_bytes_are_read_or_refused(parts: list[bytes], name: str, tmp_path_factory: Any) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    (folder / name.partition(":")[0]).write_bytes(b"".join(parts))
+    try:
+        texts = read_texts(f"{folder}/{name}")
+    except KflatsError:
+        return
+    assert texts
+    assert all(text == text.strip() != "" for text in texts)
+    "".join(texts).encode()
+    with suppress(KflatsError):  # nothing is left but marks
+        made = windows(texts, Tokenizer())
+        assert made.calibration == made.counted
+        assert not made.held_out
 
 
 def test_folders_without_texts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +242,7 @@ def test_long_files_are_read_in_evenly_spaced_stretches(tmp_path: Path, monkeypa
     lines = [f"line number {i:05}" for i in range(2000)]
     path = tmp_path / "long.txt"
     path.write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match=r"34,000 characters; [12],\d\d\d are read"):
+    with pytest.warns(KflatsWarning, match=r"34,000 characters; [12],\d\d\d are read"):
         read = read_texts(path)
     places = [lines.index(line) for line in read]
     assert places == sorted(set(places))

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from kflats.cli.options import (
     LARGEST_SEED,
+    TEXT_FILES,
     BudgetOptions,
     DataOptions,
     ExampleOptions,
@@ -186,7 +187,7 @@ def trim(
     out: Folder,
     texts: Annotated[
         Path | None,
-        typer.Option("--texts", metavar="FILE", help="Texts whose tokens are counted: UTF-8, one sentence a line."),
+        typer.Option("--texts", metavar="FILE", help=f"Texts whose tokens are counted: {TEXT_FILES}."),
     ] = None,
     eval_texts: Annotated[
         Path | None,
@@ -214,7 +215,7 @@ def compare(
         typer.Option(
             "--texts",
             metavar="FILE",
-            help="Sentences to compare on: UTF-8, one a line. Default: kflats' own sentences.",
+            help=f"Texts to compare on: {TEXT_FILES}. Default: kflats' own sentences.",
         ),
     ] = None,
     card: Annotated[
@@ -287,7 +288,7 @@ def recover(
     texts: Annotated[
         Path | None,
         typer.Option(
-            "--texts", metavar="FILE", help="With --teacher: texts to learn from in place of a task; UTF-8, one a line."
+            "--texts", metavar="FILE", help=f"With --teacher: texts to learn from in place of a task: {TEXT_FILES}."
         ),
     ] = None,
     split: Annotated[str, typer.Option("--split", help="The split to learn from.")] = "train",

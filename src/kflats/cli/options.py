@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder, or a hub name (owner/model).")]
 Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
+TEXT_FILES = "plain text, JSON lines, CSV, Parquet, a data set; FILE:COLUMN names a column"
 LARGEST_SEED = 2**31 - 1
 Force = Annotated[bool, typer.Option("--force", help="Replace what --out names, if it is as kflats wrote it.")]
 Quiet = Annotated[
@@ -213,7 +214,7 @@ class DataOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Texts to count tokens in and to measure with by running the model: UTF-8, one sentence a line.",
+            help=f"Texts to count tokens in and to measure with by running the model: {TEXT_FILES}.",
         ),
     ] = None
     task: Annotated[

@@ -62,7 +62,8 @@ def unwrapped(text: str) -> str:
     going_on = sum(line[-1] not in ".!?。！？" for line, _ in inner)
     if not 40 <= width <= 120 or 2 * min(full, going_on) <= len(inner):
         return text
-    return "\n".join(" ".join(block) for filled, block in groupby(lines, key=bool) if filled)
+    blocks = ("\n".join(block) for filled, block in groupby(lines, key=bool) if filled)
+    return "\n".join(re.sub(r"(?<=\w-)\n(?=\w)", "", block).replace("\n", " ") for block in blocks)
 
 
 def undo_marks(records: Sequence[str]) -> tuple[tuple[str, ...], int | None]:

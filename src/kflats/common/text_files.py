@@ -14,7 +14,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.sentences import unwrapped
 
 MOST = 20_000_000
@@ -80,7 +80,8 @@ def read_texts(path: str | os.PathLike[str]) -> tuple[str, ...]:
     if not texts:
         raise KflatsError(f"{path} has no text", cause="an empty file or column", hint=_FORMS)
     if kept < seen:
-        warnings.warn(f"{path} has {seen:,} characters; {kept:,} are read, in stretches evenly spaced", stacklevel=2)
+        said = f"{path} has {seen:,} characters; {kept:,} are read, in stretches evenly spaced"
+        warnings.warn(KflatsWarning(said), stacklevel=2)
     return texts
 
 
