@@ -355,7 +355,7 @@ def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
         f"the outputs of {type(model).__name__} are not compared",
         cause=f"logits of shape {tuple(logits.shape)} are neither of labels nor of tokens",
         hint="kflats.fidelity, which compares the vectors under the head",
-        command="--no-proof",
+        command="kflats compress --no-proof, which compares nothing",
     )
 
 
@@ -389,5 +389,5 @@ def _explained(model: nn.Module) -> Iterator[None]:
             f"{type(model).__name__} cannot be run on these inputs alone: {reason[:200]}",
             cause="a model that reads several things at once, or texts that it cannot read",
             hint="kflats.fidelity, or a comparison of your own",
-            command="--no-proof",
+            command="kflats compress --no-proof, which compares nothing",
         ) from error
