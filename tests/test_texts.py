@@ -238,7 +238,7 @@ def test_folders_without_texts_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
 def test_long_files_are_read_in_evenly_spaced_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text_files, "MOST", 3000)
-    monkeypatch.setattr(text_files, "_STRETCH", 6)
+    monkeypatch.setattr(text_files, "_STRETCH", 100)
     lines = [f"line number {i:05}" for i in range(2000)]
     path = tmp_path / "long.txt"
     path.write_text("\n".join(lines))
@@ -249,6 +249,10 @@ def test_long_files_are_read_in_evenly_spaced_stretches(tmp_path: Path, monkeypa
     assert 1500 <= sum(map(len, read)) <= 3000
     gaps = [b - a for a, b in pairwise([0, *places, 2000])]
     assert max(gaps) < 2000 / 8
+    monkeypatch.setattr(text_files, "_LONGEST", 1000)
+    path.write_text("word " * 10_000)
+    with pytest.warns(KflatsWarning, match="in stretches evenly spaced"):
+        assert 1000 <= sum(map(len, read_texts(path))) <= 3000
     path.write_text("\n".join(lines[:100]))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 FEWEST = 128
 """Where texts make fewer windows, records are not joined and nothing is held out."""
 _HELD_OUT = (32, 200)  # a tenth of the windows, within these bounds
-_LEAST = 8  # tokens below which a window takes part of the next sentence, rather than none of it
 _PARTS = re.compile(r".{1,999}(?:\s|$)|.{1000}", re.DOTALL)  # of text without sentences, such as a transcript
 _ESTIMATED_ON = 200  # sentences whose tokens say how many characters a token has
 
@@ -33,9 +32,11 @@ class WindowLengths:
 
     Args:
         short_share: the share of windows that are one sentence.
-        short: a short window takes sentences until it has the first number of tokens, and no more than the second;
-            a longer sentence is a window of its own. 8 to 52 tokens are about 6 to 40 words.
-        long: a long window takes whole sentences up to a number of tokens that is drawn log-uniformly between these.
+        short: a short window is one sentence; below the first number of tokens it takes more, up to a number that is
+            drawn log-uniformly between these. 8 to 52 tokens are about 6 to 40 words.
+        long: a long window takes whole sentences up to a number of tokens that is drawn in the same way.
+
+    Text without sentences, such as a transcript, is cut to the numbers drawn, at the end of a word.
 
     No window is longer than the second number of ``long``, or than the model's limit if that is less.
     """
@@ -164,18 +165,17 @@ def _cut(
     left = list(reversed(pieces))
     while left:
         first, record = left[-1]
-        if _draw(seed, "kind", first) < lengths.short_share:
-            enough, room = map(float, lengths.short)
-        else:
-            low, high = lengths.long
-            enough = room = low * (high / low) ** _draw(seed, "length", first)
-        if (size := len(first) / per_token) <= most:
-            room = max(room, size)
+        short = _draw(seed, "kind", first) < lengths.short_share
+        low, high = lengths.short if short else lengths.long
+        room = low * (high / low) ** _draw(seed, "length", first)
+        enough = low if short else room
         room, taken, total = min(room, most), [], 0.0
         while left and (joined or left[-1][1] == record) and total < min(enough, room):
             piece, owner = left[-1]
             size = len(piece) / per_token
-            if total >= _LEAST and total + size > room:
+            if total < lengths.short[0] and total + size <= most:
+                room = max(room, total + size)  # no sentence is cut that the model can read
+            elif total >= lengths.short[0] and total + size > room:
                 break
             left.pop()
             if total + size > room:

@@ -19,7 +19,7 @@ from kflats.common.sentences import unwrapped
 
 MOST = 20_000_000
 """Characters that are read of a file: about five million tokens. Counts and measurements gain nothing from more."""
-_STRETCH = 100  # records; of a longer file, stretches of so many are read
+_STRETCH = 50_000  # characters; of a longer file, stretches of about this length are read
 _LONGEST = 1_000_000  # characters of one line of plain text; a longer line is several records
 _PEEK = 200  # rows by which a column is chosen
 _JSON, _DATA_SET = (".json", ".jsonl", ".ndjson"), (".parquet", ".arrow")
@@ -178,11 +178,13 @@ def _bounded(records: Iterable[str]) -> tuple[list[str], int]:
 
     One pass in bounded memory: where the stretches kept grow too long, every other one goes, and so on.
     """
-    stream, kept, seen, step = iter(records), dict[int, list[str]](), 0, 1
-    for index, stretch in enumerate(iter(lambda: list(islice(stream, _STRETCH)), [])):
-        seen += sum(map(len, stretch))
+    kept, step, index, seen, end = dict[int, list[str]](), 1, 0, 0, _STRETCH
+    for record in records:
+        if seen >= end:
+            index, end = index + 1, seen + _STRETCH
+        seen += len(record)
         if index % step == 0:
-            kept[index] = [record[:MOST] for record in stretch]
+            kept.setdefault(index, []).append(record[:MOST])
         while seen / step > MOST and len(kept) > 1:
             step *= 2
             kept = {index: stretch for index, stretch in kept.items() if index % step == 0}
