@@ -172,6 +172,17 @@ def test_the_loss_of_a_language_model_by_hand(tiny: Callable[[str], Any], tiny_t
     assert made.places == len(torch.cat(surprise))
 
 
+def test_excluded_tokens_are_compared_too(tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
+    """A logit of minus infinity, as padded vocabularies have."""
+    model = tiny("bert tagger")
+    with torch.no_grad():
+        model.classifier.bias[2] = -torch.inf
+    judge = Judge(model, tiny_tokenizer, TEXTS)
+    assert judge(model).loss == 0
+    losses = [judge(noisy(model, amount)).loss for amount in (0.03, 0.3)]
+    assert 0 < losses[0] < losses[1] < 1
+
+
 def test_fewer_tokens_are_compared_where_the_vocabulary_is_large(
     tiny: Callable[[str], Any], tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

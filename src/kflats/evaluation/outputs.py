@@ -51,6 +51,7 @@ _MASKED = 0.15  # of a text's tokens
 _NUMBERS = 2**26  # log-probabilities that are kept of a model: 268 MB
 _HEAVY, _VISIBLE = 4.0, 0.02
 _SHOWN, _LETTERS = 3, 80  # of the worst samples
+_LEAST = -1e4  # log-probability: a model may exclude tokens
 _LARGEST = 700.0  # exp of more is infinite
 
 
@@ -254,7 +255,7 @@ class Judge:
         rows: list[Tensor] = [torch.empty(0)] * len(items)
         # Some classifiers read the last token, and know it by the padding.
         unpadded = getattr(getattr(model, "config", None), "pad_token_id", None) is None and items[0].places is None
-        size = 1 if unpadded and self._texts is not None else self._batch
+        size = 1 if unpadded and self._texts is not None and self.kind != "encoder" else self._batch
         filler = pad_id(self._tokenizer, model)
         with _explained(model), evaluating(model), torch.inference_mode():
             for picked, batch in inputs.batches([item.inputs for item in items], size, filler, device_of(model)):
@@ -281,7 +282,8 @@ class Judge:
             output = output.flatten(1).mT
         elif output.ndim == 1:
             output = output.unsqueeze(0)
-        return (output if places is None else output[places.to(output.device)]).log_softmax(-1)
+        logs = (output if places is None else output[places.to(output.device)]).log_softmax(-1)
+        return logs.clamp_min(_LEAST)
 
 
 def _compared(
