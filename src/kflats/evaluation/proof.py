@@ -63,7 +63,7 @@ class Proof:
             cells = [f"{times[name].ms:.1f} ms" if name in times else "-" for name in COLUMNS[1:4]]
             ours = times.get(_COMPRESSED)
             ratio = "-" if ours is None else f"{share(ours.ratio)} ({share(ours.low)} to {share(ours.high)})"
-            rows.append(["{} x {} tokens".format(*shape) if shape[1] else f"{shape[0]} inputs", *cells, ratio])
+            rows.append(["{} x {} tokens".format(*shape) if shape[1] else f"a batch of {shape[0]}", *cells, ratio])
         return rows
 
     def __str__(self) -> str:
