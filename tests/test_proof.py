@@ -452,6 +452,9 @@ def test_compress_ends_with_a_proof(folder: Path, tmp_path: Path, monkeypatch: p
     done = CliRunner().invoke(app, [*wanted, str(tmp_path / "b"), "--no-proof"])
     assert "outputs compared" not in done.output
     assert Report.load(tmp_path / "b").proof is None
+    refused = CliRunner().invoke(app, [*wanted, str(tmp_path / "c"), "--no-proof", "--eval-texts", str(texts)])
+    assert refused.exit_code == 2
+    assert "without a proof" in refused.stderr
     # Written by kflats and unchanged since, the folder may be replaced.
     assert CliRunner().invoke(app, [*wanted, str(tmp_path / "a"), "--force", "--no-proof"]).exit_code == 0
 

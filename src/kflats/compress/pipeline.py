@@ -150,6 +150,8 @@ def compress_folder(
             "a plan is of one vocabulary, and trimming makes another",
             hint="trim the model first (kflats trim), then plan and compress what that made",
         )
+    if eval_texts is not None and not proof:
+        raise KflatsError("eval_texts is not supported without a proof", hint="proof=True", command="no --no-proof")
     data = _read(texts, calibration, objective, statistics, samples)
     batches = any(not isinstance(item, str) for item in data.calibration or ())
     if trim is not None and (statistics is not None or batches):
