@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import platform
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from kflats.demo import packaged_model
+from kflats.evaluation.latency import take_turns
 
 EMBEDDING = "embeddings.word_embeddings"
 """The token embedding of all-MiniLM-L6-v2."""
@@ -38,17 +38,9 @@ def seconds(function: Callable[[], object]) -> float:
 
 
 def median_pair(ours: Callable[[], object], baseline: Callable[[], object], rounds: int) -> tuple[float, float, float]:
-    """Median seconds of both and the median of the paired ratios; pairs are interleaved, order alternating."""
-    ours(), baseline()
-    a, b = [], []
-    for i in range(rounds):
-        if i % 2:
-            b.append(seconds(baseline))
-            a.append(seconds(ours))
-        else:
-            a.append(seconds(ours))
-            b.append(seconds(baseline))
-    return statistics.median(a), statistics.median(b), statistics.median(x / y for x, y in zip(a, b, strict=True))
+    """Median seconds of both and the median of the paired ratios; both take turns."""
+    theirs, own = take_turns({"baseline": baseline, "ours": ours}, rounds)
+    return own.ms / 1000, theirs.ms / 1000, own.ratio
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
