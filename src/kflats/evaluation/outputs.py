@@ -48,7 +48,7 @@ JUDGED = 256
 """Texts that are judged; evenly spaced ones of a longer list."""
 _DRAWN = 32  # samples where the model reads no text
 _MASKED = 0.15  # of a text's tokens
-_NUMBERS = 2**26  # log-probabilities that are kept of a model: 268 MB
+_NUMBERS = 2**26  # log-probabilities that are kept of a model, and logits of a batch: 268 MB
 _HEAVY, _VISIBLE = 4.0, 0.02
 _SHOWN, _LETTERS = 3, 80  # of the worst samples
 _LEAST = -1e4  # log-probability: a model may exclude tokens
@@ -137,7 +137,7 @@ class Judge:
         tokenizer: its tokenizer; None for a model that reads no text.
         texts: that nothing was measured on; at most 256 evenly spaced ones are read. None: sentences of the package.
             A model that reads images or sounds gets drawn ones.
-        batch: samples at once. The result does not depend on it, but for rounding.
+        batch: samples at once; fewer if the vocabulary is large. The result does not depend on it, but for rounding.
         seed: of the masked tokens and of drawn samples.
 
     Raises:
@@ -153,7 +153,7 @@ class Judge:
         batch: int = 32,
         seed: int = 0,
     ) -> None:
-        self._tokenizer, self._batch, self._seed = tokenizer, batch, seed
+        self._tokenizer, self._seed = tokenizer, seed
         self._texts: tuple[str, ...] | None = None
         self._inputs = "drawn inputs"
         if inputs.medium_of(original) == "input_ids":
@@ -165,8 +165,10 @@ class Judge:
             if not count:
                 raise KflatsError("there are no texts to compare outputs on", hint="give at least one sentence")
         samples = self._samples(original, tokenizer)
-        self.kind, width = _kind_of(original, max(samples, key=inputs.length))
+        longest = max(samples, key=inputs.length)
+        self.kind, width = _kind_of(original, longest)
         """What the outputs are."""
+        self._batch = max(1, min(batch, _NUMBERS // (width * inputs.length(longest))))  # logits of a batch
         draws = torch.Generator().manual_seed(seed)
         self._items = _thinned([self._item(one, draws) for one in samples], max(1, _NUMBERS // width))
         self._targets = [item.targets for item in self._items if item.targets is not None]
