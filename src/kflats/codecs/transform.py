@@ -213,8 +213,10 @@ def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Prob
     A code is made for a number of bytes and says how many it takes; the file's container comes on top.
     """
     nbytes = problem.nbytes
-    target, best, left = nbytes, None, nbytes + 1
-    for _ in range(_ATTEMPTS):
+    # The container takes about so much: a first code that leaves it no room is made twice.
+    target = nbytes - min(HEADER_BYTES + rows.shape[0] // 64, nbytes // 200)
+    best, left = None, nbytes + 1
+    for attempt in range(_ATTEMPTS):
         try:
             code = transform_code(
                 rows,
@@ -226,7 +228,7 @@ def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Prob
             )
             matrix = from_codes(code, dtype=dtype)
         except KflatsError:
-            if target == nbytes:
+            if attempt == 0:
                 raise
             break  # the container leaves less than labels and scales need
         over = stored_bytes(matrix) - nbytes

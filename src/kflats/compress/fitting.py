@@ -11,20 +11,23 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.progress import progress_bar
+from kflats.common.release import version
 from kflats.common.schema import JsonObject, decode
 from kflats.importance.protocol import Weighting
+from kflats.io import annotate_
 from kflats.io.headers import header_bytes
 from kflats.io.partial import Partial
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
 from kflats.methods.protocol import Problem
+from kflats.model.swap import swap_, unchanged_on_error
 from kflats.model.weights import Weight, factored_layers
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import bias_bytes
 from kflats.recipe.plan import Decision, Plan, as_cast
-from kflats.report.analysis import analyse, left_dense
-from kflats.report.report import WeightReport
+from kflats.report.analysis import analyse, left_dense, stored_bytes
+from kflats.report.report import Report, WeightReport
 
 _SHIFT = "bias shift"
 _CODES = ("codes", "weight", "shrink", "basis_scale")
@@ -97,6 +100,26 @@ def factorize(
             done[name] = one
             spare += decision.budget_bytes - one.report.bytes_after
     return [done[decision.weight.name] for decision in plan.decisions]
+
+
+def swapped(model: nn.Module, plan: Plan, done: list[CompressedWeight], seed: int, name: str = "") -> Report:
+    """Swap what was fitted into ``model``, in place; after an error it is as it was. Returns the report of the run."""
+    before = stored_bytes(model)
+    with unchanged_on_error(model):
+        for one in done:
+            if one.matrix is not None:
+                rows = one.decision.recipe.matrix_rows
+                swap_(model, one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
+        annotate_(model)
+    return Report(
+        model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
+        budget=str(plan.budget),
+        weights=tuple(one.report for one in done),
+        model_bytes_before=before,
+        model_bytes_after=stored_bytes(model) - sum(one.packed for one in done),
+        seed=seed,
+        version=version(),
+    )
 
 
 def _filler(plan: Plan) -> Decision | None:

@@ -14,26 +14,25 @@ from torch import nn
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
-from kflats.common.release import version
-from kflats.common.texts import SAMPLES
-from kflats.compress.fitting import CompressedWeight, factorize
+from kflats.common.texts import SAMPLES, packaged_texts
+from kflats.compress.fitting import factorize, swapped
+from kflats.compress.quality import DEFAULT_QUALITY, check_quality, smallest
 from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
 from kflats.evaluation.encoding import Batch
+from kflats.evaluation.outputs import Judge
 from kflats.evaluation.proof import compare
-from kflats.io import annotate_, load_model, save_model
+from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
 from kflats.io.partial import Partial
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
-from kflats.methods import Method
-from kflats.model.swap import swap_, unchanged_on_error
+from kflats.methods import Auto, Method
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe, Recipes, as_recipe
-from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import compressed_card, hub_name, note_proof, rewrite_
 from kflats.report.report import REPORT_FILE, Report
 from kflats.trimming.trimming import trim as trimmed_to
@@ -92,7 +91,7 @@ def compress_(
     budget = None if isinstance(recipes, Plan) and keep is size is None else one_budget(keep, size)
     data = gather(texts, tokenizer, calibration, objective, statistics, samples).windowed(model, quiet)
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet)
-    return _swapped(model, decided.plan, factorize(model, decided.plan, decided.data, seed, quiet, None), seed)
+    return swapped(model, decided.plan, factorize(model, decided.plan, decided.data, seed, quiet, None), seed)
 
 
 def compress_folder(
@@ -101,6 +100,7 @@ def compress_folder(
     *,
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
+    quality: float | None = None,
     method: Recipe | Method | None = None,
     weights: tuple[str, ...] = (),
     plan: Plan | None = None,
@@ -128,6 +128,9 @@ def compress_folder(
         source: a local folder or a hub name. out: the folder to be.
         keep, size, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
             words. Or a ``plan``.
+        quality: in place of a size: the smallest folder whose outputs lose at most 1 - quality (docs/proof.md). .99
+            where no size, no quality and no plan are given. Sizes are tried in memory, with one measurement, and judged
+            on every other of the texts that the proof compares on; the proof compares on the rest.
         texts: to be counted for importance, with the folder's own tokenizer; default: calibration texts.
         calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
             makes batches for the model and its tokenizer. The statistics are kept beside ``out`` until the end too.
@@ -143,8 +146,21 @@ def compress_folder(
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
             disk, a folder without a model.
     """
-    budget = None if plan is not None and keep is size is None else one_budget(keep, size)
+    if quality is not None:
+        check_quality(quality)
+        if plan is not None or keep is not None or size is not None:
+            raise KflatsError(
+                "a quality beside a size or a plan is not supported",
+                cause="each decides the size",
+                hint="one of quality, size, keep and plan",
+                command="one of --quality, --size, --keep and --plan",
+            )
+    elif plan is None and keep is size is None:
+        quality = DEFAULT_QUALITY
+    budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
+    if quality is not None and method is None and not weights:
+        method, weights = Auto(), ("all",)
     if trim is not None and plan is not None:
         raise KflatsError(
             "a plan is of one vocabulary, and trimming makes another",
@@ -174,16 +190,22 @@ def compress_folder(
         def measured(pairs: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
             return measured_once(model, pairs, data, Partial(out, about), quiet)
 
-        sizes: dict[str, Any] = {"file_bytes": before, "beside": beside}
-        decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, measured=measured, **sizes)
+        sizes: dict[str, Any] = {"allocation": allocation, "quiet": quiet, "file_bytes": before, "beside": beside}
+        judged = data.held_out if eval_texts is None else tuple(eval_texts)
+        if quality is None:
+            decided = decide(model, recipes, budget, data, measured=measured, **sizes)
+            limit = _file_limit(decided.plan, before)
+            changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
+            _check_size(before + sum(one.budget_bytes - one.weight.nbytes for one in changed), before, limit)
+            partial = Partial(out, work_fingerprint(about, decided, seed))
+            room = None if limit is None else limit - beside
+            done = factorize(model, decided.plan, decided.data, seed, quiet, partial, room)
+        else:
+            sentences = packaged_texts("judge") if judged is None else judged
+            judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
+            decided, done, limit = smallest(model, recipes, data, measured, judge, quality, seed, **sizes)
         _keep(decided, keep_statistics)
-        partial = Partial(out, work_fingerprint(about, decided, seed))
-        limit = _file_limit(decided.plan, before)
-        room = None if limit is None else limit - beside
-        changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
-        _check_size(before + sum(one.budget_bytes - one.weight.nbytes for one in changed), before, limit)
-        done = factorize(model, decided.plan, decided.data, seed, quiet, partial, room)
-        report = _swapped(model, decided.plan, done, seed, name=_called(source))
+        report = swapped(model, decided.plan, done, seed, name=_called(source))
         report = replace(
             report,
             trimming=None if trimmed is None else trimmed.report,
@@ -204,7 +226,7 @@ def compress_folder(
     if not proof:
         return report
     try:
-        measured_proof = compare(folder, out, data.held_out if eval_texts is None else eval_texts, quiet=quiet)
+        measured_proof = compare(folder, out, judged, quiet=quiet)
         note_proof(out, measured_proof)
     except KeyboardInterrupt:
         command = f"kflats compare {source} {os.fspath(out)} --card"
@@ -276,25 +298,6 @@ def _with_batches(data: CalibrationData, model: nn.Module, calibration: Calibrat
 def _keep(decided: Decided, path: str | os.PathLike[str] | None) -> None:
     if path is not None and decided.data.statistics is not None:
         decided.data.statistics.save(path)
-
-
-def _swapped(model: nn.Module, plan: Plan, done: list[CompressedWeight], seed: int, name: str = "") -> Report:
-    before = stored_bytes(model)
-    with unchanged_on_error(model):
-        for one in done:
-            if one.matrix is not None:
-                rows = one.decision.recipe.matrix_rows
-                swap_(model, one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
-        annotate_(model)
-    return Report(
-        model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),
-        budget=str(plan.budget),
-        weights=tuple(one.report for one in done),
-        model_bytes_before=before,
-        model_bytes_after=stored_bytes(model) - sum(one.packed for one in done),
-        seed=seed,
-        version=version(),
-    )
 
 
 def _called(source: str | os.PathLike[str]) -> str:

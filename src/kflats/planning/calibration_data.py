@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.calibration.windows import LENGTHS, Windows, windows
-from kflats.codecs import Table
+from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import Part, sha256
 from kflats.common.progress import announce
@@ -48,7 +48,8 @@ class CalibrationData:
             all used.
         windows: what ``windowed`` cut the texts into; ``texts`` are then the windows that may be counted.
 
-    Token counts, weightings and spectra are computed once and kept here; ``dataclasses.replace`` begins without them.
+    Token counts, weightings, spectra and candidates are computed once and kept here; ``dataclasses.replace`` begins
+    without them.
     """
 
     texts: tuple[str, ...] | None = None
@@ -61,6 +62,7 @@ class CalibrationData:
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def counts(self) -> bool:
@@ -186,6 +188,13 @@ class CalibrationData:
             except KflatsError as error:
                 raise error.about(weight.name) from error
         return Table(rows, weighting, getattr(torch, weight.dtype), self._spectra[key])
+
+    def candidates(self, key: str, make: Callable[[], tuple[Candidate, ...]]) -> tuple[Candidate, ...]:
+        """The ways to store a weight that ``make`` lists, listed once for each ``key``: other budgets choose from the
+        same."""
+        if key not in self._candidates:
+            self._candidates[key] = make()
+        return self._candidates[key]
 
     def _measured(self, weight: Weight, recipe: Recipe) -> Measured:
         n, d = weight.shape

@@ -160,7 +160,8 @@ def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData
     recipe, table, full = item.recipe, data.table(model, item.weight, item.recipe), item.full
     total = float(table.spectrum[0])
     if recipe.is_coded or recipe.chooses:
-        ways = candidates(recipe, table, pairs_only=item.weight.places[0].role == "conv2d")
+        pairs_only = item.weight.places[0].role == "conv2d"
+        ways = data.candidates(f"{item.weight.name} {recipe}", lambda: candidates(recipe, table, pairs_only=pairs_only))
         return WeightCandidates(item, ways, item.bias_bytes(data), total)
     method = recipe.method
     pair = method.produces == "pair"

@@ -1,0 +1,167 @@
+"""The smallest size that keeps a quality: a search over sizes, each of which is fitted and judged in memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import nn
+
+from kflats.common.arguments import is_number
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import size
+from kflats.common.progress import announce
+from kflats.compress.fitting import CompressedWeight, factorize, swapped
+from kflats.evaluation.outputs import Judge
+from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.decide import Decided, Measure, decide
+from kflats.recipe.budget import Allocation, Budget
+from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Recipes
+from kflats.report.analysis import stored_numbers
+
+DEFAULT_QUALITY = 0.99
+"""Where neither a size nor a quality is given."""
+_TRIES = 5
+_NEAR = 0.9
+"""A loss of at least this share of what is allowed is near enough: it is a fortieth of the size."""
+_AIM = 0.96
+_FIRST_BITS = 4.0
+"""Bits a number at which outputs of encoders lose about 1 %: where the search begins for that loss."""
+_FACTOR_A_BIT = 4.0
+"""How much less outputs lose with each bit more: squared errors fall by 2^2."""
+_LEAST_BITS, _MOST_BITS = 0.1, 16.0
+
+Fitted = TypeVar("Fitted")
+
+
+@dataclass(frozen=True)
+class Try(Generic[Fitted]):
+    """One size that was tried: its bytes, the loss of the outputs, and what was fitted."""
+
+    nbytes: int
+    loss: float
+    fitted: Fitted
+
+
+def check_quality(quality: float) -> None:
+    """Raise KflatsError unless ``quality`` is a share of the original's quality below 1."""
+    if not is_number(quality, 0, 1) or quality in (0, 1):
+        raise KflatsError(
+            f"a quality of {quality!r} is not supported",
+            cause="1 is the original itself, and every smaller size loses something",
+            hint="a number between 0 and 1, such as 0.99",
+            command="--quality 0.99",
+        )
+
+
+def smallest(
+    model: nn.Module,
+    recipes: Recipes | Plan,
+    data: CalibrationData,
+    measured: Measure,
+    judge: Judge,
+    quality: float,
+    seed: int,
+    *,
+    allocation: Allocation,
+    file_bytes: int,
+    beside: int,
+    quiet: bool,
+) -> tuple[Decided, list[CompressedWeight], int]:
+    """The plan of the smallest size whose model keeps ``quality`` by ``judge``, what it fitted, and that size in bytes.
+
+    Every size is fitted whole, in a copy of ``model``. All share one measurement and one list of candidates.
+
+    Raises:
+        KflatsError: as ``decide``, and where no size below the original's keeps the quality.
+    """
+    known: CalibrationData | None = None
+
+    def attempt(nbytes: int) -> tuple[float, tuple[Decided, list[CompressedWeight]]]:
+        nonlocal known
+        decided = decide(
+            model,
+            recipes,
+            Budget("bytes", nbytes, "file"),
+            known or data,
+            allocation=allocation,
+            file_bytes=file_bytes,
+            beside=beside,
+            quiet=quiet,
+            measured=None if known else measured,
+        )
+        known = decided.data
+        fitted = factorize(model, decided.plan, decided.data, seed, quiet, None, nbytes - beside)
+        small = copy.deepcopy(model)
+        swapped(small, decided.plan, fitted, seed)
+        loss = judge(small).loss
+        announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
+        return loss, (decided, fitted)
+
+    best = smallest_size(attempt, quality, stored_numbers(model), beside, file_bytes)
+    return *best.fitted, best.nbytes
+
+
+def smallest_size(
+    attempt: Callable[[int], tuple[float, Fitted]], quality: float, numbers: int, beside: int, most: int
+) -> Try[Fitted]:
+    """The smallest size whose loss is at most 1 - ``quality``, within about a fortieth.
+
+    The logarithm of the loss is nearly a line over the size: the next size lies where the line through the two nearest
+    tries has the allowed loss.
+
+    Args:
+        attempt: fits at a size in bytes; gives the loss of the outputs, and what was fitted.
+        numbers: how many numbers the size is shared by. beside: bytes of a file that are not theirs.
+        most: bytes of the original, which bound the size.
+
+    Raises:
+        KflatsError: no size below the original's keeps the quality.
+
+    >>> losses = {}
+    >>> def attempt(nbytes):
+    ...     losses[nbytes] = 4 * 4.0 ** (-8 * nbytes / 1000)
+    ...     return losses[nbytes], None
+    >>> best = smallest_size(attempt, 0.99, numbers=1000, beside=0, most=4000)
+    >>> best.loss <= 0.01, len(losses) <= 3
+    (True, True)
+    """
+    allowed = 1 - quality
+    tries: list[Try[Fitted]] = []
+    bits = _FIRST_BITS + math.log(0.01 / allowed, _FACTOR_A_BIT)
+    nbytes = _bytes_of(bits, numbers, beside, most)
+    for _ in range(_TRIES):
+        loss, fitted = attempt(nbytes)
+        tries.append(Try(nbytes, max(loss, 1e-12), fitted))
+        kept = [one for one in tries if one.loss <= allowed]
+        best = min(kept, key=lambda one: one.nbytes, default=None)
+        if best is not None and best.loss >= _NEAR * allowed:
+            return best
+        # The two nearest in loss decide the line; a single one has the slope of squared errors.
+        nearest = sorted(tries, key=lambda one: abs(math.log(one.loss / allowed)))[:2]
+        slope = -math.log(_FACTOR_A_BIT) * 8 / numbers
+        if len(nearest) == 2 and nearest[0].nbytes != nearest[1].nbytes:
+            measured = math.log(nearest[1].loss / nearest[0].loss) / (nearest[1].nbytes - nearest[0].nbytes)
+            slope = min(measured, slope / 8) if measured < 0 else slope
+        step = math.log(_AIM * allowed / nearest[0].loss) / slope
+        nbytes = min(max(round(nearest[0].nbytes + step), _bytes_of(_LEAST_BITS, numbers, beside, most)), most)
+        if any(abs(nbytes - one.nbytes) < 0.002 * one.nbytes for one in tries):
+            break
+    kept = [one for one in tries if one.loss <= allowed]
+    if not kept:
+        least = min(tries, key=lambda one: one.loss)
+        raise KflatsError(
+            f"no size below the original's keeps a quality of {quality}",
+            cause=f"at {least.nbytes:,} bytes the outputs keep {1 - least.loss:.4f}",
+            hint="a lower quality, or a size",
+            command="a lower --quality, or --size",
+        )
+    return min(kept, key=lambda one: one.nbytes)
+
+
+def _bytes_of(bits: float, numbers: int, beside: int, most: int) -> int:
+    return min(most, beside + round(min(max(bits, _LEAST_BITS), _MOST_BITS) * numbers / 8))

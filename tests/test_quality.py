@@ -1,0 +1,72 @@
+"""The smallest size that keeps a quality: the search over sizes, and whole folders."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+import kflats
+from kflats.common.errors import KflatsError
+from kflats.compress.quality import smallest_size
+from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
+from kflats.evaluation.outputs import Judge
+from kflats.io import load_model
+
+CURVES: dict[str, Callable[[float], float]] = {
+    "squares": lambda bits: 4 * 4.0**-bits,
+    "steeper": lambda bits: 60 * 9.0**-bits,
+    "flatter": lambda bits: 0.3 * 2.0**-bits,
+    "bent": lambda bits: 1 / (1 + math.exp(2.2 * bits - 5)),
+    "flat below": lambda bits: min(0.9, 8 * 4.0**-bits),
+    "a step": lambda bits: 0.05 if bits < 3 else 0.001,
+}
+
+
+@pytest.mark.parametrize("name", CURVES)
+@pytest.mark.parametrize("quality", [0.9, 0.98, 0.99, 0.999])
+def test_the_smallest_size_that_keeps_a_quality(name: str, quality: float) -> None:
+    numbers, beside, most = 8_000_000, 50_000, 32_000_000
+    sizes: list[int] = []
+
+    def attempt(nbytes: int) -> tuple[float, int]:
+        sizes.append(nbytes)
+        return (0.0 if nbytes >= most else CURVES[name](8 * (nbytes - beside) / numbers)), nbytes
+
+    best = smallest_size(attempt, quality, numbers, beside, most)
+    assert best.loss <= 1 - quality
+    assert best.fitted == best.nbytes
+    assert len(sizes) <= 5
+    if name != "a step":
+        smaller = CURVES[name](8 * (0.9 * best.nbytes - beside) / numbers)
+        assert smaller > 1 - quality, "a tenth less would have been enough"
+
+
+def test_a_quality_that_no_size_keeps() -> None:
+    with pytest.raises(KflatsError, match=r"no size below the original's keeps a quality of 0.99"):
+        smallest_size(lambda nbytes: (0.5, None), 0.99, 1000, 0, 4000)
+
+
+@pytest.mark.parametrize("quality", [0.0, 1.0, 1.5, -1, float("nan"), "high"])
+def test_a_quality_that_means_nothing_is_refused(quality: float, tmp_path) -> None:
+    with pytest.raises(KflatsError, match="is not supported"):
+        kflats.compress_folder(tmp_path / "none", tmp_path / "out", quality=quality)
+
+
+@pytest.mark.parametrize("other", [{"keep": "50%"}, {"size": "8MB"}])
+def test_a_quality_beside_a_size_is_refused(other: dict[str, str], tmp_path) -> None:
+    with pytest.raises(KflatsError, match="beside a size"):
+        kflats.compress_folder(tmp_path / "none", tmp_path / "out", quality=0.9, **other)
+
+
+@pytest.mark.slow
+def test_folders_keep_the_quality_that_was_asked_for(tiny_folder, tmp_path) -> None:
+    sizes = []
+    for quality in (0.9, None):
+        out = tmp_path / f"{quality}"
+        kflats.compress_folder(tiny_folder, out, quality=quality, proof=False, quiet=True)
+        loss = Judge(load_model(tiny_folder), load_tokenizer(tiny_folder))(load_model(out)).loss
+        assert loss <= 1.3 * (1 - (quality or 0.99))  # judged on other sentences than those of the search
+        sizes.append(weight_file_bytes(out))
+    assert sizes[0] < sizes[1] < weight_file_bytes(tiny_folder)
