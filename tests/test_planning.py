@@ -90,10 +90,9 @@ def test_one_method_or_recipe_means_the_token_embedding_and_a_mapping_names_its_
 
 
 def test_none_for_a_weight_that_holds_no_tokens_means_uniform_even_with_texts(tiny_tokenizer):
-    recipes = {"words": None, "types": None, "project": None}
-    made = plan(toy(), recipes, keep="50%", texts=["a"], tokenizer=tiny_tokenizer)
+    made = plan(toy(), {"words": None, "types": None}, keep="50%", texts=["a"], tokenizer=tiny_tokenizer)
     found = {d.weight.name: d.recipe.importance for d in made.decisions}
-    assert found == {"words": TokenCounts(), "types": Uniform(), "project": Uniform()}
+    assert found == {"words": TokenCounts(), "types": Uniform()}
 
 
 @settings(max_examples=40)

@@ -53,7 +53,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*KEEP, "--task-data", "."], "--task-data cannot be used without --task"),
     ([*KEEP, "--texts", "none.txt"], "cannot be read"),
     ([*KEEP, "--texts", "empty.txt"], "has no text"),
-    ([*KEEP, "--texts", "binary"], "is not UTF-8"),
+    ([*KEEP, "--texts", "binary"], "texts that can be read"),
     ([*COMPRESS, "--plan", "none.json"], "does not exist"),
     ([*COMPRESS, "--plan", "texts.txt", "--flats", "2"], "--plan cannot be used with --flats"),
     (["compress", "./none", "--keep", "50%", "--out", "small"], "there is no folder"),

@@ -127,7 +127,7 @@ def compress(
     ] = None,
     trim: Annotated[
         int | None,
-        typer.Option("--trim", metavar="N", help="First keep only the N commonest tokens, counted in --texts."),
+        typer.Option("--trim", metavar="N", min=1, help="First keep only the N commonest tokens, counted in --texts."),
     ] = None,
     seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
     eval_texts: Annotated[
@@ -183,7 +183,9 @@ def _chosen(budget: BudgetOptions, recipe: RecipeOptions, data: DataOptions) -> 
 
 def trim(
     model: Model,
-    keep: Annotated[int, typer.Option("--keep", metavar="N", help="Entries of the new vocabulary, special ones too.")],
+    keep: Annotated[
+        int, typer.Option("--keep", metavar="N", min=1, help="Entries of the new vocabulary, special ones too.")
+    ],
     out: Folder,
     texts: Annotated[
         Path | None,

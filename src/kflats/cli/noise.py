@@ -14,7 +14,8 @@ from kflats.common.errors import KflatsWarning
 
 @contextmanager
 def only_own_words(show: Callable[[str], None]) -> Iterator[None]:
-    """Hide logged lines below errors and Python's warnings meanwhile; ``show`` each warning of kflats."""
+    """Hide logged lines below errors and Python's warnings meanwhile; ``show`` each warning of kflats, once."""
+    said: set[str] = set()
 
     def shown(
         message: Warning | str,
@@ -24,7 +25,8 @@ def only_own_words(show: Callable[[str], None]) -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        if isinstance(message, KflatsWarning):
+        if isinstance(message, KflatsWarning) and message.command not in said:
+            said.add(message.command)
             show(message.command)
 
     # Read by torch and transformers when they are imported.

@@ -220,6 +220,7 @@ def locked(out: Path) -> Iterator[None]:
     from filelock import FileLock, Timeout  # checks of arguments do without it
 
     path = beside(out, "lock")
+    above = [folder for folder in path.parents if not folder.exists()]
     lock = FileLock(path, blocking=False)  # it makes the folders above
     try:
         lock.acquire()
@@ -235,6 +236,9 @@ def locked(out: Path) -> Iterator[None]:
         with suppress(OSError):  # Windows removes no open file; filelock does it there
             path.unlink()  # before the release: filelock refuses a file without a name, so two runs never both hold it
         lock.release()
+        with suppress(OSError):  # of the folders above, those that hold nothing
+            for folder in above:
+                folder.rmdir()
 
 
 def _goal(out: str | os.PathLike[str], sources: Sequence[Path]) -> Path:

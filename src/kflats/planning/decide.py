@@ -17,7 +17,7 @@ from kflats.model.weights import Weight, find_weight
 from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.candidates import WeightCosts
 from kflats.planning.selection import Selected, check, select
-from kflats.planning.strategies import share_out
+from kflats.planning.strategies import check_allocation, share_out
 from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe, Recipes
@@ -120,8 +120,11 @@ def decide(
     allowed = (budget or one_budget(None, None)).in_bytes(stored_numbers(model))
     selected = select(model, recipes, data)
     pairs = tuple((chosen.weight, chosen.recipe) for chosen in selected)
-    data = measured(pairs)
     total = stored_bytes(model) + beside
+    check_allocation((recipe for _, recipe in pairs), allocation)
+    if allowed.kind in ("bytes", "fraction"):  # refused before anything is measured
+        allowed.stored_bytes([weight for weight, _ in pairs], file_bytes or total, itemsize=1)
+    data = measured(pairs)
     items = [WeightCosts(s.weight, s.recipe, s.named, allowed.counts_labels, _note(s, data)) for s in selected]
     decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total, quiet)
     return Decided(Plan(decisions, allowed, total, shared_by), data, pairs)

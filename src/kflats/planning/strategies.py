@@ -153,13 +153,6 @@ def _by_loss(items: Sequence[WeightCosts], allocation: str) -> bool:
         KflatsError: ``allocation`` asks for what the methods or importances do not allow.
     """
     if any(item.recipe.chooses for item in items):
-        if allocation == "uniform":
-            raise KflatsError(
-                'allocation="uniform" is not supported with Auto()',
-                cause="it chooses by the error that each byte saves",
-                hint='allocation="auto", or another method',
-                command="--allocation auto, or another --method",
-            )
         return True
     others = _without_loss_units(items)
     if allocation == "loss" and others:
@@ -170,6 +163,17 @@ def _by_loss(items: Sequence[WeightCosts], allocation: str) -> bool:
             command="--importance kronecker, two-sided or row-fisher, or --allocation uniform",
         )
     return allocation == "loss" or (allocation == "auto" and not others and len(items) > 1)
+
+
+def check_allocation(recipes: Iterable[Recipe], allocation: str) -> None:
+    """Refuse, before anything is measured, equal shares for methods that are chosen by the loss."""
+    if allocation == "uniform" and any(recipe.chooses for recipe in recipes):
+        raise KflatsError(
+            'allocation="uniform" is not supported with Auto()',
+            cause="it chooses by the error that each byte saves",
+            hint='allocation="auto", or another method',
+            command="--allocation auto, or another --method",
+        )
 
 
 def _without_loss_units(items: Sequence[WeightCosts]) -> list[WeightCosts]:
