@@ -131,7 +131,7 @@ def compress_folder(
         quality: in place of a size: the smallest folder whose outputs lose at most 1 - quality (docs/proof.md). .99
             where no size, no quality and no plan are given. Sizes are tried in memory, with one measurement, and judged
             on every other of the texts that the proof compares on; the proof compares on the rest.
-        texts: to be counted for importance, with the folder's own tokenizer; default: calibration texts.
+        texts: running text, as ``plan``; default: calibration texts, which are counted.
         calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
             makes batches for the model and its tokenizer. The statistics are kept beside ``out`` until the end too.
         keep_statistics: a file to keep them in for later (``Statistics.load``).
