@@ -394,7 +394,7 @@ def test_lengths_are_mixed_as_asked() -> None:
 @pytest.mark.parametrize(
     ("text", "tokenizer"),
     [
-        (" ".join(f"word{1000 + i}" for i in range(4000)), Tokenizer()),  # no sentence ends
+        (" ".join(f"w{1000 + i}" for i in range(8000)), Tokenizer()),  # no sentence ends
         ("".join(chr(0x4E00 + i % 5000) for i in range(4000)), Tokenizer(list)),  # no word ends
         (" ".join("x" * 300 + str(i) for i in range(100, 200)), Tokenizer(list)),  # words longer than windows
         (BOOK, Tokenizer()),
@@ -413,7 +413,7 @@ def test_windows_fit_into_the_model(text: str, tokenizer: Tokenizer, limit: int,
     assert all(window.strip() for window in drawn)
     if limit == 128 and "xx" not in text:
         low, high = sorted(sizes)[len(sizes) // 10], sorted(sizes)[-len(sizes) // 10]
-        assert low < 40 < 60 < high, "lengths are mixed"
+        assert low < 40 < 60 < high  # lengths are mixed
     assert len(joined(made.counted)) + len(joined(made.held_out)) == len(joined([text]))
 
 
