@@ -372,7 +372,7 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ((), "no budget is given"),
+        (("--quality", "98%"), "'--quality'"),
         (("--keep", "60%", "--size", "1MB"), "are both given"),
         (("--keep", "0.6"), "0.6"),
         (("--keep", "300%"), "more than the original"),

@@ -22,7 +22,10 @@ COMPRESS = ["compress", "model", "--out", "small"]
 KEEP = [*COMPRESS, "--keep", "50%"]
 PLAN = ["plan", "model", "--keep", "50%", "--out", "plan.json"]
 REFUSED: list[tuple[list[str], str]] = [
-    ([*COMPRESS], "no budget is given"),
+    (["plan", "model", "--out", "plan.json"], "no budget is given"),
+    (["plan", "model", "--quality", "0.9", "--out", "plan.json"], "--quality cannot be used with kflats plan"),
+    ([*COMPRESS, "--quality", "1"], "a quality of 1.0 is not supported"),
+    ([*COMPRESS, "--quality", "0.9", "--size", "8MB"], "a quality beside a size"),
     ([*COMPRESS, "--size", "0.6"], "not a budget"),
     ([*COMPRESS, "--size", "8 MBytes"], "not a budget"),
     ([*COMPRESS, "--size", "-8MB"], "keeps nothing"),

@@ -79,6 +79,7 @@ def windows(
     seed: int = 0,
     lengths: WindowLengths = LENGTHS,
     model: nn.Module | None = None,
+    held_out: bool = True,
 ) -> Windows:
     """Cut running text into windows of mixed length, and draw those to measure with and those held out.
 
@@ -96,7 +97,7 @@ def windows(
     Args:
         texts: records in order. tokenizer: the model's own.
         samples: how many windows to measure with. seed: of what is drawn.
-        lengths: how long windows are. model: whose positions limit them.
+        lengths: how long windows are. model: whose positions limit them. held_out: whether some are held out.
 
     Raises:
         KflatsError: no texts, or only blank ones; something that is no text; no samples.
@@ -121,12 +122,14 @@ def windows(
     room = max(1.0, 0.95 * (limit - special))  # estimates err
     cut = list(_cut(pieces, per_token, lengths, room, seed, joined=True))
     held = min(max(len(cut) // 10, _HELD_OUT[0]), _HELD_OUT[1])
-    if len(cut) < FEWEST:
+    if not held_out:
+        held = 0
+    elif len(cut) < FEWEST:
         cut, held = list(_cut(pieces, per_token, lengths, room, seed, joined=False)), 0
     order = sorted(range(len(cut)), key=lambda i: _draw(seed, "use", cut[i]))
     parts = (order[held : held + samples], order[:held], order[held:])
-    calibration, held_out, counted = (tuple(cut[i] for i in sorted(part)) for part in parts)
-    drawn = [*calibration, *held_out]
+    calibration, kept, counted = (tuple(cut[i] for i in sorted(part)) for part in parts)
+    drawn = [*calibration, *kept]
     sizes = sorted(_tokens(drawn, tokenizer))
     over = sum(size > limit for size in sizes)
     low, median, high = (sizes[int(share * (len(sizes) - 1))] for share in (0.05, 0.5, 0.95))
@@ -140,7 +143,7 @@ def windows(
         f"{over:,} longer than {limit} tokens, cut" if over else "",
         f"scripts: {_scripts(drawn)}",
     ]
-    return Windows(calibration, held_out, counted, "; ".join(filter(None, phrases)))
+    return Windows(calibration, kept, counted, "; ".join(filter(None, phrases)))
 
 
 def _distinct(records: Sequence[str]) -> tuple[list[tuple[str, int]], int]:

@@ -98,7 +98,7 @@ def plan(
 ) -> None:
     """Decide the method and the bytes of each weight, and write them as JSON to review, edit and run later."""
     check_file(out, force, _is_plan)
-    budget.check()
+    budget.check_size()
     check_recipe(recipe, counted=data.texts is not None)
     local_model(model)
     read = data.read()
@@ -158,7 +158,7 @@ def compress(
     from kflats.recipe.plan import Plan
 
     if plan is None:
-        read |= _chosen(budget, recipe, data)
+        read |= _chosen(budget, recipe, data) | {"quality": budget.quality}
     else:
         read |= {"plan": Plan.load(plan), "keep": budget.keep, "size": budget.size}
     quiet_transformers()
@@ -174,7 +174,7 @@ def _chosen(budget: BudgetOptions, recipe: RecipeOptions, data: DataOptions) -> 
         counted=data.texts is not None,
         measured=data.task is not None or data.statistics is not None,
         tokens=budget.tokens,
-        whole_file=budget.size is not None,
+        whole_file=budget.keep is None,
     )
     names = budget.names(chosen=recipe == RecipeOptions() or recipe.is_auto)
     chosen = {"method": method, "weights": names, "allocation": budget.allocation or "auto"}

@@ -21,7 +21,7 @@ from kflats.common.sentences import undo_marks
 from kflats.common.text_files import read_texts
 from kflats.common.texts import SAMPLES
 from kflats.io.atomic import check_file
-from kflats.recipe.budget import Allocation, one_budget
+from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, check_quality, one_budget
 from kflats.tasks.task import find_task
 
 if TYPE_CHECKING:
@@ -96,6 +96,14 @@ class BudgetOptions:
             "is then auto and --weights all, unless they are given."
         ),
     ] = None
+    quality: Annotated[
+        float | None,
+        typer.Option(
+            metavar="Q",
+            help="compress: in place of a size, the smallest folder whose outputs keep this share of the original's "
+            f"quality. Default without a size: {DEFAULT_QUALITY}.",
+        ),
+    ] = None
     weights: Annotated[
         list[str] | None,
         typer.Option(
@@ -113,8 +121,8 @@ class BudgetOptions:
     ] = None
 
     def names(self, chosen: bool) -> tuple[str, ...]:
-        """The names of the weights; of all weights if the size of the files is given and methods are ``chosen``."""
-        return tuple(self.weights or (("all",) if self.size is not None and chosen else ()))
+        """The names of the weights; of all weights if the budget is for the whole folder and methods are ``chosen``."""
+        return tuple(self.weights or (("all",) if self.keep is None and chosen else ()))
 
     @property
     def tokens(self) -> bool:
@@ -122,7 +130,19 @@ class BudgetOptions:
         return all("embed" in name for name in self.weights or ())
 
     def check(self) -> None:
-        """Refuse options that are no budget."""
+        """Refuse options that are no budget; without any the default quality is the budget."""
+        check_quality(self.quality, self.keep, self.size)
+        if self.keep is not None or self.size is not None:
+            one_budget(self.keep, self.size)
+
+    def check_size(self) -> None:
+        """Refuse options that do not say how many bytes may be kept."""
+        if self.quality is not None:
+            raise KflatsError(
+                "--quality cannot be used with kflats plan",
+                cause="outputs are compared after a plan is carried out",
+                hint="--size or --keep, or kflats compress --quality",
+            )
         one_budget(self.keep, self.size)
 
 

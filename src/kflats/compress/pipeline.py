@@ -16,7 +16,7 @@ from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.texts import SAMPLES, packaged_texts
 from kflats.compress.fitting import factorize, swapped
-from kflats.compress.quality import DEFAULT_QUALITY, check_quality, smallest
+from kflats.compress.quality import smallest
 from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
 from kflats.evaluation.encoding import Batch
@@ -30,7 +30,7 @@ from kflats.methods import Auto, Method
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
-from kflats.recipe.budget import Allocation, Budget, one_budget
+from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
 from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipe, Recipes, as_recipe
 from kflats.report.model_card import compressed_card, hub_name, note_proof, rewrite_
@@ -146,16 +146,8 @@ def compress_folder(
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
             disk, a folder without a model.
     """
-    if quality is not None:
-        check_quality(quality)
-        if plan is not None or keep is not None or size is not None:
-            raise KflatsError(
-                "a quality beside a size or a plan is not supported",
-                cause="each decides the size",
-                hint="one of quality, size, keep and plan",
-                command="one of --quality, --size, --keep and --plan",
-            )
-    elif plan is None and keep is size is None:
+    check_quality(quality, keep or plan, size)
+    if plan is None and keep is size is None and quality is None:
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
@@ -179,8 +171,9 @@ def compress_folder(
     recipes = plan or _recipes(method, weights)
     with new_folder(out, force, [folder]) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
-        data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
-        trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
+        data = _with_texts(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, recipes, quiet)
+        counted = None if data.uses_own_texts else data.texts
+        trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=counted)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
             before -= trimmed.report.saved
@@ -220,7 +213,7 @@ def compress_folder(
         _check_size(weight_file_bytes(aside), before, limit)
         report.save(aside / REPORT_FILE)
         files = weight_file_bytes(folder), weight_file_bytes(aside)
-        used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
+        used = data_used(decided, data, trimmed_by_texts=trimmed is not None and counted is not None)
         loader = "sentence-transformers" if (aside / "modules.json").is_file() else "transformers"
         rewrite_(aside, lambda original: compressed_card(report, files, used, hub_name(source), original, loader))
     if not proof:
@@ -261,7 +254,7 @@ def plan_folder(
     budget, folder, recipes = one_budget(keep, size), resolve_model(source), _recipes(method, weights)
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder)
-    data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
+    data = _with_texts(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, recipes, quiet)
     data = _with_batches(data, model, calibration)
     sizes: dict[str, Any] = {"file_bytes": weight_file_bytes(folder), "beside": module_bytes(folder)}
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
@@ -286,6 +279,14 @@ def _read(
     return (
         replace(data, texts=read) if data.texts is None and read and len(read) == len(data.calibration or ()) else data
     )
+
+
+def _with_texts(data: CalibrationData, model: nn.Module, recipes: Recipes | Plan, quiet: bool) -> CalibrationData:
+    """The data with its texts in windows; where methods are chosen and there are no texts, those of the package."""
+    values = recipes.values() if isinstance(recipes, Mapping) else [] if isinstance(recipes, Plan) else [recipes]
+    if any(value is not None and as_recipe(value).chooses for value in values):
+        data = data.with_own_texts(model, quiet)
+    return data if data.windows is not None else data.windowed(model, quiet)
 
 
 def _with_batches(data: CalibrationData, model: nn.Module, calibration: Calibration) -> CalibrationData:

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from kflats.common.arguments import is_number
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import size
 from kflats.common.progress import announce
@@ -23,8 +22,6 @@ from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipes
 from kflats.report.analysis import stored_numbers
 
-DEFAULT_QUALITY = 0.99
-"""Where neither a size nor a quality is given."""
 _TRIES = 5
 _NEAR = 0.9
 """A loss of at least this share of what is allowed is near enough: it is a fortieth of the size."""
@@ -45,17 +42,6 @@ class Try(Generic[Fitted]):
     nbytes: int
     loss: float
     fitted: Fitted
-
-
-def check_quality(quality: float) -> None:
-    """Raise KflatsError unless ``quality`` is a share of the original's quality below 1."""
-    if not is_number(quality, 0, 1) or quality in (0, 1):
-        raise KflatsError(
-            f"a quality of {quality!r} is not supported",
-            cause="1 is the original itself, and every smaller size loses something",
-            hint="a number between 0 and 1, such as 0.99",
-            command="--quality 0.99",
-        )
 
 
 def smallest(

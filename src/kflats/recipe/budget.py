@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
+from kflats.common.arguments import is_number
 from kflats.common.errors import KflatsError
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 Allocation = Literal["auto", "uniform", "loss"]
 """How weights share a budget. "uniform": each gets the same share of bytes (or ranks). "loss": bytes go where they save
 most loss, and weights may stay dense. "auto": "loss" if every importance is in units of the loss."""
+
+DEFAULT_QUALITY = 0.99
+"""The quality that a folder keeps where neither a size nor a quality is given."""
 
 _UNITS: dict[tuple[str, str], tuple[str, Decimal]] = {
     ("%", ""): ("fraction", Decimal("0.01")),
@@ -218,6 +222,26 @@ def one_budget(keep: str | Budget | None, size: str | Budget | None) -> Budget:
             hint='keep="60%" or size="8MB"',
         )
     return parse_budget(keep) if keep is not None else parse_budget(size or "", scope="file")
+
+
+def check_quality(quality: float | None, keep: object = None, size: object = None) -> None:
+    """Raise KflatsError for a quality that is no share of the original's below 1, and for a size beside a quality."""
+    if quality is None:
+        return
+    if not is_number(quality, 0, 1) or quality in (0, 1):
+        raise KflatsError(
+            f"a quality of {quality!r} is not supported",
+            cause="1 is the original itself, and every smaller size loses something",
+            hint="a number between 0 and 1, such as 0.99",
+            command="--quality 0.99",
+        )
+    if keep is not None or size is not None:
+        raise KflatsError(
+            "a quality beside a size is not supported",
+            cause="each of them decides the size",
+            hint="one of quality, size and keep",
+            command="one of --quality, --size and --keep",
+        )
 
 
 def _longer_header(weight: Weight) -> int:
