@@ -141,6 +141,37 @@ def test_batches_and_padding_change_nothing(name: str, tiny: Callable[[str], Any
     assert [m.value for m in many.measures] == pytest.approx([m.value for m in one.measures], rel=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "places"),
+    [
+        ("bert", lambda words: 1),
+        ("bert multi-label", lambda words: 4),
+        ("bert tagger", lambda words: words),  # neither [CLS] nor [SEP]
+        ("masked bert", lambda words: max(1, round(0.15 * words))),
+        ("gpt2", lambda words: words + 1),  # all but the first of "[CLS] words [SEP]" are predicted
+        ("t5", lambda words: words + 2),
+    ],
+)
+def test_what_is_compared_of_each_text(
+    name: str, places: Callable[[int], int], tiny: Callable[[str], Any], tiny_tokenizer: Any
+) -> None:
+    model = tiny(name)
+    made = Judge(model, tiny_tokenizer, TEXTS)(model)
+    assert made.places == sum(places(len(text.split())) for text in TEXTS)
+    assert made.samples == len(TEXTS)
+
+
+def test_masked_tokens_are_hidden_and_drawn_by_seed(tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
+    """A model that differs in the table's row of the mask token alone differs where tokens are masked."""
+    model = tiny("masked bert")
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.bert.embeddings.word_embeddings.weight[tiny_tokenizer.mask_token_id].neg_()
+    losses = [Judge(model, tiny_tokenizer, TEXTS, seed=seed)(other).loss for seed in (0, 0, 1)]
+    assert losses[0] == losses[1] != losses[2]
+    assert losses[0] > 1e-4
+
+
 def test_the_loss_of_labels_by_hand(tiny: Callable[[str], Any], tiny_tokenizer: Any) -> None:
     model = tiny("bert classifier")
     other = noisy(model, 0.3)
@@ -315,7 +346,7 @@ class Slow(TorchModel):
         return lambda batch: [run(batch) for _ in range(4)]
 
 
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "vit", "whisper"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart classifier", "vit", "whisper"])
 def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], Any]) -> None:
     model = tiny(name)
     before = torch.get_num_threads()
@@ -325,7 +356,7 @@ def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], A
     assert reasons == {"unavailable": "this machine cannot run it."}
     assert [one.name for one in timed] == ["original", "slow", "bfloat16"] * 2
     assert [one.samples for one in timed] == [1] * 3 + [4] * 3
-    text = name in ("bert", "gpt2", "t5")
+    text = name not in ("vit", "whisper")
     assert [one.tokens for one in timed] == ([20] * 3 + [9] * 3 if text else [0] * 6)
     assert {one.threads for one in timed} == {1}
     assert timed[1].ratio > 2
@@ -429,6 +460,15 @@ def test_a_folder_compared_with_itself(folder: Path) -> None:
     assert proof.files[0] == proof.files[1] == (folder / "model.safetensors").stat().st_size
     assert {one.name for one in proof.latencies} == {"original", "bfloat16", "compressed"}
     assert {(one.samples, one.tokens) for one in proof.latencies} == {(1, 20), (32, 30), (32, 128)}
+
+
+def test_a_folder_without_a_tokenizer_is_read_with_the_originals(folder: Path, tmp_path: Path) -> None:
+    for vocabulary in (300, 200):
+        config = transformers.BertConfig(**(BERT | {"num_labels": 3, "vocab_size": vocabulary}))
+        transformers.BertForSequenceClassification(config).save_pretrained(tmp_path / str(vocabulary))
+    assert compare(folder, tmp_path / "300", TEXTS, turns=1).outputs.loss > 0
+    with pytest.raises(KflatsError, match="no tokenizer"):
+        compare(folder, tmp_path / "200", TEXTS, turns=1)
 
 
 def test_images_need_no_tokenizer(tiny: Callable[[str], Any], tmp_path: Path) -> None:
