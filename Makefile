@@ -4,6 +4,7 @@
 #   make test     the tests of every change, doctests and documentation examples included
 #   make sweep    the slow tests and the long tables of cases; SAMPLE=40 SEED=1 runs 40 of them, drawn by seed
 #                 without SAMPLE also the numerics under other CPU settings
+#   make versions each supported Python and transformers that is here, in fresh environments
 #   make lint     ruff and mypy
 #   make bench    every benchmark, one table each
 #
@@ -22,7 +23,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test sweep lint format bench clean
+.PHONY: demo test sweep versions lint format bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -36,6 +37,9 @@ sweep: .venv/.dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal -m slow \
 	    $(if $(SAMPLE),--sample $(SAMPLE) --sample-seed $(SEED)) $(PYTEST_ARGS)
 	$(if $(SAMPLE),,$(BIN)/python tests/cpu_sweep.py)
+
+versions: .venv/.dev
+	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python tests/versions.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -1,0 +1,82 @@
+"""Tries the interpreters and the versions of transformers that kflats supports, each in a fresh virtual environment.
+
+    python tests/versions.py                    every combination; what cannot be tried is listed with its reason
+    python tests/versions.py 3.12 5.0.0         one of them
+
+Interpreters are found on the path and in pyenv. Packages come from pip's index and its cache; the environments are
+removed afterwards. TORCH_INDEX=https://download.pytorch.org/whl/cpu gives the small CPU build of torch.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+INTERPRETERS = ("3.11", "3.12", "3.13", "3.14")
+TRANSFORMERS = ("5.0.0", "newest")
+PACKAGES = ("pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100", "scikit-learn>=1.5", "constriction>=0.4.2")
+TESTS = (
+    "tests/test_start.py",
+    "tests/test_imports.py",
+    "tests/test_cli.py",
+    "tests/test_folders.py",
+    "tests/models/test_bad_folders.py",
+    "tests/models/test_architectures.py",
+    "tests/models/test_inside_transformers.py",
+)
+"""What depends on the interpreter or on transformers: imports, the command line, and loading and saving of folders."""
+
+
+def interpreter(version: str) -> str | None:
+    """The path of an interpreter such as "3.12"; None if there is none."""
+    pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
+    return shutil.which(f"python{version}") or (str(pyenv[-1]) if pyenv else None)
+
+
+def tried(python: str, transformers: str) -> str:
+    """ "passed", or the step that failed with the last lines that it printed."""
+    index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
+    wanted = "transformers" if transformers == "newest" else f"transformers=={transformers}"
+    with tempfile.TemporaryDirectory() as folder:
+        inside = str(Path(folder) / "bin" / "python")
+        steps = {
+            "venv": [python, "-m", "venv", folder],
+            "pip": [inside, "-m", "pip", "install", "-q", *index, "-e", f"{ROOT}[hf]", wanted, *PACKAGES],
+            "pytest": [inside, "-m", "pytest", "-q", "-n", "auto", "-m", "not slow", *TESTS],
+        }
+        for name, command in steps.items():
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            if done.returncode:
+                return f"{name} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-15:])
+        return "passed: " + done.stdout.strip().splitlines()[-1]
+
+
+def main(arguments: list[str]) -> int:
+    """0 if everything that could be tried passed."""
+    chosen = [(arguments[0], arguments[1])] if arguments else [(p, t) for p in INTERPRETERS for t in TRANSFORMERS]
+    failed = False
+    for version, transformers in chosen:
+        python = interpreter(version)
+        result = f"skipped: no python{version} here" if python is None else tried(python, transformers)
+        failed |= "failed" in result.partition("\n")[0]
+        print(f"python {version}, transformers {transformers}: {result}", flush=True)
+    return int(failed)
+
+
+def least() -> str:
+    """The oldest interpreter of the metadata, such as "3.11"."""
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        required: str = tomllib.load(file)["project"]["requires-python"]
+    return required.removeprefix(">=")
+
+
+if __name__ == "__main__":
+    if least() != INTERPRETERS[0]:
+        sys.exit(f"pyproject.toml begins at Python {least()}, this list at {INTERPRETERS[0]}")
+    sys.exit(main(sys.argv[1:]))
