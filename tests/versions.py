@@ -34,9 +34,12 @@ TESTS = (
 
 
 def interpreter(version: str) -> str | None:
-    """The path of an interpreter such as "3.12"; None if there is none."""
+    """An interpreter such as "3.12" that runs; None if there is none. A shim of pyenv may be there and not run."""
     pyenv = sorted((Path.home() / ".pyenv" / "versions").glob(f"{version}.*/bin/python"))
-    return shutil.which(f"python{version}") or (str(pyenv[-1]) if pyenv else None)
+    for python in filter(None, (shutil.which(f"python{version}"), *map(str, pyenv))):
+        if subprocess.run([python, "--version"], capture_output=True, check=False).returncode == 0:
+            return python
+    return None
 
 
 def tried(python: str, transformers: str) -> str:

@@ -89,7 +89,7 @@ def inspect(model: Model) -> None:
 @with_options
 def plan(
     model: Model,
-    out: Annotated[Path, typer.Option("--out", metavar="plan.json", help="The plan file to write.")],
+    out: Annotated[Path, typer.Option(metavar="plan.json", help="The plan file to write.")],
     budget: BudgetOptions,
     recipe: RecipeOptions,
     data: DataOptions,
@@ -121,15 +121,12 @@ def compress(
     data: DataOptions,
     plan: Annotated[
         Path | None,
-        typer.Option(
-            "--plan", metavar="plan.json", exists=True, dir_okay=False, help="Carry out this plan of kflats plan."
-        ),
+        typer.Option(metavar="plan.json", exists=True, dir_okay=False, help="Carry out this plan of kflats plan."),
     ] = None,
     trim: Annotated[
-        int | None,
-        typer.Option("--trim", metavar="N", min=1, help="First keep only the N commonest tokens, counted in --texts."),
+        int | None, typer.Option(metavar="N", min=1, help="First keep only the N commonest tokens, counted in --texts.")
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
     eval_texts: Annotated[
         Path | None,
         typer.Option(
@@ -183,17 +180,13 @@ def _chosen(budget: BudgetOptions, recipe: RecipeOptions, data: DataOptions) -> 
 
 def trim(
     model: Model,
-    keep: Annotated[
-        int, typer.Option("--keep", metavar="N", min=1, help="Entries of the new vocabulary, special ones too.")
-    ],
+    keep: Annotated[int, typer.Option(metavar="N", min=1, help="Entries of the new vocabulary, special ones too.")],
     out: Folder,
     texts: Annotated[
-        Path | None,
-        typer.Option("--texts", metavar="FILE", help=f"Texts whose tokens are counted: {TEXT_FILES}."),
+        Path | None, typer.Option(metavar="FILE", help=f"Texts whose tokens are counted: {TEXT_FILES}.")
     ] = None,
     eval_texts: Annotated[
-        Path | None,
-        typer.Option("--eval-texts", metavar="FILE", help="Texts that the report is measured on. Default: --texts."),
+        Path | None, typer.Option(metavar="FILE", help="Texts that the report is measured on. Default: --texts.")
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
@@ -214,11 +207,7 @@ def compare(
     compressed: Annotated[Path, typer.Argument(metavar="DIR", help="The compressed model's folder.")],
     texts: Annotated[
         Path | None,
-        typer.Option(
-            "--texts",
-            metavar="FILE",
-            help=f"Texts to compare on: {TEXT_FILES}. Default: kflats' own sentences.",
-        ),
+        typer.Option(metavar="FILE", help=f"Texts to compare on: {TEXT_FILES}. Default: kflats' own sentences."),
     ] = None,
     card: Annotated[
         bool, typer.Option("--card", help="Write the figures into the model card and the report of DIR too.")
@@ -242,7 +231,7 @@ def compare(
 
 def report(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that kflats compress wrote.")],
-    out: Annotated[Path | None, typer.Option("--out", metavar="FOLDER", help="Default: DIR/report.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Default: DIR/report.")] = None,
 ) -> None:
     """Draw the report of a compression: one HTML file that needs no other file, and its pictures as PNG."""
     from kflats.report.html import render
@@ -256,13 +245,13 @@ def report(
 @with_options
 def evaluate(
     model: Compressed,
-    task: Annotated[str, typer.Option("--task", help=_TASKS)],
+    task: Annotated[str, typer.Option(help=_TASKS)],
     examples: ExampleOptions,
     task_data: TaskData = None,
     original: Annotated[
-        str | None, typer.Option("--original", metavar="MODEL", help="Score this model too, beside the compressed one.")
+        str | None, typer.Option(metavar="MODEL", help="Score this model too, beside the compressed one.")
     ] = None,
-    split: Annotated[str, typer.Option("--split", help="The split: a file's name without .tsv.gz.")] = "dev",
+    split: Annotated[str, typer.Option(help="The split: a file's name without .tsv.gz.")] = "dev",
 ) -> None:
     """Score a model on a task, with its size, memory, latency and operations; beside the original's if it is given."""
     find_task(task)
@@ -282,21 +271,17 @@ def recover(
     out: Folder,
     training: TrainingOptions,
     examples: ExampleOptions,
-    task: Annotated[str | None, typer.Option("--task", help=_TASKS)] = None,
+    task: Annotated[str | None, typer.Option(help=_TASKS)] = None,
     task_data: TaskData = None,
     teacher: Annotated[
-        str | None, typer.Option("--teacher", metavar="ORIGINAL", help="Train towards this model's outputs too.")
+        str | None, typer.Option(metavar="ORIGINAL", help="Train towards this model's outputs too.")
     ] = None,
     texts: Annotated[
         Path | None,
-        typer.Option(
-            "--texts", metavar="FILE", help=f"With --teacher: texts to learn from in place of a task: {TEXT_FILES}."
-        ),
+        typer.Option(metavar="FILE", help=f"With --teacher: texts to learn from in place of a task: {TEXT_FILES}."),
     ] = None,
-    split: Annotated[str, typer.Option("--split", help="The split to learn from.")] = "train",
-    eval_split: Annotated[
-        str, typer.Option("--eval-split", help="The split whose score decides which epoch is kept.")
-    ] = "dev",
+    split: Annotated[str, typer.Option(help="The split to learn from.")] = "train",
+    eval_split: Annotated[str, typer.Option(help="The split whose score decides which epoch is kept.")] = "dev",
     quiet: Quiet = False,
     force: Force = False,
 ) -> None:
@@ -324,10 +309,7 @@ def recover(
 def export(
     model: Model,
     out: Annotated[
-        Path,
-        typer.Option(
-            "--out", metavar="PATH", help="The folder to write with --dense; the file model.onnx with --onnx."
-        ),
+        Path, typer.Option(metavar="PATH", help="The folder to write with --dense; the file model.onnx with --onnx.")
     ],
     dense: Annotated[
         bool, typer.Option("--dense", help="Write an ordinary checkpoint, which loads without kflats.")
@@ -367,11 +349,7 @@ def export(
         typer.echo(str(written))
 
 
-def demo(
-    out: Folder = Path("demo-out"),
-    quiet: Quiet = False,
-    force: Force = False,
-) -> None:
+def demo(out: Folder = Path("demo-out"), quiet: Quiet = False, force: Force = False) -> None:
     """Compress the small real model of the extra 'demo', compare it, and draw the report. Needs no network."""
     check_folder(out, force)
     from kflats.demo import demo as run_demo

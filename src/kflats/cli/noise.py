@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TextIO
 
 from kflats.common.errors import KflatsWarning
 
@@ -17,14 +16,7 @@ def only_own_words(show: Callable[[str], None]) -> Iterator[None]:
     """Hide logged lines below errors and Python's warnings meanwhile; ``show`` each warning of kflats, once."""
     said: set[str] = set()
 
-    def shown(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def shown(message: Warning | str, *_: object, **__: object) -> None:
         if isinstance(message, KflatsWarning) and message.command not in said:
             said.add(message.command)
             show(message.command)

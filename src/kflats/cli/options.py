@@ -233,8 +233,7 @@ class DataOptions:
     texts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE",
-            help=f"Texts to count tokens in and to measure with by running the model: {TEXT_FILES}.",
+            metavar="FILE", help=f"Texts to count tokens in and to measure with by running the model: {TEXT_FILES}."
         ),
     ] = None
     task: Annotated[
