@@ -137,7 +137,7 @@ def demo(
     """
     source, folder = packaged_model(), Path(out)
     show(f"kflats compress all-MiniLM-L6-v2 --size {SIZE} --out {folder}\n")
-    report = compress_folder(str(source), folder, size=SIZE, samples=SAMPLES, force=force, quiet=quiet)
+    report = compress_folder(str(source), folder, size=SIZE, samples=SAMPLES, proof=True, force=force, quiet=quiet)
     show(f"{report.proof}\n")
     original, tokenizer = load_model(source), load_tokenizer(source)
     versions = _versions(original, tokenizer, source, folder)

@@ -166,7 +166,8 @@ def compress_folder(
             "another",
             hint="give texts, or trim the model first (kflats trim) and measure what that made",
         )
-    recipes = plan or _recipes(method, weights, whole=keep is None)
+    named = _recipes(method, weights, whole=keep is None)
+    recipes = plan or named
     with new_folder(out, force, [folder]) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
         data = _with_texts(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, recipes, quiet)
@@ -194,7 +195,7 @@ def compress_folder(
         else:
             sentences = packaged_texts("judge") if judged is None else judged
             judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
-            decided, done, limit = smallest(model, recipes, data, measured, judge, quality, seed, **sizes)
+            decided, done, limit = smallest(model, named, data, measured, judge, quality, seed, **sizes)
         _keep(decided, keep_statistics)
         report = swapped(model, decided.plan, done, seed, name=_called(source))
         report = replace(

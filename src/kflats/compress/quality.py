@@ -17,10 +17,9 @@ from kflats.compress.fitting import CompressedWeight, factorize, swapped
 from kflats.evaluation.outputs import Judge
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.decide import Decided, Measure, decide
+from kflats.planning.selection import select
 from kflats.recipe.budget import Allocation, Budget
-from kflats.recipe.plan import Plan
 from kflats.recipe.recipe import Recipes
-from kflats.report.analysis import stored_numbers
 
 _TRIES = 5
 _NEAR = 0.9
@@ -30,7 +29,7 @@ _FIRST_BITS = 4.0
 """Bits a number at which outputs of encoders lose about 1 %: where the search begins for that loss."""
 _FACTOR_A_BIT = 4.0
 """How much less outputs lose with each bit more: squared errors fall by 2^2."""
-_LEAST_BITS, _MOST_BITS = 0.1, 16.0
+_LEAST_BITS, _MOST_BITS = 0.3, 16.0
 
 Fitted = TypeVar("Fitted")
 
@@ -46,7 +45,7 @@ class Try(Generic[Fitted]):
 
 def smallest(
     model: nn.Module,
-    recipes: Recipes | Plan,
+    recipes: Recipes,
     data: CalibrationData,
     measured: Measure,
     judge: Judge,
@@ -88,7 +87,9 @@ def smallest(
         announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
         return loss, (decided, fitted)
 
-    best = smallest_size(attempt, quality, stored_numbers(model), beside, file_bytes)
+    weights = [chosen.weight for chosen in select(model, recipes, data)]
+    others = file_bytes - sum(weight.nbytes for weight in weights)
+    best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), file_bytes)
     return *best.fitted, best.nbytes
 
 
@@ -102,7 +103,7 @@ def smallest_size(
 
     Args:
         attempt: fits at a size in bytes; gives the loss of the outputs, and what was fitted.
-        numbers: how many numbers the size is shared by. beside: bytes of a file that are not theirs.
+        numbers: how many numbers share the size. beside: bytes of all else in the files.
         most: bytes of the original, which bound the size.
 
     Raises:
