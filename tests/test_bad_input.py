@@ -249,7 +249,6 @@ def test_a_failed_factorization_is_an_error_never_a_random_or_another_layer(monk
         ("5 bananas", "unknown unit"),
         ("1GB", "more than the named weights"),
         ("20B", "cannot hold"),
-        (None, "no budget"),
         (0.5, "not a budget"),
     ],
 )

@@ -43,6 +43,18 @@ def test_the_smallest_size_that_keeps_a_quality(name: str, quality: float) -> No
         assert smaller > 1 - quality, "a tenth less would have been enough"
 
 
+def test_sizes_that_hold_nothing_are_passed_over() -> None:
+    def attempt(nbytes: int) -> tuple[float, int]:
+        if nbytes < 900:
+            raise KflatsError("too small")
+        return (0.0 if nbytes == 4000 else 0.001), nbytes
+
+    best = smallest_size(attempt, 0.9, 1000, 0, 4000)
+    assert 900 <= best.nbytes <= 2000
+    with pytest.raises(KflatsError, match="too small"):
+        smallest_size(lambda nbytes: attempt(min(nbytes, 100)), 0.9, 1000, 0, 4000)
+
+
 def test_a_quality_that_no_size_keeps() -> None:
     with pytest.raises(KflatsError, match=r"no size below the original's keeps a quality of 0.99"):
         smallest_size(lambda nbytes: (0.5, None), 0.99, 1000, 0, 4000)

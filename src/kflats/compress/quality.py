@@ -119,10 +119,17 @@ def smallest_size(
     """
     allowed = 1 - quality
     tries: list[Try[Fitted]] = []
+    too_small = 0
     bits = _FIRST_BITS + math.log(0.01 / allowed, _FACTOR_A_BIT)
     nbytes = _bytes_of(bits, numbers, beside, most)
     for _ in range(_TRIES):
-        loss, fitted = attempt(nbytes)
+        try:
+            loss, fitted = attempt(nbytes)
+        except KflatsError:  # small models need more bytes for labels and scales than this size has
+            if nbytes == most:
+                raise
+            too_small, nbytes = nbytes, min(2 * nbytes, most)
+            continue
         tries.append(Try(nbytes, max(loss, 1e-12), fitted))
         kept = [one for one in tries if one.loss <= allowed]
         best = min(kept, key=lambda one: one.nbytes, default=None)
@@ -135,10 +142,15 @@ def smallest_size(
             measured = math.log(nearest[1].loss / nearest[0].loss) / (nearest[1].nbytes - nearest[0].nbytes)
             slope = min(measured, slope / 8) if measured < 0 else slope
         step = math.log(_AIM * allowed / nearest[0].loss) / slope
-        nbytes = min(max(round(nearest[0].nbytes + step), _bytes_of(_LEAST_BITS, numbers, beside, most)), most)
+        floor = _bytes_of(_LEAST_BITS, numbers, beside, most)
+        if too_small:
+            floor = max(floor, (too_small + nearest[0].nbytes) // 2)
+        nbytes = min(max(round(nearest[0].nbytes + step), floor), most)
         if any(abs(nbytes - one.nbytes) < 0.002 * one.nbytes for one in tries):
             break
     kept = [one for one in tries if one.loss <= allowed]
+    if not tries:
+        attempt(nbytes)  # raises what is wrong with every size
     if not kept:
         least = min(tries, key=lambda one: one.loss)
         raise KflatsError(
