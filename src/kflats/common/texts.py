@@ -96,13 +96,6 @@ def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def unknown_share(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> float:
-    """The share of the tokens of ``texts`` that are the tokenizer's unknown token."""
-    unknown = getattr(tokenizer, "unk_token_id", None)
-    ids = [i for row in tokenizer(list(texts), verbose=False)["input_ids"] for i in row]
-    return float(sum(i == unknown for i in ids) / max(1, len(ids)))
-
-
 def token_limit(tokenizer: PreTrainedTokenizerBase | None, max_length: int, model: nn.Module | None = None) -> int:
     """``max_length``, or less where the limit of the tokenizer or of the model's table of positions is smaller."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)

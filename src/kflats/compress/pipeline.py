@@ -170,9 +170,8 @@ def compress_folder(
     recipes = plan or named
     with new_folder(out, force, [folder]) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
-        data = _with_texts(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, recipes, quiet)
-        counted = None if data.uses_own_texts else data.texts
-        trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=counted)
+        data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
+        trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
             before -= trimmed.report.saved
@@ -212,7 +211,7 @@ def compress_folder(
         _check_size(weight_file_bytes(aside), before, limit)
         report.save(aside / REPORT_FILE)
         files = weight_file_bytes(folder), weight_file_bytes(aside)
-        used = data_used(decided, data, trimmed_by_texts=trimmed is not None and counted is not None)
+        used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
         loader = "sentence-transformers" if (aside / "modules.json").is_file() else "transformers"
         rewrite_(aside, lambda original: compressed_card(report, files, used, hub_name(source), original, loader))
     if not proof:
@@ -257,7 +256,7 @@ def plan_folder(
     )
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder)
-    data = _with_texts(replace(data, tokenizer=_tokenizer(folder, data, recipes)), model, recipes, quiet)
+    data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
     sizes: dict[str, Any] = {"file_bytes": weight_file_bytes(folder), "beside": module_bytes(folder)}
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
@@ -285,14 +284,6 @@ def _read(
     return (
         replace(data, texts=read) if data.texts is None and read and len(read) == len(data.calibration or ()) else data
     )
-
-
-def _with_texts(data: CalibrationData, model: nn.Module, recipes: Recipes | Plan, quiet: bool) -> CalibrationData:
-    """The data with its texts in windows; where methods are chosen and there are no texts, those of the package."""
-    values = recipes.values() if isinstance(recipes, Mapping) else [] if isinstance(recipes, Plan) else [recipes]
-    if any(value is not None and as_recipe(value).chooses for value in values):
-        data = data.with_own_texts(model, quiet)
-    return data if data.windows is not None else data.windowed(model, quiet)
 
 
 def _with_batches(data: CalibrationData, model: nn.Module, calibration: Calibration) -> CalibrationData:

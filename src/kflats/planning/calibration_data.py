@@ -20,7 +20,7 @@ from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import Part, sha256
 from kflats.common.progress import announce
-from kflats.common.texts import SAMPLES, check_texts, packaged_texts, token_limit, unknown_share
+from kflats.common.texts import SAMPLES, check_texts, token_limit
 from kflats.evaluation.encoding import Batch
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
@@ -30,9 +30,6 @@ from kflats.recipe.recipe import Recipe, to_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_UNKNOWN = 0.05
-"""A tokenizer that knows fewer of the words of the package's texts is of another language."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,6 @@ class CalibrationData:
         samples: how many windows are measured with, or how many of the calibration texts, evenly spaced; batches are
             all used.
         windows: what ``windowed`` cut the texts into; ``texts`` are then the windows that may be counted.
-        uses_own_texts: whether ``texts`` are the package's.
 
     Token counts, weightings, spectra and candidates are computed once and kept here; ``dataclasses.replace`` begins
     without them.
@@ -63,7 +59,6 @@ class CalibrationData:
     statistics: Statistics | None = None
     samples: int = SAMPLES
     windows: Windows | None = None
-    uses_own_texts: bool = False
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -101,22 +96,6 @@ class CalibrationData:
         made = windows(self.texts, self.tokenizer, samples=self.samples, model=model)
         announce(f"texts: {made.summary}", quiet=quiet)
         return replace(self, texts=made.counted, windows=made)
-
-    def with_own_texts(self, model: nn.Module, quiet: bool = True) -> CalibrationData:
-        """This data with the package's own texts in place of missing ones, where the tokenizer knows their words.
-
-        They are some hundred English sentences of encyclopedic kind, and nothing of them is held out: a proof compares
-        on other sentences of the package. Real texts of the model's use are better.
-        """
-        if self.texts is not None or self.calibrated or self.tokenizer is None:
-            return self
-        own = packaged_texts("count")
-        if unknown_share(own, self.tokenizer) > _UNKNOWN:
-            return self
-        made = windows(own, self.tokenizer, samples=self.samples, model=model, held_out=False)
-        announce(f"no texts are given: {len(own)} sentences of kflats take their place", quiet=quiet)
-        made = replace(made, summary=f"no texts were given: sentences of kflats, {made.summary}")
-        return replace(self, texts=made.counted, windows=made, uses_own_texts=True)
 
     def batches(self, model: nn.Module | None = None) -> list[Batch]:
         """The batches to measure with.
