@@ -18,7 +18,7 @@ import kflats
 from kflats import MESSI, SVD, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
-from kflats.compress import pipeline as compress_module
+from kflats.compress import fitting, pipeline
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.evaluation.comparing import weight_file_bytes
 from kflats.io.atomic import MANIFEST
@@ -168,7 +168,7 @@ def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name,
     before, modules, config = state(model), dict(model.named_modules()), model.config.to_dict()
     ties = dict(model.all_tied_weights_keys)
     tied = model.get_input_embeddings().weight
-    real, calls = compress_module.swap_, []
+    real, calls = fitting.swap_, []
 
     def swap(*args, **options):
         calls.append(args)
@@ -179,9 +179,9 @@ def test_a_failure_after_the_first_swap_undoes_it(tiny_model, monkeypatch, name,
     def refuse(model):
         raise KflatsError("refused")
 
-    monkeypatch.setattr(compress_module, "swap_", swap)
+    monkeypatch.setattr(fitting, "swap_", swap)
     if where == "annotation":
-        monkeypatch.setattr(compress_module, "annotate_", refuse)
+        monkeypatch.setattr(fitting, "annotate_", refuse)
     with pytest.raises(KflatsError, match="refused"):
         compress_(model, {table: SVD(), linear: SVD()}, keep="50%", quiet=True)
     assert len(calls) == 2
@@ -258,7 +258,7 @@ def test_an_existing_folder_is_refused_and_force_keeps_it_until_the_new_one_is_c
         assert files(out) == old  # still there while the new one is being written
         raise KflatsError("stopped")
 
-    monkeypatch.setattr(compress_module, "copy_companions", watch)
+    monkeypatch.setattr(pipeline, "copy_companions", watch)
     with pytest.raises(KflatsError, match="stopped"):
         compress_folder(tiny_folder, out, keep="30%", method=SVD(), force=True, quiet=True)
     assert files(out) == old
@@ -345,7 +345,7 @@ def test_leftovers_of_other_input_are_not_used(tiny_folder, tmp_path, monkeypatc
     out = tmp_path / "small"
     first = {"keep": "50%", "method": Recipe(Flats(k=2), ZipfPrior()), "seed": 0, "texts": TEXTS, "quiet": True}
     with monkeypatch.context() as patch:
-        patch.setattr(compress_module, "copy_companions", lambda *args: (_ for _ in ()).throw(KflatsError("stopped")))
+        patch.setattr(pipeline, "copy_companions", lambda *args: (_ for _ in ()).throw(KflatsError("stopped")))
         with pytest.raises(KflatsError, match="stopped"):
             compress_folder(tiny_folder, out, **first)
     (partial,) = [p for p in tmp_path.iterdir() if "partial" in p.name]

@@ -143,7 +143,7 @@ def set_at(data: Any, path: tuple[Any, ...], value: Any) -> None:
     ("path", "value", "message"),
     [
         (("format",), "other", "not a report of kflats"),
-        (("version",), 2, "version 2"),
+        (("version",), 3, "version 3"),
         (("version",), True, "version True"),
         (("report",), [], "report should be an object"),
         (("report", "budget"), 3, "report.budget should be a string"),

@@ -266,7 +266,10 @@ class Judge:
                 else:
                     output = task_output(run(model, batch))
                 if output is None:
-                    raise KflatsError(f"{type(model).__name__} gives no logits, and the original does")
+                    raise KflatsError(
+                        f"{type(model).__name__} gives no logits, and the original does",
+                        cause="the second model is not a compressed version of the first",
+                    )
                 for i, one in zip(picked, output.float(), strict=True):
                     rows[i] = self._rows(one, items[i].places).cpu()
         counts = torch.tensor([len(own) for own in rows])
