@@ -214,7 +214,7 @@ def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Prob
     """
     nbytes = problem.nbytes
     # The container takes about so much: a first code that leaves it no room is made twice.
-    target = nbytes - min(HEADER_BYTES + rows.shape[0] // 64, nbytes // 200)
+    target = nbytes - min(HEADER_BYTES + rows.shape[0] // 64, nbytes // 400)
     best, left = None, nbytes + 1
     for attempt in range(_ATTEMPTS):
         try:
