@@ -179,8 +179,8 @@ def wrong(arguments: list[str], result: Result, before: Mapping[str, object], af
         line for line in said if not line.startswith(("kflats: warning", "kflats: texts: ", "kflats: never reached"))
     ]
     refused = result.exit_code == 2
-    # What was measured before a refusal stays beside the output: the next run takes it up.
-    statistics = {name for name in new if ".kflats-partial/statistics-" in name} if refused else set()
+    # What was measured or fitted before a refusal stays beside the output: the next run takes it up.
+    statistics = {name for name in new if ".kflats-partial" in name} if refused else set()
     kept = {str(parent) for name in statistics for parent in (PurePath(name), *PurePath(name).parents)}
     rules = {
         "an exit code of 0 or 2": result.exit_code in (0, 2) and isinstance(result.exception, SystemExit | None),
