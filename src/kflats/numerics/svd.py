@@ -111,7 +111,8 @@ def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
     >>> right_metric(torch.tensor([9.0, 0.0]), 2).factor.tolist(), right_metric(torch.tensor([9.0, 0.0]), 2).scale
     ([1.5, 1.5e-06], 4.0)
     """
-    return _metric(right, right._version, d, floor)
+    # A tensor made in inference mode has no version, and cannot be changed outside of it.
+    return _metric(right, 0 if right.is_inference() else right._version, d, floor)
 
 
 @lru_cache(maxsize=1)  # plans and fits ask for the metric of one weight several times in a row
