@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from kflats import read_texts
 from kflats.common.sentences import undo_marks
 from kflats.evaluation.comparing import Fidelity, fidelity_of
-from kflats.evaluation.encoding import encode, rare_words
-from kflats.tasks.data import load_examples
-from kflats.tasks.metrics import spearman
+from kflats.evaluation.running import encode, rare_words
+from kflats.tasks.batches import load_examples
+from kflats.tasks.scoring import spearman
 
 HEAD = ("mean cosine", "5th percentile", "rare words", "10 neighbours kept")
 """What ``cells`` shows."""

@@ -16,8 +16,8 @@ import torch
 from _common import arguments, markdown, median_pair, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from kflats.calibration.batches import text_batches
 from kflats.calibration.collect import measure
+from kflats.calibration.counting import text_batches
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective, Projections, TaskLoss
 from kflats.common.texts import packaged_texts

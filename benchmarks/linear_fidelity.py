@@ -20,13 +20,13 @@ from _common import arguments, publish, table
 from _sentences import data_folder, paragraphs, sentences
 
 from kflats import SVD, Recipe, Uniform, compress_, find_weights, read_texts
-from kflats.calibration.batches import text_batches
 from kflats.calibration.collect import measure
+from kflats.calibration.counting import text_batches
 from kflats.calibration.objectives import Projections
 from kflats.calibration.windows import windows
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import fidelity_of, load_tokenizer
-from kflats.evaluation.encoding import encode
+from kflats.evaluation.running import encode
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.io import load_model
 

@@ -22,8 +22,8 @@ from _common import arguments, markdown, publish
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from kflats.calibration.accumulators import Accumulator
-from kflats.calibration.batches import BLOCK, text_batches
 from kflats.calibration.collect import measure
+from kflats.calibration.counting import BLOCK, text_batches
 from kflats.common.formatting import size
 from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model

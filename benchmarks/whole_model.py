@@ -27,7 +27,7 @@ from _sentences import data_folder, paragraphs, sentences
 from kflats import Auto, Integer, KeepDense, Recipe, Uniform, compress_folder, read_texts, score
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import fidelity_of, load_tokenizer, weight_file_bytes
-from kflats.evaluation.encoding import encode
+from kflats.evaluation.running import encode
 from kflats.io import load_model
 
 ROUNDED = {bits: Recipe(KeepDense(), Uniform(), codec) for bits, codec in ((8, Integer(8)), (4, Integer(4, group=64)))}

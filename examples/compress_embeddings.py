@@ -10,7 +10,7 @@ from transformers import AutoModel, AutoTokenizer
 import kflats
 from kflats import Flats, Recipe, TokenCounts
 from kflats.common.texts import packaged_texts
-from kflats.evaluation.encoding import encode
+from kflats.evaluation.running import encode
 
 
 def main() -> None:

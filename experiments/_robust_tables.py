@@ -12,7 +12,7 @@ from _robust import FAMILIES, HALF, Known, compressed
 from torch import nn
 
 from kflats.model.weights import Weight
-from kflats.tasks.metrics import spearman
+from kflats.tasks.scoring import spearman
 
 STORED = (
     "Low rank stores two factors, a mask what its format stores (csr: values, column indices, row pointers; bitmap: "

@@ -22,7 +22,7 @@ import torch
 from _results import markdown
 from torch import Tensor
 
-from kflats.calibration.batches import text_batches
+from kflats.calibration.counting import text_batches
 from kflats.calibration.objectives import Projections
 from kflats.common.errors import KflatsError
 from kflats.common.texts import packaged_texts

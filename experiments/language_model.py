@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kflats import compress_, find_weights, measure
-from kflats.evaluation.encoding import evaluating
+from kflats.evaluation.running import evaluating
 
 METHODS = ("SVD", "RowFisher", "InputGram", "KroneckerFisher", "RowFisher+loss", "KroneckerFisher+loss")
 BOS = 1

@@ -25,10 +25,10 @@ from torch import nn
 from kflats import find_weights
 from kflats.demo import packaged_model
 from kflats.evaluation.comparing import load_tokenizer
-from kflats.evaluation.encoding import encode
+from kflats.evaluation.running import encode
 from kflats.io import load_model
-from kflats.tasks.data import load_examples
-from kflats.tasks.metrics import spearman
+from kflats.tasks.batches import load_examples
+from kflats.tasks.scoring import spearman
 
 WEIGHED = [
     f"{name} + {by}" for by in ("zipf", "counts") for name in ("SVD", "ellipsoid 1", "entrywise 1", "subspace 1")

@@ -33,9 +33,8 @@ from _results import (
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 
 from kflats import compress_, find_weights, measure
-from kflats.tasks.batches import task_batches
-from kflats.tasks.data import load_examples
-from kflats.tasks.metrics import measure as measure_scores
+from kflats.tasks.batches import load_examples, task_batches
+from kflats.tasks.scoring import measure as measure_scores
 from kflats.tasks.scoring import score
 
 METHODS = (

@@ -19,7 +19,7 @@ from kflats.compress.pipeline import compress_, compress_folder
 from kflats.io import load_model
 from kflats.planning.decide import plan
 from kflats.recipe.budget import Budget
-from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Plan
 
 TABLE = "embeddings.word_embeddings"
 

@@ -18,14 +18,12 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Projections, SampledLabels, describe
 from kflats.cli import commands
 from kflats.cli.app import app
-from kflats.cli.noise import hush, only_own_words
-from kflats.cli.options import RecipeOptions, recipe_of
+from kflats.cli.options import RecipeOptions, hush, only_own_words, recipe_of
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TokenCounts, TwoSided, Uniform, ZipfPrior
 from kflats.methods import MESSI, SVD, Entrywise, Flats, KMeansSVD, RobustSVD, Subspace
 from kflats.numerics.loss import Huber, Power, Truncated
-from kflats.recipe.plan import Plan
-from kflats.recipe.recipe import Recipe, from_json
+from kflats.recipe.recipe import Plan, Recipe, from_json
 from kflats.report.report import REPORT_FILE, Report
 
 transformers = pytest.importorskip("transformers")

@@ -24,7 +24,7 @@ from kflats.evaluation.comparing import weight_file_bytes
 from kflats.io.atomic import MANIFEST
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.planning.decide import plan
-from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Plan
 from kflats.report.report import REPORT_FILE, Report
 
 TEXTS = ("the word1 of word2", "word3 the the", "a b of")
@@ -297,7 +297,7 @@ def test_a_folder_that_holds_the_original_is_never_replaced(tiny_folder, tmp_pat
 KILLED = """
 import os, signal, sys
 import kflats
-from kflats.io.partial import Partial
+from kflats.compress.resume import Partial
 from kflats import SVD
 from kflats.compress.pipeline import compress_folder
 
@@ -382,7 +382,7 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
     from transformers import PreTrainedModel
 
     target = {
-        "partial": (kflats.io.partial, "save_file"),
+        "partial": (kflats.compress.resume, "save_file"),
         "model": (PreTrainedModel, "save_pretrained"),
         "companions": (shutil, "copyfile"),
         "durable": (kflats.io.atomic, "_make_durable"),

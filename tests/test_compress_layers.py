@@ -28,13 +28,12 @@ from kflats.common.errors import KflatsError
 from kflats.compress import pipeline as compress_module
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.io.atomic import MANIFEST
-from kflats.matrices.conv import FactoredConv2d
-from kflats.matrices.layers import FactoredLinear
+from kflats.matrices.layers import FactoredConv2d, FactoredLinear
 from kflats.planning import calibration_data as calibration_module
 from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.decide import plan
 from kflats.recipe import budget as budget_module
-from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Plan
 from kflats.report.report import REPORT_FILE, Report
 
 TEXTS = [f"the word{i} of word{2 * i} a b word{i % 7}" for i in range(40)]

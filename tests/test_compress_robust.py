@@ -28,13 +28,12 @@ from kflats import (
     Truncated,
 )
 from kflats.importance.protocol import Weighting
-from kflats.matrices.conv import FactoredConv2d
-from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
+from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
 from kflats.matrices.registry import LowRankMatrix
 from kflats.methods.matrix_error import norm_error
 from kflats.methods.protocol import Problem
 from kflats.numerics.rows import TensorRows
-from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Plan
 from kflats.report.report import REPORT_FILE, Report
 
 METHODS = {

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import kflats
 from kflats.common.errors import KflatsError
-from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredConv2d
 from kflats.matrices.registry import FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix, RankGroup
 from kflats.model.swap import restore_, swap_
 from kflats.model.weights import dense_weight, find_weight, find_weights

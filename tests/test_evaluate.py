@@ -19,7 +19,7 @@ from kflats.evaluation.comparing import (
     memory_bytes,
     neighbour_overlap,
 )
-from kflats.evaluation.encoding import encode, rare_words
+from kflats.evaluation.running import encode, rare_words
 
 transformers = pytest.importorskip("transformers")
 

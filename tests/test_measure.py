@@ -17,8 +17,8 @@ from torch.nn import functional as F
 
 from kflats.calibration import collect
 from kflats.calibration.accumulators import Accumulator, measured
-from kflats.calibration.batches import text_batches
 from kflats.calibration.collect import measure
+from kflats.calibration.counting import text_batches
 from kflats.calibration.hooks import frozen
 from kflats.calibration.measurements import Statistics, merge
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 import kflats
-from kflats.calibration.batches import text_batches
+from kflats.calibration.counting import text_batches
 from kflats.cli.app import app
 from kflats.codecs import Transform
 from kflats.common.errors import KflatsError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.calibration.batches import text_batches
+from kflats.calibration.counting import text_batches
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import take

@@ -24,7 +24,7 @@ import kflats
 from kflats.cli.app import app
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import encode
+from kflats.evaluation.running import encode
 from kflats.export.onnx import export_onnx
 from kflats.io import load_model
 from kflats.matrices.coded import CodedMatrix, from_integers

@@ -18,8 +18,7 @@ from kflats.importance import TokenCounts, Uniform
 from kflats.methods import SVD, Flats
 from kflats.model.weights import Weight, WeightUse
 from kflats.recipe.budget import Budget
-from kflats.recipe.plan import Decision, Plan
-from kflats.recipe.recipe import Recipe, as_recipe, from_json, to_json
+from kflats.recipe.recipe import Decision, Plan, Recipe, as_recipe, from_json, to_json
 
 TABLE = Weight(
     "embeddings.word_embeddings",

@@ -16,7 +16,7 @@ from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.decide import decide, plan
 from kflats.planning.selection import token_embedding
 from kflats.recipe.budget import parse_budget
-from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Plan
 
 NAMES = ("words", "types", "project")
 

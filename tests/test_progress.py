@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kflats.common import progress
+from kflats.common import formatting as progress
 from kflats.compress.pipeline import compress_folder
 from kflats.methods import Auto
 

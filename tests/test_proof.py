@@ -19,11 +19,10 @@ from kflats.common.errors import KflatsError
 from kflats.compress import pipeline
 from kflats.compress.pipeline import compress_folder
 from kflats.evaluation import outputs
-from kflats.evaluation.footprint import Footprint, footprint
 from kflats.evaluation.latency import Latency, TorchModel, latencies, take_turns, using_threads
 from kflats.evaluation.outputs import Judge, Measure, Outputs, Worst
-from kflats.evaluation.proof import Proof, compare
-from kflats.evaluation.samples import collate, drawn_samples
+from kflats.evaluation.proof import Footprint, Proof, compare, footprint
+from kflats.evaluation.running import collate, drawn_samples
 from kflats.report.model_card import CARD, compressed_card, note_proof
 from kflats.report.report import REPORT_FILE, Report
 

@@ -23,9 +23,8 @@ from kflats.matrices.layers import FactoredEmbedding
 from kflats.matrices.registry import LowRankMatrix, Matrix
 from kflats.model.swap import swap_
 from kflats.model.weights import factored_layers, find_weights
-from kflats.recover.distill import Objective, distance
+from kflats.recover.problem import Objective, distance, only
 from kflats.recover.recover import RECOVERY_FILE, recover_, recover_folder
-from kflats.recover.trainable import only
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -149,7 +148,7 @@ class Stop(KeyboardInterrupt):
 
 def interrupted(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Let the judge stop the run when it is asked for the ``after``-th time."""
-    from kflats.recover import training_data
+    from kflats.recover import problem as training_data
 
     real, calls = training_data.score_features, []
 

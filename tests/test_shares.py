@@ -14,7 +14,7 @@ from kflats.importance import IMPORTANCES, InputGram, TwoSided
 from kflats.importance.protocol import Measured
 from kflats.model.weights import find_weights
 from kflats.planning.decide import plan
-from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Plan
 
 SHAPES = {"a": (24, 24), "b": (24, 48), "c": (48, 24), "head": (24, 1)}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kflats import codecs, importance, methods
-from kflats.cli import names
+from kflats.cli import options as names
 from kflats.common.errors import KflatsError
 from kflats.numerics import loss
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kflats.calibration.batches import text_batches
-from kflats.calibration.counting import count_tokens, zipf_prior
+from kflats.calibration.counting import count_tokens, text_batches, zipf_prior
 from kflats.common.errors import KflatsError
 
 UNUSED, SIGNS, WORDS = 40, list("abcdefghijklmnopqrstuvwxyz0123456789.,!?"), 400

@@ -13,8 +13,7 @@ from torch.nn import functional as F
 
 from kflats.codecs import streams
 from kflats.common.errors import KflatsError
-from kflats.matrices.coded import from_integers
-from kflats.matrices.coded_geometry import CodedGeometry
+from kflats.matrices.coded import CodedGeometry, from_integers
 from kflats.matrices.registry import CodedMatrix
 
 pytest.importorskip("constriction")

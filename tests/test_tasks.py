@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from kflats.common.errors import KflatsError
-from kflats.tasks.batches import IGNORED, Feature, collate, features, task_batches, uncollate
-from kflats.tasks.data import load_examples
-from kflats.tasks.metrics import entity_f1, f1, matthews, measure, pearson, pearson_spearman, perplexity, spearman
+from kflats.tasks.batches import IGNORED, Feature, collate, features, load_examples, task_batches, uncollate
+from kflats.tasks.scoring import entity_f1, f1, matthews, measure, pearson, pearson_spearman, perplexity, spearman
 from kflats.tasks.task import TASKS, Task, check_head, find_task, head_of
 
 HEADER = "sentence1\tsentence2\tlabel\n"

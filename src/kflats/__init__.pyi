@@ -28,8 +28,7 @@ from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.robust_svd import Lewis
 from kflats.planning.decide import plan
 from kflats.recipe.budget import Budget, parse_budget
-from kflats.recipe.plan import Plan
-from kflats.recipe.recipe import Recipe
+from kflats.recipe.recipe import Plan, Recipe
 from kflats.recover.recover import recover_, recover_folder
 from kflats.report.report import Report
 from kflats.tasks.batches import task_batches

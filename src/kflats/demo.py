@@ -23,11 +23,11 @@ from kflats.common.formatting import plain, share, size, table
 from kflats.common.texts import packaged_texts
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.evaluation.comparing import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
-from kflats.evaluation.encoding import encode
 from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.proof import Proof
+from kflats.evaluation.running import encode
 from kflats.importance import TokenCounts
-from kflats.io.folders import load_model
+from kflats.io.saving import load_model
 from kflats.methods import MESSI, SVD, Flats, KeepDense
 from kflats.recipe.recipe import Recipe
 from kflats.report.html import render

@@ -15,7 +15,7 @@ from kflats.matrices.registry import DenseMatrix
 from kflats.methods import from_name
 from kflats.model.swap import swap_
 from kflats.model.weights import find_weight
-from kflats.recipe.plan import Plan
+from kflats.recipe.recipe import Plan
 
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 LAYERS = {

@@ -39,8 +39,7 @@ from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.loss import Power
 from kflats.numerics.rows import TensorRows
 from kflats.planning.candidates import candidates
-from kflats.recipe.plan import Plan
-from kflats.recipe.recipe import from_json, to_json
+from kflats.recipe.recipe import Plan, from_json, to_json
 from kflats.report.report import Report
 
 pytest.importorskip("constriction")

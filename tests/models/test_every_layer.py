@@ -21,7 +21,7 @@ from transformers import AutoModel, AutoModelForImageClassification
 
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_
-from kflats.matrices.conv import FactoredConv2d
+from kflats.matrices.layers import FactoredConv2d
 from kflats.model.swap import restore_, swap_
 from kflats.model.weights import factored_layers, find_weight, find_weights
 

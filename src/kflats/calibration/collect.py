@@ -11,16 +11,13 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
-from kflats.calibration.batches import BLOCK
-from kflats.calibration.hooks import ActivationRecorder, frozen
-from kflats.calibration.layouts import ALONE, find_layouts, places
+from kflats.calibration.counting import BLOCK
+from kflats.calibration.hooks import ALONE, ActivationRecorder, find_layouts, frozen, places
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import size, visible
-from kflats.common.progress import Update, progress_bar
-from kflats.evaluation.encoding import Batch, BatchValue, device_of
-from kflats.evaluation.running import batch_size, run, take, to_device
+from kflats.common.formatting import Update, progress_bar, size, visible
+from kflats.evaluation.running import Batch, BatchValue, batch_size, device_of, run, take, to_device
 from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
 

@@ -24,8 +24,7 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 from kflats.common.texts import IGNORED
-from kflats.evaluation.encoding import Batch
-from kflats.evaluation.running import batch_size, decoder_mask, pooled, run, take, task_output
+from kflats.evaluation.running import Batch, batch_size, decoder_mask, pooled, run, take, task_output
 
 Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
 _MISNAMED = ("label", "label_ids", "target", "targets")

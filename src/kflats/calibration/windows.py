@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from kflats.common.arguments import is_number, is_whole
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_number, is_whole
 from kflats.common.sentences import sentences, undo_marks, unwrapped
 from kflats.common.texts import SAMPLES, batched_texts, token_limit
 

@@ -14,7 +14,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from kflats.cli import commands
-from kflats.cli.noise import only_own_words
+from kflats.cli.options import only_own_words
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import visible
 from kflats.common.release import version

@@ -45,7 +45,7 @@ def inspect(model: Model) -> None:
     """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
     local_model(model)
     from kflats.evaluation.comparing import weight_file_bytes
-    from kflats.io.folders import load_model
+    from kflats.io.saving import load_model
     from kflats.io.sources import resolve_model
     from kflats.model.weights import factored_layers, find_weights
 
@@ -152,7 +152,7 @@ def compress(
     _check_places(out, force, model)
     read = data.read() | {"proof": not no_proof, "eval_texts": texts_of(eval_texts)}
     from kflats.compress.pipeline import compress_folder
-    from kflats.recipe.plan import Plan
+    from kflats.recipe.recipe import Plan
 
     if plan is None:
         read |= _chosen(budget, recipe, data) | {"quality": budget.quality}
@@ -364,7 +364,7 @@ def _check_places(out: Path, force: bool, *models: str) -> None:
 
 
 def _is_plan(path: Path) -> bool:
-    from kflats.recipe.plan import Plan
+    from kflats.recipe.recipe import Plan
 
     return Plan.is_saved_in(path)
 

@@ -1,22 +1,28 @@
 """The options of the commands: fields of dataclasses, and the budget, recipe and data that they stand for.
 
 Values are checked without torch, whose import takes seconds; what needs it is imported where it is made.
+
+The tables of names stand here too, because help and refusals of arguments must not import torch. A test compares them
+with the registries of methods, importances and codecs, and with the losses.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+import logging
+import os
+import warnings
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from kflats.cli import names
-from kflats.cli.noise import hush
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.registry import announced, unknown
 from kflats.common.sentences import undo_marks
 from kflats.common.text_files import read_texts
 from kflats.common.texts import SAMPLES
@@ -32,6 +38,98 @@ if TYPE_CHECKING:
     from kflats.importance import Importance
     from kflats.methods import Auto, Method
     from kflats.recipe.recipe import Recipe
+
+METHODS = ("svd", "flats", "kmeans-svd", "messi", "keep-dense", "auto", "robust-svd", "entrywise", "l1", "subspace")
+IMPORTANCES = ("uniform", "counts", "zipf", "token-fisher", "row-fisher", "two-sided", "input-gram", "kronecker")
+NO_DATA = ("uniform", "zipf")
+"""The importances that neither count texts nor measure anything."""
+CODECS = ("float", "integer", "transform")
+TYPES = ("float32", "float16", "bfloat16")
+"""The types of numbers, which stand for codecs."""
+LOSSES = ("squared", "power", "huber", "truncated")
+TAKE = {
+    "flats": ("flats", "kmeans-svd", "messi"),
+    "restarts": ("flats", "kmeans-svd", "messi"),
+    "form": ("svd",),
+    "p": ("robust-svd", "entrywise"),
+    "error": ("flats", "messi", "subspace"),
+}
+"""The methods that take each option of a method."""
+SEARCHED = ("flats", "messi")
+"""The methods that can search their number of flats."""
+TAKE_POWER = ("counts", "zipf", "token-fisher")
+"""The importances with a power."""
+
+
+def known(axis: str, own: Collection[str], name: str) -> bool:
+    """Whether ``name`` is one of kflats' ``own`` names of an axis; False for one that another package announces.
+
+    Raises:
+        KflatsError: nothing is called so.
+    """
+    wanted = name.strip().lower()
+    if wanted in own:
+        return True
+    others = [entry.name for entry in announced(axis)]
+    if wanted not in others:
+        raise unknown(axis, name, [*own, *others])
+    return False
+
+
+def check_codec(name: str) -> None:
+    """Refuse a text that does not begin with the name of a codec or a type, or with "int" and a number of bits."""
+    word = name.strip().lower().partition(" ")[0]
+    if not (word.startswith("int") and word[3:].isdigit()):
+        known("codec", (*CODECS, *TYPES), word)
+
+
+def check_flats(count: str, method: str) -> None:
+    """Refuse what is neither a number of flats nor the word "search", which only some methods can do."""
+    if count == "search" and method not in SEARCHED:
+        hint = f"--method {SEARCHED[0]} or {SEARCHED[1]}, or --flats K"
+        raise KflatsError(f"--flats search cannot be used with --method {method}", hint=hint)
+    if count != "search" and not (count.isascii() and count.isdigit() and 1 <= int(count) <= 4096):
+        raise KflatsError(f"--flats {count} is not supported", hint="a whole number from 1 to 4096, or search")
+
+
+def check_loss(name: str) -> None:
+    """Refuse a text that does not begin with the name of a loss."""
+    if name.strip().lower().partition(" ")[0] not in LOSSES:
+        raise KflatsError(f"no loss is called {name!r}", hint="one of " + ", ".join(LOSSES))
+
+
+@contextmanager
+def only_own_words(show: Callable[[str], None]) -> Iterator[None]:
+    """Hide logged lines below errors and Python's warnings meanwhile; ``show`` each warning of kflats, once."""
+    said: set[str] = set()
+
+    def shown(message: Warning | str, *_: object, **__: object) -> None:
+        if isinstance(message, KflatsWarning) and message.command not in said:
+            said.add(message.command)
+            show(message.command)
+
+    # Read by torch and transformers when they are imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("default", KflatsWarning)
+            warnings.showwarning = shown
+            yield
+    finally:
+        logging.disable(before)
+
+
+def hush(quiet: bool) -> bool:
+    """Hide the warnings of kflats too, if ``quiet``; and the progress of downloads."""
+    if quiet:
+        warnings.simplefilter("ignore", KflatsWarning)
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    return quiet
+
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder, or a hub name (owner/model).")]
 Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
@@ -362,28 +460,28 @@ def check_recipe(options: RecipeOptions, *, counted: bool) -> None:
                 hint="leave the option out, or --importance uniform",
             )
     if options.codec is not None:
-        names.check_codec(options.codec)
-    if options.importance is not None and names.known("importance", names.IMPORTANCES, options.importance):
+        check_codec(options.codec)
+    if options.importance is not None and known("importance", IMPORTANCES, options.importance):
         importance = options.importance.strip().lower()
-        if counted and importance in names.NO_DATA:
+        if counted and importance in NO_DATA:
             raise KflatsError(
                 f"--texts cannot be used with --importance {importance}",
                 cause="this importance counts no texts",
                 hint="leave --texts out, or --importance counts",
             )
-        if options.power is not None and importance not in names.TAKE_POWER:
+        if options.power is not None and importance not in TAKE_POWER:
             raise KflatsError(
                 f"--power cannot be used with --importance {importance}",
                 cause="it has no power",
-                hint=f"one of {', '.join(names.TAKE_POWER)}, or leave --power out",
+                hint=f"one of {', '.join(TAKE_POWER)}, or leave --power out",
             )
     if options.error is not None:
-        names.check_loss(options.error)
-    if options.method is None or names.known("method", names.METHODS, method):
+        check_loss(options.error)
+    if options.method is None or known("method", METHODS, method):
         usual = "flats" if options.wants_flats else "svd"
         if options.flats is not None:
-            names.check_flats(str(options.flats), method or usual)
-        for option, able in names.TAKE.items():
+            check_flats(str(options.flats), method or usual)
+        for option, able in TAKE.items():
             if getattr(options, option) is not None and (method or usual) not in able:
                 raise KflatsError(
                     f"--{option} cannot be used with " + (f"--method {method}" if method else "the default method"),
@@ -435,7 +533,7 @@ def method_of(options: RecipeOptions, default: str) -> Method:
     from kflats import methods
     from kflats.numerics.loss import from_name as loss_of
 
-    values = {option: getattr(options, option) for option in names.TAKE if getattr(options, option) is not None}
+    values = {option: getattr(options, option) for option in TAKE if getattr(options, option) is not None}
     if options.error is not None:
         values["error"] = loss_of(options.error)
     if options.flats is not None:

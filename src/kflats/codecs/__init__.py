@@ -8,9 +8,8 @@ that minimise squares.
 from __future__ import annotations
 
 from kflats.codecs.float import Float
-from kflats.codecs.integer import Integer
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table, check_codec
-from kflats.codecs.row_scales import RowScaleCodec
+from kflats.codecs.row_scales import Integer, RowScaleCodec
 from kflats.codecs.transform import Transform
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry

@@ -10,8 +10,7 @@ from typing import ClassVar, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.common.arguments import check_value
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, check_value
 from kflats.importance.protocol import Weighting
 from kflats.methods.protocol import Factored, Method, Problem
 from kflats.numerics.rows import Rows

@@ -19,8 +19,7 @@ from torch.nn import functional as F
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
 from kflats.codecs.streams import coded, stored_bytes
-from kflats.common.arguments import is_whole
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_whole
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix
 from kflats.methods import SVD, Flats

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.progress import progress_bar
+from kflats.common.formatting import progress_bar
 from kflats.common.release import version
 from kflats.common.schema import JsonObject, decode
+from kflats.compress.resume import Partial
 from kflats.importance.protocol import Weighting
 from kflats.io import annotate_
 from kflats.io.headers import header_bytes
-from kflats.io.partial import Partial
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
 from kflats.methods.protocol import Problem
 from kflats.model.swap import swap_, unchanged_on_error
@@ -25,9 +25,8 @@ from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import bias_bytes
-from kflats.recipe.plan import Decision, Plan, as_cast
-from kflats.report.analysis import analyse, left_dense, stored_bytes
-from kflats.report.report import Report, WeightReport
+from kflats.recipe.recipe import Decision, Plan, as_cast
+from kflats.report.report import Report, WeightReport, analyse, left_dense, stored_bytes
 
 _SHIFT = "bias shift"
 _CODES = ("codes", "weight", "shrink", "basis_scale")

@@ -17,22 +17,20 @@ from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.texts import SAMPLES, packaged_texts
 from kflats.compress.fitting import factorize, swapped
 from kflats.compress.quality import smallest
-from kflats.compress.resume import measured_once, model_fingerprint, work_fingerprint
+from kflats.compress.resume import Partial, measured_once, model_fingerprint, work_fingerprint
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
-from kflats.evaluation.encoding import Batch
 from kflats.evaluation.outputs import Judge
 from kflats.evaluation.proof import compare
+from kflats.evaluation.running import Batch
 from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
-from kflats.io.partial import Partial
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Auto, Method
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
-from kflats.recipe.plan import Plan
-from kflats.recipe.recipe import Recipe, Recipes, as_recipe
+from kflats.recipe.recipe import Plan, Recipe, Recipes, as_recipe
 from kflats.report.model_card import compressed_card, hub_name, note_proof, rewrite_
 from kflats.report.report import REPORT_FILE, Report
 from kflats.trimming.trimming import trim as trimmed_to

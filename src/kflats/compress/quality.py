@@ -11,8 +11,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import size
-from kflats.common.progress import announce
+from kflats.common.formatting import announce, size
 from kflats.compress.fitting import CompressedWeight, factorize, swapped
 from kflats.evaluation.outputs import Judge
 from kflats.planning.calibration_data import CalibrationData

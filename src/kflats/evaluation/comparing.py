@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import encode, rare_words
+from kflats.evaluation.running import encode, rare_words
 from kflats.io import weights_folder
 from kflats.io.sources import weight_files
 

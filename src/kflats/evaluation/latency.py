@@ -20,9 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import device_of
-from kflats.evaluation.running import run
-from kflats.evaluation.samples import collate, drawn_samples, medium_of
+from kflats.evaluation.running import collate, device_of, drawn_samples, medium_of, run
 
 Batch: TypeAlias = Mapping[str, Tensor]
 Run: TypeAlias = Callable[[Batch], object]

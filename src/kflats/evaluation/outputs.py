@@ -23,11 +23,19 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number
 from kflats.common.texts import check_texts, packaged_texts, pad_id
-from kflats.evaluation import samples as inputs
+from kflats.evaluation import running as inputs
 from kflats.evaluation.comparing import fidelity_of
-from kflats.evaluation.encoding import check_finite, device_of, evaluating, last_hidden_state
-from kflats.evaluation.running import is_encoder_decoder, pooled, run, task_output
-from kflats.evaluation.samples import Sample
+from kflats.evaluation.running import (
+    Sample,
+    check_finite,
+    device_of,
+    evaluating,
+    is_encoder_decoder,
+    last_hidden_state,
+    pooled,
+    run,
+    task_output,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,17 +1,186 @@
-"""Running a model of any kind on one batch, and reading its output."""
+"""What models read and give: samples and batches, drawn by seed where there are none; runs, outputs, sentence vectors.
+
+A sample is a mapping of tensors without a batch axis, and ``collate`` makes a batch of some. A sample of an
+encoder-decoder with a language head has ``labels`` too: the text, which its decoder reads shifted by one position. Only
+this module distinguishes encoders, decoders and encoder-decoders.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.encoding import Batch, BatchValue, last_hidden_state
-from kflats.model.weights import is_sentence_transformer
+from kflats.common.texts import batches_by_length, pad_id, padded_batch, tokenize_texts
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.model.weights import is_sentence_transformer, vocabulary_end
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+BatchValue: TypeAlias = Tensor | bool | int | float | str | None
+Batch: TypeAlias = Mapping[str, BatchValue]
+"""The keyword arguments of ``model(**batch)``: tensors of its samples, and settings that hold for all samples."""
+
+MAX_TOKENS = 256
+"""Tokens of one text: enough for sentences and paragraphs."""
+_MARKS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write the blank before a word
+
+
+def encode(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    batch: int = 32,
+    *,
+    max_tokens: int = MAX_TOKENS,
+) -> Tensor:
+    """One unit vector a text: the mean of the last hidden states over the text's own tokens.
+
+    An encoder-decoder runs its encoder alone. A task head is left out. Texts run in batches of similar length, padded
+    at the right, in eval mode and without gradients. Afterwards each module has its own mode again. The tokenizer needs
+    no padding token.
+
+    Args:
+        model: a transformers model.
+        tokenizer: its tokenizer.
+        texts: at least one.
+        batch: texts at once.
+        max_tokens: longer texts are cut (at the model's own limit if that is less).
+
+    Returns:
+        (texts, hidden) float32 on the CPU, in the order of ``texts``.
+
+    Raises:
+        KflatsError: no texts, a batch size below 1, no tokenizer, a tokenizer of another model, or outputs that are
+            not finite.
+    """
+    if not texts:
+        raise KflatsError("there are no texts to encode", hint="give at least one sentence")
+    rows = tokenize_texts(tokenizer, texts, max_tokens, model)
+    filler, device = pad_id(tokenizer, model), device_of(model)
+    out: Tensor | None = None
+    with evaluating(model), torch.inference_mode():
+        for picked in batches_by_length([len(row) for row in rows], batch):
+            inputs = padded_batch([{"input_ids": rows[i]} for i in picked], filler, device)
+            hidden = last_hidden_state(model, inputs).float()
+            mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+            mean = (hidden * mask).sum(1) / mask.sum(1)
+            out = torch.empty(len(rows), mean.shape[1]) if out is None else out
+            out[picked] = F.normalize(mean, dim=1).cpu()
+    assert out is not None
+    check_finite(out)
+    return out.clone()  # an ordinary tensor, not one of inference mode
+
+
+def check_finite(outputs: Tensor) -> None:
+    """Raises KflatsError for outputs that hold NaN or infinity."""
+    if not torch.isfinite(outputs).all():
+        raise KflatsError(
+            "the model's outputs are not finite",
+            cause="overflow in float16, or damaged weights",
+            hint="the model in float32, or another copy of its weights",
+        )
+
+
+def last_hidden_state(model: nn.Module, inputs: Batch) -> Tensor:
+    """(texts, tokens, hidden) of a transformers model without its task head."""
+    bare: Any = model
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        bare = bare.get_encoder()
+    else:
+        bare = getattr(bare, "base_model", bare)
+    hidden = getattr(bare(**inputs), "last_hidden_state", None)
+    if not isinstance(hidden, Tensor):
+        raise KflatsError(
+            f"{type(model).__name__} gives no last hidden state",
+            cause="kflats encodes texts with text models of transformers",
+            hint="a text model of transformers",
+        )
+    return hidden
+
+
+def rare_words(tokenizer: PreTrainedTokenizerBase, seen: Sequence[str] = (), count: int = 500) -> tuple[str, ...]:
+    """Whole words from the tail of the vocabulary, one token each, that do not occur in the texts ``seen``.
+
+    Vocabularies are ordered by frequency, or nearly so; the tail is the last quarter. ``count`` words are taken from
+    it at even steps, so that every call gives the same words. A word has three letters or more, and letters only; a
+    vocabulary of characters has no such word.
+    """
+    shown = {i for row in tokenizer(list(seen), truncation=False)["input_ids"] for i in row} if seen else set()
+    special = set(tokenizer.all_special_ids)
+    size = len(tokenizer)
+    tokens = tokenizer.convert_ids_to_tokens(list(range(size)))
+    marked = sum(str(t).startswith(_MARKS) for t in tokens) * 10 > size
+    words = []
+    for token_id in range(size - size // 4, size):
+        token = str(tokens[token_id])
+        word = token[1:] if token.startswith(_MARKS) else token
+        whole = token.startswith(_MARKS) if marked else True
+        if whole and len(word) >= 3 and word.isalpha() and token_id not in special | shown:
+            words.append((token_id, f" {word}" if token.startswith(_MARKS[0]) else word))
+    # The tokenizer never gives some entries (a word that it always splits).
+    ids = tokenizer([word for _, word in words])["input_ids"] if words else []
+    kept = [word for (token_id, word), row in zip(words, ids, strict=True) if token_id in row]
+    step = max(1, len(kept) // count)
+    return tuple(kept[::step][:count])
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter; the CPU where it has none."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+@contextmanager
+def evaluating(*models: nn.Module) -> Iterator[None]:
+    """Eval mode inside; afterwards each module has its own mode again (some may have been in eval mode before)."""
+    before = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        for model in models:
+            model.eval()
+        yield
+    finally:
+        for module, training in before:
+            module.training = training
+
+
+@contextmanager
+def widened(model: nn.Module, *dtypes: torch.dtype) -> Iterator[bool]:
+    """Inside, parameters and buffers of the types ``dtypes`` are float32; afterwards they have their own types again.
+
+    Yields:
+        Whether a parameter was widened.
+    """
+    parameters = [(p, p.dtype) for p in model.parameters() if p.dtype in dtypes]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.dtype in dtypes
+    ]
+    tables = [m for m in model.modules() if isinstance(m, FactoredEmbedding) and m.out_dtype in dtypes]
+    outs = [table.out_dtype for table in tables]
+    try:
+        for p, _ in parameters:
+            p.data = p.data.float()
+        for module, name, buffer in buffers:
+            module._buffers[name] = buffer.float()
+        for table in tables:
+            table.out_dtype = torch.float32
+        yield bool(parameters)
+    finally:
+        for p, dtype in parameters:
+            p.data = p.data.to(dtype)
+        for module, name, buffer in buffers:
+            module._buffers[name] = module.get_buffer(name).to(buffer.dtype)
+        for table, out in zip(tables, outs, strict=True):
+            table.out_dtype = out
 
 
 def batch_size(batch: Batch) -> int:
@@ -142,3 +311,145 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> object:
             hint='"labels" or "decoder_input_ids" in each batch, or Projections(of="pooled") for the encoder alone',
             command="--task NAME, whose examples have labels",
         ) from error
+
+
+Sample: TypeAlias = Mapping[str, Tensor]
+Medium: TypeAlias = Literal["input_ids", "pixel_values", "input_features", "input_values"]
+"""The names under which models of transformers read texts, images, spectrograms and sounds."""
+
+_SOUND = 16_000  # numbers: a second at the usual rate
+_IMAGE = 224  # pixels of a side where the config does not say
+_DECODED = 16  # tokens for the decoder of a model that does not read text
+
+
+def medium_of(model: nn.Module) -> Medium:
+    """What ``model`` reads, by the arguments of its forward.
+
+    Raises:
+        KflatsError: none of the inputs that transformers' models have.
+    """
+    arguments = inspect.signature(model.forward).parameters
+    for medium in get_args(Medium):
+        if medium in arguments:
+            return medium  # type: ignore[no-any-return]
+    raise KflatsError(
+        f"the inputs of {type(model).__name__} are unknown",
+        cause=f"its forward has none of {', '.join(get_args(Medium))}",
+        hint="a model of transformers",
+    )
+
+
+def has_language_head(model: nn.Module) -> bool:
+    """Whether the outputs are distributions over the vocabulary."""
+    return vocabulary_end(model, "get_output_embeddings") is not None
+
+
+def text_samples(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase | None,
+    texts: Sequence[str],
+    max_tokens: int = MAX_TOKENS,
+) -> list[Sample]:
+    """One sample a text, cut at ``max_tokens`` and at the model's own limit.
+
+    Raises:
+        KflatsError: no tokenizer, or a tokenizer of another model.
+    """
+    rows = tokenize_texts(tokenizer, texts, max_tokens, model)
+    return [_with_labels(model, {"input_ids": torch.tensor(row)}) for row in rows]
+
+
+def drawn_samples(model: nn.Module, count: int, tokens: int = 32, seed: int = 0) -> list[Sample]:
+    """``count`` samples of the shapes that the model's config has, drawn by ``seed``.
+
+    Token ids are drawn uniformly from the vocabulary, ``tokens`` of them or as many as the model has positions. Images
+    and sounds are noise whose amplitude falls with frequency, as that of pictures and speech does, of mean 0 and
+    variance 1, as processors make them.
+
+    Raises:
+        KflatsError: inputs of an unknown name, or a config that lacks their shape.
+    """
+    medium, draws = medium_of(model), torch.Generator().manual_seed(seed)
+    config = _config(model, medium)
+    if medium == "input_ids":
+        text = config.get_text_config()
+        length = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
+        ids = torch.randint(0, text.vocab_size, (count, length), generator=draws)
+        if isinstance(end := getattr(text, "eos_token_id", None), int) and is_encoder_decoder(model):
+            ids = torch.where(ids == end, (end + 1) % text.vocab_size, ids)
+            ids[:, -1] = end  # classifiers of encoder-decoders read the one end of each text
+        return [_with_labels(model, {"input_ids": row}) for row in ids]
+    values = _noise((count, *_shape(config, medium)), draws)
+    if not (is_encoder_decoder(model) and has_language_head(model)):
+        return [{medium: one} for one in values]
+    vocabulary = model.config.get_text_config(decoder=True).vocab_size  # type: ignore[union-attr, operator]
+    labels = torch.randint(0, vocabulary, (count, _DECODED), generator=draws)
+    return [{medium: one, "labels": row} for one, row in zip(values, labels, strict=True)]
+
+
+def collate(samples: Sequence[Sample], filler: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+    """One batch: token ids padded at the right with ``filler``, labels with 0, and the attention mask of the ids.
+
+    >>> collate([{"input_ids": torch.tensor([5, 6])}, {"input_ids": torch.tensor([7])}], 9)["input_ids"].tolist()
+    [[5, 6], [7, 9]]
+    """
+    if "input_ids" in samples[0]:
+        return padded_batch(samples, filler, device)
+    return {name: torch.stack([one[name] for one in samples]).to(device) for name in samples[0]}
+
+
+def batches(
+    samples: Sequence[Sample], batch: int, filler: int, device: torch.device
+) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """The places of the samples of each batch, and the batch; the longest texts first."""
+    for places in batches_by_length([length(one) for one in samples], batch):
+        yield places, collate([samples[i] for i in places], filler, device)
+
+
+def length(sample: Sample) -> int:
+    """The number of a text's tokens, or of the first axis of another input."""
+    return len(next(iter(sample.values())))
+
+
+def _with_labels(model: nn.Module, sample: dict[str, Tensor]) -> Sample:
+    if is_encoder_decoder(model) and has_language_head(model):
+        sample["labels"] = sample["input_ids"]
+    return sample
+
+
+def _config(model: nn.Module, medium: Medium) -> Any:
+    """The config of the part that reads: that of the image or sound encoder of a model of several parts."""
+    config: Any = getattr(model, "config", None)
+    if medium != "input_ids":
+        inner = (getattr(config, name, None) for name in ("vision_config", "audio_config", "encoder"))
+        config = next((one for one in inner if hasattr(one, "to_dict")), config)
+    return config
+
+
+def _shape(config: Any, medium: Medium) -> tuple[int, ...]:
+    """The shape of one input; spectrograms have their numbers of bands and of frames in the config."""
+    bands, frames = getattr(config, "num_mel_bins", None), getattr(config, "max_length", None)
+    if medium == "pixel_values":
+        side = getattr(config, "image_size", None) or _IMAGE
+        sides = (side, side) if isinstance(side, int) else tuple(side)
+        return (getattr(config, "num_channels", 3), *sides)
+    if medium == "input_features" and (positions := getattr(config, "max_source_positions", None)) and bands:
+        return (bands, 2 * positions)  # Whisper's encoder halves the number of frames
+    if medium == "input_values":
+        return (frames, bands) if bands and isinstance(frames, int) else (_SOUND,)
+    raise KflatsError(
+        f"the shape of the inputs of {type(config).__name__.removesuffix('Config')} is unknown",
+        cause=f"its config has no shape of {medium}",
+        hint="a model that reads texts, images, or sounds",
+    )
+
+
+def _noise(shape: tuple[int, ...], draws: torch.Generator) -> Tensor:
+    """(count, ...) float32 noise, amplitude ~ 1 / frequency over the last one or two axes, mean 0 and variance 1."""
+    white = torch.randn(shape, generator=draws)
+    axes = tuple(range(-min(2, len(shape) - 1), 0))
+    grids = [torch.fft.fftfreq(shape[axis]) for axis in axes[:-1]] + [torch.fft.rfftfreq(shape[-1])]
+    frequency = sum(grid.square() for grid in torch.meshgrid(*grids, indexing="ij")).sqrt()  # type: ignore[union-attr]
+    frequency.view(-1)[0] = torch.inf  # no constant
+    pink: Tensor = torch.fft.irfftn(torch.fft.rfftn(white, dim=axes) / frequency, s=[shape[a] for a in axes], dim=axes)
+    return pink / pink.flatten(1).std(1).view(-1, *[1] * (len(shape) - 1)).clamp_min(1e-12)

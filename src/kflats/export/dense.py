@@ -18,8 +18,7 @@ from kflats.common.errors import KflatsError
 from kflats.io import load_model
 from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, resolve_model, weights_folder
-from kflats.matrices.conv import FactoredConv2d
-from kflats.matrices.layers import FactoredLinear
+from kflats.matrices.layers import FactoredConv2d, FactoredLinear
 from kflats.model.swap import restore_
 from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, dense_card

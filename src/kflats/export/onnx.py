@@ -21,13 +21,12 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.release import needed, version
-from kflats.evaluation.encoding import evaluating, last_hidden_state
-from kflats.evaluation.running import is_encoder_decoder, task_output
+from kflats.evaluation.running import evaluating, is_encoder_decoder, last_hidden_state, task_output
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, locked, replaced
 from kflats.io.headers import VERSION_KEY
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
-from kflats.report.analysis import stored_bytes
+from kflats.report.report import stored_bytes
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18

@@ -9,8 +9,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.common.arguments import check_value
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, check_value
 
 
 @dataclass(frozen=True)

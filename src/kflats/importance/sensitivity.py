@@ -17,8 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kflats.common.arguments import is_number
-from kflats.common.errors import KflatsError, NoGradientSignalError
+from kflats.common.errors import KflatsError, NoGradientSignalError, is_number
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
 
 Unreached = Literal["refuse", "uniform"]

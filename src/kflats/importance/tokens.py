@@ -13,8 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kflats.common.arguments import is_number
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_number
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
 from kflats.importance.sensitivity import KroneckerFisher
 

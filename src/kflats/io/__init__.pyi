@@ -1,11 +1,11 @@
+from kflats.compress.resume import Partial as Partial
 from kflats.io.atomic import new_folder as new_folder
-from kflats.io.folders import annotate_ as annotate_
-from kflats.io.folders import load_model as load_model
-from kflats.io.folders import save_model as save_model
-from kflats.io.partial import Partial as Partial
 from kflats.io.plugin import register_plugin as register_plugin
+from kflats.io.saving import annotate_ as annotate_
 from kflats.io.saving import load_ as load_
+from kflats.io.saving import load_model as load_model
 from kflats.io.saving import save as save
+from kflats.io.saving import save_model as save_model
 from kflats.io.sources import copy_companions as copy_companions
 from kflats.io.sources import resolve_model as resolve_model
 from kflats.io.sources import weights_folder as weights_folder

@@ -29,8 +29,7 @@ from kflats.common.errors import KflatsError
 from kflats.io.headers import check_files
 from kflats.io.saving import guard_saving_
 from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.conv import FactoredConv2d
-from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
+from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
 from kflats.model.swap import untie_
 from kflats.model.weights import QUANT_METHOD, FactoredLayer, factored_layers, pretrained_models, spellings

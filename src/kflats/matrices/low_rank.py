@@ -1,4 +1,4 @@
-"""LowRankMatrix: one flat, the result of an SVD."""
+"""Matrices of one or two dense factors: a dense matrix, a low-rank pair, and its interpolative form."""
 
 from __future__ import annotations
 
@@ -8,7 +8,71 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
-from kflats.matrices.base import Matrix, check_rows, copy_trainable, each_once, with_rows
+from kflats.matrices.base import (
+    Matrix,
+    check_rows,
+    copy_trainable,
+    each_once,
+    inverse_of,
+    refresh_after_load,
+    with_rows,
+)
+from kflats.matrices.flats import order_dtype
+
+
+class DenseMatrix(Matrix):
+    """M = weight (n, d), unfactored: half the bytes in float16, widened to the model's type where it is used.
+
+    Its tensor has the name and the shape of the dense layer's own. So it must also have the orientation of that table
+    (``own_matrix_rows``): a program without kflats then loads the right values.
+
+    Raises:
+        KflatsError: a weight that is no matrix.
+
+    >>> m = DenseMatrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.float16))
+    >>> m.rows(torch.tensor([1]), dtype=torch.float32), m.nbytes
+    (tensor([[3., 4.]], grad_fn=<ToCopyBackward0>), 8)
+    """
+
+    kind = "dense"
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        if weight.ndim != 2:
+            raise KflatsError(
+                f"a weight of shape {tuple(weight.shape)} is no matrix", cause="a matrix has two dimensions, (n, d)"
+            )
+        self.weight = nn.Parameter(weight)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d), of the stored numbers."""
+        return self.weight.shape[0], self.weight.shape[1]
+
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
+        """As ``Matrix.rows``; ``sparse`` asks for a sparse gradient."""
+        return F.embedding(index, self.weight, sparse=sparse).to(dtype or self.weight.dtype)
+
+    def vecmat(self, x: Tensor) -> Tensor:
+        """x W, n d products a vector."""
+        return x @ self.weight.to(x.dtype)
+
+    def matvec(self, x: Tensor) -> Tensor:
+        """x W', n d products a vector."""
+        return x @ self.weight.T.to(x.dtype)
+
+    def dense(self) -> Tensor:
+        """A copy of W."""
+        return self.weight.clone()
+
+    def spec(self) -> JsonObject:
+        """Kind and shape."""
+        return {"kind": self.kind, "shape": list(self.shape)}
+
+    def resized(self, n: int) -> DenseMatrix:
+        """As ``Matrix.resized``; new rows are the mean of all."""
+        check_rows(n)
+        return copy_trainable(self, DenseMatrix(with_rows(self.weight.detach(), n)))
 
 
 class LowRankMatrix(Matrix):
@@ -77,3 +141,110 @@ class LowRankMatrix(Matrix):
         check_rows(n)
         resized = LowRankMatrix(with_rows(self.weight.detach(), n), self.basis.detach().clone())
         return copy_trainable(self, resized)
+
+
+class InterpolativeMatrix(Matrix):
+    """M[:, order] = [weight, weight @ basis]: r columns of M are stored, the others are mixtures of them.
+
+    Args:
+        weight: the r columns, (n, r).
+        basis: (r, d - r), column j holds the r numbers that mix the stored columns to one other column.
+        order: (d,) int16 (int32 beyond 32768 columns), the columns of M, the stored ones first.
+
+    Stores r (n + d - r) numbers and the order: the matrix of a ``LowRankMatrix`` with r^2 numbers less. Rounding
+    ``weight`` costs more by the norm of [I, basis], which ``condition`` bounds. Choose it where bytes count, and for
+    full rank, where it is as large as the dense matrix and no larger. Fine-tuning leaves the identity block as it is.
+
+    Raises:
+        KflatsError: shapes that do not fit, or an order that is no permutation.
+
+    >>> m = InterpolativeMatrix(torch.tensor([[4.0], [8.0]]), torch.tensor([[0.25, 0.5]]),
+    ...                         torch.tensor([1, 0, 2], dtype=torch.int16))
+    >>> m.dense().tolist(), m.condition
+    ([[1.0, 4.0, 2.0], [2.0, 8.0, 4.0]], 0.5)
+    """
+
+    kind = "interpolative"
+
+    def __init__(self, weight: Tensor, basis: Tensor, order: Tensor) -> None:
+        super().__init__()
+        if weight.ndim != 2 or basis.ndim != 2 or weight.shape[1] != basis.shape[0]:
+            raise KflatsError(
+                f"factors of shapes {tuple(weight.shape)} and {tuple(basis.shape)} cannot be multiplied",
+                cause="the first must be (n, r), the second (r, d - r)",
+            )
+        d = weight.shape[1] + basis.shape[1]
+        if tuple(order.shape) != (d,) or order.dtype != order_dtype(d):
+            raise KflatsError(
+                f"an order of {order.dtype} and shape {tuple(order.shape)} does not fit {d} columns",
+                cause=f"expected {order_dtype(d)} and {(d,)}",
+            )
+        self.weight = nn.Parameter(weight)
+        self.basis = nn.Parameter(basis)
+        self.order: Tensor
+        self.register_buffer("order", order)
+        self.register_load_state_dict_post_hook(refresh_after_load)  # type: ignore[no-untyped-call]
+        self.refresh()
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d): d columns in ``order``."""
+        return self.weight.shape[0], self.order.shape[0]
+
+    @property
+    def condition(self) -> float:
+        """Largest absolute entry of ``basis``, the block beside the identity: rounding errors grow with it."""
+        return float(self.basis.detach().abs().max()) if self.basis.numel() else 0.0
+
+    def refresh(self) -> None:
+        """Refuse an order that is no permutation."""
+        if self.order.is_meta:
+            return
+        order = self.order.to(torch.int64)
+        if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
+            raise KflatsError(
+                "the columns' order is no permutation",
+                cause="a damaged or mixed-up file",
+                hint="restore the file, or compress again",
+            )
+
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """As ``Matrix.rows``: the stored columns of a row, and the others as their combinations."""
+        dtype = dtype or self.weight.dtype
+        return each_once(index, lambda ids: self._columns(F.embedding(ids, self.weight).to(dtype)))
+
+    def vecmat(self, x: Tensor) -> Tensor:
+        """x C, then the other columns as x C T: r (n + d - r) products a vector."""
+        return self._columns(x @ self.weight.to(x.dtype))
+
+    def matvec(self, x: Tensor) -> Tensor:
+        """(x_stored + x_others T') C': r (n + d - r) products a vector."""
+        # Two gathers instead of a split of one: a recorded graph then knows both sizes.
+        rank = self.weight.shape[1]
+        order = self.order.to(torch.int64)
+        stored, made = x.index_select(-1, order[:rank]), x.index_select(-1, order[rank:])
+        return (stored + made @ self.basis.T.to(x.dtype)) @ self.weight.T.to(x.dtype)
+
+    def dense(self) -> Tensor:
+        """C [I, T], its columns in their own order."""
+        return self._columns(self.weight)
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """(n, r) and (r, d), whose product is M."""
+        return self.weight, self._columns(torch.eye(self.weight.shape[1]).to(self.weight))
+
+    def spec(self) -> JsonObject:
+        """Kind, shape and rank; the order is a tensor."""
+        return {"kind": self.kind, "shape": list(self.shape), "rank": self.weight.shape[1]}
+
+    def resized(self, n: int) -> InterpolativeMatrix:
+        """As ``Matrix.resized``; new rows are the mean of all rows of C."""
+        check_rows(n)
+        weight = with_rows(self.weight.detach(), n)
+        resized = InterpolativeMatrix(weight, self.basis.detach().clone(), self.order.clone())
+        return copy_trainable(self, resized)
+
+    def _columns(self, coordinates: Tensor) -> Tensor:
+        """``(*b, r)`` values of the stored columns -> ``(*b, d)``, all columns in M's own order."""
+        made = torch.cat([coordinates, coordinates @ self.basis.to(coordinates.dtype)], dim=-1)
+        return made.index_select(-1, inverse_of(self.order))

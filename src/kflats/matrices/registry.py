@@ -9,9 +9,7 @@ import torch
 from kflats.common.errors import KflatsError
 from kflats.common.schema import decode
 from kflats.matrices.base import Matrix, check_shape
-from kflats.matrices.coded import CodedMatrix
-from kflats.matrices.coded_geometry import INTEGERS, CodedGeometry, read_geometry
-from kflats.matrices.dense import DenseMatrix
+from kflats.matrices.coded import INTEGERS, CodedGeometry, CodedMatrix, read_geometry
 from kflats.matrices.flats import (
     FlatsMatrix,
     RankGroup,
@@ -20,8 +18,7 @@ from kflats.matrices.flats import (
     order_dtype,
     weight_shape,
 )
-from kflats.matrices.interpolative import InterpolativeMatrix
-from kflats.matrices.low_rank import LowRankMatrix
+from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
 
 __all__ = [
     "CodedGeometry",

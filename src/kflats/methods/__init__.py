@@ -6,10 +6,8 @@ from dataclasses import replace
 
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
-from kflats.methods.auto import Auto
 from kflats.methods.flats import Flats
-from kflats.methods.keep_dense import KeepDense
-from kflats.methods.kmeans_svd import KMeansSVD
+from kflats.methods.keep_dense import Auto, KeepDense
 from kflats.methods.matrix_error import row_errors
 from kflats.methods.protocol import (
     ClusterMethod,
@@ -22,7 +20,7 @@ from kflats.methods.protocol import (
     check_method,
 )
 from kflats.methods.robust import Entrywise, RobustSVD, Subspace
-from kflats.methods.svd import SVD
+from kflats.methods.svd import SVD, KMeansSVD
 from kflats.numerics.loss import Loss, Squared
 from kflats.numerics.robust_svd import EllipsoidWay
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kflats.common.arguments import is_whole
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_whole
 from kflats.methods.coordinates import from_flats, from_nested, spent, too_few
 from kflats.methods.matrix_error import Distances, Norm
 from kflats.methods.protocol import ClusterMethod, Fit, Problem

@@ -1,4 +1,4 @@
-"""No factorization: the matrix itself."""
+"""Methods without a geometry of their own: the matrix as it is, and the choice of another method by the budget."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import DenseMatrix
 from kflats.methods.protocol import Fit, Method, Problem, Product, refuse_bytes
+from kflats.methods.svd import SVD
 from kflats.numerics.rows import GRAM_BLOCK, Rows
 
 
@@ -44,3 +46,31 @@ class KeepDense(Method):
     def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:
         """As ``Method.automatic``."""
         return (cls(),)
+
+
+@dataclass(frozen=True)
+class Auto(Method):
+    """The way to store each weight that loses least for its bytes, chosen for all weights together.
+
+    The candidates are transform codes of many sizes, integers of 8 and 4 bits, all numbers in float16, low-rank pairs
+    in float16, and the weight unchanged. In a table with 300 times as many rows as columns a transform code has up to 8
+    flats. The error of a candidate is measured by encoding, that of a pair by the spectrum, both under the importance;
+    then bytes go where they save most. A plan names the chosen methods and codecs.
+
+    Choose it for a budget in bytes over a whole model.
+    """
+
+    accepts: ClassVar[frozenset[str]] = frozenset({"rows", "left", "right"})
+    produces: ClassVar[Product] = "choice"
+
+    def _fit(self, problem: Problem) -> Fit:
+        raise KflatsError(
+            "Auto() cannot fit rows",
+            cause="it is a choice between methods, which a plan makes",
+            hint="kflats.plan(...), or another method",
+            command="another --method",
+        )
+
+    def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
+        """As a low-rank pair."""
+        return SVD().cost(shape, rank, itemsize)

@@ -18,8 +18,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.common.arguments import check_value
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, check_value
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix, label_dtype
 from kflats.methods.matrix_error import Norm

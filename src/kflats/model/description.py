@@ -24,8 +24,7 @@ from torch import nn
 from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject, check_version, decode
-from kflats.matrices.conv import CONVOLVED, FactoredConv2d
-from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.layers import CONVOLVED, FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
 from kflats.model.swap import swap_, untied_places
 from kflats.model.weights import (

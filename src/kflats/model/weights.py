@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
-from kflats.matrices.conv import FactoredConv2d
-from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 
 FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv2d
 

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kflats.calibration.batches import text_batches
 from kflats.calibration.collect import measure
-from kflats.calibration.counting import count_tokens, zipf_prior
+from kflats.calibration.counting import count_tokens, text_batches, zipf_prior
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.calibration.windows import LENGTHS, Windows, windows
 from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError
+from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
-from kflats.common.progress import announce
 from kflats.common.texts import SAMPLES, check_texts, token_limit
-from kflats.evaluation.encoding import Batch
+from kflats.evaluation.running import Batch
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.model.weights import Weight, dense_weight

@@ -15,8 +15,7 @@ from kflats.methods import SVD, KeepDense, Method
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.knapsack import Choice, Options
-from kflats.recipe.plan import Decision, as_cast
-from kflats.recipe.recipe import Recipe
+from kflats.recipe.recipe import Decision, Recipe, as_cast
 
 _FEW = 10  # outputs of a small head
 _LOPSIDED = 10  # inputs to an output

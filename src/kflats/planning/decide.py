@@ -12,16 +12,15 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.common.texts import SAMPLES
-from kflats.evaluation.encoding import Batch
+from kflats.evaluation.running import Batch
 from kflats.model.weights import Weight, find_weight
 from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.candidates import WeightCosts
 from kflats.planning.selection import Selected, check, select
 from kflats.planning.strategies import check_allocation, share_out
 from kflats.recipe.budget import Allocation, Budget, one_budget
-from kflats.recipe.plan import Plan
-from kflats.recipe.recipe import Recipe, Recipes
-from kflats.report.analysis import stored_bytes, stored_numbers
+from kflats.recipe.recipe import Plan, Recipe, Recipes
+from kflats.report.report import stored_bytes, stored_numbers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

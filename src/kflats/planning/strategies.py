@@ -13,8 +13,7 @@ from torch import nn
 
 from kflats.codecs import Integer
 from kflats.common.errors import KflatsError, KflatsWarning, NoGradientSignalError
-from kflats.common.formatting import size, visible
-from kflats.common.progress import progress_bar
+from kflats.common.formatting import progress_bar, size, visible
 from kflats.methods import KeepDense
 from kflats.model.weights import dense_weight
 from kflats.numerics.rows import TensorRows
@@ -23,8 +22,7 @@ from kflats.planning.candidates import WeightCosts, weight_candidates
 from kflats.planning.knapsack import allocate
 from kflats.planning.selection import weighting_form
 from kflats.recipe.budget import Allocation, Budget
-from kflats.recipe.plan import Decision, as_cast
-from kflats.recipe.recipe import Recipe, brief
+from kflats.recipe.recipe import Decision, Recipe, as_cast, brief
 
 Decisions: TypeAlias = dict[str, Decision]
 """Decisions by the weight's name."""

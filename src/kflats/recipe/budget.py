@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
-from kflats.common.arguments import is_number
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_number
 
 if TYPE_CHECKING:
     from kflats.model.weights import Weight

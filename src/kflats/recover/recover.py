@@ -28,12 +28,19 @@ from kflats.common.formatting import plain, table
 from kflats.common.hashing import sha256
 from kflats.common.texts import pad_id
 from kflats.evaluation.comparing import load_tokenizer
-from kflats.evaluation.encoding import Batch, device_of, evaluating, widened
+from kflats.evaluation.running import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic import beside
-from kflats.recover.distill import Objective
-from kflats.recover.trainable import only, own_randomness, put_back, unchanged_on_failure
-from kflats.recover.training_data import Schedule, batch_training_data, task_training_data
+from kflats.recover.problem import (
+    Objective,
+    Schedule,
+    batch_training_data,
+    only,
+    own_randomness,
+    put_back,
+    task_training_data,
+    unchanged_on_failure,
+)
 from kflats.tasks.batches import collate, text_features
 from kflats.tasks.task import Task
 
@@ -142,7 +149,7 @@ def recover_(
 ) -> Recovery:
     """Train ``model`` in place, and keep its best epoch.
 
-        minimise over the chosen parameters   mean over examples of  ``kflats.recover.distill.Objective``
+        minimise over the chosen parameters   mean over examples of  ``kflats.recover.problem.Objective``
 
     AdamW without weight decay (that is Adam), linear decay to 0, gradients clipped at norm 1. Examples of
     similar length share a batch. The same seed, data, threads and device give the same parameters; the
@@ -157,10 +164,10 @@ def recover_(
         task_data, split, max_length, limit: as ``kflats.task_batches``.
         eval_split: the split that decides which epoch is kept (for batches: other batches, whose mean loss
             decides); None: the last epoch is kept. The score on the split that chose the epoch is too high.
-        teacher: the original, which is moved to the model's device; see ``kflats.recover.distill.Objective`` for it,
+        teacher: the original, which is moved to the model's device; see ``kflats.recover.problem.Objective`` for it,
             ``temperature`` and ``labels_weight``.
         train: "all", "bases", "coordinates" or "factors" (both).
-        lr, batch, epochs: settings of the optimisation (``kflats.recover.training_data.Schedule``).
+        lr, batch, epochs: settings of the optimisation (``kflats.recover.problem.Schedule``).
         patience: number of epochs without a better value after which training stops; None: never.
         seed: seed of the order, of dropout and of the sample.
         folder: where checkpoints are kept, so that the same call resumes after an interruption. They remain there,

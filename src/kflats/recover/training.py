@@ -37,10 +37,9 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.utils import logging
 
 from kflats.common.errors import KflatsError
-from kflats.common.progress import Update, progress_bar
-from kflats.evaluation.encoding import device_of
-from kflats.recover.distill import Objective
-from kflats.recover.training_data import Schedule, TrainingData
+from kflats.common.formatting import Update, progress_bar
+from kflats.evaluation.running import device_of
+from kflats.recover.problem import Objective, Schedule, TrainingData
 
 _STATE = "kflats_trainer.safetensors"
 

@@ -19,8 +19,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, share, size, visible
 from kflats.evaluation.proof import COLUMNS, Proof
 from kflats.io.atomic import manifest_follows, replaced
-from kflats.report.report import REPORT_FILE, Report
-from kflats.report.trimmed import TrimReport
+from kflats.report.report import REPORT_FILE, Report, TrimReport
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"

@@ -19,18 +19,36 @@ for the method and for the weighted SVD in the same bytes.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, plain, share, size, table, visible
 from kflats.common.schema import JsonObject, check_version, decode
+from kflats.common.texts import batched_texts
 from kflats.evaluation.proof import Proof
+from kflats.importance.protocol import Weighting
 from kflats.io.atomic import replaced
-from kflats.report.trimmed import TrimReport
+from kflats.matrices.registry import CodedMatrix, DenseMatrix, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
+from kflats.methods.matrix_error import norm_error, row_errors, weighted_error
+from kflats.methods.protocol import Factored
+from kflats.numerics.flats import squared_norms
+from kflats.numerics.rows import Rows
+from kflats.numerics.svd import truncated_svd
+from kflats.recipe.recipe import Decision, to_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REPORT_FILE = "kflats_report.json"
 _FORMAT, _VERSION = "kflats-report", 2
@@ -266,7 +284,7 @@ class Report:
                 number(w.error),
                 number(w.svd_error),
                 number(w.error_unweighted),
-                *(_own(w) if self.has_own else []),
+                *(_own_columns(w) if self.has_own else []),
             ]
             for w in self.weights
         ]
@@ -306,7 +324,7 @@ class Report:
         return "\n".join(parts)
 
 
-def _own(weight: WeightReport) -> list[str]:
+def _own_columns(weight: WeightReport) -> list[str]:
     """The norm, the error in it, and the SVD's error in it; dashes for the squared error."""
     own = weight.own
     return ["-"] * 3 if own is None else [own.norm, number(own.error), number(own.svd_error)]
@@ -353,3 +371,247 @@ def span(values: list[int] | list[float]) -> str:
         return str(low) if low == high else f"{low}-{high}"
     first, last = number(low), number(high)
     return first if first == last else f"{first} to {last}"
+
+
+@dataclass(frozen=True)
+class Resegmented:
+    """Texts under two tokenizers, special tokens not counted.
+
+    Args:
+        texts: how many.
+        texts_changed: how many are segmented differently in any place.
+        tokens_before, tokens_after: how many tokens they are. A text costs time by its tokens.
+        tokens_changed: tokens of the original's segmentation that the new one does not have in that place.
+        unknown_before, unknown_after: unknown tokens among them.
+    """
+
+    texts: int
+    texts_changed: int
+    tokens_before: int
+    tokens_after: int
+    tokens_changed: int
+    unknown_before: int
+    unknown_after: int
+
+
+@dataclass(frozen=True)
+class TrimReport:
+    """The report of a trimmed vocabulary: sizes in entries and bytes, and how many tokens of the texts changed.
+
+    ``table_bytes`` are those of token tables, heads and their biases, shared ones counted once; ``model_bytes`` all
+    that the model stores. Each pair is (before, after). ``required`` entries stay for any counts.
+    ``segmentation`` is None without texts; ``counted`` says whether it is measured on the counted texts, of which fewer
+    tokens change than of others.
+    """
+
+    entries: tuple[int, int]
+    required: int
+    table_bytes: tuple[int, int]
+    model_bytes: tuple[int, int]
+    segmentation: Resegmented | None = None
+    counted: bool = True
+
+    @property
+    def saved(self) -> int:
+        """Bytes that the model stores no longer."""
+        return self.model_bytes[0] - self.model_bytes[1]
+
+    def __str__(self) -> str:
+        before, after = self.entries
+        rows = [["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]]
+        for name, (old, new) in (("token tables, heads", self.table_bytes), ("whole model", self.model_bytes)):
+            rows.append([name, size(old), size(new), share(new, old)])
+        segmented = self.segmentation
+        if segmented is not None:
+            tokens = segmented.tokens_before, segmented.tokens_after
+            rows.append(["tokens of the texts", f"{tokens[0]:,}", f"{tokens[1]:,}", share(tokens[1], tokens[0])])
+            rows.append(["unknown tokens", f"{segmented.unknown_before:,}", f"{segmented.unknown_after:,}", ""])
+        lines = [plain(table(["", "before", "after", "ratio"], rows)), ""]
+        lines.append(f"{self.required:,} entries stay in any case: special and added tokens, single characters, bytes")
+        if segmented is not None:
+            lines.append(
+                f"segmented anew: {share(segmented.tokens_changed, segmented.tokens_before)} of the tokens, in "
+                f"{share(segmented.texts_changed, segmented.texts)} of {segmented.texts:,} texts"
+                + (" (those that were counted; other texts change more)" if self.counted else "")
+            )
+        return "\n".join(lines)
+
+
+def resegmented(
+    before: PreTrainedTokenizerBase, after: PreTrainedTokenizerBase, texts: Iterable[str], kept: Mapping[int, int]
+) -> Resegmented:
+    """Compare two fast tokenizers on ``texts``.
+
+    Args:
+        before, after: the tokenizers. texts: streamed.
+        kept: the new id of every old id that stays.
+
+    Raises:
+        KflatsError: no texts, or a value that is not a text.
+    """
+    totals: Counter[str] = Counter()
+    for batch in batched_texts(texts):
+        for (old, places), (new, goals) in zip(_read(before, batch), _read(after, batch), strict=True):
+            moved = [kept.get(i, -1) for i in old]
+            same = len(old) if moved == new else _same(moved, places, new, goals)
+            totals["texts"] += 1
+            totals["texts_changed"] += moved != new
+            totals["tokens_before"] += len(old)
+            totals["tokens_after"] += len(new)
+            totals["tokens_changed"] += len(old) - same
+            totals["unknown_before"] += old.count(before.unk_token_id) if before.unk_token_id is not None else 0
+            totals["unknown_after"] += new.count(after.unk_token_id) if after.unk_token_id is not None else 0
+    if not totals["texts"]:
+        raise KflatsError("the report of trimming needs texts", cause="an empty file or list")
+    return Resegmented(**{name: totals[name] for name in Resegmented.__dataclass_fields__})
+
+
+def _same(old: list[int], places: list[Any], new: list[int], goals: list[Any]) -> int:
+    """Number of tokens that both segmentations have at the same offsets."""
+    first = Counter(zip(old, map(tuple, places), strict=True))
+    return (first & Counter(zip(new, map(tuple, goals), strict=True))).total()
+
+
+def _read(tokenizer: PreTrainedTokenizerBase, batch: list[str]) -> Iterator[tuple[list[int], list[Any]]]:
+    encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    return zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+
+
+_BINS = (100, 1000, 10000)
+_CUT_OFF = "the fit reached its limit of iterations (max_iterations)"
+
+
+def analyse(decision: Decision, rows: Rows, factored: Factored, weighting: Weighting, tails: Tensor) -> WeightReport:
+    """Measure ``factored`` against its ``rows`` under ``weighting``.
+
+    Args:
+        tails: the squared error of the weighted SVD of every rank.
+    """
+    matrix, weight = factored.matrix, decision.weight
+    n, d = rows.shape
+    w = _row_weights(weighting, n)
+    dist2 = row_errors(rows, matrix)
+    norm2 = squared_norms(rows).cpu().to(torch.float64)
+    by_rows = weighting.kinds <= {"rows"}
+    error = _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting).relative
+    eigenvalues = (tails[:-1] - tails[1:]).clamp_min(0)
+    total = float(eigenvalues.sum())
+    itemsize = weight.nbytes // (n * d) if decision.recipe.is_coded else matrix.weight.element_size()
+    rank = min(factored.nbytes // itemsize // (n + d), len(eigenvalues))
+    labels, bands = _bands(matrix)
+    ranks = torch.tensor([float(rank) for _, rank in bands])[labels]
+    stored = "integers" if decision.recipe.is_coded else "factors"
+    if decision.recipe.is_cast:
+        stored = str(decision.recipe.torch_dtype(weight.dtype)).removeprefix("torch.")
+    return replace(
+        left_dense(decision),
+        bytes_after=factored.nbytes,
+        memory_bytes=matrix.memory_bytes,
+        values_after=matrix.num_values,
+        error=error,
+        error_unweighted=_ratio(dist2.sum(), norm2.sum()),
+        svd_error=_ratio(tails[rank], tails[0]),
+        spectrum=tuple(float(v) / total if total else 0.0 for v in eigenvalues),
+        bands=tuple(
+            BandReport(
+                flat,
+                rank,
+                int((labels == b).sum()),
+                _ratio(w[labels == b].sum(), w.sum()),
+                _ratio(dist2[labels == b].sum(), norm2[labels == b].sum()),
+            )
+            for b, (flat, rank) in enumerate(() if isinstance(matrix, DenseMatrix) else bands)
+        ),
+        frequency=_bins(w, dist2, norm2, ranks),
+        seconds=factored.seconds,
+        note="; ".join(filter(None, (decision.note, "" if factored.converged else _CUT_OFF))),
+        matrix_rows=decision.recipe.matrix_rows,
+        condition=matrix.condition if isinstance(matrix, InterpolativeMatrix) else None,
+        own=_own(factored, rows, weighting, rank),
+        stored=stored,
+    )
+
+
+def left_dense(decision: Decision) -> WeightReport:
+    """The report of a weight that stays dense; its note is the reason."""
+    weight = decision.weight
+    return WeightReport(
+        name=weight.name,
+        places=tuple(place.name for place in weight.places),
+        shape=weight.shape,
+        dtype=weight.dtype,
+        method=to_json(decision.recipe.method),
+        importance=to_json(decision.recipe.importance),
+        codec=to_json(decision.recipe.codec),
+        bytes_before=weight.nbytes,
+        bytes_after=weight.nbytes,
+        memory_bytes=weight.nbytes,
+        values_after=weight.shape[0] * weight.shape[1],
+        error=0.0,
+        error_unweighted=0.0,
+        svd_error=0.0,
+        note=decision.note,
+        stored="dense",
+    )
+
+
+def stored_tensors(model: nn.Module) -> list[Tensor]:
+    """The tensors that a file of ``model`` holds, those of its state dict; shared tensors once."""
+    return list({id(t): t for t in model.state_dict(keep_vars=True).values() if isinstance(t, Tensor)}.values())
+
+
+def stored_bytes(model: nn.Module) -> int:
+    """Bytes that a file of ``model`` holds."""
+    return sum(t.numel() * t.element_size() for t in stored_tensors(model))
+
+
+def stored_numbers(model: nn.Module) -> int:
+    """Numbers that a file of ``model`` holds."""
+    return sum(t.numel() for t in stored_tensors(model))
+
+
+def _bands(matrix: Matrix) -> tuple[Tensor, list[tuple[int | None, int]]]:
+    """The band of each row (n,), and the flat and the rank of each band."""
+    if isinstance(matrix, FlatsMatrix):
+        return matrix.labels.cpu().to(torch.int64), [(band.flat, band.rank) for band in matrix.bands]
+    one = torch.zeros(matrix.shape[0], dtype=torch.int64)
+    if isinstance(matrix, CodedMatrix):
+        labels = matrix.tensors().get("labels")
+        used = [how.used for how in matrix.readings]
+        return one if labels is None else labels.cpu().to(one), list(zip(matrix.geometry.flat_of, used, strict=True))
+    return one, [(0, matrix.weight.shape[1])]
+
+
+def _row_weights(weighting: Weighting, n: int) -> Tensor:
+    """The weight of each row (n,), float64; of a full metric its diagonal."""
+    if weighting.left is None:
+        return torch.ones(n, dtype=torch.float64)
+    weights = weighting.left.diagonal() if weighting.left.ndim == 2 else weighting.left
+    return weights.detach().cpu().to(torch.float64)
+
+
+def _own(factored: Factored, rows: Rows, weighting: Weighting, rank: int) -> NormError | None:
+    """The error in the norm that the method minimises, and the error of the SVD of ``rank`` in that norm."""
+    norm = factored.norm
+    if norm is None:
+        return None
+    error = norm_error(rows, factored.matrix, norm, weighting.row_weights).relative
+    if rank < 1:
+        return NormError(norm.name, error, 1.0)
+    svd = truncated_svd(rows, rank, left=weighting.row_weights)
+    best = norm_error(rows, LowRankMatrix(svd.coordinates, svd.basis), norm, weighting.row_weights)
+    return NormError(norm.name, error, best.relative)
+
+
+def _bins(w: Tensor, dist2: Tensor, norm2: Tensor, ranks: Tensor) -> tuple[FrequencyBin, ...]:
+    order = torch.argsort(w, descending=True, stable=True)
+    edges = [0, *(edge for edge in _BINS if edge < len(w)), len(w)]
+    parts = [(f"{first + 1:,}-{end:,}", order[first:end]) for first, end in itertools.pairwise(edges)]
+    return tuple(
+        FrequencyBin(label, len(part), float(ranks[part].mean()), _ratio(dist2[part].sum(), norm2[part].sum()))
+        for label, part in parts
+    )
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part) / float(whole) if float(whole) > 0 else 0.0

@@ -1,6 +1,6 @@
 """Tasks for fine-tuning and evaluation: the meaning of their labels, their metrics, and the head that each needs.
 
-A task is a frozen value. ``kflats.tasks.data`` reads its examples, from a folder or from the hub. The main metric of
+A task is a frozen value. ``kflats.tasks.batches`` reads its examples, from a folder or from the hub. The main metric of
 each task is the one that FWSVD (Hsu et al., ICLR 2022, section 4.1) reports.
 """
 
@@ -50,7 +50,7 @@ class Task:
         name: the name of the task.
         kind: "classification" or "regression" of a text or a pair, "token" (one label for each word), "language"
             (predict the text itself), or "similarity" (cosine of two texts' vectors; no head).
-        metrics: names in ``kflats.tasks.metrics``; the first metric is reported, and decides which epoch is kept.
+        metrics: names in ``kflats.tasks.scoring``; the first metric is reported, and decides which epoch is kept.
         labels: names of the classes, in the order of their numbers; empty without classes.
         pairs: True if an example has two texts.
         folder: name of the task's folder inside a folder of several tasks.

@@ -24,16 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from kflats.calibration.counting import count_tokens, zipf_prior
-from kflats.common.arguments import is_whole
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_whole
 from kflats.common.texts import check_texts, required
 from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
-from kflats.evaluation.encoding import evaluating, last_hidden_state
+from kflats.evaluation.running import evaluating, last_hidden_state
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models, vocabulary_end
-from kflats.report.analysis import stored_bytes
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
-from kflats.report.trimmed import TrimReport, resegmented
+from kflats.report.report import TrimReport, resegmented, stored_bytes
 from kflats.trimming.vocabulary import Vocabulary, choose, mentioned, read, reduced
 
 if TYPE_CHECKING:

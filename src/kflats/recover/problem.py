@@ -1,0 +1,383 @@
+"""What a training minimises: the loss, over which parameters of a model, on which examples, by which schedule."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import sha256
+from kflats.common.texts import IGNORED, pad_id, required
+from kflats.evaluation.running import Batch, device_of, evaluating
+from kflats.matrices.coded import CodedMatrix
+from kflats.model.weights import factored_layers
+from kflats.tasks.batches import Feature, collate, feature_batches, features, load_examples, uncollate
+from kflats.tasks.scoring import score_features
+from kflats.tasks.task import Task, check_head, find_task, head_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of one batch:  labels_weight * task loss + (1 - labels_weight) * distance to the teacher.
+
+    The distance, T the temperature:
+
+        classes, words, tokens    T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over examples,
+                                  or over attended tokens; words without a label are left out
+        regression                (student - teacher)^2
+        no head                   1 - cos of both mean token vectors
+
+    T^2 keeps the gradient's size as T grows (Hinton, Vinyals & Dean 2015, section 2.1).
+
+    Args:
+        teacher: the original model; None: the task's loss alone.
+        temperature: > 0; above 1 the less likely classes count more.
+        labels_weight: 0 to 1; for batches without labels it is 0.
+
+    Raises:
+        KflatsError: a temperature or weight out of range.
+    """
+
+    teacher: nn.Module | None = None
+    temperature: float = 2.0
+    labels_weight: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not (0 < self.temperature < float("inf")) or not 0 <= self.labels_weight <= 1:
+            raise KflatsError(
+                f"temperature={self.temperature}, labels_weight={self.labels_weight} is out of range",
+                hint="a temperature above 0, a labels_weight from 0 to 1",
+            )
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """A scalar with a gradient. The teacher runs in eval mode, without gradients.
+
+        Raises:
+            KflatsError: neither labels nor a teacher, or outputs of different shapes.
+        """
+        labelled = "labels" in batch and head_of(model) != ""
+        if not labelled and self.teacher is None:
+            raise KflatsError(
+                "there is nothing to train on",
+                cause="examples without labels, and no teacher",
+                hint="teacher=the original model",
+                command="--teacher ORIGINAL",
+            )
+        inputs = dict(batch) if labelled else {k: v for k, v in batch.items() if k != "labels"}
+        outputs: Mapping[str, Tensor] = model(**inputs)
+        if labelled and bool((batch["labels"] == IGNORED).all()):
+            return 0.0 * outputs["logits"].sum()  # the mean over zero words would be NaN
+        if self.teacher is None:
+            return _task_loss(outputs)
+        inputs.pop("labels", None)
+        with torch.no_grad():
+            target = self.teacher(**inputs)
+        soft = distance(model, outputs, target, batch, self.temperature)
+        if not labelled or self.labels_weight == 0:
+            return soft
+        return self.labels_weight * _task_loss(outputs) + (1 - self.labels_weight) * soft
+
+
+def distance(
+    model: nn.Module,
+    outputs: Mapping[str, Tensor],
+    target: Mapping[str, Tensor],
+    batch: Mapping[str, Tensor],
+    temperature: float,
+) -> Tensor:
+    """The distance of ``outputs`` of ``model`` from a teacher's ``target`` on one batch; see ``Objective``.
+
+    Raises:
+        KflatsError: outputs of different shapes.
+    """
+    head = head_of(model)
+    mask = batch["attention_mask"].bool()
+    if head == "":
+        ours, theirs = (_pooled(o["last_hidden_state"], mask) for o in (outputs, target))
+        _check_equal(ours, theirs)
+        return (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
+    ours, theirs = outputs["logits"].float(), target["logits"].float()
+    _check_equal(ours, theirs)
+    if head == "sequence" and ours.shape[-1] == 1:
+        return F.mse_loss(ours, theirs)
+    if head != "sequence":
+        chosen = mask
+        if head == "token" and "labels" in batch:
+            chosen = mask & (batch["labels"] != IGNORED)
+        ours, theirs = ours[chosen], theirs[chosen]
+    ours, theirs = ((x / temperature).log_softmax(-1) for x in (ours, theirs))
+    return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
+
+
+def _pooled(hidden: Tensor, mask: Tensor) -> Tensor:
+    weights = mask.unsqueeze(-1).to(torch.float32)
+    return (hidden.float() * weights).sum(1) / weights.sum(1)
+
+
+def _task_loss(outputs: Mapping[str, Tensor]) -> Tensor:
+    loss = outputs.get("loss")
+    if loss is None:
+        raise KflatsError(
+            "the model gives no loss for its labels",
+            cause="it has no task head of transformers",
+            hint="a model with a task head, or batches without labels and a teacher",
+        )
+    return loss
+
+
+def _check_equal(ours: Tensor, theirs: Tensor) -> None:
+    if ours.shape != theirs.shape:
+        raise KflatsError(
+            f"the teacher's outputs are {tuple(theirs.shape)}, the model's {tuple(ours.shape)}",
+            cause="the teacher has another head or another vocabulary",
+            hint="as teacher the model that was compressed",
+        )
+
+
+CHOICES = ("all", "bases", "coordinates", "factors")
+
+
+@contextmanager
+def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
+    """Inside, only the chosen parameters have ``requires_grad``; afterwards every flag is as it was before.
+
+    Args:
+        train: "bases" (the second factor of every factored layer), "coordinates" (the first), "factors"
+            (both), or "all": every parameter that asks for gradients now.
+
+    Yields:
+        The parameters that train.
+
+    Raises:
+        KflatsError: no factored layer for factors to train, codes for bases to train, or nothing left to train.
+
+    >>> model = nn.Linear(2, 3)
+    >>> with only(model, "all") as chosen:
+    ...     len(chosen)
+    2
+    """
+    before = [(p, p.requires_grad) for p in model.parameters()]
+    if train == "all":
+        chosen = [p for p, wanted in before if wanted]
+    else:
+        names = {"bases": ("basis",), "coordinates": ("weight",), "factors": ("weight", "basis")}[train]
+        matrices = [layer.matrix for _, layer in factored_layers(model) if layer.owns_matrix]
+        if not matrices:
+            raise KflatsError(
+                f"the model has no factored layer of which {train} could train",
+                cause="it was not compressed, or was loaded as an ordinary model",
+                hint="compress it first, or train='all' (--train all)",
+                command="compress it first, or --train all",
+            )
+        chosen = [p for matrix in matrices for name, p in matrix.named_parameters() if name in names]
+        if not chosen and all(isinstance(matrix, CodedMatrix) for matrix in matrices):
+            raise KflatsError(
+                f"the model's codes have no {train} that could train",
+                cause="it is stored as integers by a codec; only their scales and levels can be trained",
+                hint="train='all' or 'coordinates' (--train all), or kflats.restore_(model) and recover before coding",
+                command="--train all",
+            )
+    if not sum(p.numel() for p in chosen):
+        raise KflatsError("nothing is left to train", cause="every parameter was frozen (requires_grad=False)")
+    try:
+        for p, _ in before:
+            p.requires_grad_(False)
+        for p in chosen:
+            p.requires_grad_(True)
+        yield chosen
+    finally:
+        for p, wanted in before:
+            p.requires_grad_(wanted)
+            p.grad = None
+
+
+@contextmanager
+def unchanged_on_failure(parameters: list[nn.Parameter]) -> Iterator[list[Tensor]]:
+    """Yields copies of ``parameters``; after an exception the parameters have these values again."""
+    start = [p.detach().clone() for p in parameters]
+    try:
+        yield start
+    except BaseException:
+        put_back(parameters, start)
+        raise
+
+
+def put_back(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+    """Set every parameter to its value."""
+    with torch.no_grad():
+        for p, value in zip(parameters, values, strict=True):
+            p.copy_(value)
+
+
+@contextmanager
+def own_randomness(device: torch.device) -> Iterator[None]:
+    """Afterwards the global random states of Python, numpy and torch are as they were before."""
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+_EVALUATION_BATCH = 32
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Settings of the optimisation; the defaults are those of FWSVD (Hsu et al., ICLR 2022, section 4.2).
+
+    Args:
+        train: the parameters that train, see ``kflats.recover.problem.only``.
+        lr: Adam's first step size; it falls linearly to 0.
+        batch: number of examples in a step.
+        epochs: the largest number of epochs.
+        patience: number of epochs without a better value after which training stops; None: all epochs run.
+        seed: seed of the order of examples and of dropout.
+
+    Raises:
+        KflatsError: a value out of range.
+
+    >>> Schedule().lr
+    2e-05
+    """
+
+    train: str = "all"
+    lr: float = 2e-5
+    batch: int = 32
+    epochs: int = 3
+    patience: int | None = 2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.train not in CHOICES:
+            raise KflatsError(f"train={self.train!r} is not known", hint=f"one of: {', '.join(CHOICES)}")
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise KflatsError(f"a learning rate of {self.lr} does not train", hint="for example 2e-5")
+        for name in ("batch", "epochs", "patience"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise KflatsError(f"{name}={value} is too small", hint="at least 1")
+        if not 0 <= self.seed < 2**31:
+            raise KflatsError(f"seed={self.seed} is out of range", hint="0 to 2147483647")
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Training examples, and the evaluation after each epoch.
+
+    Args:
+        name, split, eval_split: the task and its splits; "batches" and "other batches" of prepared batches;
+            ``eval_split`` is "" without an evaluation.
+        rows: the training examples. filler: the id that pads them.
+        metric: the name of the value that ``evaluate`` gives. higher_is_better: its direction.
+        evaluate: model -> value; None: the last epoch is kept.
+    """
+
+    name: str
+    split: str
+    eval_split: str
+    rows: tuple[Feature, ...]
+    filler: int
+    metric: str
+    higher_is_better: bool
+    evaluate: Callable[[nn.Module], float] | None
+
+    def batch(self, rows: Sequence[Feature]) -> dict[str, Tensor]:
+        """One batch of ``rows``, for the data loader."""
+        return collate(rows, self.filler)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the examples: a run resumes only with the examples it began with."""
+        return sha256(json.dumps([row.inputs, row.labels]) for row in self.rows)
+
+
+def task_training_data(
+    model: nn.Module,
+    task: str | Task,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    task_data: str | os.PathLike[str] | None,
+    split: str,
+    eval_split: str | None,
+    max_length: int,
+    limit: int | None,
+    seed: int,
+    teacher: nn.Module | None,
+) -> TrainingData:
+    """The examples of a task's split, evaluated on another split by the task's main metric.
+
+    Raises:
+        KflatsError: as ``load_examples`` and ``check_head``; a task without labels and no teacher.
+    """
+    task = find_task(task)
+    metric = task.metrics[0]
+    check_head(model, task)
+    tokenizer = required(tokenizer)
+    if task.kind == "similarity" and teacher is None:
+        raise KflatsError(
+            f"training on the task {task.name!r} is not supported without a teacher",
+            cause="the task has no labels to train on",
+            hint="teacher=the original model",
+            command="--teacher ORIGINAL",
+        )
+    examples = load_examples(task, split, task_data)
+    rows = features(examples, tokenizer, max_length, limit=limit, model=model, seed=seed)
+    evaluate = None
+    if eval_split is not None:
+        others = load_examples(task, eval_split, task_data)
+        eval_rows = features(others, tokenizer, max_length, model=model, seed=seed)
+
+        def evaluate(candidate: nn.Module) -> float:
+            return score_features(candidate, tokenizer, others, eval_rows, _EVALUATION_BATCH, max_length)[0][metric]
+
+    filler = pad_id(tokenizer, model)
+    return TrainingData(
+        task.name, split, eval_split or "", tuple(rows), filler, metric, task.higher_is_better, evaluate
+    )
+
+
+def batch_training_data(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    eval_batches: Sequence[Batch] | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    objective: Objective,
+) -> TrainingData:
+    """The examples of prepared batches, evaluated by the mean of ``objective`` over other batches; lower is better.
+
+    Raises:
+        KflatsError: no batches, or something else than dicts of tensors.
+    """
+    filler = pad_id(tokenizer, model)
+    evaluate = None
+    if eval_batches is not None:
+        eval_rows = uncollate(eval_batches)
+
+        def evaluate(candidate: nn.Module) -> float:
+            total, device = 0.0, device_of(candidate)
+            with evaluating(candidate), torch.no_grad():
+                for _, part in feature_batches(eval_rows, _EVALUATION_BATCH):
+                    total += len(part) * float(objective(candidate, collate(part, filler, device)))
+            return total / len(eval_rows)
+
+    rows = tuple(uncollate(batches))
+    eval_split = "" if eval_batches is None else "other batches"
+    return TrainingData("batches", "batches", eval_split, rows, filler, "loss", False, evaluate)
