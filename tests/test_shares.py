@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import kflats
-from kflats import SVD, Flats, KeepDense, KroneckerFisher, Recipe, RowFisher, Statistics, Uniform
+from kflats import SVD, Auto, Flats, KeepDense, KroneckerFisher, Recipe, RowFisher, Statistics, Uniform
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
 from kflats.importance import IMPORTANCES, InputGram, TwoSided
@@ -224,6 +224,15 @@ def test_what_is_kept_dense_on_request_counts() -> None:
     assert made.decisions[0].note == "dense: asked for"
     with pytest.raises(KflatsError, match="spent on weights that stay dense"):
         plan(model(), {"linear": SVD(), "b": KeepDense()}, keep="10%")
+
+
+@pytest.mark.parametrize(("keep", "bits"), [("40%", 8), ("12.4%", 4)])
+def test_auto_rounds_a_layer_that_data_never_reaches_as_finely_as_the_budget_is(keep: str, bits: int) -> None:
+    given = statistics(model(), {"c": 0.0})
+    made = plan(model(), {"linear": Recipe(Auto(), KroneckerFisher())}, keep=keep, statistics=given)
+    recipe = made.decisions[2].recipe
+    assert (recipe.method, recipe.codec.bits) == (KeepDense(), bits)
+    assert made.decisions[2].note.startswith(f"{bits} bits: the calibration data does not reach it")
 
 
 def test_data_that_never_reaches_a_layer_leaves_it_dense_or_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -52,10 +53,14 @@ def share_out(
     if allocation not in ("auto", "uniform", "loss"):
         raise KflatsError(f"allocation={allocation!r} is unknown", hint="auto, uniform or loss")
     fixed: Decisions = {}
+    bits = 8.0
+    if budget.kind in ("bytes", "fraction"):
+        numbers = sum(math.prod(item.weight.shape) for item in items)
+        bits = 8 * budget.stored_bytes([item.weight for item in items], file_bytes, itemsize=1) / numbers
     with progress_bar(quiet=quiet) as update:
         for place, item in enumerate(items):
             update(f"weighing {item.weight.name}", place, len(items))
-            if (decision := fixed_decision(item, data)) is not None:
+            if (decision := fixed_decision(item, data, bits)) is not None:
                 fixed[item.weight.name] = decision
     open_items = [item for item in items if item.weight.name not in fixed]
     itemsizes = {item.itemsize for item in open_items or items}
@@ -84,11 +89,14 @@ def share_out(
     return tuple(decisions[item.weight.name] for item in items), "loss" if by_loss else "uniform"
 
 
-def fixed_decision(item: WeightCosts, data: CalibrationData) -> Decision | None:
+def fixed_decision(item: WeightCosts, data: CalibrationData, bits: float = 8.0) -> Decision | None:
     """The decision for a weight that takes no share of the budget, else None.
 
-    The weight stays as it is, or is stored in another type. ``Auto()`` rounds a weight to 8 bits if no gradient reached
-    it.
+    The weight stays as it is, or is stored in another type. ``Auto()`` rounds a weight that no gradient reached to 8
+    bits; to 4 bits if the budget has fewer than 4 for each number.
+
+    Args:
+        bits: those that the budget has for each number.
     """
     weight, recipe = item.weight, item.recipe
     if recipe.is_dense:
@@ -106,10 +114,11 @@ def fixed_decision(item: WeightCosts, data: CalibrationData) -> Decision | None:
     except NoGradientSignalError:
         if item.named:
             raise
-        rounded = Recipe(KeepDense(), codec=Integer(bits=8))
-        nbytes = rounded.codec.fixed_bytes(rounded.method, weight.shape, item.itemsize) or item.dense
+        codec = Integer(8) if bits >= 4 else Integer(4, group=64)
+        rounded = Recipe(KeepDense(), codec=codec)
+        nbytes = codec.fixed_bytes(rounded.method, weight.shape, item.itemsize) or item.dense
         if recipe.chooses and weight.places[0].role != "conv2d" and nbytes < item.dense:
-            return item.decided(rounded, nbytes, f"8 bits: {_NO_SIGNAL}")
+            return item.decided(rounded, nbytes, f"{codec.bits} bits: {_NO_SIGNAL}")
         return item.left_dense(f"dense: {_NO_SIGNAL}")
     return None
 
