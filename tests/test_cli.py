@@ -380,7 +380,6 @@ def test_a_tasks_own_examples_measure_by_its_own_loss(tiny: Path, tmp_path: Path
         (("--keep", "60%", "--importance", "counts"), "needs texts to count"),
         (("--keep", "60%", "--weights", "nothing"), "no weight called 'nothing'"),
         (("--plan", "none.json"), "does not exist"),
-        (("--keep", "60%", "--importance", "kronecker"), "needs calibration data"),
         (("--keep", "60%", "--weights", "conv"), "no weights of the kind 'conv'"),
         (("--keep", "60%", "--weights", "encoder.layer.9.*"), "no weight of the model matches"),
         (("--keep", "60%", "--weights", "linear", "--allocation", "loss"), "not in units of a loss"),

@@ -125,6 +125,12 @@ LINEAR = "encoder.layer.0.attention.self.query"
             f"40 samples, in 3 batches, passed through the model ({FREE})",
         ),
         ((LINEAR,), kflats.Uniform(), {"texts": MANY}, "none but the weights themselves"),
+        (
+            (LINEAR,),
+            kflats.KroneckerFisher(),
+            {"samples": 20},
+            f"20 sentences of kflats and sequences drawn by a Zipf prior, passed through the model ({FREE})",
+        ),
     ],
 )
 def test_the_card_says_what_was_used(

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import kflats
-from kflats import SVD, Flats, Recipe, TokenCounts, Uniform, ZipfPrior
+from kflats import SVD, Auto, Flats, KroneckerFisher, Recipe, TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
 from kflats.planning.calibration_data import CalibrationData
@@ -51,6 +51,18 @@ def test_by_default_the_token_embedding_is_compressed_by_flats():
 def test_the_default_importance_takes_what_there_is(data, tokenizer, expected, tiny_tokenizer):
     made = plan(toy(), keep="50%", texts=data, tokenizer=tiny_tokenizer if tokenizer else None)
     assert recipe_of(made).importance == expected
+
+
+@pytest.mark.parametrize(("reads", "table"), [("bert", TokenFisher(smoothing=1)), ("clip", ZipfPrior())])
+def test_auto_measures_without_texts_where_the_model_reads_text_alone(reads, table, tiny_model, tiny_tokenizer):
+    model = tiny_model("bert")
+    if reads == "clip":  # whose forward takes images too
+        model.forward = lambda input_ids=None, pixel_values=None: None
+    made = plan(model, {"all": Auto()}, size="50%", tokenizer=tiny_tokenizer, samples=24)
+    of = {decision.weight.name: decision.recipe.importance for decision in made.decisions}
+    assert of["embeddings.word_embeddings"] == table
+    layers = {type(importance) for name, importance in of.items() if "attention" in name}
+    assert layers == {KroneckerFisher if reads == "bert" else Uniform}
 
 
 def test_texts_without_a_tokenizer_are_not_ignored_in_silence():

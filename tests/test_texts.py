@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kflats
 import kflats.evaluation.comparing
-from kflats.calibration.counting import count_tokens
-from kflats.calibration.windows import FEWEST, WindowLengths, windows
+from kflats.calibration.counting import count_tokens, zipf_prior
+from kflats.calibration.windows import FEWEST, WindowLengths, drawn_windows, windows
 from kflats.common import text_files
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.sentences import sentences, undo_marks, unwrapped
@@ -388,6 +389,68 @@ def test_lengths_are_mixed_as_asked() -> None:
     for wrong in ({"short_share": 1.5}, {"short": (0, 5)}, {"long": (9, 8)}):
         with pytest.raises(KflatsError, match="not supported"):
             WindowLengths(**wrong)
+
+
+class Vocabulary(Tokenizer):
+    """A word tokenizer of the words of the package's sentences, of a part of them, or of none."""
+
+    all_special_ids = (0, 1, 2)
+    unk_token_id = 2
+
+    def __init__(self, known: float) -> None:
+        super().__init__()
+        words = list(dict.fromkeys(word for text in packaged_texts("count") for word in text.split()))
+        self.words = ["[CLS]", "[SEP]", "[UNK]", *words[: int(known * len(words))], *(f"word{i}" for i in range(500))]
+        self.ids = {word: i for i, word in enumerate(self.words)}
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.ids
+
+    def __call__(self, texts: list[str], verbose: bool = True) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[0, *(self.ids.get(word, 2) for word in text.split()), 1] for text in texts]}
+
+    def decode(self, ids: list[int]) -> str:
+        return " ".join(self.words[i] for i in ids)
+
+
+@pytest.mark.parametrize(("known", "sentences_used"), [(1.0, True), (0.05, False)])
+@pytest.mark.parametrize("samples", [1, 7, 600])
+def test_windows_without_texts(known: float, sentences_used: bool, samples: int) -> None:
+    tokenizer = Vocabulary(known)
+    made = drawn_windows(tokenizer, samples=samples)
+    assert (len(made.calibration), made.held_out, made.counted) == (samples, (), ())
+    own = set(packaged_texts("count"))
+    of_sentences = [text for text in made.calibration if any(sentence in text for sentence in own)]
+    assert len(of_sentences) == (samples // 2 if sentences_used else 0)
+    assert made == drawn_windows(tokenizer, samples=samples)
+    sizes = [len(text.split()) for text in made.calibration[samples // 2 :]]
+    assert all(8 <= size <= 128 for size in sizes)
+    if samples < 600:
+        return
+    assert made != drawn_windows(tokenizer, samples=samples, seed=1)
+    assert sorted(sizes)[len(sizes) // 10] < 20
+    assert sorted(sizes)[len(sizes) * 9 // 10] > 60
+    prior = zipf_prior(tokenizer, len(tokenizer))
+    prior[:3] = 0
+    seen = torch.zeros(len(tokenizer))
+    for text in made.calibration[len(of_sentences) :]:
+        for word in text.split():
+            seen[tokenizer.ids[word]] += 1
+    assert float((seen / seen.sum() - prior / prior.sum()).abs().sum()) < 0.4
+    assert not bool(seen[:3].any())
+
+
+def test_windows_without_texts_fit_into_the_model() -> None:
+    tokenizer = Vocabulary(1.0)
+    tokenizer.model_max_length = 16
+    sizes = [len(text.split()) for text in drawn_windows(tokenizer, samples=200).calibration]
+    assert max(sizes[:100]) <= 18  # tokens of sentences are estimated
+    assert max(sizes[100:]) == 14
+    with pytest.raises(KflatsError, match="0 samples"):
+        drawn_windows(tokenizer, samples=0)
 
 
 @pytest.mark.parametrize("limit", [16, 128])

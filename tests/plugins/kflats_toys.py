@@ -78,8 +78,11 @@ class SignFlats(ClusterMethod):
 class LogCounts(Importance):
     """w_i = 1 + log(1 + how often texts read row i)."""
 
-    needs_texts: ClassVar[bool] = True
     needs_tokenizer: ClassVar[bool] = True
+
+    @property
+    def needs_texts(self) -> bool:
+        return True
 
     def form(self, *, one_hot: bool) -> WeightingForm:
         return WeightingForm(left="diagonal")

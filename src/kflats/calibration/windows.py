@@ -10,9 +10,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
+import torch
+
+from kflats.calibration.counting import zipf_prior
 from kflats.common.errors import KflatsError, is_number, is_whole
 from kflats.common.sentences import sentences, undo_marks, unwrapped
-from kflats.common.texts import SAMPLES, batched_texts, token_limit
+from kflats.common.texts import SAMPLES, batched_texts, packaged_texts, token_limit
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 FEWEST = 128
 """Where texts make fewer windows, records are not joined and nothing is held out."""
 _HELD_OUT = (32, 200)  # a tenth of the windows, within these bounds
+_UNKNOWN = 0.1  # share of tokens of English sentences above which a tokenizer is of other languages
 _PARTS = re.compile(r".{1,999}(?:\s|$)|.{1000}", re.DOTALL)  # of text without sentences, such as a transcript
 _ESTIMATED_ON = 200  # sentences whose tokens say how many characters a token has
 
@@ -140,6 +144,59 @@ def windows(
         f"scripts: {_scripts(drawn)}",
     ]
     return Windows(calibration, kept, counted, "; ".join(filter(None, phrases)))
+
+
+def drawn_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
+    lengths: WindowLengths = LENGTHS,
+    model: nn.Module | None = None,
+) -> Windows:
+    """Windows to measure with where there are no texts; none are held out or counted.
+
+    One half are sentences of the package, alone and several in an order drawn by ``seed``; they are left out if the
+    tokenizer does not know a tenth of their tokens. The others are tokens drawn one by one by the Zipf prior of the
+    vocabulary.
+
+    Limit: the sentences are English, and drawn tokens are in no order of a language.
+
+    Args:
+        tokenizer: the model's own.
+        samples, seed, lengths, model: as ``windows``.
+
+    Raises:
+        KflatsError: no samples; a vocabulary without words.
+    """
+    if not is_whole(samples, 1):
+        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+    prior = zipf_prior(tokenizer, len(tokenizer))
+    prior[list(tokenizer.all_special_ids)] = 0.0
+    draws = torch.Generator().manual_seed(seed)
+    (special,) = _tokens([""], tokenizer)
+    room = max(1, token_limit(tokenizer, lengths.long[1], model) - special)
+    own = packaged_texts("count")
+    ids = [i for row in tokenizer(list(own), verbose=False)["input_ids"] for i in row]
+    known = ids.count(tokenizer.unk_token_id) <= _UNKNOWN * len(ids)
+    per_token = sum(map(len, own)) / max(1, len(ids) - special * len(own))
+    made: list[str] = []
+    while known and len(made) < samples // 2:
+        pieces = [(own[i] + " ", 0) for i in torch.randperm(len(own), generator=draws).tolist()]
+        made += _cut(pieces, per_token, lengths, 0.95 * room, seed, joined=True)
+    made = made[: samples // 2]
+    sentences_used = len(made)
+    while len(made) < samples:
+        kind, length = torch.rand(2, generator=draws).tolist()
+        low, high = lengths.short if kind < lengths.short_share else lengths.long
+        count = max(1, min(room, int(low * (high / low) ** length)))
+        tokens = torch.multinomial(prior, count, replacement=True, generator=draws)
+        made.append(str(tokenizer.decode(tokens.tolist())))
+    phrases = [
+        f"{sentences_used:,} windows of sentences of kflats" if sentences_used else "",
+        f"{samples - sentences_used:,} of tokens drawn by the Zipf prior of the vocabulary",
+    ]
+    return Windows(tuple(made), (), (), ", ".join(filter(None, phrases)))
 
 
 def _distinct(records: Sequence[str]) -> tuple[list[tuple[str, int]], int]:

@@ -375,7 +375,9 @@ def data_used(decided: Decided, data: CalibrationData, *, trimmed_by_texts: bool
             used.append(f"statistics measured before on {samples} ({labels})")
             return used
         passed = data.calibration or data.texts or ()
-        if not isinstance(passed[0], str):
+        if not passed:
+            samples = f"{statistics.samples:,} sentences of kflats and sequences drawn by a Zipf prior,"
+        elif not isinstance(passed[0], str):
             samples += f", in {len(passed):,} batches,"
         else:
             kept = items if data.calibration in (None, data.texts) else "calibration texts"

@@ -322,16 +322,20 @@ _IMAGE = 224  # pixels of a side where the config does not say
 _DECODED = 16  # tokens for the decoder of a model that does not read text
 
 
+def media_of(model: nn.Module) -> tuple[Medium, ...]:
+    """All that ``model`` may read, by the arguments of its forward."""
+    arguments = inspect.signature(model.forward).parameters
+    return tuple(medium for medium in get_args(Medium) if medium in arguments)
+
+
 def medium_of(model: nn.Module) -> Medium:
     """What ``model`` reads, by the arguments of its forward.
 
     Raises:
         KflatsError: none of the inputs that transformers' models have.
     """
-    arguments = inspect.signature(model.forward).parameters
-    for medium in get_args(Medium):
-        if medium in arguments:
-            return medium  # type: ignore[no-any-return]
+    for medium in media_of(model):
+        return medium
     raise KflatsError(
         f"the inputs of {type(model).__name__} are unknown",
         cause=f"its forward has none of {', '.join(get_args(Medium))}",

@@ -158,10 +158,13 @@ class Importance(Protocol):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Fields of ``Measured`` that a pass over calibration data must fill."""
-    needs_texts: ClassVar[bool] = False
-    """Whether texts are counted (``Measured.counts``)."""
     needs_tokenizer: ClassVar[bool] = False
     """Whether rows must be tokens of the model's own tokenizer (``Measured.prior``)."""
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether texts are counted (``Measured.counts``)."""
+        return False
 
     @property
     def reads_prior(self) -> bool:

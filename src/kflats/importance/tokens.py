@@ -44,7 +44,8 @@ class TokenCounts(Importance):
     Args:
         power: p. At 1 the objective is the expected squared error of a token of these texts; 0.5 gives rare tokens more
             weight and is better for other domains and smaller sizes; 0 is ``Uniform``.
-        smoothing: s in [0, 1], the share of the prior, for tokens that the texts do not hold.
+        smoothing: s in [0, 1], the share of the prior, for tokens that the texts do not hold. At 1 no texts are needed,
+            and the weights are those of ``ZipfPrior``.
         floor: the least share of a row in units of 1 / n, above zero.
 
     Needs texts and the model's tokenizer.
@@ -57,7 +58,6 @@ class TokenCounts(Importance):
     smoothing: float = 0.5
     floor: float = 0.3
 
-    needs_texts: ClassVar[bool] = True
     needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -66,6 +66,11 @@ class TokenCounts(Importance):
             raise KflatsError(
                 f"smoothing={self.smoothing!r} is not supported with TokenCounts", hint="a share from 0 to 1"
             )
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether counts have a share."""
+        return self.smoothing < 1
 
     @property
     def reads_prior(self) -> bool:
@@ -78,6 +83,8 @@ class TokenCounts(Importance):
 
     def weigh(self, measured: Measured) -> Weighting:
         """(n,) float64 row weights; raises KflatsError without counts."""
+        if measured.counts is None and not self.needs_texts:
+            return ZipfPrior(self.power, self.floor).weigh(measured)
         if measured.counts is None:
             raise KflatsError(
                 "TokenCounts needs texts to count",
@@ -150,7 +157,7 @@ class TokenFisher(Importance):
         scale: factor of the errors. Weights of a power below 1 count rare rows more than texts read them, so the sum of
             errors is larger than the loss. Chosen on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid).
 
-    Needs texts, the model's tokenizer, and calibration data (the texts will do).
+    Needs the model's tokenizer, texts unless ``smoothing`` is 1, and calibration data (the texts will do).
     """
 
     power: float = 0.5
@@ -160,7 +167,6 @@ class TokenFisher(Importance):
     scale: float = 0.25
 
     needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "output_gram"})
-    needs_texts: ClassVar[bool] = True
     needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -171,6 +177,11 @@ class TokenFisher(Importance):
 
     def _counts(self) -> TokenCounts:
         return TokenCounts(self.power, self.smoothing, self.floor)
+
+    @property
+    def needs_texts(self) -> bool:
+        """Whether counts have a share."""
+        return self.smoothing < 1
 
     @property
     def reads_prior(self) -> bool:

@@ -14,13 +14,13 @@ from kflats.calibration.collect import measure
 from kflats.calibration.counting import count_tokens, text_batches, zipf_prior
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
-from kflats.calibration.windows import LENGTHS, Windows, windows
+from kflats.calibration.windows import LENGTHS, Windows, drawn_windows, windows
 from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
 from kflats.common.texts import SAMPLES, check_texts, token_limit
-from kflats.evaluation.running import Batch
+from kflats.evaluation.running import Batch, media_of
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.model.weights import Weight, dense_weight
@@ -77,6 +77,10 @@ class CalibrationData:
     def measurable(self) -> bool:
         """Whether gradients and activations can be measured: by texts, if there is no other calibration data."""
         return self.calibrated or self.counts
+
+    def draws(self, model: nn.Module) -> bool:
+        """Whether ``model`` is measured with ``drawn_windows``: it reads token ids alone, and nothing else is given."""
+        return not self.measurable and self.tokenizer is not None and media_of(model) == ("input_ids",)
 
     @property
     def held_out(self) -> tuple[str, ...] | None:
@@ -144,7 +148,13 @@ class CalibrationData:
             self.statistics.check(model)
             return self
         weights = [weight for weight, _ in recipes if weight.name in needs]
-        statistics = measure(model, weights, self.batches(model), needs=needs, objective=self.objective, quiet=quiet)
+        data = self
+        if self.draws(model):
+            assert self.tokenizer is not None
+            drawn = drawn_windows(self.tokenizer, samples=self.samples, model=model)
+            announce(f"no texts: {drawn.summary}", quiet=quiet)
+            data = replace(self, windows=drawn)
+        statistics = measure(model, weights, data.batches(model), needs=needs, objective=self.objective, quiet=quiet)
         return replace(self, statistics=statistics)
 
     def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:

@@ -142,7 +142,7 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
             hint='SVD(), RowFisher(), or matrix_rows="out_features", which turns a metric of rows into one of columns',
             command="--method svd, --importance row-fisher, or --matrix-rows out_features",
         )
-    if recipe.importance.needs and not data.measurable:
+    if recipe.importance.needs and not data.measurable and data.tokenizer is None:
         raise KflatsError(
             f"{who} of {weight.name!r} needs calibration data",
             cause="it is measured by passing data through the model",
@@ -223,6 +223,13 @@ def _meant(model: nn.Module, weights: tuple[Weight, ...], name: str) -> tuple[li
     return [find_weight(model, name)], _NAME
 
 
+def _measures(model: nn.Module, weight: Weight, data: CalibrationData) -> bool:
+    """Whether gradients of ``weight`` are measured, or can be."""
+    if data.statistics is not None:
+        return weight.name in data.statistics.measured
+    return data.measurable or data.draws(model)
+
+
 def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: Method | None) -> Recipe:
     """The recipe of a weight for which none is given; or that of a bare ``Auto()``, in units of the loss if possible.
 
@@ -236,10 +243,11 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
                 hint="tokenizer=..., or Recipe(method, Uniform())",
                 command="a folder with a tokenizer, or --importance uniform",
             )
-        counted = TokenFisher() if chooser is not None else TokenCounts()
+        if chooser is not None and data.tokenizer is not None and _measures(model, weight, data):
+            return Recipe(chooser, TokenFisher() if data.counts else TokenFisher(smoothing=1))
         prior = Uniform() if data.tokenizer is None else ZipfPrior()
-        return Recipe(chooser or Flats(), counted if data.counts else prior)
-    if chooser is not None and data.measurable:
+        return Recipe(chooser or Flats(), TokenCounts() if data.counts else prior)
+    if chooser is not None and (data.measurable or data.draws(model)):
         return Recipe(chooser, KroneckerFisher(), matrix_rows="in_features" if role == "embedding" else "out_features")
     if chooser is None and role != "embedding" and data.measurable:
         return Recipe(SVD(), KroneckerFisher())
