@@ -32,11 +32,6 @@ from kflats.numerics.coding.rounding import scales_of
 from kflats.numerics.coding.transform import TransformCode
 from kflats.numerics.rows import Rows, TensorRows, check_finite, check_weights
 
-_ATTEMPTS = 6
-_SMALL = 48
-"""Unused bytes for which no other code is tried."""
-_SLACK = 0.01
-"""Share of the bytes that may stay unused."""
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
 _LONG = 300
 """Rows a column from which several flats pay for their axes: benchmarks/results/coded_flats_long.md."""
@@ -207,49 +202,18 @@ def _axes_with_bits(method: Method, problem: Problem, k: int) -> int:
 
 
 def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
-    """The code of ``rows`` in the flats that ``labels`` tell apart, or in one flat, in at most the problem's bytes.
-
-    A code is made for a number of bytes and says how many it takes; the file's container comes on top.
-    """
-    nbytes = problem.nbytes
-    # The container takes about so much: a first code that leaves it no room is made twice.
-    target = nbytes - min(HEADER_BYTES + rows.shape[0] // 64, nbytes // 400)
-    best, left = None, nbytes + 1
-    for attempt in range(_ATTEMPTS):
-        try:
-            code = transform_code(
-                rows,
-                target,
-                weights=problem.row_weights,
-                right=problem.weighting.right,
-                classes=codec.classes,
-                labels=labels,
-            )
-            matrix = from_codes(code, dtype=dtype)
-        except KflatsError:
-            if attempt == 0:
-                raise
-            break  # the container leaves less than labels and scales need
-        over = stored_bytes(matrix) - nbytes
-        if over <= 0:
-            if -over >= left:  # no code lies between
-                break
-            best, left = matrix, -over
-            if left <= max(_SLACK * nbytes, _SMALL):
-                break
-            target += left
-            continue
-        # A code may take any size in the last hundredth below its target: the next must not come out larger.
-        target = min(target - over, code.stored_bytes) - over // 4 - 1
-        if target < 1:
-            break
-    if best is not None:
-        return best
-    raise KflatsError(
-        f"a budget of {nbytes:,} bytes cannot hold codes of this matrix",
-        cause=f"the container takes {over:,} bytes more",
-        hint="a larger budget, or fewer classes",
+    """The code of ``rows`` in the flats that ``labels`` tell apart, or in one flat, whose file takes at most the
+    problem's bytes."""
+    code = transform_code(
+        rows,
+        problem.nbytes,
+        weights=problem.row_weights,
+        right=problem.weighting.right,
+        classes=codec.classes,
+        labels=labels,
+        size_of=lambda code: stored_bytes(from_codes(code, dtype=dtype)),
     )
+    return from_codes(code, dtype=dtype)
 
 
 def from_codes(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:

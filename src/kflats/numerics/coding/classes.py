@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.numerics.rows import PartOfRows, Rows, slices
+from kflats.numerics.rows import Rows, TensorRows, slices
 
 _LEAST_WEIGHT = 1e-8
 """The least weight that counts, in units of the largest."""
@@ -40,29 +40,27 @@ _CELL = 9
 """Bits of one coordinate of one class beside its symbols: for its centre and its distribution."""
 
 
-def candidate_classes(
-    rows: Rows, axes: Tensor, weights: Tensor, norms: Tensor, classes: int, level: float
-) -> tuple[Tensor, ...]:
+def candidate_classes(rows: Rows, weights: Tensor, norms: Tensor, classes: int, level: float) -> tuple[Tensor, ...]:
     """Ways to part the rows, (n,) int64 labels 0 .. C - 1 each with C <= ``classes``, none empty: one class; as many as
     pay by weight and norm; many; and many whose rows have moved. Only coding shows which one is best.
 
     Args:
-        rows: (n, d) in the metric, in which ``axes`` (r, d) are orthonormal.
+        rows: (n, r) in principal axes.
         weights, norms: (n,), not negative.
         level: weighted squared error of a coded coordinate, the water level.
     """
     n = rows.shape[0]
     one = torch.zeros(n, dtype=torch.int64)
-    if classes == 1 or level <= 0 or not len(axes):
+    if classes == 1 or level <= 0 or not rows.shape[1]:
         return (one,)
     chosen = torch.arange(n) if n <= _SAMPLE else torch.arange(_SAMPLE) * n // _SAMPLE
-    part, w = PartOfRows(rows, chosen), weights[chosen]
-    active = float((_stats(part, axes, w, torch.zeros_like(chosen), 1).squares > level).sum())
+    part, w = TensorRows(rows.take(chosen)), weights[chosen]
+    active = float((_stats(part, w, torch.zeros_like(chosen), 1).squares > level).sum())
     few, many = (split_classes(weights, norms, classes, active, patience) for patience in (math.inf, _PER_CLASS))
-    stats = _stats(part, axes, w, many[chosen], int(many.max()) + 1)
+    stats = _stats(part, w, many[chosen], int(many.max()) + 1)
     for _ in range(_ROUNDS):
-        stats = _stats(part, axes, w, _cheapest(part, axes, w, stats, level), len(stats.counts))
-    moved = torch.unique(_cheapest(rows, axes, weights, stats, level), return_inverse=True)[1]
+        stats = _stats(part, w, _cheapest(part, w, stats, level), len(stats.counts))
+    moved = torch.unique(_cheapest(rows, weights, stats, level), return_inverse=True)[1]
     ways: list[Tensor] = []
     for labels in (one, few, many, moved):
         if not any(torch.equal(labels, other) for other in ways):
@@ -116,10 +114,10 @@ class _Stats:
     squares: Tensor  # (C, r) mean squares in principal axes
 
 
-def _stats(rows: Rows, axes: Tensor, weights: Tensor, labels: Tensor, classes: int) -> _Stats:
-    squares = torch.zeros(classes, len(axes), dtype=torch.float64)
+def _stats(rows: Rows, weights: Tensor, labels: Tensor, classes: int) -> _Stats:
+    squares = torch.zeros(classes, rows.shape[1], dtype=torch.float64)
     for here, block in slices(rows):
-        z = (block @ axes.to(block.dtype).T).square().to(torch.float64)
+        z = block.square().to(torch.float64)
         squares.index_add_(0, labels[here], z)
     counts = torch.bincount(labels, minlength=classes).to(torch.float64)
     sums = torch.zeros(classes, dtype=torch.float64).index_add_(0, labels, weights.to(torch.float64))
@@ -127,7 +125,7 @@ def _stats(rows: Rows, axes: Tensor, weights: Tensor, labels: Tensor, classes: i
     return _Stats(counts, sums / each, squares / each.unsqueeze(1))
 
 
-def _cheapest(rows: Rows, axes: Tensor, weights: Tensor, stats: _Stats, level: float) -> Tensor:
+def _cheapest(rows: Rows, weights: Tensor, stats: _Stats, level: float) -> Tensor:
     """(n,) the class in which each row costs least."""
     floor = _LEAST_WEIGHT * float(weights.max())
     at = stats.weights.clamp_min(floor)
@@ -143,7 +141,7 @@ def _cheapest(rows: Rows, axes: Tensor, weights: Tensor, stats: _Stats, level: f
     slope, per_weight = (1 / (v + noise)).T, share.sum(1) / at
     labels = []
     for here, block in slices(rows):
-        z = (block @ axes.to(block.dtype).T).square().to(torch.float64)
+        z = block.square().to(torch.float64)
         w = weights[here].to(torch.float64).unsqueeze(1)
         labels.append((z @ slope + fixed + w * per_weight).argmin(1))
     return torch.cat(labels)

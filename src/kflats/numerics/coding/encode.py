@@ -15,8 +15,8 @@ flats together are optimal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from kflats.numerics.coding.basis import CodedBasis
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.coding.frame import Frame, Source, source_of
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, design
+from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.coding.transform import TransformCode, label_bits, side_bytes
 from kflats.numerics.rows import MetricRows, PartOfRows, Rows
 
@@ -33,11 +34,15 @@ _ROWS_A_CLASS = 96
 """A class of fewer rows does not pay for itself, and is not tried."""
 _PASSES = 3
 """Quantise, redesign, quantise, ...: after the third pass the size changes by less than .1 %."""
+_GUESSES = 2
+"""Passes where only the size and the error are asked for."""
 _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
 _WINDOW = 0.99
 """A budget counts as met from this share of it on."""
 _AIM = 0.996
+_FAR = 0.98
+"""Below this share of the budget a first code was made for too coarse a step."""
 _BASIS_ROW = 8 * 5
 """Bits a basis row costs beside its levels: its scale and which distribution it follows."""
 
@@ -63,6 +68,7 @@ def transform_code(
     right: Tensor | None = None,
     classes: int = 32,
     labels: Tensor | None = None,
+    size_of: Callable[[FlatsCode], int] = lambda code: code.stored_bytes,
 ) -> FlatsCode:
     """Code ``rows`` (n, d), all finite, in at most ``nbytes`` stored bytes.
 
@@ -75,6 +81,7 @@ def transform_code(
         classes: the largest number of classes of rows of all flats together, 1 to 256; each flat has one at least.
         labels: (n,) a first guess of the rows' flats; EM moves rows to the flat in which they cost least, and gives up
             flats of too few rows. None: one flat.
+        size_of: the bytes of a code that count; default: ``stored_bytes``. A file takes some more.
 
     A row is coded in at most 16383 steps to either side of its class' centre. Rows that are too long for the step of
     the others are apart, in classes of coarser steps: each loses about 1e-4 of its length, which may be most of the
@@ -104,14 +111,14 @@ def transform_code(
         flats = cluster_rows(measured, labels.to("cpu", torch.int64), w, whole.first_step**2 / 12)
     count = int(flats.max()) + 1
     if count == 1:
-        return FlatsCode(_at_size([_classed(whole, classes)], nbytes), flats)
+        return _at_size([_classed(whole, classes)], flats, nbytes, size_of)
     step = whole.first_step * math.sqrt(whole.metric.scale) or 1.0
     sources = []
     for flat in range(count):
         mine = (flats == flat).nonzero().squeeze(1)
         source = source_of(PartOfRows(rows, mine), w[mine], right, ("step", step))
         sources.append(_classed(source, 1 + max(0, classes - count) * len(mine) // n))
-    return FlatsCode(_at_size(sources, nbytes - _label_bytes(flats)), flats)
+    return _at_size(sources, flats, nbytes, size_of)
 
 
 def transform_rates(
@@ -133,8 +140,7 @@ def transform_rates(
     sample, scale = source.sample()
     for step in steps:
         if step >= source.finest:
-            rate = _estimate(sample, scale, step)
-            yield replace(rate, error=rate.error + source.outside(step))
+            yield _estimate(sample, scale, step)
 
 
 @dataclass(frozen=True)
@@ -168,9 +174,10 @@ def _estimate(source: Source, scale: Tensor, step: float) -> Estimate:
     """Bits and error of a code at ``step``, from a sample of rows that each stand for ``scale`` (C,) rows."""
     basis = source.code_axes(step)
     frame = source.frame(basis, step)
+    blocks = list(frame.blocks())
     quantizer: Quantizer | None = None
-    for _ in range(_PASSES):
-        tally, _ = frame.survey(quantizer)
+    for _ in range(_GUESSES):
+        tally, _ = frame.survey(quantizer, blocks)
         quantizer = design(tally, scale=scale)
     assert quantizer is not None
     cost, each = tally.prices(quantizer), scale.unsqueeze(1)
@@ -187,14 +194,17 @@ def _estimate(source: Source, scale: Tensor, step: float) -> Estimate:
     centers, contexts = frame.centers[:, kept], quantizer.contexts[:, kept]
     live = float((tally.knots[:, kept, 1:].sum(2) * each).sum())
     size = total / 8 + side_bytes(centers, contexts, quantizer.tables, basis.tables)
-    left = float((torch.where(pays, error, whole) * counts * each).sum())
+    left = float((torch.where(pays, error, whole) * counts * each).sum()) + frame.outside / step**2
     return Estimate(size, live, left * step**2, 8 * size + left / TRADE, basis)
 
 
 def _designed(frame: Frame) -> Quantizer:
-    quantizer = design(frame.survey(None)[0])
-    for _ in range(_PASSES - 2):
-        quantizer = design(frame.survey(quantizer)[0])
+    quantizer: Quantizer | None = None
+    for _ in range(_PASSES - 1):
+        tally, _ = frame.survey(quantizer)
+        tally.most = (tally.most + (tally.most + 7) // 8).clamp_max(FARTHEST)  # room for finer steps
+        quantizer = design(tally)
+    assert quantizer is not None
     return quantizer
 
 
@@ -216,53 +226,65 @@ def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
     )
 
 
-def _at_size(sources: Sequence[Source], budget: int) -> tuple[TransformCode, ...]:
-    """Codes of all sources at one step, of ``budget`` bytes together at most."""
-    bases, step = _search(sources, budget)
+def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Callable[[FlatsCode], int]) -> FlatsCode:
+    """The code of all sources at one step, of ``budget`` bytes at most."""
+    beside = _label_bytes(flats)
     finest = _finest(sources)
-    pairs = list(zip(sources, bases, strict=True))
-    # One quantizer for all tries: the size is then a falling function of the step.
-    quantizers = [_designed(source.frame(basis, step)) for source, basis in pairs]
-    best: tuple[TransformCode, ...] | None = None
-    low, high, most = 0.0, math.inf, 0  # the coarsest step known to be too fine, the finest known to fit
-    for _ in range(_TRIES):
-        frames = [source.frame(basis, step) for source, basis in pairs]
-        codes = tuple(_code(frame, quantizer) for frame, quantizer in zip(frames, quantizers, strict=True))
-        size = sum(code.stored_bytes for code in codes)
-        if size <= budget:
-            if best is None or size > most:
-                best, most = codes, size
-            high = min(high, step)
-            if size >= _WINDOW * budget or step <= finest * 1.01 or not any(code.rank for code in codes):
-                break
+    best: FlatsCode | None = None
+    fine: tuple[float, int] | None = None  # the coarsest step known to be too fine, and its size
+    fits: tuple[float, int] | None = None  # the finest known to fit
+    quantizers: list[tuple[Source, CodedBasis, Quantizer]] = []
+    for attempt in range(_TRIES):
+        if not quantizers:
+            bases, step = _search(sources, budget, beside)
+            # One quantizer for all tries: the size is then a falling function of the step.
+            pairs = zip(sources, bases, strict=True)
+            quantizers = [(source, basis, _designed(source.frame(basis, step))) for source, basis in pairs]
+        codes = tuple(_code(source.frame(basis, step), quantizer) for source, basis, quantizer in quantizers)
+        code = FlatsCode(codes, flats)
+        size = size_of(code)
+        if size > budget:
+            fine = step, size
         else:
-            low = max(low, step)
-        # Bits fall by about one a live coordinate for each doubling of the step.
-        live = sum(float((q != 0).sum()) for code in codes for q in code.levels) + 1.0
-        step = max(finest, step * 2 ** max(-1.0, min(1.0, 8 * (size - _AIM * budget) / live)))
-        if not low < step < high:
-            step = math.sqrt(low * high) if low > 0 and high < math.inf else min(step, high / 1.1)
+            if fits is None or size > fits[1]:
+                best, fits = code, (step, size)
+            if size >= _WINDOW * budget or step <= finest * 1.01 or not any(one.rank for one in codes):
+                break
+            if attempt == 0 and size < _FAR * budget:
+                # A file may take less than what was counted; so much finer a step asks for other quantizers.
+                beside, quantizers = beside + size - int(_AIM * budget), []
+                continue
+        # Bits fall by about one a live coordinate for each doubling of the step; between two sizes, on a line.
+        live = sum(float((q != 0).sum()) for one in codes for q in one.levels) + 1.0
+        rise = 8 / live
+        if fine is not None and fits is not None and fine[0] < fits[0]:
+            rise = math.log2(fits[0] / fine[0]) / (fine[1] - fits[1])
+        step = max(finest, step * 2 ** max(-1.0, min(1.0, rise * (size - _AIM * budget))))
     if best is None:
-        raise KflatsError(f"no step gives a code of at most {budget} bytes", hint="a larger budget")
+        raise KflatsError(
+            f"a budget of {budget:,} bytes cannot hold codes of this matrix",
+            cause=f"the least that was found takes {size:,} bytes",
+            hint="a larger budget, or fewer classes",
+        )
     return best
 
 
-def _search(sources: Sequence[Source], budget: int) -> tuple[list[CodedBasis], float]:
-    """The step whose size, by samples, is the budget within half a percent (false position on the logarithms), and
-    the bases that pay there."""
+def _search(sources: Sequence[Source], budget: int, beside: int) -> tuple[list[CodedBasis], float]:
+    """The step whose size, by samples and ``beside`` together, is the aim within half a percent (false position on the
+    logarithms), and the bases that pay there."""
     samples = [source.sample() for source in sources]
 
-    def estimates(step: float) -> list[Estimate]:
-        return [_estimate(sample, scale, step) for sample, scale in samples]
+    def estimates(step: float) -> tuple[list[Estimate], float]:
+        rates = [_estimate(sample, scale, step) for sample, scale in samples]
+        return rates, beside + sum(one.size for one in rates)
 
     reach = max(source.reach for source in sources)
     # So coarse that not one coordinate is coded: what is left is what every code needs.
     coarse = 64 * reach if reach > 0 else 1.0
-    rates = estimates(coarse)
-    least = sum(one.size for one in rates)
+    rates, least = estimates(coarse)
     if least > budget:
         raise KflatsError(
-            f"{budget} bytes are fewer than the {math.ceil(least)} that labels and scales alone need",
+            f"a budget of {budget:,} bytes cannot hold the {math.ceil(least):,} that labels and scales alone need",
             hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
         )
     if reach == 0:
@@ -272,17 +294,16 @@ def _search(sources: Sequence[Source], budget: int) -> tuple[list[CodedBasis], f
     at = max(low, math.log2(max(*(source.first_step for source in sources), 1e-300)))
     before: tuple[float, float] | None = None
     for _ in range(_TRIES):
-        rates, here = estimates(2.0**at), at
-        size = sum(one.size for one in rates)
-        if abs(size - budget) <= 0.005 * budget or (size <= budget and at <= finest):
+        (rates, size), here = estimates(2.0**at), at
+        if abs(size - _AIM * budget) <= 0.005 * budget or (size <= budget and at <= finest):
             break
-        low, high = (low, at) if size <= budget else (at, high)
+        low, high = (low, at) if size <= _AIM * budget else (at, high)
         # A live coordinate loses about one bit for each doubling of its step; then the last two sizes say how many do.
         slope = -max(sum(one.live for one in rates), 1.0) / 8
         if before is not None and (size - before[1]) * (at - before[0]) < 0:
             slope = (size - before[1]) / (at - before[0])
         before = at, size
-        at += max(-2.0, min(2.0, (budget - size) / slope))
+        at += max(-2.0, min(2.0, (_AIM * budget - size) / slope))
         if not low < at < high:
             at = (low + high) / 2 if low > finest or size > budget else finest
         if high - low < 1e-3:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,8 +15,11 @@ from kflats.numerics.coding.classes import candidate_classes
 from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, symbols
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.gram import principal_axes
-from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, slices
+from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, TensorRows, slices
 from kflats.numerics.svd import Metric, right_metric
+
+Block: TypeAlias = tuple[int, int, Tensor]
+"""A class, the first of some rows in it, and their coordinates u (r, m) float32."""
 
 _BLOCK = 4096
 _HALVINGS = 80
@@ -39,7 +43,8 @@ _APART = 4
 class Source:
     """The part of transform coding that does not depend on the step.
 
-    ``row_weights`` and ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
+    ``rows`` (n, x): times ``reader``, (x, d) or its diagonal, they are the matrix in the metric; ``row_weights`` and
+    ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
     ``directions`` (r, d), the axes without the metric; ``first_step``, where to begin to look for a step; ``labels``
     (n,) and ``members``, the rows of each of C classes; ``weights`` (C,) their mean weights, ``means`` (C, d) their
     mean rows; ``longest`` (C,), their largest norms; ``cap``, the weighted norm from which on a row is expected to need
@@ -47,6 +52,7 @@ class Source:
     """
 
     rows: Rows
+    reader: Tensor
     metric: Metric
     row_weights: Tensor
     norms: Tensor
@@ -69,20 +75,24 @@ class Source:
     def candidates(self, classes: int, most: int) -> tuple[Source, ...]:
         """This source in every way of parting its rows that is worth trying: into ``classes``, and ``most`` together
         with those of long rows."""
-        measured, level = MetricRows(self.rows, self.metric.factor), self.first_step**2 / 12
+        turned, level = self.in_axes(), self.first_step**2 / 12
         long = self._long(most - 1)
         near, far = (long == 0).nonzero().squeeze(1), long > 0
         apart = int(long.max()) if len(near) else 0
         if not apart:
-            ways = candidate_classes(measured, self.axes, self.row_weights, self.norms, classes, level)
+            ways = candidate_classes(turned, self.row_weights, self.norms, classes, level)
             return tuple(self.classed(labels) for labels in ways)
-        others = PartOfRows(measured, near)
+        others = PartOfRows(turned, near)
         sources, count = [], max(1, min(classes, most - apart))
-        for way in candidate_classes(others, self.axes, self.row_weights[near], self.norms[near], count, level):
+        for way in candidate_classes(others, self.row_weights[near], self.norms[near], count, level):
             labels = torch.empty_like(long)
             labels[near], labels[far] = way, int(way.max()) + long[far]
             sources.append(self.classed(labels))
         return tuple(sources)
+
+    def in_axes(self) -> Rows:
+        """The rows (n, r) in principal axes."""
+        return MetricRows(self.rows, _read(self.axes, self.reader).T)
 
     def _long(self, most: int) -> Tensor:
         """(n,) int64: 0, or from 1 the class of a row that is too long for the step of the others; ``most`` at most."""
@@ -127,7 +137,7 @@ class Source:
         return float(least[least > 0].min()) if bool((least > 0).any()) else 0.0
 
     def sample(self) -> tuple[Source, Tensor]:
-        """Evenly spaced rows of every class, and (C,) how many rows each of them stands for."""
+        """Evenly spaced rows of every class, in principal axes, and (C,) how many rows each of them stands for."""
         n = len(self.labels)
         parts, scale = [], []
         for part in self.members:
@@ -136,30 +146,30 @@ class Source:
             scale.append(len(part) / count)
         index = torch.cat(parts)
         places = torch.arange(len(index)).split([len(part) for part in parts])
-        chosen = replace(self, rows=PartOfRows(self.rows, index), labels=self.labels[index], members=tuple(places))
+        rows = TensorRows(self.in_axes().take(index))
+        means = _read(self.axes, self.reader) @ self.means.T
+        chosen = replace(
+            self, rows=rows, reader=self.axes, labels=self.labels[index], members=tuple(places), means=means.T
+        )
         return chosen, torch.tensor(scale, dtype=torch.float64)
 
     def code_axes(self, step: float) -> CodedBasis:
         """All axes, coded for this step."""
         return code_basis(self.directions, self.energies, step)
 
-    def outside(self, step: float) -> float:
-        """Weighted energy of all rows outside the span of the axes as they are coded for this step: nothing where they
-        span everything, what integers turn them by where they do not."""
-        measured = self.metric.measured(self.code_axes(step).directions)
-        span = torch.linalg.qr(measured.to(torch.float64).T).Q
-        lost = 1.0 - (self.axes.to(torch.float64) @ span).square().sum(1)
-        return float((self.energies * lost.clamp_min(0.0)).sum())
-
     def frame(self, basis: CodedBasis, step: float) -> Frame:
         """Coordinates against a coded basis B, in steps: least squares in the metric, a R ~ y B R."""
         steps = torch.maximum(step / self.weights.sqrt(), self.floors).to(torch.float32)
         measured = self.metric.measured(basis.directions)
-        encoder = self.metric.encoder(_least_squares(measured))
+        read = _read(measured, self.reader)
+        encoder = _least_squares(measured, read).T
         centers = (self.means @ encoder / steps.to(torch.float64).unsqueeze(1)).round().clamp(-FARTHEST, FARTHEST)
-        return Frame(
-            self, basis, steps, encoder, centers, (steps.to(torch.float64) * self.weights.sqrt() / step).square()
-        )
+        counts = (steps.to(torch.float64) * self.weights.sqrt() / step).square()
+        outside = 0.0
+        if self.reader is self.axes and len(self.axes) < self.axes.shape[1]:
+            lost = 1.0 - (encoder * read.T).sum(1)
+            outside = float((self.energies * lost.clamp_min(0.0)).sum())
+        return Frame(self, basis, steps, encoder, centers, counts, outside)
 
 
 @dataclass(frozen=True)
@@ -167,6 +177,7 @@ class Frame:
     """Coordinates of a source in steps: u = a ``encoder`` / ``steps`` - ``centers`` for the rows a of each class.
 
     ``counts`` (C,): weighted squared error of a squared step of each class, in units of step^2: 1, more for long rows.
+    ``outside``: of rows in principal axes, their weighted energy outside the span of the coded basis; else 0.
     """
 
     source: Source
@@ -175,9 +186,10 @@ class Frame:
     encoder: Tensor
     centers: Tensor
     counts: Tensor
+    outside: float
 
-    def blocks(self) -> Iterator[tuple[int, int, Tensor]]:
-        """(class, first row in it, u (r, m) float32), class by class."""
+    def blocks(self) -> Iterator[Block]:
+        """All coordinates, class by class."""
         for c, members in enumerate(self.source.members):
             encoder = (self.encoder / float(self.steps[c])).to(torch.float32).T.contiguous()
             center = self.centers[c].to(torch.float32).unsqueeze(1)
@@ -185,13 +197,19 @@ class Frame:
                 block = self.source.rows.take(members[start : start + _BLOCK]).to(torch.float32)
                 yield c, start, encoder @ block.T - center
 
-    def survey(self, quantizer: Quantizer | None, *, keep: bool = False) -> tuple[Tally, tuple[Tensor, ...]]:
-        """Quantise every row, by a plain dead zone where there is no quantizer yet; and the symbols, if to keep."""
+    def survey(
+        self, quantizer: Quantizer | None, blocks: Iterable[Block] | None = None, *, keep: bool = False
+    ) -> tuple[Tally, tuple[Tensor, ...]]:
+        """Quantise every row, by a plain dead zone where there is no quantizer yet; and the symbols, if to keep.
+
+        Args:
+            blocks: what ``blocks`` gave; None: computed here.
+        """
         r, members = len(self.basis.levels), self.source.members
         tally = Tally(len(members), r)
         levels = tuple(torch.empty(len(part) if keep else 0, r, dtype=torch.int16) for part in members)
         thresholds = [] if quantizer is None else quantizer.thresholds()
-        for c, start, u in self.blocks():
+        for c, start, u in self.blocks() if blocks is None else blocks:
             q = first_symbols(u) if quantizer is None else symbols(u, quantizer.contexts[c], thresholds)
             tally.add_(c, u, q)
             if keep:
@@ -222,10 +240,16 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
         """Energies, axes and the first step where no row counts more than one of weighted length ``cap``."""
         v = w if cap >= longest else w * (cap / lengths.clamp_min(cap)).square()
         energies, axes = principal_axes(measured, v)
-        known = int((energies[: min(n, d)] > _RANK * energies[0]).sum()) if float(energies[0]) > 0 else 0
+        known = max(1, int((energies[: min(n, d)] > _RANK * energies[0]).sum()))
         energies, axes = energies[:known], axes[:known]
         # Directions without energy leave their bits to the others.
-        level = value**2 / 12 if kind == "step" else water_level(energies / n, value * d / known) if known else 0.0
+        level = (
+            value**2 / 12
+            if kind == "step"
+            else water_level(energies / n, value * d / known)
+            if energies[0] > 0
+            else 0.0
+        )
         return energies, axes, math.sqrt(12 * level)
 
     live = lengths[lengths > 0]
@@ -243,21 +267,28 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
             z = block.to(torch.float64) @ axes.to(torch.float64).T
             energies += w[here] @ z.square()
     none = torch.zeros(0)
-    directions = metric.decoder(axes)
-    bare = Source(rows, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap)
+    directions, reader = metric.decoder(axes), metric.factor
+    bare = Source(
+        rows, reader, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap
+    )
     return bare.classed(torch.zeros(n, dtype=torch.int64))
 
 
-def _least_squares(basis: Tensor) -> Tensor:
-    """(B B')^+ B for B (r, d): coordinates of a row a against B are a times its transpose."""
+def _read(directions: Tensor, reader: Tensor) -> Tensor:
+    """(m, x) float64: what rows are multiplied by to give their products with ``directions`` (m, d) in the metric."""
+    return directions * reader if reader.ndim == 1 else directions @ reader.T
+
+
+def _least_squares(basis: Tensor, read: Tensor) -> Tensor:
+    """(B B')^+ C for B (r, d) and C = B R' (r, x): coordinates of a row a R against B are a times its transpose."""
     gram = basis @ basis.T
     factor, failed = torch.linalg.cholesky_ex(gram)
     roots = factor.diagonal()
     # Coded axes are nearly orthonormal; integers may turn two of them into one.
     if bool(failed) or not len(roots) or float(roots.min()) < _DEPENDENT * float(roots.max()):
         inverse: Tensor = torch.linalg.pinv(gram, hermitian=True)
-        return inverse @ basis
-    return torch.cholesky_solve(basis, factor)
+        return inverse @ read
+    return torch.cholesky_solve(read, factor)
 
 
 def sum_of(rows: Rows, index: Tensor) -> Tensor:

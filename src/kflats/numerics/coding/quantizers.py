@@ -30,6 +30,9 @@ CONTEXTS_AN_OCTAVE = 3
 _LEAST_OCTAVE = -9
 """Cells of smaller mean magnitude share one distribution."""
 
+_EDGES = 3
+"""Corrections of the first dead zone by the bits that it makes a symbol cost."""
+
 DEAD = 0
 """The table of cells whose symbols are all 0."""
 
@@ -145,8 +148,14 @@ def _quantizer(tally: Tally, bins: Tensor, live: Tensor, weight: Tensor) -> Quan
 
 
 def first_symbols(u: Tensor) -> Tensor:
-    """int16 symbols of u by a plain dead zone, rounding down from .6 on: where there are no prices yet."""
-    return _signed(u, (u.abs() + 0.4).floor())
+    """int16 symbols of u (r, m) where there are no prices yet: each row by the dead zone of a Gaussian as wide."""
+    width = u.square().mean(1, keepdim=True).sqrt().clamp_min(1e-6) * 2**0.5
+    edge = torch.full_like(width, 0.6)
+    for _ in range(_EDGES):
+        live = torch.erfc(edge / width).clamp(1e-6, 1.0)
+        edge = 0.5 + TRADE / 2 * (2 * (1 - live) / live).log2().clamp_min(0.0)
+    size = u.abs()
+    return _signed(u, torch.where(size > edge, (size + 0.45).floor(), torch.zeros_like(size)))
 
 
 def symbols(u: Tensor, contexts: Tensor, thresholds: list[Tensor]) -> Tensor:
