@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kflats import read_texts
 from kflats.common.sentences import undo_marks
-from kflats.evaluation.comparing import Fidelity, fidelity_of
+from kflats.evaluation.outputs import Fidelity, fidelity_of
 from kflats.evaluation.running import encode, rare_words
 from kflats.tasks.batches import load_examples
 from kflats.tasks.scoring import spearman

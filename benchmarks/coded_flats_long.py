@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kflats import SVD, Flats, Recipe, Transform
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.io import load_model
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Problem

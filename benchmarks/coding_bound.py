@@ -22,7 +22,7 @@ from kflats.calibration.counting import zipf_prior
 from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.importance import ZipfPrior
 from kflats.importance.protocol import Measured
 from kflats.numerics.coding.encode import transform_code

@@ -24,7 +24,7 @@ from torch import Tensor
 from kflats import SVD, Flats, Recipe, TokenCounts, Transform, Uniform, ZipfPrior
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import Fidelity, load_tokenizer
+from kflats.evaluation.outputs import Fidelity, load_tokenizer
 from kflats.importance import TokenFisher
 from kflats.importance.protocol import Weighting
 from kflats.io import load_model

@@ -21,7 +21,7 @@ from torch import nn
 
 from kflats import MESSI, SVD, Flats, Float, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior, compress_
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.io import load_model
 from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.coding.rounding import absmax_code

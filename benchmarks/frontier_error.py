@@ -40,7 +40,7 @@ from torch import Tensor
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.importance import TokenCounts
 from kflats.importance.protocol import Measured, Weighting
 

@@ -28,7 +28,7 @@ from kflats import SVD, Recipe, TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, size
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import Fidelity, load_tokenizer
+from kflats.evaluation.outputs import Fidelity, load_tokenizer
 from kflats.io import load_model
 from kflats.model.weights import dense_weight, find_weight
 from kflats.planning.calibration_data import gather

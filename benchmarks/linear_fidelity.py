@@ -25,7 +25,7 @@ from kflats.calibration.counting import text_batches
 from kflats.calibration.objectives import Projections
 from kflats.calibration.windows import windows
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import fidelity_of, load_tokenizer
+from kflats.evaluation.outputs import fidelity_of, load_tokenizer
 from kflats.evaluation.running import encode
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.io import load_model

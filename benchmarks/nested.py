@@ -13,7 +13,7 @@ from _common import arguments, embedding_table, markdown, publish
 
 from kflats.calibration.counting import zipf_prior
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.importance import ZipfPrior
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD, Flats, Problem, row_errors

@@ -29,7 +29,7 @@ from kflats.calibration.windows import windows
 from kflats.common.sentences import sentences as split
 from kflats.common.sentences import undo_marks
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import fidelity_of, load_tokenizer
+from kflats.evaluation.outputs import fidelity_of, load_tokenizer
 from kflats.evaluation.running import encode
 from kflats.importance import KroneckerFisher
 from kflats.io import load_model

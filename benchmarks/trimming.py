@@ -13,7 +13,7 @@ from _sentences import HEAD, Evaluator, cells, sentences
 from kflats import trim
 from kflats.common.formatting import share
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.io import load_model
 
 

@@ -26,7 +26,7 @@ from _sentences import data_folder, paragraphs, sentences
 
 from kflats import Auto, Integer, KeepDense, Recipe, Uniform, compress_folder, read_texts, score
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import fidelity_of, load_tokenizer, weight_file_bytes
+from kflats.evaluation.outputs import fidelity_of, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import encode
 from kflats.io import load_model
 

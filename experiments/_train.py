@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.io import load_model, new_folder
 from kflats.recover.recover import RECOVERY_FILE, recover_
 from kflats.tasks.task import find_task

@@ -27,7 +27,7 @@ from kflats.calibration.objectives import Projections
 from kflats.common.errors import KflatsError
 from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import fidelity, load_tokenizer
+from kflats.evaluation.outputs import fidelity, load_tokenizer
 from kflats.io import load_model
 from kflats.model.weights import find_weights
 from kflats.numerics.svd import truncated_svd

@@ -24,7 +24,7 @@ from torch import nn
 
 from kflats import find_weights
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import encode
 from kflats.io import load_model
 from kflats.tasks.batches import load_examples

@@ -26,7 +26,7 @@ from torch import nn
 
 from kflats import find_weights
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.tasks.scoring import score
 
 OURS = "ellipsoid 1"

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from kflats.cli.app import app
 from kflats.common.errors import KflatsError
-from kflats.evaluation.comparing import weight_file_bytes
+from kflats.evaluation.outputs import weight_file_bytes
 from kflats.io.atomic import explained
 from kflats.report.report import Report
 

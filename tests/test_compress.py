@@ -20,7 +20,7 @@ from kflats.codecs import Float
 from kflats.common.errors import KflatsError
 from kflats.compress import fitting, pipeline
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.evaluation.comparing import weight_file_bytes
+from kflats.evaluation.outputs import weight_file_bytes
 from kflats.io.atomic import MANIFEST
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.planning.decide import plan
@@ -297,7 +297,7 @@ def test_a_folder_that_holds_the_original_is_never_replaced(tiny_folder, tmp_pat
 KILLED = """
 import os, signal, sys
 import kflats
-from kflats.compress.resume import Partial
+from kflats.compress.fitting import Partial
 from kflats import SVD
 from kflats.compress.pipeline import compress_folder
 
@@ -382,7 +382,7 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
     from transformers import PreTrainedModel
 
     target = {
-        "partial": (kflats.compress.resume, "save_file"),
+        "partial": (kflats.compress.fitting, "save_file"),
         "model": (PreTrainedModel, "save_pretrained"),
         "companions": (shutil, "copyfile"),
         "durable": (kflats.io.atomic, "_make_durable"),

@@ -14,7 +14,7 @@ import pytest
 from kflats import demo as demo_module
 from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
-from kflats.evaluation.comparing import weight_file_bytes
+from kflats.evaluation.outputs import weight_file_bytes
 from kflats.report.report import Report
 
 OFFLINE = """

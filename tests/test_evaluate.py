@@ -13,7 +13,7 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.common.text_files import read_texts
 from kflats.common.texts import packaged_texts
-from kflats.evaluation.comparing import (
+from kflats.evaluation.outputs import (
     fidelity,
     load_tokenizer,
     memory_bytes,
@@ -115,7 +115,7 @@ def test_what_cannot_be_encoded() -> None:
     with pytest.raises(KflatsError, match="tokenizer is needed"):
         encode(model, None, TEXTS)
     small = transformers.BertModel(transformers.BertConfig(**{**SIZES, "vocab_size": 20}, intermediate_size=32))
-    with pytest.raises(KflatsError, match="another model"):
+    with pytest.raises(KflatsError, match="own folder"):
         encode(small, tokenizer, TEXTS)
     with torch.no_grad():
         model.embeddings.word_embeddings.weight[2] = torch.nan

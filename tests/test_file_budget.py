@@ -15,7 +15,7 @@ from kflats.cli.app import app
 from kflats.cli.options import BudgetOptions, RecipeOptions, recipe_of
 from kflats.common.formatting import size
 from kflats.compress.pipeline import compress_folder
-from kflats.evaluation.comparing import weight_file_bytes
+from kflats.evaluation.outputs import weight_file_bytes
 from kflats.recipe.recipe import Plan
 
 transformers = pytest.importorskip("transformers")

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from kflats.common.errors import KflatsError
-from kflats.compress.resume import Partial
+from kflats.compress.fitting import Partial
 from kflats.io.atomic import MANIFEST, differences, locked, manifest_follows, new_folder, replaced
 
 
@@ -430,7 +430,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
         filename.write_bytes(b"half of it")
         raise SafetensorError(f"Error while serializing: I/O error: {os.strerror(number)} (os error {number})")
 
-    monkeypatch.setattr("kflats.compress.resume.save_file", full)
+    monkeypatch.setattr("kflats.compress.fitting.save_file", full)
     for name in ("words", "linear"):
         with pytest.raises(KflatsError, match=r"disk ran full.*run the same command again"):
             partial.put(name, TENSORS, {})
@@ -441,7 +441,7 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
 
 KEEPS_PUTTING = """
 import sys, torch
-from kflats.compress.resume import Partial
+from kflats.compress.fitting import Partial
 partial = Partial(sys.argv[1], "run")
 tensors = {"weight": torch.ones(1_000_000)}
 partial.put("words", tensors, {})

@@ -17,7 +17,7 @@ from frontier.codebooks import OPQ, PQ, Residual
 from frontier.sweeps import FAMILIES, OURS, sweep
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.comparing import fidelity, load_tokenizer
+from kflats.evaluation.outputs import fidelity, load_tokenizer
 from kflats.importance.protocol import Weighting
 from kflats.io import load_model
 

@@ -221,7 +221,7 @@ class Blocker:
 
 sys.meta_path.insert(0, Blocker())
 import torch
-import kflats, kflats.cli.app, kflats.report.report, kflats.evaluation.comparing, kflats.io
+import kflats, kflats.cli.app, kflats.report.report, kflats.evaluation.outputs, kflats.io
 model = torch.nn.Sequential(torch.nn.Embedding(60, 16))
 with torch.no_grad():
     report = kflats.compress_(model, {{"0": kflats.Flats(k=2)}}, keep="60%", quiet=True)

@@ -145,7 +145,7 @@ def test_the_card_says_what_was_used(
 
 def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: Any, tmp_path: Path) -> None:
     method = kflats.Recipe(kflats.SVD(), kflats.RowFisher())
-    model, tokens = tiny_model("bert-lm"), kflats.evaluation.comparing.load_tokenizer(tiny_folder)
+    model, tokens = tiny_model("bert-lm"), kflats.evaluation.outputs.load_tokenizer(tiny_folder)
     model.save_pretrained(tmp_path / "lm")
     tokens.save_pretrained(tmp_path / "lm")
     labelled = batches(tokens, language_model=True)

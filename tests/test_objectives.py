@@ -113,7 +113,7 @@ def test_a_sample_without_targets_has_loss_zero() -> None:
 @pytest.mark.parametrize(
     ("kind", "classes", "labels", "message"),
     [
-        ("BertForSequenceClassification", 3, None, "no labels"),
+        ("BertForSequenceClassification", 3, None, "no tensor of labels"),
         ("BertForSequenceClassification", 3, torch.tensor([0, 3, 1]), "label 3 is out of range"),
         ("BertForSequenceClassification", 3, torch.tensor([0, -1, 1]), "label -1 is out of range"),
         ("BertForSequenceClassification", 3, torch.tensor([0, 1]), "labels of shape"),
@@ -336,5 +336,5 @@ def test_the_objective_is_by_default_the_tasks_or_needs_no_labels() -> None:
     assert objective_of([{"x": 1}], SampledLabels(3)) == SampledLabels(3)
     with pytest.raises(KflatsError, match="no TaskLoss of kind 'ranking'"):
         TaskLoss("ranking")  # type: ignore[arg-type]
-    with pytest.raises(KflatsError, match="labels are a list, not a tensor"):
+    with pytest.raises(KflatsError, match="no tensor of labels"):
         TaskLoss().losses(Head(), {"x": torch.zeros(1, 2), "labels": [1]})

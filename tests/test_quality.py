@@ -10,8 +10,7 @@ import pytest
 import kflats
 from kflats.common.errors import KflatsError
 from kflats.compress.quality import smallest_size
-from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
-from kflats.evaluation.outputs import Judge
+from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.io import load_model
 
 CURVES: dict[str, Callable[[float], float]] = {

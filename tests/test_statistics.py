@@ -197,7 +197,7 @@ def test_what_is_no_text_is_refused(texts, message):
 
 def test_ids_beyond_the_table_are_refused():
     tokenizer = bert()
-    with pytest.raises(KflatsError, match=r"table has 50 rows.*another model"):
+    with pytest.raises(KflatsError, match=r"table has 50 rows.*own folder"):
         count_tokens(["the"], tokenizer, 50)
 
 

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kflats
-import kflats.evaluation.comparing
+import kflats.evaluation.outputs
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.calibration.windows import FEWEST, WindowLengths, drawn_windows, windows
 from kflats.common import text_files
@@ -126,7 +126,7 @@ def test_every_form_of_a_text_gives_the_same_windows(form: str, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_forms_of_a_real_text_give_nearly_the_same_windows(data_folder: Path, minilm: Path, tmp_path: Path) -> None:
-    tokenizer = kflats.evaluation.comparing.load_tokenizer(minilm)
+    tokenizer = kflats.evaluation.outputs.load_tokenizer(minilm)
     tokenised = read_texts(data_folder / "wikitext2" / "valid.txt.gz")
     plain = undo_marks(tokenised)[0]
     (tmp_path / "book.txt").write_text("\n\n".join(textwrap.fill(text, 72) for text in plain))
@@ -233,7 +233,7 @@ def test_folders_without_texts_are_refused(tmp_path: Path, monkeypatch: pytest.M
         read_texts(tmp_path)
     (tmp_path / "state.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(KflatsError, match=r"needs the package datasets.*kflats\[tasks\]"):
+    with pytest.raises(KflatsError, match=r"needs datasets.*kflats\[tasks\]"):
         read_texts(tmp_path)
 
 

@@ -5,7 +5,7 @@ from kflats.codecs import Float, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.common.text_files import read_texts
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.evaluation.comparing import fidelity
+from kflats.evaluation.outputs import fidelity
 from kflats.evaluation.proof import compare
 from kflats.export.adapters import adapt_lora_
 from kflats.export.dense import export_dense

@@ -22,8 +22,8 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
 from kflats.common.texts import packaged_texts
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.evaluation.comparing import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
 from kflats.evaluation.latency import Latency, TorchModel, latencies
+from kflats.evaluation.outputs import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
 from kflats.evaluation.proof import Proof
 from kflats.evaluation.running import encode
 from kflats.importance import TokenCounts
@@ -108,11 +108,7 @@ def packaged_model() -> Path:
     places = list(spec.submodule_search_locations or ()) if spec else []
     folder = Path(places[0]) / "model" if places else None
     if folder is None or not (folder / "model.safetensors").is_file():
-        raise KflatsError(
-            "the demo's model is not installed",
-            cause="kflats was installed without its extra 'demo'",
-            hint="pip install 'kflats[demo]'",
-        )
+        raise KflatsError("the demo's model is not installed", hint="pip install 'kflats[demo]'")
     return folder
 
 

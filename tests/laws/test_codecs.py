@@ -29,7 +29,7 @@ from kflats import (
 from kflats.codecs import Table, from_name, transform
 from kflats.codecs.streams import stored_bytes
 from kflats.common.formatting import number
-from kflats.evaluation.comparing import memory_bytes
+from kflats.evaluation.outputs import memory_bytes
 from kflats.importance.protocol import Weighting
 from kflats.matrices.coded import CodedMatrix
 from kflats.methods.matrix_error import weighted_error

@@ -27,7 +27,7 @@ from transformers import (
 import kflats
 from kflats import SVD, Integer, KeepDense, Recipe, Transform
 from kflats.cli.app import app
-from kflats.evaluation.comparing import weight_file_bytes
+from kflats.evaluation.outputs import weight_file_bytes
 from kflats.io import load_model
 from kflats.matrices.registry import CodedMatrix
 from kflats.model.weights import factored_layers

@@ -219,7 +219,7 @@ def _wanted(
     weights: Sequence[Weight], needs: Mapping[str, frozenset[str]] | frozenset[str]
 ) -> dict[str, frozenset[str]]:
     if not weights:
-        raise KflatsError("there are no weights to measure", hint="find_weights(model)", command="--weights linear")
+        raise KflatsError("there are no weights to measure", hint="the weights that find_weights gives")
     if not isinstance(needs, Mapping | Set):
         raise KflatsError(f"needs={needs!r} must be a set of fields", hint="an importance's needs, or {'row_fisher'}")
     wanted = {}
@@ -237,8 +237,7 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
     if isinstance(batches, Mapping | Tensor | str) or not isinstance(batches, Iterable):
         raise KflatsError(
             f"calibration batches must be a list of dicts, not one {type(batches).__name__}",
-            hint="[batch]",
-            command="--texts FILE with one text a line",
+            hint="several batches in a list",
         )
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     kept = []
@@ -246,8 +245,7 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
         if not isinstance(batch, Mapping):
             raise KflatsError(
                 f"a calibration batch must be a dict of tensors, not {type(batch).__name__}",
-                hint="text_batches(texts, tokenizer), or dicts as for model(**batch)",
-                command="--texts FILE with one text a line",
+                hint="batches such as text_batches makes of texts",
             )
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
         if isinstance(ids, Tensor) and isinstance(mask, Tensor) and len(ids) != len(mask):
@@ -260,16 +258,13 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
             if len(wrong):
                 raise KflatsError(
                     f"the batches hold the token id {int(wrong[0])}, the model's vocabulary has {vocabulary} entries",
-                    cause="a tokenizer of another model",
                     hint="the tokenizer of the model's own folder",
                 )
         if batch_size(batch):
             kept.append(dict(batch))
     if not kept:
         raise KflatsError(
-            "the calibration set is empty",
-            cause="no batches, or a generator that is used up",
-            hint="a few hundred samples",
+            "the calibration set is empty", hint="a few hundred samples, of a generator that is not used up"
         )
     return tuple(kept)
 
@@ -285,9 +280,7 @@ def _groups(
         if cost > memory_bytes:
             raise KflatsError(
                 f"the statistics of {weight.name} take {size(cost)}, and {size(memory_bytes)} are allowed",
-                cause="a Gram of a wide side, such as a vocabulary's",
-                hint=f"memory_bytes={cost}, or leave the weight out, or RowFisher for it",
-                command="fewer weights, or --importance row-fisher",
+                hint="fewer weights, a larger memory_bytes, or RowFisher() for this one",
             )
         if group and used + cost > memory_bytes:
             yield group

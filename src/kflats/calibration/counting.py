@@ -36,8 +36,7 @@ def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, rows:
         if len(ids) and int(ids.max()) >= rows:
             raise KflatsError(
                 f"the tokenizer gave id {int(ids.max())}, but the table has {rows} rows",
-                cause="a tokenizer of another model",
-                hint="load the tokenizer from the model's own folder",
+                hint="the tokenizer of the model's own folder",
             )
         counts += torch.bincount(ids, minlength=rows)
     if not seen:
@@ -78,7 +77,6 @@ def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
             f"a table of {rows} rows is not what {len(vocabulary)} tokens enter",
             cause="an embedding of positions or types, or a tokenizer of another model",
             hint="Uniform() for this weight",
-            command="--importance uniform for this weight",
         )
     special = {int(i) for i in tokenizer.all_special_ids}
     always = special & set(tokenizer(["a"], verbose=False)["input_ids"][0])
@@ -103,10 +101,7 @@ def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
                 prior[row] = _share(32)
     if not any(prior[row] > 0 for row in range(rows) if row not in special):
         raise KflatsError(
-            "the tokenizer's vocabulary has no words",
-            cause="a tokenizer of another model",
-            hint="Uniform()",
-            command="--importance uniform",
+            "the tokenizer's vocabulary has no words", cause="a tokenizer of another model", hint="Uniform()"
         )
     return prior / prior.sum()
 
@@ -148,11 +143,7 @@ def text_batches(
         KflatsError: no texts, no tokenizer, an entry that is not a text, or no word that the tokenizer knows.
     """
     if batch < 1 or max_length < 1 or (limit is not None and limit < 1):
-        raise KflatsError(
-            f"batch={batch}, max_length={max_length}, limit={limit} is not supported",
-            cause="with a value below 1 there is nothing to measure",
-            hint="1 or more",
-        )
+        raise KflatsError(f"batch={batch}, max_length={max_length}, limit={limit} is not supported", hint="1 or more")
     taken = next(batched_texts(texts, sys.maxsize if limit is None else limit), [])
     if not taken:
         raise KflatsError("the calibration set is empty", cause="an empty file or list", hint="a few hundred texts")

@@ -57,11 +57,7 @@ class Statistics:
         if weight in self.measured:
             return self.measured[weight]
         near = get_close_matches(weight, self.measured, n=3, cutoff=0.4) or list(self.measured)[:3]
-        raise KflatsError(
-            f"nothing was measured of {weight!r}",
-            cause="statistics of another model, or of other weights",
-            hint=f"measure it too; there are {', '.join(near)}",
-        )
+        raise KflatsError(f"nothing was measured of {weight!r}", hint=f"measure it too; there are {', '.join(near)}")
 
     def check(self, model: nn.Module) -> None:
         """Raises KflatsError unless ``model`` has the parameters of the measured model."""
@@ -119,9 +115,7 @@ class Statistics:
             raise KflatsError(f"{path} holds no statistics", cause="a file of another kind")
         if metadata.get("sha256") != _digest(text, tensors):
             raise KflatsError(
-                f"the statistics {path} cannot be read: they do not have their checksum",
-                cause="a damaged or hand-edited file",
-                hint="measure again",
+                f"the statistics {path} cannot be read: they do not have their checksum", hint="measure again"
             )
         note = json.loads(text)
         check_version(note["version"], _VERSION, "statistics")
@@ -181,7 +175,6 @@ def merge(blocks: Iterable[tuple[int, dict[str, Sums]]]) -> dict[str, Sums]:
         if index <= last:
             raise KflatsError(
                 f"block {index} of the statistics comes after block {last}",
-                cause="sums in floating point depend on their order",
                 hint="merge blocks by increasing index, each once",
             )
         last = index

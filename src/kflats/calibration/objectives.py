@@ -108,8 +108,7 @@ class TaskLoss:
         raise KflatsError(
             f"{type(model).__name__}'s own loss, {float(own):.6g}, is none of: {', '.join(kinds)}",
             cause="a loss with weights, smoothing, or of another form",
-            hint="TaskLoss(kind=...), or an object of your own with losses(model, batch, first) -> (B,)",
-            command="texts in place of labelled examples: --texts FILE",
+            hint="Projections(), which needs no labels, or an objective of your own",
         )
 
 
@@ -198,9 +197,7 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
     if asked is not None:
         if isinstance(asked, type) or not callable(getattr(asked, "losses", None)):
             raise KflatsError(
-                f"{asked!r} is no objective",
-                hint="TaskLoss(), SampledLabels(), Projections(), or an object with losses(model, batch, first)",
-                command="--task NAME or --texts FILE",
+                f"{asked!r} is no objective", hint="Projections() or another value with a method of the name losses"
             )
         return asked
     missing = [i for i, batch in enumerate(batches) if "labels" not in batch]
@@ -209,16 +206,12 @@ def objective_of(batches: Sequence[Batch], asked: Objective | None = None) -> Ob
     if len(missing) < len(batches):
         raise KflatsError(
             f"calibration batch {missing[0]} has no labels, and others have",
-            cause="labelled and unlabelled data mixed",
-            hint="labels in all of them, or objective=Projections(), which needs none",
-            command="labelled examples of one task, or texts alone",
+            hint="labels in all of them, or Projections(), which needs none",
         )
     if other := next((name for name in _MISNAMED if name in batches[0]), None):
         raise KflatsError(
             f"the calibration batches have {other!r}, and no 'labels'",
-            cause="another name for the labels",
-            hint='batch["labels"], or objective=Projections(), which needs none',
-            command="--task NAME, or texts alone: --texts FILE",
+            hint="the name labels, or Projections(), which needs none",
         )
     return Projections()
 
@@ -328,12 +321,8 @@ def _labels_of(batch: Batch) -> Tensor:
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         raise KflatsError(
-            "the calibration batches have no labels"
-            if labels is None
-            else f"labels are a {type(labels).__name__}, not a tensor",
-            cause="texts alone, or another name for them" if labels is None else "batches that were not collated",
-            hint='batch["labels"] as a tensor; or Projections() or SampledLabels(), which need none',
-            command="--task NAME, or texts alone: --texts FILE",
+            "the calibration batches have no tensor of labels",
+            hint="labels in each batch, or Projections() or SampledLabels(), which need none",
         )
     if labels.ndim == 0 or len(labels) != batch_size(batch):
         raise KflatsError(
@@ -350,7 +339,6 @@ def _logits_of(logits: Tensor | None, model: nn.Module) -> Tensor:
             f"{type(model).__name__} gives no logits",
             cause="a base model without a task head, or a head of another form (question answering)",
             hint="Projections(), which needs no head",
-            command="texts alone: --texts FILE",
         )
     if logits.ndim not in (2, 3):
         raise KflatsError(
@@ -367,8 +355,7 @@ def _check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool =
     mismatch = KflatsError(
         f"labels of shape {tuple(labels.shape)}, {str(labels.dtype).removeprefix('torch.')}, do not fit {head}",
         cause="the data of one task and the head of another",
-        hint="the model that was fine-tuned for this task, or Projections(), which needs no labels",
-        command="a model that was fine-tuned for this task, or texts alone: --texts FILE",
+        hint="a model that was fine-tuned for this task, or Projections(), which needs no labels",
     )
     per_sample, several = labels.shape[1:].numel(), kind in ("regression", "multi-label")
     fits = per_sample == (classes if several else logits.shape[1:-1].numel())

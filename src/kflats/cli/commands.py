@@ -44,7 +44,7 @@ Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed m
 def inspect(model: Model) -> None:
     """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
     local_model(model)
-    from kflats.evaluation.comparing import weight_file_bytes
+    from kflats.evaluation.outputs import weight_file_bytes
     from kflats.io.saving import load_model
     from kflats.io.sources import resolve_model
     from kflats.model.weights import factored_layers, find_weights
@@ -146,7 +146,6 @@ def compress(
     elif extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
         raise KflatsError(
             f"--plan cannot be used with {', '.join(extra)}",
-            cause="the plan decides it already",
             hint="leave the option out, or make another plan: kflats plan",
         )
     _check_places(out, force, model)

@@ -237,9 +237,7 @@ class BudgetOptions:
         """Refuse options that do not say how many bytes may be kept."""
         if self.quality is not None:
             raise KflatsError(
-                "--quality cannot be used with kflats plan",
-                cause="outputs are compared after a plan is carried out",
-                hint="--size or --keep, or kflats compress --quality",
+                "--quality cannot be used with kflats plan", hint="--size or --keep, or kflats compress --quality"
             )
         one_budget(self.keep, self.size)
 
@@ -369,11 +367,7 @@ class DataOptions:
         """
         samples = SAMPLES if self.samples is None else self.samples
         if self.task_data is not None and self.task is None:
-            raise KflatsError(
-                "--task-data cannot be used without --task",
-                cause="the folder does not say which task its files are of",
-                hint="--task NAME, or --texts FILE",
-            )
+            raise KflatsError("--task-data cannot be used without --task", hint="--task NAME, or --texts FILE")
         if self.objective == "task" and self.task is None:
             raise KflatsError(
                 "--objective task cannot be used without --task", hint="--task NAME, or another objective"
@@ -466,13 +460,11 @@ def check_recipe(options: RecipeOptions, *, counted: bool) -> None:
         if counted and importance in NO_DATA:
             raise KflatsError(
                 f"--texts cannot be used with --importance {importance}",
-                cause="this importance counts no texts",
                 hint="leave --texts out, or --importance counts",
             )
         if options.power is not None and importance not in TAKE_POWER:
             raise KflatsError(
                 f"--power cannot be used with --importance {importance}",
-                cause="it has no power",
                 hint=f"one of {', '.join(TAKE_POWER)}, or leave --power out",
             )
     if options.error is not None:

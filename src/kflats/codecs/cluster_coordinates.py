@@ -74,7 +74,6 @@ def _in_flats(matrix: Matrix) -> tuple[Tensor, Sequence[Tensor], tuple[int, ...]
             f"a matrix of kind {matrix.kind!r} cannot be coded in flats",
             cause="some of its rows have no coordinates in a flat",
             hint="Float(), or a method whose rows are all in flats",
-            command="--codec float, or --method svd",
         )
     flats = tuple(band.flat for band in matrix.bands if band.flat is not None)
     bases = torch.split(matrix.basis, list(matrix.flat_ranks))

@@ -82,8 +82,7 @@ class Float(Codec):
             raise KflatsError(
                 f"the coordinates overflow {str(dtype).removeprefix('torch.')}",
                 cause="rows have very large values",
-                hint="Float('bfloat16') or Float('float32')",
-                command="--codec bfloat16 or --codec float32",
+                hint="the codec bfloat16 or float32",
             )
         return replace(fitted, matrix=matrix)
 

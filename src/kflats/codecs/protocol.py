@@ -88,8 +88,7 @@ class Codec(Protocol):
             raise KflatsError(
                 f"factors cannot be stored in the weight's own type, {original}",
                 cause="the weight is quantized already, or not floating point",
-                hint="load the model in float32 or bfloat16, or Float('float16')",
-                command="a model in float32 or bfloat16, or --codec float16",
+                hint="a model in float32 or bfloat16, or the codec float16",
             )
         return kept
 

@@ -207,12 +207,7 @@ class RowScaleCodec(Codec, Protocol):
 
     def _round_coordinates(self, coordinates: ClusterCoordinates, dtype: torch.dtype) -> CodedMatrix:
         if not coordinates.rank:
-            raise KflatsError(
-                "a matrix of zeros cannot be coded in flats",
-                cause="all flats have rank 0",
-                hint="KeepDense()",
-                command="--method keep-dense",
-            )
+            raise KflatsError("a matrix of zeros cannot be coded in flats", hint="KeepDense()")
         sizes = [_sizes(coordinates, flat) for flat in range(len(coordinates.bases))]
         whole = torch.zeros(len(coordinates.labels), coordinates.rank)
         members = [(coordinates.labels == c).nonzero().squeeze(1) for c in range(len(coordinates.tables))]

@@ -28,6 +28,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
+from kflats.common.release import needed
 from kflats.matrices.coded import CodedGeometry, CodedMatrix
 from kflats.methods.protocol import Factored
 from kflats.numerics.coding.packing import Layout, pack, unpack
@@ -185,13 +186,7 @@ def _checksum(parts: Sequence[Integers]) -> int:
 
 
 def _library() -> Any:
-    try:
-        from constriction import stream
-    except ImportError as error:
-        raise KflatsError(
-            "entropy-coded files need the constriction library", hint="pip install 'kflats[codes]'"
-        ) from error
-    return stream
+    return needed("constriction", "kflats[codes]", "a file of entropy codes").stream
 
 
 STREAM_VERSION = 1

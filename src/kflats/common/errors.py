@@ -5,6 +5,25 @@ from __future__ import annotations
 import math
 import re
 
+_OPTIONS = {
+    "texts=...": "--texts FILE",
+    "tokenizer=...": "a folder with a tokenizer",
+    "Uniform()": "--importance uniform",
+    "ZipfPrior()": "--importance zipf",
+    "KroneckerFisher()": "--importance kronecker",
+    "TwoSided()": "--importance two-sided",
+    "RowFisher()": "--importance row-fisher",
+    "Projections()": "--objective logits",
+    "SampledLabels()": "--objective sampled",
+    "SVD()": "--method svd",
+    "KeepDense()": "--method keep-dense",
+    "Auto()": "--method auto",
+    "Float()": "--codec float",
+    "Integer(bits=8)": "--codec int8",
+    "Transform()": "--codec transform",
+}
+"""Values that hints name in Python, and how the command line names them."""
+
 
 class KflatsError(ValueError):
     """A request that cannot be carried out as asked.
@@ -14,8 +33,8 @@ class KflatsError(ValueError):
 
     Args:
         symptom: what cannot be done. cause: why. hint: what to do instead, in Python.
-        command: what to do instead on the command line, where ``hint`` names more of Python than arguments, of which
-            the command line has options of the same names.
+        command: what to do instead on the command line, where ``hint`` names more of Python than arguments and values
+            that the command line has as options.
 
     >>> error = KflatsError("no budget is given", hint='keep="60%"')
     >>> str(error)
@@ -30,7 +49,9 @@ class KflatsError(ValueError):
 
     def on_command_line(self) -> str:
         """The message with what to do on the command line."""
-        options = re.sub(r'\b[a-z_]+=(True|"[^"]*")', _as_option, self.hint)
+        options = re.sub(r'\b[a-z_]+=(True|[A-Z]+\b|"[^"]*")', _as_option, self.hint)
+        for value, option in _OPTIONS.items():
+            options = options.replace(value, option)
         return _sentences(self.symptom, self.cause, self.command or options)
 
     def about(self, name: str) -> KflatsError:
@@ -50,10 +71,20 @@ class NoGradientSignalError(KflatsError):
     """No gradient reached a weight: all statistics measured of it are zero."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what another library's error says; its class where it says nothing.
+
+    >>> first_line(ValueError("no head\\nin line 3")), first_line(KeyError())
+    ('no head', 'KeyError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _as_option(argument: re.Match[str]) -> str:
     """A Python argument such as ``keep="60%"`` as an option such as ``--keep 60%``."""
     name, _, value = argument[0].partition("=")
-    return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {value if ' ' in value else value[1:-1]}")
+    given = value if " " in value else value.strip('"')
+    return f"--{name.replace('_', '-')}" + ("" if value == "True" else f" {given}")
 
 
 def _sentences(symptom: str, cause: str, hint: str) -> str:

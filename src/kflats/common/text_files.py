@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.release import needed
 from kflats.common.sentences import unwrapped
 
 MOST = 20_000_000
@@ -128,13 +129,7 @@ def _rows(path: Path) -> Iterator[Any]:
 
 
 def _data_set(path: Path) -> Iterator[Mapping[str, Any]]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise KflatsError(
-            f"{path} needs the package datasets",
-            hint="pip install 'kflats[tasks]', or a file of plain text, JSON lines or CSV",
-        ) from error
+    datasets = needed("datasets", "kflats[tasks]", f"reading {path}")
     if path.is_dir():
         rows = datasets.load_from_disk(str(path))
         if isinstance(rows, Mapping):

@@ -35,16 +35,10 @@ def packaged_texts(name: str) -> tuple[str, ...]:
 
 def check_texts(texts: object) -> None:
     """Raise KflatsError unless ``texts`` is a collection: for one string, a path, or a value without items."""
-    if isinstance(texts, str | bytes):
-        raise KflatsError(
-            "texts must be a sequence of strings, not one string", hint="[text]", command="a file of texts"
-        )
-    if isinstance(texts, os.PathLike) or not isinstance(texts, Iterable):
-        raise KflatsError(
-            f"texts must be a sequence of strings, not {texts!r:.80}",
-            hint="kflats.read_texts(path) gives the texts of a file",
-            command="a file of texts",
-        )
+    if isinstance(texts, str | bytes | os.PathLike) or not isinstance(texts, Iterable):
+        one = "one string" if isinstance(texts, str | bytes) else f"{texts!r:.80}"
+        hint = "a list of texts, such as read_texts gives of a file"
+        raise KflatsError(f"texts must be a sequence of strings, not {one}", hint=hint)
 
 
 def batched_texts(texts: Iterable[str], count: int = 512) -> Iterator[list[str]]:
@@ -144,12 +138,7 @@ def tokenize_texts(
 def required(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     """The tokenizer; raises KflatsError where there is none."""
     if tokenizer is None:
-        raise KflatsError(
-            "a tokenizer is needed",
-            cause="the model's folder has none",
-            hint="tokenizer=...",
-            command="save one in the model's folder",
-        )
+        raise KflatsError("a tokenizer is needed", hint="tokenizer=...")
     return tokenizer
 
 
@@ -160,7 +149,6 @@ def check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None) -> None:
     if isinstance(vocabulary, int) and largest >= vocabulary:
         raise KflatsError(
             f"the tokenizer gives id {largest}, but the model's vocabulary has {vocabulary} entries",
-            cause="a tokenizer of another model",
             hint="the tokenizer of the model's own folder",
         )
 

@@ -15,11 +15,9 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.texts import SAMPLES, packaged_texts
-from kflats.compress.fitting import factorize, swapped
+from kflats.compress.fitting import Partial, factorize, measured_once, model_fingerprint, swapped, work_fingerprint
 from kflats.compress.quality import smallest
-from kflats.compress.resume import Partial, measured_once, model_fingerprint, work_fingerprint
-from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
-from kflats.evaluation.outputs import Judge
+from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.evaluation.proof import compare
 from kflats.evaluation.running import Batch
 from kflats.io import load_model, save_model
@@ -149,20 +147,16 @@ def compress_folder(
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
-    if trim is not None and plan is not None:
-        raise KflatsError(
-            "a plan is of one vocabulary, and trimming makes another",
-            hint="trim the model first (kflats trim), then plan and compress what that made",
-        )
     if eval_texts is not None and not proof:
-        raise KflatsError("eval_texts is not supported without a proof", hint="proof=True", command="no --no-proof")
+        raise KflatsError("eval_texts is not supported without a proof", hint="a proof, or no texts for it")
     data = _read(texts, calibration, objective, statistics, samples)
     batches = any(not isinstance(item, str) for item in data.calibration or ())
-    if trim is not None and (statistics is not None or batches):
+    given = {"a plan": plan is not None, "statistics": statistics is not None, "batches of ids": batches}
+    if trim is not None and any(given.values()):
         raise KflatsError(
-            f"{'statistics' if statistics is not None else 'batches of ids'} are of one vocabulary, and trimming makes "
-            "another",
-            hint="give texts, or trim the model first (kflats trim) and measure what that made",
+            f"trim is not supported with {next(name for name, there in given.items() if there)}",
+            cause="it is of one vocabulary, and trimming makes another",
+            hint="trim the model first (kflats trim), then plan, measure and compress what that made",
         )
     named = _recipes(method, weights, whole=keep is None)
     recipes = plan or named
@@ -331,8 +325,7 @@ def _check_size(after: int, before: int, limit: int | None) -> None:
         raise KflatsError(
             f"the new weight files take {after:,} bytes, more than the original's {before:,}",
             cause="the model was stored in a narrower type than it was loaded in",
-            hint="a smaller budget, or a codec such as Float('float16')",
-            command="a smaller budget, or --codec float16",
+            hint="a smaller budget, or the codec float16",
         )
     if limit is not None and after > limit:
         raise KflatsError(

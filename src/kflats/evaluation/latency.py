@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.evaluation.running import collate, device_of, drawn_samples, medium_of, run
 
 Batch: TypeAlias = Mapping[str, Tensor]
@@ -192,7 +192,7 @@ def _or_reason(name: str, reasons: dict[str, str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        reasons[name] = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reasons[name] = first_line(error)
 
 
 @contextmanager

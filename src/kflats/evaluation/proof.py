@@ -23,9 +23,8 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, progress_bar, share, size, table, visible
 from kflats.common.release import needed
 from kflats.common.schema import decode
-from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
 from kflats.evaluation.latency import Latency, TorchModel, latencies
-from kflats.evaluation.outputs import Judge, Outputs
+from kflats.evaluation.outputs import Judge, Outputs, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import collate, drawn_samples, medium_of, run
 from kflats.io.saving import load_model
 from kflats.io.sources import resolve_model, weights_folder

@@ -98,11 +98,7 @@ def last_hidden_state(model: nn.Module, inputs: Batch) -> Tensor:
         bare = getattr(bare, "base_model", bare)
     hidden = getattr(bare(**inputs), "last_hidden_state", None)
     if not isinstance(hidden, Tensor):
-        raise KflatsError(
-            f"{type(model).__name__} gives no last hidden state",
-            cause="kflats encodes texts with text models of transformers",
-            hint="a text model of transformers",
-        )
+        raise KflatsError(f"{type(model).__name__} gives no last hidden state", hint="a text model of transformers")
     return hidden
 
 
@@ -192,11 +188,7 @@ def batch_size(batch: Batch) -> int:
     for value in batch.values():
         if isinstance(value, Tensor) and value.ndim:
             return len(value)
-    raise KflatsError(
-        "a calibration batch holds no tensors",
-        hint="a dict of tensors, as for model(**batch)",
-        command="--texts FILE with one text a line",
-    )
+    raise KflatsError("a calibration batch holds no tensors", hint="a dict of tensors")
 
 
 def take(batch: Batch, index: Tensor) -> dict[str, BatchValue]:
@@ -263,8 +255,7 @@ def pooled(model: nn.Module, batch: Batch, output: object) -> Tensor:
     if not isinstance(hidden, Tensor):
         raise KflatsError(
             f"{type(model).__name__} gives no logits and no last hidden state",
-            hint="an objective of your own: any object with losses(model, batch, first) -> (B,)",
-            command="--importance uniform, zipf or counts, which need no measurements",
+            hint="an objective of your own, or an importance without measurements: Uniform()",
         )
     mask = text_mask(batch, hidden)
     mask = mask if mask.shape == hidden.shape[:2] else decoder_mask(model, batch, hidden)
@@ -308,8 +299,7 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> object:
     except ValueError as error:
         raise KflatsError(
             f"{type(model).__name__} has a decoder, and the batches have nothing for it to read",
-            hint='"labels" or "decoder_input_ids" in each batch, or Projections(of="pooled") for the encoder alone',
-            command="--task NAME, whose examples have labels",
+            hint="labels or decoder_input_ids in each batch, as the batches of a task have",
         ) from error
 
 

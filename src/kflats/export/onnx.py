@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed, version
 from kflats.evaluation.running import evaluating, is_encoder_decoder, last_hidden_state, task_output
 from kflats.io import load_model, resolve_model
@@ -157,12 +157,10 @@ def _record(graph: _Graph, path: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # torch.export raises whatever the model's own code raised, in many classes
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise KflatsError(
-            f"this {type(graph.model).__name__} cannot be recorded: {reason[:200]}",
+            f"this {type(graph.model).__name__} cannot be recorded: {first_line(error)[:200]}",
             cause="its forward has steps that depend on data, or operators that ONNX lacks",
-            hint="torch.onnx.export(model, ..., dynamo=True, report=True) on the original model shows the details",
-            command=_DENSE,
+            hint=_DENSE,
         ) from error
 
 
@@ -274,19 +272,14 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
     forward = inspect.signature(model.forward).parameters
     if inputs is not None:
         if pooled:
-            raise KflatsError(
-                "pooled is not supported with inputs",
-                cause="only models that read text are pooled",
-                hint="leave one of them out",
-            )
+            raise KflatsError("pooled is not supported with inputs", hint="leave one of them out")
         return _any_graph(model, inputs)
     reads_text = any(part is model for _, part in pretrained_models(model)) and (pooled or "input_ids" in forward)
     if not sentences and not reads_text:
         raise KflatsError(
             f"a {type(model).__name__} cannot be recorded without examples of its inputs",
             cause="its inputs are unknown, because it is not a model of transformers that reads text",
-            hint='inputs={"x": an example, ...}, as for model(**inputs)',
-            command=_DENSE,
+            hint=f"an example of each of its inputs, or {_DENSE}",
         )
     if sentences or pooled:
         kind = "sentence" if sentences else "pooled"
@@ -330,9 +323,7 @@ def _text_graph(model: nn.Module, kind: str, names: tuple[str, ...], output: str
 def _any_graph(model: nn.Module, inputs: Mapping[str, Tensor]) -> _Graph:
     if not inputs or not all(isinstance(t, Tensor) and t.ndim and len(t) > 1 for t in inputs.values()):
         raise KflatsError(
-            "inputs must be tensors of two or more examples",
-            hint='inputs={"x": torch.rand(2, 9)}',
-            command=_DENSE,
+            "inputs must be tensors of two or more examples", hint="a tensor of two examples for each input"
         )
     axes = tuple(
         {0: "batch", 1: "length"} if t.ndim == 2 and not t.is_floating_point() else {0: "batch"}

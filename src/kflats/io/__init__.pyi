@@ -1,4 +1,4 @@
-from kflats.compress.resume import Partial as Partial
+from kflats.compress.fitting import Partial as Partial
 from kflats.io.atomic import new_folder as new_folder
 from kflats.io.plugin import register_plugin as register_plugin
 from kflats.io.saving import annotate_ as annotate_

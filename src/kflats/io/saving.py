@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.codecs.streams import STREAM_VERSION, encode
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
 from kflats.io.atomic import replaced
@@ -142,8 +142,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
     if is_sentence_transformer(model) or any(part is model for _, part in pretrained_models(model)):
         raise KflatsError(
             f"{type(model).__name__} is not supported here, because it saves itself",
-            hint="model.save_pretrained(folder)",
-            command="kflats compress",
+            hint="save_pretrained, or kflats compress",
         )
     tensors, shared = _distinct(model)
     layers = describe(model)
@@ -168,9 +167,7 @@ def load_(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         with safe_open(path, framework="pt") as file, unchanged_on_error(model), torch.no_grad():
             _load(model, path, file)
     except FileNotFoundError as error:
-        raise KflatsError(
-            f"there is no {path}", hint="a folder that kflats.save wrote", command="a model folder"
-        ) from error
+        raise KflatsError(f"there is no {path}", hint="a folder that was saved by kflats") from error
     except (SafetensorError, json.JSONDecodeError) as error:
         raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
 
@@ -292,10 +289,8 @@ def load_model(folder: str | os.PathLike[str]) -> Any:
     except KflatsError:
         raise
     except Exception as error:  # a damaged config makes transformers raise many kinds of exceptions
-        reason = str(error).strip().splitlines() or [type(error).__name__]
         raise KflatsError(
-            f"the model in {where} cannot be loaded: {reason[0]}",
+            f"the model in {where} cannot be loaded: {first_line(error)}",
             cause="a damaged folder, or an architecture that this transformers does not have",
-            hint="transformers.AutoModel.from_pretrained on the same folder shows the details",
-            command="restore the folder, or install another transformers",
+            hint="restore the folder, or install another transformers",
         ) from error

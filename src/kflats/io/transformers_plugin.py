@@ -66,8 +66,7 @@ class KflatsQuantizer(HfQuantizer):
             raise KflatsError(
                 "a kflats description is not supported for a model that has no factors in its folder",
                 cause="quantization_config=... given to from_pretrained",
-                hint="kflats.compress_(model, ...) after loading",
-                command="kflats compress",
+                hint="load the model, then compress it",
             )
 
     def update_attn_implementation(self, config: Any) -> Any:

@@ -111,8 +111,7 @@ class Matrix(nn.Module):
             raise KflatsError(
                 f"a matrix of kind {self.kind!r} cannot be used before its tensors are filled",
                 cause="it was built empty, and its tensors were set without load_state_dict",
-                hint="matrix.refresh() once they are filled",
-                command="load the model again",
+                hint="load the model again, or refresh the matrix",
             )
 
     def extra_repr(self) -> str:

@@ -379,8 +379,7 @@ class CodedMatrix(Matrix):
             raise KflatsError(
                 f"a coded table of {geometry.shape[0]} rows cannot grow to {n}",
                 cause="new rows have to be trained, and codes are constants",
-                hint="resize before compressing, or kflats.restore_(model) first",
-                command="resize the original model, then compress it",
+                hint="resize the original model, then compress it",
             )
         kept = {name: value.detach().clone() for name, value in self.tensors().items()}
         counts = [n]

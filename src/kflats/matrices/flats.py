@@ -330,6 +330,5 @@ class FlatsMatrix(Matrix):
             raise KflatsError(
                 f"the coordinates, now {tuple(self.weight.shape)}, were resized without their labels",
                 cause="code that treats layer.weight as a dense table",
-                hint="matrix.resized(n), and a new layer on the result",
-                command="resize the original model, then compress it",
+                hint="resize the original model, then compress it",
             )

@@ -103,8 +103,7 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
             raise KflatsError(
                 f"a matrix of kind {matrix.kind!r} gives no sparse gradients",
                 cause="only the numbers of a whole matrix and the coordinates of a low-rank one are read row by row",
-                hint="sparse=False in the original layer, or the method SVD",
-                command="the method svd",
+                hint="no sparse gradients in the original layer, or SVD()",
             )
         self.num_embeddings, self.embedding_dim = matrix.shape
         if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:

@@ -83,8 +83,7 @@ max_iterations=60, error=Squared(), restarts=1)
             raise KflatsError(
                 f"nested_ranks={self.nested_ranks} is not supported with {self.ranks} ranks and error={self.error!r}",
                 cause="the rank of a row is chosen by its squared error, under a budget that all ranks share",
-                hint='nested_ranks=1, or ranks="filled" with error=Squared()',
-                command="filled ranks without --error",
+                hint="filled ranks under squared errors, or no nested ranks",
             )
 
     @property

@@ -65,10 +65,7 @@ class Auto(Method):
 
     def _fit(self, problem: Problem) -> Fit:
         raise KflatsError(
-            "Auto() cannot fit rows",
-            cause="it is a choice between methods, which a plan makes",
-            hint="kflats.plan(...), or another method",
-            command="another --method",
+            "Auto() cannot fit rows", cause="it is a choice between methods, which a plan makes", hint="another method"
         )
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:

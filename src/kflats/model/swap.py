@@ -134,8 +134,7 @@ def _check_end(model: nn.Module, end: FactoredLayer) -> None:
         raise KflatsError(
             "the output head cannot be resized",
             cause="its tokens are columns of a factored matrix, and coordinates belong to rows",
-            hint="resize before compressing, or kflats.restore_(model) first",
-            command="resize the original model, then compress it",
+            hint="resize the original model, then compress it",
         )
     here = sum(layer.matrix is end.matrix for _, layer in factored_layers(model))
     if here != end.matrix.__dict__.get(_PLACES, here):

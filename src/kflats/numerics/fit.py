@@ -376,11 +376,7 @@ def fit_flats(
     rows = checked_rows(matrix, weights)
     n, d = rows.shape
     if (rank is None) == (budget is None):
-        raise KflatsError(
-            "k flats need either a rank or a budget",
-            hint="rank=..., or budget=...",
-            command="a budget: --keep or --size",
-        )
+        raise KflatsError("k flats need either a rank or a budget", hint="one of rank and budget")
     if not 1 <= k <= n:
         raise KflatsError(f"{k} flats do not fit {n} rows", hint=f"choose k in 1..{n}")
     if start not in ("auto", "random"):

@@ -104,8 +104,7 @@ class _Thresholded:
             raise KflatsError(
                 f"a threshold of {self.threshold!r} is not possible",
                 cause=f"a threshold is a number between {_LEAST:g} and {1 / _LEAST:g}",
-                hint='a positive distance, or a positive number of medians with unit="median"; or scale the matrix',
-                command="a positive distance, or a positive number of medians: 'huber 1.5 median'",
+                hint="a positive distance, or a positive number of medians",
             )
         if self.unit not in ("absolute", "median"):
             raise KflatsError(f"a threshold has no unit {self.unit!r}", hint='"absolute" or "median"')
@@ -120,8 +119,7 @@ class _Thresholded:
         if self.unit != "absolute":
             raise KflatsError(
                 f"the threshold of {self.name!r} is in medians of distances, which are not known here",
-                hint="kflats.numerics.loss.absolute(loss, squared distances)",
-                command="a threshold that is a distance",
+                hint="a threshold that is a distance",
             )
         return self.threshold
 
@@ -183,11 +181,7 @@ def check_loss(value: object) -> None:
         KflatsError: otherwise.
     """
     if not isinstance(value, Loss):
-        raise KflatsError(
-            f"no loss of distances is {value!r}",
-            hint="Squared(), Power(1), Huber(...), Truncated(...)",
-            command="squared, 'power 1', 'huber 0.5' or 'truncated 3 median'",
-        )
+        raise KflatsError(f"no loss of distances is {value!r}", hint="a squared, power, huber or truncated loss")
 
 
 def from_name(name: str) -> Loss:
@@ -262,8 +256,7 @@ def out_of_reach(loss: Truncated) -> KflatsError:
     return KflatsError(
         f"every row is farther than {loss.threshold:.3g} from every flat",
         cause="a truncated loss whose threshold is too small for these rows at this rank",
-        hint='a larger threshold, or one in medians of distances: Truncated(3, "median")',
-        command="a larger threshold, or one in medians of distances: 'truncated 3 median'",
+        hint="a larger threshold, or one in medians of distances",
     )
 
 

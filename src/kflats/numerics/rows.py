@@ -185,8 +185,7 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
     if not isinstance(matrix, Rows):
         raise KflatsError(
             f"expected a torch tensor of shape (n, d), found {type(matrix).__name__}",
-            hint="torch.as_tensor(matrix), or an object with the methods of kflats.numerics.rows.Rows",
-            command="another model file",
+            hint="a tensor, or an object with the methods of Rows",
         )
     return matrix
 
@@ -213,7 +212,6 @@ def check_power(power: float, most: float = math.inf, name: str = "p") -> None:
     if not number or not 0 < power <= most or power == math.inf:
         raise KflatsError(
             f"a power of {name}={power!r} is not supported",
-            cause="above the largest power the largest errors decide alone, and at 0 and below nothing is minimised",
             hint=f"a number above 0{'' if most == math.inf else f' and at most {most:g}'}, for example 1",
         )
 
@@ -228,9 +226,7 @@ def check_rank(rank: int, most: int) -> None:
         raise KflatsError(f"a rank is a whole number, not {rank!r}", hint=f"one in 1..{most}")
     if not 1 <= rank <= most:
         raise KflatsError(
-            f"rank {rank} is outside 1..{most}",
-            cause="a matrix has no more directions than rows or columns",
-            hint="choose a rank in that range, or a budget instead of a rank",
+            f"rank {rank} is outside 1..{most}", hint="choose a rank in that range, or a budget instead of a rank"
         )
 
 
@@ -324,26 +320,11 @@ def check_weights(weights: Tensor | None, n: int) -> None:
     if tuple(weights.shape) != (n,):
         raise KflatsError(f"expected {n} row weights, found shape {tuple(weights.shape)}", hint=f"shape ({n},)")
     if weights.requires_grad:
-        raise KflatsError(
-            "row weights carry gradients",
-            cause="a parameter, or a loss",
-            hint="weights.detach()",
-            command="other calibration data",
-        )
+        raise KflatsError("row weights carry gradients", hint="detached weights")
     if not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
-        raise KflatsError(
-            "row weights must be finite and not negative",
-            cause="an importance measure went wrong",
-            hint="measure on other data, or Uniform()",
-            command="other calibration data, or --importance uniform",
-        )
+        raise KflatsError("row weights must be finite and not negative", hint="other calibration data, or Uniform()")
     if float(weights.sum()) <= 0:
-        raise KflatsError(
-            "all row weights are zero",
-            cause="the data never touched this matrix",
-            hint="use more data, or Uniform() importance",
-            command="more calibration data, or --importance uniform",
-        )
+        raise KflatsError("all row weights are zero", hint="more calibration data, or Uniform()")
 
 
 _IDLE = 1e-12  # of the largest weight: a weight whose root vanishes must be smaller

@@ -132,9 +132,7 @@ def decide(
 def _checked(model: nn.Module, plan: Plan, budget: Budget | None, data: CalibrationData) -> Plan:
     if budget is not None and budget.in_bytes(stored_numbers(model)) != plan.budget:
         raise KflatsError(
-            f"the plan was made for a budget of {plan.budget}, not {budget}",
-            cause="a plan has its own budget",
-            hint="no budget beside a plan",
+            f"the plan was made for a budget of {plan.budget}, not {budget}", hint="no budget beside a plan"
         )
     resolved = plan.resolve(lambda name: find_weight(model, name))
     if not resolved.decisions:

@@ -88,12 +88,7 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
     if recipe.is_dense:
         return
     if not weight.name:
-        raise KflatsError(
-            "the model is itself the layer that would be replaced",
-            cause="a layer is replaced inside of what holds it, and nothing holds this one",
-            hint="torch.nn.Sequential(layer)",
-            command="a model that holds the layer",
-        )
+        raise KflatsError("the model is itself the layer that would be replaced", hint="a model that holds the layer")
     if recipe.is_cast:  # of any layer, and no importance has a say
         return
     if (recipe.is_coded or recipe.chooses) and find_spec("constriction") is None:
@@ -106,33 +101,22 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
         raise KflatsError(
             f"{who} weighs tokens, but {weight.name!r} is a {role} layer",
             hint="Uniform() for linear layers, or KroneckerFisher() with calibration data",
-            command="--importance uniform for linear layers, or --importance kronecker with --texts FILE",
         )
     if weighs_tokens and data.tokenizer is None:
-        raise KflatsError(
-            f"{who} needs the model's tokenizer",
-            hint="tokenizer=..., or Uniform()",
-            command="a folder with a tokenizer, or --importance uniform",
-        )
+        raise KflatsError(f"{who} needs the model's tokenizer", hint="tokenizer=..., or Uniform()")
     if recipe.importance.needs_texts and data.texts is None:
-        raise KflatsError(
-            f"{who} needs texts to count",
-            hint="texts=..., or ZipfPrior()",
-            command="--texts FILE, or --importance zipf",
-        )
+        raise KflatsError(f"{who} needs texts to count", hint="texts=..., or ZipfPrior()")
     if recipe.matrix_rows == "out_features" and role == "embedding":
         raise KflatsError(
             f'matrix_rows="out_features" is not possible for {weight.name!r}',
             cause="an embedding is read row by row",
             hint='matrix_rows="in_features"',
-            command="--matrix-rows in_features",
         )
     if role == "conv2d" and (recipe.is_coded or recipe.method.produces == "clusters"):
         raise KflatsError(
             f"{brief(recipe.codec if recipe.is_coded else recipe.method)} cannot be used for {weight.name!r}",
             cause="a convolution becomes two convolutions, which needs a low-rank pair of numbers",
             hint="SVD() with Float()",
-            command="--method svd",
         )
     judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
     if refused := weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method):
@@ -140,14 +124,12 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
             f"{brief(judge)} cannot take the importance {who} of {weight.name!r}",
             cause=" and ".join(_WHY[kind] for kind in sorted(refused)),
             hint='SVD(), RowFisher(), or matrix_rows="out_features", which turns a metric of rows into one of columns',
-            command="--method svd, --importance row-fisher, or --matrix-rows out_features",
         )
     if recipe.importance.needs and not data.measurable and data.tokenizer is None:
         raise KflatsError(
             f"{who} of {weight.name!r} needs calibration data",
             cause="it is measured by passing data through the model",
-            hint="texts=... with tokenizer=..., calibration=batches, or statistics=...",
-            command="--texts FILE",
+            hint="texts=..., batches or statistics",
         )
 
 
@@ -186,8 +168,7 @@ def token_embedding(model: nn.Module) -> Weight:
         raise KflatsError(
             "the model has no token embedding that can be compressed",
             cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",
-            hint="name the weights: compress_(model, {name: recipe}, ...)",
-            command="--weights NAME",
+            hint="the names of the weights",
         )
     return max(weights, key=lambda weight: weight.nbytes)
 
@@ -239,9 +220,7 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
     if role == "embedding" and weight.name == token_embedding(model).name:
         if data.texts is not None and data.tokenizer is None:
             raise KflatsError(
-                "texts are given, but no tokenizer that could count them",
-                hint="tokenizer=..., or Recipe(method, Uniform())",
-                command="a folder with a tokenizer, or --importance uniform",
+                "texts are given, but no tokenizer that could count them", hint="tokenizer=..., or Uniform()"
             )
         if chooser is not None and data.tokenizer is not None and _measures(model, weight, data):
             return Recipe(chooser, TokenFisher() if data.counts else TokenFisher(smoothing=1))

@@ -76,7 +76,6 @@ def share_out(
                 f"a budget of {budget} ({allowed:,} bytes) is spent on weights that stay dense or are stored in a type",
                 cause=f"{', '.join(visible(name) for name in list(fixed)[:3])} take {allowed - rest:,} bytes",
                 hint="a larger budget, Integer(bits=8), or Auto()",
-                command="a larger budget, --codec int8, or --method auto",
             )
         shared = (
             _least_loss(model, open_items, rest, data, quiet)
@@ -167,7 +166,6 @@ def _by_loss(items: Sequence[WeightCosts], allocation: str) -> bool:
             f'allocation="loss" cannot compare {brief(others[0].recipe.importance)} of {others[0].weight.name!r}',
             cause="its errors are not in units of a loss",
             hint='KroneckerFisher(), TwoSided() or RowFisher() for every weight, or allocation="uniform"',
-            command="--importance kronecker, two-sided or row-fisher, or --allocation uniform",
         )
     return allocation == "loss" or (allocation == "auto" and not others and len(items) > 1)
 
@@ -179,7 +177,6 @@ def check_allocation(recipes: Iterable[Recipe], allocation: str) -> None:
             'allocation="uniform" is not supported with Auto()',
             cause="it chooses by the error that each byte saves",
             hint='allocation="auto", or another method',
-            command="--allocation auto, or another --method",
         )
 
 
@@ -224,7 +221,6 @@ def equal_shares(model: nn.Module, items: Sequence[WeightCosts], allowed: int, d
             f"{', '.join(visible(name) for name in list(decisions)[:3])}: codes of a fixed rate take {-allowed:,} "
             "bytes more than the budget has",
             hint="a larger budget, or Transform(), which takes any size",
-            command="a larger budget, or --codec transform, which takes any size",
         )
     rest = [item for item in items if item.weight.name not in decisions]
     least = {item.weight.name: 0 if item.named else item.least + item.bias_bytes(data) for item in rest}

@@ -144,8 +144,7 @@ class Budget:
                 raise KflatsError(
                     f"the named weights take {original:,} bytes but the model's files only {model_file_bytes:,}",
                     cause="the model was loaded in a wider type than it is stored in",
-                    hint="load it in its own type (dtype='auto')",
-                    command="a model folder whose config.json names the type of its weights",
+                    hint="a model folder whose config.json names the type of its weights",
                 )
             header = _METADATA + sum(_longer_header(weight) for weight in weights)
             rest, total, whose = model_file_bytes - original + header, model_file_bytes, "the model's files"
@@ -232,15 +231,9 @@ def check_quality(quality: float | None, keep: object = None, size: object = Non
             f"a quality of {quality!r} is not supported",
             cause="1 is the original itself, and every smaller size loses something",
             hint="a number between 0 and 1, such as 0.99",
-            command="--quality 0.99",
         )
     if keep is not None or size is not None:
-        raise KflatsError(
-            "a quality beside a size is not supported",
-            cause="each of them decides the size",
-            hint="one of quality, size and keep",
-            command="one of --quality, --size and --keep",
-        )
+        raise KflatsError("a quality beside a size is not supported", hint="one of quality, size and keep")
 
 
 def _longer_header(weight: Weight) -> int:

@@ -71,12 +71,7 @@ class Objective:
         """
         labelled = "labels" in batch and head_of(model) != ""
         if not labelled and self.teacher is None:
-            raise KflatsError(
-                "there is nothing to train on",
-                cause="examples without labels, and no teacher",
-                hint="teacher=the original model",
-                command="--teacher ORIGINAL",
-            )
+            raise KflatsError("there are neither labels nor a teacher to train on", hint="teacher=ORIGINAL")
         inputs = dict(batch) if labelled else {k: v for k, v in batch.items() if k != "labels"}
         outputs: Mapping[str, Tensor] = model(**inputs)
         if labelled and bool((batch["labels"] == IGNORED).all()):
@@ -180,16 +175,14 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
             raise KflatsError(
                 f"the model has no factored layer of which {train} could train",
                 cause="it was not compressed, or was loaded as an ordinary model",
-                hint="compress it first, or train='all' (--train all)",
-                command="compress it first, or --train all",
+                hint='compress it first, or train="all"',
             )
         chosen = [p for matrix in matrices for name, p in matrix.named_parameters() if name in names]
         if not chosen and all(isinstance(matrix, CodedMatrix) for matrix in matrices):
             raise KflatsError(
                 f"the model's codes have no {train} that could train",
                 cause="it is stored as integers by a codec; only their scales and levels can be trained",
-                hint="train='all' or 'coordinates' (--train all), or kflats.restore_(model) and recover before coding",
-                command="--train all",
+                hint='train="all"',
             )
     if not sum(p.numel() for p in chosen):
         raise KflatsError("nothing is left to train", cause="every parameter was frozen (requires_grad=False)")
@@ -335,8 +328,7 @@ def task_training_data(
         raise KflatsError(
             f"training on the task {task.name!r} is not supported without a teacher",
             cause="the task has no labels to train on",
-            hint="teacher=the original model",
-            command="--teacher ORIGINAL",
+            hint="teacher=ORIGINAL",
         )
     examples = load_examples(task, split, task_data)
     rows = features(examples, tokenizer, max_length, limit=limit, model=model, seed=seed)

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, table
 from kflats.common.hashing import sha256
+from kflats.common.release import needed
 from kflats.common.texts import pad_id
-from kflats.evaluation.comparing import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic import beside
@@ -191,8 +192,7 @@ def recover_(
         raise KflatsError(
             f"recovery is not supported with {type(model).__name__}",
             cause="only transformers models can be trained",
-            hint="the model inside a SentenceTransformer: sentence_transformer[0].auto_model",
-            command="the folder of a transformers model",
+            hint="the transformers model inside of it",
         )
     schedule = Schedule(train, lr, batch, epochs, patience, seed)
     objective = Objective(teacher, temperature, labels_weight)
@@ -213,18 +213,12 @@ def recover_(
             teacher=teacher,
         )
     else:
-        raise KflatsError(
-            "a task is evaluated on one of its splits", hint='eval_split="dev", or None', command="--eval-split dev"
-        )
+        raise KflatsError("a task is evaluated on one of its splits", hint='eval_split="dev"')
     device = device_of(model)
     began = time.monotonic()
-    try:
-        from kflats.recover.training import run
-    except ImportError as error:
-        raise KflatsError(
-            f"training needs the package {error.name or 'accelerate'}, which is not installed",
-            hint="pip install 'kflats[tasks]'",
-        ) from error
+    needed("accelerate", "kflats[tasks]", "training")
+    from kflats.recover.training import run
+
     with (
         evaluating(model, *([] if teacher is None else [teacher.to(device)])),
         own_randomness(device),
@@ -300,15 +294,13 @@ def recover_folder(
     if (task is None) == (texts is None):
         raise KflatsError(
             "recovery needs either a task or texts",
-            hint='task="mrpc", task_data=FOLDER; or texts=[...], teacher=ORIGINAL',
-            command="--task mrpc --task-data FOLDER, or --texts FILE --teacher ORIGINAL",
+            hint='task="mrpc" and task_data=FOLDER; or texts=... and teacher=ORIGINAL',
         )
     if texts is not None and teacher is None:
         raise KflatsError(
             "training on texts is not supported without a teacher",
             cause="texts have no labels to train on",
             hint="teacher=ORIGINAL",
-            command="--teacher ORIGINAL",
         )
     folder = resolve_model(os.fspath(source))
     teacher_folder = None if teacher is None else resolve_model(os.fspath(teacher))

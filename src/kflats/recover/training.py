@@ -179,8 +179,7 @@ class RecoveryTrainer(Trainer):
             raise KflatsError(
                 f"the loss is {loss.item()} after {self.state.global_step} steps",
                 cause="too large a learning rate, or damaged weights",
-                hint="a smaller lr; score(model, ...) shows whether the weights were damaged before",
-                command="a smaller --lr; kflats evaluate shows whether the weights were damaged before",
+                hint="a smaller learning rate; kflats evaluate shows whether the weights were damaged before",
             )
         return loss
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, share, size, visible
+from kflats.common.release import needed
 from kflats.io.atomic import manifest_follows, new_folder
 from kflats.report.report import Report, WeightReport
 
@@ -62,17 +62,10 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
         KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file, holds files that kflats did not write
             or that were changed, or is written by another run.
     """
-    try:
-        import matplotlib  # noqa: F401
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError as error:
-        raise KflatsError(
-            f"drawing a report needs {error.name or error}",
-            cause="the extra for reports is not installed",
-            hint="pip install 'kflats[report]'",
-        ) from error
-    environment = Environment(
-        loader=PackageLoader("kflats"), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    _, jinja = (needed(package, "kflats[report]", "drawing a report") for package in ("matplotlib", "jinja2"))
+    strict: dict[str, Any] = {"autoescape": True, "undefined": jinja.StrictUndefined}
+    environment = jinja.Environment(
+        loader=jinja.PackageLoader("kflats"), trim_blocks=True, lstrip_blocks=True, **strict
     )
     environment.filters |= {"size": size, "number": number, "visible": visible}
     template, folder = environment.get_template("report.html"), Path(out_folder).expanduser().resolve()

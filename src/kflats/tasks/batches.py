@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
+from kflats.common.release import needed
 from kflats.common.texts import (
     IGNORED,
     batches_by_length,
@@ -105,11 +106,7 @@ def load_examples(task: str | Task, split: str = "dev", task_data: str | os.Path
 
 def _file(task: Task, split: str, folder: Path) -> Path:
     if not folder.is_dir():
-        raise KflatsError(
-            f"there is no data folder {folder}",
-            hint="task_data=FOLDER, or None for the hub",
-            command="--task-data FOLDER, or leave it out for the hub",
-        )
+        raise KflatsError(f"there is no data folder {folder}", hint="task_data=FOLDER; without it the hub is asked")
     ending = "txt" if task.kind == "language" else "tsv"
     inner = folder / task.folder
     where = inner if task.folder and inner.is_dir() else folder
@@ -187,32 +184,21 @@ def _number(task: Task, value: Any, where: str) -> Any:
 
 
 def _from_hub(task: Task, split: str) -> Examples:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise KflatsError(
-            "tasks of the hub need the package datasets",
-            hint="pip install 'kflats[tasks]', or a local folder: task_data=FOLDER",
-            command="pip install 'kflats[tasks]', or a local folder: --task-data FOLDER",
-        ) from error
+    library = needed("datasets", "kflats[tasks]", "a task of the hub, which has no local folder,")
     if task.hub is None:
         raise KflatsError(
-            f"the task {task.name!r} has no repository on the hub",
-            hint="a local folder: task_data=FOLDER",
-            command="a local folder: --task-data FOLDER",
+            f"the task {task.name!r} has no repository on the hub", hint="a local folder: task_data=FOLDER"
         )
     hub = task.hub
     where = f"{hub.repository} ({hub.configuration or 'its only configuration'})"
     name = {"dev": "validation_matched" if task.name == "mnli" else "validation"}.get(split, split)
     try:
-        rows = load_dataset(hub.repository, hub.configuration, split=name, revision=hub.revision)
+        rows = library.load_dataset(hub.repository, hub.configuration, split=name, revision=hub.revision)
     except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise KflatsError(
-            f"{where} gives no split {name!r}: {reason[:160]}",
+            f"{where} gives no split {name!r}: {first_line(error)[:160]}",
             cause="no network, or no such split",
             hint="another split, or a local folder: task_data=FOLDER",
-            command="another --split, or a local folder: --task-data FOLDER",
         ) from error
     first = list(rows[hub.columns[0]])
     if task.kind == "language":
@@ -312,8 +298,7 @@ def features(
         raise KflatsError(
             f"the task {task.name!r} is not supported with a model whose config has no pad_token_id",
             cause="the model's head cannot find the end of a text without it",
-            hint="model.config.pad_token_id = tokenizer.pad_token_id (or eos_token_id)",
-            command="add pad_token_id to the model's config.json",
+            hint="add pad_token_id to the model's config.json",
         )
     if task.kind == "language":
         return _sample(_blocks(examples, tokenizer, max_length, model), limit, seed)
@@ -371,8 +356,7 @@ def uncollate(batches: Sequence[Batch]) -> list[Feature]:
         if ids.ndim != 2 or not ids.numel():
             raise KflatsError(
                 "a batch must be a dict of tensors with input_ids (examples, tokens)",
-                hint="batches from kflats.task_batches(...)",
-                command="--task and --task-data",
+                hint="batches such as task_batches makes",
             )
         keep = tensors.pop("attention_mask", torch.ones_like(ids)).bool()
         labels = tensors.pop("labels", None)
@@ -382,12 +366,7 @@ def uncollate(batches: Sequence[Batch]) -> list[Feature]:
             columns = {name: t[i][keep[i]].tolist() for name, t in inputs.items()}
             rows.append(Feature(columns, None if label is None else label.tolist()))
     if not rows:
-        raise KflatsError(
-            "there are no batches",
-            cause="an empty list",
-            hint="batches from kflats.task_batches(...)",
-            command="a task with examples: --task and --task-data",
-        )
+        raise KflatsError("there are no batches", hint="batches of a task, or of texts")
     return rows
 
 

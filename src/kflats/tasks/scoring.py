@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, share, size, table, visible
+from kflats.common.release import needed
 from kflats.common.texts import IGNORED, pad_id, token_limit
-from kflats.evaluation.comparing import load_tokenizer, memory_bytes, weight_file_bytes
 from kflats.evaluation.latency import Latency, take_turns
+from kflats.evaluation.outputs import load_tokenizer, memory_bytes, weight_file_bytes
 from kflats.evaluation.running import Batch, check_finite, device_of, encode, evaluating
 from kflats.io import load_model, resolve_model
 from kflats.report.report import stored_bytes, stored_tensors
@@ -47,12 +49,12 @@ def accuracy(predicted: Sequence[int], true: Sequence[int]) -> float:
 
 def f1(predicted: Sequence[int], true: Sequence[int]) -> float:
     """F1 of class 1, 2 P R / (P + R): MRPC and QQP. 0 if class 1 is never predicted."""
-    return float(_needed("sklearn.metrics").f1_score(true, predicted, zero_division=0.0))
+    return float(_library("sklearn.metrics").f1_score(true, predicted, zero_division=0.0))
 
 
 def matthews(predicted: Sequence[int], true: Sequence[int]) -> float:
     """Matthews' correlation: CoLA. 0 if all predictions, or all labels, are one class."""
-    return float(_needed("sklearn.metrics").matthews_corrcoef(true, predicted))
+    return float(_library("sklearn.metrics").matthews_corrcoef(true, predicted))
 
 
 def pearson(predicted: Sequence[float], true: Sequence[float]) -> float:
@@ -72,7 +74,7 @@ def pearson_spearman(predicted: Sequence[float], true: Sequence[float]) -> float
 
 def entity_f1(predicted: Sequence[Sequence[str]], true: Sequence[Sequence[str]]) -> float:
     """F1 over whole entities (micro average, span and kind must both agree), by seqeval: CoNLL-2003."""
-    metrics = _needed("seqeval.metrics")
+    metrics = _library("seqeval.metrics")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # seqeval warns of the tag sequences of untrained models
         return float(metrics.f1_score([list(t) for t in true], [list(p) for p in predicted], zero_division=0))
@@ -133,18 +135,11 @@ def _correlation(name: str, predicted: Sequence[float], true: Sequence[float]) -
     # Equal up to rounding counts as constant: a correlation of rounding errors means nothing.
     if len(a) < 2 or any(np.ptp(side) <= 1e-9 * max(1.0, float(np.abs(side).max())) for side in (a, b)):
         return 0.0
-    return float(getattr(_needed("scipy.stats"), name)(a, b).statistic)
+    return float(getattr(_library("scipy.stats"), name)(a, b).statistic)
 
 
-def _needed(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise KflatsError(
-            f"scoring tasks needs the package {name.split('.')[0]}", hint="pip install 'kflats[tasks]'"
-        ) from error
+def _library(name: str) -> ModuleType:
+    return needed(name, "kflats[tasks]", "scoring tasks")
 
 
 _TIMED = 8  # examples of the batch that is timed and counted

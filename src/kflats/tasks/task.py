@@ -125,9 +125,7 @@ def find_task(name: str | Task) -> Task:
         return TASKS[name.lower().replace("-", "")]
     near = difflib.get_close_matches(str(name), TASKS, n=3, cutoff=0.5) or list(TASKS)
     known = f"one of: {', '.join(near)}"
-    raise KflatsError(
-        f"there is no task {str(name)[:40]!r}", hint=f"{known}; or a kflats.tasks.task.Task", command=known
-    )
+    raise KflatsError(f"there is no task {str(name)[:40]!r}", hint=known)
 
 
 def head_of(model: nn.Module | None) -> str:
@@ -168,8 +166,7 @@ def check_head(model: nn.Module, task: Task) -> tuple[int, ...]:
         raise KflatsError(
             f"the task {task.name!r} has {expected} labels, the head of {type(model).__name__} has {outputs}",
             cause="a model that was fine-tuned for another task",
-            hint=f"from_pretrained(..., num_labels={expected}) and fine-tune it, or another task",
-            command="a model that was fine-tuned for this task, or another task",
+            hint="a model that was fine-tuned for this task, or another task",
         )
     if not task.labels:
         return (0,)

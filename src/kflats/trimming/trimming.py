@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.common.errors import KflatsError, is_whole
 from kflats.common.texts import check_texts, required
-from kflats.evaluation.comparing import load_tokenizer, weight_file_bytes
+from kflats.evaluation.outputs import load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import evaluating, last_hidden_state
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models, vocabulary_end
@@ -127,7 +127,6 @@ def trim(
     if len(vocabulary.tokens) > tables.rows:
         raise KflatsError(
             f"the tokenizer has ids up to {len(vocabulary.tokens) - 1}, but the table has {tables.rows} rows",
-            cause="a tokenizer of another model",
             hint="the tokenizer of the model's own folder",
         )
     if keep > entries:
@@ -294,9 +293,7 @@ def _loaded(
         raise KflatsError(
             f"{type(tokenizer).__name__} does not load the smaller vocabulary unchanged",
             cause="the class numbers or normalises its entries in its own way",
-            hint="trim PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer) in its place, with the "
-            "names of the special tokens",
-            command="a folder whose tokenizer_config.json names PreTrainedTokenizerFast",
+            hint="a folder whose tokenizer_config.json names PreTrainedTokenizerFast",
         )
     return smaller
 
