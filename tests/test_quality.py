@@ -9,6 +9,7 @@ import pytest
 
 import kflats
 from kflats.common.errors import KflatsError
+from kflats.compress import fitting, pipeline
 from kflats.compress.quality import smallest_size
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.io import load_model
@@ -81,3 +82,20 @@ def test_folders_keep_the_quality_that_was_asked_for(tiny_folder, tmp_path) -> N
         assert loss <= 1.3 * (1 - (quality or 0.99))  # judged on other sentences than those of the search
         sizes.append(weight_file_bytes(out))
     assert sizes[0] < sizes[1] < weight_file_bytes(tiny_folder)
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_fits_nothing_twice(tiny_folder, tmp_path, monkeypatch) -> None:
+    def stop(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "copy_companions", stop)
+        with pytest.raises(KeyboardInterrupt):
+            kflats.compress_folder(tiny_folder, tmp_path / "out", quality=0.9, quiet=True)
+    fitted = []
+    fit = fitting._fit
+    monkeypatch.setattr(fitting, "_fit", lambda *args: fitted.append(1) or fit(*args))
+    kflats.compress_folder(tiny_folder, tmp_path / "out", quality=0.9, quiet=True)
+    assert fitted == []
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

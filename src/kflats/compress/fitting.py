@@ -291,8 +291,8 @@ def work_fingerprint(about: str, decided: Decided, seed: int) -> str:
 class Partial:
     """Finished weights of an unfinished run, in ``.<name>.kflats-partial`` beside ``out``, so that it can resume.
 
-    One safetensors file per weight, written aside, made durable, and renamed. A file that is damaged or that belongs
-    to other input (another ``fingerprint``) counts as absent and is overwritten.
+    One safetensors file per weight and ``fingerprint`` of all input, written aside, made durable, and renamed. A file
+    that is damaged counts as absent and is overwritten.
 
     >>> import tempfile, torch
     >>> partial = Partial(Path(tempfile.mkdtemp()) / "small", "model and settings")
@@ -342,7 +342,7 @@ class Partial:
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
-        return self.folder / f"{sha256([name])[:24]}.safetensors"
+        return self.folder / f"{sha256([self.fingerprint, name])[:24]}.safetensors"
 
     def _digest(self, name: str, meta: str, tensors: dict[str, Tensor]) -> str:
         """SHA-256 of all that is stored: it shows a disk's errors, which a renamed file may still have."""

@@ -173,6 +173,9 @@ def compress_folder(
         def measured(pairs: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
             return measured_once(model, pairs, data, Partial(out, about), quiet)
 
+        def finished(decided: Decided) -> Partial:
+            return Partial(out, work_fingerprint(about, decided, seed))
+
         sizes: dict[str, Any] = {"allocation": allocation, "quiet": quiet, "file_bytes": before, "beside": beside}
         judged = data.held_out if eval_texts is None else tuple(eval_texts)
         if quality is None:
@@ -180,13 +183,12 @@ def compress_folder(
             limit = _file_limit(decided.plan, before)
             changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
             _check_size(before + sum(one.budget_bytes - one.weight.nbytes for one in changed), before, limit)
-            partial = Partial(out, work_fingerprint(about, decided, seed))
             room = None if limit is None else limit - beside
-            done = factorize(model, decided.plan, decided.data, seed, quiet, partial, room)
+            done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room)
         else:
             sentences = packaged_texts("judge") if judged is None else judged
             judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
-            decided, done, limit = smallest(model, named, data, measured, judge, quality, seed, **sizes)
+            decided, done, limit = smallest(model, named, data, measured, finished, judge, quality, seed, **sizes)
         _keep(decided, keep_statistics)
         report = swapped(model, decided.plan, done, seed, name=_called(source))
         report = replace(

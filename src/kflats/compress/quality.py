@@ -12,7 +12,7 @@ from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce, size
-from kflats.compress.fitting import CompressedWeight, factorize, swapped
+from kflats.compress.fitting import CompressedWeight, Partial, factorize, swapped
 from kflats.evaluation.outputs import Judge
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.decide import Decided, Measure, decide
@@ -47,6 +47,7 @@ def smallest(
     recipes: Recipes,
     data: CalibrationData,
     measured: Measure,
+    finished: Callable[[Decided], Partial],
     judge: Judge,
     quality: float,
     seed: int,
@@ -58,7 +59,8 @@ def smallest(
 ) -> tuple[Decided, list[CompressedWeight], int]:
     """The plan of the smallest size whose model keeps ``quality`` by ``judge``, what it fitted, and that size in bytes.
 
-    Every size is fitted whole, in a copy of ``model``. All share one measurement and one list of candidates.
+    Every size is fitted whole, in a copy of ``model``. All share one measurement and one list of candidates. What an
+    interrupted search has ``finished`` is not fitted again.
 
     Raises:
         KflatsError: as ``decide``, and where no size below the original's keeps the quality.
@@ -79,7 +81,7 @@ def smallest(
             measured=None if known else measured,
         )
         known = decided.data
-        fitted = factorize(model, decided.plan, decided.data, seed, quiet, None, nbytes - beside)
+        fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), nbytes - beside)
         small = copy.deepcopy(model)
         swapped(small, decided.plan, fitted, seed)
         loss = judge(small).loss
