@@ -1,0 +1,207 @@
+"""Rounding with error feedback: vector operations do the recursion, which loses less than rounding alone."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from table import slow
+
+from kflats.common.errors import KflatsError
+from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
+from kflats.numerics.coding.quantizers import TRADE
+
+
+def gram(size: int, seed: int, *, rank: int | None = None) -> torch.Tensor:
+    """A Gram matrix with a falling spectrum."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = torch.randn(rank or 2 * size, size, generator=gen, dtype=torch.float64)
+    rows *= torch.linspace(2.0, 0.2, size, dtype=torch.float64)
+    return rows.T @ rows / len(rows)
+
+
+def normal(n: int, d: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def factor(metric: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """Upper triangular, in the order of the matrix whose last entry is rounded first."""
+    most_first = order.flip(0)
+    return torch.linalg.cholesky(metric[most_first][:, most_first]).T
+
+
+def scalar_loop(matrix, left, right, rows, columns, row_steps, column_steps, how):
+    """One entry after the other, from the definition."""
+    a, b = rows.order.flip(0), columns.order.flip(0)
+    lower, upper = factor(left, rows.order), factor(right, columns.order)
+    n, d = matrix.shape
+    error, levels = torch.zeros(n, d, dtype=torch.float64), torch.zeros(n, d, dtype=torch.int16)
+    for o in reversed(range(n)):
+        for i in reversed(range(d)):
+            row, column = int(a[o]), int(b[i])
+            seen = (lower[o, o:].unsqueeze(1) * error[o:, i:] * upper[i, i:].unsqueeze(0)).sum()
+            target = float(matrix[row, column] + seen / (lower[o, o] * upper[i, i]))
+            step, context = float(row_steps[row] * column_steps[column]), int(how.contexts[row, column])
+            u, shrink = target / step, float(how.shrink[context])
+            low = max(0, int((abs(u) + shrink) // 1))
+            last = how.up.shape[1] - 1
+            q = low + int(abs(u) - (low - shrink * (low > 0)) > float(how.up[context, min(low, last)]))
+            q = q if abs(u) > float(how.live[context, min(q, last)]) else 0
+            q = q if u > 0 else -q
+            levels[row, column] = q
+            value = (q - (q > 0) * shrink + (q < 0) * shrink) * step
+            error[o, i] = matrix[row, column] - value
+    return levels
+
+
+def steps_of(side: Side, c: float) -> torch.Tensor:
+    return c / side.scale
+
+
+def cost(error: torch.Tensor, left: torch.Tensor | None, right: torch.Tensor | None) -> float:
+    measured = error if right is None else error @ right
+    return float(((measured if left is None else left @ measured) * error).sum())
+
+
+def decoded(made: Rounded, how: Rounding, row_steps: torch.Tensor, column_steps: torch.Tensor) -> torch.Tensor:
+    return how.values(made.levels) * torch.outer(row_steps, column_steps)
+
+
+SHAPES = [(7, 5), (4, 9), (1, 6), (6, 1), (1, 1), (8, 8)]
+
+
+@pytest.mark.parametrize(("n", "d"), SHAPES)
+@pytest.mark.parametrize("priced", [False, True])
+def test_anti_diagonals_are_the_scalar_loop(n: int, d: int, priced: bool) -> None:
+    matrix, left, right = normal(n, d), gram(n, 1), gram(d, 2)
+    rows, columns = side_of(left, n), side_of(right, d)
+    row_steps, column_steps = steps_of(rows, 0.7), steps_of(columns, 0.9)
+    labels = torch.arange(n) % 2
+    how = Rounding.plain((n, d))
+    if priced:
+        made = round_with_feedback(matrix, rows, columns, row_steps, column_steps, how)
+        how = Rounding.priced(designed(made, labels), labels)
+    made = round_with_feedback(matrix, rows, columns, row_steps, column_steps, how)
+    expected = scalar_loop(matrix, left, right, rows, columns, row_steps, column_steps, how)
+    assert torch.equal(made.levels, expected)
+
+
+@pytest.mark.parametrize(("n", "d"), SHAPES)
+@pytest.mark.parametrize("sides", ["left", "right", "none", "weights"])
+def test_a_side_without_couplings_is_the_same_recursion(n: int, d: int, sides: str) -> None:
+    weights = torch.linspace(0.5, 2.0, n, dtype=torch.float64)
+    left = gram(n, 1) if sides == "left" else weights.diag() if sides == "weights" else torch.eye(n).double()
+    right = gram(d, 2) if sides in ("right", "weights") else torch.eye(d).double()
+    matrix, how = normal(n, d), Rounding.plain((n, d))
+    rows = side_of(weights if sides == "weights" else left if sides == "left" else None, n)
+    columns = side_of(right if sides in ("right", "weights") else None, d)
+    row_steps, column_steps = steps_of(rows, 0.7), steps_of(columns, 0.9)
+    made = round_with_feedback(matrix, rows, columns, row_steps, column_steps, how)
+    expected = scalar_loop(matrix, left, right, rows, columns, row_steps, column_steps, how)
+    assert torch.equal(made.levels, expected)
+
+
+def test_the_error_is_that_of_the_targets_and_bounded_by_the_steps() -> None:
+    n, d = 12, 20
+    matrix, left, right = normal(n, d), gram(n, 1), gram(d, 2)
+    rows, columns, how = side_of(left, n), side_of(right, d), Rounding.plain((n, d))
+    row_steps, column_steps = steps_of(rows, 0.7), torch.linspace(0.1, 3.0, d).double()
+    made = round_with_feedback(matrix, rows, columns, row_steps, column_steps, how)
+    sizes = torch.outer(row_steps * rows.scale, column_steps * columns.scale)
+    by_targets = float((sizes * (made.targets - made.levels)).square().sum())
+    error = matrix - decoded(made, how, row_steps, column_steps)
+    assert cost(error, left, right) == pytest.approx(by_targets, rel=1e-9)
+    alone = round_with_feedback(matrix, side_of(None, n), columns, torch.ones(n), column_steps, how)
+    error = matrix - decoded(alone, how, torch.ones(n).double(), column_steps)
+    bound = float((columns.scale * column_steps).square().sum()) / 4
+    for row in error:
+        assert float(row @ right @ row) <= bound * (1 + 1e-9)
+
+
+def test_it_loses_less_than_rounding_alone_and_the_same_where_nothing_is_coupled() -> None:
+    with_feedback = without = 0.0
+    for seed in range(100):
+        matrix, left, right = normal(6, 10, seed), gram(6, seed + 1), gram(10, seed + 2)
+        how, steps = Rounding.plain((6, 10)), (torch.full((6,), 0.5).double(), torch.ones(10).double())
+        made = round_with_feedback(matrix, side_of(left, 6), side_of(right, 10), *steps, how)
+        nearest = (matrix / 0.5).round() * 0.5
+        with_feedback += cost(matrix - decoded(made, how, *steps), left, right)
+        without += cost(matrix - nearest, left, right)
+        apart = round_with_feedback(matrix, side_of(left.diag(), 6), side_of(right.diag().diag(), 10), *steps, how)
+        assert torch.equal(decoded(apart, how, *steps), nearest)
+    assert with_feedback < 0.85 * without
+
+
+@pytest.mark.parametrize("c", [0.3, 1.0, 3.0])
+def test_priced_rounding_is_never_worse_than_the_nearest_symbol(c: float) -> None:
+    n, d = 60, 40
+    matrix, labels = normal(n, d), torch.arange(n) % 3
+    rows, columns = side_of(gram(n, 1), n), side_of(gram(d, 2), d)
+    steps = steps_of(rows, c), steps_of(columns, 1.0)
+    made = round_with_feedback(matrix, rows, columns, *steps, Rounding.plain((n, d), 0.6))
+    quantizer = designed(made, labels)
+    how = Rounding.priced(quantizer, labels)
+    made = round_with_feedback(matrix, rows, columns, *steps, how)
+    u, q = made.targets.abs(), made.levels.abs().to(torch.int64)
+    prices, shrink = quantizer.tables.bits[how.contexts], how.shrink.double()[how.contexts]
+    reach = quantizer.tables.reach.to(torch.int64)[how.contexts]
+
+    def objective(levels: torch.Tensor) -> torch.Tensor:
+        paid = prices.gather(2, torch.minimum(levels, reach).unsqueeze(2)).squeeze(2)
+        return (u - (levels - shrink * (levels > 0))).square() + TRADE * paid
+
+    for other in (u.round().to(torch.int64), torch.zeros_like(q), q + 1, (q - 1).clamp_min(0)):
+        assert bool((objective(q) <= objective(other) + 1e-6).all())
+    assert float(objective(q).sum()) < float(objective(u.round().to(torch.int64)).sum())
+
+
+@pytest.mark.parametrize("rank", [1, 3, 9])
+def test_grams_that_do_not_reach_all_directions(rank: int) -> None:
+    n, d = 9, 10
+    matrix, left, right = normal(n, d), gram(n, 1, rank=rank), gram(d, 2, rank=rank)
+    right[4] = right[:, 4] = 0.0  # a dead input
+    rows, columns = side_of(left, n), side_of(right, d)
+    made = round_with_feedback(
+        matrix, rows, columns, torch.ones(n), torch.full((d,), 0.01), how := Rounding.plain((n, d))
+    )
+    left_over = matrix - decoded(made, how, torch.ones(n).double(), torch.full((d,), 0.01).double())
+    assert cost(left_over, left, right) < 1e-3 * cost(matrix, left, right)
+
+
+def test_a_gram_of_zeros_is_the_identity() -> None:
+    assert torch.equal(side_of(torch.zeros(4, 4), 4).scale, torch.ones(4).double())
+    assert side_of(torch.zeros(4), 4).couplings is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "said"),
+    [
+        (torch.full((3, 3), float("nan")), "holds NaN"),
+        (-torch.eye(3), "negative diagonal"),
+        (torch.tensor([[1.0, 2.0], [2.0, 1.0]]), "no Gram matrix"),
+    ],
+)
+def test_metrics_that_are_none_are_refused(metric: torch.Tensor, said: str) -> None:
+    with pytest.raises(KflatsError, match=said):
+        side_of(metric, len(metric))
+
+
+@pytest.mark.parametrize("value", [1e6, float("nan"), float("inf")])
+def test_what_cannot_be_coded_is_refused(value: float) -> None:
+    matrix = torch.ones(2, 3)
+    matrix[1, 1] = value
+    with pytest.raises(KflatsError, match=r"can be coded|NaN or infinity"):
+        round_with_feedback(
+            matrix, side_of(None, 2), side_of(gram(3, 1), 3), torch.ones(2), torch.ones(3), Rounding.plain((2, 3))
+        )
+
+
+@slow
+@pytest.mark.parametrize(("n", "d", "seconds"), [(384, 384, 0.5), (1536, 384, 2.5)])
+def test_it_is_quick(n: int, d: int, seconds: float) -> None:
+    rows, columns = side_of(gram(n, 1), n), side_of(gram(d, 2), d)
+    matrix, how = normal(n, d).float(), Rounding.plain((n, d))
+    start = time.process_time()
+    round_with_feedback(matrix, rows, columns, steps_of(rows, 0.1), steps_of(columns, 1.0), how)
+    assert time.process_time() - start < seconds
