@@ -114,10 +114,15 @@ def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
     return out
 
 
-def weighted_error(rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | None = None) -> MatrixError:
+def weighted_error(
+    rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | None = None, total: float | None = None
+) -> MatrixError:
     """|| L (A - M) R ||_F^2 in float64.
 
     Rows are read by blocks, except under a full left metric, which couples all of them.
+
+    Args:
+        total: || L A R ||_F^2 where it is known; None: it is computed too.
 
     >>> from kflats.matrices.registry import LowRankMatrix
     >>> stored = LowRankMatrix(torch.ones(2, 1), torch.tensor([[1.0, 0.0]]))
@@ -126,12 +131,12 @@ def weighted_error(rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | N
     """
     source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
     coupled = weighting.left is not None and weighting.left.ndim == 2
-    error = total = 0.0
+    error = whole = 0.0
     with torch.no_grad():
         for start, block in source.blocks(source.shape[0] if coupled else GRAM_BLOCK):
             error += _cost(_residual(start, block, matrix), start, weighting)
-            total += _cost(block, start, weighting)
-    return MatrixError(error, total)
+            whole += _cost(block, start, weighting) if total is None else 0.0
+    return MatrixError(error, whole if total is None else total)
 
 
 def _residual(start: int, block: Tensor, matrix: Matrix) -> Tensor:

@@ -90,16 +90,19 @@ def top_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def principal_axes(rows: Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues, descending, and eigenvectors (r, d) of the weighted Gram of ``rows`` (n, d), r = min(n, d), float64.
+    """Eigenvalues, descending, and r <= min(n, d) eigenvectors (r, d) of the weighted Gram of ``rows`` (n, d), float64.
 
-    Of fewer rows than columns by their SVD: n^2 d in place of d^3.
+    Of fewer rows than columns by the Gram of the rows, without directions that are its rounding: n^2 d in place of d^3.
     """
     n, d = rows.shape
     if n >= d:
         return top_eigenvectors(gram_of(rows, weights), d)
     block = rows.take(torch.arange(n, device=rows.device)).to(torch.float64)
-    _, singular, axes = torch.linalg.svd(block * weights.to(block).sqrt().unsqueeze(1), full_matrices=False)
-    return singular.square(), axes
+    block = block * weights.to(block).sqrt().unsqueeze(1)
+    energies, turn = top_eigenvectors(block @ block.T, n)
+    known = max(1, int((energies > RANK_FLOOR * energies[0]).sum()))
+    axes = torch.nn.functional.normalize(turn[:known] @ block, eps=torch.finfo(torch.float64).tiny)
+    return energies[:known], axes
 
 
 def refined_eigenvectors(gram: Tensor, start: Tensor, rank: int) -> tuple[Tensor, Tensor]:

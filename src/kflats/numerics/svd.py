@@ -130,6 +130,24 @@ def _metric(right: Tensor, version: int, d: int, floor: float) -> Metric:
     return Metric(vectors * root, (vectors / root).T, scale)
 
 
+def triangular_metric(right: Tensor, d: int) -> Metric:
+    """As ``right_metric`` of a full Gram (d, d), by a Cholesky factorization in a tenth of the time: every direction
+    gains what the floor is, and the columns of R are no directions of their own, as ``completed`` needs them.
+
+    >>> triangular_metric(torch.tensor([[4.0, 0.0], [0.0, 4.0]]), 2).factor.round(decimals=6).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
+    gram = check_gram(right, d, "right", "columns")
+    scale = scale_of(gram)
+    gram = gram / scale
+    gram.diagonal().add_(FLOOR**2 * float(torch.linalg.matrix_norm(gram)))
+    factor, failed = torch.linalg.cholesky_ex(gram)
+    if bool(failed):
+        return right_metric(right, d)
+    eye = torch.eye(d, dtype=torch.float64, device=gram.device)
+    return Metric(factor, torch.linalg.solve_triangular(factor, eye, upper=False), scale)
+
+
 def left_gram(left: Tensor | None, n: int) -> tuple[Tensor | None, float]:
     """A left Gram (n, n), or row weights (n,), checked, in float64 with a mean diagonal near 1; and its scale.
 

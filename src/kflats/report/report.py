@@ -493,7 +493,9 @@ def analyse(decision: Decision, rows: Rows, factored: Factored, weighting: Weigh
     dist2 = row_errors(rows, matrix)
     norm2 = squared_norms(rows).cpu().to(torch.float64)
     by_rows = weighting.kinds <= {"rows"}
-    error = _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting).relative
+    error = (
+        _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting, float(tails[0])).relative
+    )
     eigenvalues = (tails[:-1] - tails[1:]).clamp_min(0)
     total = float(eigenvalues.sum())
     itemsize = weight.nbytes // (n * d) if decision.recipe.is_coded else matrix.weight.element_size()

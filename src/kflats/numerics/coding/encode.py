@@ -35,7 +35,7 @@ _ROWS_A_CLASS = 96
 _PASSES = 3
 """Quantise, redesign, quantise, ...: after the third pass the size changes by less than .1 %."""
 _GUESSES = 2
-"""Passes where only the size and the error are asked for."""
+"""Passes where only the size and the error are asked for; one of them tells which classes cost least."""
 _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
 _WINDOW = 0.99
@@ -163,20 +163,20 @@ def _classed(source: Source, classes: int) -> Source:
     if len(ways) == 1:
         return ways[0]
     step = max(source.first_step, *(way.finest for way in ways))
-    return ways[min(range(len(ways)), key=lambda i: _estimate(*ways[i].sample(), step).price)]
+    return ways[min(range(len(ways)), key=lambda i: _estimate(*ways[i].sample(), step, 1).price)]
 
 
 def _label_bytes(flats: Tensor) -> int:
     return math.ceil(label_bits(torch.bincount(flats)) / 8)
 
 
-def _estimate(source: Source, scale: Tensor, step: float) -> Estimate:
+def _estimate(source: Source, scale: Tensor, step: float, passes: int = _GUESSES) -> Estimate:
     """Bits and error of a code at ``step``, from a sample of rows that each stand for ``scale`` (C,) rows."""
     basis = source.code_axes(step)
     frame = source.frame(basis, step)
     blocks = list(frame.blocks())
     quantizer: Quantizer | None = None
-    for _ in range(_GUESSES):
+    for _ in range(passes):
         tally, _ = frame.survey(quantizer, blocks)
         quantizer = design(tally, scale=scale)
     assert quantizer is not None
@@ -281,15 +281,7 @@ def _search(sources: Sequence[Source], budget: int, beside: int) -> tuple[list[C
     reach = max(source.reach for source in sources)
     # So coarse that not one coordinate is coded: what is left is what every code needs.
     coarse = 64 * reach if reach > 0 else 1.0
-    rates, least = estimates(coarse)
-    if least > budget:
-        raise KflatsError(
-            f"a budget of {budget:,} bytes cannot hold the {math.ceil(least):,} that labels and scales alone need",
-            hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
-        )
-    if reach == 0:
-        return [one.basis for one in rates], coarse
-    finest = low = math.log2(_finest(sources))
+    finest = low = math.log2(_finest(sources) or coarse)
     high = math.log2(coarse)
     at = max(low, math.log2(max(*(source.first_step for source in sources), 1e-300)))
     before: tuple[float, float] | None = None
@@ -308,6 +300,11 @@ def _search(sources: Sequence[Source], budget: int, beside: int) -> tuple[list[C
             at = (low + high) / 2 if low > finest or size > budget else finest
         if high - low < 1e-3:
             break
+    if size > budget and (least := estimates(coarse)[1]) > budget:
+        raise KflatsError(
+            f"a budget of {budget:,} bytes cannot hold the {math.ceil(least):,} that labels and scales alone need",
+            hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
+        )
     return [one.basis for one in rates], 2.0**here
 
 

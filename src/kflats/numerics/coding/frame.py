@@ -16,7 +16,7 @@ from kflats.numerics.coding.quantizers import Quantizer, Tally, first_symbols, s
 from kflats.numerics.coding.tables import FARTHEST
 from kflats.numerics.gram import principal_axes
 from kflats.numerics.rows import GRAM_BLOCK, MetricRows, PartOfRows, Rows, TensorRows, slices
-from kflats.numerics.svd import Metric, right_metric
+from kflats.numerics.svd import Metric, right_metric, triangular_metric
 
 Block: TypeAlias = tuple[int, int, Tensor]
 """A class, the first of some rows in it, and their coordinates u (r, m) float32."""
@@ -43,7 +43,8 @@ _APART = 4
 class Source:
     """The part of transform coding that does not depend on the step.
 
-    ``rows`` (n, x): times ``reader``, (x, d) or its diagonal, they are the matrix in the metric; ``row_weights`` and
+    ``rows`` (n, x): times ``reader``, (x, d) or its diagonal, they are the matrix in the metric; ``turned`` (n, r): the
+    rows in principal axes; ``row_weights`` and
     ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
     ``directions`` (r, d), the axes without the metric; ``first_step``, where to begin to look for a step; ``labels``
     (n,) and ``members``, the rows of each of C classes; ``weights`` (C,) their mean weights, ``means`` (C, d) their
@@ -52,6 +53,7 @@ class Source:
     """
 
     rows: Rows
+    turned: Rows
     reader: Tensor
     metric: Metric
     row_weights: Tensor
@@ -75,24 +77,20 @@ class Source:
     def candidates(self, classes: int, most: int) -> tuple[Source, ...]:
         """This source in every way of parting its rows that is worth trying: into ``classes``, and ``most`` together
         with those of long rows."""
-        turned, level = self.in_axes(), self.first_step**2 / 12
+        level = self.first_step**2 / 12
         long = self._long(most - 1)
         near, far = (long == 0).nonzero().squeeze(1), long > 0
         apart = int(long.max()) if len(near) else 0
         if not apart:
-            ways = candidate_classes(turned, self.row_weights, self.norms, classes, level)
+            ways = candidate_classes(self.turned, self.row_weights, self.norms, classes, level)
             return tuple(self.classed(labels) for labels in ways)
-        others = PartOfRows(turned, near)
+        others = PartOfRows(self.turned, near)
         sources, count = [], max(1, min(classes, most - apart))
         for way in candidate_classes(others, self.row_weights[near], self.norms[near], count, level):
             labels = torch.empty_like(long)
             labels[near], labels[far] = way, int(way.max()) + long[far]
             sources.append(self.classed(labels))
         return tuple(sources)
-
-    def in_axes(self) -> Rows:
-        """The rows (n, r) in principal axes."""
-        return MetricRows(self.rows, _read(self.axes, self.reader).T)
 
     def _long(self, most: int) -> Tensor:
         """(n,) int64: 0, or from 1 the class of a row that is too long for the step of the others; ``most`` at most."""
@@ -146,10 +144,16 @@ class Source:
             scale.append(len(part) / count)
         index = torch.cat(parts)
         places = torch.arange(len(index)).split([len(part) for part in parts])
-        rows = TensorRows(self.in_axes().take(index))
-        means = _read(self.axes, self.reader) @ self.means.T
+        rows = TensorRows(self.turned.take(index))
+        means = torch.stack([sum_of(self.turned, part) / len(part) for part in self.members])
         chosen = replace(
-            self, rows=rows, reader=self.axes, labels=self.labels[index], members=tuple(places), means=means.T
+            self,
+            rows=rows,
+            turned=rows,
+            reader=self.axes,
+            labels=self.labels[index],
+            members=tuple(places),
+            means=means,
         )
         return chosen, torch.tensor(scale, dtype=torch.float64)
 
@@ -224,7 +228,8 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
         target: ("step", its value), which takes weights as they are; or ("bits", per weight): their mean is then 1.
     """
     n, d = rows.shape
-    metric = right_metric(torch.ones(d) if right is None else right, d)
+    right = torch.ones(d) if right is None else right
+    metric = triangular_metric(right, d) if n < d and right.ndim == 2 else right_metric(right, d)
     w = torch.ones(n, dtype=torch.float64) if weights is None else weights.detach().to("cpu", torch.float64)
     kind, value = target
     if kind == "step":
@@ -268,8 +273,11 @@ def source_of(rows: Rows, weights: Tensor | None, right: Tensor | None, target: 
             energies += w[here] @ z.square()
     none = torch.zeros(0)
     directions, reader = metric.decoder(axes), metric.factor
+    turned: Rows = MetricRows(rows, _read(axes, reader).T)
+    if n <= _SAMPLE:
+        turned = TensorRows(turned.take(torch.arange(n)))
     bare = Source(
-        rows, reader, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap
+        rows, turned, reader, metric, w, norms, axes, directions, energies, first_step, none, (), none, none, none, cap
     )
     return bare.classed(torch.zeros(n, dtype=torch.int64))
 

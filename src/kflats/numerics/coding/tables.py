@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 
 import torch
@@ -34,6 +34,10 @@ _SIXTEENTHS = (
     11863283, 11360319, 10878679, 10417458, 9975792, 9552851, 9147842, 8760003,
 )  # fmt: skip
 """2^(24 - k / 16), rounded."""
+
+
+_FREQUENCIES = torch.tensor([_SIXTEENTHS[cost % 16] >> (cost // 16) for cost in range(MOST + 1)])
+"""Of a symbol, by its cost."""
 
 
 @dataclass(frozen=True)
@@ -66,18 +70,14 @@ class Tables:
     def __len__(self) -> int:
         return len(self.reach)
 
-    @property
+    @cached_property
     def magnitudes(self) -> Tensor:
         """(K, longest reach + 1) int64, the frequency of one symbol of each magnitude (of +j alone); 0 beyond reach."""
         j = torch.arange(int(self.reach.max()) + 1 if len(self) else 1)
-        knots = torch.tensor(KNOTS)
-        right = torch.bucketize(j, knots)
-        left = (right - 1).clamp_min(0)
-        a, b = knots[left], knots[right]
+        left, right, before, behind = (part[: len(j)] for part in _between_knots())
         costs = self.costs.to("cpu", torch.int64)
-        width = (b - a).clamp_min(1)
-        cost = torch.where(b == j, costs[:, right], (costs[:, left] * (b - j) + costs[:, right] * (j - a)) // width)
-        frequencies = torch.tensor(_SIXTEENTHS)[cost % 16] >> (cost // 16)
+        cost = (costs[:, left] * before + costs[:, right] * behind) // (before + behind)
+        frequencies = _FREQUENCIES[cost]
         return torch.where(j <= self.reach.cpu().unsqueeze(1), frequencies, torch.zeros_like(frequencies))
 
     def frequencies(self, table: int) -> Tensor:
@@ -86,7 +86,7 @@ class Tables:
         half = part.magnitudes[0]
         return torch.cat([half.flip(0), half[1:]])
 
-    @property
+    @cached_property
     def bits(self) -> Tensor:
         """(K, longest reach + 1) float64, bits of one symbol of each magnitude; infinite beyond reach."""
         frequencies = self.magnitudes.to(torch.float64)
@@ -110,6 +110,16 @@ def knots_up_to(reach: int) -> int:
 
 _STARTS = (0, *((left + right + 1) // 2 for left, right in pairwise(KNOTS)), FARTHEST + 1)
 """Knot k stands for the magnitudes from the k-th of these numbers to below the next."""
+
+
+@cache
+def _between_knots() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of every magnitude the knots on both sides, and the parts of each in its cost; a knot stands for itself."""
+    j, knots = torch.arange(FARTHEST + 1), torch.tensor(KNOTS)
+    right = torch.bucketize(j, knots)
+    left = (right - 1).clamp_min(0)
+    at = knots[right] == j
+    return left, right, torch.where(at, 0, knots[right] - j), torch.where(at, 1, j - knots[left])
 
 
 @cache
