@@ -117,8 +117,9 @@ def main() -> None:
     reasons: dict[str, str] = {}
     lines = []
     for threads in sorted({1, torch.get_num_threads()}):
+        torch.set_num_threads(threads)
         turns = 3 if options.quick else options.turns
-        timed, unavailable = latencies(all_of_them, original, shapes=shapes, threads=threads, turns=turns)
+        timed, unavailable = latencies(all_of_them, original, shapes=shapes, turns=turns)
         reasons |= unavailable
         for one in timed:
             ratio = f"**{one.ratio:.2f}** ({one.low:.2f} to {one.high:.2f})"

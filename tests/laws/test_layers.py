@@ -176,24 +176,6 @@ def test_a_training_step_moves_both_places_alike(table):
     torch.testing.assert_close(net(ids), dense_route(net, ids, None))
 
 
-@pytest.mark.parametrize("name", ["low_rank", "dense"])
-def test_sparse_gradients_of_one_table_are_its_dense_ones(table, name):
-    ids = torch.tensor([[1, 5, 5], [0, 1, 2]])
-    grads = []
-    for sparse in (False, True):
-        layer = FactoredEmbedding(table[name](), padding_idx=0, sparse=sparse)
-        (layer(ids) ** 2).sum().backward()
-        grads.append([factor.grad for factor in layer.parameters()])
-    assert grads[1][0].is_sparse
-    assert set(grads[1][0].coalesce().indices()[0].tolist()) <= {0, 1, 2, 5}
-    torch.testing.assert_close(grads[1][0].to_dense(), grads[0][0])
-    torch.testing.assert_close(grads[1][1:], grads[0][1:])
-    layer.zero_grad()
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    with pytest.raises(KflatsError, match="no sparse gradients"):
-        FactoredEmbedding(table["ragged"](), sparse=True)
-
-
 def test_scale_is_rounded_to_the_type_of_the_table(make):
     for scale in (384**0.5, 1152**0.5, 3.14159):
         matrix = make(dtype=torch.bfloat16)

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import IGNORED, batched_texts, check_known, pad_id, padded_batch, tokenize
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from kflats.common.texts import IGNORED, Tokenizer, batched_texts, check_known, pad_id, padded_batch, tokenize
 
 _MARKS = ("##", "\u2581", "\u0120", "</w>", "@@")
 
 
-def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
+def count_tokens(texts: Iterable[str], tokenizer: Tokenizer, rows: int) -> Tensor:
     """How often each of ``rows`` rows is read when ``texts`` pass through the model's tokenizer, (rows,) int64.
 
     Special tokens that the tokenizer adds are counted, since the model reads them. Streamed: texts may be
@@ -45,7 +41,7 @@ def count_tokens(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, rows:
     return counts
 
 
-def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
+def zipf_prior(tokenizer: Tokenizer, rows: int) -> Tensor:
     """Expected share of each row in natural text, guessed from the vocabulary alone: (rows,), sums to 1.
 
     Vocabularies list tokens by frequency, but not from id 0: BERT's begins with 994 unused entries and
@@ -100,9 +96,7 @@ def zipf_prior(tokenizer: PreTrainedTokenizerBase, rows: int) -> Tensor:
             elif len(bare) == 1 and bare.isascii() and not name.startswith("##"):
                 prior[row] = _share(32)
     if not any(prior[row] > 0 for row in range(rows) if row not in special):
-        raise KflatsError(
-            "the tokenizer's vocabulary has no words", cause="a tokenizer of another model", hint="Uniform()"
-        )
+        raise KflatsError("the tokenizer's vocabulary has no words", hint="Uniform()")
     return prior / prior.sum()
 
 
@@ -116,7 +110,7 @@ BLOCK = 64
 
 def text_batches(
     texts: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     batch: int = 16,
     max_length: int = 128,

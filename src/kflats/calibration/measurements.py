@@ -65,7 +65,6 @@ class Statistics:
             raise KflatsError(
                 f"the statistics are of another model than this {type(model).__name__}",
                 cause="other parameters, by name or shape; or a model that is compressed already",
-                hint="measure again",
             )
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -108,7 +108,7 @@ class TaskLoss:
         raise KflatsError(
             f"{type(model).__name__}'s own loss, {float(own):.6g}, is none of: {', '.join(kinds)}",
             cause="a loss with weights, smoothing, or of another form",
-            hint="Projections(), which needs no labels, or an objective of your own",
+            hint="Projections(), or an objective of your own",
         )
 
 

@@ -15,11 +15,10 @@ import torch
 from kflats.calibration.counting import zipf_prior
 from kflats.common.errors import KflatsError, is_number, is_whole
 from kflats.common.sentences import sentences, undo_marks, unwrapped
-from kflats.common.texts import SAMPLES, batched_texts, packaged_texts, token_limit
+from kflats.common.texts import SAMPLES, Tokenizer, batched_texts, packaged_texts, token_limit
 
 if TYPE_CHECKING:
     from torch import nn
-    from transformers import PreTrainedTokenizerBase
 
 FEWEST = 128
 """Where texts make fewer windows, records are not joined and nothing is held out."""
@@ -76,7 +75,7 @@ class Windows:
 
 def windows(
     texts: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     samples: int = SAMPLES,
     seed: int = 0,
@@ -147,7 +146,7 @@ def windows(
 
 
 def drawn_windows(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     *,
     samples: int = SAMPLES,
     seed: int = 0,
@@ -250,7 +249,7 @@ def _word_end(text: str, at: int) -> int:
     return end if 2 * end > at else at
 
 
-def _tokens(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _tokens(texts: list[str], tokenizer: Tokenizer) -> list[int]:
     return [len(row) for row in tokenizer(texts, verbose=False)["input_ids"]]
 
 

@@ -80,9 +80,7 @@ class Float(Codec):
         matrix = fitted.matrix.to(dtype)
         if not all(bool(torch.isfinite(tensor).all()) for tensor in matrix.tensors().values()):
             raise KflatsError(
-                f"the coordinates overflow {str(dtype).removeprefix('torch.')}",
-                cause="rows have very large values",
-                hint="the codec bfloat16 or float32",
+                f"the coordinates overflow {str(dtype).removeprefix('torch.')}", hint="the codec bfloat16 or float32"
             )
         return replace(fitted, matrix=matrix)
 

@@ -254,7 +254,6 @@ def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
     if version != STREAM_VERSION:
         raise KflatsError(
             f"codes of version {version} are unknown here (this kflats reads {STREAM_VERSION})",
-            cause="a file of a newer kflats, or a damaged one",
             hint="pip install -U kflats",
         )
     top = body.take(size)

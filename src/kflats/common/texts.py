@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kflats.common.errors import KflatsError, KflatsWarning
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from transformers import PreTrainedTokenizerBase
 
+Tokenizer: TypeAlias = "PreTrainedTokenizerBase"
+"""A tokenizer of transformers."""
 SAMPLES = 512
 """Texts that are measured with where no number is given: a few hundred do; some thousands gain a little more."""
 IGNORED = -100
@@ -58,7 +60,7 @@ def batched_texts(texts: Iterable[str], count: int = 512) -> Iterator[list[str]]
         yield batch
 
 
-def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
+def check_known(counts: Tensor, tokenizer: Tokenizer) -> None:
     """Check that a tokenizer knows the texts: ``counts`` (ids,) says how often each id occurred.
 
     Warns if more than half of the tokens are the unknown token.
@@ -90,7 +92,7 @@ def check_known(counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def token_limit(tokenizer: PreTrainedTokenizerBase | None, max_length: int, model: nn.Module | None = None) -> int:
+def token_limit(tokenizer: Tokenizer | None, max_length: int, model: nn.Module | None = None) -> int:
     """``max_length``, or less where the limit of the tokenizer or of the model's table of positions is smaller."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     # Two positions less than the table has: RoBERTa's and MPNet's positions begin after the padding id.
@@ -99,7 +101,7 @@ def token_limit(tokenizer: PreTrainedTokenizerBase | None, max_length: int, mode
 
 
 def tokenize(
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     *texts: Sequence[Any],
     max_length: int,
     model: nn.Module | None = None,
@@ -128,14 +130,14 @@ def tokenize(
 
 
 def tokenize_texts(
-    tokenizer: PreTrainedTokenizerBase | None, texts: Sequence[str], max_length: int, model: nn.Module | None = None
+    tokenizer: Tokenizer | None, texts: Sequence[str], max_length: int, model: nn.Module | None = None
 ) -> list[list[int]]:
     """Token ids of each text, special tokens included; one padding id for a text without a token."""
     rows = tokenize(tokenizer, texts, max_length=max_length, model=model)["input_ids"]
     return [list(row) or [pad_id(tokenizer)] for row in rows]
 
 
-def required(tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+def required(tokenizer: Tokenizer | None) -> Tokenizer:
     """The tokenizer; raises KflatsError where there is none."""
     if tokenizer is None:
         raise KflatsError("a tokenizer is needed", hint="tokenizer=...")
@@ -153,7 +155,7 @@ def check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None) -> None:
         )
 
 
-def pad_id(tokenizer: PreTrainedTokenizerBase | None, model: nn.Module | None = None) -> int:
+def pad_id(tokenizer: Tokenizer | None, model: nn.Module | None = None) -> int:
     """The id to pad with: that of the model's config, else the tokenizer's padding or another special token, else 0."""
     ids = [getattr(getattr(model, "config", None), "pad_token_id", None)]
     ids += [getattr(tokenizer, f"{name}_token_id", None) for name in ("pad", "eos", "bos", "unk")]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -191,7 +190,6 @@ def _fit(
     if not (recipe.is_coded or recipe.is_cast) and matrix.num_values >= weight.shape[0] * weight.shape[1]:
         raise KflatsError(
             f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
-            cause="nothing is left to factorize",
             hint="a smaller budget, or cast the model to that type",
         )
     report = analyse(decision, rows, factored, weighting, table.spectrum)
@@ -299,8 +297,6 @@ class Partial:
     >>> partial.put("words", {"weight": torch.ones(2)}, {"seconds": 1.5})
     >>> partial.get("words")
     ({'weight': tensor([1., 1.])}, {'seconds': 1.5})
-    >>> partial.discard(); partial.get("words") is None
-    True
     """
 
     def __init__(self, out: str | os.PathLike[str], fingerprint: str) -> None:
@@ -335,11 +331,6 @@ class Partial:
         header = {"meta": text, "digest": self._digest(name, text, stored)}
         with replaced(path) as aside:
             save_file(stored, aside, metadata=header)
-
-    def discard(self) -> None:
-        """Remove all stored weights, after a finished run or before a fresh start."""
-        if self.folder.is_dir() and not self.folder.is_symlink():
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{sha256([self.fingerprint, name])[:24]}.safetensors"

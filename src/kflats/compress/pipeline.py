@@ -7,14 +7,14 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from torch import nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
-from kflats.common.texts import SAMPLES, packaged_texts
+from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.compress.fitting import Partial, factorize, measured_once, model_fingerprint, swapped, work_fingerprint
 from kflats.compress.quality import smallest
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
@@ -34,9 +34,6 @@ from kflats.report.report import REPORT_FILE, Report
 from kflats.trimming.trimming import trim as trimmed_to
 from kflats.trimming.trimming import write_vocabulary
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 Calibration: TypeAlias = Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None
 """Texts or batches to measure with, or a function that makes batches for a model and its tokenizer."""
 
@@ -48,7 +45,7 @@ def compress_(
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
     texts: Iterable[str] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     calibration: Iterable[str | Batch] | None = None,
     objective: Objective | None = None,
     statistics: Statistics | None = None,

@@ -94,7 +94,6 @@ def latencies(
     model: nn.Module,
     *,
     shapes: Sequence[tuple[int, int]] | None = None,
-    threads: int | None = None,
     turns: int = 20,
     seconds: float = math.inf,
 ) -> tuple[list[Latency], dict[str, str]]:
@@ -105,7 +104,6 @@ def latencies(
         model: whose inputs are drawn; of two vocabularies that of the smaller one.
         shapes: samples of a batch, and tokens of each (fewer if the model has fewer positions). None: ``SHAPES``;
             for images and sounds, whose size the model decides, ``DRAWN_SHAPES``.
-        threads: of torch, until all is timed; None: as they are.
         turns: counted turns of a shape; fewer after ``seconds``, but at least three.
 
     Returns:
@@ -117,7 +115,7 @@ def latencies(
     device = device_of(model)
     if shapes is None:
         shapes = SHAPES if medium_of(model) == "input_ids" else DRAWN_SHAPES
-    with using_threads(threads), torch.inference_mode():
+    with torch.inference_mode():
         inputs = [collate(drawn_samples(model, *shape), 0, device) for shape in shapes]
         for one in contestants:
             with _or_reason(one.name, reasons):
@@ -193,18 +191,6 @@ def _or_reason(name: str, reasons: dict[str, str]) -> Iterator[None]:
         yield
     except Exception as error:
         reasons[name] = first_line(error)
-
-
-@contextmanager
-def using_threads(count: int | None) -> Iterator[None]:
-    """``count`` threads of torch inside; afterwards as many as before. None changes nothing."""
-    before = torch.get_num_threads()
-    try:
-        if count is not None:
-            torch.set_num_threads(count)
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _settle(device: torch.device) -> None:

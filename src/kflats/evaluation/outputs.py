@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import number
 from kflats.common.release import needed
-from kflats.common.texts import check_texts, packaged_texts, pad_id
+from kflats.common.texts import Tokenizer, check_texts, packaged_texts, pad_id
 from kflats.evaluation import running as inputs
 from kflats.evaluation.running import (
     Sample,
@@ -47,9 +47,6 @@ from kflats.evaluation.running import (
 )
 from kflats.io import weights_folder
 from kflats.io.sources import weight_files
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Kind: TypeAlias = Literal[
     "encoder",
@@ -166,7 +163,7 @@ class Judge:
     def __init__(
         self,
         original: nn.Module,
-        tokenizer: PreTrainedTokenizerBase | None = None,
+        tokenizer: Tokenizer | None = None,
         texts: Sequence[str] | None = None,
         *,
         batch: int = 32,
@@ -195,7 +192,7 @@ class Judge:
         if not len(self._sample):
             raise KflatsError("the texts have too few tokens to compare outputs on", hint="texts of some words")
 
-    def __call__(self, compressed: nn.Module, tokenizer: PreTrainedTokenizerBase | None = None) -> Outputs:
+    def __call__(self, compressed: nn.Module, tokenizer: Tokenizer | None = None) -> Outputs:
         """The outputs of ``compressed`` beside the original's.
 
         Args:
@@ -228,7 +225,7 @@ class Judge:
         shown = zip(worst.values.tolist(), worst.indices.tolist(), strict=True)
         return replace(outputs, worst=tuple(Worst(loss, self._text(i)) for loss, i in shown))
 
-    def _samples(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase | None) -> list[Sample]:
+    def _samples(self, model: nn.Module, tokenizer: Tokenizer | None) -> list[Sample]:
         if self._texts is None:
             return inputs.drawn_samples(model, _DRAWN, seed=self._seed)
         return inputs.text_samples(model, tokenizer, self._texts)
@@ -236,14 +233,13 @@ class Judge:
     def _text(self, place: int) -> str:
         return f"input {place}" if self._texts is None else shorten(self._texts[place], _LETTERS, placeholder=" ...")
 
-    def _retokenized(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[_Item]:
+    def _retokenized(self, model: nn.Module, tokenizer: Tokenizer) -> list[_Item]:
         """The samples in the vocabulary of ``tokenizer``, where that is another."""
         if self._tokenizer is None or tokenizer.get_vocab() == self._tokenizer.get_vocab():
             return self._items
         if any(item.places is not None for item in self._items):
             raise KflatsError(
                 f"the outputs of a {self.kind} cannot be compared under two vocabularies",
-                cause="the vocabulary of one of the models was trimmed",
                 hint="the trimmed model as the original",
             )
         return [_Item(one) for one in self._samples(model, tokenizer)]
@@ -445,13 +441,13 @@ class Fidelity:
 def fidelity(
     original: nn.Module,
     compressed: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     texts: Sequence[str],
     *,
     counted: Sequence[str] = (),
     batch: int = 32,
     words: int = 500,
-    compressed_tokenizer: PreTrainedTokenizerBase | None = None,
+    compressed_tokenizer: Tokenizer | None = None,
 ) -> Fidelity:
     """Compare the vectors of two models for ``texts``, and for up to ``words`` rare words.
 
@@ -513,7 +509,7 @@ def neighbour_overlap(a: Tensor, b: Tensor, block: int = _BLOCK) -> float | None
     return kept / (n * k)
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a model's local folder; a clear error when it has none."""
     library = needed("transformers", "kflats[hf]", "a tokenizer")
     where = weights_folder(folder)
@@ -526,7 +522,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     if not any(any(where.glob(pattern)) for pattern in _VOCABULARIES):
         raise lost
     try:
-        tokenizer: PreTrainedTokenizerBase = library.AutoTokenizer.from_pretrained(
+        tokenizer: Tokenizer = library.AutoTokenizer.from_pretrained(
             where, trust_remote_code=False, local_files_only=True
         )
         return tokenizer

@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,15 +22,13 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, progress_bar, share, size, table, visible
 from kflats.common.release import needed
 from kflats.common.schema import decode
+from kflats.common.texts import Tokenizer
 from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import collate, drawn_samples, medium_of, run
 from kflats.io.saving import load_model
 from kflats.io.sources import resolve_model, weights_folder
 from kflats.model.weights import compute_dtype
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _TOKENS = 20
 _PROGRAM = "import sys; from kflats.evaluation.proof import measured_here; print(measured_here(sys.argv[1]))"
@@ -201,9 +198,7 @@ def compare(
     return Proof(outputs, files, footprints, tuple(timed), tuple(f"{name}: {why}" for name, why in reasons.items()))
 
 
-def _own_tokenizer(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, models: Sequence[nn.Module]
-) -> PreTrainedTokenizerBase:
+def _own_tokenizer(folder: Path, tokenizer: Tokenizer, models: Sequence[nn.Module]) -> Tokenizer:
     """The tokenizer of a trimmed model's folder; ``tokenizer`` if the folder has none."""
     try:
         return load_tokenizer(folder)

@@ -10,19 +10,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import batches_by_length, pad_id, padded_batch, tokenize_texts
+from kflats.common.texts import Tokenizer, batches_by_length, pad_id, padded_batch, tokenize_texts
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.weights import is_sentence_transformer, vocabulary_end
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 BatchValue: TypeAlias = Tensor | bool | int | float | str | None
 Batch: TypeAlias = Mapping[str, BatchValue]
@@ -35,7 +32,7 @@ _MARKS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write the blank b
 
 def encode(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     texts: Sequence[str],
     batch: int = 32,
     *,
@@ -102,7 +99,7 @@ def last_hidden_state(model: nn.Module, inputs: Batch) -> Tensor:
     return hidden
 
 
-def rare_words(tokenizer: PreTrainedTokenizerBase, seen: Sequence[str] = (), count: int = 500) -> tuple[str, ...]:
+def rare_words(tokenizer: Tokenizer, seen: Sequence[str] = (), count: int = 500) -> tuple[str, ...]:
     """Whole words from the tail of the vocabulary, one token each, that do not occur in the texts ``seen``.
 
     Vocabularies are ordered by frequency, or nearly so; the tail is the last quarter. ``count`` words are taken from
@@ -329,7 +326,6 @@ def medium_of(model: nn.Module) -> Medium:
     raise KflatsError(
         f"the inputs of {type(model).__name__} are unknown",
         cause=f"its forward has none of {', '.join(get_args(Medium))}",
-        hint="a model of transformers",
     )
 
 
@@ -340,7 +336,7 @@ def has_language_head(model: nn.Module) -> bool:
 
 def text_samples(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     texts: Sequence[str],
     max_tokens: int = MAX_TOKENS,
 ) -> list[Sample]:
@@ -433,7 +429,6 @@ def _shape(config: Any, medium: Medium) -> tuple[int, ...]:
         return (frames, bands) if bands and isinstance(frames, int) else (_SOUND,)
     raise KflatsError(
         f"the shape of the inputs of {type(config).__name__.removesuffix('Config')} is unknown",
-        cause=f"its config has no shape of {medium}",
         hint="a model that reads texts, images, or sounds",
     )
 

@@ -53,7 +53,6 @@ class _NeverMerged:
     def merge(self, *_: Any, **__: Any) -> None:
         raise KflatsError(
             "an adapter cannot be merged into a factored layer",
-            cause="the layer stores fewer numbers than their sum would need",
             hint="keep the adapter beside it, or make the model dense before adapting it: kflats.restore_(model)",
         )
 

@@ -185,8 +185,7 @@ def _check(graph: _Graph, path: Path, tolerance: float) -> float:
         if problem:
             raise KflatsError(
                 f"{name} of the recorded model {problem} for inputs of {[tuple(t.shape) for t in tensors]}",
-                cause="the model's forward depends on data or on the size of the recorded example, or a defect of "
-                "the exporter",
+                cause="the model's forward depends on data or on sizes, or a defect of the exporter",
                 hint=_DENSE,
             )
         worst = max(worst, difference)
@@ -278,7 +277,6 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
     if not sentences and not reads_text:
         raise KflatsError(
             f"a {type(model).__name__} cannot be recorded without examples of its inputs",
-            cause="its inputs are unknown, because it is not a model of transformers that reads text",
             hint=f"an example of each of its inputs, or {_DENSE}",
         )
     if sentences or pooled:

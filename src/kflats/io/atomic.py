@@ -226,9 +226,7 @@ def locked(out: Path) -> Iterator[None]:
         lock.acquire()
     except Timeout as error:
         raise KflatsError(
-            f"another run is writing {out}",
-            cause=f"it holds the lock {path.name} beside that output",
-            hint="wait until that run ends, or another name for the output",
+            f"another run is writing {out}", hint="wait until that run ends, or another name for the output"
         ) from error
     try:
         yield
@@ -339,20 +337,15 @@ class Entry:
 def differences(folder: Path) -> list[str]:
     """The files of ``folder`` that differ from its manifest, a name and a reason each; [] where kflats wrote all files.
 
-    Files are compared by name first, then by size, then by SHA-256; the first comparison that shows a difference ends
-    the search. A link is a difference, since kflats writes none.
+    Files of one size are compared by SHA-256. A link is a difference, since kflats writes none.
     """
     entries, files = _read(folder), _files(folder)
     if entries is None:
         return sorted(f"{name} (no manifest lists it)" for name in files)
     changes = [f"{name} (not written by kflats)" for name in files.keys() - entries.keys()]
     changes += [f"{name} (missing)" for name in entries.keys() - files.keys()]
-    for size_only in (True, False):
-        if not changes:
-            changes = [
-                f"{name} (changed)" for name, path in files.items() if not _unchanged(path, entries[name], size_only)
-            ]
-    return sorted(changes)
+    both = files.keys() & entries.keys()
+    return sorted(changes + [f"{name} (changed)" for name in both if not _unchanged(files[name], entries[name])])
 
 
 @contextmanager
@@ -398,10 +391,9 @@ def _entry(path: Path) -> Entry:
     return Entry(path.stat().st_size, sha256_of_file(path))
 
 
-def _unchanged(path: Path, entry: Entry, size_only: bool = False) -> bool:
-    if path.is_symlink() or not path.is_file() or path.stat().st_size != entry.bytes:
-        return False
-    return size_only or sha256_of_file(path) == entry.sha256
+def _unchanged(path: Path, entry: Entry) -> bool:
+    same_size = path.is_file() and not path.is_symlink() and path.stat().st_size == entry.bytes
+    return same_size and sha256_of_file(path) == entry.sha256
 
 
 def _read(folder: Path) -> dict[str, Entry] | None:

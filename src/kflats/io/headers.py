@@ -149,11 +149,7 @@ def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, 
             return metadata, entries
     except (ValueError, AttributeError, TypeError):
         pass
-    raise KflatsError(
-        f"{path} cannot be read",
-        cause="a damaged or incomplete file",
-        hint="fetch the file again, or compress the model again",
-    )
+    raise KflatsError(f"{path} cannot be read", hint="fetch the file again, or compress the model again")
 
 
 def _checksums(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> list[str]:

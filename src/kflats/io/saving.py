@@ -111,7 +111,6 @@ def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:
             raise KflatsError(
                 f"the codes of {name!r} differ from those of the model",
                 cause="the state that is saved was changed, or belongs to another model",
-                hint="save the state of this very model",
             )
         for key, value in own.items():
             if not value.is_floating_point():
@@ -251,7 +250,6 @@ def annotate_(model: nn.Module) -> None:
         if known is not None and not is_kflats_config(known):
             raise KflatsError(
                 f"factored layers are not supported in {type(part).__name__}, which is quantized by another method",
-                cause="a config describes one method",
                 hint="compress the original model, then quantize the result",
             )
         if (description := describe(part)) is not None:

@@ -87,9 +87,7 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
         holder = root / (inner or [""])[0]
         if not (holder / "config.json").is_file():
             raise KflatsError(
-                f"{root} holds no model",
-                cause="it has no config.json, nor a modules.json that names a folder with one",
-                hint="the folder that holds them, downloaded completely",
+                f"{root} holds no model", cause="it has no config.json, nor a modules.json that names a folder with one"
             )
     if not any(holder.glob("*.safetensors")):
         pickled = any(_PICKLED.fullmatch(path.name) for path in holder.iterdir())

@@ -65,7 +65,6 @@ class KflatsQuantizer(HfQuantizer):
         if not self.pre_quantized:
             raise KflatsError(
                 "a kflats description is not supported for a model that has no factors in its folder",
-                cause="quantization_config=... given to from_pretrained",
                 hint="load the model, then compress it",
             )
 
@@ -152,7 +151,6 @@ def _wrong_size(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> Kfl
     return KflatsError(
         f"size mismatch: {name} is {there} in the checkpoint, {here} in the model",
         cause="config.json was edited, or belongs to other weights",
-        hint="restore the folder, or save the model again",
     )
 
 

@@ -110,7 +110,6 @@ class Matrix(nn.Module):
         if not self.ready:
             raise KflatsError(
                 f"a matrix of kind {self.kind!r} cannot be used before its tensors are filled",
-                cause="it was built empty, and its tensors were set without load_state_dict",
                 hint="load the model again, or refresh the matrix",
             )
 

@@ -203,7 +203,6 @@ class FlatsMatrix(Matrix):
         if counts != [band.rows for band in self.bands]:
             raise KflatsError(
                 f"row labels do not match the bands ({counts[:8]} rows instead of {[b.rows for b in self.bands][:8]})",
-                cause="a damaged or mixed-up file",
                 hint="restore the file, or compress again",
             )
         self.position = inverse_of(torch.argsort(labels, stable=True)).to(torch.int32)
@@ -329,6 +328,5 @@ class FlatsMatrix(Matrix):
         if tuple(self.weight.shape) != weight_shape(self.bands):
             raise KflatsError(
                 f"the coordinates, now {tuple(self.weight.shape)}, were resized without their labels",
-                cause="code that treats layer.weight as a dense table",
                 hint="resize the original model, then compress it",
             )

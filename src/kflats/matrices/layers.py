@@ -51,6 +51,11 @@ class HoldsMatrix:
         """Compute again all that the matrix derives from its stored tensors (call after loading into them)."""
         self.matrix.refresh()
 
+    def extra_repr(self) -> str:
+        """The sizes that ``print(model)`` shows."""
+        n, d = self.matrix.shape
+        return f"{n}, {d}, {self.matrix.kind}, values={self.matrix.num_values}, own={self.owns_matrix}"
+
     def _replicate_for_data_parallel(self) -> Any:
         raise KflatsError(
             "factored layers cannot be copied by nn.DataParallel",
@@ -74,14 +79,12 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         matrix: the (n, d) table.
         padding_idx: ids there receive no gradient, in coordinates or bases.
         scale: factor on the output, rounded to the table's dtype (Gemma, BART).
-        sparse: sparse gradients for the coordinates (the basis keeps a dense one); only a
-            LowRankMatrix and a DenseMatrix can give them.
         own: False when another layer owns the matrix (a tied table).
         dtype: of the output, where the factors are stored in another (float16 factors in a float32 model).
             It follows ``.half()``, ``.to(dtype)`` and the like.
 
     Raises:
-        KflatsError: sparse gradients of another kind of matrix, or a padding_idx outside the table.
+        KflatsError: a padding_idx outside the table.
 
     >>> layer = FactoredEmbedding(LowRankMatrix(torch.ones(5, 1), torch.ones(1, 3)))
     >>> layer(torch.tensor([[0, 4]])).shape
@@ -94,17 +97,10 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         *,
         padding_idx: int | None = None,
         scale: float | None = None,
-        sparse: bool = False,
         own: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        if sparse and not isinstance(matrix, LowRankMatrix | DenseMatrix):
-            raise KflatsError(
-                f"a matrix of kind {matrix.kind!r} gives no sparse gradients",
-                cause="only the numbers of a whole matrix and the coordinates of a low-rank one are read row by row",
-                hint="no sparse gradients in the original layer, or SVD()",
-            )
         self.num_embeddings, self.embedding_dim = matrix.shape
         if padding_idx is not None and not -self.num_embeddings <= padding_idx < self.num_embeddings:
             raise KflatsError(
@@ -113,7 +109,7 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
             )
         self.padding_idx = cast(int, None if padding_idx is None else padding_idx % self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
-        self.sparse, self.scale, self.out_dtype = sparse, scale, dtype
+        self.sparse, self.scale, self.out_dtype = False, scale, dtype
         self._take(matrix, own=own)
 
     def reset_parameters(self) -> None:
@@ -133,22 +129,13 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         return self._look_up(input)
 
     def _look_up(self, input: Tensor) -> Tensor:
-        matrix = self.matrix
-        if self.sparse and isinstance(matrix, LowRankMatrix | DenseMatrix):
-            out = matrix.rows(input, dtype=self.out_dtype, sparse=True)
-        else:
-            out = matrix.rows(input, dtype=self.out_dtype)
+        out = self.matrix.rows(input, dtype=self.out_dtype)
         if self.padding_idx is not None and out.requires_grad:
             out = torch.where((input == self.padding_idx).unsqueeze(-1), out.detach(), out)
         if self.scale is not None:
             # Models keep the scale as a float32 tensor and round it to the table's dtype before they multiply.
             out = out * torch.full((), self.scale, dtype=torch.float32, device=out.device).to(out.dtype)
         return out
-
-    def extra_repr(self) -> str:
-        """The sizes that ``print(model)`` shows."""
-        n, d = self.matrix.shape
-        return f"{n}, {d}, {self.matrix.kind}, values={self.matrix.num_values}, own={self.owns_matrix}"
 
 
 class FactoredLinear(HoldsMatrix, nn.Module):
@@ -182,10 +169,6 @@ class FactoredLinear(HoldsMatrix, nn.Module):
         """``(*b, in)`` -> ``(*b, out)``: x times the matrix in its orientation, plus the bias."""
         out = self.matrix.vecmat(x) if self.matrix_rows == "in_features" else self.matrix.matvec(x)
         return out if self.bias is None else out + self.bias.to(out.dtype)
-
-    def extra_repr(self) -> str:
-        """The sizes that ``print(model)`` shows."""
-        return f"{self.in_features}, {self.out_features}, {self.matrix.kind}, matrix_rows={self.matrix_rows}"
 
 
 class FactoredHead(HoldsMatrix, nn.Module):
@@ -229,10 +212,6 @@ class FactoredHead(HoldsMatrix, nn.Module):
         """``(*b, d)`` -> ``(*b, n)``: logits of all tokens from the tied table."""
         out = self.matrix.matvec(x)
         return out if self.bias is None else out + self.bias.to(out.dtype)
-
-    def extra_repr(self) -> str:
-        """The sizes that ``print(model)`` shows."""
-        return f"{self.in_features}, {self.out_features}, tied {self.matrix.kind}"
 
 
 def check_bias(bias: Tensor | None, size: int) -> None:
@@ -290,11 +269,7 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         nn.Module.__init__(self)
         check_matrix_rows(matrix_rows)
         if like.groups != 1:
-            raise KflatsError(
-                f"a convolution of {like.groups} groups is not supported",
-                cause=f"its kernel is {like.groups} matrices, not one",
-                hint="leave this layer dense",
-            )
+            raise KflatsError(f"a convolution of {like.groups} groups is not supported", hint="leave this layer dense")
         if matrix.kind not in CONVOLVED:
             raise KflatsError(
                 f"a matrix of kind {matrix.kind!r} cannot be a convolution's kernel",
@@ -345,5 +320,4 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
 
     def extra_repr(self) -> str:
         """The sizes that ``print(model)`` shows."""
-        size = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
-        return f"{size}, {self.matrix.kind}, values={self.matrix.num_values}, matrix_rows={self.matrix_rows}"
+        return f"{super().extra_repr()}, kernel_size={self.kernel_size}, stride={self.stride}"

@@ -49,9 +49,9 @@ class DenseMatrix(Matrix):
         """(n, d), of the stored numbers."""
         return self.weight.shape[0], self.weight.shape[1]
 
-    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
-        """As ``Matrix.rows``; ``sparse`` asks for a sparse gradient."""
-        return F.embedding(index, self.weight, sparse=sparse).to(dtype or self.weight.dtype)
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """As ``Matrix.rows``."""
+        return F.embedding(index, self.weight).to(dtype or self.weight.dtype)
 
     def vecmat(self, x: Tensor) -> Tensor:
         """x W, n d products a vector."""
@@ -110,11 +110,11 @@ class LowRankMatrix(Matrix):
         """(n, d), from both factors."""
         return self.weight.shape[0], self.basis.shape[1]
 
-    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None, sparse: bool = False) -> Tensor:
-        """As ``Matrix.rows``; ``sparse`` asks for a sparse gradient of ``weight``."""
+    def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+        """As ``Matrix.rows``: coordinates times the basis."""
         dtype = dtype or self.weight.dtype
         basis = self.basis.to(dtype)
-        return each_once(index, lambda ids: F.embedding(ids, self.weight, sparse=sparse).to(dtype) @ basis)
+        return each_once(index, lambda ids: F.embedding(ids, self.weight).to(dtype) @ basis)
 
     def vecmat(self, x: Tensor) -> Tensor:
         """(x U) V: r (n + d) products a vector."""
@@ -202,11 +202,7 @@ class InterpolativeMatrix(Matrix):
             return
         order = self.order.to(torch.int64)
         if not torch.equal(order.sort().values, torch.arange(len(order), device=order.device)):
-            raise KflatsError(
-                "the columns' order is no permutation",
-                cause="a damaged or mixed-up file",
-                hint="restore the file, or compress again",
-            )
+            raise KflatsError("the columns' order is no permutation", hint="restore the file, or compress again")
 
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """As ``Matrix.rows``: the stored columns of a row, and the others as their combinations."""

@@ -9,7 +9,7 @@ import torch
 from kflats.common.errors import KflatsError
 from kflats.common.schema import decode
 from kflats.matrices.base import Matrix, check_shape
-from kflats.matrices.coded import INTEGERS, CodedGeometry, CodedMatrix, read_geometry
+from kflats.matrices.coded import INTEGERS, CodedMatrix, read_geometry
 from kflats.matrices.flats import (
     FlatsMatrix,
     RankGroup,
@@ -21,7 +21,6 @@ from kflats.matrices.flats import (
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
 
 __all__ = [
-    "CodedGeometry",
     "CodedMatrix",
     "DenseMatrix",
     "FlatsMatrix",
@@ -29,7 +28,6 @@ __all__ = [
     "LowRankMatrix",
     "Matrix",
     "RankGroup",
-    "check_geometry",
     "label_dtype",
     "matrix_from_spec",
     "order_dtype",
@@ -97,11 +95,7 @@ def matrix_from_spec(spec: object, *, dtype: torch.dtype, device: torch.device |
             tensors = {name: empty(*shape, of=INTEGERS.get(name, dtype)) for name, shape in geometry.shapes.items()}
             matrix = CodedMatrix(geometry, tensors)
         case kind:
-            raise KflatsError(
-                f"unknown kind of matrix {str(kind)[:40]!r}",
-                cause="a file of a newer kflats, or a damaged one",
-                hint="pip install -U kflats",
-            )
+            raise KflatsError(f"unknown kind of matrix {str(kind)[:40]!r}", hint="pip install -U kflats")
     return matrix if torch.device(device).type == "meta" else matrix.to_empty(device=device)
 
 

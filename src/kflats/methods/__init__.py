@@ -16,13 +16,11 @@ from kflats.methods.protocol import (
     Method,
     PairMethod,
     Problem,
-    Product,
     check_method,
 )
 from kflats.methods.robust import Entrywise, RobustSVD, Subspace
 from kflats.methods.svd import SVD, KMeansSVD
 from kflats.numerics.loss import Loss, Squared
-from kflats.numerics.robust_svd import EllipsoidWay
 
 __all__ = [
     "MESSI",
@@ -30,7 +28,6 @@ __all__ = [
     "SVD",
     "Auto",
     "ClusterMethod",
-    "EllipsoidWay",
     "Entrywise",
     "Factored",
     "Fit",
@@ -40,7 +37,6 @@ __all__ = [
     "Method",
     "PairMethod",
     "Problem",
-    "Product",
     "RobustSVD",
     "Subspace",
     "check_method",

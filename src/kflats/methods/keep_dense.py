@@ -64,9 +64,7 @@ class Auto(Method):
     produces: ClassVar[Product] = "choice"
 
     def _fit(self, problem: Problem) -> Fit:
-        raise KflatsError(
-            "Auto() cannot fit rows", cause="it is a choice between methods, which a plan makes", hint="another method"
-        )
+        raise KflatsError("Auto() cannot fit rows", hint="another method")
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """As a low-rank pair."""

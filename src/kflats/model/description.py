@@ -128,7 +128,6 @@ class Module:
         if isinstance(matrix, CodedMatrix) and matrix.checksum() != self.checksum:
             raise KflatsError(
                 f"the codes of {self.name!r} are damaged: their checksum differs",
-                cause=DAMAGED,
                 hint="restore the file, or compress again",
             )
 
@@ -204,7 +203,6 @@ def describe(model: nn.Module) -> JsonObject | None:
         if id(matrix) not in owners:
             raise KflatsError(
                 f"{name!r} borrows its matrix from a layer outside this {type(model).__name__}",
-                cause="a part of a larger model is being saved",
                 hint="save the whole model",
             )
         places[owners[id(matrix)]].append(_described(name, layer))
@@ -357,7 +355,6 @@ def _check_collision(name: str, layer: FactoredLayer) -> None:
     if tuple(layer.matrix.weight.shape) == dense:
         raise KflatsError(
             f"the factors of {name!r} are no smaller than the table itself",
-            cause="its rank is the full dimension",
             hint="a smaller budget, or leave this weight dense",
         )
 

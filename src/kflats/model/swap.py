@@ -139,9 +139,7 @@ def _check_end(model: nn.Module, end: FactoredLayer) -> None:
     here = sum(layer.matrix is end.matrix for _, layer in factored_layers(model))
     if here != end.matrix.__dict__.get(_PLACES, here):
         raise KflatsError(
-            f"the vocabulary has places outside this {type(model).__name__}",
-            cause="it is part of a larger model whose head is tied to it",
-            hint="resize the whole model",
+            f"the vocabulary has places outside this {type(model).__name__}", hint="resize the whole model"
         )
 
 
@@ -185,7 +183,7 @@ def swap_(
 ) -> None:
     """Replace every place of ``weight`` by a layer on ``matrix``, in place; the first place owns the factors.
 
-    Padding, sparse gradients, embedding scales, biases (the same parameter objects), hooks, device,
+    Padding, embedding scales, biases (the same parameter objects), hooks, device,
     ``requires_grad`` and training mode carry over; transformers' own lists of ties are kept true.
 
     Args:
@@ -200,7 +198,7 @@ def swap_(
 
     Raises:
         KflatsError: another shape, a DenseMatrix in another orientation than the layer's own table, a model that has
-            changed since ``find_weight``, sparse gradients with flats, flats in a convolution, a bias for an embedding
+            changed since ``find_weight``, flats in a convolution, a bias for an embedding
             or for a bias that two layers share, a layer that accelerate moves about. The model is then as it was.
 
     >>> from kflats.matrices.registry import LowRankMatrix
@@ -212,11 +210,7 @@ def swap_(
     if find_weight(model, weight.name).places != weight.places:
         raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
     if weight.places[0].role == "embedding" and matrix_rows == "out_features":
-        raise KflatsError(
-            f"outputs as rows are not supported for the embedding {weight.name!r}",
-            cause="the rows of an embedding are tokens",
-            hint="inputs as rows",
-        )
+        raise KflatsError(f"outputs as rows are not supported for the embedding {weight.name!r}", hint="inputs as rows")
     if bias_shift is not None:
         if weight.places[0].role == "embedding" or tuple(bias_shift.shape) != weight.shape[1:]:
             raise KflatsError(
@@ -464,7 +458,6 @@ def _new_layer(
             matrix,
             padding_idx=module.padding_idx,
             scale=own_scale,
-            sparse=module.sparse,
             own=own,
             dtype=None if out == matrix.weight.dtype else out,
         )
@@ -535,9 +528,7 @@ def _declared(part: Any) -> dict[str, str]:
     """The ties that ``part`` declares for itself, by parameter name; none where its config says so."""
     if not hasattr(part, "all_tied_weights_keys"):
         raise KflatsError(
-            f"{type(part).__name__} does not say which of its weights are tied",
-            cause="transformers before 5.0, or a model class written for it",
-            hint="pip install 'transformers>=5.0'",
+            f"{type(part).__name__} does not say which of its weights are tied", hint="pip install 'transformers>=5.0'"
         )
     ties: dict[str, str] = part.get_expanded_tied_weights_keys(all_submodels=False)
     return ties

@@ -88,7 +88,8 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers,
     GPT-2's ``Conv1D`` and exact ``nn.Conv2d`` layers of one group. Skipped are layers whose tensors other modules
     read directly (inside torch's own transformer layers), subclasses that compute something else, parameters
-    shared with a module of another kind, and embeddings with ``max_norm`` or ``scale_grad_by_freq``.
+    shared with a module of another kind, and embeddings with ``max_norm``, ``sparse`` or
+    ``scale_grad_by_freq``.
 
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
     >>> model["out"].weight = model["words"].weight      # a tie
@@ -181,6 +182,8 @@ def role_of(module: nn.Module) -> tuple[str, str]:
     if isinstance(module, nn.Embedding):
         if module.max_norm is not None:
             return "", "max_norm rescales rows of the table while they are read, and factors have no such rows"
+        if module.sparse:
+            return "", "sparse gradients are of rows, and a basis has a dense one"
         if module.scale_grad_by_freq:
             return "", "scale_grad_by_freq divides the gradient of a row by its count, and a basis has no such count"
         if kind is not nn.Embedding and not _is_scaled(kind):

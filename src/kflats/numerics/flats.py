@@ -190,7 +190,6 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
     if used > budget:
         raise KflatsError(
             f"a budget of {budget:,} numbers cannot hold {k} flats of rank {floor} ({used:,} numbers)",
-            cause="each coordinate stores a basis vector and a number a row",
             hint="a larger budget, or fewer flats",
         )
     ratio = (spectra.to(torch.float64) / costs.to(torch.float64).unsqueeze(1))[:, floor:]

@@ -255,7 +255,6 @@ def out_of_reach(loss: Truncated) -> KflatsError:
     """The error if no row lies within the threshold, so that no row has a weight."""
     return KflatsError(
         f"every row is farther than {loss.threshold:.3g} from every flat",
-        cause="a truncated loss whose threshold is too small for these rows at this rank",
         hint="a larger threshold, or one in medians of distances",
     )
 

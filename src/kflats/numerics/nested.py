@@ -389,9 +389,7 @@ def _maximise(
     filling = spend(energy, table, budget - kept_exactly)
     if filling is None:
         raise KflatsError(
-            f"a budget of {budget:,} numbers cannot hold {k} flats of rank 1",
-            cause="each flat of rank 1 stores a basis vector and a coordinate a row",
-            hint="a larger budget, or fewer flats",
+            f"a budget of {budget:,} numbers cannot hold {k} flats of rank 1", hint="a larger budget, or fewer flats"
         )
     total = float(grams.diagonal(dim1=1, dim2=2).sum())
     kept = sum(float(energy[c, q, :r].sum()) for c, flat in enumerate(filling.ranks) for q, r in enumerate(flat))
@@ -468,9 +466,7 @@ def fit_nested(
     d = rows.shape[1]
     if levels < 1 or k * levels > 32766:
         raise KflatsError(
-            f"{k} flats of {levels} levels are not supported",
-            cause="levels begin at 1, and k * levels ends at 32766",
-            hint="fewer levels",
+            f"{k} flats of {levels} levels are not supported", cause="levels begin at 1, and k * levels ends at 32766"
         )
     cloud, scale = weighted_rows(rows, weights)
     first = fit_flats(rows, k, budget=budget, weights=cloud.weights, start=start, tolerance=1e-2, seed=seed)

@@ -62,9 +62,7 @@ class TensorRows:
             )
         if not matrix.is_floating_point():
             raise KflatsError(
-                f"expected floating-point numbers, found {matrix.dtype}",
-                cause="a quantized or packed weight",
-                hint="load the model in float32 or bfloat16",
+                f"expected floating-point numbers, found {matrix.dtype}", hint="load the model in float32 or bfloat16"
             )
         self.matrix = matrix.detach()
         self.dtype = torch.float64 if matrix.dtype == torch.float64 else torch.float32
@@ -264,7 +262,6 @@ def check_finite(rows: Rows) -> None:
     if 0 < values < smallest:
         raise KflatsError(
             f"the matrix has no value larger than {values:.1e}, too small to be squared",
-            cause="a damaged checkpoint, or a layer that was never trained",
             hint="leave it dense, or scale the matrix up",
         )
 

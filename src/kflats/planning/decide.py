@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
-from kflats.common.texts import SAMPLES
+from kflats.common.texts import SAMPLES, Tokenizer
 from kflats.evaluation.running import Batch
 from kflats.model.weights import Weight, find_weight
 from kflats.planning.calibration_data import CalibrationData, gather
@@ -21,9 +20,6 @@ from kflats.planning.strategies import check_allocation, share_out
 from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.recipe import Plan, Recipe, Recipes
 from kflats.report.report import stored_bytes, stored_numbers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Measure = Callable[[Sequence[tuple[Weight, Recipe]]], CalibrationData]
 
@@ -47,7 +43,7 @@ def plan(
     keep: str | Budget | None = None,
     size: str | Budget | None = None,
     texts: Iterable[str] | None = None,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     calibration: Iterable[str | Batch] | None = None,
     objective: Objective | None = None,
     statistics: Statistics | None = None,

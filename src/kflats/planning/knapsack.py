@@ -44,7 +44,6 @@ class Options:
         if not all(math.isfinite(error) and error >= 0 for error in self.errors):
             raise KflatsError(
                 f"{self.name}: its errors hold NaN, infinity or negative values",
-                cause="the weight, or what was measured of it, holds values that overflow",
                 hint="a model in float32, and other calibration data",
             )
 

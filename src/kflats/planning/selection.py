@@ -108,9 +108,7 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
         raise KflatsError(f"{who} needs texts to count", hint="texts=..., or ZipfPrior()")
     if recipe.matrix_rows == "out_features" and role == "embedding":
         raise KflatsError(
-            f'matrix_rows="out_features" is not possible for {weight.name!r}',
-            cause="an embedding is read row by row",
-            hint='matrix_rows="in_features"',
+            f'matrix_rows="out_features" is not possible for {weight.name!r}', hint='matrix_rows="in_features"'
         )
     if role == "conv2d" and (recipe.is_coded or recipe.method.produces == "clusters"):
         raise KflatsError(

@@ -174,9 +174,7 @@ def check_allocation(recipes: Iterable[Recipe], allocation: str) -> None:
     """Refuse, before anything is measured, equal shares for methods that are chosen by the loss."""
     if allocation == "uniform" and any(recipe.chooses for recipe in recipes):
         raise KflatsError(
-            'allocation="uniform" is not supported with Auto()',
-            cause="it chooses by the error that each byte saves",
-            hint='allocation="auto", or another method',
+            'allocation="uniform" is not supported with Auto()', hint='allocation="auto", or another method'
         )
 
 
@@ -228,7 +226,6 @@ def equal_shares(model: nn.Module, items: Sequence[WeightCosts], allowed: int, d
         if allowed < 1:
             raise KflatsError(
                 "the budget is spent on weights that stay dense; nothing is left for the others",
-                cause=f"the shares of {len(decisions)} weights are too small for their recipes",
                 hint="a larger budget, or fewer weights",
             )
         sizes = [item.dense for item in rest]

@@ -88,11 +88,7 @@ class Budget:
             share = "count of parameters" if self.kind == "params" else "share of ranks"
             raise KflatsError(f"a file cannot be bounded by a {share}", hint='a file budget such as "40MB"')
         if self.kind == "bits" and self.scope != "file":
-            raise KflatsError(
-                "bits a number are not supported for named weights",
-                cause="they bound all weight files",
-                hint='size="2 bits", or keep="6%"',
-            )
+            raise KflatsError("bits a number are not supported for named weights", hint='size="2 bits", or keep="6%"')
 
     @property
     def counts_labels(self) -> bool:
@@ -227,11 +223,7 @@ def check_quality(quality: float | None, keep: object = None, size: object = Non
     if quality is None:
         return
     if not is_number(quality, 0, 1) or quality in (0, 1):
-        raise KflatsError(
-            f"a quality of {quality!r} is not supported",
-            cause="1 is the original itself, and every smaller size loses something",
-            hint="a number between 0 and 1, such as 0.99",
-        )
+        raise KflatsError(f"a quality of {quality!r} is not supported", hint="a number between 0 and 1, such as 0.99")
     if keep is not None or size is not None:
         raise KflatsError("a quality beside a size is not supported", hint="one of quality, size and keep")
 

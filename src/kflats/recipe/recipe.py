@@ -71,9 +71,7 @@ class Recipe:
             )
         if self.chooses and self.codec != Float():
             raise KflatsError(
-                f"{brief(self.codec)} is not supported with {brief(self.method)}",
-                cause="the method chooses the codec itself",
-                hint="leave one of them out",
+                f"{brief(self.codec)} is not supported with {brief(self.method)}", hint="leave one of them out"
             )
         if refusal := self.codec.refusal(self.method):
             cause, hint = refusal
@@ -190,8 +188,6 @@ def kind_called(name: str) -> type:
         hint=f"install the package that has it, or one of {', '.join(sorted(known))}",
     )
 
-
-__all__ = ["Decision", "Plan"]
 
 FORMAT, VERSION = "kflats-plan", 1
 

@@ -9,7 +9,6 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,16 +17,13 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
-from kflats.common.texts import IGNORED, pad_id, required
+from kflats.common.texts import IGNORED, Tokenizer, pad_id, required
 from kflats.evaluation.running import Batch, device_of, evaluating
 from kflats.matrices.coded import CodedMatrix
 from kflats.model.weights import factored_layers
 from kflats.tasks.batches import Feature, collate, feature_batches, features, load_examples, uncollate
 from kflats.tasks.scoring import score_features
 from kflats.tasks.task import Task, check_head, find_task, head_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -128,7 +124,6 @@ def _task_loss(outputs: Mapping[str, Tensor]) -> Tensor:
     if loss is None:
         raise KflatsError(
             "the model gives no loss for its labels",
-            cause="it has no task head of transformers",
             hint="a model with a task head, or batches without labels and a teacher",
         )
     return loss
@@ -305,7 +300,7 @@ class TrainingData:
 def task_training_data(
     model: nn.Module,
     task: str | Task,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     *,
     task_data: str | os.PathLike[str] | None,
     split: str,
@@ -326,9 +321,7 @@ def task_training_data(
     tokenizer = required(tokenizer)
     if task.kind == "similarity" and teacher is None:
         raise KflatsError(
-            f"training on the task {task.name!r} is not supported without a teacher",
-            cause="the task has no labels to train on",
-            hint="teacher=ORIGINAL",
+            f"training on the task {task.name!r} is not supported without a teacher", hint="teacher=ORIGINAL"
         )
     examples = load_examples(task, split, task_data)
     rows = features(examples, tokenizer, max_length, limit=limit, model=model, seed=seed)
@@ -350,7 +343,7 @@ def batch_training_data(
     model: nn.Module,
     batches: Sequence[Batch],
     eval_batches: Sequence[Batch] | None,
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: Tokenizer | None,
     objective: Objective,
 ) -> TrainingData:
     """The examples of prepared batches, evaluated by the mean of ``objective`` over other batches; lower is better.

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, table
 from kflats.common.hashing import sha256
 from kflats.common.release import needed
-from kflats.common.texts import pad_id
+from kflats.common.texts import Tokenizer, pad_id
 from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
@@ -44,9 +44,6 @@ from kflats.recover.problem import (
 )
 from kflats.tasks.batches import collate, text_features
 from kflats.tasks.task import Task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RECOVERY_FILE = "kflats_recovery.json"
 
@@ -130,7 +127,7 @@ def recover_(
     model: nn.Module,
     task: str | Task | Sequence[Batch],
     *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     task_data: str | os.PathLike[str] | None = None,
     split: str = "train",
     eval_split: str | Sequence[Batch] | None = "dev",
@@ -191,8 +188,7 @@ def recover_(
     if not hasattr(model, "save_pretrained") or not hasattr(model, "config") or hasattr(model, "encode"):
         raise KflatsError(
             f"recovery is not supported with {type(model).__name__}",
-            cause="only transformers models can be trained",
-            hint="the transformers model inside of it",
+            hint="a transformers model, such as the one inside of a SentenceTransformer",
         )
     schedule = Schedule(train, lr, batch, epochs, patience, seed)
     objective = Objective(teacher, temperature, labels_weight)
@@ -297,11 +293,7 @@ def recover_folder(
             hint='task="mrpc" and task_data=FOLDER; or texts=... and teacher=ORIGINAL',
         )
     if texts is not None and teacher is None:
-        raise KflatsError(
-            "training on texts is not supported without a teacher",
-            cause="texts have no labels to train on",
-            hint="teacher=ORIGINAL",
-        )
+        raise KflatsError("training on texts is not supported without a teacher", hint="teacher=ORIGINAL")
     folder = resolve_model(os.fspath(source))
     teacher_folder = None if teacher is None else resolve_model(os.fspath(teacher))
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -329,7 +321,7 @@ def recover_folder(
 
 
 def _text_batches(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, model: nn.Module, max_length: int
+    texts: Sequence[str], tokenizer: Tokenizer, model: nn.Module, max_length: int
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Batches of one text each: nine tenths to train on, and each tenth to evaluate on."""
     if len(texts) < 10:

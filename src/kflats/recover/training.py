@@ -178,7 +178,6 @@ class RecoveryTrainer(Trainer):
         if not torch.isfinite(loss):
             raise KflatsError(
                 f"the loss is {loss.item()} after {self.state.global_step} steps",
-                cause="too large a learning rate, or damaged weights",
                 hint="a smaller learning rate; kflats evaluate shows whether the weights were damaged before",
             )
         return loss

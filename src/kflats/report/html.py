@@ -13,7 +13,7 @@ import base64
 import io
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,6 @@ from kflats.report.report import Report, WeightReport
 REPORT_PAGE = "report.html"
 _DRAWN = 8  # weights that get a section of their own, largest first: a page of every linear layer would be very long
 _LISTED = 200  # bands in a table
-_NAMED = 24  # weights in a text alternative
 _SIZE, _DPI = (4.8, 3.1), 200  # inches: small, so that the text is readable at a width of 350 px
 _INK, _ACCENT, _MUTED = "#1f2933", "#3b66b0", "#a9b4c2"
 _STYLE: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#d9dee5"}
@@ -81,7 +80,7 @@ def _write(report: Report, template: Any, folder: Path) -> None:
     sections = [{"weight": w, "picture": spectrum(w), "bands": w.bands[:_LISTED]} for _, w in largest]
     hidden = len(factored) - len(largest)
     page = template.render(report=report, summary=summary, sections=sections, share=share, hidden=hidden)
-    files = {picture.stem: picture for picture in summary}
+    files = {summary.stem: summary}
     for (place, weight), section in zip(largest, sections, strict=True):
         # A weight's name comes from a file, so only plain characters enter a file name.
         name = re.sub(r"[^A-Za-z0-9_]+", "-", weight.name).strip("-")[:60]
@@ -92,8 +91,8 @@ def _write(report: Report, template: Any, folder: Path) -> None:
     (folder / REPORT_PAGE).write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
-def overview(report: Report) -> list[Picture]:
-    """Sizes before and after of the named weights and of the whole model; of several weights their ranks too."""
+def overview(report: Report) -> Picture:
+    """Sizes before and after of the named weights and of the whole model."""
     names = ("named weights", "whole model")
     before = (report.bytes_before, report.model_bytes_before)
     after = (report.bytes_after, report.model_bytes_after)
@@ -109,8 +108,7 @@ def overview(report: Report) -> list[Picture]:
         axes.margins(x=0.2)
         axes.set_xlabel("MB, before (grey) and after (blue)")
 
-    pictures = [_picture("size", "Size before and after", alt, draw)]
-    return pictures + ([_rank_by_weight(report.weights)] if len(report.weights) > 1 else [])
+    return _picture("size", "Size before and after", alt, draw)
 
 
 def spectrum(weight: WeightReport) -> Picture | None:
@@ -132,21 +130,6 @@ def spectrum(weight: WeightReport) -> Picture | None:
         axes.set_ylabel("share of the weighted sum of squares")
 
     return _picture("spectrum", "Spectrum of the weighted Gram matrix", alt, draw)
-
-
-def _rank_by_weight(weights: Sequence[WeightReport]) -> Picture:
-    """A bar for each weight: its rank in per cent of its full rank."""
-    parts = [f"{visible(w.name)}: {w.kept}" for w in weights[:_NAMED]]
-    alt = "Per cent of the full rank. " + "; ".join(parts) + ("; ..." if len(weights) > _NAMED else "")
-
-    def draw(axes: Any) -> None:
-        heights = [100 * w.mean_rank / w.full_rank if w.dense or w.bands else 0.0 for w in weights]
-        axes.bar(range(1, len(weights) + 1), heights, 0.75, color=[_INK if w.dense else _ACCENT for w in weights])
-        axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.set_xlabel("weight, in the table's order; dark bars stay dense")
-        axes.set_ylabel("rank, % of full")
-
-    return _picture("rank-by-weight", "Rank of each weight", alt, draw)
 
 
 def _picture(stem: str, title: str, alt: str, draw: Callable[[Any], None]) -> Picture:

@@ -19,7 +19,6 @@ for the method and for the weighted SVD in the same bytes.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import os
@@ -27,15 +26,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, plain, share, size, table, visible
-from kflats.common.schema import JsonObject, check_version, decode
-from kflats.common.texts import batched_texts
+from kflats.common.schema import Json, JsonObject, checked_form, decode, read_json
+from kflats.common.texts import Tokenizer, batched_texts
 from kflats.evaluation.proof import Proof
 from kflats.importance.protocol import Weighting
 from kflats.io.atomic import replaced
@@ -46,9 +45,6 @@ from kflats.numerics.flats import squared_norms
 from kflats.numerics.rows import Rows
 from kflats.numerics.svd import truncated_svd
 from kflats.recipe.recipe import Decision, to_json
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 REPORT_FILE = "kflats_report.json"
 _FORMAT, _VERSION = "kflats-report", 2
@@ -67,16 +63,6 @@ class BandReport:
     rank: int
     rows: int
     weight_share: float
-    error: float
-
-
-@dataclasses.dataclass(frozen=True)
-class FrequencyBin:
-    """Rows of similar importance, commonest bin first: their mean rank and their relative error."""
-
-    label: str
-    rows: int
-    mean_rank: float
     error: float
 
 
@@ -121,7 +107,6 @@ class WeightReport:
     svd_error: float
     spectrum: tuple[float, ...] = ()
     bands: tuple[BandReport, ...] = ()
-    frequency: tuple[FrequencyBin, ...] = ()
     seconds: float = 0.0
     note: str = ""
     matrix_rows: str = "in_features"
@@ -226,52 +211,32 @@ class Report:
         return {"format": _FORMAT, "version": _VERSION, "report": dataclasses.asdict(self)}
 
     @staticmethod
-    def from_json(data: object) -> Report:
+    def from_json(data: Json) -> Report:
         """The report that ``to_json`` wrote.
 
         Raises:
             KflatsError: another format, another version, a missing or unknown field, a wrong type.
         """
-        if not isinstance(data, dict) or data.get("format") != _FORMAT:
-            raise KflatsError(
-                "the file is not a report of kflats", hint=f"the {REPORT_FILE} that kflats compress wrote"
-            )
-        check_version(data.get("version"), _VERSION, "reports")
-        report: Report = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
-        return report
+        return _decoded(checked_form(data, _FORMAT, _VERSION, "report"))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file (``kflats_report.json`` in a compressed folder)."""
         try:
             text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
-        except (TypeError, ValueError) as error:
-            raise KflatsError(
-                f"the report cannot be written as JSON: {error}", cause="a NaN or infinite error"
-            ) from error
+        except ValueError as error:
+            raise KflatsError(f"the report is no JSON: {error}", cause="a NaN or infinite error") from error
         with replaced(path) as aside:
             aside.write_text(text + "\n", encoding="utf-8")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
-        """Read a report file, or the report of a compressed model's folder."""
+        """Read a report file, or the report of a compressed model's folder.
+
+        Raises:
+            KflatsError: no report, or one that cannot be read; as ``from_json``.
+        """
         file = Path(path)
-        if file.is_dir():
-            file = file / REPORT_FILE
-        if not file.is_file():
-            raise KflatsError(
-                f"no report at {file}",
-                cause="kflats compress did not write the folder",
-                hint="kflats compress MODEL --keep 60% --out DIR writes a report",
-            )
-        try:
-            data = json.loads(file.read_text(encoding="utf-8"))
-        except (ValueError, RecursionError) as error:
-            raise KflatsError(
-                f"{file} is not readable JSON ({error})",
-                cause="a damaged file",
-                hint="compress again, which writes the report again",
-            ) from error
-        return Report.from_json(data)
+        return _decoded(read_json(file / REPORT_FILE if file.is_dir() else file, _FORMAT, _VERSION, "report"))
 
     def __str__(self) -> str:
         rows = [
@@ -322,6 +287,11 @@ class Report:
         if self.proof is not None:
             parts += ["", str(self.proof)]
         return "\n".join(parts)
+
+
+def _decoded(data: JsonObject) -> Report:
+    report: Report = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
+    return report
 
 
 def _own_columns(weight: WeightReport) -> list[str]:
@@ -437,9 +407,7 @@ class TrimReport:
         return "\n".join(lines)
 
 
-def resegmented(
-    before: PreTrainedTokenizerBase, after: PreTrainedTokenizerBase, texts: Iterable[str], kept: Mapping[int, int]
-) -> Resegmented:
+def resegmented(before: Tokenizer, after: Tokenizer, texts: Iterable[str], kept: Mapping[int, int]) -> Resegmented:
     """Compare two fast tokenizers on ``texts``.
 
     Args:
@@ -472,12 +440,11 @@ def _same(old: list[int], places: list[Any], new: list[int], goals: list[Any]) -
     return (first & Counter(zip(new, map(tuple, goals), strict=True))).total()
 
 
-def _read(tokenizer: PreTrainedTokenizerBase, batch: list[str]) -> Iterator[tuple[list[int], list[Any]]]:
+def _read(tokenizer: Tokenizer, batch: list[str]) -> Iterator[tuple[list[int], list[Any]]]:
     encoded = tokenizer(batch, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     return zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
 
 
-_BINS = (100, 1000, 10000)
 _CUT_OFF = "the fit reached its limit of iterations (max_iterations)"
 
 
@@ -501,7 +468,6 @@ def analyse(decision: Decision, rows: Rows, factored: Factored, weighting: Weigh
     itemsize = weight.nbytes // (n * d) if decision.recipe.is_coded else matrix.weight.element_size()
     rank = min(factored.nbytes // itemsize // (n + d), len(eigenvalues))
     labels, bands = _bands(matrix)
-    ranks = torch.tensor([float(rank) for _, rank in bands])[labels]
     stored = "integers" if decision.recipe.is_coded else "factors"
     if decision.recipe.is_cast:
         stored = str(decision.recipe.torch_dtype(weight.dtype)).removeprefix("torch.")
@@ -524,7 +490,6 @@ def analyse(decision: Decision, rows: Rows, factored: Factored, weighting: Weigh
             )
             for b, (flat, rank) in enumerate(() if isinstance(matrix, DenseMatrix) else bands)
         ),
-        frequency=_bins(w, dist2, norm2, ranks),
         seconds=factored.seconds,
         note="; ".join(filter(None, (decision.note, "" if factored.converged else _CUT_OFF))),
         matrix_rows=decision.recipe.matrix_rows,
@@ -603,16 +568,6 @@ def _own(factored: Factored, rows: Rows, weighting: Weighting, rank: int) -> Nor
     svd = truncated_svd(rows, rank, left=weighting.row_weights)
     best = norm_error(rows, LowRankMatrix(svd.coordinates, svd.basis), norm, weighting.row_weights)
     return NormError(norm.name, error, best.relative)
-
-
-def _bins(w: Tensor, dist2: Tensor, norm2: Tensor, ranks: Tensor) -> tuple[FrequencyBin, ...]:
-    order = torch.argsort(w, descending=True, stable=True)
-    edges = [0, *(edge for edge in _BINS if edge < len(w)), len(w)]
-    parts = [(f"{first + 1:,}-{end:,}", order[first:end]) for first, end in itertools.pairwise(edges)]
-    return tuple(
-        FrequencyBin(label, len(part), float(ranks[part].mean()), _ratio(dist2[part].sum(), norm2[part].sum()))
-        for label, part in parts
-    )
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

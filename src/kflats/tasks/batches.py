@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import compress, groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
 from kflats.common.texts import (
     IGNORED,
+    Tokenizer,
     batches_by_length,
     check_ids,
     pad,
@@ -41,9 +42,6 @@ from kflats.common.texts import (
 )
 from kflats.evaluation.running import Batch
 from kflats.tasks.task import Task, check_head, find_task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 # Names of the same split in folders and on the hub.
 _SAME = {"dev": ("dev", "validation", "valid", "dev_matched", "validation_matched")}
@@ -132,9 +130,7 @@ def _read(path: Path) -> str:
         text = (gzip.decompress(raw) if path.suffix == ".gz" else raw).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise KflatsError(
-            f"{path} is not UTF-8 (byte {error.start})",
-            cause="another encoding",
-            hint="convert it, for example: iconv -f latin1 -t utf-8",
+            f"{path} is not UTF-8 (byte {error.start})", hint="convert it, for example: iconv -f latin1 -t utf-8"
         ) from error
     except (OSError, EOFError, zlib.error) as error:
         raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or unfinished file") from error
@@ -149,7 +145,6 @@ def _cells(path: Path, lines: list[str], wanted: Sequence[str]) -> Iterator[tupl
     if missing := [name for name in wanted if name not in names]:
         raise KflatsError(
             f"{path} has no column {missing[0]!r}; its first line is {lines[0][:60]!r}",
-            cause="a file without a header, or with other columns",
             hint=f"a first line with {', '.join(wanted)}, separated by tabs",
         )
     for number, line in enumerate(lines[1:], 2):
@@ -197,7 +192,6 @@ def _from_hub(task: Task, split: str) -> Examples:
     except (OSError, ValueError, RuntimeError) as error:
         raise KflatsError(
             f"{where} gives no split {name!r}: {first_line(error)[:160]}",
-            cause="no network, or no such split",
             hint="another split, or a local folder: task_data=FOLDER",
         ) from error
     first = list(rows[hub.columns[0]])
@@ -235,7 +229,7 @@ class Feature:
 
 def task_batches(
     task: str | Task,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     split: str = "train",
     batch: int = 16,
     max_length: int = 128,
@@ -271,7 +265,7 @@ def task_batches(
 
 def features(
     examples: Examples,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_length: int = 128,
     *,
     limit: int | None = None,
@@ -289,7 +283,6 @@ def features(
     if max_length < 2 or (limit is not None and limit < 1):
         raise KflatsError(
             f"max_length={max_length}, limit={limit} is not supported",
-            cause="nothing would be left of the examples",
             hint="max_length of 2 or more, limit of 1 or more",
         )
     order = tuple(range(len(task.labels) or 1)) if model is None else check_head(model, task)
@@ -297,7 +290,6 @@ def features(
     if config is not None and task.kind in ("classification", "regression") and config.pad_token_id is None:
         raise KflatsError(
             f"the task {task.name!r} is not supported with a model whose config has no pad_token_id",
-            cause="the model's head cannot find the end of a text without it",
             hint="add pad_token_id to the model's config.json",
         )
     if task.kind == "language":
@@ -316,7 +308,7 @@ def features(
 
 
 def text_features(
-    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, max_length: int = 128, model: nn.Module | None = None
+    texts: Sequence[str], tokenizer: Tokenizer, max_length: int = 128, model: nn.Module | None = None
 ) -> list[Feature]:
     """Texts without labels, for the distillation of an encoder without a task head."""
     if not texts:
@@ -377,7 +369,7 @@ def _rows(encoded: Any) -> list[dict[str, list[int]]]:
 def _token_features(
     examples: Examples,
     picked: list[int],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_length: int,
     order: tuple[int, ...],
     model: nn.Module | None,
@@ -386,7 +378,6 @@ def _token_features(
     if not getattr(tokenizer, "is_fast", False):
         raise KflatsError(
             f"the task {examples.task.name!r} is not supported with a slow tokenizer",
-            cause="a slow tokenizer does not say which word a token belongs to",
             hint="a fast tokenizer (tokenizer.json)",
         )
     words_of = [examples.inputs[i] for i in picked]
@@ -403,9 +394,7 @@ def _token_features(
     return rows
 
 
-def _blocks(
-    examples: Examples, tokenizer: PreTrainedTokenizerBase, max_length: int, model: nn.Module | None
-) -> list[Feature]:
+def _blocks(examples: Examples, tokenizer: Tokenizer, max_length: int, model: nn.Module | None) -> list[Feature]:
     """The split as one text, cut into blocks without special tokens. A block of one token has nothing to predict."""
     text = "\n".join(paragraph for (paragraph,) in examples.inputs)
     ids = list(tokenizer(text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, share, size, table, visible
 from kflats.common.release import needed
-from kflats.common.texts import IGNORED, pad_id, token_limit
+from kflats.common.texts import IGNORED, Tokenizer, pad_id, token_limit
 from kflats.evaluation.latency import Latency, take_turns
 from kflats.evaluation.outputs import load_tokenizer, memory_bytes, weight_file_bytes
 from kflats.evaluation.running import Batch, check_finite, device_of, encode, evaluating
@@ -33,9 +33,6 @@ from kflats.io import load_model, resolve_model
 from kflats.report.report import stored_bytes, stored_tensors
 from kflats.tasks.batches import Examples, Feature, collate, feature_batches, features, load_examples
 from kflats.tasks.task import Task, check_head, find_task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def accuracy(predicted: Sequence[int], true: Sequence[int]) -> float:
@@ -215,7 +212,7 @@ class TaskReport:
 
 def score(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     task: str | Task,
     *,
     task_data: str | os.PathLike[str] | None = None,
@@ -268,7 +265,7 @@ def score(
 
 def score_features(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     examples: Examples,
     rows: Sequence[Feature],
     batch: int = 32,
@@ -404,7 +401,7 @@ def _losses(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) 
     return float(total), count
 
 
-def _costs(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Feature]) -> dict[str, Any]:
+def _costs(model: nn.Module, tokenizer: Tokenizer, rows: Sequence[Feature]) -> dict[str, Any]:
     inputs = _timed_batch(model, tokenizer, rows)
     with evaluating(model), torch.inference_mode():
         (latency,) = take_turns({"model": partial(model, **inputs)}, _TURNS, device=device_of(model))
@@ -412,7 +409,7 @@ def _costs(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Sequence[
     return {"latency_ms": latency.ms, "flops": count_flops(model, inputs), "batch": examples, "tokens": tokens}
 
 
-def _timed_batch(model: nn.Module, tokenizer: PreTrainedTokenizerBase, rows: Sequence[Feature]) -> dict[str, Tensor]:
+def _timed_batch(model: nn.Module, tokenizer: Tokenizer, rows: Sequence[Feature]) -> dict[str, Tensor]:
     inputs = collate(rows[:_TIMED], pad_id(tokenizer, model), device_of(model))
     inputs.pop("labels", None)
     return inputs

@@ -165,7 +165,6 @@ def check_head(model: nn.Module, task: Task) -> tuple[int, ...]:
     if outputs != expected:
         raise KflatsError(
             f"the task {task.name!r} has {expected} labels, the head of {type(model).__name__} has {outputs}",
-            cause="a model that was fine-tuned for another task",
             hint="a model that was fine-tuned for this task, or another task",
         )
     if not task.labels:
@@ -178,7 +177,6 @@ def check_head(model: nn.Module, task: Task) -> tuple[int, ...]:
     if sorted(own) != sorted(names):
         raise KflatsError(
             f"the labels of the model, {names[:9]}, are not those of the task {task.name!r}, {list(task.labels)}",
-            cause="a model of another task, or one with names of its own",
             hint="if only the names differ, set model.config.id2label to the task's",
         )
     return tuple(names.index(name) for name in own)

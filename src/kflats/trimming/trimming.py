@@ -18,14 +18,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.common.errors import KflatsError, is_whole
-from kflats.common.texts import check_texts, required
+from kflats.common.texts import Tokenizer, check_texts, required
 from kflats.evaluation.outputs import load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import evaluating, last_hidden_state
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
@@ -33,9 +33,6 @@ from kflats.model.weights import factored_layers, is_sentence_transformer, pretr
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
 from kflats.report.report import TrimReport, resegmented, stored_bytes
 from kflats.trimming.vocabulary import Vocabulary, choose, mentioned, read, reduced
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _LISTS = (
     "suppress_tokens",
@@ -65,14 +62,14 @@ class Trimmed:
     """
 
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     kept: Tensor
     report: TrimReport
 
 
 def trim(
     model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase | None = None,
+    tokenizer: Tokenizer | None = None,
     *,
     keep: int,
     texts: Iterable[str] | None = None,
@@ -220,7 +217,7 @@ def _held(texts: Iterable[str] | None) -> Sequence[str] | None:
     return tuple(texts)
 
 
-def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _order(vocabulary: Vocabulary, counts: Tensor, tokenizer: Tokenizer) -> list[int]:
     """All ids, the commonest first; by the vocabulary's own order where counts are equal."""
     size = len(vocabulary.tokens)
     try:
@@ -238,12 +235,12 @@ def _removed(vocabulary: Vocabulary, new: dict[int, int]) -> list[str]:
     return [vocabulary.bare(row) for row in gone[:: max(1, len(gone) // _TRIED)]]
 
 
-def _vocabulary_files(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+def _vocabulary_files(tokenizer: Tokenizer) -> frozenset[str]:
     """Names of files that hold a vocabulary: ``tokenizer.json``, and those that are old beside a new one."""
     return _FORMS | set(tokenizer.vocab_files_names.values())
 
 
-def _state_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+def _state_of(tokenizer: Tokenizer) -> dict[str, Any]:
     """A fast tokenizer as its ``tokenizer.json``."""
     backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str"):
@@ -256,9 +253,7 @@ def _state_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     return state
 
 
-def _loaded(
-    tokenizer: PreTrainedTokenizerBase, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]
-) -> Any:
+def _loaded(tokenizer: Tokenizer, state: dict[str, Any], new: dict[int, int], tried: Sequence[str]) -> Any:
     """A tokenizer of the same class from the trimmed ``state``, loaded as users will load it, and tested on ``tried``.
 
     Raises:
@@ -292,13 +287,12 @@ def _loaded(
     if not same:
         raise KflatsError(
             f"{type(tokenizer).__name__} does not load the smaller vocabulary unchanged",
-            cause="the class numbers or normalises its entries in its own way",
             hint="a folder whose tokenizer_config.json names PreTrainedTokenizerFast",
         )
     return smaller
 
 
-def _use_(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+def _use_(model: nn.Module, tokenizer: Tokenizer) -> None:
     """Make ``tokenizer`` that of a SentenceTransformer; other models hold no tokenizer."""
     if not is_sentence_transformer(model):
         return
@@ -313,7 +307,7 @@ def _use_(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 @contextmanager
-def _as_it_was(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+def _as_it_was(tokenizer: Tokenizer) -> Iterator[None]:
     """Restore the truncation and padding of the backend at the end: every call of the tokenizer changes them."""
     backend = tokenizer.backend_tokenizer
     truncation, padding = backend.truncation, backend.padding
@@ -361,11 +355,7 @@ def _find_tables(model: nn.Module) -> _Tables:
     """
     parts = [part for _, part in pretrained_models(model)]
     if any(True for _ in factored_layers(model)):
-        raise KflatsError(
-            "a compressed model cannot be trimmed",
-            cause="its coordinates have no single rows",
-            hint="trim the original first, then compress",
-        )
+        raise KflatsError("a compressed model cannot be trimmed", hint="trim the original first, then compress")
     own: dict[int, Tensor] = {}
     for part in parts:
         source, head = vocabulary_end(part, "get_input_embeddings"), vocabulary_end(part, "get_output_embeddings")
@@ -379,7 +369,6 @@ def _find_tables(model: nn.Module) -> _Tables:
         raise KflatsError(
             f"the model has token tables of {', '.join(map(str, sorted(sizes)))} rows",
             cause="several vocabularies, or a head that predicts something else than tokens",
-            hint="a model with one vocabulary",
         )
     rows = sizes.pop()
     tables = tuple(own.values())
@@ -523,7 +512,6 @@ def _check_same(original: nn.Module, smaller: nn.Module, kept: Sequence[int]) ->
     if not float((before - after).abs().max()) <= tolerance * max(float(before.abs().max()), 1e-6):
         raise KflatsError(
             f"{type(part).__name__} gives other outputs after its vocabulary was cut",
-            cause="the model keeps token ids in a place that is not known here",
             hint="the original model, which is unchanged; please report this architecture",
         )
 

@@ -124,9 +124,7 @@ def choose(vocabulary: Vocabulary, required: Iterable[int], order: Iterable[int]
         kept |= vocabulary.needs(row)
     if len(kept) > keep:
         raise KflatsError(
-            f"{keep:,} entries are fewer than the {len(kept):,} that must stay",
-            cause="special and added tokens, and the single characters (or bytes) that spell the other words, stay",
-            hint=f"at least {len(kept):,} entries",
+            f"{keep:,} entries are fewer than the {len(kept):,} that must stay", hint=f"at least {len(kept):,} entries"
         )
     for row in order:
         if len(kept) == keep:
