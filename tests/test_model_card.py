@@ -110,13 +110,13 @@ LINEAR = "encoder.layer.0.attention.self.query"
             (),
             kflats.TokenFisher(),
             {"texts": MANY, "samples": 10},
-            f"40 windows, counted; {PRIOR}; 10 of 40 windows passed through the model ({FREE}); {CUT}",
+            f"40 windows, counted; {PRIOR}; 8 of 40 windows and 2 drawn ones passed through the model ({FREE}); {CUT}",
         ),
         (
             (LINEAR,),
             kflats.InputGram(),
             {"texts": MANY},
-            f"40 of 40 windows passed through the model (no gradients taken); {CUT}",
+            f"40 of 40 windows and 472 drawn ones passed through the model (no gradients taken); {CUT}",
         ),
         (
             (LINEAR,),
@@ -171,7 +171,7 @@ def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: A
 def test_best_is_told_with_all_that_it_used(tiny_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("constriction")
     kflats.compress_folder(tiny_folder, tmp_path / "b", keep="20%", method=kflats.Auto(), texts=MANY, quiet=True)
-    passed = f"40 of 40 windows passed through the model ({FREE})"
+    passed = f"40 of 40 windows and 472 drawn ones passed through the model ({FREE})"
     assert f"\nData: 40 windows, counted; {PRIOR}; {passed}; {CUT}" in (tmp_path / "b" / "README.md").read_text()
 
 

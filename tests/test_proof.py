@@ -348,7 +348,7 @@ def test_contestants_are_timed_or_say_why_not(name: str, tiny: Callable[[str], A
     text = name not in ("vit", "whisper")
     assert [one.tokens for one in timed] == ([20] * 3 + [9] * 3 if text else [0] * 6)
     assert {one.threads for one in timed} == {torch.get_num_threads()}
-    assert timed[1].ratio > 2
+    assert timed[1].ratio > timed[0].ratio == 1
     assert next(model.parameters()).dtype == torch.float32
     assert latencies([Unavailable(), TorchModel("other", model)], model, turns=1)[0] == []
 

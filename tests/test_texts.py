@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import kflats
 import kflats.evaluation.outputs
 from kflats.calibration.counting import count_tokens, zipf_prior
-from kflats.calibration.windows import FEWEST, WindowLengths, drawn_windows, windows
+from kflats.calibration.windows import FEWEST, WindowLengths, Windows, drawn_windows, filled_windows, windows
 from kflats.common import text_files
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.sentences import sentences, undo_marks, unwrapped
@@ -441,6 +441,20 @@ def test_windows_without_texts(known: float, sentences_used: bool, samples: int)
             seen[tokenizer.ids[word]] += 1
     assert float((seen / seen.sum() - prior / prior.sum()).abs().sum()) < 0.4
     assert not bool(seen[:3].any())
+
+
+@pytest.mark.parametrize(("count", "own", "package"), [(0, 0, 30), (12, 12, 18), (40, 40, 0), (300, 45, 0)])
+def test_few_texts_are_filled_up(count: int, own: int, package: int) -> None:
+    tokenizer = Vocabulary(1.0)
+    texts = tuple(f"Sentence {i} of a text." for i in range(count))
+    made = filled_windows(Windows(texts, ("held out",), texts, "a summary"), tokenizer, samples=60)
+    assert len(made.calibration) == 60
+    assert (made.drawn, made.held_out, made.counted) == (60 - own, ("held out",), texts)
+    assert len(set(made.calibration) & set(texts)) == own
+    assert sum(any(sentence in text for sentence in packaged_texts("count")) for text in made.calibration) == package
+    kept = [texts.index(text) for text in made.calibration[:own]]
+    assert kept == sorted(kept)
+    assert not kept or kept[-1] > 0.9 * count - 2
 
 
 def test_windows_without_texts_fit_into_the_model() -> None:

@@ -373,7 +373,9 @@ def data_used(decided: Decided, data: CalibrationData, *, trimmed_by_texts: bool
             samples += f", in {len(passed):,} batches,"
         else:
             kept = items if data.calibration in (None, data.texts) else "calibration texts"
-            samples = f"{statistics.samples:,} of {len(passed):,} {kept}"
+            drawn = 0 if data.windows is None or data.calibration is not None else data.windows.drawn
+            samples = f"{statistics.samples - drawn:,} of {len(passed):,} {kept}"
+            samples += f" and {drawn:,} drawn ones" if drawn else ""
         used.append(f"{samples} passed through the model ({labels})")
     if data.windows is not None and any(items in phrase for phrase in used):
         used.append(f"the windows are of {data.windows.summary}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from kflats.calibration.collect import measure
 from kflats.calibration.counting import count_tokens, text_batches, zipf_prior
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
-from kflats.calibration.windows import LENGTHS, Windows, drawn_windows, windows
+from kflats.calibration.windows import LENGTHS, Windows, drawn_windows, filled_windows, windows
 from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce
@@ -97,6 +98,9 @@ class CalibrationData:
         if not self.texts or self.tokenizer is None or self.texts == self.calibration:
             return self
         made = windows(self.texts, self.tokenizer, samples=self.samples, model=model)
+        if media_of(model) == ("input_ids",):
+            with suppress(KflatsError):  # of a vocabulary without words none can be drawn
+                made = filled_windows(made, self.tokenizer, samples=self.samples, model=model)
         announce(f"texts: {made.summary}", quiet=quiet)
         return replace(self, texts=made.counted, windows=made)
 
