@@ -98,7 +98,8 @@ class GradientGram:
         x, g = _together(wide(x[:, reached]), wide(g[:, reached]))
         positions, n, d = x.shape[1], x.shape[2], g.shape[2]
         if positions * (positions * (n + d) + n * n) < (positions + n) * n * d:
-            self._waiting.append((x.flatten(0, 1), torch.bmm(torch.bmm(g, g.mT), x).flatten(0, 1)))
+            live = torch.linalg.vector_norm(g, dim=2) != 0  # padding adds nothing
+            self._waiting.append((x[live], torch.bmm(torch.bmm(g, g.mT), x)[live]))
         else:
             rows = torch.bmm(g.mT, x).flatten(0, 1)
             self._waiting.append((rows, rows))
