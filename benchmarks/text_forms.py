@@ -3,42 +3,61 @@ sentences, plain sentences, a book and JSON lines compresses the same encoder to
 ones than no texts at all.
 
 "layers": the 36 linear layers of all-MiniLM-L6-v2 in 5,266,944 numbers, half of theirs. "8MB": the whole model.
-Nothing is fine-tuned. Judged on CoLA dev sentences and on paragraphs of WikiText-2 valid, both by the cosine to the
-original's vectors. "the same windows": the share of the windows of the first form that a form has too.
+Nothing is fine-tuned. Each line is the command line in a process of its own, on one core. Judged on CoLA dev sentences
+and on paragraphs of WikiText-2 valid, both by the cosine to the original's vectors.
 
     python benchmarks/text_forms.py --write benchmarks/results/text_forms.md
+
+``--commit`` compresses with the source tree of another commit of this repository: 513dfe5 is the last one before
+texts were measured with drawn tokens beside them, d7ec548 the last one that measured the lines of a file as they were.
 """
 
 from __future__ import annotations
 
-import gzip
 import json
+import os
 import re
+import subprocess
+import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from _common import arguments, publish, table
-from _sentences import data_folder, sentences
+from _sentences import data_folder, paragraphs, sentences
+from safetensors.torch import load_file
 
-from kflats import SVD, Auto, Recipe, Uniform, compress_folder, read_texts
-from kflats.calibration.windows import windows
 from kflats.common.sentences import sentences as split
 from kflats.common.sentences import undo_marks
 from kflats.demo import packaged_model
-from kflats.evaluation.outputs import fidelity_of, load_tokenizer
-from kflats.evaluation.running import encode
-from kflats.importance import KroneckerFisher
-from kflats.io import load_model
+from kflats.evaluation.outputs import fidelity_of
 
+ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = 5_266_944
 PARAGRAPHS = 300
+COMPRESS = "from kflats.cli.app import main; main()"
+# Mean pooling as sentence-transformers does it; whatever the tree's own functions are called.
+ENCODE = """
+import sys, json, torch, kflats
+from safetensors.torch import save_file
+from transformers import AutoModel, AutoTokenizer
+folder, texts, out = sys.argv[1:]
+tokenizer, model, vectors = AutoTokenizer.from_pretrained(folder), AutoModel.from_pretrained(folder).eval(), {}
+for name, those in json.loads(open(texts).read()).items():
+    rows = []
+    for start in range(0, len(those), 32):
+        batch = tokenizer(those[start : start + 32], padding=True, truncation=True, max_length=256, return_tensors="pt")
+        with torch.inference_mode():
+            mask, hidden = batch["attention_mask"].unsqueeze(2), model(**batch).last_hidden_state
+        rows.append(torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
+    vectors[name] = torch.cat(rows)
+save_file(vectors, out)
+"""
 
 
-def write_forms(folder: Path, lines: Sequence[str]) -> dict[str, str]:
+def write_forms(folder: Path, lines: Sequence[str]) -> dict[str, Path]:
     """Files of one text, by form."""
     plain = undo_marks(lines)[0]
     contents = {
@@ -53,48 +72,59 @@ def write_forms(folder: Path, lines: Sequence[str]) -> dict[str, str]:
     }
     for name, text in contents.values():
         (folder / name).write_text(text, encoding="utf-8")
-    return {form: str(folder / name) for form, (name, _) in contents.items()}
+    return {form: folder / name for form, (name, _) in contents.items()}
+
+
+def in_tree(tree: Path, code: str, *given: object) -> None:
+    """Run Python code with the package of a source tree, on one core."""
+    environment = {**os.environ, "PYTHONPATH": str(tree / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, given)], env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
 
 
 def main() -> None:
-    options = arguments(__doc__, only="", what="layers and 8MB")
-    source, folder = packaged_model(), data_folder()
-    if folder is None:
+    options = arguments(__doc__, only="", what="layers and 8MB", commit="")
+    source, data = packaged_model(), data_folder()
+    if data is None:
         raise SystemExit("no folder of data sets: set KFLATS_DATA")
-    original, tokenizer = load_model(source), load_tokenizer(source)
-    valid = gzip.decompress((folder / "wikitext2" / "valid.txt.gz").read_bytes()).decode().split("\n")
-    paragraphs = [text for text in undo_marks(valid)[0] if len(text.split()) >= 60][:PARAGRAPHS]
-    judged = {"sentences": sentences("cola"), "paragraphs": paragraphs}
-    before = {kind: encode(original, tokenizer, those, 32) for kind, those in judged.items()}
     lines: list[dict[str, object]] = []
-    wanted: set[str] = set()
     with tempfile.TemporaryDirectory() as place:
-        forms: dict[str, str | None] = dict(write_forms(Path(place), sentences("wikitext2")))
+        tree, judged, vectors = ROOT, Path(place) / "judged.json", Path(place) / "vectors"
+        if options.commit:
+            tree = Path(place) / "tree"
+            archive = subprocess.run(["git", "-C", ROOT, "archive", options.commit], check=True, capture_output=True)
+            tree.mkdir()
+            subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
+        judged.write_text(json.dumps({"sentences": sentences("cola"), "paragraphs": paragraphs("valid", PARAGRAPHS)}))
+        in_tree(tree, ENCODE, source, judged, vectors)
+        before = load_file(vectors)
+        forms: dict[str, Path | None] = dict(write_forms(Path(place), sentences("wikitext2")))
         for form, file in {**forms, "no texts": None}.items():
-            texts = None if file is None else read_texts(file)
-            made = set() if texts is None else set(windows(texts, tokenizer, model=original).counted)
-            wanted = wanted or made
-            same = f"{len(made & wanted) / len(wanted):.3f}" if made else ""
-            for what in ("layers", "8MB"):
+            texts = [] if file is None else ["--texts", file]
+            layers = ["--weights", "encoder.layer.*", "--method", "svd", "--keep", f"{NUMBERS} params"]
+            layers += ["--importance", "uniform" if file is None else "kronecker"]
+            kinds = {"layers": layers, "8MB": ["--weights", "all", "--method", "auto", "--size", "8MB"]}
+            for what, asked in kinds.items():
                 if options.only not in form or what not in options.what:
                     continue
-                layers: Any = Recipe(SVD(), Uniform() if texts is None else KroneckerFisher())
-                asked: dict[str, Any] = {
-                    "layers": {"keep": f"{NUMBERS} params", "method": layers, "weights": ("encoder.layer.*",)},
-                    "8MB": {"size": "8MB", "method": Auto(), "weights": ("all",)},
-                }[what]
                 out, began = Path(place) / f"{form} {what}", time.perf_counter()
-                compress_folder(source, out, texts=texts, proof=False, quiet=True, **asked)
-                took, model = time.perf_counter() - began, load_model(out)
-                line: dict[str, object] = {"what": what, "texts": form, "the same windows": same}
-                for kind, those in judged.items():
-                    near = fidelity_of(before[kind], encode(model, tokenizer, those, 32))
+                proof = [] if options.commit == "d7ec548" else ["--no-proof"]
+                in_tree(tree, COMPRESS, "compress", source, *asked, *texts, "--out", out, "--quiet", *proof)
+                took = time.perf_counter() - began
+                in_tree(tree, ENCODE, out, judged, vectors)
+                line: dict[str, object] = {"what": what, "texts": form}
+                for kind, those in load_file(vectors).items():
+                    near = fidelity_of(before[kind], those)
                     line[f"{kind}: mean cosine"] = f"{near.mean_cosine:.4f}"
                     line[f"{kind}: 5th percentile"] = f"{near.p5_cosine:.4f}"
                 lines.append(line | {"time": f"{took:.0f} s"})
                 print(lines[-1], flush=True)
     lines.sort(key=lambda line: line["what"] != "layers")
-    publish("The same encoder from several forms of one text", table(lines), options)
+    tree_name = f" (commit {options.commit})" if options.commit else ""
+    publish(f"The same encoder from several forms of one text{tree_name}", table(lines), options)
 
 
 if __name__ == "__main__":

@@ -12,9 +12,9 @@ import kflats
 from kflats import SVD, Auto, Flats, KroneckerFisher, Recipe, TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
-from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.decide import decide, plan
-from kflats.planning.selection import token_embedding
+from kflats.planning.selection import select, token_embedding
 from kflats.recipe.budget import parse_budget
 from kflats.recipe.recipe import Plan
 
@@ -63,6 +63,14 @@ def test_auto_measures_without_texts_where_the_model_reads_text_alone(reads, tab
     assert of["embeddings.word_embeddings"] == table
     layers = {type(importance) for name, importance in of.items() if "attention" in name}
     assert layers == {KroneckerFisher if reads == "bert" else Uniform}
+
+
+@pytest.mark.parametrize(("letters", "smoothing"), [(40, 1), (400_000, 0.5)])
+def test_counts_of_few_texts_are_left_out(letters, smoothing, tiny_model, tiny_tokenizer):
+    texts = ["word1 word2 word3 word4. " * (letters // 40)] * 2
+    data = gather(texts, tiny_tokenizer, None, None, None)
+    (chosen,) = [s for s in select(tiny_model("bert"), {"all": Auto()}, data) if "word_embeddings" in s.weight.name]
+    assert chosen.recipe.importance == TokenFisher(smoothing=smoothing)
 
 
 def test_texts_without_a_tokenizer_are_not_ignored_in_silence():

@@ -171,6 +171,8 @@ def token_embedding(model: nn.Module) -> Weight:
     return max(weights, key=lambda weight: weight.nbytes)
 
 
+_FEW = 400_000
+"""Characters, about 100,000 tokens: counts of fewer say less of a vocabulary than its Zipf prior does."""
 _WORD, _PATTERN, _NAME = 0, 1, 2
 _WHY = {
     "left": "a full metric on the side of the rows couples them, and this method treats rows one by one",
@@ -221,7 +223,8 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
                 "texts are given, but no tokenizer that could count them", hint="tokenizer=..., or Uniform()"
             )
         if chooser is not None and data.tokenizer is not None and _measures(model, weight, data):
-            return Recipe(chooser, TokenFisher() if data.counts else TokenFisher(smoothing=1))
+            few = sum(map(len, data.texts or ())) < _FEW
+            return Recipe(chooser, TokenFisher(smoothing=1) if few else TokenFisher())
         prior = Uniform() if data.tokenizer is None else ZipfPrior()
         return Recipe(chooser or Flats(), TokenCounts() if data.counts else prior)
     if chooser is not None and (data.measurable or data.draws(model)):
