@@ -22,6 +22,7 @@ from kflats.common.errors import KflatsError
 from kflats.evaluation.running import (
     Batch,
     BatchValue,
+    ModelOutput,
     batch_size,
     decoder_positions,
     device_of,
@@ -85,7 +86,7 @@ def entering(args: tuple[Tensor, ...], kwargs: Mapping[str, Tensor]) -> Tensor:
 
 
 def find_layouts(
-    model: nn.Module, weights: Sequence[Weight], batch: Batch, forward: Callable[[dict[str, BatchValue]], object]
+    model: nn.Module, weights: Sequence[Weight], batch: Batch, forward: Callable[[dict[str, BatchValue]], ModelOutput]
 ) -> dict[int, Layout]:
     """The layout of each layer's input, by module id, found by running the model on two samples and on three.
 
@@ -141,7 +142,7 @@ def inputs_repeated(modules: Iterable[nn.Module], samples: Callable[[], int]) ->
 
 
 def _same_when_repeated(
-    modules: Iterable[nn.Module], batch: Batch, forward: Callable[[dict[str, BatchValue]], object]
+    modules: Iterable[nn.Module], batch: Batch, forward: Callable[[dict[str, BatchValue]], ModelOutput]
 ) -> bool:
     """Whether the losses of two samples stay as they are."""
     with torch.enable_grad():

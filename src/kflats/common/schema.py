@@ -25,7 +25,7 @@ _NAMES: dict[object, str] = {int: "a whole number", float: "a finite number", st
 
 def decode(
     kind: Any,
-    data: object,
+    data: Json,
     where: str,
     *,
     signed: frozenset[str] = frozenset(),
@@ -86,7 +86,7 @@ def checked_form(data: Json, form: str, newest: int, what: str, where: str = "it
     return {name: value for name, value in data.items() if name not in ("format", "version")}
 
 
-def check_version(version: object, newest: int, what: str) -> None:
+def check_version(version: Json, newest: int, what: str) -> None:
     """Refuse a version that is not one of 1 to ``newest``; ``what`` has it, for the message.
 
     >>> check_version(2, 1, "plans")
@@ -111,7 +111,7 @@ class _Decoder:
     signed: frozenset[str]
     kinds: Callable[[str], type] | None
 
-    def value(self, kind: Any, data: object, where: str) -> Any:
+    def value(self, kind: Any, data: Json, where: str) -> Any:
         origin, inner = get_origin(kind), get_args(kind)
         if kind is object or (data is None and NoneType in inner):
             return data
@@ -131,7 +131,7 @@ class _Decoder:
             return self._record(kind, data, where)
         return self._named(inner or (kind,), data, where)
 
-    def _tuple(self, inner: tuple[Any, ...], data: object, where: str) -> tuple[Any, ...]:
+    def _tuple(self, inner: tuple[Any, ...], data: Json, where: str) -> tuple[Any, ...]:
         if not isinstance(data, list | tuple):
             raise _wrong(where, "a list", data)
         kinds = [inner[0]] * len(data) if inner[-1] is Ellipsis else list(inner)
@@ -139,13 +139,13 @@ class _Decoder:
             raise _wrong(where, f"a list of {len(kinds)}", data)
         return tuple(self.value(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(kinds, data, strict=True)))
 
-    def _dict(self, kind: Any, data: object, where: str) -> dict[str, Any]:
+    def _dict(self, kind: Any, data: Json, where: str) -> dict[str, Any]:
         records = dataclasses.is_dataclass(kind)
         if not isinstance(data, dict) or not (records or isinstance(data.get("type"), str)):
             raise _wrong(where, "an object" if records else 'an object with a "type"', data)
         return {k: self._record(kind, v, f"{where}.{k:.80}") for k, v in data.items()} if records else dict(data)
 
-    def _scalar(self, kind: type, data: object, where: str) -> object:
+    def _scalar(self, kind: type, data: Json, where: str) -> object:
         if isinstance(data, bool) is (kind is bool):
             if kind is float and isinstance(data, int | float) and abs(data) <= _LARGEST:
                 return float(data)
@@ -155,7 +155,7 @@ class _Decoder:
                 return data
         raise _wrong(where, _NAMES[kind], data)
 
-    def _record(self, kind: type, data: object, where: str) -> Any:
+    def _record(self, kind: type, data: Json, where: str) -> Any:
         if not isinstance(data, dict):
             raise _wrong(where, "an object", data)
         fields = {f.name: f for f in dataclasses.fields(kind) if f.init}
@@ -170,7 +170,7 @@ class _Decoder:
         hints = get_type_hints(kind)
         return kind(**{name: self.value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
-    def _named(self, members: tuple[Any, ...], data: object, where: str) -> Any:
+    def _named(self, members: tuple[Any, ...], data: Json, where: str) -> Any:
         """The record whose class ``data`` names by its "type"."""
         name = data.get("type") if isinstance(data, dict) else None
         if not isinstance(data, dict) or not isinstance(name, str):
@@ -183,5 +183,5 @@ class _Decoder:
         return value
 
 
-def _wrong(where: str, expected: str, data: object) -> KflatsError:
+def _wrong(where: str, expected: str, data: Json) -> KflatsError:
     return KflatsError(f"{where} should be {expected}, found {str(data)[:60]!r}", cause="a damaged or hand-edited file")

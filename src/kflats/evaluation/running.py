@@ -25,6 +25,9 @@ BatchValue: TypeAlias = Tensor | bool | int | float | str | None
 Batch: TypeAlias = Mapping[str, BatchValue]
 """The keyword arguments of ``model(**batch)``: tensors of its samples, and settings that hold for all samples."""
 
+ModelOutput: TypeAlias = object
+"""What a model gives: a tensor, a mapping of tensors, or a value that has them as attributes."""
+
 MAX_TOKENS = 256
 """Tokens of one text: enough for sentences and paragraphs."""
 _MARKS = ("Ġ", "▁")  # how byte-level BPE and SentencePiece write the blank before a word
@@ -203,7 +206,7 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, BatchValue]:
     return {**batch, **{key: t.float() if t.dtype == torch.float16 else t for key, t in tensors.items()}}
 
 
-def run(model: nn.Module, batch: Batch) -> object:
+def run(model: nn.Module, batch: Batch) -> ModelOutput:
     """``model(**batch)`` without computing the model's own loss: labels serve only to feed a decoder."""
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     if is_sentence_transformer(model):
@@ -220,7 +223,7 @@ def run(model: nn.Module, batch: Batch) -> object:
     return model(**inputs)
 
 
-def task_output(output: object) -> Tensor | None:
+def task_output(output: ModelOutput) -> Tensor | None:
     """The logits in a model's output, or None; an output that is one tensor counts as logits."""
     if isinstance(output, Tensor):
         return output
@@ -228,11 +231,11 @@ def task_output(output: object) -> Tensor | None:
     return logits if isinstance(logits, Tensor) else None
 
 
-def _entry(output: object, name: str) -> object:
+def _entry(output: ModelOutput, name: str) -> ModelOutput:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
-def pooled(model: nn.Module, batch: Batch, output: object) -> Tensor:
+def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
     """(B, d) the model's own sentence embeddings, or the means of its last hidden states over the text's tokens.
 
     ``output`` is the model's output; None: the model runs here, without its task head.
@@ -290,7 +293,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
     return bool(flag) and "decoder_input_ids" in inspect.signature(model.forward).parameters
 
 
-def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> object:
+def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> ModelOutput:
     try:
         return model(**inputs)  # BART's classifier reads the text once more
     except ValueError as error:

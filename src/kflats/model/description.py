@@ -23,7 +23,7 @@ from torch import nn
 
 from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
 from kflats.common.errors import KflatsError
-from kflats.common.schema import JsonObject, check_version, decode
+from kflats.common.schema import Json, JsonObject, check_version, decode
 from kflats.matrices.layers import CONVOLVED, FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
 from kflats.model.swap import swap_, untied_places
@@ -162,7 +162,7 @@ class Description:
         return dtype if module.dtype == self.dtype else _dtype(module.dtype)
 
 
-def read_description(data: object) -> Description:
+def read_description(data: Json) -> Description:
     """A ``Description`` from parsed JSON; nothing is allocated and every size is checked.
 
     Raises:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -21,7 +21,7 @@ from kflats.codecs import CODECS, Codec, Float, check_codec
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
 from kflats.common.registry import Registry
-from kflats.common.schema import JsonObject, decode, read_json
+from kflats.common.schema import Json, JsonObject, decode, read_json
 from kflats.importance import IMPORTANCES, Importance, Uniform, check_importance
 from kflats.io.atomic import replaced
 from kflats.methods import METHODS, Factored, Method, Problem, check_method
@@ -124,20 +124,24 @@ def as_recipe(value: Recipe | Method) -> Recipe:
     return value if isinstance(value, Recipe) else Recipe(value)
 
 
-def to_json(value: object) -> JsonObject:
+def to_json(value: Recipe | Method | Importance | Codec) -> JsonObject:
     """A recipe, or one of its parts and theirs, as ``{"type": ..., field: ...}``.
 
     >>> to_json(Float("float16"))
     {'type': 'Float', 'dtype': 'float16'}
     """
-    fields = dataclasses.fields(value)  # type: ignore[arg-type]
-    inner = {field.name: getattr(value, field.name) for field in fields}
-    return {"type": type(value).__name__} | {
-        name: to_json(part) if dataclasses.is_dataclass(part) else part for name, part in inner.items()
-    }
+    data: JsonObject = {"type": type(value).__name__}
+    for field in _fields(value):
+        part: Any = getattr(value, field.name)
+        data[field.name] = to_json(part) if dataclasses.is_dataclass(type(part)) else part
+    return data
 
 
-def brief(value: object) -> str:
+def _fields(value: Any) -> tuple[dataclasses.Field[Any], ...]:
+    return dataclasses.fields(value)
+
+
+def brief(value: Recipe | Method | Importance | Codec) -> str:
     """A value as the call that makes it, with its first field and those that are not at their default.
 
     >>> from kflats.importance import TokenCounts
@@ -150,13 +154,13 @@ def brief(value: object) -> str:
         return ", ".join([brief(value.method), brief(value.importance), brief(value.codec), *side])
     shown = [
         f"{field.name}={getattr(value, field.name)!r}"
-        for place, field in enumerate(dataclasses.fields(value))  # type: ignore[arg-type]
+        for place, field in enumerate(_fields(value))
         if place == 0 or getattr(value, field.name) != field.default
     ]
     return f"{type(value).__name__}({', '.join(shown)})"
 
 
-def from_json(data: object) -> Recipe | Method | Importance | Codec:
+def from_json(data: Json) -> Recipe | Method | Importance | Codec:
     """The recipe, or the value of one axis, that ``to_json`` wrote; absent fields take their defaults.
 
     Raises:
