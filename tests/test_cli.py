@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Projections, SampledLabels, describe
-from kflats.cli import commands
+from kflats.cli import app as commands
 from kflats.cli.app import app
 from kflats.cli.options import RecipeOptions, hush, only_own_words, recipe_of
 from kflats.common.errors import KflatsError, KflatsWarning

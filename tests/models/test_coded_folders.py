@@ -126,7 +126,7 @@ def test_it_saves_again_trains_and_becomes_dense(original: Any, folder: Path, tm
 def test_a_vocabulary_shrinks_and_does_not_grow(folder: Path, tmp_path: Path) -> None:
     loaded = AutoModelForMaskedLM.from_pretrained(folder)
     before = run(loaded)
-    with pytest.raises(KflatsError, match="codes are constants"):
+    with pytest.raises(KflatsError, match="cannot grow to"):
         loaded.resize_token_embeddings(230)
     assert torch.equal(run(loaded), before)
     loaded.resize_token_embeddings(160)

@@ -335,11 +335,7 @@ def _labels_of(batch: Batch) -> Tensor:
 def _logits_of(logits: Tensor | None, model: nn.Module) -> Tensor:
     """``logits``; raises KflatsError if the model gave none, or of another number of axes."""
     if logits is None:
-        raise KflatsError(
-            f"{type(model).__name__} gives no logits",
-            cause="a base model without a task head, or a head of another form (question answering)",
-            hint="Projections(), which needs no head",
-        )
+        raise KflatsError(f"{type(model).__name__} gives no logits", hint="Projections(), which needs no head")
     if logits.ndim not in (2, 3):
         raise KflatsError(
             f"logits of shape {tuple(logits.shape)} are of no task that kflats knows",

@@ -1,11 +1,15 @@
 """The command line: each command parses, calls one function, and prints.
 
+What a command calls is imported after its arguments are checked: the import of torch takes seconds.
+
 Exit codes: 0 done; 2 the request cannot be carried out (the message says why and what to try);
 130 interrupted. Any other failure is a defect and shows its traceback.
 """
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -13,11 +17,373 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
-from kflats.cli import commands
-from kflats.cli.options import only_own_words
+from kflats.cli.options import (
+    LARGEST_SEED,
+    TEXT_FILES,
+    BudgetOptions,
+    DataOptions,
+    ExampleOptions,
+    Folder,
+    Force,
+    Model,
+    Quiet,
+    RecipeOptions,
+    TaskData,
+    TrainingOptions,
+    check_recipe,
+    given_options,
+    only_own_words,
+    recipe_of,
+    texts_of,
+    with_options,
+)
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import visible
+from kflats.common.formatting import plain, share, size, table, visible
 from kflats.common.release import version
+from kflats.io.atomic import check_file, check_folder
+from kflats.io.sources import local_model
+from kflats.tasks.task import find_task
+
+_TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
+Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed model: a folder or a hub name.")]
+
+
+def inspect(model: Model) -> None:
+    """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
+    local_model(model)
+    from kflats.evaluation.outputs import weight_file_bytes
+    from kflats.io.saving import load_model
+    from kflats.io.sources import resolve_model
+    from kflats.model.weights import factored_layers, find_weights
+
+    quiet_transformers()
+    folder = resolve_model(model)
+    loaded = load_model(folder)
+    total = weight_file_bytes(folder)
+    weights = find_weights(loaded)
+    rows = [
+        [
+            w.name + "".join(f" = {place.name}" for place in w.places[1:]),
+            w.places[0].role,
+            " x ".join(map(str, w.shape)),
+            w.dtype,
+            size(w.nbytes),
+            share(w.nbytes, total),
+        ]
+        for w in weights
+    ]
+    together = sum(w.nbytes for w in weights)
+    shown = table(
+        ["weight (= tied names)", "role", "shape", "type", "bytes", "share"],
+        rows,
+        left=2,
+        totals=[
+            ["all of these", "", "", "", size(together), share(together, total)],
+            ["whole model (weight files)", "", "", "", size(total), share(total, total)],
+        ],
+    )
+    console = Console()
+    # A table fits the width of a terminal; elsewhere its lines are not folded.
+    console.print(shown) if console.is_terminal else typer.echo(plain(shown))
+    for name, layer in factored_layers(loaded):
+        if layer.owns_matrix:
+            n, d = layer.matrix.shape
+            typer.echo(
+                f"compressed already: {visible(name)}, {n} x {d}, {layer.matrix.kind}, {size(layer.matrix.nbytes)}"
+            )
+
+
+@with_options
+def plan(
+    model: Model,
+    out: Annotated[Path, typer.Option(metavar="plan.json", help="The plan file to write.")],
+    budget: BudgetOptions,
+    recipe: RecipeOptions,
+    data: DataOptions,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Decide the method and the bytes of each weight, and write them as JSON to review, edit and run later."""
+    check_file(out, force, _is_plan)
+    budget.check_size()
+    check_recipe(recipe, counted=data.texts is not None)
+    local_model(model)
+    read = data.read()
+    from kflats.compress.pipeline import plan_folder
+
+    quiet_transformers()
+    decided = plan_folder(model, quiet=quiet, **read, **_chosen(budget, recipe, data))
+    check_file(out, force, _is_plan)
+    decided.save(out)
+    if not quiet:
+        typer.echo(f"{decided}\n\nplan: {out}")
+
+
+@with_options
+def compress(
+    model: Model,
+    out: Folder,
+    budget: BudgetOptions,
+    recipe: RecipeOptions,
+    data: DataOptions,
+    plan: Annotated[
+        Path | None,
+        typer.Option(metavar="plan.json", exists=True, dir_okay=False, help="Carry out this plan of kflats plan."),
+    ] = None,
+    trim: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="First keep only the N commonest tokens, counted in --texts.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
+    eval_texts: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="Texts to compare outputs on at the end. Default: held-out texts, or kflats' own."
+        ),
+    ] = None,
+    no_proof: Annotated[
+        bool, typer.Option("--no-proof", help="Do not compare outputs, memory and times with the original's.")
+    ] = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
+    if plan is None:
+        budget.check()
+        check_recipe(recipe, counted=data.texts is not None)
+    elif extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
+        raise KflatsError(
+            f"--plan cannot be used with {', '.join(extra)}",
+            hint="leave the option out, or make another plan: kflats plan",
+        )
+    _check_places(out, force, model)
+    read = data.read() | {"proof": not no_proof, "eval_texts": texts_of(eval_texts)}
+    from kflats.compress.pipeline import compress_folder
+    from kflats.recipe.recipe import Plan
+
+    if plan is None:
+        read |= _chosen(budget, recipe, data) | {"quality": budget.quality}
+    else:
+        read |= {"plan": Plan.load(plan), "keep": budget.keep, "size": budget.size}
+    quiet_transformers()
+    report = compress_folder(model, out, trim=trim, seed=seed, force=force, quiet=quiet, **read)
+    if not quiet:
+        typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
+
+
+def _chosen(budget: BudgetOptions, recipe: RecipeOptions, data: DataOptions) -> dict[str, Any]:
+    """The recipe, the weights and the budget, as arguments of ``compress_folder`` and ``plan_folder``."""
+    method = recipe_of(
+        recipe,
+        counted=data.texts is not None,
+        measured=data.task is not None or data.statistics is not None,
+        tokens=budget.tokens,
+        whole_file=budget.keep is None,
+    )
+    names = budget.names(chosen=recipe == RecipeOptions() or recipe.is_auto)
+    chosen = {"method": method, "weights": names, "allocation": budget.allocation or "auto"}
+    return chosen | {"keep": budget.keep, "size": budget.size}
+
+
+def trim(
+    model: Model,
+    keep: Annotated[int, typer.Option(metavar="N", min=1, help="Entries of the new vocabulary, special ones too.")],
+    out: Folder,
+    texts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=f"Texts whose tokens are counted: {TEXT_FILES}.")
+    ] = None,
+    eval_texts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Texts that the report is measured on. Default: --texts.")
+    ] = None,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Keep the N commonest tokens of a vocabulary, in the model and its tokenizer; removed words become pieces."""
+    _check_places(out, force, model)
+    counted, evaluated = texts_of(texts), texts_of(eval_texts)
+    from kflats.trimming.trimming import trim_folder
+
+    quiet_transformers()
+    report = trim_folder(model, out, keep=keep, texts=counted, eval_texts=evaluated, force=force)
+    if not quiet:
+        typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out})")
+
+
+def compare(
+    original: Annotated[str, typer.Argument(metavar="ORIGINAL", help="The original: a folder or a hub name.")],
+    compressed: Annotated[Path, typer.Argument(metavar="DIR", help="The compressed model's folder.")],
+    texts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"Texts to compare on: {TEXT_FILES}. Default: kflats' own sentences."),
+    ] = None,
+    card: Annotated[
+        bool, typer.Option("--card", help="Write the figures into the model card and the report of DIR too.")
+    ] = False,
+) -> None:
+    """Compare two models: outputs, sizes, memory and times."""
+    data = texts_of(texts)
+    if not compressed.is_dir():
+        raise KflatsError(f"there is no folder {compressed}", hint="a folder that kflats compress wrote")
+    local_model(original)
+    from kflats.evaluation.proof import compare as compare_folders
+
+    quiet_transformers()
+    proof = compare_folders(original, compressed, data, quiet=False)
+    typer.echo(f"original:   {visible(original)}\ncompressed: {visible(str(compressed))}\n\n{proof}")
+    if card:
+        from kflats.report.model_card import note_proof
+
+        typer.echo(f"\ncard: {note_proof(compressed, proof)}")
+
+
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that kflats compress wrote.")],
+    out: Annotated[Path | None, typer.Option(metavar="FOLDER", help="Default: DIR/report.")] = None,
+) -> None:
+    """Draw the report of a compression: one HTML file that needs no other file, and its pictures as PNG."""
+    from kflats.report.html import render
+    from kflats.report.report import Report
+
+    loaded = Report.load(folder)
+    page = render(loaded, out or (folder if folder.is_dir() else folder.parent) / "report")
+    typer.echo(str(page))
+
+
+@with_options
+def evaluate(
+    model: Compressed,
+    task: Annotated[str, typer.Option(help=_TASKS)],
+    examples: ExampleOptions,
+    task_data: TaskData = None,
+    original: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Score this model too, beside the compressed one.")
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split: a file's name without .tsv.gz.")] = "dev",
+) -> None:
+    """Score a model on a task, with its size, memory, latency and operations; beside the original's if it is given."""
+    find_task(task)
+    for name in (model, original):
+        if name is not None:
+            local_model(name)
+    from kflats.tasks.scoring import evaluate_folder
+
+    quiet_transformers()
+    scores = evaluate_folder(model, task, original=original, task_data=task_data, split=split, **asdict(examples))
+    typer.echo(str(scores))
+
+
+@with_options
+def recover(
+    model: Compressed,
+    out: Folder,
+    training: TrainingOptions,
+    examples: ExampleOptions,
+    task: Annotated[str | None, typer.Option(help=_TASKS)] = None,
+    task_data: TaskData = None,
+    teacher: Annotated[
+        str | None, typer.Option(metavar="ORIGINAL", help="Train towards this model's outputs too.")
+    ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help=f"With --teacher: texts to learn from in place of a task: {TEXT_FILES}."),
+    ] = None,
+    split: Annotated[str, typer.Option(help="The split to learn from.")] = "train",
+    eval_split: Annotated[str, typer.Option(help="The split whose score decides which epoch is kept.")] = "dev",
+    quiet: Quiet = False,
+    force: Force = False,
+) -> None:
+    """Train a compressed model on its task, towards the original, or both. Interrupted, the same command resumes."""
+    if texts is not None and (task_data is not None or examples.limit is not None):
+        raise KflatsError(
+            "--task-data and --limit are not supported with --texts", hint="leave them out, or --task NAME"
+        )
+    chosen = {**asdict(training), **asdict(examples)}
+    if task is None:
+        del chosen["limit"]
+    else:
+        chosen |= {"task_data": task_data, "split": split, "eval_split": eval_split}
+        find_task(task)
+    _check_places(out, force, model, *([] if teacher is None else [teacher]))
+    learnt = texts_of(texts)
+    from kflats.recover.recover import recover_folder
+
+    quiet_transformers()
+    recovery = recover_folder(model, out, task, texts=learnt, teacher=teacher, force=force, quiet=quiet, **chosen)
+    if not quiet:
+        typer.echo(f"{recovery}\n\nmodel: {out}")
+
+
+def export(
+    model: Model,
+    out: Annotated[
+        Path, typer.Option(metavar="PATH", help="The folder to write with --dense; the file model.onnx with --onnx.")
+    ],
+    dense: Annotated[
+        bool, typer.Option("--dense", help="Write an ordinary checkpoint, which loads without kflats.")
+    ] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write one ONNX file, checked with onnxruntime.")] = False,
+    pooled: Annotated[
+        bool,
+        typer.Option("--pooled", help="With --onnx: the outputs are sentence vectors, as of sentence-transformers."),
+    ] = False,
+    drop_biases: Annotated[
+        bool, typer.Option("--drop-biases", help="With --dense: leave out biases that compression added.")
+    ] = False,
+    force: Force = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a model for programs without kflats: a checkpoint with dense weights, or an ONNX file."""
+    if dense == onnx:
+        raise KflatsError("give one of --dense and --onnx", hint="--dense --out DIR, or --onnx --out model.onnx")
+    if pooled and dense:
+        raise KflatsError("--pooled is not supported with --dense", hint="--onnx, or leave --pooled out")
+    if drop_biases and onnx:
+        raise KflatsError("--drop-biases is not supported with --onnx", hint="--dense, or leave --drop-biases out")
+    written: object
+    if dense:
+        _check_places(out, force, model)
+        from kflats.export.dense import export_dense
+
+        quiet_transformers()
+        written = export_dense(model, out, drop_biases=drop_biases, force=force)
+    else:
+        local_model(model)
+        from kflats.export.onnx import export_onnx
+
+        quiet_transformers()
+        written = export_onnx(model, out, pooled=pooled, force=force)
+    if not quiet:
+        typer.echo(str(written))
+
+
+def demo(out: Folder = Path("demo-out"), quiet: Quiet = False, force: Force = False) -> None:
+    """Compress the small real model of the extra 'demo', compare it, and draw the report. Needs no network."""
+    check_folder(out, force)
+    from kflats.demo import demo as run_demo
+
+    quiet_transformers()
+    run_demo(out, force=force, quiet=quiet, show=(lambda text: None) if quiet else typer.echo)
+
+
+def _check_places(out: Path, force: bool, *models: str) -> None:
+    """Refuse, before anything is loaded, folders without a model, and a new folder that cannot be written."""
+    check_folder(out, force, [folder for model in models if (folder := local_model(model)) is not None])
+
+
+def _is_plan(path: Path) -> bool:
+    from kflats.recipe.recipe import Plan
+
+    return Plan.is_saved_in(path)
+
+
+def quiet_transformers() -> None:
+    """Turn off the progress bars and messages of transformers: they would stand between those of kflats."""
+    try:
+        from transformers.utils import logging as untyped
+    except ImportError:
+        return
+    logging: Any = untyped
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
 
 
 def complain(message: str) -> None:
@@ -78,8 +444,8 @@ def _root(
 
 
 for command in (
-    *(commands.inspect, commands.plan, commands.compress, commands.trim, commands.compare),
-    *(commands.evaluate, commands.recover, commands.export, commands.report, commands.demo),
+    *(inspect, plan, compress, trim, compare),
+    *(evaluate, recover, export, report, demo),
 ):
     app.command()(command)
 

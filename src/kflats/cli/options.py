@@ -339,10 +339,7 @@ class DataOptions:
             "stsb, ..."
         ),
     ] = None
-    task_data: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="The task's folder of TSV files. Default: the Hugging Face hub."),
-    ] = None
+    task_data: TaskData = None
     objective: Annotated[
         Literal["task", "logits", "pooled", "sampled"] | None,
         typer.Option(
@@ -449,9 +446,7 @@ def check_recipe(options: RecipeOptions, *, counted: bool) -> None:
             others.append(f"--importance {options.importance}")
         if others:
             raise KflatsError(
-                f"{others[0]} cannot be used with --method auto",
-                cause="each weight has the method, the codec and the importance that its data allows",
-                hint="leave the option out, or --importance uniform",
+                f"{others[0]} cannot be used with --method auto", hint="leave the option out, or --importance uniform"
             )
     if options.codec is not None:
         check_codec(options.codec)

@@ -87,7 +87,6 @@ class Codec(Protocol):
         if not isinstance(kept, torch.dtype) or not kept.is_floating_point or kept.itemsize < 2:
             raise KflatsError(
                 f"factors cannot be stored in the weight's own type, {original}",
-                cause="the weight is quantized already, or not floating point",
                 hint="a model in float32 or bfloat16, or the codec float16",
             )
         return kept

@@ -78,9 +78,7 @@ def check_known(counts: Tensor, tokenizer: Tokenizer) -> None:
     lost, known = int(counts[unknown]), int(counts.sum() - counts[special].sum())
     if lost and not known:
         raise KflatsError(
-            "the tokenizer knows no word of the texts",
-            cause="another language or script, or the tokenizer of another model",
-            hint="texts in the language of the model's training",
+            "the tokenizer knows no word of the texts", hint="texts in the language of the model's training"
         )
     if lost > known:
         warnings.warn(

@@ -83,9 +83,7 @@ def check_finite(outputs: Tensor) -> None:
     """Raises KflatsError for outputs that hold NaN or infinity."""
     if not torch.isfinite(outputs).all():
         raise KflatsError(
-            "the model's outputs are not finite",
-            cause="overflow in float16, or damaged weights",
-            hint="the model in float32, or another copy of its weights",
+            "the model's outputs are not finite", hint="the model in float32, or another copy of its weights"
         )
 
 

@@ -378,7 +378,6 @@ class CodedMatrix(Matrix):
         if n > geometry.shape[0]:
             raise KflatsError(
                 f"a coded table of {geometry.shape[0]} rows cannot grow to {n}",
-                cause="new rows have to be trained, and codes are constants",
                 hint="resize the original model, then compress it",
             )
         kept = {name: value.detach().clone() for name, value in self.tensors().items()}

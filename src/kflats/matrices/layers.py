@@ -59,7 +59,6 @@ class HoldsMatrix:
     def _replicate_for_data_parallel(self) -> Any:
         raise KflatsError(
             "factored layers cannot be copied by nn.DataParallel",
-            cause="its copies hold views instead of parameters, which a shared matrix would not see",
             hint="DistributedDataParallel (torchrun), or one visible GPU",
         )
 
@@ -272,9 +271,7 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
             raise KflatsError(f"a convolution of {like.groups} groups is not supported", hint="leave this layer dense")
         if matrix.kind not in CONVOLVED:
             raise KflatsError(
-                f"a matrix of kind {matrix.kind!r} cannot be a convolution's kernel",
-                cause="its rows would be patches of the image, clustered one by one",
-                hint="the method SVD",
+                f"a matrix of kind {matrix.kind!r} cannot be a convolution's kernel", hint="the method SVD"
             )
         self.matrix_rows = matrix_rows
         self.in_channels, self.out_channels = like.in_channels, like.out_channels

@@ -200,7 +200,6 @@ class Method(Protocol):
         if fit.objective and not math.isfinite(fit.objective[-1]):
             raise KflatsError(
                 f"the error of {type(self).__name__} overflows float64",
-                cause="the p-th powers of the entries are too large",
                 hint="a smaller p, or a matrix that is divided by its largest entry",
             )
         seconds = time.perf_counter() - start

@@ -237,7 +237,6 @@ def swap_(
     if moved := [name for name, module in zip(group, old, strict=True) if hasattr(module, "_hf_hook")]:
         raise KflatsError(
             f"{moved[0]!r} is managed by accelerate, which moves its tensors while the model runs",
-            cause="the model was loaded with a device_map over several devices",
             hint="load it on one device, compress, save, and then load the small model with that device_map",
         )
     table = cast(nn.Parameter, old[0]._parameters["weight"])

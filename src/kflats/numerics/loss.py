@@ -104,7 +104,6 @@ class _Thresholded:
             raise KflatsError(
                 f"a threshold of {self.threshold!r} is not possible",
                 cause=f"a threshold is a number between {_LEAST:g} and {1 / _LEAST:g}",
-                hint="a positive distance, or a positive number of medians",
             )
         if self.unit not in ("absolute", "median"):
             raise KflatsError(f"a threshold has no unit {self.unit!r}", hint='"absolute" or "median"')

@@ -124,11 +124,7 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
             hint='SVD(), RowFisher(), or matrix_rows="out_features", which turns a metric of rows into one of columns',
         )
     if recipe.importance.needs and not data.measurable and data.tokenizer is None:
-        raise KflatsError(
-            f"{who} of {weight.name!r} needs calibration data",
-            cause="it is measured by passing data through the model",
-            hint="texts=..., batches or statistics",
-        )
+        raise KflatsError(f"{who} of {weight.name!r} needs calibration data", hint="texts=..., batches or statistics")
 
 
 def weighting_form(recipe: Recipe, weight: Weight) -> WeightingForm:

@@ -169,7 +169,6 @@ def only(model: nn.Module, train: str) -> Iterator[list[nn.Parameter]]:
         if not matrices:
             raise KflatsError(
                 f"the model has no factored layer of which {train} could train",
-                cause="it was not compressed, or was loaded as an ordinary model",
                 hint='compress it first, or train="all"',
             )
         chosen = [p for matrix in matrices for name, p in matrix.named_parameters() if name in names]
