@@ -64,6 +64,20 @@ def int8() -> CodedMatrix:
     return from_integers([laplace(70, torch.full((8,), 20.0), gen)], None, torch.rand(70), scales="row")
 
 
+def stepped() -> CodedMatrix:
+    """Three classes of rows, and a step for each column."""
+    gen = torch.Generator().manual_seed(0)
+    labels = torch.arange(90) % 3
+    return from_integers(
+        [laplace(30, torch.linspace(8.0, 0.1, 24) / (c + 1), gen) for c in range(3)],
+        labels,
+        torch.rand(3, generator=gen),
+        contexts=(torch.arange(24) // 6).expand(3, 24).contiguous().to(torch.uint8),
+        shrink=torch.rand(4, generator=gen) / 2,
+        column_steps=torch.randint(-127, 128, (24,), generator=gen).to(torch.int8),
+    )
+
+
 MATRICES = {
     "transform": transform,
     "one class": lambda: transform((500,)),
@@ -72,6 +86,7 @@ MATRICES = {
     "zeros": lambda: transform(scale=0.0),
     "flats": flats,
     "int8": int8,
+    "column steps": stepped,
     "one row": lambda: transform((1,)),
 }
 

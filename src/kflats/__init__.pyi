@@ -1,7 +1,7 @@
 from kflats.calibration.collect import measure
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
-from kflats.codecs import Float, Integer, Transform
+from kflats.codecs import Feedback, Float, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.common.text_files import read_texts
 from kflats.compress.pipeline import compress_, compress_folder
@@ -41,6 +41,7 @@ __all__ = [
     "Auto",
     "Budget",
     "Entrywise",
+    "Feedback",
     "Flats",
     "Float",
     "Huber",

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from kflats_toys import SketchedSVD, Ternary
 
-from kflats import MESSI, SVD, Entrywise, Flats, Integer, KeepDense, KMeansSVD, RobustSVD, Subspace, Transform
+from kflats import MESSI, SVD, Entrywise, Feedback, Flats, Integer, KeepDense, KMeansSVD, RobustSVD, Subspace, Transform
 from kflats.numerics.loss import Huber, Power, Truncated
 
 METHODS: dict[str, Any] = {
@@ -58,6 +58,7 @@ CODED: list[tuple[Any, Any, float]] = [
     (SVD(), Transform(), 0.12),
     (SVD(), Transform(classes=1), 0.12),
     (Flats(k=2), Transform(), 0.14),
+    (KeepDense(), Feedback(), 0.14),
     (KeepDense(), Integer(bits=8), 0.32),
     (KeepDense(), Integer(bits=8, group=16), 0.40),
     (KeepDense(), Integer(bits=4, group=16), 0.30),
@@ -90,6 +91,7 @@ CODED: list[tuple[Any, Any, float]] = [
 QUICK_CODED = {
     (SVD(), Transform()),
     (Flats(k=2), Transform()),
+    (KeepDense(), Feedback()),
     (KeepDense(), Integer(bits=8)),
     (KeepDense(), Integer(bits=4, group=16)),
     (SVD(), Integer(bits=8)),
@@ -104,6 +106,7 @@ QUICK_CODED = {
 
 FIRST_CODED = {
     (SVD(), Transform()),
+    (KeepDense(), Feedback()),
     (Flats(k=2), Transform()),
     (KeepDense(), Integer(bits=4, group=16)),
     (SVD(), Integer(bits=8)),

@@ -70,6 +70,8 @@ def made(
     if basis == "int8":
         floats["basis"] = torch.randint(-127, 128, (axes, D), generator=gen).to(torch.int8)
         floats["basis_scale"] = wide(axes).to(dtype) / 64
+    if basis == "diagonal":
+        integers["column_steps"] = torch.randint(-20, 21, (D,), generator=gen).to(torch.int8)
     weight = (wide((len(counts) if scales == "class" else n) * groups) + 0.1).to(dtype)
     how: dict[str, Any] = {"scales": scales, "groups": groups, "flats": flats, "unit": unit}
     return from_integers(parts, labels, weight, **how, **integers, **floats)
@@ -90,6 +92,8 @@ TABLE: dict[str, Callable[..., CodedMatrix]] = {
         made, counts=(10, 30, 20), r=5, basis="int8", flats=((1, 5), (2, 3)), scales="row", groups=2
     ),
     "row scaled flats": partial(made, counts=(40, 20), r=4, basis="int8", flats=((1, 2), (1, 4)), scales="row", unit=1),
+    "column steps": partial(made, counts=(10, 30, 15, 5), basis="diagonal", unit=-1),
+    "row and column steps": partial(made, most=8, scales="row", groups=3, basis="diagonal", shifted=True),
     "bytes": partial(made, most=8, scales="row", shifted=True, level_bits=True),
     "half bytes": partial(made, counts=(30, 30), most=4, level_bits=True),
     "empty classes": partial(made, counts=(0, 50, 0, 10, 0), basis="int8"),
@@ -127,6 +131,8 @@ def definition(matrix: CodedMatrix) -> Tensor:
             rows[row] = torch.stack(numbers) if numbers else found["weight"].new_zeros(0)
     assert begin == len(data)
     table = torch.stack([rows[i] for i in range(len(labels))])
+    if "column_steps" in found:
+        return table * torch.tensor([2.0 ** (k / 8) for k in found["column_steps"].tolist()], dtype=F64).to(table)
     if "basis" not in found:
         return table
     basis = found["basis"].to(table.dtype) * found["basis_scale"][:, None]
@@ -426,6 +432,7 @@ GOOD = TABLE["transform"]().spec()
         {"scales": "column"},
         {"scales": None},
         {"basis": "identity"},
+        {"basis": "diagonal"},
         {"basis": "int4"},
         {"basis": ["int8"]},
     ],

@@ -6,11 +6,21 @@ import time
 
 import pytest
 import torch
-from table import slow
+from gaussian_bound import bound_bits
+from table import crossed, slow
+from torch import nn
 
+import kflats
+from kflats import SVD, Feedback, KeepDense, KroneckerFisher, Recipe, Transform
+from kflats.codecs import Table
+from kflats.codecs.streams import stored_bytes
 from kflats.common.errors import KflatsError
+from kflats.importance.protocol import Weighting
+from kflats.methods.matrix_error import weighted_error
+from kflats.methods.protocol import Problem
 from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
 from kflats.numerics.coding.quantizers import TRADE
+from kflats.numerics.rows import TensorRows
 
 
 def gram(size: int, seed: int, *, rank: int | None = None) -> torch.Tensor:
@@ -188,13 +198,15 @@ def test_metrics_that_are_none_are_refused(metric: torch.Tensor, said: str) -> N
 
 
 @pytest.mark.parametrize("value", [1e6, float("nan"), float("inf")])
-def test_what_cannot_be_coded_is_refused(value: float) -> None:
-    matrix = torch.ones(2, 3)
+def test_what_cannot_be_coded_is_limited_or_refused(value: float) -> None:
+    matrix, columns, how = torch.ones(2, 3), side_of(gram(3, 1), 3), Rounding.plain((2, 3))
     matrix[1, 1] = value
-    with pytest.raises(KflatsError, match=r"can be coded|NaN or infinity"):
-        round_with_feedback(
-            matrix, side_of(None, 2), side_of(gram(3, 1), 3), torch.ones(2), torch.ones(3), Rounding.plain((2, 3))
-        )
+    if value == 1e6:
+        made = round_with_feedback(matrix, side_of(None, 2), columns, torch.ones(2), torch.ones(3), how)
+        assert made.levels.abs().max() == 16383
+        return
+    with pytest.raises(KflatsError, match="NaN or infinity"):
+        round_with_feedback(matrix, side_of(None, 2), columns, torch.ones(2), torch.ones(3), how)
 
 
 @slow
@@ -205,3 +217,93 @@ def test_it_is_quick(n: int, d: int, seconds: float) -> None:
     start = time.process_time()
     round_with_feedback(matrix, rows, columns, steps_of(rows, 0.1), steps_of(columns, 1.0), how)
     assert time.process_time() - start < seconds
+
+
+# The codec --------------------------------------------------------------------------------------
+
+
+def coded(matrix: torch.Tensor, bits: float, weighting: Weighting, recipe: Recipe, dtype=torch.float32):
+    nbytes = int(bits * matrix.numel() / 8)
+    made = recipe.encode(Problem(TensorRows(matrix), nbytes, dtype.itemsize, weighting), dtype)
+    assert made.nbytes == stored_bytes(made.matrix) <= nbytes
+    return made, weighted_error(matrix, made.matrix, weighting).relative
+
+
+FEEDBACK = Recipe(KeepDense(), codec=Feedback())
+
+
+@pytest.mark.parametrize("bits", [1.5, 3.0])
+@pytest.mark.parametrize("sides", ["left", "right", "both"])
+def test_in_equal_bytes_it_loses_less_than_axes(bits: float, sides: str) -> None:
+    pytest.importorskip("constriction")
+    n, d = 160, 128
+    weighting = Weighting(left=None if sides == "right" else gram(n, 1), right=None if sides == "left" else gram(d, 2))
+    matrix = normal(n, d).float()
+    _, ours = coded(matrix, bits, weighting, FEEDBACK)
+    _, axes = coded(matrix, bits, weighting, Recipe(SVD(), codec=Transform()))
+    assert ours < 0.7 * axes
+
+
+@pytest.mark.parametrize("bits", [2.0, *(pytest.param(bits, marks=slow) for bits in (3.0, 4.0, 6.0))])
+def test_gaussian_numbers_are_near_the_bound(bits: float) -> None:
+    pytest.importorskip("constriction")
+    n, d = 512, 256
+    turn = torch.linalg.qr(normal(d, d, 1)).Q
+    spectrum = torch.logspace(0, -1, d, dtype=torch.float64)
+    weighting = Weighting(right=turn * spectrum @ turn.T)
+    made, lost = coded(normal(n, d).float(), bits, weighting, FEEDBACK)
+    used = 8 * made.nbytes / (n * d)
+    assert used - bound_bits(spectrum, lost) < 0.33
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_candidates_lose_what_they_say(dtype: torch.dtype) -> None:
+    pytest.importorskip("constriction")
+    n, d = 96, 128
+    matrix, weighting = normal(n, d).to(dtype), Weighting(left=1e-6 * gram(n, 1), right=gram(d, 2))
+    rows = TensorRows(matrix.float())
+    table = Table(rows, weighting, dtype, SVD().spectrum(rows, weighting))
+    found = sorted(Feedback().candidates(KeepDense(), table), key=lambda one: one.nbytes)
+    assert len(found) > 10
+    assert [one.error for one in found] == sorted((one.error for one in found), reverse=True)
+    for one in found[len(found) // 4 :: len(found) // 4]:
+        made = FEEDBACK.encode(Problem(rows, one.nbytes, dtype.itemsize, weighting), dtype)
+        error = weighted_error(matrix.float(), made.matrix, weighting).error
+        assert 0.75 * one.error < error < 1.2 * one.error
+    assert not list(Feedback().candidates(KeepDense(), Table(rows, Weighting(), dtype, table.spectrum)))
+
+
+@pytest.mark.parametrize(("matrix_rows", "bias"), crossed(["in_features", "out_features"], [True, False]))
+def test_a_calibrated_layer_is_coded_saved_and_loaded(matrix_rows, bias: bool, tmp_path) -> None:
+    pytest.importorskip("constriction")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48, bias=bias))
+    mixing = torch.randn(64, 64)
+    batches = [{"input": torch.randn(16, 64) @ mixing + 3.0} for _ in range(8)]
+    x, lost = batches[0]["input"], {}
+    model.requires_grad_(False)
+    expected = model(x)
+    for recipe in (FEEDBACK, Recipe(SVD(), codec=Transform())):
+        small = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48, bias=bias))
+        small.load_state_dict(model.state_dict())
+        asked = Recipe(recipe.method, KroneckerFisher(), recipe.codec, matrix_rows)
+        report = kflats.compress_(small, {"linear": asked}, keep="14%", calibration=batches, quiet=True)
+        assert report.bytes_after <= 0.14 * report.bytes_before
+        lost[recipe] = float((small(x) - expected).detach().square().mean())
+        kflats.save(small, tmp_path / type(recipe.codec).__name__)
+        fresh = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48, bias=bias))
+        kflats.load_(fresh, tmp_path / type(recipe.codec).__name__)
+        assert torch.equal(fresh(x), small(x))
+    assert lost[FEEDBACK] < 0.5 * lost[Recipe(SVD(), codec=Transform())]
+
+
+@pytest.mark.parametrize("rank", [1, 5])
+def test_few_samples_and_dead_inputs_are_coded(rank: int) -> None:
+    pytest.importorskip("constriction")
+    n, d = 64, 80
+    left, right = gram(n, 1, rank=rank), gram(d, 2, rank=rank)
+    right[7] = right[:, 7] = 0.0
+    matrix = normal(n, d).float()
+    matrix[:, 7] *= 1e4
+    _, lost = coded(matrix, 2.0, Weighting(left=left, right=right), FEEDBACK)
+    assert lost < 0.02

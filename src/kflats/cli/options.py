@@ -43,7 +43,7 @@ METHODS = ("svd", "flats", "kmeans-svd", "messi", "keep-dense", "auto", "robust-
 IMPORTANCES = ("uniform", "counts", "zipf", "token-fisher", "row-fisher", "two-sided", "input-gram", "kronecker")
 NO_DATA = ("uniform", "zipf")
 """The importances that neither count texts nor measure anything."""
-CODECS = ("float", "integer", "transform")
+CODECS = ("feedback", "float", "integer", "transform")
 TYPES = ("float32", "float16", "bfloat16")
 """The types of numbers, which stand for codecs."""
 LOSSES = ("squared", "power", "huber", "truncated")

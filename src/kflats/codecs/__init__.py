@@ -7,6 +7,7 @@ that minimise squares.
 
 from __future__ import annotations
 
+from kflats.codecs.feedback import Feedback
 from kflats.codecs.float import Float
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table, check_codec
 from kflats.codecs.row_scales import Integer, RowScaleCodec
@@ -19,6 +20,7 @@ __all__ = [
     "CODECS",
     "Candidate",
     "Codec",
+    "Feedback",
     "Float",
     "Integer",
     "RoundedRows",
@@ -32,8 +34,8 @@ __all__ = [
 
 CODECS: Registry[Codec] = Registry(
     "codec",
-    (Transform, Integer, Float),
-    {"float": Float, "integer": Integer, "transform": Transform},
+    (Transform, Feedback, Integer, Float),
+    {"feedback": Feedback, "float": Float, "integer": Integer, "transform": Transform},
 )
 """All codecs, and what the command line calls them."""
 _GROUP = "64"  # columns that share a scale at 4 bits and fewer, where none is named

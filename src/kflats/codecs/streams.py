@@ -1,6 +1,6 @@
 """Codes as files hold them: the integers of a CodedMatrix, entropy coded in blocks of rows, each with a checksum.
 
-    magic, checksum of the head, head: labels, layouts, centers, contexts, int8 basis, distributions, list of blocks
+    magic, checksum of the head, head: labels, layouts, centers, contexts, basis, distributions, list of blocks
     block after block: the integers of some rows of one class
 
 A model in memory holds fixed-rate codes, of which it can read any row. A stream is smaller, because the integers of a
@@ -220,6 +220,8 @@ def encode(matrix: CodedMatrix) -> Tensor:
         head.array(scales.unsqueeze(0))
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
             head.array(tensors["basis"][scales == k])
+    if geometry.basis == "diagonal":
+        head.array(tensors["column_steps"])
     tables = _tables_of(geometry, tensors)
     head.tables(tables)
     models = models_of(tables)
@@ -285,6 +287,8 @@ def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, T
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
             rows = (scales == k).nonzero().squeeze(1)
             tensors["basis"][rows] = head.array((len(rows), geometry.shape[1])).to(torch.int8)
+    if geometry.basis == "diagonal":
+        tensors["column_steps"] = head.array((geometry.shape[1],)).to(torch.int8)
     models = models_of(head.tables())
     for c, a, b in _blocks_of(geometry):
         coded, size, checksum = head.get("<BII")

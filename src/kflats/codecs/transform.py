@@ -103,7 +103,7 @@ class Transform(Codec):
         the bytes (D ~ 2^(-2 R)).
         """
         if float(table.spectrum[0]) > 0:
-            yield from _between(self._counted(method, table), table.numbers)
+            yield from between(self._counted(method, table), table.numbers)
 
     def _counted(self, method: Method, table: Table) -> list[Candidate]:
         size = math.sqrt(float(table.spectrum[0]) / table.numbers)
@@ -292,7 +292,7 @@ def _common_contexts(codes: Sequence[TransformCode]) -> tuple[Sequence[Tensor], 
     return shared, (sums[0] / sums[1].clamp_min(1.0)).to(torch.float32)
 
 
-def _between(measured: Sequence[Candidate], numbers: int) -> list[Candidate]:
+def between(measured: Sequence[Candidate], numbers: int) -> list[Candidate]:
     """The measured candidates, and others on the line of log errors between each two; ``numbers``: of the matrix."""
     candidates = []
     for fine, coarse in pairwise(measured):

@@ -34,6 +34,8 @@ VERSION = 1
 MAX_CLASSES = MAX_CONTEXTS = 256  # labels and contexts are bytes
 _FARTHEST_UNIT = 300  # of what float64 can hold, products included
 _DAMAGED = "a damaged or hand-edited file"
+STEPS_AN_OCTAVE = 8
+"""Column steps are 2^(k / 8) for whole k: half an eighth of an octave off costs .001 bits a number."""
 INTEGERS = {
     "codes": torch.uint8,
     "labels": torch.uint8,
@@ -42,6 +44,7 @@ INTEGERS = {
     "centers": torch.int16,
     "contexts": torch.uint8,
     "basis": torch.int8,
+    "column_steps": torch.int8,
 }
 """Types of the stored integers."""
 
@@ -52,12 +55,12 @@ class CodedGeometry:
 
     Args:
         shape: (n, d).
-        rank: r, the number of integers of a row; d where the basis is the identity.
+        rank: r, the number of integers of a row; d where the basis is the identity or diagonal.
         classes: (rows, bytes a row) of each class.
         contexts: how many distributions the integers of columns follow.
         scales: "class" or "row": ``weight`` holds scales of each class or of each row.
         groups: how many scales a class or row has; each serves ceil(r / groups) columns, the last one the rest.
-        basis: "int8", or "identity" (none is stored).
+        basis: "int8", "identity" (none is stored), or "diagonal" (a step for each column).
         flats: (classes, rank) of each flat, in order: the first flat has the first classes and the first rows of the
             basis, and so on; ``rank`` is then the largest. Empty where all classes share one basis.
         unit: all numbers of the matrix are 2^unit times those of the tensors, so that half precision holds the scales
@@ -90,9 +93,9 @@ class CodedGeometry:
             problem = f"{len(self.classes)} classes, not 1..{MAX_CLASSES}"
         elif rows != n or any(rows < 0 for rows, _ in self.classes):
             problem = f"classes hold {rows} rows of {n}"
-        elif self.scales not in ("class", "row") or self.basis not in ("int8", "identity"):
+        elif self.scales not in ("class", "row") or self.basis not in ("int8", "identity", "diagonal"):
             problem = f"scales {self.scales!r}, basis {self.basis!r}"
-        elif not 0 <= self.rank <= d or (self.basis == "identity" and (self.rank != d or self.flats)):
+        elif not 0 <= self.rank <= d or (self.basis != "int8" and (self.rank != d or self.flats)):
             problem = f"{self.rank} integers a row of {d} columns"
         elif any(not 0 <= row_bytes <= most for _, row_bytes in self.classes):
             problem = f"rows of more than {most} bytes"
@@ -141,6 +144,8 @@ class CodedGeometry:
         shapes["shrink"] = (self.contexts,)
         if self.basis == "int8":
             shapes |= {"basis": (self.axes, d), "basis_scale": (self.axes,)}
+        if self.basis == "diagonal":
+            shapes["column_steps"] = (d,)
         return shapes
 
     def part(self, codes: Tensor, c: int) -> Tensor:
@@ -220,8 +225,9 @@ class CodedMatrix(Matrix):
             bits, low: (C, r), column j of class c holds low .. low + 2^bits - 1.
             centers, contexts: (C, r), the center of a column, and the index of its ``shrink``.
             shrink: (K,).
-            basis: (r, d) int8, with basis_scale (r,); absent where it is the identity. The bases of several flats stand
-                one below the other, and r is the sum of their ranks.
+            basis: (r, d) int8, with basis_scale (r,); absent where it is the identity or diagonal. The bases of several
+                flats stand one below the other, and r is the sum of their ranks.
+            column_steps: (d,) int8, k of the diagonal 2^(k / 8); absent where the basis is not diagonal.
 
     Codes, labels, layouts and the basis are constants. Scales and shrink are parameters; training through ``matvec`` (a
     tied head) keeps decoded tiles for the backward pass.
@@ -422,7 +428,7 @@ class CodedMatrix(Matrix):
         """All rows, ``TILE`` numbers at a time."""
         geometry, tables = self.geometry, self._tables()
         most, first = max(1, TILE // max(1, geometry.rank)), 0
-        final = geometry.basis == "identity" and dtype == self.weight.dtype
+        final = geometry.basis != "int8" and dtype == self.weight.dtype
         by_row = inverse_of(self.position) if geometry.scales == "row" else None
         for c, (rows, _) in enumerate(geometry.classes):
             packed = geometry.part(self.get_buffer("codes"), c)
@@ -461,7 +467,7 @@ class CodedMatrix(Matrix):
         if self._is_shrunk():
             q = q.sub_(q.sign().mul_(less.unsqueeze(1)))
         middle = centers if how.centered else None
-        by_class = scales if self.geometry.scales == "class" or self.geometry.basis == "int8" else None
+        by_class = scales if self.geometry.scales == "class" or self.geometry.basis != "identity" else None
         if rows is None:
             return Tile(flat, first, q, None, by_class, middle)
         by_row = self._scales().index_select(0, rows)
@@ -487,6 +493,8 @@ class CodedMatrix(Matrix):
             parts = zip(geometry.parts, whole.split([rank for _, rank in geometry.parts]), strict=True)
             each = [F.pad(of, (0, geometry.rank - rank)).expand(count, -1) for (count, rank), of in parts]
             scales = scales * torch.cat(each)
+        if geometry.basis == "diagonal":
+            scales = scales * 2.0 ** (self.get_buffer("column_steps").to(dtype) / STEPS_AN_OCTAVE)
         less = self.get_parameter("shrink").to(dtype).index_select(0, contexts.reshape(-1)).view(contexts.shape)
         return less, centers, scales
 
@@ -667,6 +675,7 @@ def from_integers(
     groups: int = 1,
     basis: Tensor | None = None,
     basis_scale: Tensor | None = None,
+    column_steps: Tensor | None = None,
     flats: tuple[tuple[int, int], ...] = (),
     unit: int = 0,
 ) -> CodedMatrix:
@@ -676,8 +685,8 @@ def from_integers(
         integers: of every class, its rows by row number.
         labels: (n,) the class of each row; None for one class.
         weight: scales, flat: (class or row) x group, of the type that all floating-point parts get.
-        centers, contexts, shrink, scales, groups, basis, basis_scale, flats, unit: as ``CodedMatrix``; zeros, or
-            absent, by default.
+        centers, contexts, shrink, scales, groups, basis, basis_scale, column_steps, flats, unit: as ``CodedMatrix``;
+            zeros, or absent, by default.
 
     Raises:
         KflatsError: sizes that do not fit, scales that are not finite, or integers beyond 15 bits.
@@ -706,6 +715,8 @@ def from_integers(
         kept["labels"] = labels.to(torch.uint8)
     if basis is not None and basis_scale is not None:
         kept |= {"basis": basis, "basis_scale": basis_scale}
+    if column_steps is not None:
+        kept["column_steps"] = column_steps
     geometry = CodedGeometry(
         (sum(len(part) for part in integers), r if basis is None else basis.shape[1]),
         r,
@@ -713,7 +724,7 @@ def from_integers(
         contexts=len(kept["shrink"]),
         scales=scales,
         groups=groups,
-        basis="identity" if basis is None else "int8",
+        basis="int8" if basis is not None else "identity" if column_steps is None else "diagonal",
         flats=flats,
         unit=unit,
     )

@@ -27,15 +27,16 @@ from kflats.common.errors import KflatsError
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE, TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_of
 
-_JITTER = 1e-12
-"""Share of a Gram's mean diagonal that is added until it has a Cholesky factor, ten times more each time."""
+_JITTER = 1e-8
+"""Share of a Gram's mean diagonal that is added until its factor has no smaller pivots; ten times more each time."""
+_LEAST_PIVOT = 3e-4
+"""The least diagonal of a factor, as a share of the largest: what lies below is next to dead, and would set the range
+of the steps."""
 _JITTERS = 8
 _LEAST_OCTAVE = -3
 """Cells whose targets have a smaller mean magnitude, in steps, share one distribution."""
 _LISTED = 64
 """Magnitudes from here on are rounded to the nearest: neighbours cost nearly the same."""
-_FIRST_PART = 0.6
-"""The part of a step from which on a target is rounded up where there are no prices yet."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +84,11 @@ def side_of(gram: Tensor | None, size: int) -> Side:
     for power in range(_JITTERS):
         sorted_gram.diagonal().add_((0.0 if power == 0 else _JITTER * 10**power) * float(diagonal.mean()))
         factor, failed = torch.linalg.cholesky_ex(sorted_gram)
-        if not int(failed):
+        pivots = factor.diagonal()
+        if not int(failed) and float(pivots.min()) > _LEAST_PIVOT * float(pivots.max()):
             scale = torch.empty(size, dtype=torch.float64)
-            scale[most_first] = factor.diagonal()
-            couplings = (factor.T / factor.diagonal().unsqueeze(1)).flip(0, 1).tril(-1)
+            scale[most_first] = pivots
+            couplings = (factor.T / pivots.unsqueeze(1)).flip(0, 1).tril(-1)
             return Side(order, scale, couplings.contiguous())
     raise KflatsError("a metric is no Gram matrix", cause="one of its directions has a negative weight")
 
@@ -135,6 +137,13 @@ class Rounding:
         """For the transposed matrix."""
         return replace(self, contexts=self.contexts.T)
 
+    def levels(self, targets: Tensor) -> Tensor:
+        """(n, d) int16, the symbols of targets that are given."""
+        table = self.up.shape[1]
+        up, live, shrink = (of.to(targets.dtype) for of in (self.up, self.live, self.shrink))
+        found = _symbols(targets, shrink[self.contexts], self.contexts * table, up.flatten(), live.flatten(), table - 1)
+        return found.clamp(-FARTHEST, FARTHEST).to(torch.int16)
+
     def values(self, levels: Tensor) -> Tensor:
         """(n, d) float64, the values of symbols in steps."""
         levels = levels.to(torch.float64)
@@ -152,13 +161,13 @@ class Rounded:
 def round_with_feedback(
     matrix: Tensor, rows: Side, columns: Side, row_steps: Tensor, column_steps: Tensor, how: Rounding
 ) -> Rounded:
-    """Round ``matrix`` (n, d) to symbols; the step of an entry is that of its row times that of its column.
+    """Round ``matrix`` (n, d) to symbols up to 16383; the step of an entry is that of its row times that of its column.
 
     Computed in the type of the matrix. Entries of one anti-diagonal do not depend on each other, so that n + d - 1
     vector operations do it; d operations if only columns are coupled. Nothing is random.
 
     Raises:
-        KflatsError: numbers that are not finite, symbols beyond 16383.
+        KflatsError: numbers that are not finite.
 
     >>> matrix, metric = torch.full((1, 2), 0.4), side_of(torch.tensor([[1.0, 0.9], [0.9, 1.0]]), 2)
     >>> steps = torch.ones(1), torch.ones(2)
@@ -197,28 +206,26 @@ def round_with_feedback(
             target = mine + (down[a:b, : b - 1] * mixed[here, : b - 1]).sum(1)
         step, less, place = steps.as_strided(*one), shrink.as_strided(*one), places.as_strided(*one)
         u = target / step
-        size = u.abs()
-        shifted = size + less
-        low = shifted.floor().clamp_(0)
-        value = low - less * (low > 0)
-        q = low + (size - value > up[place + low.clamp(max=last).to(torch.int64)])
-        q *= size > live[place + q.clamp(max=last).to(torch.int64)]
-        q *= u.sign()
+        q = _symbols(u, less, place, up, live, last)
         stored = (q - q.sign() * less) * step
         targets.as_strided(*one).copy_(u)
         levels.as_strided(*one).copy_(q)
         errors.as_strided(*one).copy_(own - stored)
         if down is not None:
             mixed.as_strided((b - a,), (n + 1,), here.start * n + a).copy_(mine - stored)
-    if levels.numel() and float(levels.abs().max()) > FARTHEST:
-        raise KflatsError(
-            f"an entry is {float(levels.abs().max()):.0f} steps large; {FARTHEST} can be coded",
-            cause="more bits asked for than entropy coding is good for, or a few values far larger than the rest",
-            hint="fewer bits, or leave the matrix in float16",
-        )
     whole, before = torch.empty(n, d, dtype=torch.int16), torch.empty_like(targets)
     whole[grid], before[grid] = levels.to(torch.int16), targets
     return Rounded(whole, before)
+
+
+def _symbols(u: Tensor, shrink: Tensor, place: Tensor, up: Tensor, live: Tensor, last: int) -> Tensor:
+    """Symbols of targets; ``place``: where the lists ``up`` and ``live`` of an entry's distribution begin."""
+    size = u.abs()
+    low = (size + shrink).floor_().clamp_(0, FARTHEST - 1)
+    value = low - shrink * (low > 0)
+    q = low + (size - value > up[place + low.clamp(max=last).to(torch.int64)])
+    q *= size > live[place + q.clamp(max=last).to(torch.int64)]
+    return q.mul_(u.sign())
 
 
 def _parts(n: int, d: int, *, coupled: bool) -> Iterator[tuple[int, int, int, int]]:

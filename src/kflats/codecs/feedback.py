@@ -1,0 +1,238 @@
+"""Integers with error feedback: each number takes back what the rounding of others did to the output.
+
+The algorithm is in ``numerics.coding.feedback``. A code stores integers, a step for each class of rows and one for each
+column; steps follow from one number c, which sets the size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kflats.codecs.protocol import Candidate, Codec, Table
+from kflats.codecs.row_scales import HEADER_BYTES
+from kflats.codecs.streams import stored_bytes
+from kflats.codecs.transform import between
+from kflats.common.errors import KflatsError
+from kflats.importance.protocol import Weighting
+from kflats.matrices.coded import STEPS_AN_OCTAVE, CodedMatrix, from_integers
+from kflats.methods.protocol import Factored, Method, Problem, check_accepts
+from kflats.numerics.coding.classes import split_classes
+from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
+from kflats.numerics.coding.rounding import Scales, scales_of
+from kflats.numerics.coding.tables import FARTHEST
+from kflats.numerics.rows import GRAM_BLOCK, Rows, check_finite, check_weights
+
+_CLASSES = 32
+_LEAST_SCALE = 1e-4
+"""Rows and columns that count less than this share of the most important one count as much."""
+_POWERS = (3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -4.0, -7.0)
+"""Binary logarithms of c in root mean squares of the numbers, for candidates."""
+_FIRST_PART = 0.6
+"""The part of a step from which on a target is rounded up where there are no prices yet."""
+_NEAR = 0.05
+"""A code whose size is the budget within this share of it shows how to round the others."""
+_TRIES = 14
+_AIM = 0.997
+_WINDOW = 0.99
+"""A budget counts as met from this share of it on."""
+_SMALL = 48
+"""Unused bytes for which no other code is tried."""
+_MARGIN = 2.0
+"""Targets may be so many times as large as the numbers of the matrix."""
+
+
+@dataclass(frozen=True)
+class Feedback(Codec):
+    """Integers with error feedback: rounded one after another, each target corrected by the errors before it.
+
+        minimise   || L (A - A^) R ||^2      subject to   stored bytes <= budget
+
+        a^_oi = (q_oi - sign(q_oi) shrink) r_o s_i,      s_i = c / R_ii,   r_o = c / L_oo of a class of rows
+
+    L and R are triangular factors of the importance: of the Grams of inputs and of output gradients, where it measured
+    both. One number c sets the rate. Rounding counts error and bits together; values are the means of their intervals;
+    the integers are entropy coded. Nothing is stored beside them but a step for each column (an eighth of an octave)
+    and for each class of rows.
+
+    Without couplings (no data, or a diagonal importance) it is entropy-coded rounding with steps by importance.
+
+    Choose it for linear layers with calibration data: at equal bytes it loses a fraction of what ``Transform`` does,
+    which stores axes. Long embedding tables are better off with ``Transform``, whose
+    axes are shared by many rows; weights on a grid with ``Integer(8)``, which keeps the grid.
+    """
+
+    any_size = True
+
+    def refusal(self, method: Method) -> tuple[str, str] | None:
+        """As ``Codec.refusal``."""
+        if method.produces == "dense":
+            return None
+        return "feedback rounds the numbers of the matrix itself", "KeepDense()"
+
+    def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
+        """A bound with zeros alone: the bytes of distributions and contexts are known after the fit."""
+        return HEADER_BYTES + shape[1] + max(64, shape[0] // 64)
+
+    def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
+        """Codes at a few c, and candidates between each two of them; none where no side of the weighting couples."""
+        if not table.weighting.kinds & {"left", "right"} or float(table.spectrum[0]) <= 0:
+            return
+        source = _Source.of(table.rows, table.weighting)
+        measured: list[Candidate] = []
+        code: _Code | None = None
+        for power in _POWERS:
+            c = source.size * 2.0**power
+            if c < source.finest:
+                break
+            code = source.code(c, table.dtype, source.rounding(c, table.dtype, code))
+            measured.append(Candidate(method, self, code.nbytes, code.error))
+        yield from between(measured[::-1], table.numbers)
+
+    def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
+        """As ``Codec.encode``."""
+        check_accepts(type(self).__name__, method.accepts, problem.weighting)
+        check_finite(problem.rows)
+        if problem.weighting.form.left == "diagonal":
+            check_weights(problem.row_weights, problem.rows.shape[0])
+        return _at_size(_Source.of(problem.rows, problem.weighting), problem.nbytes, dtype)
+
+
+@dataclass(frozen=True)
+class _Code:
+    """``matrix``: the code at ``c``, ``nbytes`` in a file. ``targets``: (n, d) of its integers, in steps. ``error``:
+    weighted, squared. ``live``: how many integers are not 0."""
+
+    matrix: CodedMatrix
+    nbytes: int
+    c: float
+    targets: Tensor
+    error: float
+    live: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What does not depend on c.
+
+    ``matrix`` (n, d) float32; the factors of both sides; ``labels`` (n,), the class of each row; the steps at c = 1 of
+    classes, ``row_steps`` (C,), and of columns, ``column_steps`` (d,) in eighths of an octave; ``size``, the root mean
+    square of the numbers in these steps; ``finest``, the least c at which integers hold them.
+    """
+
+    matrix: Tensor
+    rows: Side
+    columns: Side
+    labels: Tensor
+    row_steps: Tensor
+    column_steps: Tensor
+    size: float
+    finest: float
+
+    @classmethod
+    def of(cls, given: Rows, weighting: Weighting) -> _Source:
+        n, d = given.shape
+        matrix = torch.cat([block for _, block in given.blocks(GRAM_BLOCK)]).detach().to("cpu", torch.float32)
+        rows, columns = side_of(weighting.left, n), side_of(weighting.right, d)
+        by_row, by_column = (
+            side.scale.clamp_min(_LEAST_SCALE * float(side.scale.max())).log2() for side in (rows, columns)
+        )
+        exponents = (by_column.median() - by_column) * STEPS_AN_OCTAVE
+        column_steps = exponents.round().clamp(-127, 127).to(torch.int8)
+        middle = 2.0 ** -float(by_column.median())
+        norms = (matrix * columns.scale.to(torch.float32)).norm(dim=1).to(torch.float64)
+        labels = split_classes((2 * by_row).exp2(), norms, _CLASSES, float(d))
+        sums = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add_(0, labels, by_row)
+        row_steps = middle * (-sums / torch.bincount(labels)).exp2()
+        steps = torch.outer(row_steps[labels], _width(column_steps))
+        measured = matrix.to(torch.float64)
+        finest = _MARGIN * float((measured.abs() / steps).max()) / FARTHEST
+        size = float((measured / steps).square().mean().sqrt())
+        return cls(matrix, rows, columns, labels, row_steps, column_steps, size, finest)
+
+    def steps(self, c: float, dtype: torch.dtype) -> tuple[Scales, Tensor]:
+        """The steps of classes as they are stored, and the steps of all entries (n, d) float64."""
+        held = scales_of(c * self.row_steps, dtype)
+        return held, torch.outer(held.wide[self.labels], _width(self.column_steps))
+
+    def rounding(self, c: float, dtype: torch.dtype, before: _Code | None) -> Rounding:
+        """The rounding by error and bits at ``c``: first by plain prices, then by those of what was chosen.
+
+        ``before``: a code at another c, whose targets say how those of this c will be distributed.
+        """
+        _, steps = self.steps(c, dtype)
+        targets = self.matrix / steps.to(torch.float32) if before is None else before.targets * (before.c / c)
+        how = Rounding.plain(targets.shape, _FIRST_PART)
+        for _ in range(2):
+            quantizer = designed(Rounded(how.levels(targets), targets), self.labels)
+            held = quantizer.shrink.to(dtype).to(torch.float32)
+            how = Rounding.priced(replace(quantizer, shrink=held), self.labels)
+        return how
+
+    def code(self, c: float, dtype: torch.dtype, how: Rounding) -> _Code:
+        """The code at ``c``."""
+        held, steps = self.steps(c, dtype)
+        row_steps, column_steps = held.wide[self.labels], _width(self.column_steps)
+        made = round_with_feedback(self.matrix, self.rows, self.columns, row_steps, column_steps, how)
+        sizes = torch.outer(self.rows.scale, self.columns.scale) * steps
+        error = float((sizes * (made.targets - how.values(made.levels))).square().sum())
+        count, d = len(self.row_steps), self.matrix.shape[1]
+        contexts = torch.zeros(count, d, dtype=torch.uint8)
+        contexts[self.labels] = how.contexts.to(torch.uint8)
+        matrix = from_integers(
+            [made.levels[self.labels == label] for label in range(count)],
+            self.labels,
+            held.values,
+            contexts=contexts,
+            shrink=how.shrink.to(dtype),
+            column_steps=self.column_steps,
+            unit=held.unit,
+        )
+        return _Code(matrix, stored_bytes(matrix), c, made.targets, error, int((made.levels != 0).sum()))
+
+
+def _width(column_steps: Tensor) -> Tensor:
+    return (column_steps.to(torch.float64) / STEPS_AN_OCTAVE).exp2()
+
+
+def _at_size(source: _Source, budget: int, dtype: torch.dtype) -> Factored:
+    """The code of at most ``budget`` bytes in a file that uses most of them."""
+    numbers = source.matrix.numel()
+    c = max(source.finest, 4 * source.size * 2.0 ** (-8 * budget / numbers)) or 1.0
+    # This code is made by a guess of its targets, and only shows what they are.
+    code = source.code(c, dtype, source.rounding(c, dtype, None))
+    best: _Code | None = None
+    before: _Code | None = None
+    low, high, near = source.finest, math.inf, False  # the coarsest c known to be too fine, the finest known to fit
+    for attempt in range(_TRIES):
+        # Bits fall by about one a live number for each doubling of c; then the last two sizes say how many do.
+        slope = -(code.live + 0.05 * numbers) / 8
+        if before is not None and (code.nbytes - before.nbytes) * (code.c - before.c) < 0:
+            slope = (code.nbytes - before.nbytes) / math.log2(code.c / before.c)
+        c = code.c * 2.0 ** max(-1.0, min(1.0, (_AIM * budget - code.nbytes) / slope))
+        if not low < c < high:
+            c = math.sqrt(low * high) if low > 0 and high < math.inf else max(source.finest, min(c, high / 1.1))
+        if not near:
+            how = source.rounding(c, dtype, code)
+        before, code = code if attempt else None, source.code(c, dtype, how)
+        fits = code.nbytes <= budget
+        if fits and (best is None or code.error < best.error):
+            best = code
+        # Near the size the rounding stays: the size is then a falling function of c.
+        if near:
+            low, high = (low, min(high, c)) if fits else (max(low, c), high)
+        near = near or abs(code.nbytes - budget) <= _NEAR * budget or attempt >= _TRIES // 2
+        full = code.nbytes >= _WINDOW * budget or budget - code.nbytes <= _SMALL
+        if (fits and (full or c <= 1.01 * source.finest)) or not code.live:
+            break
+    if best is None:
+        raise KflatsError(
+            f"a budget of {budget:,} bytes cannot hold codes of this matrix",
+            cause=f"its distributions and steps alone take about {code.nbytes:,} bytes",
+            hint="a larger budget",
+        )
+    return Factored(best.matrix, stored_bytes=best.nbytes)
