@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -110,17 +109,16 @@ def main() -> None:
             for what, asked in kinds.items():
                 if options.only not in form or what not in options.what:
                     continue
-                out, began = Path(place) / f"{form} {what}", time.perf_counter()
+                out = Path(place) / f"{form} {what}"
                 proof = [] if options.commit == "d7ec548" else ["--no-proof"]
                 in_tree(tree, COMPRESS, "compress", source, *asked, *texts, "--out", out, "--quiet", *proof)
-                took = time.perf_counter() - began
                 in_tree(tree, ENCODE, out, judged, vectors)
                 line: dict[str, object] = {"what": what, "texts": form}
                 for kind, those in load_file(vectors).items():
                     near = fidelity_of(before[kind], those)
                     line[f"{kind}: mean cosine"] = f"{near.mean_cosine:.4f}"
                     line[f"{kind}: 5th percentile"] = f"{near.p5_cosine:.4f}"
-                lines.append(line | {"time": f"{took:.0f} s"})
+                lines.append(line)
                 print(lines[-1], flush=True)
     lines.sort(key=lambda line: line["what"] != "layers")
     tree_name = f" (commit {options.commit})" if options.commit else ""
