@@ -56,7 +56,7 @@ def scalar_loop(matrix, left, right, rows, columns, row_steps, column_steps, how
             u, shrink = target / step, float(how.shrink[context])
             low = max(0, int((abs(u) + shrink) // 1))
             last = how.up.shape[1] - 1
-            q = low + int(abs(u) - (low - shrink * (low > 0)) > float(how.up[context, min(low, last)]))
+            q = low + int(abs(u) + shrink - low > float(how.up[context, min(low, last)]))
             q = q if abs(u) > float(how.live[context, min(q, last)]) else 0
             q = q if u > 0 else -q
             levels[row, column] = q
@@ -81,7 +81,7 @@ def decoded(made: Rounded, how: Rounding, row_steps: torch.Tensor, column_steps:
 SHAPES = [(7, 5), (4, 9), (1, 6), (6, 1), (1, 1), (8, 8)]
 
 
-@pytest.mark.parametrize(("n", "d"), SHAPES)
+@pytest.mark.parametrize(("n", "d"), [*SHAPES, (40, 7), (7, 40)])
 @pytest.mark.parametrize("priced", [False, True])
 def test_anti_diagonals_are_the_scalar_loop(n: int, d: int, priced: bool) -> None:
     matrix, left, right = normal(n, d), gram(n, 1), gram(d, 2)

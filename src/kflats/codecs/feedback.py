@@ -20,6 +20,7 @@ from kflats.codecs.transform import between
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
 from kflats.matrices.coded import STEPS_AN_OCTAVE, CodedMatrix, from_integers
+from kflats.methods.keep_dense import KeepDense
 from kflats.methods.protocol import Factored, Method, Problem, check_accepts
 from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
@@ -30,8 +31,11 @@ from kflats.numerics.rows import GRAM_BLOCK, Rows, check_finite, check_weights
 _CLASSES = 32
 _LEAST_SCALE = 1e-4
 """Rows and columns that count less than this share of the most important one count as much."""
-_POWERS = (3.0, 2.0, 1.0, 0.0, -1.0, -2.0, -4.0, -7.0)
-"""Binary logarithms of c in root mean squares of the numbers, for candidates."""
+_FINE = (-7.0, -4.0)
+"""Binary logarithms of c in root mean squares of the numbers, for candidates; what is fed back is next to nothing
+beside numbers of so many steps, and they are rounded as they are."""
+_POWERS = (-1.5, 0.0, 1.25, 2.5)
+"""The same, with feedback."""
 _FIRST_PART = 0.6
 """The part of a step from which on a target is rounded up where there are no prices yet."""
 _NEAR = 0.05
@@ -42,8 +46,8 @@ _WINDOW = 0.99
 """A budget counts as met from this share of it on."""
 _SMALL = 48
 """Unused bytes for which no other code is tried."""
-_MARGIN = 2.0
-"""Targets may be so many times as large as the numbers of the matrix."""
+_MOST_OCTAVES = math.log2(FARTHEST / 2)
+"""The steps of a column's largest number: targets may be twice as large."""
 
 
 @dataclass(frozen=True)
@@ -85,13 +89,15 @@ class Feedback(Codec):
         source = _Source.of(table.rows, table.weighting)
         measured: list[Candidate] = []
         code: _Code | None = None
-        for power in _POWERS:
+        for power in (*_FINE, *_POWERS):
             c = source.size * 2.0**power
             if c < source.finest:
-                break
-            code = source.code(c, table.dtype, source.rounding(c, table.dtype, code))
+                continue
+            targets = source.likely(c, table.dtype, None if power in _FINE else code)
+            how = source.rounding(targets, table.dtype)
+            code = source.code(c, table.dtype, how, targets if power in _FINE else None)
             measured.append(Candidate(method, self, code.nbytes, code.error))
-        yield from between(measured[::-1], table.numbers)
+        yield from between(measured, table.numbers)
 
     def encode(self, method: Method, problem: Problem, dtype: torch.dtype) -> Factored:
         """As ``Codec.encode``."""
@@ -100,6 +106,11 @@ class Feedback(Codec):
         if problem.weighting.form.left == "diagonal":
             check_weights(problem.row_weights, problem.rows.shape[0])
         return _at_size(_Source.of(problem.rows, problem.weighting), problem.nbytes, dtype)
+
+    @classmethod
+    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
+        """The matrix itself."""
+        return ((KeepDense(), cls()),)
 
 
 @dataclass(frozen=True)
@@ -120,8 +131,9 @@ class _Source:
     """What does not depend on c.
 
     ``matrix`` (n, d) float32; the factors of both sides; ``labels`` (n,), the class of each row; the steps at c = 1 of
-    classes, ``row_steps`` (C,), and of columns, ``column_steps`` (d,) in eighths of an octave; ``size``, the root mean
-    square of the numbers in these steps; ``finest``, the least c at which integers hold them.
+    classes, ``row_steps`` (C,), and of columns, ``column_steps`` (d,) float64, as binary logarithms; ``longest`` (d,)
+    float64, that of the largest number of a column in row steps; ``size``, the root mean square of the numbers in
+    these steps.
     """
 
     matrix: Tensor
@@ -130,8 +142,8 @@ class _Source:
     labels: Tensor
     row_steps: Tensor
     column_steps: Tensor
+    longest: Tensor
     size: float
-    finest: float
 
     @classmethod
     def of(cls, given: Rows, weighting: Weighting) -> _Source:
@@ -141,31 +153,43 @@ class _Source:
         by_row, by_column = (
             side.scale.clamp_min(_LEAST_SCALE * float(side.scale.max())).log2() for side in (rows, columns)
         )
-        exponents = (by_column.median() - by_column) * STEPS_AN_OCTAVE
-        column_steps = exponents.round().clamp(-127, 127).to(torch.int8)
+        column_steps = by_column.median() - by_column
         middle = 2.0 ** -float(by_column.median())
         norms = (matrix * columns.scale.to(torch.float32)).norm(dim=1).to(torch.float64)
         labels = split_classes((2 * by_row).exp2(), norms, _CLASSES, float(d))
         sums = torch.zeros(int(labels.max()) + 1, dtype=torch.float64).index_add_(0, labels, by_row)
         row_steps = middle * (-sums / torch.bincount(labels)).exp2()
-        steps = torch.outer(row_steps[labels], _width(column_steps))
-        measured = matrix.to(torch.float64)
-        finest = _MARGIN * float((measured.abs() / steps).max()) / FARTHEST
-        size = float((measured / steps).square().mean().sqrt())
-        return cls(matrix, rows, columns, labels, row_steps, column_steps, size, finest)
+        relative = matrix.to(torch.float64).abs() / row_steps[labels].unsqueeze(1)
+        size = float((relative / column_steps.exp2()).square().mean().sqrt())
+        return cls(matrix, rows, columns, labels, row_steps, column_steps, relative.amax(0).log2(), size)
 
-    def steps(self, c: float, dtype: torch.dtype) -> tuple[Scales, Tensor]:
-        """The steps of classes as they are stored, and the steps of all entries (n, d) float64."""
+    @property
+    def finest(self) -> float:
+        """The c from which on a smaller one changes nothing; 0 for zeros alone."""
+        limits = self.longest - self.column_steps - _MOST_OCTAVES
+        return float(limits[limits.isfinite()].min().exp2()) if self.size > 0 else 0.0
+
+    def exponents(self, c: float) -> Tensor:
+        """(d,) int8, the steps of columns in eighths of an octave; a column of too many steps has larger ones."""
+        least = self.longest - math.log2(c) - _MOST_OCTAVES
+        rounded = (self.column_steps * STEPS_AN_OCTAVE).round().maximum((least * STEPS_AN_OCTAVE).ceil())
+        return rounded.clamp(-127, 127).to(torch.int8)
+
+    def steps(self, c: float, dtype: torch.dtype) -> tuple[Scales, Tensor, Tensor]:
+        """The steps of classes as they are stored, those of rows (n,) and those of columns (d,), float64."""
         held = scales_of(c * self.row_steps, dtype)
-        return held, torch.outer(held.wide[self.labels], _width(self.column_steps))
+        return held, held.wide[self.labels], (self.exponents(c).to(torch.float64) / STEPS_AN_OCTAVE).exp2()
 
-    def rounding(self, c: float, dtype: torch.dtype, before: _Code | None) -> Rounding:
-        """The rounding by error and bits at ``c``: first by plain prices, then by those of what was chosen.
+    def likely(self, c: float, dtype: torch.dtype, before: _Code | None) -> Tensor:
+        """(n, d) what targets will be like at ``c``: those of a code at another c; without one, the numbers."""
+        if before is not None:
+            moved = (self.exponents(before.c).to(torch.float32) - self.exponents(c)) / STEPS_AN_OCTAVE
+            return before.targets * moved.exp2() * (before.c / c)
+        _, row_steps, column_steps = self.steps(c, dtype)
+        return self.matrix / torch.outer(row_steps, column_steps).to(torch.float32)
 
-        ``before``: a code at another c, whose targets say how those of this c will be distributed.
-        """
-        _, steps = self.steps(c, dtype)
-        targets = self.matrix / steps.to(torch.float32) if before is None else before.targets * (before.c / c)
+    def rounding(self, targets: Tensor, dtype: torch.dtype) -> Rounding:
+        """The rounding of ``targets`` by error and bits: first by plain prices, then by those of what was chosen."""
         how = Rounding.plain(targets.shape, _FIRST_PART)
         for _ in range(2):
             quantizer = designed(Rounded(how.levels(targets), targets), self.labels)
@@ -173,12 +197,14 @@ class _Source:
             how = Rounding.priced(replace(quantizer, shrink=held), self.labels)
         return how
 
-    def code(self, c: float, dtype: torch.dtype, how: Rounding) -> _Code:
-        """The code at ``c``."""
-        held, steps = self.steps(c, dtype)
-        row_steps, column_steps = held.wide[self.labels], _width(self.column_steps)
-        made = round_with_feedback(self.matrix, self.rows, self.columns, row_steps, column_steps, how)
-        sizes = torch.outer(self.rows.scale, self.columns.scale) * steps
+    def code(self, c: float, dtype: torch.dtype, how: Rounding, targets: Tensor | None = None) -> _Code:
+        """The code at ``c``; of these ``targets``, where they are guessed: nothing is then fed back."""
+        held, row_steps, column_steps = self.steps(c, dtype)
+        if targets is None:
+            made = round_with_feedback(self.matrix, self.rows, self.columns, row_steps, column_steps, how)
+        else:
+            made = Rounded(how.levels(targets), targets)
+        sizes = torch.outer(self.rows.scale * row_steps, self.columns.scale * column_steps)
         error = float((sizes * (made.targets - how.values(made.levels))).square().sum())
         count, d = len(self.row_steps), self.matrix.shape[1]
         contexts = torch.zeros(count, d, dtype=torch.uint8)
@@ -189,14 +215,10 @@ class _Source:
             held.values,
             contexts=contexts,
             shrink=how.shrink.to(dtype),
-            column_steps=self.column_steps,
+            column_steps=self.exponents(c),
             unit=held.unit,
         )
         return _Code(matrix, stored_bytes(matrix), c, made.targets, error, int((made.levels != 0).sum()))
-
-
-def _width(column_steps: Tensor) -> Tensor:
-    return (column_steps.to(torch.float64) / STEPS_AN_OCTAVE).exp2()
 
 
 def _at_size(source: _Source, budget: int, dtype: torch.dtype) -> Factored:
@@ -204,7 +226,7 @@ def _at_size(source: _Source, budget: int, dtype: torch.dtype) -> Factored:
     numbers = source.matrix.numel()
     c = max(source.finest, 4 * source.size * 2.0 ** (-8 * budget / numbers)) or 1.0
     # This code is made by a guess of its targets, and only shows what they are.
-    code = source.code(c, dtype, source.rounding(c, dtype, None))
+    code = source.code(c, dtype, source.rounding(source.likely(c, dtype, None), dtype))
     best: _Code | None = None
     before: _Code | None = None
     low, high, near = source.finest, math.inf, False  # the coarsest c known to be too fine, the finest known to fit
@@ -217,7 +239,7 @@ def _at_size(source: _Source, budget: int, dtype: torch.dtype) -> Factored:
         if not low < c < high:
             c = math.sqrt(low * high) if low > 0 and high < math.inf else max(source.finest, min(c, high / 1.1))
         if not near:
-            how = source.rounding(c, dtype, code)
+            how = source.rounding(source.likely(c, dtype, code), dtype)
         before, code = code if attempt else None, source.code(c, dtype, how)
         fits = code.nbytes <= budget
         if fits and (best is None or code.error < best.error):

@@ -100,7 +100,7 @@ class Rounding:
     Args:
         contexts: (n, d) int64, which of K distributions an entry follows.
         shrink: (K,) as ``Quantizer``.
-        up: (K, J) the part of a step beyond the value of j from which on j + 1 is better than j.
+        up: (K, J) how far beyond j the magnitude of a target, plus shrink, is when j + 1 becomes better than j.
         live: (K, J) the magnitude of a target from which on j is better than 0.
     """
 
@@ -120,7 +120,7 @@ class Rounding:
         """The best of 0 and the two nearest symbols, by squared steps and ``TRADE`` times the bits together.
 
         Args:
-            quantizer: with contexts (C, d). labels: (n,) the class of each row.
+            quantizer: with contexts (C, d) and shrink of 0 or more. labels: (n,) the class of each row.
         """
         bits, shrink = quantizer.tables.bits, quantizer.shrink.to(torch.float64).unsqueeze(1)
         reach = quantizer.tables.reach.to(torch.int64).clamp_max(_LISTED).unsqueeze(1)
@@ -129,7 +129,7 @@ class Rounding:
         price = bits.gather(1, torch.minimum(j, reach))
         value = (j - shrink).index_fill_(1, j[:1], 0.0)
         rise, gap = price.diff(dim=1), value.diff(dim=1)
-        up = gap / 2 + TRADE * rise / (2 * gap)
+        up = (value[:, :-1] + value[:, 1:]) / 2 + TRADE * rise / (2 * gap) - j[:-1] + shrink
         live = value / 2 + TRADE * (price - price[:, :1]) / (2 * value.clamp_min(0.1))
         return cls(quantizer.contexts[labels], quantizer.shrink, up, live[:, :-1])
 
@@ -139,10 +139,11 @@ class Rounding:
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
-        table = self.up.shape[1]
-        up, live, shrink = (of.to(targets.dtype) for of in (self.up, self.live, self.shrink))
-        found = _symbols(targets, shrink[self.contexts], self.contexts * table, up.flatten(), live.flatten(), table - 1)
-        return found.clamp(-FARTHEST, FARTHEST).to(torch.int16)
+        listed, dtype = self.up.shape[1], targets.dtype
+        up, live, shrink = (of.to(dtype) for of in (self.up, self.live, self.shrink))
+        places = self.contexts.to(dtype) * listed
+        found = _magnitudes(targets.abs(), shrink[self.contexts], places, up, live, listed - 1)
+        return (found * targets.sign()).to(torch.int16)
 
     def values(self, levels: Tensor) -> Tensor:
         """(n, d) float64, the values of symbols in steps."""
@@ -183,49 +184,56 @@ def round_with_feedback(
         )
     (n, d), dtype = matrix.shape, matrix.dtype
     grid = rows.order.unsqueeze(1), columns.order.unsqueeze(0)
-    wanted = matrix[grid]
-    steps = torch.outer(row_steps, column_steps).to(dtype)[grid]
-    places, shrink = how.contexts[grid], how.shrink.to(dtype)[how.contexts[grid]]
-    places *= how.up.shape[1]
+    # All that follows is in steps.
+    steps = torch.outer(row_steps, column_steps).to(dtype)
+    wanted = (matrix / steps)[grid]
+    across, down = _in_steps(columns, column_steps, dtype), _in_steps(rows, row_steps, dtype)
+    across_reversed = None if across is None else across.flip(0)  # so that an anti-diagonal reads consecutive rows
+    shrink, places = how.shrink.to(dtype)[how.contexts[grid]], how.contexts[grid].to(dtype) * how.up.shape[1]
     up, live, last = how.up.to(dtype).reshape(-1), how.live.to(dtype).reshape(-1), how.up.shape[1] - 1
-    # Rows of these stand in reverse, so that an anti-diagonal reads consecutive ones.
-    across = None if columns.couplings is None else columns.couplings.to(dtype).flip(0)
-    mixed = torch.zeros(d, n, dtype=dtype)  # E R' over the diagonal of R, columns first
-    down = None if rows.couplings is None else rows.couplings.to(dtype)
-    errors, levels, targets = (torch.zeros(n, d, dtype=dtype) for _ in range(3))
+    errors = torch.zeros(n, d, dtype=dtype)
+    mixed = torch.zeros(d, n, dtype=dtype)  # errors and what columns couple to them, columns first and reversed
     for a, b, column, count in _parts(n, d, coupled=down is not None):
         # Rows a .. b - 1; in the first of them this column, in each further one the column before, or the same.
         here = slice(d - 1 - column, d - 1 - column + count)
         one = (b - a,), (d - 1 if down is not None else d,), a * d + column
         own = wanted.as_strided(*one)
         mine = own
-        if across is not None and column:
-            mine = own + (errors[a:b, :column] * across[here, :column]).sum(1)
+        if across_reversed is not None and column:
+            mine = own + (errors[a:b, :column] * across_reversed[here, :column]).sum(1)
         target = mine
         if down is not None and b > 1:
             target = mine + (down[a:b, : b - 1] * mixed[here, : b - 1]).sum(1)
-        step, less, place = steps.as_strided(*one), shrink.as_strided(*one), places.as_strided(*one)
-        u = target / step
-        q = _symbols(u, less, place, up, live, last)
-        stored = (q - q.sign() * less) * step
-        targets.as_strided(*one).copy_(u)
-        levels.as_strided(*one).copy_(q)
-        errors.as_strided(*one).copy_(own - stored)
+        less = shrink.as_strided(*one)
+        q = _magnitudes(target.abs(), less, places.as_strided(*one), up, live, last)
+        value = q.sub_(less).clamp_(0).copysign_(target)
+        errors.as_strided(*one).copy_(own - value)
         if down is not None:
-            mixed.as_strided((b - a,), (n + 1,), here.start * n + a).copy_(mine - stored)
-    whole, before = torch.empty(n, d, dtype=torch.int16), torch.empty_like(targets)
-    whole[grid], before[grid] = levels.to(torch.int16), targets
-    return Rounded(whole, before)
+            mixed.as_strided((b - a,), (n + 1,), here.start * n + a).copy_(mine - value)
+    values, seen = wanted - errors, errors
+    seen = seen if across is None else torch.addmm(seen, seen, across.T)
+    seen = seen if down is None else torch.addmm(seen, down, seen)
+    levels, targets = torch.empty(n, d, dtype=torch.int16), torch.empty_like(wanted)
+    levels[grid] = ((values.abs() + shrink).round() * values.sign()).to(torch.int16)
+    targets[grid] = values + seen
+    return Rounded(levels, targets)
 
 
-def _symbols(u: Tensor, shrink: Tensor, place: Tensor, up: Tensor, live: Tensor, last: int) -> Tensor:
-    """Symbols of targets; ``place``: where the lists ``up`` and ``live`` of an entry's distribution begin."""
-    size = u.abs()
-    low = (size + shrink).floor_().clamp_(0, FARTHEST - 1)
-    value = low - shrink * (low > 0)
-    q = low + (size - value > up[place + low.clamp(max=last).to(torch.int64)])
-    q *= size > live[place + q.clamp(max=last).to(torch.int64)]
-    return q.mul_(u.sign())
+def _in_steps(side: Side, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """The couplings of a side between errors in these steps."""
+    if side.couplings is None:
+        return None
+    ordered = steps[side.order].to(torch.float64)
+    return (side.couplings * ordered / ordered.unsqueeze(1)).to(dtype)
+
+
+def _magnitudes(size: Tensor, shrink: Tensor, place: Tensor, up: Tensor, live: Tensor, last: int) -> Tensor:
+    """Magnitudes of the symbols of targets of this ``size``; ``place``: where the lists ``up`` and ``live`` of an
+    entry's distribution begin."""
+    shifted = size + shrink
+    q = shifted.floor().clamp_(0, FARTHEST - 1)
+    q += shifted.sub_(q) > up.take((q.clamp(max=last) + place).to(torch.int64))
+    return q.mul_(size > live.take((q.clamp(max=last) + place).to(torch.int64)))
 
 
 def _parts(n: int, d: int, *, coupled: bool) -> Iterator[tuple[int, int, int, int]]:
@@ -257,7 +265,7 @@ def designed(made: Rounded, labels: Tensor) -> Quantizer:
     counts = torch.bincount(places, minlength=len(used) * len(KNOTS)).view(len(used), len(KNOTS)).to(torch.float64)
     live = magnitudes > 0
     beyond = torch.zeros(len(used), dtype=torch.float64).index_add_(0, each[live], magnitudes[live] - sizes[live])
-    shrink = (beyond / counts[:, 1:].sum(1).clamp_min(1.0)).clamp(-0.45, 0.45)
+    shrink = (beyond / counts[:, 1:].sum(1).clamp_min(1.0)).clamp(0.0, 0.45)
     most = torch.zeros(len(used), dtype=torch.int64)
     most.scatter_reduce_(0, each.flatten(), magnitudes.flatten(), "amax")
     return Quantizer(contexts, tables_of(counts, most), shrink.to(torch.float32))
