@@ -211,19 +211,26 @@ def encode(matrix: CodedMatrix) -> Tensor:
     head, body = Writer(), bytearray()
     if "labels" in tensors:
         head.symbols([tensors["labels"].to(torch.int32).numpy()], [_label_model(geometry)])
-    bits, low = tensors["bits"].to(torch.int16), tensors["low"]
+    bits, low, tables = tensors["bits"].to(torch.int16), tensors["low"], _tables_of(geometry, tensors)
     # An offset is mostly that of a range with zero in its middle, a context that of the column before.
-    for values in (context_moves(bits), low - _middle_of(bits), tensors["centers"], context_moves(tensors["contexts"])):
-        head.array(values)
+    moves, offsets = context_moves(tensors["contexts"]), low - _middle_of(bits)
+    if geometry.basis == "diagonal":
+        # Classes differ by a constant, mostly; columns of one context have the bits of its distribution.
+        head.tables(tables)
+        for values in (tensors["column_steps"], moves[:1], moves[1:] - moves[:1]):
+            head.array(values)
+        for values in (bits - _bits_of(tables)[tensors["contexts"].to(torch.int64)], offsets, tensors["centers"]):
+            head.array(values)
+    else:
+        for values in (context_moves(bits), offsets, tensors["centers"], moves):
+            head.array(values)
     if geometry.basis == "int8":
         scales = _scale_contexts(tensors["basis"])
         head.array(scales.unsqueeze(0))
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
             head.array(tensors["basis"][scales == k])
-    if geometry.basis == "diagonal":
-        head.array(tensors["column_steps"])
-    tables = _tables_of(geometry, tensors)
-    head.tables(tables)
+    if geometry.basis != "diagonal":
+        head.tables(tables)
     models = models_of(tables)
     for c, a, b in _blocks_of(geometry):
         packed = geometry.part(tensors["codes"], c)[a:b]
@@ -276,9 +283,17 @@ def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, T
     if count > 1:
         (labels,) = head.symbols([n], [_label_model(geometry)])
         tensors["labels"] = torch.from_numpy(labels.astype(np.uint8))
-    bits = head.array((count, r)).cumsum(1)
-    low = head.array((count, r)) + _middle_of(bits)
-    centers, contexts = head.array((count, r)), head.array((count, r)).cumsum(1)
+    if geometry.basis == "diagonal":
+        tables = head.tables()
+        tensors["column_steps"] = head.array((r,)).to(torch.int8)
+        first, others = head.array((1, r)), head.array((count - 1, r))
+        contexts = torch.cat([first, others + first]).cumsum(1)
+        bits = head.array((count, r)) + _bits_of(tables)[contexts]
+        low, centers = head.array((count, r)) + _middle_of(bits), head.array((count, r))
+    else:
+        bits = head.array((count, r)).cumsum(1)
+        low = head.array((count, r)) + _middle_of(bits)
+        centers, contexts = head.array((count, r)), head.array((count, r)).cumsum(1)
     tensors |= {"bits": bits.to(torch.uint8), "low": low.to(torch.int16)}
     tensors |= {"centers": centers.to(torch.int16), "contexts": contexts.to(torch.uint8)}
     if geometry.basis == "int8":
@@ -287,9 +302,9 @@ def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, T
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
             rows = (scales == k).nonzero().squeeze(1)
             tensors["basis"][rows] = head.array((len(rows), geometry.shape[1])).to(torch.int8)
-    if geometry.basis == "diagonal":
-        tensors["column_steps"] = head.array((geometry.shape[1],)).to(torch.int8)
-    models = models_of(head.tables())
+    if geometry.basis != "diagonal":
+        tables = head.tables()
+    models = models_of(tables)
     for c, a, b in _blocks_of(geometry):
         coded, size, checksum = head.get("<BII")
         goal, part = geometry.part(tensors["codes"], c)[a:b], body.take(size)
@@ -336,6 +351,12 @@ def stored_bytes(matrix: CodedMatrix) -> int:
 def _label_model(geometry: CodedGeometry) -> Model:
     """The distribution of the rows' classes."""
     return model_of(0, torch.tensor([rows for rows, _ in geometry.classes]))
+
+
+def _bits_of(tables: Tables) -> Tensor:
+    """(K,) the bits of a column that holds all integers of each distribution, zero in the middle."""
+    reach = tables.reach.to(torch.int64)
+    return torch.bucketize(2 * reach + 1, 2 ** torch.arange(16))
 
 
 def _middle_of(bits: Tensor) -> Tensor:

@@ -700,7 +700,10 @@ def from_integers(
             f"the scales of a coded matrix are not finite in {weight.dtype}", cause="values beyond its range"
         )
     r, count = integers[0].shape[1], len(integers)
-    layouts = [_centered(part) if flats else _aligned(_centered(part)) for part in integers]
+    if column_steps is not None and contexts is not None:
+        layouts = _of_contexts(integers, contexts)
+    else:
+        layouts = [_centered(part) if flats else _aligned(_centered(part)) for part in integers]
     zeros = torch.zeros(count, r, dtype=torch.int16)
     kept = {
         "weight": weight.reshape(-1),
@@ -739,6 +742,16 @@ def _centered(integers: Tensor) -> Layout:
     middle = -((1 << layout.bits.to(torch.int64)) // 2)
     fits = (integers.amin(0) >= middle) & (integers.amax(0) < middle + (1 << layout.bits.to(torch.int64)))
     return Layout(layout.bits, torch.where(fits, middle, layout.low.to(torch.int64)).to(torch.int16))
+
+
+def _of_contexts(integers: Sequence[Tensor], contexts: Tensor) -> list[Layout]:
+    """Layouts in which the columns of a context have the same bits, zero in the middle: a file need not list them."""
+    largest = torch.stack([part.to(torch.int64).abs().amax(0) if len(part) else contexts[0] * 0 for part in integers])
+    places = contexts.to(torch.int64)
+    reach = torch.zeros(int(places.max()) + 1, dtype=torch.int64)
+    reach.scatter_reduce_(0, places.flatten(), largest.to(torch.int64).flatten(), "amax")
+    bits = torch.bucketize(2 * reach + 1, 2 ** torch.arange(MOST_BITS + 1))[places]
+    return [Layout(wide.to(torch.uint8), (-((1 << wide) // 2)).to(torch.int16)) for wide in bits]
 
 
 def _aligned(layout: Layout) -> Layout:

@@ -35,6 +35,9 @@ of the steps."""
 _JITTERS = 8
 _LEAST_OCTAVE = -3
 """Cells whose targets have a smaller mean magnitude, in steps, share one distribution."""
+_TINY = 1e-30
+_FARTHEST_OCTAVE = 16
+"""Classes whose targets are smaller than the mean by more octaves count as if they were not."""
 _LISTED = 64
 """Magnitudes from here on are rounded to the nearest: neighbours cost nearly the same."""
 
@@ -248,24 +251,29 @@ def _parts(n: int, d: int, *, coupled: bool) -> Iterator[tuple[int, int, int, in
 
 
 def designed(made: Rounded, labels: Tensor) -> Quantizer:
-    """The quantizer that ``made`` asks for: cells (a column of a class of rows) whose targets have about one mean
-    magnitude share a distribution.
+    """The quantizer that ``made`` asks for. Cells (a column of a class of rows) whose targets have about one magnitude
+    share a distribution: that of the column times that of the class, so that the contexts of all classes differ by
+    constants, which take no bytes.
 
     Args:
         labels: (n,) int64, the class of each row, from 0 on.
     """
-    count, d = int(labels.max()) + 1, made.targets.shape[1]
-    sizes = made.targets.abs().to(torch.float64)
-    sums = torch.zeros(count, d, dtype=torch.float64).index_add_(0, labels, sizes)
-    means = sums / torch.bincount(labels, minlength=count).clamp_min(1).unsqueeze(1)
-    bins = (means.clamp_min(2.0**_LEAST_OCTAVE).log2() * CONTEXTS_AN_OCTAVE).floor().to(torch.int64)
-    used, contexts = torch.unique(bins, return_inverse=True)
+    count, sizes = int(labels.max()) + 1, made.targets.abs().to(torch.float64)
+    by_class = torch.zeros(count, dtype=torch.float64).index_add_(0, labels, sizes.mean(1))
+    by_class /= torch.bincount(labels, minlength=count).clamp_min(1) * sizes.mean().clamp_min(_TINY)
+    # Not clamped where classes add to columns: their contexts would no longer differ by constants.
+    classes = (by_class.clamp_min(_TINY).log2().clamp_min(-_FARTHEST_OCTAVE) * CONTEXTS_AN_OCTAVE).round()
+    columns = (sizes.mean(0).clamp_min(_TINY).log2() * CONTEXTS_AN_OCTAVE).floor()
+    columns = columns.clamp_min(_LEAST_OCTAVE * CONTEXTS_AN_OCTAVE - float(classes.max()))
+    bins = (columns + classes.unsqueeze(1)).to(torch.int64)
+    contexts = bins - bins.min()
+    number = int(contexts.max()) + 1
     each, magnitudes = contexts[labels], made.levels.abs().to(torch.int64)
     places = (each * len(KNOTS) + nearest_knot()[magnitudes]).flatten()
-    counts = torch.bincount(places, minlength=len(used) * len(KNOTS)).view(len(used), len(KNOTS)).to(torch.float64)
+    counts = torch.bincount(places, minlength=number * len(KNOTS)).view(number, len(KNOTS)).to(torch.float64)
     live = magnitudes > 0
-    beyond = torch.zeros(len(used), dtype=torch.float64).index_add_(0, each[live], magnitudes[live] - sizes[live])
+    beyond = torch.zeros(number, dtype=torch.float64).index_add_(0, each[live], magnitudes[live] - sizes[live])
     shrink = (beyond / counts[:, 1:].sum(1).clamp_min(1.0)).clamp(0.0, 0.45)
-    most = torch.zeros(len(used), dtype=torch.int64)
+    most = torch.zeros(number, dtype=torch.int64)
     most.scatter_reduce_(0, each.flatten(), magnitudes.flatten(), "amax")
     return Quantizer(contexts, tables_of(counts, most), shrink.to(torch.float32))
