@@ -270,7 +270,11 @@ def test_candidates_lose_what_they_say(dtype: torch.dtype) -> None:
         made = FEEDBACK.encode(Problem(rows, one.nbytes, dtype.itemsize, weighting), dtype)
         error = weighted_error(matrix.float(), made.matrix, weighting).error
         assert 0.75 * one.error < error < 1.2 * one.error
-    assert not list(Feedback().candidates(KeepDense(), Table(rows, Weighting(), dtype, table.spectrum)))
+    diagonal = Weighting(left=torch.ones(n), right=torch.ones(d))
+    for nothing_coupled in (Weighting(), diagonal):
+        assert not list(Feedback().candidates(KeepDense(), Table(rows, nothing_coupled, dtype, table.spectrum)))
+    assert Feedback.automatic((n, d))
+    assert not Feedback.automatic((30522, 384))
 
 
 @pytest.mark.parametrize(("matrix_rows", "bias"), crossed(["in_features", "out_features"], [True, False]))

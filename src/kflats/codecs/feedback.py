@@ -40,6 +40,8 @@ _FIRST_PART = 0.6
 """The part of a step from which on a target is rounded up where there are no prices yet."""
 _NEAR = 0.05
 """A code whose size is the budget within this share of it shows how to round the others."""
+_LONG = 16
+"""Rows a column, or columns a row, up to which ``Auto()`` tries it."""
 _TRIES = 14
 _AIM = 0.997
 _WINDOW = 0.99
@@ -84,7 +86,8 @@ class Feedback(Codec):
 
     def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
         """Codes at a few c, and candidates between each two of them; none where no side of the weighting couples."""
-        if not table.weighting.kinds & {"left", "right"} or float(table.spectrum[0]) <= 0:
+        form = table.weighting.form
+        if "full" not in (form.left, form.right) or float(table.spectrum[0]) <= 0:
             return
         source = _Source.of(table.rows, table.weighting)
         measured: list[Candidate] = []
@@ -109,8 +112,8 @@ class Feedback(Codec):
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """The matrix itself."""
-        return ((KeepDense(), cls()),)
+        """The matrix itself; of long tables many rows share the axes of ``Transform``."""
+        return () if max(shape) > _LONG * min(shape) else ((KeepDense(), cls()),)
 
 
 @dataclass(frozen=True)
