@@ -245,7 +245,7 @@ def _at_size(source: _Source, budget: int, dtype: torch.dtype) -> Factored:
             how = source.rounding(source.likely(c, dtype, code), dtype)
         before, code = code if attempt else None, source.code(c, dtype, how)
         fits = code.nbytes <= budget
-        if fits and (best is None or code.error < best.error):
+        if fits and (best is None or code.nbytes > best.nbytes):
             best = code
         # Near the size the rounding stays: the size is then a falling function of c.
         if near:
