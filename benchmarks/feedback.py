@@ -1,15 +1,14 @@
 """Question: how much less does error feedback lose than transform codes, on linear layers at equal bytes?
 
 The 36 linear layers of all-MiniLM-L6-v2, Grams measured on WikiText-2 (train), files counted. The ratio of the squared
-errors under the importance at equal bytes: median and worst layer. Seconds are CPU time of one thread for all layers.
-Below it a Gaussian matrix, in bits above the least bits of any code for the same error.
+errors under the importance at equal bytes: median and worst layer. Below it a Gaussian matrix, in bits above the least
+bits of any code for the same error.
 
     python benchmarks/feedback.py --write benchmarks/results/feedback.md
 """
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 
 import torch
@@ -47,15 +46,12 @@ def main() -> None:
         if type(importance).__name__ not in options.importances.split(","):
             continue
         ratios: dict[float, list[float]] = {bits: [] for bits in BITS}
-        spent = {name: dict.fromkeys(BITS, 0.0) for name in WAYS}
         for weight in weights:
             given = data.table(model, weight, Recipe(SVD(), importance, matrix_rows="out_features"))
             for bits in BITS:
-                errors = {}
-                for name, (method, codec) in WAYS.items():
-                    began = time.process_time()
-                    errors[name] = lost(given, Recipe(method, codec=codec), bits)
-                    spent[name][bits] += time.process_time() - began
+                errors = {
+                    name: lost(given, Recipe(method, codec=codec), bits) for name, (method, codec) in WAYS.items()
+                }
                 ratios[bits].append(errors["feedback"] / errors["transform"])
             print(type(importance).__name__, weight.name, [f"{ratios[bits][-1]:.3f}" for bits in BITS], flush=True)
         for bits in BITS:
@@ -66,8 +62,6 @@ def main() -> None:
                     "bits": f"{bits:g}",
                     "median ratio": f"{float(found.median()):.2f}",
                     "worst": f"{float(found.max()):.2f}",
-                    "feedback": f"{spent['feedback'][bits]:.0f} s",
-                    "transform": f"{spent['transform'][bits]:.0f} s",
                 }
             )
     publish("Error feedback and transform codes on linear layers", table(lines) + "\n\n" + table(gaussian()), options)

@@ -62,13 +62,13 @@ class Feedback(Codec):
 
     L and R are triangular factors of the importance: of the Grams of inputs and of output gradients, where it measured
     both. One number c sets the rate. Rounding counts error and bits together; values are the means of their intervals;
-    the integers are entropy coded. Nothing is stored beside them but a step for each column (an eighth of an octave)
-    and for each class of rows.
+    the integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a
+    step (to an eighth of an octave), and a step for each class of rows.
 
     Without couplings (no data, or a diagonal importance) it is entropy-coded rounding with steps by importance.
 
     Choose it for linear layers with calibration data: at equal bytes it loses a fraction of what ``Transform`` does,
-    which stores axes. Long embedding tables are better off with ``Transform``, whose
+    which stores axes (benchmarks/results/feedback.md). Long embedding tables are better off with ``Transform``, whose
     axes are shared by many rows; weights on a grid with ``Integer(8)``, which keeps the grid.
     """
 
