@@ -20,7 +20,6 @@ from kflats.codecs.transform import between
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
 from kflats.matrices.coded import STEPS_AN_OCTAVE, CodedMatrix, from_integers
-from kflats.methods.keep_dense import KeepDense
 from kflats.methods.protocol import Factored, Method, Problem, check_accepts
 from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
@@ -40,8 +39,6 @@ _FIRST_PART = 0.6
 """The part of a step from which on a target is rounded up where there are no prices yet."""
 _NEAR = 0.05
 """A code whose size is the budget within this share of it shows how to round the others."""
-_LONG = 16
-"""Rows a column, or columns a row, up to which ``Auto()`` tries it."""
 _TRIES = 14
 _AIM = 0.997
 _WINDOW = 0.99
@@ -109,11 +106,6 @@ class Feedback(Codec):
         if problem.weighting.form.left == "diagonal":
             check_weights(problem.row_weights, problem.rows.shape[0])
         return _at_size(_Source.of(problem.rows, problem.weighting), problem.nbytes, dtype)
-
-    @classmethod
-    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """The matrix itself; of long tables many rows share the axes of ``Transform``."""
-        return () if max(shape) > _LONG * min(shape) else ((KeepDense(), cls()),)
 
 
 @dataclass(frozen=True)
