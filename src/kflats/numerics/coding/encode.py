@@ -38,6 +38,8 @@ _GUESSES = 2
 """Passes where only the size and the error are asked for; one of them tells which classes cost least."""
 _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
+_FINER = 8
+"""How much finer than the step where the search begins the found step may be: classes must allow it."""
 _WINDOW = 0.99
 """A budget counts as met from this share of it on."""
 _AIM = 0.996
@@ -162,8 +164,11 @@ def _classed(source: Source, classes: int) -> Source:
     ways = source.candidates(min(classes, max(1, len(source.labels) // _ROWS_A_CLASS)), classes)
     if len(ways) == 1:
         return ways[0]
-    step = max(source.first_step, *(way.finest for way in ways))
-    return ways[min(range(len(ways)), key=lambda i: _estimate(*ways[i].sample(), step, 1).price)]
+    # A way whose long rows lie beside short ones of large weight has a coarse least step, and stops there.
+    reach = max(source.first_step / _FINER, min(way.finest for way in ways))
+    able = [way for way in ways if way.finest <= reach]
+    step = max(source.first_step, reach)
+    return min(able, key=lambda way: _estimate(*way.sample(), step, 1).price)
 
 
 def _label_bytes(flats: Tensor) -> int:
