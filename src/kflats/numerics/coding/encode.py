@@ -168,7 +168,11 @@ def _classed(source: Source, classes: int) -> Source:
     reach = max(source.first_step / _FINER, min(way.finest for way in ways))
     able = [way for way in ways if way.finest <= reach]
     step = max(source.first_step, reach)
-    return min(able, key=lambda way: _estimate(*way.sample(), step, 1).price)
+
+    def price(way: Source) -> float:
+        return _estimate(*way.sample(), step, 1).price
+
+    return min(able, key=price)
 
 
 def _label_bytes(flats: Tensor) -> int:
