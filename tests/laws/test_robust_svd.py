@@ -215,7 +215,7 @@ RANKED = {
 @pytest.mark.parametrize("fit", RANKED.values(), ids=RANKED.keys())
 def test_what_is_no_matrix_and_no_rank_is_named(fit):
     a = draw(60, 5)
-    with pytest.raises(KflatsError, match=r"expected a torch tensor of shape \(n, d\), found ndarray.*as_tensor"):
+    with pytest.raises(KflatsError, match=r"expected a torch tensor of shape \(n, d\), found ndarray.*a tensor"):
         fit(a.numpy(), 1)
     for rank in (2.0, "2", True):
         with pytest.raises(KflatsError, match=r"a rank is a whole number, not .*1\.\.5"):

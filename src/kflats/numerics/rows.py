@@ -183,7 +183,7 @@ def as_rows(matrix: Tensor | Rows) -> Rows:
     if not isinstance(matrix, Rows):
         raise KflatsError(
             f"expected a torch tensor of shape (n, d), found {type(matrix).__name__}",
-            hint="torch.as_tensor(matrix), or an object with the methods of Rows",
+            hint="a tensor, or an object with the methods of Rows",
         )
     return matrix
 
