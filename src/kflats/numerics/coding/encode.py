@@ -43,6 +43,8 @@ _FINER = 8
 _WINDOW = 0.99
 """A budget counts as met from this share of it on."""
 _AIM = 0.996
+_SMALL, _SMALL_WINDOW = 50_000, 0.996
+"""Up to so many bytes a budget counts as met from a larger share of it on."""
 _FAR = 0.98
 """Below this share of the budget a first code was made for too coarse a step."""
 _BASIS_ROW = 8 * 5
@@ -239,6 +241,8 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
     """The code of all sources at one step, of ``budget`` bytes at most."""
     beside = _label_bytes(flats)
     finest = _finest(sources)
+    # A small code is quick to make again, and is most of a small file, which its bytes must fill.
+    window, aim = (_WINDOW, _AIM) if budget > _SMALL else (_SMALL_WINDOW, (1 + _SMALL_WINDOW) / 2)
     best: FlatsCode | None = None
     fine: tuple[float, int] | None = None  # the coarsest step known to be too fine, and its size
     fits: tuple[float, int] | None = None  # the finest known to fit
@@ -257,18 +261,18 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
         else:
             if fits is None or size > fits[1]:
                 best, fits = code, (step, size)
-            if size >= _WINDOW * budget or step <= finest * 1.01 or not any(one.rank for one in codes):
+            if size >= window * budget or step <= finest * 1.01 or not any(one.rank for one in codes):
                 break
             if attempt == 0 and size < _FAR * budget:
                 # A file may take less than what was counted; so much finer a step asks for other quantizers.
-                beside, quantizers = beside + size - int(_AIM * budget), []
+                beside, quantizers = beside + size - int(aim * budget), []
                 continue
         # Bits fall by about one a live coordinate for each doubling of the step; between two sizes, on a line.
         live = sum(float((q != 0).sum()) for one in codes for q in one.levels) + 1.0
         rise = 8 / live
         if fine is not None and fits is not None and fine[0] < fits[0]:
             rise = math.log2(fits[0] / fine[0]) / (fine[1] - fits[1])
-        step = max(finest, step * 2 ** max(-1.0, min(1.0, rise * (size - _AIM * budget))))
+        step = max(finest, step * 2 ** max(-1.0, min(1.0, rise * (size - aim * budget))))
     if best is None:
         raise KflatsError(
             f"a budget of {budget:,} bytes cannot hold codes of this matrix",
