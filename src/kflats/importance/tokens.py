@@ -110,7 +110,7 @@ class ZipfPrior(Importance):
     """w_i = (prior_i * n + floor)^power with prior_i ~ 1 / (rank_i + 2.7) (Zipf-Mandelbrot): no texts needed.
 
     rank_i is the position of token i in the part of the vocabulary that is ordered by frequency, not its id; see
-    ``calibration.counting.zipf_prior``. Choose it without texts: even few texts are better.
+    ``calibration.counting.zipf_prior``. Choose it without texts.
 
     >>> ZipfPrior(power=1, floor=0.5).weigh(Measured(2, prior=torch.tensor([0.75, 0.25]))).left.tolist()
     [2.0, 1.0]
