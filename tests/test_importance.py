@@ -177,7 +177,7 @@ def test_damping_moves_importance_between_columns_and_makes_none(damping):
     )
     found = TokenFisher(damping=damping).weigh(measured)
     rows = TokenCounts().weigh(measured).left
-    torch.testing.assert_close(found.left, TokenFisher().scale * rows / rows.sum())
+    torch.testing.assert_close(found.left, rows / rows.sum())
     assert float(found.right.trace()) == pytest.approx(float((g.T @ g).trace()))
     values = torch.linalg.eigvalsh(found.right)
     assert float(values[0]) >= damping / (1 + damping) * float(values.mean()) * (1 - 1e-9)
@@ -210,7 +210,6 @@ def test_inputs_that_never_vary_leave_a_usable_metric(importance):
         lambda: TwoSided(floor=-1e-4),
         lambda: InputGram(damping=float("nan")),
         lambda: KroneckerFisher(damping=-1),
-        lambda: TokenFisher(scale=0),
         lambda: from_json({"type": "KroneckerFisher", "damping": -1}),
     ],
 )

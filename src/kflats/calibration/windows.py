@@ -149,11 +149,11 @@ def windows(
 def filled_windows(
     made: Windows, tokenizer: Tokenizer, *, samples: int = SAMPLES, model: nn.Module | None = None
 ) -> Windows:
-    """``made`` with drawn windows to measure with beside its own: a quarter of ``samples``, and as many as are missing.
+    """``made`` with drawn windows to measure with beside its own: half of ``samples``, and as many as are missing.
 
-    Drawn tokens stand in places and beside tokens that few texts show. The share was chosen on sentences of CoLA (dev)
-    and paragraphs of WikiText-2 (valid). Where texts make too few windows, the missing ones are sentences of the
-    package, up to a half of ``samples``, and drawn tokens.
+    One half of these are sentences of the package, the other tokens, as in ``drawn_windows``. Drawn tokens stand in
+    places and beside tokens that few texts show. The shares were chosen on sentences of CoLA (dev) and paragraphs of
+    WikiText-2 (valid).
 
     Args:
         made: of texts. tokenizer, model: as ``drawn_windows``. samples: how many windows to measure with.
@@ -161,12 +161,11 @@ def filled_windows(
     Raises:
         KflatsError: as ``drawn_windows``.
     """
-    count = min(len(made.calibration), samples - samples // 4)
+    count = min(len(made.calibration), -(-samples // 2))
     if count == samples:
         return made
     own = tuple(made.calibration[i * len(made.calibration) // count] for i in range(count))
-    sentences_wanted = max(0, samples // 2 - count)
-    drawn = drawn_windows(tokenizer, samples=samples - count, own=sentences_wanted, model=model)
+    drawn = drawn_windows(tokenizer, samples=samples - count, model=model)
     summary = f"{made.summary}; {count:,} of the windows to measure with, and {drawn.summary}"
     return replace(made, calibration=own + drawn.calibration, summary=summary, drawn=drawn.drawn)
 
@@ -175,14 +174,13 @@ def drawn_windows(
     tokenizer: Tokenizer,
     *,
     samples: int = SAMPLES,
-    own: int | None = None,
     seed: int = 0,
     lengths: WindowLengths = LENGTHS,
     model: nn.Module | None = None,
 ) -> Windows:
     """Windows to measure with where there are no texts; none are held out or counted.
 
-    Some are sentences of the package, alone and several in an order drawn by ``seed``; they are left out if the
+    Half are sentences of the package, alone and several in an order drawn by ``seed``; they are left out if the
     tokenizer does not know a tenth of their tokens. The others are tokens drawn one by one by the Zipf prior of the
     vocabulary.
 
@@ -190,7 +188,6 @@ def drawn_windows(
 
     Args:
         tokenizer: the model's own.
-        own: how many windows are sentences of the package; None: half.
         samples, seed, lengths, model: as ``windows``.
 
     Raises:
@@ -207,7 +204,7 @@ def drawn_windows(
     ids = [i for row in tokenizer(list(package), verbose=False)["input_ids"] for i in row]
     known = ids.count(tokenizer.unk_token_id) <= _UNKNOWN * len(ids)
     per_token = sum(map(len, package)) / max(1, len(ids) - special * len(package))
-    count = (samples // 2 if own is None else own) if known else 0
+    count = samples // 2 if known else 0
     made: list[str] = []
     while len(made) < count:
         pieces = [(package[i] + " ", 0) for i in torch.randperm(len(package), generator=draws).tolist()]

@@ -143,7 +143,7 @@ class ZipfPrior(Importance):
 
 @dataclass(frozen=True)
 class TokenFisher(Importance):
-    """scale trace(S^{1/2} E' diag(w) E S^{1/2}): rows by token counts, columns by gradients of the loss.
+    """trace(S^{1/2} E' diag(w) E S^{1/2}): rows by token counts, columns by gradients of the loss.
 
     w are the weights of ``TokenCounts``, scaled to the sum 1; S is the Gram of the gradients of the embedding's
     outputs, summed over the positions of a sample (as in ``KroneckerFisher``). Row weights by Fisher information are
@@ -154,8 +154,6 @@ class TokenFisher(Importance):
         power, smoothing, floor: as ``TokenCounts``.
         damping: share of S's mean diagonal that is added to its diagonal; then S is scaled back to its trace, so that
             damping does not raise a table's errors beside those of other layers.
-        scale: factor of the errors. Weights of a power below 1 count rare rows more than texts read them, so the sum of
-            errors is larger than the loss. Chosen on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid).
 
     Needs the model's tokenizer, texts unless ``smoothing`` is 1, and calibration data (the texts will do).
     """
@@ -164,7 +162,6 @@ class TokenFisher(Importance):
     smoothing: float = 0.5
     floor: float = 0.3
     damping: float = 1.0
-    scale: float = 0.25
 
     needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "output_gram"})
     needs_tokenizer: ClassVar[bool] = True
@@ -172,8 +169,6 @@ class TokenFisher(Importance):
     def __post_init__(self) -> None:
         self._counts()  # checks the arguments
         KroneckerFisher(damping=self.damping)
-        if not is_number(self.scale, 0) or self.scale == 0:
-            raise KflatsError(f"scale={self.scale!r} is not supported with TokenFisher", hint="a number above zero")
 
     def _counts(self) -> TokenCounts:
         return TokenCounts(self.power, self.smoothing, self.floor)
@@ -198,7 +193,7 @@ class TokenFisher(Importance):
         rows = self._counts().weigh(measured).left
         assert rows is not None
         right = None if columns.right is None else columns.right / (1.0 + self.damping)
-        return Weighting(left=self.scale * rows / rows.sum(), right=right, loss_units=True)
+        return Weighting(left=rows / rows.sum(), right=right, loss_units=True)
 
 
 def _for_head(weights: Tensor, measured: Measured) -> Weighting:
