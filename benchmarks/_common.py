@@ -78,16 +78,21 @@ def publish(title: str, body: str, options: argparse.Namespace) -> None:
     options.write.write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body}\n", encoding="utf-8")
 
 
-def kept(folder: str, about: object, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def part(folder: str | Path, about: object) -> Path:
+    """Where ``kept`` keeps what belongs to ``about``."""
+    return Path(folder) / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.json"
+
+
+def kept(folder: str | Path, about: object, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What ``make`` gives, or gave before for an equal ``about``; so an interrupted benchmark resumes.
 
     With ``folder`` "" nothing is kept. The code is not part of ``about``: empty ``folder`` after changing it.
     """
-    file = Path(folder) / f"{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.json"
+    file = part(folder, about)
     if folder and file.is_file():
         return dict(json.loads(file.read_text(encoding="utf-8")))
     found = make()
-    print(found, flush=True)
+    print(about, found, flush=True)
     if folder:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found), encoding="utf-8")

@@ -10,15 +10,21 @@ import gzip
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kflats import read_texts
+from kflats.calibration.counting import text_batches
 from kflats.common.sentences import undo_marks
-from kflats.evaluation.outputs import Fidelity, fidelity_of
+from kflats.common.texts import packaged_texts
+from kflats.demo import packaged_model
+from kflats.evaluation.outputs import Fidelity, fidelity_of, load_tokenizer
 from kflats.evaluation.running import encode, rare_words
+from kflats.model.weights import Weight, find_weights
 from kflats.tasks.batches import load_examples
 from kflats.tasks.scoring import spearman
 
@@ -60,6 +66,25 @@ def paragraphs(split: str, count: int = 300) -> list[str]:
     assert folder is not None
     lines = read_texts(folder / "wikitext2" / f"{split}.txt.gz")
     return [text for text in undo_marks(lines)[0] if len(text.split()) >= 60][:count]
+
+
+def labelled_batches(samples: int, batch: int, length: int) -> list[dict[str, Tensor]]:
+    """Batches of the package's sentences, again and again until there are enough, with labels 0 and 1 in turn."""
+    texts = list(islice(cycle(packaged_texts("count")), samples))
+    batches = text_batches(texts, load_tokenizer(packaged_model()), batch=batch, max_length=length)
+    for one in batches:
+        one["labels"] = torch.arange(len(one["input_ids"])) % 2
+    return batches
+
+
+def classifier() -> tuple[Any, list[Weight]]:
+    """The packaged encoder with an untrained head for two classes, and its encoder's linear layers."""
+    from transformers import AutoModelForSequenceClassification
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForSequenceClassification.from_pretrained(packaged_model(), num_labels=2).eval()
+    return model, [w for w in find_weights(model) if ".encoder." in f".{w.name}" and w.places[0].role == "linear"]
 
 
 def cells(found: Fidelity) -> list[str]:

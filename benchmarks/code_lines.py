@@ -65,7 +65,7 @@ def sources(commit: str | None) -> Iterator[tuple[Path, str]]:
 def package(path: Path) -> str:
     """The row of a file: its package within ``src/kflats``, else its top folder.
 
-    >>> [package(Path(path)) for path in ("src/kflats/io/headers.py", "src/kflats/demo.py", "tests/laws/a.py")]
+    >>> [package(Path(path)) for path in ("src/kflats/io/saving.py", "src/kflats/demo.py", "tests/laws/a.py")]
     ['kflats/io', 'kflats', 'tests']
     """
     parts = path.parts

@@ -17,18 +17,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
+import transformers.models.bert.modeling_bert  # noqa: F401  imported before memory is counted
 from _common import arguments, markdown, publish
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from _sentences import classifier, labelled_batches
 
 from kflats.calibration.accumulators import Accumulator
 from kflats.calibration.collect import measure
-from kflats.calibration.counting import BLOCK, text_batches
+from kflats.calibration.counting import BLOCK
 from kflats.common.formatting import size
-from kflats.common.texts import packaged_texts
-from kflats.demo import packaged_model
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.model.weights import find_weights
 
 PLAIN = "plain forward + backward"
 LITTLE = 100_000_000
@@ -65,16 +62,9 @@ def main() -> None:
 def one(case: str, samples: int, batch: int, length: int) -> dict[str, int]:
     """Bytes of the model, of the sums that are kept at once, and of the peak, in this process."""
     needs, allowed = CASES[case]
-    folder = packaged_model()
-    texts = list(packaged_texts("count"))
-    texts = (texts * (samples // len(texts) + 1))[:samples]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    batches = text_batches(texts, tokenizer, batch=batch, max_length=length)
-    for one_batch in batches:
-        one_batch["labels"] = torch.arange(len(one_batch["input_ids"])) % 2
+    batches = labelled_batches(samples, batch, length)
     before = resident("VmRSS")
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2).eval()
-    weights = [w for w in find_weights(model) if ".encoder." in f".{w.name}" and w.places[0].role == "linear"]
+    model, weights = classifier()
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here: loading has its own
     if needs:

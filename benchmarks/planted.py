@@ -15,23 +15,27 @@ import math
 import torch
 from _common import arguments, markdown, publish
 from sklearn.metrics import adjusted_rand_score
+from torch import Tensor
 
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import assign, squared_norms
 from kflats.numerics.rows import TensorRows
 
 
+def planted(k: int, j: int, d: int, deviation: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows with Gaussian noise of a standard deviation, the flat of each, and the flats (k, j, d)."""
+    generator = torch.Generator().manual_seed(1000 * k + 10 * j + d)
+    truth = torch.randint(0, k, (2000 * k,), generator=generator)
+    flats = torch.linalg.qr(torch.randn(k, d, j, generator=generator)).Q.transpose(1, 2)
+    a = torch.einsum("nj,njd->nd", torch.randn(len(truth), j, generator=generator), flats[truth])
+    return a + deviation * torch.randn(a.shape, generator=generator), truth, flats
+
+
 def main() -> None:
     options = arguments(__doc__, **{"per-entry": 0})
     lines, recovered, ceiling = [], 0, 0
     for k, j, d, noise in itertools.product((3, 5, 10), (2, 5, 20), (32, 128), (0.0, 0.05)):
-        generator = torch.Generator().manual_seed(1000 * k + 10 * j + d)
-        n = 2000 * k
-        truth = torch.randint(0, k, (n,), generator=generator)
-        flats = [torch.linalg.qr(torch.randn(d, j, generator=generator)).Q.T for _ in range(k)]
-        inside = torch.randn(n, j, generator=generator)
-        a = torch.stack([inside[i] @ flats[c] for i, c in enumerate(truth.tolist())])
-        a += noise * (1.0 if options.per_entry else math.sqrt(j / d)) * torch.randn(n, d, generator=generator)
+        a, truth, flats = planted(k, j, d, noise * (1.0 if options.per_entry else math.sqrt(j / d)))
         rows = TensorRows(a)
         score = adjusted_rand_score(truth, fit_flats(a, k, rank=j, seed=0).labels)
         best = adjusted_rand_score(truth, assign(rows, tuple(flats), squared_norms(rows)).labels)

@@ -13,8 +13,8 @@ import math
 import statistics
 import time
 
-import torch
 from _common import arguments, embedding_table, markdown, publish
+from planted import planted
 from sklearn.metrics import adjusted_rand_score
 
 from kflats.numerics.fit import fit_flats
@@ -22,20 +22,12 @@ from kflats.numerics.fit import fit_flats
 STARTS = ("auto", "random")
 
 
-def planted(k: int, j: int, d: int, noise: float) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1000 * k + 10 * j + d)
-    truth = torch.randint(0, k, (2000 * k,), generator=generator)
-    flats = torch.linalg.qr(torch.randn(k, d, j, generator=generator)).Q.transpose(1, 2)
-    inside = torch.randn(len(truth), j, generator=generator)
-    a = torch.einsum("nj,njd->nd", inside, flats[truth])
-    return a + noise * math.sqrt(j / d) * torch.randn(a.shape, generator=generator), truth
-
-
 def main() -> None:
     options = arguments(__doc__, seeds=3)
     table = embedding_table()
     total = float(table.double().square().sum())
-    clouds = [(k, j, *planted(k, j, 128, 0.05)) for k, j in itertools.product((3, 5, 10), (2, 5, 20))]
+    settings = itertools.product((3, 5, 10), (2, 5, 20))
+    clouds = [(k, j, *planted(k, j, 128, 0.05 * math.sqrt(j / 128))[:2]) for k, j in settings]
     lines = []
     for start in STARTS:
         errors, steps, times = [], [], []

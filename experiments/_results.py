@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,10 @@ from kflats import (
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 from _common import embedding_table as embedding_table
+from _common import kept as kept
 from _common import markdown as markdown
+from _common import part as part
+from _sentences import data_folder as data_folder
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ENCODER = "bert.encoder.layer.*"
@@ -92,35 +94,9 @@ def weights_folder() -> Path:
     return Path(os.environ.get("KFLATS_WEIGHTS") or SHARED / "weights")
 
 
-def data_folder() -> Path:
-    """The folder of data sets: KFLATS_DATA, or ../shared/data."""
-    return Path(os.environ.get("KFLATS_DATA") or SHARED / "data")
-
-
 def parameters_kept(report: Any) -> int:
     """Stored numbers of the named weights after compression (float32 factors: 4 bytes each)."""
     return int(report.bytes_after) // 4
-
-
-def part(folder: Path, name: str, settings: Mapping[str, Any]) -> Path:
-    """Where ``kept`` keeps what belongs to these settings."""
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
-    return folder / f"{name}-{digest}.json"
-
-
-def kept(folder: Path, name: str, settings: Mapping[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``make`` gives, or gave before for the same settings: an interrupted experiment goes on where it was.
-
-    The code is not among the settings: empty ``folder`` after changing it.
-    """
-    path = part(folder, name, settings)
-    if path.is_file():
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    found = make()
-    print(json.dumps({**settings, **found}), flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found), encoding="utf-8")
-    return found
 
 
 def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:

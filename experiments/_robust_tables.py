@@ -56,9 +56,9 @@ def sweep(
             if not wanted(name, rate):
                 continue
             of = {**settings, "method": name, "rate": rate, "seed": asked.seed}
-            if asked.finished and not part(asked.parts, what, of).is_file():
+            if asked.finished and not part(asked.parts, (what, of)).is_file():
                 continue
-            rows.append({"of": what, "method": name, **kept(asked.parts, what, of, partial(make, rate))})
+            rows.append({"of": what, "method": name, **kept(asked.parts, (what, of), partial(make, rate))})
     return rows
 
 

@@ -56,7 +56,7 @@ def main() -> None:
             settings = {"method": name, "rate": rate, "judged": asked.judged, "seed": asked.seed}
             if name.startswith("dictionary"):
                 settings |= {"taught": asked.taught, "passes": asked.passes}
-            found = kept(asked.parts, "dictionary", settings, partial(one, name, rate, a, asked))
+            found = kept(asked.parts, ("dictionary", settings), partial(one, name, rate, a, asked))
             rows.append({"method": name, "rate": rate, **found})
     at = {(r["method"], r["rate"]): r for r in rows}
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from _results import ENCODER, IMPORTANCES, markdown, parsed, publish
-from task_scores import Bench, options
+from task_scores import Bench, options, originals
 from torch import Tensor
 
 from kflats import find_weights
@@ -90,16 +90,12 @@ def write_up(asked: argparse.Namespace, rows: list[dict[str, Any]], about: dict[
             for shown in METHODS:
                 line += [f"{at[task, shown, group]['score']:.3f}", f"{at[task, shown, group]['error']:.4f}"]
         lines.append(line)
-    told = [
-        f"- {t}: {a['metric']} {a['before']:.3f} before, {a['n']:,} dev examples, fine-tuned {a['training']}"
-        for t, a in about.items()
-    ]
     body = "\n\n".join(
         [
             f"Ten groups of singular values, one removed at a time from all 36 encoder linear layers. "
             f"Fisher from {asked.samples} training examples. One seed. No fine-tuning after removal. "
             + ("" if asked.full else "**Training was short, not the paper's recipe.**"),
-            "\n".join(told),
+            originals(about),
             markdown(head, lines),
             remarks(at, about),
         ]

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from _results import markdown, needs, parsed, publish, variants
-from task_scores import Bench, one, options
+from task_scores import Bench, one, options, originals
 
 
 def main() -> None:
@@ -36,10 +36,6 @@ def main() -> None:
     names = [v.name for v in chosen]
     keys = list(dict.fromkeys((r["task"], r["ratio"]) for r in rows))
     lines = [[task, f"{ratio} %", *(f"{at[task, ratio, name]:.3f}" for name in names)] for task, ratio in keys]
-    told = [
-        f"- {t}: {a['metric']} {a['before']:.3f} before, {a['n']:,} dev examples, fine-tuned {a['training']}"
-        for t, a in about.items()
-    ]
     failed = [
         f"{task} at {ratio} % ({better} {at[task, ratio, better]:.3f}, {worse} {at[task, ratio, worse]:.3f})"
         for better, worse in zip(names[1:], names, strict=False)
@@ -51,7 +47,7 @@ def main() -> None:
         [
             f"All 36 encoder linear layers, no fine-tuning after compression, calibrated on {asked.samples} training "
             "examples, one seed. " + ("" if asked.full else "**Training was short, not the paper's recipe.**"),
-            "\n".join(told),
+            originals(about),
             markdown(["task", "rank ratio", *names], lines),
             f"Each column should be at or above the one before it. {verdict}",
         ]

@@ -22,11 +22,10 @@ from typing import Any
 
 from _results import IMPORTANCES, Variant, markdown, needs, parsed, publish, variants
 from _train import TaskModel, with_head
-from task_scores import Bench, compressed, options
+from task_scores import Bench, calibration, compressed, options, originals
 
 from kflats import SVD, Projections, Recipe, compress_
 from kflats.recover.recover import recover_
-from kflats.tasks.batches import task_batches
 
 
 def trained(model: Any, made: TaskModel, task: str, asked: argparse.Namespace) -> Any:
@@ -51,16 +50,7 @@ def trained(model: Any, made: TaskModel, task: str, asked: argparse.Namespace) -
 def generic(made: TaskModel, task: str, variant: Variant, asked: argparse.Namespace) -> Any:
     """The generic model compressed label-free, with the task's untrained head."""
     model = with_head(task, asked.seed, asked.source)
-    batches = task_batches(
-        task,
-        made.tokenizer,
-        split=made.settings["split"],
-        max_length=made.settings["max_length"],
-        limit=asked.samples,
-        task_data=asked.data,
-        model=model,
-        seed=asked.seed,
-    )
+    batches = calibration(made, task, asked, model)
     unlabelled = [{k: t for k, t in batch.items() if k != "labels"} for batch in batches]
     compress_(
         model.base_model,
@@ -126,7 +116,6 @@ def write_up(asked: argparse.Namespace, rows: list[dict[str, Any]], about: dict[
             if r["task"] == task:
                 first = "-" if r["compressed"] is None else f"{r['compressed']:.3f}"
                 lines.append([task, r["path"], r["method"], first, f"{r['recovered']:.3f}"])
-    told = [f"- {t}: {a['metric']}, {a['n']:,} dev examples, fine-tuned {a['training']}" for t, a in about.items()]
     of = f"{asked.limit:,} examples of the training split" if asked.limit else "the whole training split"
     body = "\n\n".join(
         [
@@ -134,7 +123,7 @@ def write_up(asked: argparse.Namespace, rows: list[dict[str, Any]], about: dict[
             f"epoch(s) of {of}, Adam, lr {asked.lr:g}, batch 32, last epoch kept. One seed ({asked.seed}): small "
             "differences may be chance."
             + ("" if asked.full and asked.epochs >= 3 and not asked.limit else " **Short, not the paper's recipe.**"),
-            "\n".join(told),
+            originals(about),
             "The original's last column is its own score after the same further training.",
             markdown(["task", "path", "method", "compressed", "after fine-tuning"], lines),
             remarks(rows),

@@ -12,13 +12,13 @@ sentence vectors with the original's and by STS-B (Spearman), without fine-tunin
 from __future__ import annotations
 
 import argparse
-import gzip
 from typing import Any
 
 import torch
 from _results import ENCODER, data_folder, parsed, publish
 from _robust import FAMILIES, HALF, L1_PCA, PRUNED, SYNFLOW, Known, options, row_weights_of
 from _robust_tables import STORED, agreement, errors_cell, least, sweep, table, unfinished
+from _sentences import sentences
 from baselines.synflow import encoder_flow
 from torch import nn
 
@@ -73,12 +73,6 @@ def wanted(name: str, rate: float) -> bool:
     return rate <= 0.5 or name in BEYOND
 
 
-def public_text() -> list[str]:
-    """The lines of WikiText-2 (train)."""
-    with gzip.open(data_folder() / "wikitext2" / "train.txt.gz", "rt", encoding="utf-8") as file:
-        return [line.strip() for line in file if line.strip()]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser)
@@ -94,7 +88,7 @@ def main() -> None:
     weights = [w for w in find_weights(model) if w.name.startswith(start)]
     known = Known()
     if embeddings:
-        weighed = row_weights_of(tokenizer, weights[0].shape[0], public_text())
+        weighed = row_weights_of(tokenizer, weights[0].shape[0], sentences("wikitext2"))
         known = Known(row_weights=weighed, column_flow=encoder_flow(model))
     names = asked.methods.split(",") if asked.methods else TABLE if embeddings else LINEAR
     before = judge(model)["spearman"]

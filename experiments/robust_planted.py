@@ -72,7 +72,7 @@ def main() -> None:
             for seed in range(asked.seeds):
                 settings = {"case": case, "method": name, "n": asked.rows, "d": asked.columns, "seed": seed}
                 make = partial(measured, name, case, asked.rows, asked.columns, seed)
-                rows.append({**settings, **kept(asked.parts, "planted", settings, make)})
+                rows.append({**settings, **kept(asked.parts, ("planted", settings), make)})
     publish_table(asked, names, rows)
 
 

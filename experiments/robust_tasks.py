@@ -18,9 +18,9 @@ from typing import Any
 from _results import kept, markdown, parsed, publish
 from _robust import HALF, PRUNED, SYNFLOW, Known, options, row_weights_of
 from _robust_tables import STORED, sweep, unfinished
+from _sentences import sentences
 from _train import SHORT, TaskModel, arguments_of_models, task_model
 from baselines.synflow import encoder_flow
-from robust_encoder import public_text
 from task_scores import constant
 from torch import nn
 
@@ -64,12 +64,12 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     about: dict[str, dict[str, Any]] = {}
     tokenizer = load_tokenizer(asked.source or packaged_model())
-    row_weights = row_weights_of(tokenizer, len(tokenizer), public_text())
+    row_weights = row_weights_of(tokenizer, len(tokenizer), sentences("wikitext2"))
     for task in asked.tasks.split(","):
         made = task_model(task, asked)
         settings = {"model": made.folder.name, "judged": asked.judged}
         original = partial(judged, made.model, made, task, asked)
-        about[task] = {**kept(asked.parts, f"{task}-original", settings, original), "training": made.said}
+        about[task] = {**kept(asked.parts, (f"{task}-original", settings), original), "training": made.said}
         (weight,) = [w for w in find_weights(made.model) if w.name.endswith("word_embeddings")]
         known = Known(row_weights=row_weights, column_flow=encoder_flow(made.model.bert))
         judge = partial(judged, made=made, task=task, asked=asked)

@@ -43,21 +43,18 @@ METHODS = (
 )
 
 
+def calibration(made: TaskModel, task: str, asked: argparse.Namespace, model: Any) -> list[dict[str, Any]]:
+    """Batches of training examples, as ``model`` numbers their labels."""
+    settings = made.settings
+    chosen = {"split": settings["split"], "max_length": settings["max_length"], "limit": asked.samples}
+    return task_batches(task, made.tokenizer, task_data=asked.data, model=model, seed=asked.seed, **chosen)
+
+
 def measured(
     made: TaskModel, task: str, asked: argparse.Namespace, fields: frozenset[str], objective: str = "task"
 ) -> Any:
     """Statistics of the encoder's linear layers, from training examples."""
-    batches = task_batches(
-        task,
-        made.tokenizer,
-        split=made.settings["split"],
-        batch=32,
-        max_length=made.settings["max_length"],
-        limit=asked.samples,
-        task_data=asked.data,
-        model=made.model,
-        seed=asked.seed,
-    )
+    batches = calibration(made, task, asked, made.model)
     chosen = [w for w in find_weights(made.model) if w.name.startswith(ENCODER.rstrip("*"))]
     return measure(made.model, chosen, batches, needs=fields, objective=OBJECTIVES[objective], quiet=True)
 
@@ -84,7 +81,7 @@ class Bench:
     def kept(self, name: str, settings: dict[str, Any], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """``_results.kept`` by everything that decides this bench."""
         of = {"model": self.made.folder.name, "samples": self.asked.samples, "judged": self.asked.judged}
-        return kept(self.asked.cache / "results", f"{self.task}-{name}", {**of, **settings}, make)
+        return kept(self.asked.cache / "results", (f"{self.task}-{name}", {**of, **settings}), make)
 
     def before(self) -> dict[str, Any]:
         """The metric, the original's score, the number of examples, and how it was trained."""
@@ -184,7 +181,6 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
         [name, *(f"{row[task]:.3f}" for task in about), mean([row[task] for task in learned])]
         for name, row in scores.items()
     ]
-    told = [f"{task}: {a['metric']}, {a['n']:,} dev examples, fine-tuned {a['training']}" for task, a in about.items()]
     limits = (
         f"judged on at most {asked.judged} dev examples of each" if asked.judged else "judged on the whole dev split"
     )
@@ -194,8 +190,7 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
             "10,616,832; embeddings, pooler and head untouched. Calibrated on "
             f"{asked.samples} training examples, {limits}. One seed ({asked.seed}).",
             ("Training was the full 3 epochs." if asked.full else "**Training was short, not the paper's recipe:**")
-            + "\n\n"
-            + "\n".join(f"- {line}" for line in told),
+            + f"\n\n{originals(about)}",
             markdown(["method", *about, "average"], lines),
             "A score at or below that of the commonest answer says that nothing of the task is left."
             + "".join(
@@ -209,6 +204,14 @@ def publish_table(asked: argparse.Namespace, rows: list[dict[str, Any]], about: 
 
     title = "Task scores after compression, before any fine-tuning"
     publish("task_scores", title, body, {"tasks": about, "rows": rows}, asked)
+
+
+def originals(about: dict[str, Any]) -> str:
+    """A line for each task: the original's score, the number of examples, and how it was trained."""
+    return "\n".join(
+        f"- {task}: {a['metric']} {a['before']:.3f} before, {a['n']:,} dev examples, fine-tuned {a['training']}"
+        for task, a in about.items()
+    )
 
 
 def mean(values: list[float]) -> str:

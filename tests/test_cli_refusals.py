@@ -57,14 +57,8 @@ MEASURED = (*PLAN, "--method", "svd", "--texts", "texts.txt", "--out", "plan.jso
         ((*PLAN, "--out", "other", "--force"), "other is a folder. Try: the name of a file"),
         ((*PLAN, "--out", "."), "is a folder"),
         ((*PLAN, "--out", "file"), "exists already. Try: another name, or --force"),
-        (
-            (*PLAN, "--out", "file/plan.json"),
-            "is in the way. Likely cause: a file where a folder must be. Try: another",
-        ),
-        (
-            (*COMPRESS, "--out", "file/small"),
-            "is in the way. Likely cause: a file where a folder must be. Try: another",
-        ),
+        ((*PLAN, "--out", "file/plan.json"), "Likely cause: not a directory, at"),
+        ((*COMPRESS, "--out", "file/small"), "Likely cause: not a directory, at"),
         ((*PLAN, "--out", "file", "--force"), "exists and is not replaced"),
         ((*COMPRESS, "--out", "model", "--force"), "is the original, so it is not replaced"),
         ((*COMPRESS, "--out", "link", "--force"), "is the original, so it is not replaced"),
@@ -78,7 +72,7 @@ MEASURED = (*PLAN, "--method", "svd", "--texts", "texts.txt", "--out", "plan.jso
         (("report", "model/report.json", "--out", "other"), "thesis.txt (no manifest lists it)"),
         ((*COMPRESS, "--out", "file", "--force"), "exists and is not a folder"),
         ((*COMPRESS, "--out", "other", "--force"), "is not replaced: thesis.txt (no manifest lists it)"),
-        ((*MEASURED, "file/statistics"), "is in the way"),
+        ((*MEASURED, "file/statistics"), "not a directory"),
         ((*MEASURED, "other"), "cannot be read"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value[3:]),
@@ -137,11 +131,14 @@ def test_a_plan_whose_shares_were_raised_above_its_file(desk: Path) -> None:
     [
         (
             PermissionError(errno.EACCES, "denied", "/locked/.small.new"),
-            r"small cannot be written.*permission for /locked",
+            r"small cannot be written.*permission denied, at /locked",
         ),
         (OSError(errno.EROFS, "read-only", "/locked/.small.new"), r"small cannot be written.*read-only"),
-        (OSError(errno.ENOSPC, "full"), "disk ran full"),
-        (FileNotFoundError(errno.ENOENT, "none", "/locked"), r"small cannot be written.*nothing can be made in /"),
+        (OSError(errno.ENOSPC, "full"), "no space left on device, at /locked/small.*free some space"),
+        (
+            FileNotFoundError(errno.ENOENT, "none", "/locked"),
+            r"small cannot be written.*no such file or directory, at /locked",
+        ),
     ],
 )
 def test_what_the_system_refuses_is_explained(error: OSError, said: str) -> None:

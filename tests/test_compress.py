@@ -390,7 +390,7 @@ def test_a_full_disk_damages_nothing_and_the_next_run_resumes(tiny_folder, tmp_p
     }[what]
     with monkeypatch.context() as patch:
         patch.setattr(*target, full)
-        with pytest.raises(KflatsError, match="disk ran full"):
+        with pytest.raises(KflatsError, match="no space left"):
             compress_folder(tiny_folder, out, **options)
     assert (files(out) == old) if replacing else not out.exists()
     assert not [name for name in beside(out) if "partial" not in name]

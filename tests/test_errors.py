@@ -71,8 +71,5 @@ def test_every_error_says_why_or_what_to_do() -> None:
 
 
 def test_no_error_advises_python_on_the_command_line() -> None:
-    advice = [
-        (place, KflatsError("x", hint=given.get("hint", ""), command=given.get("command", "")).on_command_line())
-        for place, given in ERRORS
-    ]
+    advice = [(place, KflatsError("x", hint=given.get("hint", "")).on_command_line()) for place, given in ERRORS]
     assert [(place, said) for place, said in advice if PYTHON.search(said)] == []

@@ -181,7 +181,7 @@ def test_the_command(small: Path, tmp_path: Path) -> None:
     for options, message in (
         ([], "give one of --dense and --onnx"),
         (["--dense", "--onnx"], "give one of"),
-        (["--dense", "--pooled"], "--pooled is not supported with --dense"),
+        (["--dense", "--pooled"], "--pooled cannot be used with --dense"),
     ):
         done = runner.invoke(app, ["export", str(small), "--out", str(tmp_path / "dense"), *options])
         assert done.exit_code == 2

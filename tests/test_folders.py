@@ -79,7 +79,7 @@ def test_an_existing_folder_is_refused_and_untouched(tmp_path: Path) -> None:
     for force in (False, True):
         with pytest.raises(KflatsError, match="not a folder"), new_folder(file, force=force):
             pytest.fail("must be refused")
-    with pytest.raises(KflatsError, match=r"in the way|cannot be written"), new_folder(file / "inside"):
+    with pytest.raises(KflatsError, match="cannot be written"), new_folder(file / "inside"):
         pytest.fail("must be refused")
 
 
@@ -154,7 +154,7 @@ def test_a_failed_last_step_leaves_the_old_folder(tmp_path: Path, monkeypatch: p
         return rename(self, target)
 
     monkeypatch.setattr(Path, "rename", fails)
-    with pytest.raises(KflatsError, match="disk ran full"), new_folder(out, force=True) as aside:
+    with pytest.raises(KflatsError, match="no space left"), new_folder(out, force=True) as aside:
         (aside / "config.json").write_text("new")
     assert contents(tmp_path) == {f"small/{name}": text for name, text in before.items()}
 
@@ -429,7 +429,9 @@ def test_a_full_disk_keeps_what_was_finished(number: int, tmp_path: Path, monkey
 
     monkeypatch.setattr("kflats.compress.fitting.save_file", full)
     for name in ("words", "linear"):
-        with pytest.raises(KflatsError, match=r"disk ran full.*run the same command again"):
+        with pytest.raises(
+            KflatsError, match=r"no space left.*run the same command again|quota exceeded.*run the same command again"
+        ):
             partial.put(name, TENSORS, {})
     assert partial.get("words") is not None
     assert partial.get("linear") is None

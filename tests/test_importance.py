@@ -128,7 +128,7 @@ def test_a_tied_head_adds_an_even_share_of_every_row(importance):
         (lambda: TokenCounts(smoothing=float("nan")), "smoothing=nan "),
         (lambda: ZipfPrior(power=-0.5), "power=-0.5 "),
         (lambda: ZipfPrior(floor=0), "floor=.* is not supported"),
-        (lambda: TokenCounts().weigh(Measured(3)), "no texts"),
+        (lambda: TokenCounts().weigh(Measured(3)), "needs texts to count"),
         (lambda: TokenCounts().weigh(Measured(3, torch.zeros(3))), "hold no token"),
         (lambda: ZipfPrior().weigh(Measured(3)), "needs the model's tokenizer"),
         (lambda: from_name("fisher"), "uniform, counts, zipf"),

@@ -21,7 +21,7 @@ from kflats.codecs import Transform
 from kflats.common.errors import KflatsError
 from kflats.common.release import version
 from kflats.export.dense import export_dense
-from kflats.io.headers import stamp_
+from kflats.io.saving import stamp_
 from kflats.report.model_card import (
     compressed_card,
     dense_card,

@@ -408,8 +408,6 @@ def test_models_that_cannot_be_recovered_are_refused(
         recover_(torch.nn.Linear(2, 2), "sst2", **settings)
     with pytest.raises(KflatsError, match="does not fit BertModel"):
         recover_(tiny_model("bert"), "sst2", **settings)
-    with pytest.raises(KflatsError, match="not supported without a teacher"):
-        recover_(tiny_model("bert"), "sts", **settings)
     with pytest.raises(KflatsError, match="there are no batches"):
         recover_(small(), [], **FAST)
     dense = transformers.BertForSequenceClassification(small().config)

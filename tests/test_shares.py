@@ -289,18 +289,3 @@ def test_uniform_shares_that_hold_no_rank_of_any_weight_are_refused() -> None:
     for names in ("linear", "[abc]"):
         with pytest.raises(KflatsError, match="spent on weights that stay dense"):
             plan(model(), {names: SVD()}, keep="1%")
-
-
-def test_small_heads_under_uniform_shares_are_told_of() -> None:
-    net = nn.ModuleDict({"encoder": nn.Linear(64, 64), "classifier": nn.Linear(64, 3)})
-    for budget in ("33% ranks", "70%"):
-        with pytest.warns(UserWarning, match=r"^classifier: equal shares cut the rank.*KeepDense\(\)"):
-            plan(net, {"linear": SVD()}, keep=budget)
-        for other in (
-            {"encoder": SVD()},
-            {"linear": SVD(), "classifier": KeepDense()},
-            {"encoder": SVD(), "classifier": SVD()},
-        ):
-            plan(net, other, keep=budget)
-    judged = plan(net, {"linear": KRONECKER}, keep="33% ranks", statistics=statistics(net))
-    assert judged.allocation == "loss"

@@ -64,7 +64,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["compress", "empty", "--keep", "50%", "--out", "small"], "holds no model"),
     (["compress", "model", "--keep", "50%", "--out", "model/small"], "lies inside the original"),
     (["compress", "model", "--keep", "50%", "--out", "empty"], "exists already"),
-    (["compress", "model", "--keep", "50%", "--out", "texts.txt/small"], "is in the way"),
+    (["compress", "model", "--keep", "50%", "--out", "texts.txt/small"], "not a directory"),
     (["plan", "model", "--keep", "50%", "--out", "texts.txt"], "exists already"),
     ([*PLAN, "--method", "svd", "--error", "power 1"], "--error cannot be used"),
     (["trim", "model", "--keep", "9", "--out", "empty"], "exists already"),
@@ -73,7 +73,7 @@ REFUSED: list[tuple[list[str], str]] = [
     (["evaluate", "model", "--task", "nothing"], "there is no task"),
     (["recover", "model", "--task", "nothing", "--out", "small"], "there is no task"),
     (["export", "model", "--out", "small"], "give one of --dense and --onnx"),
-    (["export", "model", "--out", "small", "--dense", "--pooled"], "--pooled is not supported with --dense"),
+    (["export", "model", "--out", "small", "--dense", "--pooled"], "--pooled cannot be used with --dense"),
     (["export", "model", "--out", "empty", "--dense"], "exists already"),
     (["inspect", "empty"], "holds no model"),
     (["nothing"], "No such command"),
@@ -159,7 +159,7 @@ def test_the_tables_of_names_are_those_of_the_registries() -> None:
     for name in names.LOSSES:
         loss.from_name(name if name == "squared" else f"{name} 1")
     with pytest.raises(KflatsError, match=", ".join(names.LOSSES)):
-        names.check_loss("cubed")
+        names.known("loss", names.LOSSES, "cubed")
 
 
 @pytest.mark.parametrize("package", ["kflats", "kflats.io"])

@@ -119,7 +119,8 @@ def test_saved_and_loaded_it_is_the_same(method, codec, share, tmp_path) -> None
     assert found.bytes_after <= model["b"].matrix.nbytes < found.memory_bytes
     assert found.memory_bytes == memory_bytes(model) == memory_bytes(fresh)  # as ``kflats compare`` counts
     assert report.model_bytes_after == found.bytes_after
-    assert Report.from_json(json.loads(json.dumps(report.to_json()))) == report
+    report.save(tmp_path / "report.json")
+    assert Report.load(tmp_path / "report.json") == report
     assert "bits" in str(report)
 
 

@@ -31,6 +31,7 @@ from kflats.cli.options import (
     TaskData,
     TrainingOptions,
     check_recipe,
+    conflict,
     given_options,
     only_own_words,
     recipe_of,
@@ -151,10 +152,7 @@ def compress(
         budget.check()
         check_recipe(recipe, counted=data.texts is not None)
     elif extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
-        raise KflatsError(
-            f"--plan cannot be used with {', '.join(extra)}",
-            hint="leave the option out, or make another plan: kflats plan",
-        )
+        raise conflict("--plan", ", ".join(extra), "leave the option out, or make another plan: kflats plan")
     _check_places(out, force, model)
     read = data.read() | {"proof": not no_proof, "eval_texts": texts_of(eval_texts)}
     from kflats.compress.pipeline import compress_folder
@@ -293,9 +291,7 @@ def recover(
 ) -> None:
     """Train a compressed model on its task, towards the original, or both. Interrupted, the same command resumes."""
     if texts is not None and (task_data is not None or examples.limit is not None):
-        raise KflatsError(
-            "--task-data and --limit are not supported with --texts", hint="leave them out, or --task NAME"
-        )
+        raise conflict("--texts", "--task-data and --limit", "leave them out, or --task NAME")
     chosen = {**asdict(training), **asdict(examples)}
     if task is None:
         del chosen["limit"]
@@ -335,9 +331,9 @@ def export(
     if dense == onnx:
         raise KflatsError("give one of --dense and --onnx", hint="--dense --out DIR, or --onnx --out model.onnx")
     if pooled and dense:
-        raise KflatsError("--pooled is not supported with --dense", hint="--onnx, or leave --pooled out")
+        raise conflict("--pooled", "--dense", "--onnx, or leave --pooled out")
     if drop_biases and onnx:
-        raise KflatsError("--drop-biases is not supported with --onnx", hint="--dense, or leave --drop-biases out")
+        raise conflict("--drop-biases", "--onnx", "--dense, or leave --drop-biases out")
     written: object
     if dense:
         _check_places(out, force, model)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, get_type_hints
 
 import typer
 
-from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.errors import KflatsError, KflatsWarning, as_options
 from kflats.common.registry import announced, unknown
 from kflats.common.sentences import undo_marks
 from kflats.common.text_files import read_texts
@@ -61,6 +61,11 @@ TAKE_POWER = ("counts", "zipf", "token-fisher")
 """The importances with a power."""
 
 
+def conflict(option: str, other: str, hint: str) -> KflatsError:
+    """The error for two options that exclude each other."""
+    return KflatsError(f"{option} cannot be used with {other}", hint=hint)
+
+
 def known(axis: str, own: Collection[str], name: str) -> bool:
     """Whether ``name`` is one of kflats' ``own`` names of an axis; False for one that another package announces.
 
@@ -86,16 +91,9 @@ def check_codec(name: str) -> None:
 def check_flats(count: str, method: str) -> None:
     """Refuse what is neither a number of flats nor the word "search", which only some methods can do."""
     if count == "search" and method not in SEARCHED:
-        hint = f"--method {SEARCHED[0]} or {SEARCHED[1]}, or --flats K"
-        raise KflatsError(f"--flats search cannot be used with --method {method}", hint=hint)
+        raise conflict("--flats search", f"--method {method}", f"--method {' or '.join(SEARCHED)}, or --flats K")
     if count != "search" and not (count.isascii() and count.isdigit() and 1 <= int(count) <= 4096):
         raise KflatsError(f"--flats {count} is not supported", hint="a whole number from 1 to 4096, or search")
-
-
-def check_loss(name: str) -> None:
-    """Refuse a text that does not begin with the name of a loss."""
-    if name.strip().lower().partition(" ")[0] not in LOSSES:
-        raise KflatsError(f"no loss is called {name!r}", hint="one of " + ", ".join(LOSSES))
 
 
 @contextmanager
@@ -104,9 +102,9 @@ def only_own_words(show: Callable[[str], None]) -> Iterator[None]:
     said: set[str] = set()
 
     def shown(message: Warning | str, *_: object, **__: object) -> None:
-        if isinstance(message, KflatsWarning) and message.command not in said:
-            said.add(message.command)
-            show(message.command)
+        if isinstance(message, KflatsWarning) and (words := as_options(str(message))) not in said:
+            said.add(words)
+            show(words)
 
     # Read by torch and transformers when they are imported.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -236,9 +234,7 @@ class BudgetOptions:
     def check_size(self) -> None:
         """Refuse options that do not say how many bytes may be kept."""
         if self.quality is not None:
-            raise KflatsError(
-                "--quality cannot be used with kflats plan", hint="--size or --keep, or kflats compress --quality"
-            )
+            raise conflict("--quality", "kflats plan", "--size or --keep, or kflats compress --quality")
         one_budget(self.keep, self.size)
 
 
@@ -366,9 +362,7 @@ class DataOptions:
         if self.task_data is not None and self.task is None:
             raise KflatsError("--task-data cannot be used without --task", hint="--task NAME, or --texts FILE")
         if self.objective == "task" and self.task is None:
-            raise KflatsError(
-                "--objective task cannot be used without --task", hint="--task NAME, or another objective"
-            )
+            raise KflatsError("--objective task cannot be used without --task", hint="--task, or another objective")
         task = None if self.task is None else find_task(self.task)
         known = self.statistics is not None and self.statistics.exists()
         if self.statistics is not None and not known:
@@ -445,36 +439,25 @@ def check_recipe(options: RecipeOptions, *, counted: bool) -> None:
         if options.importance not in (None, "uniform"):
             others.append(f"--importance {options.importance}")
         if others:
-            raise KflatsError(
-                f"{others[0]} cannot be used with --method auto", hint="leave the option out, or --importance uniform"
-            )
+            raise conflict(others[0], "--method auto", "leave the option out, or --importance uniform")
     if options.codec is not None:
         check_codec(options.codec)
     if options.importance is not None and known("importance", IMPORTANCES, options.importance):
         importance = options.importance.strip().lower()
         if counted and importance in NO_DATA:
-            raise KflatsError(
-                f"--texts cannot be used with --importance {importance}",
-                hint="leave --texts out, or --importance counts",
-            )
+            raise conflict("--texts", f"--importance {importance}", "leave --texts out, or --importance counts")
         if options.power is not None and importance not in TAKE_POWER:
-            raise KflatsError(
-                f"--power cannot be used with --importance {importance}",
-                hint=f"one of {', '.join(TAKE_POWER)}, or leave --power out",
-            )
+            raise conflict("--power", f"--importance {importance}", f"one of {', '.join(TAKE_POWER)}, or no --power")
     if options.error is not None:
-        check_loss(options.error)
+        known("loss", LOSSES, options.error.strip().partition(" ")[0])
     if options.method is None or known("method", METHODS, method):
         usual = "flats" if options.wants_flats else "svd"
         if options.flats is not None:
             check_flats(str(options.flats), method or usual)
         for option, able in TAKE.items():
             if getattr(options, option) is not None and (method or usual) not in able:
-                raise KflatsError(
-                    f"--{option} cannot be used with " + (f"--method {method}" if method else "the default method"),
-                    cause=f"it is an option of {', '.join(able)}",
-                    hint=f"--method {able[0]}, or leave --{option} out",
-                )
+                chosen = f"--method {method}" if method else "the default method"
+                raise conflict(f"--{option}", chosen, f"--method {' or '.join(able)}, or leave --{option} out")
 
 
 def recipe_of(

@@ -180,10 +180,7 @@ def _labels(method: Method, problem: Problem, k: int) -> Tensor:
         return torch.zeros(n, dtype=torch.int64)
     if n < 2 * k:
         raise KflatsError(
-            f"{k} flats are not supported with {n} rows",
-            cause="each takes two rows at least",
-            hint="fewer flats, or SVD()",
-            command="fewer --flats, or --method svd",
+            f"{k} flats are not supported with {n} rows", cause="each takes two rows", hint="fewer flats, or SVD()"
         )
     rank = max(1, min(_axes_with_bits(method, problem, k), d // 2))
     room = replace(problem, nbytes=4 * rank * (n + k * d), itemsize=4, free_labels=True)

@@ -32,9 +32,8 @@ class KflatsError(ValueError):
     the hint says what to use instead. The command line prints it without a traceback; any other exception is a defect.
 
     Args:
-        symptom: what cannot be done. cause: why. hint: what to do instead, in Python.
-        command: what to do instead on the command line, where ``hint`` names more of Python than arguments and values
-            that the command line has as options.
+        symptom: what cannot be done. cause: why.
+        hint: what to do instead, in words, arguments and values that the command line has as options.
 
     >>> error = KflatsError("no budget is given", hint='keep="60%"')
     >>> str(error)
@@ -43,32 +42,37 @@ class KflatsError(ValueError):
     'no budget is given. Try: --keep 60%.'
     """
 
-    def __init__(self, symptom: str, *, cause: str = "", hint: str = "", command: str = "") -> None:
+    def __init__(self, symptom: str, *, cause: str = "", hint: str = "") -> None:
         super().__init__(_sentences(symptom, cause, hint))
-        self.symptom, self.cause, self.hint, self.command = symptom, cause, hint, command
+        self.symptom, self.cause, self.hint = symptom, cause, hint
 
     def on_command_line(self) -> str:
         """The message with what to do on the command line."""
-        options = re.sub(r'\b[a-z_]+=(True|[A-Z]+\b|"[^"]*")', _as_option, self.hint)
-        for value, option in _OPTIONS.items():
-            options = options.replace(value, option)
-        return _sentences(self.symptom, self.cause, self.command or options)
+        return _sentences(self.symptom, self.cause, as_options(self.hint))
 
     def about(self, name: str) -> KflatsError:
         """The same error, whose symptom begins with ``name``: the weight or file that it is about."""
-        return type(self)(f"{name}: {self.symptom}", cause=self.cause, hint=self.hint, command=self.command)
+        return type(self)(f"{name}: {self.symptom}", cause=self.cause, hint=self.hint)
 
 
 class KflatsWarning(UserWarning):
-    """What a caller should know of work that goes on. ``command``: the same for the command line, where it differs."""
-
-    def __init__(self, message: str, *, command: str = "") -> None:
-        super().__init__(message)
-        self.command = command or message
+    """What a caller should know of work that goes on."""
 
 
 class NoGradientSignalError(KflatsError):
     """No gradient reached a weight: all statistics measured of it are zero."""
+
+
+def as_options(advice: str) -> str:
+    """``advice`` whose arguments and values in Python are written as options of the command line.
+
+    >>> as_options('KeepDense(), or allocation="loss"')
+    '--method keep-dense, or --allocation loss'
+    """
+    options = re.sub(r'\b[a-z_]+=(True|[A-Z]+\b|"[^"]*")', _as_option, advice)
+    for value, option in _OPTIONS.items():
+        options = options.replace(value, option)
+    return options
 
 
 def first_line(error: BaseException) -> str:
@@ -128,4 +132,4 @@ def check_value(value: object, protocol: type, axis: str, members: str, examples
         return
     else:
         cause, hint = f"{type(value).__name__} has no {members}", examples
-    raise KflatsError(f"{value!r} is not {axis}", cause=cause, hint=hint, command="kflats compress --help")
+    raise KflatsError(f"{value!r} is not {axis}", cause=cause, hint=hint)

@@ -71,18 +71,9 @@ def read_json(path: str | os.PathLike[str], form: str, newest: int, what: str) -
         raise KflatsError(f"the {what} {path} cannot be read: {error.strerror}", hint=hint) from error
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise KflatsError(f"the {what} {path} is not JSON", cause="a damaged file", hint=hint) from error
-    return checked_form(data, form, newest, what, os.fspath(path))
-
-
-def checked_form(data: Json, form: str, newest: int, what: str, where: str = "it") -> JsonObject:
-    """Parsed JSON without its format and version, which are checked here; arguments as ``read_json``.
-
-    Raises:
-        KflatsError: no object, another format, or another version.
-    """
     if not isinstance(data, dict) or data.get("format") != form:
-        raise KflatsError(f"{where} is not a kflats {what}", hint=f"a {what} that kflats wrote")
-    check_version(data.get("version"), newest, f"{where}: {what}s")
+        raise KflatsError(f"{path} is not a kflats {what}", hint=hint)
+    check_version(data.get("version"), newest, f"{path}: {what}s")
     return {name: value for name, value in data.items() if name not in ("format", "version")}
 
 

@@ -24,7 +24,7 @@ from kflats.common.schema import JsonObject, decode
 from kflats.importance.protocol import Weighting
 from kflats.io import annotate_
 from kflats.io.atomic import beside, replaced
-from kflats.io.headers import header_bytes
+from kflats.io.saving import header_bytes
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
 from kflats.methods.protocol import Problem
 from kflats.model.swap import swap_, unchanged_on_error

@@ -214,7 +214,7 @@ def compress_folder(
         command = f"kflats compare {source} {os.fspath(out)} --card"
         raise KeyboardInterrupt(f"the model in {os.fspath(out)} is whole, without a proof: {command}") from None
     except KflatsError as error:
-        warnings.warn(KflatsWarning(f"no proof: {error}", command=error.on_command_line()), stacklevel=2)
+        warnings.warn(KflatsWarning(f"no proof: {error}"), stacklevel=2)
         return report
     return replace(report, proof=measured_proof)
 

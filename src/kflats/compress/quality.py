@@ -158,7 +158,6 @@ def smallest_size(
             f"no size below the original's keeps a quality of {quality}",
             cause=f"at {least.nbytes:,} bytes the outputs keep {1 - least.loss:.4f}",
             hint="a lower quality, or a size",
-            command="a lower --quality, or --size",
         )
     return min(kept, key=lambda one: one.nbytes)
 

@@ -70,8 +70,7 @@ def encode(
         for picked in batches_by_length([len(row) for row in rows], batch):
             inputs = padded_batch([{"input_ids": rows[i]} for i in picked], filler, device)
             hidden = last_hidden_state(model, inputs).float()
-            mask = inputs["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-            mean = (hidden * mask).sum(1) / mask.sum(1)
+            mean = mean_over_tokens(hidden, inputs["attention_mask"])
             out = torch.empty(len(rows), mean.shape[1]) if out is None else out
             out[picked] = F.normalize(mean, dim=1).cpu()
     assert out is not None
@@ -257,7 +256,13 @@ def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
         )
     mask = text_mask(batch, hidden)
     mask = mask if mask.shape == hidden.shape[:2] else decoder_mask(model, batch, hidden)
-    return (hidden * mask.unsqueeze(-1)).sum(1) / mask.sum(1, keepdim=True).clamp_min(1)
+    return mean_over_tokens(hidden, mask)
+
+
+def mean_over_tokens(hidden: Tensor, mask: Tensor) -> Tensor:
+    """(B, d) means of hidden states (B, T, d) over the tokens, which have a 1 in ``mask`` (B, T)."""
+    weights = mask.unsqueeze(-1).to(hidden.dtype)
+    return (hidden * weights).sum(1) / weights.sum(1).clamp_min(1)
 
 
 def text_mask(batch: Batch, like: Tensor) -> Tensor:

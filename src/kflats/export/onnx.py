@@ -21,10 +21,10 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed, version
-from kflats.evaluation.running import evaluating, is_encoder_decoder, last_hidden_state, task_output
+from kflats.evaluation.running import evaluating, is_encoder_decoder, last_hidden_state, mean_over_tokens, task_output
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, locked, replaced
-from kflats.io.headers import VERSION_KEY
+from kflats.io.saving import VERSION_KEY
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
 from kflats.report.report import stored_bytes
 
@@ -234,9 +234,8 @@ class _Graph(nn.Module):
             sentences: Tensor = self.model(inputs)["sentence_embedding"]
             return sentences
         if self.kind == "pooled":
-            hidden, mask = last_hidden_state(self.model, inputs), inputs["attention_mask"].unsqueeze(-1)
-            total = (hidden * mask.to(hidden.dtype)).sum(1)
-            return F.normalize(total / mask.sum(1).clamp(min=1).to(hidden.dtype), dim=1)
+            hidden = last_hidden_state(self.model, inputs)
+            return F.normalize(mean_over_tokens(hidden, inputs["attention_mask"]), dim=1)
         return _output(self.model(**inputs, **_quiet(self.model)), self.outputs[0])
 
     def of(self, model: nn.Module) -> _Graph:

@@ -118,10 +118,7 @@ class Weighting:
         """
         if self.left is not None and self.left.ndim == 2:
             raise KflatsError(
-                "a full left metric has no row weights",
-                cause="it couples rows",
-                hint="Weighting.uncoupled(), which takes its diagonal",
-                command="--importance row-fisher",
+                "a full left metric has no row weights", cause="it couples rows", hint="the diagonal of the metric"
             )
         return self.left
 

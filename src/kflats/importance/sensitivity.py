@@ -177,8 +177,7 @@ def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
         raise KflatsError(
             f"{who} needs the {what.replace('_', ' ')}, which was not measured",
             cause="there is no calibration data, or the statistics were measured for another importance",
-            command="--texts FILE",
-            hint="texts=... with tokenizer=..., or statistics=kflats.measure(..., needs=importance.needs)",
+            hint="texts, or statistics measured for this importance",
         )
     if not bool(torch.isfinite(value).all()):
         raise KflatsError(
@@ -196,8 +195,7 @@ def _reached(value: Tensor, unreached: Unreached) -> bool:
         raise NoGradientSignalError(
             "the calibration data does not reach this weight: all its statistics are zero",
             cause="the layer does not run on this data, or the loss does not depend on it",
-            hint='other calibration data, KeepDense() for the weight, or unreached="uniform" for equal row weights',
-            command="other calibration data, or --weights without this weight",
+            hint="other calibration data, or leave the weight out",
         )
     return False
 

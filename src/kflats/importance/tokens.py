@@ -86,19 +86,11 @@ class TokenCounts(Importance):
         if measured.counts is None and not self.needs_texts:
             return ZipfPrior(self.power, self.floor).weigh(measured)
         if measured.counts is None:
-            raise KflatsError(
-                "TokenCounts needs texts to count",
-                command="--texts FILE, or --importance zipf, which needs no texts",
-                hint="texts=... and tokenizer=..., or ZipfPrior(), which needs no texts",
-            )
+            raise KflatsError("TokenCounts needs texts to count", hint="texts and a tokenizer, or ZipfPrior()")
         counts = measured.counts.to(torch.float64)
         total = float(counts.sum())
         if total <= 0:
-            raise KflatsError(
-                "the texts hold no token of this model",
-                hint="other texts, or ZipfPrior()",
-                command="other texts, or --importance zipf",
-            )
+            raise KflatsError("the texts hold no token of this model", hint="other texts, or ZipfPrior()")
         n = len(counts)
         prior = torch.full_like(counts, 1.0) if measured.prior is None else measured.prior.to(torch.float64) * n
         share = (1 - self.smoothing) * counts * (n / total) + self.smoothing * prior
@@ -134,8 +126,7 @@ class ZipfPrior(Importance):
             raise KflatsError(
                 "ZipfPrior needs the model's tokenizer",
                 cause="the frequency of a token does not follow from its row number",
-                command="a folder with a tokenizer, or --importance uniform",
-                hint="pass tokenizer=..., or Uniform()",
+                hint="tokenizer=..., or Uniform()",
             )
         prior = measured.prior.to(torch.float64)
         return _for_head((prior * len(prior) + self.floor) ** self.power, measured)

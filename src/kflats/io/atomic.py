@@ -28,12 +28,13 @@ from safetensors import SafetensorError
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256_of_file
-from kflats.common.schema import decode, read_json
+from kflats.common.schema import Json, decode, read_json
 
 MANIFEST = "kflats_manifest.json"
 _FORMAT, _VERSION = "kflats-manifest", 1
 _PRIVATE = 0o600
 _SHOWN = 5  # names of files in one message
+_PLAIN = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 @contextmanager
@@ -43,31 +44,18 @@ def explained(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else None
-        if isinstance(error, SafetensorError):  # raised in Rust: only its text has the number
-            match = re.search(r"\(os error (\d+)\)", str(error))
-            number = int(match[1]) if match else None
+        code = re.search(r"\(os error (\d+)\)", str(error))  # safetensors raises in Rust: only its text has the number
+        number = (error.errno if isinstance(error, OSError) else int(code[1]) if code else 0) or 0
         where = Path(error.filename) if isinstance(error, OSError) and isinstance(error.filename, str) else path
-        symptom, cause, hint = f"{path} cannot be written", "", "another place for the output"
-        if number in (errno.ENOSPC, errno.EDQUOT):
-            symptom = f"the disk ran full while {path} was written; what was there before is untouched"
-            hint = "free some space and run the same command again; kflats compress keeps finished weights"
-        elif isinstance(error, PermissionError) or number == errno.EROFS:
-            cause = f"no permission for {where.parent}, or a disk that is read-only"
-        elif isinstance(error, NotADirectoryError | FileExistsError):
-            there = next((p for p in (path, *path.parents) if p.is_file()), where)
-            symptom, cause = f"{there} is in the way", "a file where a folder must be"
-        elif (
-            isinstance(error, FileNotFoundError)
-            and not path.parent.is_dir()
-            and (where in path.parents or where.parent in path.parents)
-            and where != path
-        ):
-            there = next((p for p in path.parents if p.is_dir()), where)
-            cause = f"nothing can be made in {there}"
-        else:  # an error about another file may have another cause
-            raise
-        raise KflatsError(symptom, cause=cause, hint=hint) from error
+        missing = number == errno.ENOENT and not path.parent.is_dir() and where != path
+        if number not in _PLAIN and not (missing and {where, where.parent} & set(path.parents)):
+            raise  # an error about another file may have another cause
+        again = "free some space and run the same command again; kflats compress keeps finished weights"
+        raise KflatsError(
+            f"{path} cannot be written, and what was there before is untouched",
+            cause=f"{os.strerror(number).lower()}, at {where}",
+            hint=again if number in (errno.ENOSPC, errno.EDQUOT) else "another place for the output",
+        ) from error
 
 
 @contextmanager
@@ -101,6 +89,20 @@ def replaced(path: str | os.PathLike[str]) -> Iterator[Path]:
             fsync(path.parent)
         finally:
             aside.unlink(missing_ok=True)
+
+
+def write_json(path: str | os.PathLike[str], form: str, version: int, **content: Json) -> None:
+    """Write a JSON file with its format and version, whole or not at all; ``read_json`` reads it.
+
+    Raises:
+        KflatsError: NaN or infinite numbers, which JSON has not; as ``replaced``.
+    """
+    try:
+        text = json.dumps({"format": form, "version": version, **content}, indent=2, allow_nan=False)
+    except ValueError as error:
+        raise KflatsError(f"{path} cannot hold the result: {error}", cause="a NaN or infinite number") from error
+    with replaced(path) as aside:
+        aside.write_text(text + "\n", encoding="utf-8")
 
 
 def check_file(path: str | os.PathLike[str], force: bool = False, ours: Callable[[Path], bool] | None = None) -> None:
@@ -412,6 +414,4 @@ def _read(folder: Path) -> dict[str, Entry] | None:
 
 def _write(folder: Path, entries: dict[str, Entry]) -> None:
     files = {name: asdict(entry) for name, entry in sorted(entries.items())}
-    with replaced(folder / MANIFEST) as aside:
-        text = json.dumps({"format": _FORMAT, "version": _VERSION, "files": files}, indent=1)
-        aside.write_text(text + "\n", encoding="utf-8")
+    write_json(folder / MANIFEST, _FORMAT, _VERSION, files=files)

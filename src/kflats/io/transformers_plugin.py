@@ -26,8 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.common.errors import KflatsError
-from kflats.io.headers import check_files
-from kflats.io.saving import guard_saving_
+from kflats.io.saving import check_files, guard_saving_
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_

@@ -53,8 +53,7 @@ class RobustSVD(PairMethod):
             raise KflatsError(
                 f"ellipsoid={self.ellipsoid!r} is not supported with RobustSVD",
                 cause="an ellipsoid is a value with fit(matrix, p)",
-                hint="Lewis()",
-                command="no ellipsoid in the plan",
+                hint="leave the ellipsoid out: Lewis weights are the default",
             )
 
     def _pair(self, problem: Problem, rank: int) -> Fit:

@@ -70,14 +70,9 @@ class CalibrationData:
         return self.texts is not None and self.tokenizer is not None
 
     @property
-    def calibrated(self) -> bool:
-        """Whether there is data to measure with, or what was measured before."""
-        return self.calibration is not None or self.statistics is not None
-
-    @property
     def measurable(self) -> bool:
         """Whether gradients and activations can be measured: by texts, if there is no other calibration data."""
-        return self.calibrated or self.counts
+        return self.calibration is not None or self.statistics is not None or self.counts
 
     def draws(self, model: nn.Module) -> bool:
         """Whether ``model`` is measured with ``drawn_windows``: it reads token ids alone, and nothing else is given."""
@@ -123,16 +118,13 @@ class CalibrationData:
             raise KflatsError(
                 f"calibration data holds a {type(batches[0]).__name__} beside texts",
                 cause="neither texts nor batches for model(**batch)",
-                hint="a list of strings with tokenizer=..., or a list of dicts of tensors",
-                command="a file of texts, one a line",
+                hint="texts alone, or batches alone",
             )
         if batches:
             return batches
         if self.tokenizer is None:
             raise KflatsError(
-                "calibration texts need the model's tokenizer",
-                hint="tokenizer=..., or batches of tensors",
-                command="a model folder with its tokenizer",
+                "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
             )
         # Evenly spaced texts: files are often sorted by topic.
         count = min(self.samples, len(texts))
@@ -267,11 +259,7 @@ def needed(recipes: Iterable[tuple[Weight, Recipe]]) -> dict[str, frozenset[str]
 
 def _kept(data: Iterable[Any], batches: bool = False) -> tuple[Any, ...]:
     if isinstance(data, Mapping):
-        raise KflatsError(
-            "calibration data must be a sequence of batches, not one batch",
-            hint="calibration=[batch]",
-            command="a file of texts, one a line",
-        )
+        raise KflatsError("calibration data must be a sequence of batches, not one batch", hint="a list of batches")
     check_texts(data)
     items = tuple(data)
     for item in items:

@@ -3,9 +3,8 @@
     minimise  sum_i error_i(option_i)   with   sum_i cost_i(option_i) <= budget,   or weight i stays dense
 
 Errors are added, so they must be in one unit (that of a loss). On the lower convex hull of each weight's (cost, error)
-points the greedy choice by error saved per byte is optimal for the budgets that it meets exactly, and it bounds the
-optimum for all others (the Lagrangian dual; Sinha & Zoltners, "The multiple-choice knapsack problem", 1979). The rest
-of the budget is then spent on steps that fit.
+points the greedy choice by error saved per byte is optimal for the budgets that it meets exactly (Sinha & Zoltners,
+"The multiple-choice knapsack problem", 1979). The rest of the budget is then spent on steps that fit.
 """
 
 from __future__ import annotations
@@ -58,36 +57,17 @@ class Choice:
     error: float
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The choices, in the order of the weights, and ``bound``: the least error that any choice could have."""
-
-    choices: tuple[Choice, ...]
-    bound: float
-
-    @property
-    def cost(self) -> int:
-        """Bytes of all choices; never above the budget."""
-        return sum(choice.cost for choice in self.choices)
-
-    @property
-    def error(self) -> float:
-        """Sum of all errors."""
-        return sum(choice.error for choice in self.choices)
-
-
-def allocate(weights: Sequence[Options], budget: int) -> Solution:
+def allocate(weights: Sequence[Options], budget: int) -> list[Choice]:
     """Choose for all weights at once: at most ``budget`` bytes, and short of it by less than the cheapest step.
 
-    The error is never above that of the same share of bytes for every weight, and above the optimum by at most
-    ``error - bound``.
+    The error is never above that of the same share of bytes for every weight.
 
     Raises:
         KflatsError: the budget does not hold the cheapest option of every weight.
 
     >>> flat = Options("flat", [3.0, 2.0], [10, 20], 30)
     >>> steep = Options("steep", [1.0, 0.5], [10, 20], 30)
-    >>> [(choice.option, choice.cost) for choice in allocate([flat, steep], 40).choices]
+    >>> [(choice.option, choice.cost) for choice in allocate([flat, steep], 40)]
     [(None, 30), (0, 10)]
     """
     tables = [_table(options) for options in weights]
@@ -101,18 +81,16 @@ def allocate(weights: Sequence[Options], budget: int) -> Solution:
         )
     forced: dict[int, int] = {}
     states: list[list[int]] = []
-    bounds: list[float] = []
     while len(states) < _ROUNDS and _cost(tables, _start(tables, forced)) <= budget:
-        state, bound, stopped = _greedy(tables, budget, forced)
+        state, stopped = _greedy(tables, budget, forced)
         states.append(state)
-        bounds.append(bound)
         if stopped is None:
             break
         # The first step that did not fit may be a long one: the next walk starts with it.
         forced |= [stopped]
     equal = _proportional(tables, [options.dense_bytes for options in weights], budget)
     best = min([*states, *equal], key=lambda state: _error(tables, state))
-    return Solution(tuple(table[i] for table, i in zip(tables, best, strict=True)), bounds[0])
+    return [table[i] for table, i in zip(tables, best, strict=True)]
 
 
 def _table(options: Options) -> list[Choice]:
@@ -142,9 +120,8 @@ def _hull(table: Sequence[Choice]) -> list[int]:
 
 def _greedy(
     tables: Sequence[Sequence[Choice]], budget: int, forced: Mapping[int, int]
-) -> tuple[list[int], float, tuple[int, int] | None]:
-    """The choices, the least error that any choices could have, and the first step that did not fit: the index of its
-    weight, and of its choice."""
+) -> tuple[list[int], tuple[int, int] | None]:
+    """The choices, and the first step that did not fit: the index of its weight, and of its choice."""
     state = _start(tables, forced)
     spare = budget - _cost(tables, state)
     steps = [
@@ -153,19 +130,17 @@ def _greedy(
         if t not in forced
         for here, there in pairwise(_hull(table))
     ]
-    bound, stopped = None, dict[int, int]()
-    for slope, t, there in sorted(steps):
+    stopped: dict[int, int] = {}
+    for _, t, there in sorted(steps):
         price = tables[t][there].cost - tables[t][state[t]].cost
         if t in stopped or price <= 0:
             continue
         if price > spare:
-            bound = _error(tables, state) + slope * spare if bound is None else bound
             stopped[t] = there
         else:
             state[t], spare = there, spare - price
     _fill(tables, state, spare)
-    least = _error(tables, state) if bound is None else max(bound, 0.0)
-    return state, least, next(iter(stopped.items()), None)
+    return state, next(iter(stopped.items()), None)
 
 
 def _fill(tables: Sequence[Sequence[Choice]], state: list[int], spare: int) -> None:

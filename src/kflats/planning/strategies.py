@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from kflats.codecs import Integer
-from kflats.common.errors import KflatsError, KflatsWarning, NoGradientSignalError
+from kflats.common.errors import KflatsError, NoGradientSignalError
 from kflats.common.formatting import progress_bar, size, visible
 from kflats.methods import KeepDense
 from kflats.model.weights import dense_weight
@@ -83,8 +82,6 @@ def share_out(
             else equal_shares(model, open_items, rest, data)
         )
     decisions = fixed | shared
-    if not by_loss:
-        _warn_of_small_heads(items, decisions)
     return tuple(decisions[item.weight.name] for item in items), "loss" if by_loss else "uniform"
 
 
@@ -124,27 +121,15 @@ def fixed_decision(item: WeightCosts, data: CalibrationData, bits: float = 8.0) 
 
 def _check_kind(budget: Budget, open_items: Sequence[WeightCosts], fixed: Decisions, itemsizes: set[int]) -> None:
     """Refuse a budget of parameters or ranks for weights whose size it does not determine."""
-    if budget.kind not in ("params", "ranks"):
-        return
-    for refused, what, cause in (
-        (
-            any(item.recipe.is_coded or item.recipe.chooses for item in open_items),
-            "codes",
-            "they store integers of different lengths",
-        ),
-        (
-            any(decision.recipe.is_cast for decision in fixed.values()),
-            "types",
-            "a weight has as many numbers in float16 as in float32",
-        ),
-        (budget.kind == "params" and len(itemsizes) > 1, "weights of different types", "their numbers differ in bytes"),
-    ):
-        if refused:
-            raise KflatsError(
-                f"a budget of {budget} is not supported with {what}",
-                cause=cause,
-                hint="a budget in bytes or per cent: 4MB, 10%",
-            )
+    what = cause = ""
+    if any(item.recipe.is_coded or item.recipe.chooses for item in open_items):
+        what, cause = "codes", "they store integers of different lengths"
+    elif any(decision.recipe.is_cast for decision in fixed.values()):
+        what, cause = "types", "a weight has as many numbers in float16 as in float32"
+    elif budget.kind == "params" and len(itemsizes) > 1:
+        what, cause = "weights of different types", "their numbers differ in bytes"
+    if what and budget.kind in ("params", "ranks"):
+        raise KflatsError(f"a budget of {budget} is not supported with {what}", cause=cause, hint="4MB or 10%")
 
 
 def _cost(item: WeightCosts, decision: Decision) -> int:
@@ -272,7 +257,7 @@ def _least_loss(
             update(f"planning {item.weight.name}", place, len(judged))
             weights.append(weight_candidates(model, item, data))
     rest = allowed - sum(decision.budget_bytes for decision in equal.values())
-    choices = allocate([weight.options(relative) for weight in weights], rest).choices
+    choices = allocate([weight.options(relative) for weight in weights], rest)
     chosen = [weight.decision(choice) for weight, choice in zip(weights, choices, strict=True)]
     spare = rest - sum(decision.budget_bytes for decision in chosen)
     return _topped_up(equal | {decision.weight.name: decision for decision in chosen}, spare)
@@ -304,19 +289,3 @@ def _at_ranks(
     if by_loss:
         return _least_loss(model, items, sum(_cost(item, decisions[item.weight.name]) for item in items), data, quiet)
     return decisions
-
-
-def _warn_of_small_heads(items: Iterable[WeightCosts], decisions: Decisions) -> None:
-    """Warn if equal shares cut the rank of small heads, whose loss they do not weigh."""
-    cut = {name for name, d in decisions.items() if not (d.recipe.is_dense or d.recipe.is_cast)}
-    few = [item for item in items if item.is_small_head and not item.named and item.weight.name in cut]
-    if few:
-        names = ", ".join(visible(item.weight.name) for item in few[:3]) + (", ..." if len(few) > 3 else "")
-        cut_heads = f"{names}: equal shares cut the rank of a layer with few outputs, and some outputs are lost; "
-        warnings.warn(
-            KflatsWarning(
-                cut_heads + 'KeepDense() keeps the layer, allocation="loss" weighs its loss',
-                command=cut_heads + "--allocation loss weighs its loss",
-            ),
-            stacklevel=3,
-        )

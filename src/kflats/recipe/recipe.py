@@ -6,7 +6,6 @@ A plan is reviewed, edited, kept beside a model and run later: ``Plan.save``, ``
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import time
@@ -23,7 +22,7 @@ from kflats.common.formatting import plain, share, size, table
 from kflats.common.registry import Registry
 from kflats.common.schema import Json, JsonObject, decode, read_json
 from kflats.importance import IMPORTANCES, Importance, Uniform, check_importance
-from kflats.io.atomic import replaced
+from kflats.io.atomic import write_json
 from kflats.methods import METHODS, Factored, Method, Problem, check_method
 from kflats.model.weights import Weight, own_matrix_rows
 from kflats.recipe.budget import Budget, parse_budget
@@ -245,16 +244,9 @@ class Plan:
         Raises:
             KflatsError: a folder that cannot be written, a full disk; an earlier file is untouched then.
         """
-        data = {
-            "format": FORMAT,
-            "version": VERSION,
-            "budget": str(self.budget),
-            "model_bytes": self.model_bytes,
-            "allocation": self.allocation,
-            "decisions": [dataclasses.asdict(d) | {"recipe": to_json(d.recipe)} for d in self.decisions],
-        }
-        with replaced(Path(path).expanduser().resolve()) as aside:
-            aside.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        about: JsonObject = {"budget": str(self.budget), "model_bytes": self.model_bytes, "allocation": self.allocation}
+        decisions = [dataclasses.asdict(d) | {"recipe": to_json(d.recipe)} for d in self.decisions]
+        write_json(Path(path).expanduser().resolve(), FORMAT, VERSION, **about, decisions=decisions)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
@@ -265,8 +257,9 @@ class Plan:
         """
         data = read_json(path, FORMAT, VERSION, "plan")
         try:
-            file: _PlanFile = decode(_PlanFile, data, "plan", kinds=kind_called)
-            return cls(file.decisions, parse_budget(file.budget), file.model_bytes, file.allocation)
+            budget = dataclasses.asdict(parse_budget(str(data.get("budget"))))
+            plan: Plan = decode(Plan, data | {"budget": budget}, "plan", kinds=kind_called)
+            return plan
         except KflatsError as error:
             raise error.about(os.fspath(path)) from error
 
@@ -332,13 +325,3 @@ def as_cast(weight: Weight, recipe: Recipe) -> Recipe:
     if not recipe.is_cast:
         return recipe
     return dataclasses.replace(recipe, importance=Uniform(), matrix_rows=own_matrix_rows(weight))
-
-
-@dataclass(frozen=True)
-class _PlanFile:
-    """The content of a plan file beside its format and version."""
-
-    budget: str
-    model_bytes: int
-    decisions: tuple[Decision, ...]
-    allocation: str = "uniform"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,13 +17,13 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
-from kflats.common.texts import IGNORED, Tokenizer, pad_id, required
-from kflats.evaluation.running import Batch, device_of, evaluating
+from kflats.common.texts import IGNORED, Tokenizer, pad_id
+from kflats.evaluation.running import Batch, device_of, evaluating, mean_over_tokens
 from kflats.matrices.coded import CodedMatrix
 from kflats.model.weights import factored_layers
-from kflats.tasks.batches import Feature, collate, feature_batches, features, load_examples, uncollate
+from kflats.tasks.batches import Examples, Feature, collate, feature_batches, uncollate
 from kflats.tasks.scoring import score_features
-from kflats.tasks.task import Task, check_head, find_task, head_of
+from kflats.tasks.task import head_of
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,10 @@ def distance(
         KflatsError: outputs of different shapes.
     """
     head = head_of(model)
-    mask = batch["attention_mask"].bool()
     if head == "":
-        ours, theirs = (_pooled(o["last_hidden_state"], mask) for o in (outputs, target))
+        ours, theirs = (
+            mean_over_tokens(one["last_hidden_state"].float(), batch["attention_mask"]) for one in (outputs, target)
+        )
         _check_equal(ours, theirs)
         return (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
     ours, theirs = outputs["logits"].float(), target["logits"].float()
@@ -106,17 +107,12 @@ def distance(
     if head == "sequence" and ours.shape[-1] == 1:
         return F.mse_loss(ours, theirs)
     if head != "sequence":
-        chosen = mask
+        chosen = batch["attention_mask"].bool()
         if head == "token" and "labels" in batch:
-            chosen = mask & (batch["labels"] != IGNORED)
+            chosen = chosen & (batch["labels"] != IGNORED)
         ours, theirs = ours[chosen], theirs[chosen]
     ours, theirs = ((x / temperature).log_softmax(-1) for x in (ours, theirs))
     return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
-
-
-def _pooled(hidden: Tensor, mask: Tensor) -> Tensor:
-    weights = mask.unsqueeze(-1).to(torch.float32)
-    return (hidden.float() * weights).sum(1) / weights.sum(1)
 
 
 def _task_loss(outputs: Mapping[str, Tensor]) -> Tensor:
@@ -224,6 +220,8 @@ def own_randomness(device: torch.device) -> Iterator[None]:
 
 
 _EVALUATION_BATCH = 32
+TaskRows: TypeAlias = tuple[Examples, Sequence[Feature]]
+"""The examples of a split of a task, and their token ids."""
 
 
 @dataclass(frozen=True)
@@ -297,45 +295,21 @@ class TrainingData:
 
 
 def task_training_data(
-    model: nn.Module,
-    task: str | Task,
-    tokenizer: Tokenizer | None,
-    *,
-    task_data: str | os.PathLike[str] | None,
-    split: str,
-    eval_split: str | None,
-    max_length: int,
-    limit: int | None,
-    seed: int,
-    teacher: nn.Module | None,
+    model: nn.Module, tokenizer: Tokenizer, learnt: TaskRows, judged: TaskRows | None, max_length: int
 ) -> TrainingData:
-    """The examples of a task's split, evaluated on another split by the task's main metric.
-
-    Raises:
-        KflatsError: as ``load_examples`` and ``check_head``; a task without labels and no teacher.
-    """
-    task = find_task(task)
-    metric = task.metrics[0]
-    check_head(model, task)
-    tokenizer = required(tokenizer)
-    if task.kind == "similarity" and teacher is None:
-        raise KflatsError(
-            f"training on the task {task.name!r} is not supported without a teacher", hint="teacher=ORIGINAL"
-        )
-    examples = load_examples(task, split, task_data)
-    rows = features(examples, tokenizer, max_length, limit=limit, model=model, seed=seed)
+    """The rows of a task's split, evaluated on those of another split by the task's main metric."""
+    examples, rows = learnt
+    task, metric = examples.task, examples.task.metrics[0]
     evaluate = None
-    if eval_split is not None:
-        others = load_examples(task, eval_split, task_data)
-        eval_rows = features(others, tokenizer, max_length, model=model, seed=seed)
+    if judged is not None:
+        others, eval_rows = judged
 
         def evaluate(candidate: nn.Module) -> float:
             return score_features(candidate, tokenizer, others, eval_rows, _EVALUATION_BATCH, max_length)[0][metric]
 
-    filler = pad_id(tokenizer, model)
-    return TrainingData(
-        task.name, split, eval_split or "", tuple(rows), filler, metric, task.higher_is_better, evaluate
-    )
+    about = metric, task.higher_is_better, evaluate
+    eval_split = "" if judged is None else judged[0].split
+    return TrainingData(task.name, examples.split, eval_split, tuple(rows), pad_id(tokenizer, model), *about)
 
 
 def batch_training_data(

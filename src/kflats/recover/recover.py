@@ -27,7 +27,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, table
 from kflats.common.hashing import sha256
 from kflats.common.release import needed
-from kflats.common.texts import Tokenizer, pad_id
+from kflats.common.texts import Tokenizer, pad_id, required
 from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
@@ -35,6 +35,7 @@ from kflats.io.atomic import beside
 from kflats.recover.problem import (
     Objective,
     Schedule,
+    TaskRows,
     batch_training_data,
     only,
     own_randomness,
@@ -42,8 +43,8 @@ from kflats.recover.problem import (
     task_training_data,
     unchanged_on_failure,
 )
-from kflats.tasks.batches import collate, text_features
-from kflats.tasks.task import Task
+from kflats.tasks.batches import collate, features, load_examples, text_features
+from kflats.tasks.task import Task, check_head, find_task
 
 RECOVERY_FILE = "kflats_recovery.json"
 
@@ -196,20 +197,18 @@ def recover_(
         others = None if isinstance(eval_split, str) else eval_split
         data = batch_training_data(model, task, others, tokenizer, objective)
     elif eval_split is None or isinstance(eval_split, str):
-        data = task_training_data(
-            model,
-            task,
-            tokenizer,
-            task_data=task_data,
-            split=split,
-            eval_split=eval_split,
-            max_length=max_length,
-            limit=limit,
-            seed=seed,
-            teacher=teacher,
-        )
+        check_head(model, find_task(task))
+
+        def rows_of(split: str, most: int | None = None) -> TaskRows:
+            examples = load_examples(task, split, task_data)
+            return examples, features(examples, required(tokenizer), max_length, limit=most, model=model, seed=seed)
+
+        judged = None if eval_split is None else rows_of(eval_split)
+        data = task_training_data(model, required(tokenizer), rows_of(split, limit), judged, max_length)
     else:
         raise KflatsError("a task is evaluated on one of its splits", hint='eval_split="dev"')
+    if teacher is None and data.rows[0].labels is None:
+        raise KflatsError("there are neither labels nor a teacher to train on", hint="teacher=ORIGINAL")
     device = device_of(model)
     began = time.monotonic()
     needed("accelerate", "kflats[tasks]", "training")

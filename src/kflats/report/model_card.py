@@ -26,6 +26,7 @@ _BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"
 _MEASURED, _AFTER = "<!-- kflats: measured -->", "<!-- kflats: measured ends -->"
 _SHOWN = 12  # weights in the table
 _HUB_CACHE = "models--"
+_SPELT = "The tokenizer of this folder spells removed tokens with kept ones."
 _KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:")
 
 
@@ -66,7 +67,7 @@ def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | N
     head, body = split(original)
     head = with_tag(head, "kflats")
     head = head if base_model is None else with_value(head, "base_model", base_model)
-    rows = [_sizes("weight files", files), _entries(report), _sizes("token tables, heads", report.table_bytes)]
+    rows = [_sizes("weight files", files), *report.rows()]
     lines = [
         "# Vocabulary trimmed by kflats",
         "",
@@ -75,7 +76,7 @@ def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | N
         "",
         *_table(["", "original", "here", "ratio"], rows),
         "",
-        _resegmented(report),
+        f"{_SPELT} {report.summary}",
     ]
     return _card(head, "\n".join(lines), body)
 
@@ -195,7 +196,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
     start = report.model_bytes_before + (0 if trimmed is None else trimmed.saved)
     memory = sum(w.bytes_after if w.memory_bytes is None else w.memory_bytes for w in report.weights)
     sizes = [_sizes("weight files", files), _sizes("all tensors", (start, report.model_bytes_after))]
-    sizes += [] if trimmed is None else [_entries(trimmed)]
+    sizes += [] if trimmed is None else trimmed.rows()[:1]
     sizes.append(_sizes("compressed weights" + ("" if trimmed is None else ", after trimming"), named))
     sizes += [_sizes("the same in memory", (named[0], memory))] if memory != named[1] else []
     weights = [
@@ -226,7 +227,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         "",
         *_table(["weight", "method", "importance", "numbers", "kept", "before", "after", "error"], weights),
         "",
-        *([] if trimmed is None else ["The vocabulary was trimmed first. " + _resegmented(trimmed)]),
+        *([] if trimmed is None else [f"The vocabulary was trimmed first. {_SPELT} {trimmed.summary}"]),
         "Error: relative squared error, rows weighted by importance.",
         f"Budget {_cell(report.budget)}; seed {report.seed}; kflats {_cell(report.version)}.",
         f"Data: {'; '.join(data) if data else 'none but the weights themselves'}.",
@@ -255,25 +256,6 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
 
 def _linked(name: str) -> str:
     return f"[{name}](https://huggingface.co/{name})"
-
-
-def _entries(report: TrimReport) -> list[str]:
-    before, after = report.entries
-    return ["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]
-
-
-def _resegmented(report: TrimReport) -> str:
-    """How many tokens of the texts changed."""
-    lost = "The tokenizer of this folder spells removed tokens with kept ones."
-    texts = report.segmentation
-    if texts is None:
-        return f"{lost} The order of the vocabulary decided which tokens are common; no text was counted."
-    kind = "counted" if report.counted else "other"
-    return (
-        f"{lost} Of {texts.texts:,} {kind} texts {share(texts.texts_changed, texts.texts)} are segmented anew, with "
-        f"{share(texts.tokens_changed, texts.tokens_before)} of their tokens; they take {texts.tokens_after:,} tokens "
-        f"instead of {texts.tokens_before:,}."
-    )
 
 
 def _measured(proof: Proof) -> str:

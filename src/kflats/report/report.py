@@ -19,7 +19,6 @@ for the method and for the weighted SVD in the same bytes.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections import Counter
@@ -33,11 +32,11 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, plain, share, size, table, visible
-from kflats.common.schema import Json, JsonObject, checked_form, decode, read_json
+from kflats.common.schema import decode, read_json
 from kflats.common.texts import Tokenizer, batched_texts
 from kflats.evaluation.proof import Proof
 from kflats.importance.protocol import Weighting
-from kflats.io.atomic import replaced
+from kflats.io.atomic import write_json
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
 from kflats.methods.matrix_error import norm_error, row_errors, weighted_error
 from kflats.methods.protocol import Factored
@@ -48,8 +47,7 @@ from kflats.recipe.recipe import Decision, to_json
 
 REPORT_FILE = "kflats_report.json"
 _FORMAT, _VERSION = "kflats-report", 2
-_DETAILED = 4  # weights whose flats the text form lists
-_REASONS = 12  # dense weights whose reasons the text form lists
+_NOTES = 12  # notes that the text form lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,12 +154,6 @@ class WeightReport:
         return f"{number(self.mean_rank)} of {self.full_rank}"
 
     @property
-    def flats(self) -> dict[int | None, tuple[BandReport, ...]]:
-        """The bands of each flat, first those of exact rows under None."""
-        keys = sorted({b.flat for b in self.bands}, key=lambda f: -1 if f is None else f)
-        return {key: tuple(b for b in self.bands if b.flat == key) for key in keys}
-
-    @property
     def recipe(self) -> str:
         """The recipe as the call that makes it."""
         return f"Recipe({call(self.method)}, {call(self.importance)}, {call(self.codec)})"
@@ -173,12 +165,7 @@ class Report:
 
     Sizes are bytes of weights: ``model_bytes_*`` of everything the model stores (with the weight files of a
     sentence-transformers folder's other modules), the weights' own in ``weights``; where the vocabulary was trimmed
-    first, of the trimmed model. ``proof`` is what the compression did to the outputs, None: not measured. Round trip:
-    ``Report.from_json(report.to_json()) == report``.
-
-    >>> empty = Report("tiny", "60%", (), 10, 10, 0, "0.1.0")
-    >>> Report.from_json(empty.to_json()) == empty
-    True
+    first, of the trimmed model. ``proof`` is what the compression did to the outputs, None: not measured.
     """
 
     model: str
@@ -206,37 +193,21 @@ class Report:
         """Whether a method minimised another error than the squared one."""
         return any(w.own is not None for w in self.weights)
 
-    def to_json(self) -> JsonObject:
-        """A JSON-able dict, with its format and version."""
-        return {"format": _FORMAT, "version": _VERSION, "report": dataclasses.asdict(self)}
-
-    @staticmethod
-    def from_json(data: Json) -> Report:
-        """The report that ``to_json`` wrote.
-
-        Raises:
-            KflatsError: another format, another version, a missing or unknown field, a wrong type.
-        """
-        return _decoded(checked_form(data, _FORMAT, _VERSION, "report"))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the JSON file (``kflats_report.json`` in a compressed folder)."""
-        try:
-            text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
-        except ValueError as error:
-            raise KflatsError(f"the report is no JSON: {error}", cause="a NaN or infinite error") from error
-        with replaced(path) as aside:
-            aside.write_text(text + "\n", encoding="utf-8")
+        write_json(path, _FORMAT, _VERSION, report=dataclasses.asdict(self))
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Report:
         """Read a report file, or the report of a compressed model's folder.
 
         Raises:
-            KflatsError: no report, or one that cannot be read; as ``from_json``.
+            KflatsError: no report, another format or version, a missing or unknown field, a wrong type.
         """
         file = Path(path)
-        return _decoded(read_json(file / REPORT_FILE if file.is_dir() else file, _FORMAT, _VERSION, "report"))
+        data = read_json(file / REPORT_FILE if file.is_dir() else file, _FORMAT, _VERSION, "report")
+        report: Report = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
+        return report
 
     def __str__(self) -> str:
         rows = [
@@ -276,22 +247,13 @@ class Report:
             ]
         if self.trimming is not None:
             parts += ["", "vocabulary trimmed first; the sizes above are of the trimmed model:", str(self.trimming)]
-        if dense := [weight for weight in self.weights if weight.dense]:
-            parts += ["", *(f"{visible(w.name)}: {visible(w.note) or 'dense'}" for w in dense[:_REASONS])]
-            parts += [f"({len(dense) - _REASONS} more left dense)"] if len(dense) > _REASONS else []
-        factored = [weight for weight in self.weights if not weight.dense]
-        for weight in factored[:_DETAILED]:
-            parts += ["", *_details(weight)]
-        if len(factored) > _DETAILED:
-            parts += ["", f"({len(factored) - _DETAILED} more weights: see the report file)"]
+        dense_first = sorted(self.weights, key=lambda w: not w.dense)
+        if noted := [f"{visible(w.name)}: {visible(w.note) or 'dense'}" for w in dense_first if w.note or w.dense]:
+            more = [f"({len(noted) - _NOTES} more notes: see the report file)"] if len(noted) > _NOTES else []
+            parts += ["", *noted[:_NOTES], *more]
         if self.proof is not None:
             parts += ["", str(self.proof)]
         return "\n".join(parts)
-
-
-def _decoded(data: JsonObject) -> Report:
-    report: Report = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
-    return report
 
 
 def _own_columns(weight: WeightReport) -> list[str]:
@@ -302,45 +264,6 @@ def _own_columns(weight: WeightReport) -> list[str]:
 
 def _before_after(before: int, after: int) -> list[str]:
     return [size(before), size(after), share(after, before)]
-
-
-def _details(weight: WeightReport) -> list[str]:
-    """The flats of one weight, one line for each."""
-    places = f"; tied: {', '.join(visible(p) for p in weight.places)}" if len(weight.places) > 1 else ""
-    lines = [f"{visible(weight.name)}: {weight.shape[0]} x {weight.shape[1]} {visible(weight.dtype)}{places}"]
-    lines += [f"  {weight.recipe}", f"  fitted in {weight.seconds:.1f} s"]
-    if weight.condition is not None:
-        lines.append(f"  largest entry beside the identity block: {number(weight.condition)}")
-    if weight.note:
-        lines.append(f"  note: {visible(weight.note)}")
-    rows = [
-        [
-            "exact" if flat is None else f"flat {flat}",
-            str(sum(b.rows for b in bands)),
-            span([b.rank for b in bands]),
-            share(sum(b.weight_share for b in bands)),
-            span([b.error for b in bands]),
-        ]
-        for flat, bands in weight.flats.items()
-    ]
-    if not rows:
-        return lines
-    shown = rows if len(rows) <= 24 else [*rows[:23], [f"... {len(rows) - 23} more flats", "", "", "", ""]]
-    listing = plain(table(["rows kept in", "rows", "rank", "importance", "error"], shown))
-    return lines + ["  " + line for line in listing.splitlines()]
-
-
-def span(values: list[int] | list[float]) -> str:
-    """``low-high``, or one number.
-
-    >>> span([3, 1024]), span([0.25]), span([1e-5, 0.25])
-    ('3-1024', '0.25', '1e-05 to 0.25')
-    """
-    low, high = min(values), max(values)
-    if isinstance(low, int):
-        return str(low) if low == high else f"{low}-{high}"
-    first, last = number(low), number(high)
-    return first if first == last else f"{first} to {last}"
 
 
 @dataclass(frozen=True)
@@ -386,25 +309,34 @@ class TrimReport:
         """Bytes that the model stores no longer."""
         return self.model_bytes[0] - self.model_bytes[1]
 
-    def __str__(self) -> str:
+    def rows(self) -> list[list[str]]:
+        """Entries, sizes and tokens as text: before, after, and their ratio."""
         before, after = self.entries
         rows = [["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]]
-        for name, (old, new) in (("token tables, heads", self.table_bytes), ("whole model", self.model_bytes)):
-            rows.append([name, size(old), size(new), share(new, old)])
-        segmented = self.segmentation
-        if segmented is not None:
-            tokens = segmented.tokens_before, segmented.tokens_after
-            rows.append(["tokens of the texts", f"{tokens[0]:,}", f"{tokens[1]:,}", share(tokens[1], tokens[0])])
-            rows.append(["unknown tokens", f"{segmented.unknown_before:,}", f"{segmented.unknown_after:,}", ""])
-        lines = [plain(table(["", "before", "after", "ratio"], rows)), ""]
-        lines.append(f"{self.required:,} entries stay in any case: special and added tokens, single characters, bytes")
-        if segmented is not None:
-            lines.append(
-                f"segmented anew: {share(segmented.tokens_changed, segmented.tokens_before)} of the tokens, in "
-                f"{share(segmented.texts_changed, segmented.texts)} of {segmented.texts:,} texts"
-                + (" (those that were counted; other texts change more)" if self.counted else "")
-            )
-        return "\n".join(lines)
+        rows.append(["token tables, heads", *_before_after(*self.table_bytes)])
+        rows.append(["whole model", *_before_after(*self.model_bytes)])
+        if (texts := self.segmentation) is not None:
+            before, after = texts.tokens_before, texts.tokens_after
+            rows.append(["tokens of the texts", f"{before:,}", f"{after:,}", share(after, before)])
+            rows.append(["unknown tokens", f"{texts.unknown_before:,}", f"{texts.unknown_after:,}", ""])
+        return rows
+
+    @property
+    def summary(self) -> str:
+        """How the texts change, in a sentence."""
+        texts = self.segmentation
+        if texts is None:
+            return "The order of the vocabulary decided which tokens are common; no text was counted."
+        kind = "counted texts (others change more)" if self.counted else "other texts"
+        changed = share(texts.tokens_changed, texts.tokens_before)
+        return (
+            f"Of {texts.texts:,} {kind} {share(texts.texts_changed, texts.texts)} are segmented anew, with {changed} "
+            f"of their tokens; they take {texts.tokens_after:,} tokens instead of {texts.tokens_before:,}."
+        )
+
+    def __str__(self) -> str:
+        stay = f"{self.required:,} entries stay in any case: special and added tokens, single characters, bytes"
+        return "\n".join([plain(table(["", "before", "after", "ratio"], self.rows())), "", stay, self.summary])
 
 
 def resegmented(before: Tokenizer, after: Tokenizer, texts: Iterable[str], kept: Mapping[int, int]) -> Resegmented:

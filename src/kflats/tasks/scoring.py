@@ -259,7 +259,7 @@ def score(
         parameters=sum(t.numel() for t in stored_tensors(model) if t.is_floating_point()),
         size_bytes=stored_bytes(model),
         memory_bytes=memory_bytes(model),
-        **(_costs(model, tokenizer, rows) if costs else {}),
+        **(_costs([model], tokenizer, rows)[1][0] if costs else {}),
     )
 
 
@@ -347,29 +347,21 @@ def evaluate_folder(
         KflatsError: as ``score``; a folder that holds no model or no tokenizer.
     """
     task = find_task(task)
-    folders = [resolve_model(os.fspath(f)) for f in (folder, original) if f is not None]
+    folders = [resolve_model(os.fspath(f)) for f in (original, folder) if f is not None]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models = [load_model(f).to(device) for f in folders]
-    tokenizer = load_tokenizer(folders[-1])
+    tokenizer = load_tokenizer(folders[0])
     for model in models:
         check_head(model, task)
-    judge = partial(
-        score, task=task, task_data=task_data, split=split, batch=batch, max_length=max_length, limit=limit, seed=seed
-    )
+    options: dict[str, Any] = {"max_length": max_length, "limit": limit, "seed": seed}
+    rows = features(load_examples(task, split, task_data), tokenizer, model=models[0], **options)
+    timed, costs = _costs(models, tokenizer, rows)
+    options |= {"task_data": task_data, "split": split, "batch": batch, "costs": False}
     scores = [
-        replace(judge(model, tokenizer), size_bytes=weight_file_bytes(f))
-        for model, f in zip(models, folders, strict=True)
+        replace(score(model, tokenizer, task, **options), size_bytes=weight_file_bytes(f), **cost)
+        for model, f, cost in zip(models, folders, costs, strict=True)
     ]
-    if len(scores) == 1:
-        return TaskReport(scores[0])
-    examples = load_examples(task, split, task_data)
-    rows = features(examples, tokenizer, max_length, limit=limit, model=models[0], seed=seed)
-    timed = [partial(model, **_timed_batch(model, tokenizer, rows)) for model in models]
-    new, old = scores
-    with evaluating(*models), torch.inference_mode():
-        runs = {"original": timed[1], "compressed": timed[0]}
-        before, after = take_turns(runs, _TURNS, (new.batch, new.tokens), device_of(models[0]))
-    return TaskReport(replace(new, latency_ms=after.ms), replace(old, latency_ms=before.ms), after)
+    return TaskReport(scores[0]) if original is None else TaskReport(scores[1], scores[0], timed[1])
 
 
 def _outputs(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) -> list[Tensor]:
@@ -401,18 +393,19 @@ def _losses(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) 
     return float(total), count
 
 
-def _costs(model: nn.Module, tokenizer: Tokenizer, rows: Sequence[Feature]) -> dict[str, Any]:
-    inputs = _timed_batch(model, tokenizer, rows)
-    with evaluating(model), torch.inference_mode():
-        (latency,) = take_turns({"model": partial(model, **inputs)}, _TURNS, device=device_of(model))
-    examples, tokens = inputs["input_ids"].shape
-    return {"latency_ms": latency.ms, "flops": count_flops(model, inputs), "batch": examples, "tokens": tokens}
-
-
-def _timed_batch(model: nn.Module, tokenizer: Tokenizer, rows: Sequence[Feature]) -> dict[str, Tensor]:
-    inputs = collate(rows[:_TIMED], pad_id(tokenizer, model), device_of(model))
+def _costs(
+    models: Sequence[nn.Module], tokenizer: Tokenizer, rows: Sequence[Feature]
+) -> tuple[list[Latency], list[dict[str, Any]]]:
+    """The latencies of models that run one batch in turns, and of each model what the batch takes."""
+    inputs = collate(rows[:_TIMED], pad_id(tokenizer, models[0]), device_of(models[0]))
     inputs.pop("labels", None)
-    return inputs
+    examples, tokens = inputs["input_ids"].shape
+    with evaluating(*models), torch.inference_mode():
+        runs = {str(place): partial(model, **inputs) for place, model in enumerate(models)}
+        timed = take_turns(runs, _TURNS, (examples, tokens), device_of(models[0]))
+    flops = [count_flops(model, inputs) for model in models]
+    shape = {"batch": examples, "tokens": tokens}
+    return timed, [{"latency_ms": t.ms, "flops": n, **shape} for t, n in zip(timed, flops, strict=True)]
 
 
 def _row(label: str, values: Sequence[float], shown: Callable[[float], str], *, score: bool = False) -> list[str]:

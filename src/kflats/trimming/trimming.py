@@ -29,6 +29,7 @@ from kflats.common.texts import Tokenizer, check_texts, required
 from kflats.evaluation.outputs import load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import evaluating, last_hidden_state
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
+from kflats.io.atomic import write_json
 from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models, vocabulary_end
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
 from kflats.report.report import TrimReport, resegmented, stored_bytes
@@ -204,9 +205,7 @@ def write_vocabulary(trimmed: Trimmed, source: Path, aside: Path) -> None:
     for path in {*aside.iterdir(), *inner.iterdir()} - written:
         if path.name in _vocabulary_files(trimmed.tokenizer):
             path.unlink()
-    about = {"report": asdict(trimmed.report), "kept": trimmed.kept.tolist()}
-    record = {"format": "kflats-trimming", "version": 1, **about}
-    (inner / TRIM_FILE).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    write_json(inner / TRIM_FILE, "kflats-trimming", 1, report=asdict(trimmed.report), kept=trimmed.kept.tolist())
 
 
 def _held(texts: Iterable[str] | None) -> Sequence[str] | None:
