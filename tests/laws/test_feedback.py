@@ -83,7 +83,11 @@ SHAPES = [(7, 5), (4, 9), (1, 6), (6, 1), (1, 1), (8, 8)]
 
 @pytest.mark.parametrize(("n", "d"), [*SHAPES, (40, 7), (7, 40)])
 @pytest.mark.parametrize("priced", [False, True])
-def test_anti_diagonals_are_the_scalar_loop(n: int, d: int, priced: bool) -> None:
+@pytest.mark.parametrize("block", [3, 384])
+def test_blocks_and_anti_diagonals_are_the_scalar_loop(
+    n: int, d: int, priced: bool, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kflats.numerics.coding.feedback, "_BLOCK", block)
     matrix, left, right = normal(n, d), gram(n, 1), gram(d, 2)
     rows, columns = side_of(left, n), side_of(right, d)
     row_steps, column_steps = steps_of(rows, 0.7), steps_of(columns, 0.9)
@@ -99,7 +103,11 @@ def test_anti_diagonals_are_the_scalar_loop(n: int, d: int, priced: bool) -> Non
 
 @pytest.mark.parametrize(("n", "d"), SHAPES)
 @pytest.mark.parametrize("sides", ["left", "right", "none", "weights"])
-def test_a_side_without_couplings_is_the_same_recursion(n: int, d: int, sides: str) -> None:
+@pytest.mark.parametrize("block", [3, 384])
+def test_a_side_without_couplings_is_the_same_recursion(
+    n: int, d: int, sides: str, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kflats.numerics.coding.feedback, "_BLOCK", block)
     weights = torch.linspace(0.5, 2.0, n, dtype=torch.float64)
     left = gram(n, 1) if sides == "left" else weights.diag() if sides == "weights" else torch.eye(n).double()
     right = gram(d, 2) if sides in ("right", "weights") else torch.eye(d).double()

@@ -17,7 +17,6 @@ are GPTQ (Frantar et al., arXiv:2210.17323); with both factors YAQA (Tseng et al
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,6 +39,8 @@ _FARTHEST_OCTAVE = 16
 """Classes whose targets are smaller than the mean by more octaves count as if they were not."""
 _LISTED = 64
 """Magnitudes from here on are rounded to the nearest: neighbours cost nearly the same."""
+_BLOCK = 384
+"""Rows and columns that are rounded by vector operations before their errors go on by products of matrices."""
 
 
 @dataclass(frozen=True)
@@ -142,10 +143,9 @@ class Rounding:
 
     def levels(self, targets: Tensor) -> Tensor:
         """(n, d) int16, the symbols of targets that are given."""
-        listed, dtype = self.up.shape[1], targets.dtype
-        up, live, shrink = (of.to(dtype) for of in (self.up, self.live, self.shrink))
-        places = self.contexts.to(dtype) * listed
-        found = _magnitudes(targets.abs(), shrink[self.contexts], places, up, live, listed - 1)
+        lists = _Lists.of(self, targets.dtype)
+        shrink = self.shrink.to(targets.dtype)[self.contexts]
+        found = lists.magnitudes(targets, shrink, self.contexts * (lists.last + 1))
         return (found * targets.sign()).to(torch.int16)
 
     def values(self, levels: Tensor) -> Tensor:
@@ -167,8 +167,9 @@ def round_with_feedback(
 ) -> Rounded:
     """Round ``matrix`` (n, d) to symbols up to 16383; the step of an entry is that of its row times that of its column.
 
-    Computed in the type of the matrix. Entries of one anti-diagonal do not depend on each other, so that n + d - 1
-    vector operations do it; d operations if only columns are coupled. Nothing is random.
+    Computed in the type of the matrix: n d (n + d) multiplications, nearly all of them in products of blocks. If only
+    columns are coupled, it takes d vector operations. Else it takes about 2 (n + d), because blocks on one
+    anti-diagonal do not depend on each other, nor do entries on one anti-diagonal of a block. Nothing is random.
 
     Raises:
         KflatsError: numbers that are not finite.
@@ -185,40 +186,22 @@ def round_with_feedback(
         raise KflatsError(
             "a matrix to be coded holds NaN or infinity", cause="damaged weights, or a training that failed"
         )
-    (n, d), dtype = matrix.shape, matrix.dtype
-    grid = rows.order.unsqueeze(1), columns.order.unsqueeze(0)
+    dtype, grid = matrix.dtype, (rows.order.unsqueeze(1), columns.order.unsqueeze(0))
     # All that follows is in steps.
-    steps = torch.outer(row_steps, column_steps).to(dtype)
-    wanted = (matrix / steps)[grid]
+    wanted = (matrix / torch.outer(row_steps, column_steps).to(dtype))[grid]
     across, down = _in_steps(columns, column_steps, dtype), _in_steps(rows, row_steps, dtype)
-    across_reversed = None if across is None else across.flip(0)  # so that an anti-diagonal reads consecutive rows
-    shrink, places = how.shrink.to(dtype)[how.contexts[grid]], how.contexts[grid].to(dtype) * how.up.shape[1]
-    up, live, last = how.up.to(dtype).reshape(-1), how.live.to(dtype).reshape(-1), how.up.shape[1] - 1
-    errors = torch.zeros(n, d, dtype=dtype)
-    mixed = torch.zeros(d, n, dtype=dtype)  # errors and what columns couple to them, columns first and reversed
-    for a, b, column, count in _parts(n, d, coupled=down is not None):
-        # Rows a .. b - 1; in the first of them this column, in each further one the column before, or the same.
-        here = slice(d - 1 - column, d - 1 - column + count)
-        one = (b - a,), (d - 1 if down is not None else d,), a * d + column
-        own = wanted.as_strided(*one)
-        mine = own
-        if across_reversed is not None and column:
-            mine = own + (errors[a:b, :column] * across_reversed[here, :column]).sum(1)
-        target = mine
-        if down is not None and b > 1:
-            target = mine + (down[a:b, : b - 1] * mixed[here, : b - 1]).sum(1)
-        less = shrink.as_strided(*one)
-        q = _magnitudes(target.abs(), less, places.as_strided(*one), up, live, last)
-        value = q.sub_(less).clamp_(0).copysign_(target)
-        errors.as_strided(*one).copy_(own - value)
-        if down is not None:
-            mixed.as_strided((b - a,), (n + 1,), here.start * n + a).copy_(mine - value)
-    values, seen = wanted - errors, errors
-    seen = seen if across is None else torch.addmm(seen, seen, across.T)
-    seen = seen if down is None else torch.addmm(seen, down, seen)
-    levels, targets = torch.empty(n, d, dtype=torch.int16), torch.empty_like(wanted)
+    lists = _Lists.of(how, dtype)
+    contexts = how.contexts[grid]
+    shrink, places = how.shrink.to(dtype)[contexts], contexts * (lists.last + 1)
+    if across is None:
+        values, seen = lists.values(wanted, shrink, places), wanted
+    elif down is None:
+        values, seen = _by_columns(wanted, across, shrink, places, lists)
+    else:
+        values, seen = _by_blocks(wanted, across, down, shrink, places, lists)
+    levels, targets = torch.empty(matrix.shape, dtype=torch.int16), torch.empty_like(wanted)
     levels[grid] = ((values.abs() + shrink).round() * values.sign()).to(torch.int16)
-    targets[grid] = values + seen
+    targets[grid] = seen
     return Rounded(levels, targets)
 
 
@@ -230,24 +213,112 @@ def _in_steps(side: Side, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
     return (side.couplings * ordered / ordered.unsqueeze(1)).to(dtype)
 
 
-def _magnitudes(size: Tensor, shrink: Tensor, place: Tensor, up: Tensor, live: Tensor, last: int) -> Tensor:
-    """Magnitudes of the symbols of targets of this ``size``; ``place``: where the lists ``up`` and ``live`` of an
-    entry's distribution begin."""
-    shifted = size + shrink
-    q = shifted.floor().clamp_(0, FARTHEST - 1)
-    q += shifted.sub_(q) > up.take((q.clamp(max=last) + place).to(torch.int64))
-    return q.mul_(size > live.take((q.clamp(max=last) + place).to(torch.int64)))
+@dataclass(frozen=True)
+class _Lists:
+    """``up`` and ``live`` of a ``Rounding``, one distribution after the other; ``last`` index of each one's list."""
+
+    up: Tensor
+    live: Tensor
+    last: int
+
+    @classmethod
+    def of(cls, how: Rounding, dtype: torch.dtype) -> _Lists:
+        return cls(how.up.to(dtype).reshape(-1), how.live.to(dtype).reshape(-1), how.up.shape[1] - 1)
+
+    def magnitudes(self, targets: Tensor, shrink: Tensor, places: Tensor) -> Tensor:
+        """Of the symbols of ``targets``, int64; ``places``: where the lists of an entry's distribution begin."""
+        size = targets.abs()
+        shifted = size + shrink
+        q = shifted.to(torch.int64).clamp_(max=FARTHEST - 1)
+        q += shifted.sub_(q) > self.up.take(q.clamp(max=self.last).add_(places))
+        return q.mul_(size > self.live.take(q.clamp(max=self.last).add_(places)))
+
+    def values(self, targets: Tensor, shrink: Tensor, places: Tensor) -> Tensor:
+        """Of the symbols of ``targets``, in steps."""
+        return (self.magnitudes(targets, shrink, places) - shrink).clamp_(0).copysign_(targets)
 
 
-def _parts(n: int, d: int, *, coupled: bool) -> Iterator[tuple[int, int, int, int]]:
-    """(first row, end of rows, column of the first row, number of columns) of the entries that are rounded at once: an
-    anti-diagonal where rows are coupled, else a column."""
-    if not coupled:
-        yield from ((0, n, column, 1) for column in range(d))
-        return
-    for s in range(n + d - 1):
-        a, b = max(0, s - d + 1), min(n, s + 1)
-        yield a, b, s - a, b - a
+def _by_columns(wanted: Tensor, across: Tensor, shrink: Tensor, places: Tensor, lists: _Lists) -> tuple[Tensor, Tensor]:
+    """Values and targets if rows are not coupled."""
+    targets, errors = wanted.clone(), torch.empty_like(wanted)
+    for start in range(0, wanted.shape[1], _BLOCK):
+        block = slice(start, start + _BLOCK)
+        mine, inside = targets[:, block], across[block, block]
+        mine += errors[:, :start] @ across[block, :start].T
+        for i in range(mine.shape[1]):
+            at = start + i
+            errors[:, at] = wanted[:, at] - lists.values(mine[:, i], shrink[:, at], places[:, at])
+            mine[:, i + 1 :].addr_(errors[:, at], inside[i + 1 :, i])
+    return wanted - errors, targets
+
+
+def _by_blocks(
+    wanted: Tensor, across: Tensor, down: Tensor, shrink: Tensor, places: Tensor, lists: _Lists
+) -> tuple[Tensor, Tensor]:
+    """Values and targets if both sides are coupled.
+
+    With errors e, and m = e + e across', the targets are wanted + e across' + down m.
+    """
+    (n, d), size = wanted.shape, min(_BLOCK, max(wanted.shape))
+    tall, wide = -(-n // size), -(-d // size)
+    own, shrink, places = (_blocks(of, tall, wide, size) for of in (wanted, shrink, places))
+    across, down = _blocks(across, wide, wide, size), _blocks(down, tall, tall, size)
+    errors, mixed, targets = (torch.empty_like(own) for _ in range(3))
+    for diagonal in range(tall + wide - 1):
+        i = range(max(0, diagonal - wide + 1), min(tall, diagonal + 1))
+        rows = torch.tensor(i)
+        at = rows, diagonal - rows
+        mine, coupled = own[at], torch.zeros_like(own[at])
+        for block, r in enumerate(i):
+            c = diagonal - r
+            for before in range(c):
+                mine[block].addmm_(errors[r, before], across[c, before].T)
+            for above in range(r):
+                coupled[block].addmm_(down[r, above], mixed[above, c])
+        made = _within(own[at], mine, coupled, across[at[1], at[1]], down[rows, rows], shrink[at], places[at], lists)
+        errors[at], mixed[at], targets[at] = own[at] - made, mine - made, mine + coupled
+    whole, seen = (of.transpose(1, 2).reshape(tall * size, wide * size)[:n, :d] for of in (own - errors, targets))
+    return whole, seen
+
+
+def _blocks(of: Tensor, tall: int, wide: int, size: int) -> Tensor:
+    """(tall, wide, size, size), with zeros beyond the matrix."""
+    whole = of.new_zeros(tall * size, wide * size)
+    whole[: of.shape[0], : of.shape[1]] = of
+    return whole.view(tall, size, wide, size).transpose(1, 2).contiguous()
+
+
+def _within(
+    own: Tensor,
+    mine: Tensor,
+    coupled: Tensor,
+    across: Tensor,
+    down: Tensor,
+    shrink: Tensor,
+    places: Tensor,
+    lists: _Lists,
+) -> Tensor:
+    """The values (K, B, B) of K blocks whose targets are ``mine`` + ``coupled``. What the errors of a block add to its
+    own targets is added to both."""
+    count, size, _ = own.shape
+    values = torch.empty_like(own)
+    # Rows of an anti-diagonal ascend while its columns descend. With columns reversed both are slices.
+    pushed = coupled.transpose(1, 2).flip(1).contiguous()
+    across, down = across.transpose(1, 2).flip(1).contiguous(), down.transpose(1, 2).contiguous()
+    for s in range(2 * size - 1):
+        a, b = max(0, s - size + 1), min(size, s + 1)
+        entries = (count, b - a), (size * size, size - 1), a * size + s - a
+        reverse = slice(size - 1 - s + a, size - 1 - s + b)
+        seen = mine.as_strided(*entries)
+        target = seen + pushed.as_strided((count, b - a), (size * size, size + 1), reverse.start * size + a)
+        made = lists.values(target, shrink.as_strided(*entries), places.as_strided(*entries))
+        values.as_strided(*entries).copy_(made)
+        error, passed = own.as_strided(*entries) - made, seen - made
+        first = s - b + 2  # the columns that read errors of these, and their rows, begin here and at a + 1
+        mine[:, a:b, first:].addcmul_(error.unsqueeze(2), across[:, reverse, first:])
+        pushed[:, reverse, a + 1 :].addcmul_(passed.unsqueeze(2), down[:, a:b, a + 1 :])
+    coupled.copy_(pushed.flip(1).transpose(1, 2))
+    return values
 
 
 def designed(made: Rounded, labels: Tensor) -> Quantizer:
