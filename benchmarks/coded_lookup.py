@@ -75,7 +75,10 @@ def look_up(matrix: Any) -> Any:
 
 def coded(table: Tensor, bits: float) -> CodedMatrix:
     weights = zipf(len(table)).sqrt() + 1e-3
-    return from_codes(transform_code(TensorRows(table), int(bits * table.numel() / 8), weights=weights))
+    nbytes = int(bits * table.numel() / 8)
+    return from_codes(
+        transform_code(TensorRows(table), nbytes, lambda code: len(encode(from_codes(code))), weights=weights)
+    )
 
 
 def low_rank(n: int, d: int, rank: int) -> LowRankMatrix:

@@ -55,7 +55,10 @@ def main() -> None:
         spectrum = torch.linalg.eigvalsh((table.double() * weights.unsqueeze(1)).T @ table.double()).clamp_min(0)
         for bits in map(float, options.bits.split(",")):
             began = time.perf_counter()
-            code = transform_code(TensorRows(table), int(bits * table.numel() / 8), weights=weights)
+            nbytes = int(bits * table.numel() / 8)
+            code = transform_code(
+                TensorRows(table), nbytes, lambda code: stored_bytes(from_codes(code)), weights=weights
+            )
             more = {"time": f"{time.perf_counter() - began:.0f} s"}
             matrix = from_codes(code)
             more |= {"classes": len(matrix.geometry.classes), "rank": matrix.geometry.rank}

@@ -49,16 +49,16 @@ def main() -> None:
     options = arguments(__doc__, tolerance=1e-4, seeds=5, rounds=15, **{"numpy-seeds": 3})
     table = embedding_table()
     rows = TensorRows(table)
-    norms2 = squared_norms(rows)
-    total = float(norms2.double().sum())
+    cloud = WeightedRows(rows, squared_norms(rows))
+    total = float(cloud.norms2.double().sum())
     fit = fit_flats(table, K, rank=J, seed=0)
-    warm = em(WeightedRows(rows, norms2), RankSpec(K, rank=J), Start(fit.labels), Stopping(0, 3))
+    warm = em(cloud, RankSpec(K, rank=J), Start(fit.labels), Stopping(0, 3))
     grams = torch.stack([table[warm.labels == c].double().T @ table[warm.labels == c].double() for c in range(K)])
     # The state one iteration earlier, so that the timed one moves rows as a warm iteration does.
-    previous = assign(rows, fit.bases, norms2)
+    previous = assign(cloud, fit.bases)
 
     def iteration() -> None:
-        step = assign(rows, warm.bases, norms2)
+        step = assign(cloud, warm.bases)
         moved = (step.labels != previous.labels).nonzero().squeeze(1)
         copy = grams.clone()
         move_rows(copy, rows, moved, previous.labels[moved], step.labels[moved])
@@ -78,12 +78,12 @@ def main() -> None:
     a = table.numpy()
     bases = [b.numpy() for b in warm.bases]
     naive = statistics.median(seconds(lambda: numpy_step(a, bases)) for _ in range(3))
-    moved = int((assign(rows, warm.bases, norms2).labels != previous.labels).sum())
+    moved = int((assign(cloud, warm.bases).labels != previous.labels).sum())
 
     mine, theirs, errors, naive_errors = [], [], [], []
     for seed in range(options.seeds):
         start = time.perf_counter()
-        errors.append(fit_flats(table, K, rank=J, seed=seed, tolerance=options.tolerance).error / total)
+        errors.append(fit_flats(table, K, rank=J, seed=seed, stop=Stopping(options.tolerance)).error / total)
         mine.append(time.perf_counter() - start)
         print(seed, mine[-1], errors[-1], flush=True)
         if seed >= options.numpy_seeds:

@@ -20,12 +20,12 @@ from _common import arguments, markdown, median_pair, publish
 from sentence_transformers import SentenceTransformer
 
 import kflats
-from kflats.codecs.transform import from_codes
+from kflats import SVD, Transform
 from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
+from kflats.methods import Problem
 from kflats.model.swap import swap_
 from kflats.model.weights import Weight, dense_weight, find_weights
-from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
 
 
@@ -37,7 +37,8 @@ def coded(original: Any, bits: float) -> Any:
     model = copy.deepcopy(original)
     weight = table_of(model)
     table = dense_weight(model, weight)
-    swap_(model, weight, from_codes(transform_code(TensorRows(table), int(bits * table.numel() / 8))))
+    given = Problem(TensorRows(table), int(bits * table.numel() / 8), 4)
+    swap_(model, weight, Transform().encode(SVD(), given, torch.float32).matrix)
     return model
 
 

@@ -18,7 +18,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import assign, squared_norms
+from kflats.numerics.flats import WeightedRows, assign, squared_norms
 from kflats.numerics.rows import TensorRows
 
 
@@ -38,7 +38,7 @@ def main() -> None:
         a, truth, flats = planted(k, j, d, noise * (1.0 if options.per_entry else math.sqrt(j / d)))
         rows = TensorRows(a)
         score = adjusted_rand_score(truth, fit_flats(a, k, rank=j, seed=0).labels)
-        best = adjusted_rand_score(truth, assign(rows, tuple(flats), squared_norms(rows)).labels)
+        best = adjusted_rand_score(truth, assign(WeightedRows(rows, squared_norms(rows)), tuple(flats)).labels)
         recovered += score >= 0.99
         ceiling += score >= min(0.99, best - 0.001)
         lines.append([k, j, d, noise, f"{score:.4f}", f"{best:.4f}"])

@@ -41,7 +41,7 @@ def converged_inside(cloud: WeightedRows, bases: tuple[Tensor, ...], rounds: int
     """The sum of distances after ``rounds`` EM iterations whose M-steps are solved."""
     loss, found = Power(1), list(bases)
     for _ in range(rounds):
-        step = assign(cloud.rows, tuple(found), cloud.norms2)
+        step = assign(cloud, tuple(found))
         for c in range(len(found)):
             inside = (step.labels == c).nonzero().squeeze(1)
             part = cloud_of(cloud.rows.take(inside))
@@ -51,8 +51,8 @@ def converged_inside(cloud: WeightedRows, bases: tuple[Tensor, ...], rounds: int
                 before = value
                 gram = cluster_grams(part.rows, one, 1, reweighted(loss, dist2, part))[0]
                 found[c] = top_eigenvectors(gram, len(bases[c]))[1].to(part.rows.dtype)
-                dist2 = assign(part.rows, (found[c],), part.norms2).dist2
-    step = assign(cloud.rows, tuple(found), cloud.norms2)
+                dist2 = assign(part, (found[c],)).dist2
+    step = assign(cloud, tuple(found))
     return float(losses(loss, step.dist2, cloud).sum(dtype=torch.float64))
 
 
@@ -81,7 +81,7 @@ def pace(run: Callable[[Progress], object]) -> float:
 
 def speed(rank: int, rounds: int, table: Tensor) -> list[list[object]]:
     cloud, shape = cloud_of(table), RankSpec(K, rank=rank)
-    bases = fit_flats(table, K, rank=rank, tolerance=1e-2).bases
+    bases = fit_flats(table, K, rank=rank, stop=Stopping(1e-2)).bases
     start = Start(bases=bases)
     steps = 5 * ROUND
     pairs = [
@@ -96,7 +96,7 @@ def speed(rank: int, rounds: int, table: Tensor) -> list[list[object]]:
     whole, plain, total = median_pair(
         lambda: fit_flats(table, K, rank=rank, error=Power(1)), lambda: fit_flats(table, K, rank=rank), rounds
     )
-    fit = fit_flats(table, K, rank=rank, error=Power(1), tolerance=1e-6, max_iterations=2000)
+    fit = fit_flats(table, K, rank=rank, error=Power(1), stop=Stopping(1e-6, 2000))
     inner = converged_inside(cloud, fit.bases, 2)
     gap = fit.error / inner - 1
     named = f"j={rank}: "
@@ -113,8 +113,7 @@ def speed(rank: int, rounds: int, table: Tensor) -> list[list[object]]:
 
 
 def inliers(a: Tensor, clean: Tensor, bases: tuple[Tensor, ...]) -> float:
-    rows = TensorRows(a[clean])
-    return assign(rows, bases, squared_norms(rows)).objective
+    return assign(cloud_of(a[clean]), bases).objective
 
 
 def main() -> None:

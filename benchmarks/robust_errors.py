@@ -14,6 +14,7 @@ import torch
 from _common import arguments, embedding_table, markdown, publish
 
 from kflats.numerics.entrywise import entrywise_low_rank
+from kflats.numerics.flats import Stopping
 from kflats.numerics.subspace import robust_subspace
 from kflats.numerics.svd import truncated_svd
 
@@ -26,7 +27,7 @@ def main() -> None:
     rank, lines, base = table.shape[1] // 2, list[list[str]](), 0.0
     for name, fit in {
         "SVD": lambda: truncated_svd(table, rank),
-        "entrywise p=1, to 1e-4": lambda: entrywise_low_rank(table, rank, tolerance=1e-4),
+        "entrywise p=1, to 1e-4": lambda: entrywise_low_rank(table, rank, stop=Stopping(1e-4, 300)),
         "subspace, sum of distances": lambda: robust_subspace(table, rank),
     }.items():
         start = time.process_time()

@@ -64,10 +64,10 @@ def child(path: str, n: int, d: int) -> None:
     seeding = time.perf_counter() - start
     start = time.perf_counter()
     check_finite(rows)
-    norms2 = squared_norms(rows)
-    labels = assign(rows, seeds.bases, norms2).labels
+    cloud = WeightedRows(rows, squared_norms(rows))
+    labels = assign(cloud, seeds.bases).labels
     # A tolerance below 0: not to stop early.
-    fit = em(WeightedRows(rows, norms2), RankSpec(K, rank=RANK), Start(labels), Stopping(-1.0, ITERATIONS))
+    fit = em(cloud, RankSpec(K, rank=RANK), Start(labels), Stopping(-1.0, ITERATIONS))
     took = time.perf_counter() - start
     done.set()
     thread.join()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.gram import narrow, row_lengths, row_space, too_different
-from kflats.numerics.robust_svd import Ellipsoid, Lewis, State, check_extreme, iterate, lewis_weights, no_axes, sweep
+from kflats.numerics.robust_svd import Ellipsoid, Lewis, State, check_extreme, iterate, no_axes, sweep
 from kflats.numerics.rows import GRAM_BLOCK, PartOfRows, Rows, ScaledRows, checked_rows
 
 _LOST = 1e-13  # of a sketch's largest singular value: below, only rounding is left of a direction
@@ -123,7 +123,7 @@ class LewisSample:
         rows = checked_rows(matrix)
         count = self.rows_per_column * rows.shape[1]
         if rows.shape[0] <= count:
-            return lewis_weights(rows, p).ellipsoid
+            return Lewis().fit(rows, p)
         check_extreme(p, *rows.shape)
         lengths = row_lengths(rows)
         if not bool(lengths.any()):
@@ -139,7 +139,7 @@ class LewisSample:
                 )
         swept = sweep(rows, p, state, rows.dtype)
         state = State(swept.log_weights, state.whitening @ swept.turn, lengths)
-        return iterate(rows, p, Lewis(iterations=1), state).ellipsoid
+        return iterate(rows, p, Lewis(iterations=1), state)
 
     def _sampled(self, rows: Rows, p: float, lengths: Tensor, count: int) -> Ellipsoid:
         powers = (lengths / lengths.max()).pow(min(p, 2.0))

@@ -26,7 +26,8 @@ from kflats.common.errors import KflatsError
 from kflats.evaluation.running import batch_size, take
 from kflats.importance import InputGram, KroneckerFisher, RowFisher
 from kflats.model.weights import find_weights
-from kflats.numerics.statistics import GradientGram, mirror_
+from kflats.numerics.gram import mirror_
+from kflats.numerics.statistics import GradientGram
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 

@@ -22,6 +22,7 @@ from matrices import coded, int4
 
 import kflats
 from kflats.cli.app import app
+from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import encode
@@ -122,7 +123,7 @@ def test_files_hold_codes_and_not_what_they_decode_to(tmp_path: Path) -> None:
     with torch.no_grad():
         model[0].weight.copy_(torch.randn(6000, 128, generator=gen) * 0.9 ** torch.arange(128))
     rows = TensorRows(dense_weight(model, find_weight(model, "0")))
-    table = from_codes(transform_code(rows, 6000 * 128 // 8))
+    table = from_codes(transform_code(rows, 6000 * 128 // 8, lambda code: stored_bytes(from_codes(code))))
     layer = int4(128, 256)
     swap_(model, find_weight(model, "0"), table)
     swap_(model, find_weight(model, "1"), layer)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 import kflats
 import kflats.evaluation.outputs
 from kflats.calibration.counting import count_tokens, zipf_prior
-from kflats.calibration.windows import FEWEST, WindowLengths, Windows, drawn_windows, filled_windows, windows
+from kflats.calibration.windows import FEWEST, Windows, drawn_windows, filled_windows, windows
 from kflats.common import text_files
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.sentences import sentences, undo_marks, unwrapped
@@ -374,10 +374,12 @@ def test_samples_are_drawn_from_the_whole_text(samples: int) -> None:
         assert max(places) > len(made.counted) * 3 / 4
 
 
-def test_lengths_are_mixed_as_asked() -> None:
+def test_lengths_are_mixed_by_the_share_of_short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kflats.calibration.windows.LONG", (40, 80))
     sizes: dict[float, list[int]] = {}
     for portion in (0.0, 0.5, 1.0):
-        made = windows(PARAGRAPHS, Tokenizer(), lengths=WindowLengths(short_share=portion, long=(40, 80)))
+        monkeypatch.setattr("kflats.calibration.windows.SHORT_SHARE", portion)
+        made = windows(PARAGRAPHS, Tokenizer())
         sizes[portion] = sorted(len(text.split()) for text in made.counted)
     assert all(size >= 6 for size in sizes[1.0][1:])
     assert sizes[1.0][-1] <= 52
@@ -386,9 +388,6 @@ def test_lengths_are_mixed_as_asked() -> None:
     assert middle[1.0] < 20
     assert middle[1.0] < middle[0.5] < middle[0.0]
     assert 30 <= middle[0.0] <= 70
-    for wrong in ({"short_share": 1.5}, {"short": (0, 5)}, {"long": (9, 8)}):
-        with pytest.raises(KflatsError, match="not supported"):
-            WindowLengths(**wrong)
 
 
 class Vocabulary(Tokenizer):

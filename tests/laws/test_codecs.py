@@ -690,11 +690,15 @@ def test_rows_too_short_to_be_squared_take_no_flat_of_their_own() -> None:
     assert purity(found[:600], truth[:600]) > 0.95
 
 
+def size_of(code: encode.FlatsCode) -> int:
+    return stored_bytes(transform.from_codes(code))
+
+
 def test_columns_without_energy_leave_their_bits_to_the_others() -> None:
     rows = flat_rows(1200, 6, 2)
     wide = F.pad(rows, (0, 42))
     labels = torch.arange(1200) % 2
-    narrow, same = (encode.transform_code(TensorRows(a), 900, labels=labels, classes=2) for a in (rows, wide))
+    narrow, same = (encode.transform_code(TensorRows(a), 900, size_of, labels=labels, classes=2) for a in (rows, wide))
     assert purity(narrow.flats, same.flats) > 0.98
 
 
@@ -703,7 +707,7 @@ def test_flats_share_the_classes_among_them(monkeypatch) -> None:
     monkeypatch.setattr(encode, "_classed", lambda source, classes: asked.append(classes) or source)
     monkeypatch.setattr(encode, "cluster_rows", lambda rows, labels, weights, level: labels)
     labels = torch.cat([torch.zeros(20), torch.ones(20), torch.full((560,), 2.0)]).long()
-    encode.transform_code(TensorRows(flat_rows(600, 4, 2)), 800, labels=labels, classes=5)
+    encode.transform_code(TensorRows(flat_rows(600, 4, 2)), 800, size_of, labels=labels, classes=5)
     assert (len(asked), sum(asked)) == (3, 4)
 
 

@@ -18,7 +18,7 @@ from loewner import Loewner, _cut, _cut_both, _gradient, _norms
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.gram import COLUMN_FLOOR
-from kflats.numerics.robust_svd import Ellipsoid, Lewis, lewis_weights
+from kflats.numerics.robust_svd import Ellipsoid, Lewis
 from kflats.numerics.rows import ScaledRows, TensorRows
 
 F64 = torch.float64
@@ -128,7 +128,7 @@ def test_definition_1_holds_with_the_tight_constant(name):
 def test_the_weights_are_the_fixed_point(name):
     for p in POWERS:
         a, rank = MATRICES[name]
-        w = lewis_weights(a, p, Lewis(tolerance=1e-9)).weights.numpy()
+        w = Lewis(tolerance=1e-9).fit(a, p).weights.numpy()
         a = a.to(F64).numpy()
         scale = np.where(w > 0, np.where(w > 0, w, 1.0) ** (1 - 2 / p), 0.0)
         inverse = np.linalg.pinv((a * scale[:, None]).T @ a, rcond=1e-10, hermitian=True)
@@ -178,11 +178,11 @@ def test_extreme_powers(p):
 
 def test_at_2_it_is_the_svd_and_weights_are_leverages():
     a = gaussian(60, 5) * torch.linspace(1, 3, 5, dtype=F64)
-    found = lewis_weights(a, 2.0)
+    found = Lewis().fit(a, 2.0)
     u, s, v = np.linalg.svd(a.numpy(), full_matrices=False)
-    assert found.ellipsoid.bound == 1.0
-    np.testing.assert_allclose(found.ellipsoid.axes, s)
-    np.testing.assert_allclose(np.abs(v @ found.ellipsoid.directions.numpy().T), np.eye(5), atol=1e-9)
+    assert found.bound == 1.0
+    np.testing.assert_allclose(found.axes, s)
+    np.testing.assert_allclose(np.abs(v @ found.directions.numpy().T), np.eye(5), atol=1e-9)
     np.testing.assert_allclose(found.weights, (u**2).sum(1))
 
 
@@ -202,20 +202,18 @@ def test_weights_mind_neither_the_columns_nor_the_order():
     change = gaussian(5, 5, 9) @ torch.diag(torch.logspace(0, 6, 5, dtype=F64))
     order = torch.randperm(150)
     for p in (0.5, 1.0, 3.0):
-        w = lewis_weights(a, p, Lewis(tolerance=1e-10)).weights
-        torch.testing.assert_close(
-            lewis_weights(a @ change, p, Lewis(tolerance=1e-10)).weights, w, atol=1e-6, rtol=1e-5
-        )
-        torch.testing.assert_close(lewis_weights(a[order], p, Lewis(tolerance=1e-10)).weights, w[order])
+        w = Lewis(tolerance=1e-10).fit(a, p).weights
+        torch.testing.assert_close(Lewis(tolerance=1e-10).fit(a @ change, p).weights, w, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(Lewis(tolerance=1e-10).fit(a[order], p).weights, w[order])
 
 
 def test_zero_rows_add_nothing_and_copies_share():
     a = gaussian(50, 4)
-    alone = lewis_weights(a, 1.0, Lewis(tolerance=1e-10))
-    padded = lewis_weights(torch.cat([a, torch.zeros(9, 4, dtype=F64)]), 1.0, Lewis(tolerance=1e-10))
+    alone = Lewis(tolerance=1e-10).fit(a, 1.0)
+    padded = Lewis(tolerance=1e-10).fit(torch.cat([a, torch.zeros(9, 4, dtype=F64)]), 1.0)
     assert (padded.weights[50:] == 0).all()
     torch.testing.assert_close(padded.weights[:50], alone.weights)
-    twice = lewis_weights(torch.cat([a, a]), 1.0, Lewis(tolerance=1e-10))
+    twice = Lewis(tolerance=1e-10).fit(torch.cat([a, a]), 1.0)
     torch.testing.assert_close(twice.weights, torch.cat([alone.weights, alone.weights]) / 2)
 
 

@@ -14,7 +14,7 @@ from sklearn.metrics import adjusted_rand_score
 from kflats.common.errors import KflatsError
 from kflats.numerics import flats
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import RankSpec, Start, WeightedRows, assign, distances, em, squared_norms
+from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, assign, distances, em, squared_norms
 from kflats.numerics.gram import cluster_grams, complement, improve_basis, leading_basis, move_rows, top_eigenvectors
 from kflats.numerics.rows import TensorRows
 
@@ -73,7 +73,7 @@ def test_the_e_step_is_the_brute_force_one(n, d, data, multiplier, exact, dtype,
     a, w = cloud_of(n, d, seed, dtype)
     bases = tuple(orthonormal(rank, d, seed + c).to(dtype) for c, rank in enumerate(ranks))
     rows = TensorRows(a)
-    found = assign(rows, bases, squared_norms(rows), weights=w, multiplier=multiplier, exact=exact)
+    found = assign(WeightedRows(rows, squared_norms(rows), w), bases, multiplier=multiplier, exact=exact)
     cost, far = brute_force(a, bases, w, multiplier, exact)
     chosen = found.labels.long().numpy()
     at = np.arange(n)
@@ -94,7 +94,7 @@ def test_the_e_step_does_not_depend_on_row_order_or_block_size(ranks, monkeypatc
 
     def run(a, w):
         rows = TensorRows(a)
-        return assign(rows, bases, squared_norms(rows), weights=w, multiplier=0.01)
+        return assign(WeightedRows(rows, squared_norms(rows), w), bases, multiplier=0.01)
 
     whole = run(a, w)
     order = torch.randperm(len(a))
@@ -112,14 +112,14 @@ def test_equal_costs_go_to_the_lower_flat():
     a = torch.arange(120, dtype=F64).reshape(20, 6)  # whole numbers: no rounding that could tell equals apart
     basis = torch.eye(6, dtype=F64)[:2]
     rows = TensorRows(a)
-    assert not assign(rows, (basis, basis, basis), squared_norms(rows)).labels.any()
+    assert not assign(WeightedRows(rows, squared_norms(rows)), (basis, basis, basis)).labels.any()
 
 
 def test_many_flats_get_wide_enough_labels():
     a, _ = cloud_of(400, 3, 0)
     bases = tuple(orthonormal(1, 3, c) for c in range(300))
     rows = TensorRows(a)
-    found = assign(rows, bases, squared_norms(rows))
+    found = assign(WeightedRows(rows, squared_norms(rows)), bases)
     far = torch.stack([squared_norms(TensorRows(a - (a @ v.T) @ v)) for v in bases], 1)
     assert torch.equal(found.labels.long(), far.argmin(1))
     assert found.labels.max() > 255
@@ -261,7 +261,7 @@ def test_em_lowers_the_objective_of_any_start_and_the_price_moves_rows():
 @pytest.mark.parametrize("stop", [1, 3])
 def test_an_iteration_limit_is_kept_and_told(stop):
     a, _ = cloud_of(500, 10, 1)
-    fit = fit_flats(a, 5, rank=3, start="random", max_iterations=stop, tolerance=0)
+    fit = fit_flats(a, 5, rank=3, start="random", stop=Stopping(0, stop))
     assert not fit.converged
     assert len(fit.objective) <= stop + 1
     assert fit_flats(a, 5, rank=3, start="random").converged
@@ -270,7 +270,7 @@ def test_an_iteration_limit_is_kept_and_told(stop):
 def test_progress_hears_every_iteration():
     heard = []
     a, _ = cloud_of(200, 6, 0)
-    fit = fit_flats(a, 3, rank=2, progress=lambda phase, step, value: heard.append((phase, step, value)))
+    fit = fit_flats(a, 3, rank=2, stop=Stopping(progress=lambda *said: heard.append(said)))
     assert [value for phase, _, value in heard if phase == "em"][-1] >= fit.error
     assert all(math.isfinite(value) for _, _, value in heard)
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise import HeldBackRows, entrywise_low_rank
+from kflats.numerics.flats import Stopping
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.svd import truncated_svd
 
@@ -62,7 +63,7 @@ def test_the_sum_is_that_of_the_factors(n, d, seed, data):
     dtype = data.draw(st.sampled_from([torch.float32, F64]))
     a = draw(n, d, seed, dtype)
     weights = data.draw(st.sampled_from([None, torch.rand(n, generator=torch.Generator().manual_seed(seed)) + 0.1]))
-    made = entrywise_low_rank(a, rank, p=p, weights=weights, max_iterations=30)
+    made = entrywise_low_rank(a, rank, p=p, weights=weights, stop=Stopping(2e-5, 30))
     total = float(a.double().abs().pow(p).sum())
     slack = 1e-3 * total if p < 1 else 1e-5 * total
     assert made.error == pytest.approx(sum_of(a, made, p, weights), rel=1e-4, abs=slack)
@@ -100,7 +101,7 @@ def test_rank_one_of_two_columns_against_all_directions(p):
             else:  # by duality the distance in lp to a line is |<a, normal>| over the normal's norm in the dual space
                 q = p / (p - 1)
                 curve = (cross / (c.abs().pow(q) + s.abs().pow(q)).pow(1 / q)).pow(p).sum(0)
-            made = entrywise_low_rank(a.T if turned else a, 1, p=p, tolerance=1e-7, max_iterations=3000)
+            made = entrywise_low_rank(a.T if turned else a, 1, p=p, stop=Stopping(1e-7, 3000))
             least = float(curve.min())
             assert made.error >= least * (1 - 1e-3)
             assert made.error <= 1.15 * least
@@ -113,7 +114,7 @@ def test_no_factor_alone_can_be_much_better():
     """The end of the descent, judged by linear programs: with either factor held the other one is nearly the best."""
     for n, d, rank in ((12, 6, 2), (6, 12, 2), (15, 5, 3)):
         a = draw(n, d, 5)
-        made = entrywise_low_rank(a, rank, tolerance=1e-8, max_iterations=2000)
+        made = entrywise_low_rank(a, rank, stop=Stopping(1e-8, 2000))
         rows, _ = least_l1(a, made.basis)
         columns, _ = least_l1(a.T.contiguous(), made.coordinates.T.contiguous())
         assert made.error <= 1.02 * min(rows.sum(), columns.sum())
@@ -179,7 +180,7 @@ def test_tables_of_which_nothing_would_be_held(p):
 
 def test_without_noise_the_truth_is_found():
     a, clean = planted(300, 60, 4, 0.05, 0.0, seed=4)
-    made = entrywise_low_rank(a, 4, tolerance=1e-7, max_iterations=600)
+    made = entrywise_low_rank(a, 4, stop=Stopping(1e-7, 600))
     assert float((made.coordinates @ made.basis - clean).norm() / clean.norm()) < 2e-3
 
 
@@ -213,9 +214,9 @@ def test_weights(p):
 @pytest.mark.parametrize("p", POWERS)
 def test_blocks_do_not_matter(monkeypatch, p):
     a = draw(100, 6, 10)
-    made = entrywise_low_rank(a, 2, p=p, max_iterations=20)
+    made = entrywise_low_rank(a, 2, p=p, stop=Stopping(2e-5, 20))
     monkeypatch.setattr("kflats.numerics.rows.BLOCK", 7)
-    other = entrywise_low_rank(a, 2, p=p, max_iterations=20)
+    other = entrywise_low_rank(a, 2, p=p, stop=Stopping(2e-5, 20))
     assert other.error == pytest.approx(made.error, rel=1e-8)
 
 
@@ -253,9 +254,7 @@ def test_one_row_of_1e30_is_named():
 @pytest.mark.parametrize("p", POWERS)
 def test_the_limit_is_kept_and_said(p):
     steps = []
-    made = entrywise_low_rank(
-        draw(40, 8, 14), 3, p=p, tolerance=0, max_iterations=4, progress=lambda *s: steps.append(s)
-    )
+    made = entrywise_low_rank(draw(40, 8, 14), 3, p=p, stop=Stopping(0, 4, lambda *s: steps.append(s)))
     assert not made.converged
     assert [step[:2] for step in steps] == [("irls", i) for i in range(4)]
     assert made.error == min(made.objective[0], *(step[2] for step in steps))
@@ -270,7 +269,9 @@ def test_no_iteration_raises_the_sum(p, shape):
             a = draw(shape[0], 3, seed) @ draw(3, shape[1], seed + 9) + draw(*shape, seed + 50)
             w = torch.rand(shape[0], generator=torch.Generator().manual_seed(seed)) + 0.1 if weighted else None
             sums = []
-            entrywise_low_rank(a, 3, p=p, weights=w, progress=lambda *step, to=sums: to.append(step[2]))
+            entrywise_low_rank(
+                a, 3, p=p, weights=w, stop=Stopping(2e-5, 300, lambda *step, to=sums: to.append(step[2]))
+            )
             assert len(sums) > 10
             assert all(later <= earlier * (1 + (1e-4 if p < 1 else 1e-9)) for earlier, later in pairwise(sums))
 
@@ -305,8 +306,8 @@ def test_exponents_out_of_range_are_refused(p):
         ({"rank": 5}, "outside 1..4"),
         ({"weights": torch.ones(3)}, "6 row weights"),
         ({"weights": torch.zeros(6)}, "all row weights are zero"),
-        ({"tolerance": 1.0}, "tolerance"),
-        ({"max_iterations": 0}, "max_iterations"),
+        ({"stop": Stopping(1.0)}, "tolerance"),
+        ({"stop": Stopping(0.1, 0)}, "max_iterations"),
         ({"matrix": torch.full((6, 4), torch.nan)}, "NaN"),
         ({"matrix": torch.full((6, 4), torch.inf)}, "infinite"),
         ({"matrix": torch.ones(6)}, "non-empty matrix"),

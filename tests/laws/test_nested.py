@@ -148,11 +148,11 @@ def test_rows_take_the_cheapest_flat_and_prefix(seed, weighted, exact):
     a = skewed(40, 6, seed)
     gen = torch.Generator().manual_seed(seed)
     w = torch.rand(40, generator=gen) if weighted else None
-    bases = [orthonormal(6, seed + c)[:r].float() for c, r in enumerate((4, 5))]
+    bases = [orthonormal(6, seed + c).float() for c in range(2)]
     levels, prices = [(1, 3, 4), (2, 2, 5)], (1e-3, 1e-2)
-    labels, used = assign_nested(
-        TensorRows(a), bases, levels, squared_norms(TensorRows(a)), prices, weights=w, exact=exact
-    )
+    flats = [Ordered(basis, ranks) for basis, ranks in zip(bases, levels, strict=True)]
+    cloud = WeightedRows(TensorRows(a), squared_norms(TensorRows(a)), w)
+    labels, used = assign_nested(cloud, flats, prices, exact=exact)
     kinds = [(c, r) for c in range(2) for r in levels[c]] + [(None, 6)] * exact
     for price, found, numbers in zip(prices, labels, used, strict=True):
         costs = []

@@ -146,8 +146,7 @@ def planted(rate, seed=0, k=3, rank=2, d=16, n=400, noise=0.05, size=20):
 
 
 def inlier_error(a, clean, fit):
-    rows = TensorRows(a[clean])
-    return assign(rows, fit.bases, squared_norms(rows)).objective
+    return assign(cloud_of(a[clean]), fit.bases).objective
 
 
 @pytest.mark.parametrize("loss", [Truncated(3.0, "median"), Truncated(1.0)], ids=["medians", "distance"])
@@ -207,8 +206,8 @@ def test_one_flat_is_the_robust_subspace(loss):
     for weighted in (False, True):
         a, w = table(dtype=F64)
         w = w if weighted else None
-        ours = fit_flats(a, 1, rank=4, weights=w, error=loss, tolerance=1e-8, max_iterations=500)
-        theirs = robust_subspace(a, 4, loss, weights=w, tolerance=1e-8, max_iterations=500)
+        ours = fit_flats(a, 1, rank=4, weights=w, error=loss, stop=Stopping(1e-8, 500))
+        theirs = robust_subspace(a, 4, loss, weights=w, stop=Stopping(1e-8, 500))
         assert ours.error == pytest.approx(theirs.error, rel=2e-3)
 
 
@@ -223,8 +222,8 @@ def converged_inside(a, k, rank, labels, loss, rounds):
             for _ in range(40):
                 gram = cluster_grams(part.rows, torch.zeros(len(u), dtype=torch.uint8), 1, u)[0]
                 bases[c] = top_eigenvectors(gram, rank)[1]
-                u = loss.weight(assign(part.rows, (bases[c],), part.norms2).dist2, part.norms2)
-        step = assign(cloud.rows, tuple(bases), cloud.norms2)
+                u = loss.weight(assign(part, (bases[c],)).dist2, part.norms2)
+        step = assign(cloud, tuple(bases))
         labels = step.labels
     return float(losses(loss, step.dist2, cloud).sum())
 
@@ -302,10 +301,10 @@ def test_hard_tables_are_fitted(loss):
 @pytest.mark.parametrize("loss", [Power(1), Truncated(3.0, "median")], ids=str)
 def test_an_iteration_limit_is_kept_and_told(loss):
     a, _ = table()
-    fit = fit_flats(a, 3, rank=3, start="random", error=loss, max_iterations=2, tolerance=0)
+    fit = fit_flats(a, 3, rank=3, start="random", error=loss, stop=Stopping(0, 2))
     assert not fit.converged
     heard = []
-    fit_flats(a, 3, rank=3, start="random", error=Power(1), progress=lambda *said: heard.append(said))
+    fit_flats(a, 3, rank=3, start="random", error=Power(1), stop=Stopping(progress=lambda *said: heard.append(said)))
     assert [step for phase, step, _ in heard if phase == "em"] == list(range(len(heard)))
 
 

@@ -165,8 +165,7 @@ def test_the_error_of_any_flats_is_estimated(loss):
     bases = tuple(torch.linalg.qr(torch.randn(8, 2, generator=generator(c))).Q.T.contiguous() for c in range(3))
 
     def error(part):
-        found = assign(part.rows, bases, part.norms2, weights=part.weights, multiplicity=part.multiplicity, loss=loss)
-        return found.objective
+        return assign(part, bases, loss=loss).objective
 
     drawn = [error(draw_sample(cloud, 300, generator(seed), loss)) for seed in range(40)]
     assert sum(drawn) / len(drawn) == pytest.approx(error(cloud), rel=0.1)

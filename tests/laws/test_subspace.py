@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
+from kflats.numerics.flats import Stopping
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
 from kflats.numerics.subspace import robust_subspace
 from kflats.numerics.svd import truncated_svd
@@ -55,7 +56,7 @@ def test_the_sum_never_rises_and_is_that_of_the_flat(n, d, seed, loss, data):
             runs.append([])
         runs[-1].append(value)
 
-    made = robust_subspace(a, rank, loss, weights=weights, tolerance=0.0, max_iterations=30, progress=note)
+    made = robust_subspace(a, rank, loss, weights=weights, stop=Stopping(0.0, 30, note))
     whole = float(a.double().square().sum(1).pow(0.25).sum()) + float(a.double().square().sum())
     for run in runs:
         assert all(later <= earlier + 1e-5 * whole for earlier, later in pairwise(run))
@@ -78,7 +79,7 @@ def test_lines_in_the_plane_against_all_directions(loss):
         normal = torch.stack([-angle.sin(), angle.cos()], dim=1)
         curve = loss.rho((a @ normal.T).square()).sum(0)
         hollow = (curve <= curve.roll(1)) & (curve <= curve.roll(-1))
-        made = robust_subspace(a, 1, loss, tolerance=0.0, max_iterations=2000)
+        made = robust_subspace(a, 1, loss, stop=Stopping(0.0, 2000))
         least, nearest = float(curve.min()), float((curve[hollow] - made.error).abs().min())
         assert made.error >= least * (1 - 1e-5)
         assert made.error <= 1.1 * least
@@ -101,7 +102,7 @@ def test_squares_are_the_svd(loss):
 @pytest.mark.parametrize("loss", [Power(1), Power(0.5), Truncated(3.0, "median")])
 def test_a_flat_without_noise_is_found_exactly_under_far_rows(loss):
     a, clean, gone = planted(400, 30, 4, 0.2, 0.0, seed=3)
-    made = robust_subspace(a, 4, loss, max_iterations=300, tolerance=0.0)
+    made = robust_subspace(a, 4, loss, stop=Stopping(0.0, 300))
     found = clean @ made.basis.T @ made.basis
     assert float((found - clean).norm() / clean.norm()) < 1e-6
     svd = truncated_svd(a, 4).basis
@@ -144,8 +145,8 @@ def test_rows_of_zeros_do_not_make_a_median_of_0():
 @pytest.mark.parametrize("loss", [Power(1), Power(0.5), Huber(0.7), Truncated(1.0)])
 def test_weights_are_multiplicities(loss):
     a, times = draw(12, 5, 6), torch.tensor([1, 2, 3] * 4)
-    weighted = robust_subspace(a, 2, loss, weights=times.double(), tolerance=1e-12, max_iterations=3000)
-    repeated = robust_subspace(a.repeat_interleave(times, 0), 2, loss, tolerance=1e-12, max_iterations=3000)
+    weighted = robust_subspace(a, 2, loss, weights=times.double(), stop=Stopping(1e-12, 3000))
+    repeated = robust_subspace(a.repeat_interleave(times, 0), 2, loss, stop=Stopping(1e-12, 3000))
     assert weighted.error == pytest.approx(repeated.error, rel=1e-6)
 
 
@@ -181,9 +182,9 @@ def test_blocks_do_not_matter(monkeypatch):
 
 def test_more_columns_than_rows():
     a = draw(8, 50, 10)
-    made = robust_subspace(a, 3, tolerance=1e-10, max_iterations=500)
+    made = robust_subspace(a, 3, stop=Stopping(1e-10, 500))
     turn = torch.linalg.qr(a.T).Q  # the same rows in their own eight dimensions
-    assert made.error == pytest.approx(robust_subspace(a @ turn, 3, tolerance=1e-10, max_iterations=500).error)
+    assert made.error == pytest.approx(robust_subspace(a @ turn, 3, stop=Stopping(1e-10, 500)).error)
     assert robust_subspace(a, 8).error < 1e-10
 
 
@@ -228,7 +229,7 @@ def test_one_row_of_1e30_is_named():
 def test_the_limit_is_kept_and_said():
     a = draw(200, 10, 14)
     phases = []
-    made = robust_subspace(a, 3, tolerance=0.0, max_iterations=2, progress=lambda *step: phases.append(step))
+    made = robust_subspace(a, 3, stop=Stopping(0.0, 2, lambda *step: phases.append(step)))
     assert not made.converged
     assert len(phases) == 4  # two starts
     assert phases[0][:2] == ("power 1", 0)
@@ -244,8 +245,8 @@ def test_the_limit_is_kept_and_said():
         ({"weights": -torch.ones(6)}, "not negative"),
         ({"loss": "power 1"}, "no loss of distances is 'power 1'"),
         ({"loss": Truncated(1e-9)}, "every row is farther than 1e-09 from every flat"),
-        ({"tolerance": 1.0}, "tolerance"),
-        ({"max_iterations": 0}, "max_iterations"),
+        ({"stop": Stopping(1.0)}, "tolerance"),
+        ({"stop": Stopping(0.1, 0)}, "max_iterations"),
         ({"matrix": torch.full((6, 4), torch.nan)}, "NaN"),
         ({"matrix": torch.ones(6)}, "non-empty matrix"),
         ({"matrix": torch.ones(6, 4, dtype=torch.int8)}, "floating-point"),

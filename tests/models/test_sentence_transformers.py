@@ -16,6 +16,7 @@ from sentence_transformers.sentence_transformer.modules import Pooling, Transfor
 from transformers import AutoModel
 
 import kflats
+from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_, copy_companions, load_model, weights_folder
@@ -163,7 +164,8 @@ def test_objects_with_coded_tables(prompted: Path, tmp_path: Path) -> None:
     model = SentenceTransformer(str(prompted), device="cpu")
     weight = next(w for w in find_weights(model) if w.name.endswith("word_embeddings"))
     table = TensorRows(dense_weight(model, weight))
-    swap_(model, weight, from_codes(transform_code(table, 3 * table.matrix.numel() // 8)))
+    code = transform_code(table, 3 * table.matrix.numel() // 8, lambda code: stored_bytes(from_codes(code)))
+    swap_(model, weight, from_codes(code))
     annotate_(model)
     wanted = model.encode(WORDS)
     with pytest.raises(KflatsError, match="it saves itself"):

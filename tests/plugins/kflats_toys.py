@@ -15,7 +15,7 @@ from torch import Tensor
 from kflats.codecs import Candidate, Codec, RoundedRows, RowScaleCodec, Table, scales_of
 from kflats.importance import Importance, Measured, Weighting, WeightingForm
 from kflats.matrices.registry import LowRankMatrix
-from kflats.methods import ClusterMethod, Factored, Fit, KeepDense, Method, PairMethod, Problem
+from kflats.methods import ClusterMethod, Factored, KeepDense, Method, PairMethod, Problem
 from kflats.methods.coordinates import from_flats
 from kflats.methods.protocol import largest_rank
 from kflats.numerics.flats import FlatsFit
@@ -26,7 +26,7 @@ from kflats.numerics.rows import Rows
 class SketchedSVD(PairMethod):
     """A pair in the span of the matrix times random vectors (Halko, Martinsson and Tropp, 2011)."""
 
-    def _pair(self, problem: Problem, rank: int) -> Fit:
+    def _pair(self, problem: Problem, rank: int) -> Factored:
         table = torch.cat([block for _, block in problem.rows.blocks(8192)]).to(torch.float64)
         weighted = table if problem.row_weights is None else table * problem.row_weights.to(table).sqrt().unsqueeze(1)
         random = torch.randn(len(table), rank + 8, generator=torch.Generator().manual_seed(problem.seed))
@@ -35,7 +35,7 @@ class SketchedSVD(PairMethod):
         basis = axes @ span.T
         error = weighted.square().sum() - (weighted @ basis.T).square().sum()
         dtype = problem.rows.dtype
-        return Fit(LowRankMatrix((table @ basis.T).to(dtype), basis.to(dtype)), (max(float(error), 0.0),))
+        return Factored(LowRankMatrix((table @ basis.T).to(dtype), basis.to(dtype)), (max(float(error), 0.0),))
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:
@@ -50,13 +50,13 @@ class SignFlats(ClusterMethod):
     def flats(self) -> int:
         return 2
 
-    def _fit(self, problem: Problem) -> Fit:
+    def _fit(self, problem: Problem) -> Factored:
         shape = problem.rows.shape
         rank = largest_rank(lambda rank: self.cost(shape, rank, problem.itemsize), min(shape), problem.nbytes)
         labels, parts = self._parts(problem.rows, problem.row_weights)
         axes = [torch.linalg.svd(part, full_matrices=False)[2][:rank].to(problem.rows.dtype) for part in parts]
         spectra = torch.stack([torch.linalg.eigvalsh(part.T @ part).flip(0) for part in parts])
-        return Fit(from_flats(problem.rows, FlatsFit(labels, tuple(axes), spectra, (), True)))
+        return Factored(from_flats(problem.rows, FlatsFit(labels, tuple(axes), spectra, (), True)))
 
     def errors(self, rows: Rows, weighting: Weighting, spectrum: Tensor) -> Tensor:
         _, parts = self._parts(rows, weighting.row_weights)

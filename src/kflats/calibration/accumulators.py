@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kflats.calibration.hooks import LayerCall
-from kflats.calibration.measurements import Sums, shape_of
+from kflats.calibration.measurements import Sums
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
+from kflats.numerics.gram import mirror_
 from kflats.numerics.statistics import (
     COLUMN,
     ROW,
@@ -22,13 +22,11 @@ from kflats.numerics.statistics import (
     add_lookup_squares,
     add_squares,
     add_tied_squares,
-    mirror_,
     nearest_product,
     wide,
 )
 
 GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram"})
-_SQUARES = (ROW, COLUMN)
 _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
 
@@ -52,46 +50,51 @@ class Inputs:
         self._entered = self._rows = None
 
 
+def _kept(weight: Weight, needs: frozenset[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """The sums that ``needs`` take, by name: lengths of vectors, and sides of Grams."""
+    n, d = weight.shape
+    roles = {place.role for place in weight.places}
+    lookup, fisher, outputs = "embedding" in roles, "fisher_gram" in needs, "output_gram" in needs
+    inputs = bool(needs & {"input_gram", "input_mean"})
+    # A tied head: its inputs are (d,), its outputs (n,).
+    tied = "head" in roles and bool(needs & {"input_gram", "output_gram"})
+    vectors = {
+        ROW: (n, ROW in needs),
+        COLUMN: (d, COLUMN in needs),
+        "reads": (n, lookup),
+        "fisher_reads": (n, lookup and fisher),
+        "logits": (n, tied and outputs),
+    }
+    grams = {
+        "inputs": (n, inputs and not lookup),
+        "outputs": (d, outputs),
+        "hidden": (d, tied),
+        "fisher": (n + 1, fisher and not lookup),
+    }
+    lengths, sides = ({key: size for key, (size, kept) in of.items() if kept} for of in (vectors, grams))
+    return lengths, sides
+
+
 class Accumulator:
     """The sums over the samples of one block for one weight; ``measured`` turns them into means."""
 
     def __init__(self, weight: Weight, needs: frozenset[str], device: torch.device, inputs: Inputs) -> None:
-        self.weight, self.needs = weight, needs
-        self._device, self._from = device, inputs
-        roles = {place.role for place in weight.places}
-        self._lookup = "embedding" in roles
+        self.weight, self.needs, self._from = weight, needs, inputs
         self._positions = self._head_positions = 0
-        n, d = weight.shape
-        self._squares = {key: self._new(*shape_of(key, n, d)) for key in _SQUARES if key in needs}
-        grams = bool(needs & {"input_gram", "input_mean"})
-        fisher = "fisher_gram" in needs
-        tied = "head" in roles and bool(needs & {"input_gram", "output_gram"})
-        self._reads = self._new(n) if self._lookup else None
-        self._inputs = Moments(n, inputs.products, device) if "input_gram" in needs and not self._lookup else None
-        self._mean = self._new(n) if grams and self._inputs is None and not self._lookup else None
-        self._outputs = Moments(d, None, device) if "output_gram" in needs else None
-        self._fisher = GradientGram(n + 1, device) if fisher and not self._lookup else None
-        self._fisher_reads = self._new(n) if fisher and self._lookup else None
         self._fisher_total = 0.0
-        # A tied head: its inputs are (d,), its outputs (n,).
-        self._hidden = Moments(d, inputs.products, device) if tied else None
-        self._logits = self._new(n) if tied and "output_gram" in needs else None
+        lengths, sides = _kept(weight, needs)
+        self._vectors = {key: torch.zeros(n, dtype=torch.float64, device=device) for key, n in lengths.items()}
+        self._squares = {key: self._vectors[key] for key in (ROW, COLUMN) if key in needs}
+        self._fisher = GradientGram(sides.pop("fisher"), device) if "fisher" in sides else None
+        shared = {"inputs": inputs.products, "hidden": inputs.products}
+        self._moments = {key: Moments(n, shared.get(key), device) for key, n in sides.items()}
 
     @staticmethod
     def nbytes(weight: Weight, needs: frozenset[str]) -> int:
         """An upper bound of the bytes that the sums take."""
-        n, d = weight.shape
-        roles = {place.role for place in weight.places}
-        total = 8 * (n + sum(math.prod(shape_of(key, n, d)) for key in _SQUARES if key in needs))
-        if "input_gram" in needs and "embedding" not in roles:
-            total += Moments.nbytes(n)
-        if "output_gram" in needs:
-            total += Moments.nbytes(d)
-        if "fisher_gram" in needs:
-            total += 8 * n if "embedding" in roles else GradientGram.nbytes(n + 1)
-        if "head" in roles and needs & {"input_gram", "output_gram"}:
-            total += Moments.nbytes(d) + 8 * n
-        return total
+        lengths, sides = _kept(weight, needs)
+        grams = ((GradientGram if key == "fisher" else Moments).nbytes(n) for key, n in sides.items())
+        return 8 * sum(lengths.values()) + sum(grams)
 
     @property
     def wants_gradients(self) -> bool:
@@ -101,25 +104,22 @@ class Accumulator:
     def add_input(self, call: LayerCall, entered: Tensor) -> None:
         """Add the input of one call, in forward."""
         if call.role == "embedding":
-            assert self._reads is not None
             ids = call.x.flatten() if call.mask is None else call.x[call.mask]
-            self._reads += torch.bincount(ids, minlength=len(self._reads))
+            self._vectors["reads"] += torch.bincount(ids, minlength=self.weight.shape[0])
             self._positions += ids.numel()
         elif call.role == "head":
             self._head_positions += _count(call)
-            if self._hidden is not None:
-                self._hidden.add(self._from.rows(entered, call))
+            if "hidden" in self._moments:
+                self._moments["hidden"].add(self._from.rows(entered, call))
         else:
             self._positions += _count(call)
-            for rows in self._rows(entered, call) if self._inputs is not None or self._mean is not None else ():
-                if self._inputs is not None:
-                    self._inputs.add(rows)
-                elif self._mean is not None:
-                    self._mean += rows.sum(0)
+            if "inputs" in self._moments:
+                for rows in self._rows(entered, call):
+                    self._moments["inputs"].add(rows)
 
     def add_gradients(self, calls: list[LayerCall]) -> None:
         """Add one batch's gradients, of all calls of the weight together: their positions add before squaring."""
-        if self._lookup:
+        if "reads" in self._vectors:
             self._add_table(calls)
             return
         samples = calls[0].samples
@@ -138,27 +138,17 @@ class Accumulator:
                     # The bias is the weight's last row: it reads a constant input.
                     self._fisher.add(torch.cat([wide(x), x.new_ones(*x.shape[:2], 1)], 2), g)
                     self._fisher_total += float(wide(g).square().sum(dtype=torch.float64))
-            if self._outputs is not None:
-                self._outputs.add(_reached(g.flatten(0, 1)))
+            if "outputs" in self._moments:
+                self._moments["outputs"].add(_reached(g.flatten(0, 1)))
 
     def sums(self, samples: int) -> Sums:
         """The sums of the block of ``samples`` samples; the accumulator cannot be used afterwards."""
-        vectors = {
-            "reads": self._reads,
-            "mean": self._mean,
-            "fisher_reads": self._fisher_reads,
-            "logits": self._logits,
-        }
-        tensors = self._squares | {key: value for key, value in vectors.items() if value is not None}
+        tensors = self._vectors | {"fisher_total": torch.tensor(self._fisher_total, dtype=torch.float64)}
         if self._fisher is not None:
             tensors["fisher gram"] = self._fisher.finish()
-        moments = {"inputs": self._inputs, "outputs": self._outputs, "hidden": self._hidden}
-        for key, one in moments.items():
-            if one is not None:
-                tensors[f"{key} gram"], tensors[f"{key} sum"] = one.finish()
-        tensors["fisher_total"] = torch.tensor(self._fisher_total, dtype=torch.float64)
-        hidden = 0 if self._hidden is None else self._hidden.rows
-        places = {"positions": self._positions, "head_positions": self._head_positions, "hidden": hidden}
+        for key, one in self._moments.items():
+            tensors[f"{key} gram"], tensors[f"{key} sum"] = one.finish()
+        places = {"positions": self._positions, "head_positions": self._head_positions}
         return Sums(tensors, {"samples": samples} | places)
 
     def _rows(self, entered: Tensor, call: LayerCall) -> Iterator[Tensor]:
@@ -182,18 +172,15 @@ class Accumulator:
         elif self._squares:
             hidden = torch.cat([call.x for call in heads], 1)
             add_tied_squares(self._squares, index, g, hidden, torch.cat([_gradient(call) for call in heads], 1))
-        if self._outputs is not None:
-            self._outputs.add(_reached(g[index >= 0]))
-        if self._fisher_reads is not None:
+        if "outputs" in self._moments:
+            self._moments["outputs"].add(_reached(g[index >= 0]))
+        if "fisher_reads" in self._vectors:
             size = g[index >= 0].square().sum(1, dtype=torch.float64)
-            self._fisher_reads.index_add_(0, index[index >= 0], size)
+            self._vectors["fisher_reads"].index_add_(0, index[index >= 0], size)
             self._fisher_total += float(size.sum())
-        if self._logits is not None:
+        if "logits" in self._vectors:
             for call in heads:
-                self._logits += torch.linalg.vector_norm(wide(_gradient(call)), dim=(0, 1)).square()
-
-    def _new(self, *shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=torch.float64, device=self._device)
+                self._vectors["logits"] += torch.linalg.vector_norm(wide(_gradient(call)), dim=(0, 1)).square()
 
 
 def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
@@ -204,7 +191,7 @@ def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
     """
     tensors, counts = sums.tensors, sums.counts
     samples, positions = max(counts["samples"], 1), max(counts["positions"], 1)
-    means = {key: tensors[key].div_(samples) for key in _SQUARES if key in tensors}
+    means = {key: tensors[key].div_(samples) for key in (ROW, COLUMN) if key in tensors}
     if "reads" in tensors:
         shares = tensors["reads"] / positions
         means |= {key: shares for key in ("input_gram", "input_mean") if key in needs}
@@ -212,8 +199,6 @@ def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
             means["counts"] = tensors["reads"].to(torch.int64)
     elif "inputs gram" in tensors:
         means |= {"input_gram": _gram(sums, "inputs", positions), "input_mean": tensors["inputs sum"].div_(positions)}
-    elif "mean" in tensors:
-        means["input_mean"] = tensors["mean"].div_(positions)
     total = float(tensors["fisher_total"]) or 1.0
     if "fisher gram" in tensors:
         means["fisher_gram"] = _gram(sums, "fisher", total)
@@ -247,7 +232,7 @@ def _gram(sums: Sums, key: str, count: float) -> Tensor:
 def _tie(means: dict[str, Tensor], sums: Sums) -> None:
     """Both roles of a tied table in one Gram for each side."""
     tensors, counts = sums.tensors, sums.counts
-    hidden = _gram(sums, "hidden", max(counts["hidden"], 1))
+    hidden = _gram(sums, "hidden", max(counts["head_positions"], 1))
     if "logits" in tensors:
         reads = means.get("fisher_gram", tensors["reads"] / max(counts["positions"], 1))
         pairs = [(reads, means["output_gram"]), (tensors["logits"] / max(counts["samples"], 1), hidden)]

@@ -114,7 +114,6 @@ def text_batches(
     *,
     batch: int = 16,
     max_length: int = 128,
-    limit: int | None = None,
     language_model: bool = False,
 ) -> list[dict[str, Tensor]]:
     """Batches of texts of similar length, padded at the right.
@@ -123,11 +122,10 @@ def text_batches(
     padding included, do not depend on the texts of other blocks. Texts without a token are left out first.
 
     Args:
-        texts: sentences; a generator is read only as far as ``limit``.
+        texts: sentences. A few hundred estimate the Fisher information well.
         tokenizer: the model's own.
         batch: texts at once.
         max_length: tokens of one text; longer ones are cut (at the tokenizer's own limit if that is less).
-        limit: use the first ``limit`` texts. A few hundred samples estimate the Fisher information well.
         language_model: add "labels": the tokens themselves, and -100 at padding.
 
     Returns:
@@ -136,9 +134,9 @@ def text_batches(
     Raises:
         KflatsError: no texts, no tokenizer, an entry that is not a text, or no word that the tokenizer knows.
     """
-    if batch < 1 or max_length < 1 or (limit is not None and limit < 1):
-        raise KflatsError(f"batch={batch}, max_length={max_length}, limit={limit} is not supported", hint="1 or more")
-    taken = next(batched_texts(texts, sys.maxsize if limit is None else limit), [])
+    if batch < 1 or max_length < 1:
+        raise KflatsError(f"batch={batch}, max_length={max_length} is not supported", hint="1 or more")
+    taken = next(batched_texts(texts, sys.maxsize), [])
     if not taken:
         raise KflatsError("the calibration set is empty", cause="an empty file or list", hint="a few hundred texts")
     rows = [list(row) for row in tokenize(tokenizer, taken, max_length=max_length)["input_ids"] if len(row)]

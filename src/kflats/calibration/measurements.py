@@ -19,16 +19,8 @@ from kflats.common.schema import Json, check_version
 from kflats.importance.protocol import Measured
 from kflats.io.atomic import replaced
 
-FIELDS: dict[str, str] = {
-    "counts": "n",
-    "row_fisher": "n",
-    "column_fisher": "d",
-    "input_gram": "nn",
-    "input_mean": "n",
-    "output_gram": "dd",
-    "fisher_gram": "bb",
-}
-"""The shape of each statistic, b = n + 1; an embedding's input and Fisher Grams are diagonals, (n,)."""
+FIELDS = ("counts", "row_fisher", "column_fisher", "input_gram", "input_mean", "output_gram", "fisher_gram")
+"""The statistics that can be measured (``Measured`` says what they are)."""
 _VERSION = 2
 
 
@@ -196,11 +188,6 @@ def fingerprint(model: nn.Module) -> str:
     """
     shapes = sorted((name, list(p.shape)) for name, p in model.named_parameters(remove_duplicate=False))
     return sha256([json.dumps(shapes)])
-
-
-def shape_of(key: str, rows: int, columns: int) -> tuple[int, ...]:
-    """The shape of one measured field for a weight (n, d)."""
-    return tuple({"n": rows, "d": columns, "b": rows + 1}[letter] for letter in FIELDS[key])
 
 
 def _digest(note: str, tensors: Mapping[str, Tensor]) -> str:

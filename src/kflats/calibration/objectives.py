@@ -129,21 +129,22 @@ class SampledLabels:
         """(B,) losses; raises KflatsError for a model without a task head."""
         logits = _logits_of(task_output(run(model, batch)), model).float()
         problem = getattr(getattr(model, "config", None), "problem_type", None)
+        kind: Kind = "classification"
         if logits.ndim == 3:
             uniform = _draws(self.seed, first, logits.shape[:2], "uniform").to(logits.device)
-            labels = _sampled(logits, uniform)
-            mask = decoder_mask(model, batch, logits)
-            losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-            return (losses * mask).sum(1) / mask.sum(1).clamp_min(1)
-        if logits.shape[1] == 1 or problem == "regression":
+            left_out = decoder_mask(model, batch, logits) == 0
+            kind, labels = "tokens", _sampled(logits, uniform).masked_fill(left_out, IGNORED)
+        elif logits.shape[1] == 1 or problem == "regression":
             normal = _draws(self.seed, first, logits.shape, "normal").to(logits.device)
-            return (logits - (logits.detach() + normal / 2**0.5)).square().mean(1)
-        if problem == "multi_label_classification":
+            kind, labels = "regression", logits.detach() + normal / 2**0.5
+        elif problem == "multi_label_classification":
             uniform = _draws(self.seed, first, logits.shape, "uniform").to(logits.device)
-            drawn = (uniform < logits.detach().sigmoid()).to(logits.dtype)
-            return F.binary_cross_entropy_with_logits(logits, drawn, reduction="none").mean(1)
-        uniform = _draws(self.seed, first, (len(logits), 1), "uniform").to(logits.device)
-        return F.cross_entropy(logits, _sampled(logits.unsqueeze(1), uniform).squeeze(1), reduction="none")
+            kind, labels = "multi-label", uniform < logits.detach().sigmoid()
+        else:
+            uniform = _draws(self.seed, first, (len(logits), 1), "uniform").to(logits.device)
+            labels = _sampled(logits.unsqueeze(1), uniform)
+        total, count = _loss_sums(kind)(logits, labels)
+        return total / count.clamp_min(1)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kflats.calibration.counting import zipf_prior
-from kflats.common.errors import KflatsError, is_number, is_whole
+from kflats.common.errors import KflatsError, is_whole
 from kflats.common.sentences import sentences, undo_marks, unwrapped
 from kflats.common.texts import SAMPLES, Tokenizer, batched_texts, packaged_texts, token_limit
 
@@ -28,32 +28,17 @@ _PARTS = re.compile(r".{1,999}(?:\s|$)|.{1000}", re.DOTALL)  # of text without s
 _ESTIMATED_ON = 200  # sentences whose tokens say how many characters a token has
 
 
-@dataclass(frozen=True)
-class WindowLengths:
-    """How long windows are, in tokens without special ones. Inputs of models vary in length, and so do windows.
+SHORT_SHARE = 0.5
+"""The share of short windows. Inputs of models vary in length, and so do windows."""
 
-    Args:
-        short_share: the share of windows that are one sentence.
-        short: a short window is one sentence; below the first number of tokens it takes more, up to a number that is
-            drawn log-uniformly between these. 8 to 52 tokens are about 6 to 40 words.
-        long: a long window takes whole sentences up to a number of tokens that is drawn in the same way.
+SHORT = (8, 52)
+"""A short window is one sentence; below the first number of tokens it takes more, up to a number that is drawn
+log-uniformly between these. 8 to 52 tokens, special ones apart, are about 6 to 40 words."""
 
-    Text without sentences, such as a transcript, is cut to the numbers drawn, at the end of a word.
-
-    No window is longer than the second number of ``long``, or than the model's limit if that is less.
-    """
-
-    short_share: float = 0.5
-    short: tuple[int, int] = (8, 52)
-    long: tuple[int, int] = (32, 128)
-
-    def __post_init__(self) -> None:
-        bounds = (self.short, self.long)
-        if not is_number(self.short_share, 0, 1) or not all(is_whole(a, 1) and is_whole(b, a) for a, b in bounds):
-            raise KflatsError(f"{self} is not supported", hint="a share from 0 to 1, and token numbers of at least 1")
-
-
-LENGTHS = WindowLengths()
+LONG = (32, 128)
+"""A long window takes whole sentences up to a number of tokens that is drawn in the same way. Text without sentences,
+such as a transcript, is cut to the numbers drawn, at the end of a word. No window is longer than the second number, or
+than the model's limit if that is less."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +66,6 @@ def windows(
     *,
     samples: int = SAMPLES,
     seed: int = 0,
-    lengths: WindowLengths = LENGTHS,
     model: nn.Module | None = None,
 ) -> Windows:
     """Cut running text into windows of mixed length, and draw those to measure with and those held out.
@@ -100,7 +84,7 @@ def windows(
     Args:
         texts: records in order. tokenizer: the model's own.
         samples: how many windows to measure with. seed: of what is drawn.
-        lengths: how long windows are. model: whose positions limit them.
+        model: whose positions limit the windows.
 
     Raises:
         KflatsError: no texts, or only blank ones; something that is no text; no samples.
@@ -118,15 +102,15 @@ def windows(
     pieces, repeated = _distinct(records)
     if not pieces:
         raise KflatsError("there are no texts to count or to measure with", cause="an empty or blank file or list")
-    limit = token_limit(tokenizer, lengths.long[1], model)
+    limit = token_limit(tokenizer, LONG[1], model)
     some = [piece for piece, _ in pieces[:: -(-len(pieces) // _ESTIMATED_ON)]]
     (special,) = _tokens([""], tokenizer)
     per_token = sum(map(len, some)) / max(1, sum(_tokens(some, tokenizer)) - special * len(some))
     room = max(1.0, 0.95 * (limit - special))  # estimates err
-    cut = list(_cut(pieces, per_token, lengths, room, seed, joined=True))
+    cut = list(_cut(pieces, per_token, room, seed, joined=True))
     held = min(max(len(cut) // 10, _HELD_OUT[0]), _HELD_OUT[1])
     if len(cut) < FEWEST:
-        cut, held = list(_cut(pieces, per_token, lengths, room, seed, joined=False)), 0
+        cut, held = list(_cut(pieces, per_token, room, seed, joined=False)), 0
     order = sorted(range(len(cut)), key=lambda i: _draw(seed, "use", cut[i]))
     parts = (order[held : held + samples], order[:held], order[held:])
     calibration, kept, counted = (tuple(cut[i] for i in sorted(part)) for part in parts)
@@ -175,7 +159,6 @@ def drawn_windows(
     *,
     samples: int = SAMPLES,
     seed: int = 0,
-    lengths: WindowLengths = LENGTHS,
     model: nn.Module | None = None,
 ) -> Windows:
     """Windows to measure with where there are no texts; none are held out or counted.
@@ -188,7 +171,7 @@ def drawn_windows(
 
     Args:
         tokenizer: the model's own.
-        samples, seed, lengths, model: as ``windows``.
+        samples, seed, model: as ``windows``.
 
     Raises:
         KflatsError: no samples; a vocabulary without words.
@@ -199,7 +182,7 @@ def drawn_windows(
     prior[list(tokenizer.all_special_ids)] = 0.0
     draws = torch.Generator().manual_seed(seed)
     (special,) = _tokens([""], tokenizer)
-    room = max(1, token_limit(tokenizer, lengths.long[1], model) - special)
+    room = max(1, token_limit(tokenizer, LONG[1], model) - special)
     package = packaged_texts("count")
     ids = [i for row in tokenizer(list(package), verbose=False)["input_ids"] for i in row]
     known = ids.count(tokenizer.unk_token_id) <= _UNKNOWN * len(ids)
@@ -208,11 +191,11 @@ def drawn_windows(
     made: list[str] = []
     while len(made) < count:
         pieces = [(package[i] + " ", 0) for i in torch.randperm(len(package), generator=draws).tolist()]
-        made += _cut(pieces, per_token, lengths, 0.95 * room, seed, joined=True)
+        made += _cut(pieces, per_token, 0.95 * room, seed, joined=True)
     del made[count:]
     while len(made) < samples:
         kind, length = torch.rand(2, generator=draws).tolist()
-        low, high = lengths.short if kind < lengths.short_share else lengths.long
+        low, high = SHORT if kind < SHORT_SHARE else LONG
         size = max(1, min(room, int(low * (high / low) ** length)))
         tokens = torch.multinomial(prior, size, replacement=True, generator=draws)
         made.append(str(tokenizer.decode(tokens.tolist())))
@@ -235,9 +218,7 @@ def _distinct(records: Sequence[str]) -> tuple[list[tuple[str, int]], int]:
     return list(first.values()), total - len(first)
 
 
-def _cut(
-    pieces: Sequence[tuple[str, int]], per_token: float, lengths: WindowLengths, most: float, seed: int, joined: bool
-) -> Iterator[str]:
+def _cut(pieces: Sequence[tuple[str, int]], per_token: float, most: float, seed: int, *, joined: bool) -> Iterator[str]:
     """The sentences in windows, each sentence in one; only sentences of more than ``most`` tokens are cut.
 
     Tokens are estimated as ``per_token`` characters each. Not ``joined``: a window ends where its record ends.
@@ -245,17 +226,17 @@ def _cut(
     left = list(reversed(pieces))
     while left:
         first, record = left[-1]
-        short = _draw(seed, "kind", first) < lengths.short_share
-        low, high = lengths.short if short else lengths.long
+        short = _draw(seed, "kind", first) < SHORT_SHARE
+        low, high = SHORT if short else LONG
         room = low * (high / low) ** _draw(seed, "length", first)
         enough = low if short else room
         room, taken, total = min(room, most), [], 0.0
         while left and (joined or left[-1][1] == record) and total < min(enough, room):
             piece, owner = left[-1]
             size = len(piece) / per_token
-            if total < lengths.short[0] and total + size <= most:
+            if total < SHORT[0] and total + size <= most:
                 room = max(room, total + size)  # no sentence is cut that the model can read
-            elif total >= lengths.short[0] and total + size > room:
+            elif total >= SHORT[0] and total + size > room:
                 break
             left.pop()
             if total + size > room:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, check_arguments
 from kflats.methods import METHODS
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Factored, Method, Problem
@@ -36,11 +36,7 @@ class Float(Codec):
     stores_integers = False
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("same", *DTYPES):
-            raise KflatsError(
-                f"dtype={self.dtype!r} is not supported with Float",
-                hint=f"same, {', '.join(DTYPES)}",
-            )
+        check_arguments(self, dtype=(self.dtype in ("same", *DTYPES), f"same, {', '.join(DTYPES)}"))
 
     def torch_dtype(self, original: torch.dtype | str) -> torch.dtype:
         """The stored type of a weight whose own type is ``original`` (a torch dtype or its name).

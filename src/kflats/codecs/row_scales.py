@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.streams import coded
-from kflats.common.errors import KflatsError, is_whole
+from kflats.common.errors import KflatsError, check_arguments, is_whole
 from kflats.matrices.coded import MAX_CLASSES, CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix, tables_of
 from kflats.matrices.registry import LowRankMatrix, Matrix
@@ -342,13 +342,9 @@ class Integer(RowScaleCodec):
     group: int | None = None
 
     def __post_init__(self) -> None:
-        if not is_whole(self.bits, 2, 8):
-            raise KflatsError(f"bits={self.bits!r} is not supported with Integer", hint="2 to 8")
-        if self.group is not None and not is_whole(self.group, 1):
-            raise KflatsError(
-                f"group={self.group!r} is not supported with Integer",
-                hint="a number of columns from 1, or no group for whole rows",
-            )
+        whole = "a number of columns from 1, or no group for whole rows"
+        check_arguments(self, bits=(is_whole(self.bits, 2, 8), "2 to 8"))
+        check_arguments(self, group=(self.group is None or is_whole(self.group, 1), whole))
 
     def groups(self, columns: int) -> int:
         """The number of scales in a row with this number of columns."""

@@ -31,9 +31,10 @@ from kflats.common.hashing import crc32
 from kflats.common.release import needed
 from kflats.matrices.coded import CodedGeometry, CodedMatrix
 from kflats.methods.protocol import Factored
+from kflats.numerics.coding.basis import basis_contexts
+from kflats.numerics.coding.encode import context_moves
 from kflats.numerics.coding.packing import Layout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, knots_up_to, nearest_knot, table_for, tables_of
-from kflats.numerics.coding.transform import context_moves
 
 AGAIN = "restore the file or compress again"
 Integers = npt.NDArray[np.int32]
@@ -225,7 +226,7 @@ def encode(matrix: CodedMatrix) -> Tensor:
         for values in (context_moves(bits), offsets, tensors["centers"], moves):
             head.array(values)
     if geometry.basis == "int8":
-        scales = _scale_contexts(tensors["basis"])
+        scales = basis_contexts(tensors["basis"])
         head.array(scales.unsqueeze(0))
         for k in range(int(scales.max()) + 1 if len(scales) else 0):
             head.array(tensors["basis"][scales == k])
@@ -331,8 +332,8 @@ def coded(matrix: CodedMatrix, fit: Factored | None = None) -> Factored:
     Raises:
         KflatsError: ``constriction`` is not installed.
     """
-    norm, converged = (None, True) if fit is None else (fit.norm, fit.converged)
-    return Factored(matrix, norm=norm, stored_bytes=stored_bytes(matrix), converged=converged)
+    fit = Factored(matrix) if fit is None else fit
+    return Factored(matrix, norm=fit.norm, converged=fit.converged, stored_bytes=stored_bytes(matrix))
 
 
 def stored_bytes(matrix: CodedMatrix) -> int:
@@ -365,13 +366,6 @@ def _middle_of(bits: Tensor) -> Tensor:
     return -half
 
 
-def _scale_contexts(levels: Tensor) -> Tensor:
-    """(r,) int64, which rows of a basis share a distribution: those of about one mean magnitude."""
-    means = levels.to(torch.float64).abs().mean(1)
-    sizes = (means.clamp_min(1e-9).log2() * 2).floor()
-    return torch.searchsorted(sizes.unique(), sizes)
-
-
 def _blocks_of(geometry: CodedGeometry) -> list[tuple[int, int, int]]:
     """(class, and the rows a..b of it) of each block."""
     most = max(1, BLOCK // max(1, geometry.rank))
@@ -396,13 +390,14 @@ def _tables_of(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> Tables:
     reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot()
     for c, a, b in _blocks_of(geometry):
         layout = Layout(tensors["bits"][c], tensors["low"][c])
-        order, groups = _groups_of(layout, tensors["contexts"][c])
-        levels = unpack(geometry.part(tensors["codes"], c)[a:b], layout).T[order].to(torch.int64).abs()
+        columns = layout.bits.nonzero().squeeze(1)
+        levels = unpack(geometry.part(tensors["codes"], c)[a:b], layout).T[columns].to(torch.int64).abs()
         if int(levels.max()) > FARTHEST:
             raise KflatsError(f"integers of more than {FARTHEST} cannot be entropy coded", hint="larger steps")
-        for (k, _), part in zip(groups, torch.split(levels, [count for _, count in groups]), strict=True):
-            counts[k] += torch.bincount(knots[part.reshape(-1)], minlength=len(KNOTS))
-            reach[k] = max(int(reach[k]), int(part.max()))
+        of = tensors["contexts"][c][columns].to(torch.int64)
+        places = (of.unsqueeze(1) * len(KNOTS) + knots[levels]).flatten()
+        counts += torch.bincount(places, minlength=counts.numel()).view_as(counts)
+        reach.scatter_reduce_(0, of, levels.amax(1), "amax")
     return tables_of(counts, reach)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,17 +19,16 @@ from torch.nn import functional as F
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
 from kflats.codecs.streams import coded, stored_bytes
-from kflats.common.errors import KflatsError, is_whole
+from kflats.common.errors import KflatsError, check_arguments, is_whole
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix
 from kflats.methods import SVD, Flats
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Factored, Method, Problem, check_accepts
-from kflats.numerics.coding.encode import FlatsCode, transform_code, transform_rates
+from kflats.numerics.coding.encode import FlatsCode, TransformCode, transform_code, transform_rates
 from kflats.numerics.coding.frame import water_level
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE
 from kflats.numerics.coding.rounding import scales_of
-from kflats.numerics.coding.transform import TransformCode
 from kflats.numerics.rows import Rows, TensorRows, check_finite, check_weights
 
 _POWERS = (12, 9, 6, 4, 2, 1, 0, -1, -2)  # binary logarithms of the root mean square of coordinates, in steps
@@ -67,8 +66,7 @@ class Transform(Codec):
     any_size = True
 
     def __post_init__(self) -> None:
-        if not is_whole(self.classes, 1, 256):
-            raise KflatsError(f"classes={self.classes!r} is not supported with Transform", hint="1 to 256")
+        check_arguments(self, classes=(is_whole(self.classes, 1, 256), "1 to 256"))
 
     def refusal(self, method: Method) -> tuple[str, str] | None:
         """As ``Codec.refusal``."""
@@ -204,11 +202,11 @@ def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Prob
     code = transform_code(
         rows,
         problem.nbytes,
+        lambda code: stored_bytes(from_codes(code, dtype=dtype)),
         weights=problem.row_weights,
         right=problem.weighting.right,
         classes=codec.classes,
         labels=labels,
-        size_of=lambda code: stored_bytes(from_codes(code, dtype=dtype)),
     )
     return from_codes(code, dtype=dtype)
 
@@ -266,27 +264,19 @@ def _common_contexts(codes: Sequence[TransformCode]) -> tuple[Sequence[Tensor], 
     """The contexts of each code among distributions of all codes, those of like mean magnitude as one; their shrink."""
     if len(codes) == 1:
         return [codes[0].contexts], codes[0].shrink
-    octaves, weights, shrinks, empty = [], [], [], -(10**6)
-    for code in codes:
-        total, live, cells = (torch.zeros(len(code.shrink), dtype=torch.float64) for _ in range(3))
-        for c, levels in enumerate(code.levels):
-            of = code.contexts[c].to(torch.int64)
+    shrink = torch.cat([code.shrink for code in codes]).to(torch.float64)
+    firsts = [0, *accumulate(len(code.shrink) for code in codes)]
+    own = [code.contexts.to(torch.int64) + first for code, first in zip(codes, firsts, strict=False)]
+    sums = torch.zeros(3, len(shrink), dtype=torch.float64)
+    for code, contexts in zip(codes, own, strict=True):
+        for levels, of in zip(code.levels, contexts, strict=True):
             size = levels.abs()
-            total.index_add_(0, of, size.sum(0, dtype=torch.float64))
-            live.index_add_(0, of, (size > 0).sum(0, dtype=torch.float64))
-            cells.index_add_(0, of, torch.full((len(of),), float(len(levels)), dtype=torch.float64))
-        mean = total / cells.clamp_min(1.0)
-        octave = (mean.clamp_min(1e-30).log2() * CONTEXTS_AN_OCTAVE).floor().to(torch.int64)
-        octaves.append(torch.where(live > 0, octave, torch.full_like(octave, empty)))
-        weights.append(live)
-        shrinks.append(code.shrink.to(torch.float64))
-    used, common = torch.unique(torch.cat(octaves), return_inverse=True)
-    live = torch.cat(weights)
-    sums = torch.zeros(2, len(used), dtype=torch.float64)
-    sums.index_add_(1, common, torch.stack([torch.cat(shrinks) * live, live]))
-    parts = common.split([len(one) for one in octaves])
-    shared = [of[one.contexts.to(torch.int64)] for of, one in zip(parts, codes, strict=True)]
-    return shared, (sums[0] / sums[1].clamp_min(1.0)).to(torch.float32)
+            sums.index_add_(1, of, torch.stack([size, size > 0, size >= 0]).sum(1, dtype=torch.float64))
+    total, live, cells = sums
+    octaves = ((total / cells.clamp_min(1.0)).clamp_min(1e-30).log2() * CONTEXTS_AN_OCTAVE).floor()
+    used, common = torch.unique(torch.where(live > 0, octaves, -math.inf), return_inverse=True)
+    pooled = torch.zeros(2, len(used), dtype=torch.float64).index_add_(1, common, torch.stack([shrink * live, live]))
+    return [common[contexts] for contexts in own], (pooled[0] / pooled[1].clamp_min(1.0)).to(torch.float32)
 
 
 def between(measured: Sequence[Candidate], numbers: int) -> list[Candidate]:

@@ -116,6 +116,21 @@ def is_number(value: object, low: float, high: float = math.inf) -> bool:
     return math.isfinite(value) and low <= value <= high
 
 
+def check_arguments(value: object, **arguments: tuple[bool, str]) -> None:
+    """Refuse a value whose arguments it does not support.
+
+    Args:
+        arguments: by name, whether the argument is supported, and what is.
+
+    Raises:
+        KflatsError: the first argument that is not supported.
+    """
+    for name, (supported, hint) in arguments.items():
+        if not supported:
+            symptom = f"{name}={getattr(value, name)!r} is not supported with {type(value).__name__}"
+            raise KflatsError(symptom, hint=hint)
+
+
 def check_value(value: object, protocol: type, axis: str, members: str, examples: str) -> None:
     """Refuse a value that is not of one axis of a recipe.
 

@@ -28,7 +28,7 @@ __all__ = [
 
 IMPORTANCES: Registry[Importance] = Registry(
     "importance",
-    (Uniform, TokenCounts, ZipfPrior, TokenFisher, RowFisher, TwoSided, InputGram, KroneckerFisher),
+    (Uniform, TokenCounts, TokenFisher, RowFisher, TwoSided, InputGram, KroneckerFisher),
     {
         "uniform": Uniform,
         "counts": TokenCounts,

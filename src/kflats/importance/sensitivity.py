@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError, NoGradientSignalError, is_number
+from kflats.common.errors import KflatsError, NoGradientSignalError, check_arguments, is_number
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
 
 Unreached = Literal["refuse", "uniform"]
@@ -116,8 +116,8 @@ class InputGram(Importance):
         gram = _measured(measured.input_gram, "InputGram", "input_gram")
         if not _reached(gram, self.unreached):
             return Weighting()
-        left, mean = _input_side(gram, measured.input_mean if self.centred else None, self.damping)
-        return Weighting(left=left, mean=mean)
+        mean = measured.input_mean if self.centred and gram.ndim == 2 else None
+        return Weighting(left=_input_side(gram, mean, mean, self.damping), mean=mean)
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,10 @@ class KroneckerFisher(Importance):
     """trace(S^{1/2} E' G E S^{1/2}): Fisher information with its correlations, F ~ G (x) S.
 
         G = sum_s D_s D_s' / sum_s ||g_s||^2      D_s = sum_t x_t g_t'      S = mean_s sum_t g_t g_t'
+
+    The last row of G is that of the bias, which reads a constant input:
+
+        min over b of  trace([E; b]' G [E; b])  =  trace(E' (G_11 - G_12 G_21 / G_22) E)    at  b = -(G_21 / G_22) E
 
     D_s is the gradient of sample s by the weight. Its positions t add before squaring: an error of a layer often points
     the same way at all positions, and later layers add these errors up. G counts that; in a text of 100 tokens it makes
@@ -159,17 +163,19 @@ class KroneckerFisher(Importance):
         outputs = _measured(measured.output_gram, "KroneckerFisher", "output_gram")
         if not (_reached(gram, self.unreached) and _reached(outputs, self.unreached)):
             return Weighting()
-        left, mean = _without_bias(gram, self.centred, self.damping)
+        mean = cross = None
+        if gram.ndim == 2:
+            wide = gram.to(torch.float64)
+            gram, cross = wide[:-1, :-1], wide[:-1, -1]
+            # The small number leaves the bias alone where no loss depends on it, as on that of attention's keys.
+            mean = cross / (max(float(wide[-1, -1]), 0.0) + _ROUNDING) if self.centred else None
+        left = _input_side(gram, cross, mean, self.damping)
         return Weighting(left=left, right=_damped(outputs, self.damping), mean=mean, loss_units=True)
 
 
 def _check(importance: Importance, unreached: str, **shares: float) -> None:
-    who = type(importance).__name__
-    if unreached not in ("refuse", "uniform"):
-        raise KflatsError(f"unreached={unreached!r} is not supported with {who}", hint="refuse or uniform")
-    for name, value in shares.items():
-        if not is_number(value, 0):
-            raise KflatsError(f"{name}={value!r} is not supported with {who}", hint="a share, 0 or more")
+    check_arguments(importance, unreached=(unreached in ("refuse", "uniform"), "refuse or uniform"))
+    check_arguments(importance, **{name: (is_number(value, 0), "a share, 0 or more") for name, value in shares.items()})
 
 
 def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
@@ -204,34 +210,16 @@ def _floored(values: Tensor, floor: float) -> Tensor:
     return values.clamp_min(floor * float(values.mean()))
 
 
-def _input_side(gram: Tensor, mean: Tensor | None, damping: float) -> tuple[Tensor, Tensor | None]:
-    gram = gram.to(torch.float64)
-    if gram.ndim == 1:  # one-hot inputs of an embedding, which has no bias for a mean
-        return _floored(gram, damping), None
-    if mean is not None:
-        mean = mean.to(torch.float64)
-        # For inputs that hardly vary (the first [CLS]) the difference is rounding of either sign.
-        gram = gram - torch.outer(mean, mean) + torch.diag(_ROUNDING * gram.diagonal())
-    return _damped(gram, damping), mean
-
-
-def _without_bias(gram: Tensor, centred: bool, damping: float) -> tuple[Tensor, Tensor | None]:
-    """The left metric, and the mean whose error the bias takes: of a Gram (n + 1, n + 1) whose last row is the bias's.
-
-        min over b of  trace([E; b]' G [E; b])  =  trace(E' (G_11 - G_12 G_21 / G_22) E)    at  b = -(G_21 / G_22) E
-
-    A small number beside G_22 leaves the bias alone where no loss depends on it, as on that of attention's keys.
-    """
+def _input_side(gram: Tensor, cross: Tensor | None, mean: Tensor | None, damping: float) -> Tensor:
+    """The left metric: of a full Gram without what the bias takes of it, ``cross`` (n,) times the ``mean`` input (n,),
+    if there is a mean."""
     gram = gram.to(torch.float64)
     if gram.ndim == 1:  # one-hot inputs of an embedding, which has no bias
-        return _floored(gram, damping), None
-    inner, cross, own = gram[:-1, :-1], gram[:-1, -1], float(gram[-1, -1])
-    if not centred:
-        return _damped(inner, damping), None
-    mean = cross / (max(own, 0.0) + _ROUNDING)
-    # For inputs that hardly vary (the first [CLS]) the difference is rounding of either sign.
-    inner = inner - torch.outer(cross, mean) + torch.diag(_ROUNDING * inner.diagonal())
-    return _damped(inner, damping), mean
+        return _floored(gram, damping)
+    if cross is not None and mean is not None:
+        # For inputs that hardly vary (the first [CLS]) the difference is rounding of either sign.
+        gram = gram - torch.outer(cross.to(gram), mean.to(gram)) + torch.diag(_ROUNDING * gram.diagonal())
+    return _damped(gram, damping)
 
 
 def _damped(gram: Tensor, damping: float) -> Tensor:

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError, is_number
+from kflats.common.errors import KflatsError, check_arguments, is_number
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
 from kflats.importance.sensitivity import KroneckerFisher
 
@@ -44,8 +44,7 @@ class TokenCounts(Importance):
     Args:
         power: p. At 1 the objective is the expected squared error of a token of these texts; 0.5 gives rare tokens more
             weight and is better for other domains and smaller sizes; 0 is ``Uniform``.
-        smoothing: s in [0, 1], the share of the prior, for tokens that the texts do not hold. At 1 no texts are needed,
-            and the weights are those of ``ZipfPrior``.
+        smoothing: s in [0, 1], the share of the prior, for tokens that the texts do not hold. At 1 no texts are needed.
         floor: the least share of a row in units of 1 / n, above zero.
 
     Needs texts and the model's tokenizer.
@@ -61,11 +60,12 @@ class TokenCounts(Importance):
     needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _check(self.power, self.floor, "TokenCounts")
-        if not is_number(self.smoothing, 0, 1):
-            raise KflatsError(
-                f"smoothing={self.smoothing!r} is not supported with TokenCounts", hint="a share from 0 to 1"
-            )
+        check_arguments(
+            self,
+            power=(is_number(self.power, 0, 4), "0 (uniform) to 1 (as counted)"),
+            floor=(is_number(self.floor, 0) and self.floor > 0, "a number above zero"),
+            smoothing=(is_number(self.smoothing, 0, 1), "a share from 0 to 1"),
+        )
 
     @property
     def needs_texts(self) -> bool:
@@ -82,23 +82,26 @@ class TokenCounts(Importance):
         return WeightingForm(left="diagonal")
 
     def weigh(self, measured: Measured) -> Weighting:
-        """(n,) float64 row weights; raises KflatsError without counts."""
-        if measured.counts is None and not self.needs_texts:
-            return ZipfPrior(self.power, self.floor).weigh(measured)
-        if measured.counts is None:
-            raise KflatsError("TokenCounts needs texts to count", hint="texts and a tokenizer, or ZipfPrior()")
-        counts = measured.counts.to(torch.float64)
-        total = float(counts.sum())
-        if total <= 0:
-            raise KflatsError("the texts hold no token of this model", hint="other texts, or ZipfPrior()")
-        n = len(counts)
-        prior = torch.full_like(counts, 1.0) if measured.prior is None else measured.prior.to(torch.float64) * n
-        share = (1 - self.smoothing) * counts * (n / total) + self.smoothing * prior
+        """(n,) float64 row weights; raises KflatsError without counts or, if they have no share, without a prior."""
+        counts, prior, n = measured.counts, measured.prior, measured.rows
+        if prior is None and not self.needs_texts:
+            raise KflatsError(
+                "the Zipf prior needs the model's tokenizer",
+                cause="the frequency of a token does not follow from its row number",
+                hint="tokenizer=..., or Uniform()",
+            )
+        share = self.smoothing * (torch.ones(n, dtype=torch.float64) if prior is None else prior.to(torch.float64) * n)
+        if self.needs_texts:
+            if counts is None:
+                raise KflatsError("TokenCounts needs texts to count", hint="texts and a tokenizer, or ZipfPrior()")
+            total = float(counts.to(torch.float64).sum())
+            if total <= 0:
+                raise KflatsError("the texts hold no token of this model", hint="other texts, or ZipfPrior()")
+            share = (1 - self.smoothing) * counts.to(torch.float64) * (n / total) + share
         return _for_head((share + self.floor) ** self.power, measured)
 
 
-@dataclass(frozen=True)
-class ZipfPrior(Importance):
+def ZipfPrior(power: float = 0.5, floor: float = 0.3) -> TokenCounts:
     """w_i = (prior_i * n + floor)^power with prior_i ~ 1 / (rank_i + 2.7) (Zipf-Mandelbrot): no texts needed.
 
     rank_i is the position of token i in the part of the vocabulary that is ordered by frequency, not its id; see
@@ -107,33 +110,11 @@ class ZipfPrior(Importance):
     >>> ZipfPrior(power=1, floor=0.5).weigh(Measured(2, prior=torch.tensor([0.75, 0.25]))).left.tolist()
     [2.0, 1.0]
     """
-
-    power: float = 0.5
-    floor: float = 0.3
-
-    needs_tokenizer: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check(self.power, self.floor, "ZipfPrior")
-
-    def form(self, *, one_hot: bool) -> WeightingForm:
-        """As ``Importance.form``."""
-        return WeightingForm(left="diagonal")
-
-    def weigh(self, measured: Measured) -> Weighting:
-        """(n,) float64 row weights; raises KflatsError without a prior."""
-        if measured.prior is None:
-            raise KflatsError(
-                "ZipfPrior needs the model's tokenizer",
-                cause="the frequency of a token does not follow from its row number",
-                hint="tokenizer=..., or Uniform()",
-            )
-        prior = measured.prior.to(torch.float64)
-        return _for_head((prior * len(prior) + self.floor) ** self.power, measured)
+    return TokenCounts(power, smoothing=1.0, floor=floor)
 
 
 @dataclass(frozen=True)
-class TokenFisher(Importance):
+class TokenFisher(TokenCounts):
     """trace(S^{1/2} E' diag(w) E S^{1/2}): rows by token counts, columns by gradients of the loss.
 
     w are the weights of ``TokenCounts``, scaled to the sum 1; S is the Gram of the gradients of the embedding's
@@ -149,30 +130,13 @@ class TokenFisher(Importance):
     Needs the model's tokenizer, texts unless ``smoothing`` is 1, and calibration data (the texts will do).
     """
 
-    power: float = 0.5
-    smoothing: float = 0.5
-    floor: float = 0.3
     damping: float = 1.0
 
     needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "output_gram"})
-    needs_tokenizer: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        self._counts()  # checks the arguments
-        KroneckerFisher(damping=self.damping)
-
-    def _counts(self) -> TokenCounts:
-        return TokenCounts(self.power, self.smoothing, self.floor)
-
-    @property
-    def needs_texts(self) -> bool:
-        """Whether counts have a share."""
-        return self.smoothing < 1
-
-    @property
-    def reads_prior(self) -> bool:
-        """Whether the prior has a share."""
-        return self.smoothing > 0
+        super().__post_init__()
+        KroneckerFisher(damping=self.damping)  # checks the damping
 
     def form(self, *, one_hot: bool) -> WeightingForm:
         """As ``Importance.form``."""
@@ -181,7 +145,7 @@ class TokenFisher(Importance):
     def weigh(self, measured: Measured) -> Weighting:
         """Row weights and a right metric; raises KflatsError without counts or gradients."""
         columns = KroneckerFisher(damping=self.damping).weigh(measured)
-        rows = self._counts().weigh(measured).left
+        rows = super().weigh(measured).left
         assert rows is not None
         right = None if columns.right is None else columns.right / (1.0 + self.damping)
         return Weighting(left=rows / rows.sum(), right=right, loss_units=True)
@@ -190,14 +154,3 @@ class TokenFisher(Importance):
 def _for_head(weights: Tensor, measured: Measured) -> Weighting:
     # A tied head multiplies every row by every hidden state, so its rows have equal weights.
     return Weighting(left=weights / weights.mean() + 1.0 if measured.head else weights)
-
-
-def _check(power: float, floor: float, name: str) -> None:
-    if not is_number(power, 0, 4):
-        raise KflatsError(f"power={power!r} is not supported with {name}", hint="0 (uniform) to 1 (as counted)")
-    if not is_number(floor, 0) or floor == 0:
-        raise KflatsError(
-            f"floor={floor!r} is not supported with {name}",
-            cause="rows without counts need a weight",
-            hint="a number above zero",
-        )

@@ -400,11 +400,6 @@ class CodedMatrix(Matrix):
         smaller = replace(geometry, shape=(n, geometry.shape[1]), classes=sizes)
         return copy_trainable(self, CodedMatrix(smaller, kept))
 
-    def extra_repr(self) -> str:
-        """The sizes that ``print(model)`` shows."""
-        n, d = self.shape
-        return f"{n}, {d}, rank={self.geometry.rank}, classes={len(self.geometry.classes)}, bytes={self.nbytes}"
-
     def _get(self, name: str) -> Tensor | None:
         tensor = self._parameters.get(name)
         return self._buffers.get(name) if tensor is None else tensor
@@ -668,16 +663,11 @@ def from_integers(
     labels: Tensor | None,
     weight: Tensor,
     *,
-    centers: Tensor | None = None,
-    contexts: Tensor | None = None,
-    shrink: Tensor | None = None,
     scales: str = "class",
     groups: int = 1,
-    basis: Tensor | None = None,
-    basis_scale: Tensor | None = None,
-    column_steps: Tensor | None = None,
     flats: tuple[tuple[int, int], ...] = (),
     unit: int = 0,
+    **others: Tensor,
 ) -> CodedMatrix:
     """Pack the integers of each class, (n_c, r), at the smallest fixed rate.
 
@@ -685,8 +675,9 @@ def from_integers(
         integers: of every class, its rows by row number.
         labels: (n,) the class of each row; None for one class.
         weight: scales, flat: (class or row) x group, of the type that all floating-point parts get.
-        centers, contexts, shrink, scales, groups, basis, basis_scale, column_steps, flats, unit: as ``CodedMatrix``;
-            zeros, or absent, by default.
+        scales, groups, flats, unit: as ``CodedGeometry``.
+        others: centers, contexts, shrink, basis, basis_scale and column_steps as ``CodedMatrix``; zeros, or absent, by
+            default.
 
     Raises:
         KflatsError: sizes that do not fit, scales that are not finite, or integers beyond 15 bits.
@@ -700,8 +691,8 @@ def from_integers(
             f"the scales of a coded matrix are not finite in {weight.dtype}", cause="values beyond its range"
         )
     r, count = integers[0].shape[1], len(integers)
-    if column_steps is not None and contexts is not None:
-        layouts = _of_contexts(integers, contexts)
+    if "column_steps" in others and "contexts" in others:
+        layouts = _of_contexts(integers, others["contexts"])
     else:
         layouts = [_centered(part) if flats else _aligned(_centered(part)) for part in integers]
     zeros = torch.zeros(count, r, dtype=torch.int16)
@@ -710,16 +701,14 @@ def from_integers(
         "codes": torch.cat([pack(part, at).reshape(-1) for part, at in zip(integers, layouts, strict=True)]),
         "bits": torch.stack([at.bits for at in layouts]),
         "low": torch.stack([at.low for at in layouts]),
-        "centers": zeros if centers is None else centers,
-        "contexts": zeros.to(torch.uint8) if contexts is None else contexts,
-        "shrink": torch.zeros(1, dtype=weight.dtype) if shrink is None else shrink,
+        "centers": zeros,
+        "contexts": zeros.to(torch.uint8),
+        "shrink": torch.zeros(1, dtype=weight.dtype),
+        **others,
     }
     if labels is not None and count > 1:
         kept["labels"] = labels.to(torch.uint8)
-    if basis is not None and basis_scale is not None:
-        kept |= {"basis": basis, "basis_scale": basis_scale}
-    if column_steps is not None:
-        kept["column_steps"] = column_steps
+    basis = others.get("basis")
     geometry = CodedGeometry(
         (sum(len(part) for part in integers), r if basis is None else basis.shape[1]),
         r,
@@ -727,7 +716,7 @@ def from_integers(
         contexts=len(kept["shrink"]),
         scales=scales,
         groups=groups,
-        basis="int8" if basis is not None else "identity" if column_steps is None else "diagonal",
+        basis="int8" if basis is not None else "diagonal" if "column_steps" in others else "identity",
         flats=flats,
         unit=unit,
     )

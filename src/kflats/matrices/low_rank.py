@@ -75,6 +75,14 @@ class DenseMatrix(Matrix):
         return copy_trainable(self, DenseMatrix(with_rows(self.weight.detach(), n)))
 
 
+def _check_product(weight: Tensor, basis: Tensor) -> None:
+    if weight.ndim != 2 or basis.ndim != 2 or weight.shape[1] != basis.shape[0]:
+        raise KflatsError(
+            f"factors of shapes {tuple(weight.shape)} and {tuple(basis.shape)} cannot be multiplied",
+            cause="the second must have as many rows as the first has columns",
+        )
+
+
 class LowRankMatrix(Matrix):
     """M = weight @ basis with weight (n, r), basis (r, d): one flat, the result of an SVD.
 
@@ -92,11 +100,7 @@ class LowRankMatrix(Matrix):
 
     def __init__(self, weight: Tensor, basis: Tensor) -> None:
         super().__init__()
-        if weight.ndim != 2 or basis.ndim != 2 or weight.shape[1] != basis.shape[0]:
-            raise KflatsError(
-                f"factors of shapes {tuple(weight.shape)} and {tuple(basis.shape)} cannot be multiplied",
-                cause="the first must be (n, r), the second (r, d)",
-            )
+        _check_product(weight, basis)
         if basis.shape[0] > basis.shape[1]:
             raise KflatsError(
                 f"rank {basis.shape[0]} exceeds the {basis.shape[1]} columns of the matrix",
@@ -168,11 +172,7 @@ class InterpolativeMatrix(Matrix):
 
     def __init__(self, weight: Tensor, basis: Tensor, order: Tensor) -> None:
         super().__init__()
-        if weight.ndim != 2 or basis.ndim != 2 or weight.shape[1] != basis.shape[0]:
-            raise KflatsError(
-                f"factors of shapes {tuple(weight.shape)} and {tuple(basis.shape)} cannot be multiplied",
-                cause="the first must be (n, r), the second (r, d - r)",
-            )
+        _check_product(weight, basis)
         d = weight.shape[1] + basis.shape[1]
         if tuple(order.shape) != (d,) or order.dtype != order_dtype(d):
             raise KflatsError(

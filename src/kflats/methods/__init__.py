@@ -12,7 +12,6 @@ from kflats.methods.matrix_error import row_errors
 from kflats.methods.protocol import (
     ClusterMethod,
     Factored,
-    Fit,
     Method,
     PairMethod,
     Problem,
@@ -30,7 +29,6 @@ __all__ = [
     "ClusterMethod",
     "Entrywise",
     "Factored",
-    "Fit",
     "Flats",
     "KMeansSVD",
     "KeepDense",

@@ -23,16 +23,14 @@ _Kind = tuple[int | None, int]
 """The meaning of a label: (flat or None for rows kept exactly, rank)."""
 
 
-def from_flats(rows: Rows, fit: FlatsFit, metric: Metric | None = None) -> Matrix:
-    """A group of rows for each flat, and one for the rows kept exactly; ``metric``: in which the flats were fitted."""
-    kinds: list[_Kind] = [(c, len(basis)) for c, basis in enumerate(fit.bases)]
-    return _stored(rows, fit.labels, fit.bases, [*kinds, (None, rows.shape[1])], metric)
+def from_flats(rows: Rows, fit: FlatsFit | NestedFit, metric: Metric | None = None) -> Matrix:
+    """A group of rows for each rank of each flat, and one for the rows kept exactly.
 
-
-def from_nested(rows: Rows, fit: NestedFit, metric: Metric | None = None) -> Matrix:
-    """A group of rows for each rank of each flat, and one for the rows kept exactly."""
+    Args:
+        metric: in which the flats were fitted.
+    """
     kinds: list[_Kind] = [(c, rank) for c, ranks in enumerate(fit.levels) for rank in ranks]
-    bases = [flat.basis[: flat.ranks[-1]].to(rows.dtype) for flat in fit.flats]
+    bases = [basis.to(rows.dtype) for basis in fit.bases]
     return _stored(rows, fit.labels, bases, [*kinds, (None, rows.shape[1])], metric)
 
 

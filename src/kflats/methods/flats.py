@@ -8,12 +8,12 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
-from kflats.common.errors import KflatsError, is_whole
-from kflats.methods.coordinates import from_flats, from_nested, spent, too_few
+from kflats.common.errors import KflatsError, check_arguments, is_whole
+from kflats.methods.coordinates import from_flats, spent, too_few
 from kflats.methods.matrix_error import Distances, Norm
-from kflats.methods.protocol import ClusterMethod, Fit, Problem
+from kflats.methods.protocol import ClusterMethod, Factored, Problem
 from kflats.numerics.fit import Seeds, fit_flats
-from kflats.numerics.flats import FlatsFit
+from kflats.numerics.flats import FlatsFit, Stopping
 from kflats.numerics.loss import Huber, Loss, Power, Squared, Truncated, check_loss
 from kflats.numerics.nested import NestedFit, fit_nested
 from kflats.numerics.rows import MetricRows, Rows, TensorRows, check_steps
@@ -70,15 +70,14 @@ max_iterations=60, error=Squared(), restarts=1)
     def __post_init__(self) -> None:
         check_steps(self.tolerance, self.max_iterations)
         check_loss(self.error)
-        for valid, argument, hint in (
-            (self.k is None or is_whole(self.k, 1, 4096), f"k={self.k!r}", "1 to 4096, or None for a search"),
-            (self.ranks in ("filled", "uniform"), f"ranks={self.ranks!r}", '"filled" or "uniform"'),
-            (is_whole(self.nested_ranks, 1, 256), f"nested_ranks={self.nested_ranks!r}", "1 to 256"),
-            (self.start in ("auto", "random"), f"start={self.start!r}", '"auto" or "random"'),
-            (is_whole(self.restarts, 1, 1000), f"restarts={self.restarts!r}", "1 to 1000"),
-        ):
-            if not valid:
-                raise KflatsError(f"{argument} is not supported with Flats", hint=hint)
+        check_arguments(
+            self,
+            k=(self.k is None or is_whole(self.k, 1, 4096), "1 to 4096, or None for a search"),
+            ranks=(self.ranks in ("filled", "uniform"), '"filled" or "uniform"'),
+            nested_ranks=(is_whole(self.nested_ranks, 1, 256), "1 to 256"),
+            start=(self.start in ("auto", "random"), '"auto" or "random"'),
+            restarts=(is_whole(self.restarts, 1, 1000), "1 to 1000"),
+        )
         if self.nested_ranks > 1 and (self.ranks == "uniform" or not self.minimizes_squares):
             raise KflatsError(
                 f"nested_ranks={self.nested_ranks} is not supported with {self.ranks} ranks and error={self.error!r}",
@@ -118,21 +117,19 @@ max_iterations=60, error=Squared(), restarts=1)
         """As ``Method.with_flats``."""
         return replace(self, k=k, ranks="uniform")
 
-    def _fit(self, problem: Problem) -> Fit:
+    def _fit(self, problem: Problem) -> Factored:
         inside, metric = _in_metric(problem)
         method = replace(self, error=_measured(self.error, metric))
-        norm: Norm | None
         fit = method._searched(inside)
-        if isinstance(fit, NestedFit):
-            matrix, norm = from_nested(problem.rows, fit, metric), None
-            objective = _scaled(fit.objective, metric, 2)
-        else:
+        norm: Norm | None = None
+        if isinstance(fit, FlatsFit):
             if self.minimizes_squares:
                 fit = spent(inside, fit, uniform=self.ranks == "uniform")
-            matrix = from_flats(problem.rows, fit, metric)
-            objective = _scaled(fit.objective, metric, _degree(self.error))
-            norm = None if self.minimizes_squares or metric is not None else Distances(fit.loss)
-        return Fit(matrix, objective, norm, fit.converged)
+            elif metric is None:
+                norm = Distances(fit.loss)
+        scale = 1.0 if metric is None else metric.scale ** (_degree(self.error) / 2)
+        objective = tuple(scale * value for value in fit.objective)
+        return Factored(from_flats(problem.rows, fit, metric), objective, norm, fit.converged)
 
     def _searched(self, problem: Problem) -> FlatsFit | NestedFit:
         method, fits = self, []
@@ -153,10 +150,8 @@ max_iterations=60, error=Squared(), restarts=1)
         settings: dict[str, Any] = {
             "weights": problem.row_weights,
             "start": self.start,
-            "tolerance": self.tolerance,
-            "max_iterations": self.max_iterations,
+            "stop": Stopping(self.tolerance, self.max_iterations, problem.progress),
             "seed": problem.seed,
-            "progress": problem.progress,
         }
         values = problem.values(k * self.nested_ranks + exact)
         if self.nested_ranks > 1 and k <= n and values >= n + k * d:
@@ -204,7 +199,3 @@ def _in_metric(problem: Problem) -> tuple[Problem, Metric | None]:
     if rows.shape[0] * rows.shape[1] <= _IN_MEMORY:  # EM reads its rows many times
         inside = TensorRows(torch.cat([block for _, block in inside.blocks(rows.shape[0])]))
     return replace(problem, rows=inside, weighting=replace(problem.weighting, right=None)), metric
-
-
-def _scaled(objective: tuple[float, ...], metric: Metric | None, degree: float) -> tuple[float, ...]:
-    return objective if metric is None else tuple(metric.scale ** (degree / 2) * value for value in objective)

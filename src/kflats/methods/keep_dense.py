@@ -11,7 +11,7 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import DenseMatrix
-from kflats.methods.protocol import Fit, Method, Problem, Product, refuse_bytes
+from kflats.methods.protocol import Factored, Method, Problem, Product, refuse_bytes
 from kflats.methods.svd import SVD
 from kflats.numerics.rows import GRAM_BLOCK, Rows
 
@@ -28,11 +28,11 @@ class KeepDense(Method):
     accepts: ClassVar[frozenset[str]] = frozenset({"rows", "left", "right"})
     produces: ClassVar[Product] = "dense"
 
-    def _fit(self, problem: Problem) -> Fit:
+    def _fit(self, problem: Problem) -> Factored:
         least = self.cost(problem.rows.shape, 0, problem.itemsize)
         if problem.nbytes < least:
             raise refuse_bytes(problem, least, f"all numbers at {problem.itemsize} bytes")
-        return Fit(DenseMatrix(torch.cat([block for _, block in problem.rows.blocks(GRAM_BLOCK)])))
+        return Factored(DenseMatrix(torch.cat([block for _, block in problem.rows.blocks(GRAM_BLOCK)])))
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:
         """Bytes of the whole matrix, whatever the rank."""
@@ -63,7 +63,7 @@ class Auto(Method):
     accepts: ClassVar[frozenset[str]] = frozenset({"rows", "left", "right"})
     produces: ClassVar[Product] = "choice"
 
-    def _fit(self, problem: Problem) -> Fit:
+    def _fit(self, problem: Problem) -> Factored:
         raise KflatsError("Auto() cannot fit rows", hint="another method")
 
     def cost(self, shape: tuple[int, int], rank: int, itemsize: int) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix
 from kflats.numerics.loss import Loss
-from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows
+from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, slices
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,7 @@ class Distances:
         return self.loss.rho(errors.to(torch.float64).square().sum(1))
 
 
+@torch.no_grad()
 def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, row_weights: Tensor | None = None) -> MatrixError:
     """sum_i w_i cost(a_i - m_i) for ``norm``'s costs and (n,) row weights, by blocks.
 
@@ -93,27 +94,24 @@ def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, row_weights: Ten
     MatrixError(error=6.0, total=10.0)
     """
     source = as_rows(rows)
+    weights = torch.ones(source.shape[0], dtype=torch.float64) if row_weights is None else row_weights
     error = total = 0.0
-    with torch.no_grad():
-        for start, block in source.blocks(GRAM_BLOCK):
-            w = torch.ones(len(block), dtype=torch.float64, device=block.device)
-            if row_weights is not None:
-                w = row_weights[start : start + len(block)].to(w)
-            error += float(w @ norm.costs(_residual(start, block, matrix)).to(w))
-            total += float(w @ norm.costs(block).to(w))
+    for here, block in slices(source, GRAM_BLOCK):
+        w = weights[here].to(block.device, torch.float64)
+        error += float(w @ norm.costs(_residual(here, block, matrix)).to(w))
+        total += float(w @ norm.costs(block).to(w))
     return MatrixError(error, total)
 
 
+@torch.no_grad()
 def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
     """(n,) squared distance of each row to its stored form, ||a_i - m_i||^2, by blocks."""
-    source = as_rows(rows)
-    out = torch.empty(source.shape[0], dtype=torch.float64)
-    with torch.no_grad():
-        for start, block in source.blocks(GRAM_BLOCK):
-            out[start : start + len(block)] = _residual(start, block, matrix).square().sum(1, dtype=torch.float64).cpu()
-    return out
+    blocks = slices(as_rows(rows), GRAM_BLOCK)
+    errors = (_residual(here, block, matrix).square().sum(1, dtype=torch.float64) for here, block in blocks)
+    return torch.cat([part.cpu() for part in errors])
 
 
+@torch.no_grad()
 def weighted_error(
     rows: Rows | Tensor, matrix: Matrix, weighting: Weighting | None = None, total: float | None = None
 ) -> MatrixError:
@@ -132,21 +130,19 @@ def weighted_error(
     source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
     coupled = weighting.left is not None and weighting.left.ndim == 2
     error = whole = 0.0
-    with torch.no_grad():
-        for start, block in source.blocks(source.shape[0] if coupled else GRAM_BLOCK):
-            error += _cost(_residual(start, block, matrix), start, weighting)
-            whole += _cost(block, start, weighting) if total is None else 0.0
+    for here, block in slices(source, source.shape[0] if coupled else GRAM_BLOCK):
+        error += _cost(_residual(here, block, matrix), here, weighting)
+        whole += _cost(block, here, weighting) if total is None else 0.0
     return MatrixError(error, whole if total is None else total)
 
 
-def _residual(start: int, block: Tensor, matrix: Matrix) -> Tensor:
-    index = torch.arange(start, start + len(block), device=block.device)
+def _residual(here: slice, block: Tensor, matrix: Matrix) -> Tensor:
+    index = torch.arange(here.start, here.stop, device=block.device)
     return block - matrix.rows(index, dtype=block.dtype)
 
 
-def _cost(block: Tensor, start: int, weighting: Weighting) -> float:
+def _cost(block: Tensor, here: slice, weighting: Weighting) -> float:
     block = block.to(torch.float64)
-    here = slice(start, start + len(block))
     left = None if weighting.left is None else weighting.left.to(torch.float64)
     right = None if weighting.right is None else weighting.right.to(torch.float64)
     measured = block if right is None else block * right if right.ndim == 1 else block @ right

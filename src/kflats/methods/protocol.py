@@ -75,18 +75,18 @@ class Factored:
     """A method's result, perhaps coded.
 
     Args:
-        matrix: what is stored. objective: by iteration, falling. seconds: of the fit.
+        matrix: what is stored. objective: by iteration, falling.
         norm: the norm that was minimised, which reports show too; None: the squared error.
-        stored_bytes: of the matrix in a file; None: the bytes that it takes in memory.
         converged: whether the fit ended before its limit of iterations.
+        seconds: of the fit. stored_bytes: of the matrix in a file; None: the bytes that it takes in memory.
     """
 
     matrix: Matrix
     objective: tuple[float, ...] = ()
-    seconds: float = 0.0
     norm: Norm | None = None
-    stored_bytes: int | None = None
     converged: bool = True
+    seconds: float = 0.0
+    stored_bytes: int | None = None
 
     @property
     def nbytes(self) -> int:
@@ -121,22 +121,6 @@ def refuse_bytes(problem: Problem, least: int, what: str) -> KflatsError:
 Product = Literal["pair", "clusters", "dense", "choice"]
 """The product of a method: one low-rank pair, several flats with a label for each row, the matrix itself, or nothing,
 because the method is a choice between recipes."""
-
-
-@dataclass(frozen=True)
-class Fit:
-    """The result of a method.
-
-    Args:
-        matrix: the result. objective: by iteration, falling.
-        norm: the norm that was minimised; None: the squared error.
-        converged: whether the fit ended before its limit of iterations.
-    """
-
-    matrix: Matrix
-    objective: tuple[float, ...] = ()
-    norm: Norm | None = None
-    converged: bool = True
 
 
 @runtime_checkable
@@ -202,11 +186,10 @@ class Method(Protocol):
                 f"the error of {type(self).__name__} overflows float64",
                 hint="a smaller p, or a matrix that is divided by its largest entry",
             )
-        seconds = time.perf_counter() - start
-        return Factored(fit.matrix, fit.objective, seconds, fit.norm, converged=fit.converged)
+        return replace(fit, seconds=time.perf_counter() - start)
 
     @abstractmethod
-    def _fit(self, problem: Problem) -> Fit:
+    def _fit(self, problem: Problem) -> Factored:
         """The algorithm; ``problem`` is checked."""
 
     @abstractmethod
@@ -272,7 +255,7 @@ class PairMethod(Method, Protocol):
         """Stored bytes at ``rank``: two factors."""
         return rank * sum(shape) * itemsize
 
-    def _fit(self, problem: Problem) -> Fit:
+    def _fit(self, problem: Problem) -> Factored:
         shape = problem.rows.shape
         rank = self.rank(shape, problem.nbytes, problem.itemsize, free_labels=problem.free_labels)
         if rank < 1:
@@ -280,7 +263,7 @@ class PairMethod(Method, Protocol):
         return self._pair(problem, rank)
 
     @abstractmethod
-    def _pair(self, problem: Problem, rank: int) -> Fit:
+    def _pair(self, problem: Problem, rank: int) -> Factored:
         """The pair of this rank."""
 
 

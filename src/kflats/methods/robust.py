@@ -13,8 +13,9 @@ import torch
 from kflats.common.errors import KflatsError
 from kflats.matrices.registry import LowRankMatrix
 from kflats.methods.matrix_error import Distances, EntryPowers
-from kflats.methods.protocol import Fit, Method, PairMethod, Problem
+from kflats.methods.protocol import Factored, Method, PairMethod, Problem
 from kflats.numerics.entrywise import entrywise_low_rank
+from kflats.numerics.flats import Stopping
 from kflats.numerics.loss import Loss, Power, check_loss
 from kflats.numerics.robust_svd import EllipsoidWay, Lewis, robust_svd
 from kflats.numerics.rows import check_power, check_steps
@@ -56,14 +57,14 @@ class RobustSVD(PairMethod):
                 hint="leave the ellipsoid out: Lewis weights are the default",
             )
 
-    def _pair(self, problem: Problem, rank: int) -> Fit:
+    def _pair(self, problem: Problem, rank: int) -> Factored:
         weights = problem.row_weights
         pair = robust_svd(problem.rows, rank, self.p, ellipsoid=self.ellipsoid, weights=weights)
         # The entries of U D^1/2 and D^1/2 V' grow with the number of rows and would overflow half precision. Axes of
         # length 1 give the same matrix and round as those of an SVD.
         lengths = torch.linalg.vector_norm(pair.basis, dim=1)
         basis = pair.basis / torch.where(lengths > 0, lengths, 1.0).unsqueeze(1)
-        return Fit(LowRankMatrix(pair.coordinates * lengths, basis), (pair.error,), EntryPowers(self.p))
+        return Factored(LowRankMatrix(pair.coordinates * lengths, basis), (pair.error,), EntryPowers(self.p))
 
 
 @dataclass(frozen=True)
@@ -92,17 +93,11 @@ class Entrywise(PairMethod):
         check_power(self.p, 2.0)
         check_steps(self.tolerance, self.max_iterations)
 
-    def _pair(self, problem: Problem, rank: int) -> Fit:
-        pair = entrywise_low_rank(
-            problem.rows,
-            rank,
-            p=self.p,
-            weights=problem.row_weights,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-            progress=problem.progress,
-        )
-        return Fit(LowRankMatrix(pair.coordinates, pair.basis), pair.objective, EntryPowers(self.p), pair.converged)
+    def _pair(self, problem: Problem, rank: int) -> Factored:
+        stop = Stopping(self.tolerance, self.max_iterations, problem.progress)
+        pair = entrywise_low_rank(problem.rows, rank, p=self.p, weights=problem.row_weights, stop=stop)
+        matrix = LowRankMatrix(pair.coordinates, pair.basis)
+        return Factored(matrix, pair.objective, EntryPowers(self.p), pair.converged)
 
 
 @dataclass(frozen=True)
@@ -132,14 +127,8 @@ class Subspace(PairMethod):
         check_loss(self.error)
         check_steps(self.tolerance, self.max_iterations)
 
-    def _pair(self, problem: Problem, rank: int) -> Fit:
-        pair = robust_subspace(
-            problem.rows,
-            rank,
-            self.error,
-            weights=problem.row_weights,
-            tolerance=self.tolerance,
-            max_iterations=self.max_iterations,
-            progress=problem.progress,
-        )
-        return Fit(LowRankMatrix(pair.coordinates, pair.basis), pair.objective, Distances(pair.loss), pair.converged)
+    def _pair(self, problem: Problem, rank: int) -> Factored:
+        stop = Stopping(self.tolerance, self.max_iterations, problem.progress)
+        pair = robust_subspace(problem.rows, rank, self.error, weights=problem.row_weights, stop=stop)
+        matrix = LowRankMatrix(pair.coordinates, pair.basis)
+        return Factored(matrix, pair.objective, Distances(pair.loss), pair.converged)

@@ -7,10 +7,10 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kflats.common.errors import KflatsError, is_whole
+from kflats.common.errors import KflatsError, check_arguments, is_whole
 from kflats.matrices.registry import InterpolativeMatrix, LowRankMatrix, order_dtype
 from kflats.methods.coordinates import from_flats, spent, too_few
-from kflats.methods.protocol import ClusterMethod, Fit, Method, PairMethod, Problem
+from kflats.methods.protocol import ClusterMethod, Factored, Method, PairMethod, Problem
 from kflats.numerics.fit import kmeans
 from kflats.numerics.flats import FlatsFit, WeightedRows, squared_norms
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
@@ -42,8 +42,7 @@ class SVD(PairMethod):
     prefix_optimal: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if self.form not in ("factors", "interpolative"):
-            raise KflatsError(f"form={self.form!r} is not supported with SVD", hint="factors or interpolative")
+        check_arguments(self, form=(self.form in ("factors", "interpolative"), "factors or interpolative"))
 
     @property
     def minimizes_squares(self) -> bool:
@@ -65,7 +64,7 @@ class SVD(PairMethod):
         """Bytes of the order of the columns, which the interpolative form stores."""
         return 0 if self.form == "factors" else shape[1] * order_dtype(shape[1]).itemsize
 
-    def _pair(self, problem: Problem, rank: int) -> Fit:
+    def _pair(self, problem: Problem, rank: int) -> Factored:
         weighting = problem.weighting
         svd = truncated_svd(problem.rows, rank, left=weighting.left, right=weighting.right)
         coordinates, basis = svd.coordinates, svd.basis
@@ -75,10 +74,10 @@ class SVD(PairMethod):
             coordinates = (coordinates.to(torch.float64) @ t.T).to(coordinates.dtype)
             basis = q.T.contiguous().to(basis.dtype)
         if self.form == "factors":
-            return Fit(LowRankMatrix(coordinates, basis), (svd.error,))
+            return Factored(LowRankMatrix(coordinates, basis), (svd.error,))
         pair = interpolate(coordinates, basis)
         order = pair.order.to(order_dtype(basis.shape[1]))
-        return Fit(InterpolativeMatrix(pair.skeleton, pair.mixing, order), (svd.error,))
+        return Factored(InterpolativeMatrix(pair.skeleton, pair.mixing, order), (svd.error,))
 
     @classmethod
     def automatic(cls, shape: tuple[int, int]) -> tuple[Method, ...]:
@@ -103,16 +102,15 @@ class KMeansSVD(ClusterMethod):
     accepts: ClassVar[frozenset[str]] = frozenset({"rows"})
 
     def __post_init__(self) -> None:
-        for name, most in (("k", 4096), ("restarts", 1000)):
-            if not is_whole(value := getattr(self, name), 1, most):
-                raise KflatsError(f"{name}={value!r} is not supported with KMeansSVD", hint=f"{name} from 1 to {most}")
+        check_arguments(self, k=(is_whole(self.k, 1, 4096), "1 to 4096"))
+        check_arguments(self, restarts=(is_whole(self.restarts, 1, 1000), "1 to 1000"))
 
     @property
     def flats(self) -> int:
         """As ``Method.flats``."""
         return self.k
 
-    def _fit(self, problem: Problem) -> Fit:
+    def _fit(self, problem: Problem) -> Factored:
         rows, k = problem.rows, self.k
         n, d = rows.shape
         if k > n:
@@ -125,7 +123,7 @@ class KMeansSVD(ClusterMethod):
         cloud = WeightedRows(rows, squared_norms(rows), problem.row_weights)
         fits = [_clustered(cloud, k, rank, start.seed) for start in problem.starts(self.restarts)]
         fit = spent(problem, min(fits, key=lambda fit: fit.error), uniform=True)
-        return Fit(from_flats(rows, fit), fit.objective)
+        return Factored(from_flats(rows, fit), fit.objective)
 
 
 def _clustered(cloud: WeightedRows, k: int, rank: int, seed: int) -> FlatsFit:

@@ -27,15 +27,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from kflats.numerics.flats import Progress, Stopping
+from kflats.numerics.flats import Stopping
 from kflats.numerics.rows import (
     BLOCK,
     MappedRows,
     Rows,
     ScaledRows,
-    TensorRows,
     WidenedRows,
-    all_rows,
     check_power,
     check_rank,
     check_spread,
@@ -71,6 +69,7 @@ _ROUNDED = 1e-5  # the least row factor for float32
 _NOTHING = 1e-6  # of the mean size of an entry
 _LEAST_ERROR = 1e-4  # of the mean error: where most entries are fitted exactly, the median is only rounding
 _WIDEST = 1e6  # a column's entries in medians of their rows: beyond, a row's median is rounding
+_DEFAULT = Stopping(2e-5, 300)
 _WINDOW = 10  # iterations over which the fall of the sum is judged
 
 
@@ -97,9 +96,7 @@ def entrywise_low_rank(
     *,
     p: float = 1.0,
     weights: Tensor | None = None,
-    tolerance: float = 2e-5,
-    max_iterations: int = 300,
-    progress: Progress | None = None,
+    stop: Stopping = _DEFAULT,
 ) -> EntrywiseFit:
     """A local minimum of  sum_i w_i sum_j |A - U V|_ij^p  below the SVD.
 
@@ -109,11 +106,10 @@ def entrywise_low_rank(
         p: 0 < p <= 2. 1 already ignores outliers; below 1 the start matters more; 2 is the SVD, without iterations.
         weights: (n,) w_i >= 0. A row of weight 0 does not change the fit and gets its projection. The same holds for
             rows of w^(1/p) below 1e-12 of the largest, but the last sum includes them.
-        tolerance: stop when iterations lower the sum by less than this share each, over the last ten.
-        max_iterations: limit of iterations.
+        stop: its tolerance is the share by which each iteration lowers the sum, over the last ten.
 
     An iteration costs about 40 n d r operations, in matrix products. Memory beside the source: a table n x d of its
-    type (where n < d one more), and four of n x r. Choose it where single entries may be wrong, or where absolute
+    type, and four of n x r. Choose it where single entries may be wrong, or where absolute
     errors count; where whole rows are wrong, ``robust_subspace``. Limit: outliers must be few in each row and column.
 
     Raises:
@@ -127,7 +123,7 @@ def entrywise_low_rank(
     [4.0, 4.0, 4.0, 4.0, 4.0, 4.0]
     """
     check_power(p, 2.0)
-    check_steps(tolerance, max_iterations)
+    check_steps(stop.tolerance, stop.max_iterations)
     rows = checked_rows(matrix, weights)
     check_rank(rank, min(rows.shape))
     scaled = _scaled(rows, weights, p)
@@ -135,10 +131,8 @@ def entrywise_low_rank(
         basis = torch.eye(rank, rows.shape[1], dtype=rows.dtype, device=rows.device)
         return EntrywiseFit(project(rows, basis), basis, (0.0,), True)
     start = _start(scaled.rows, rank, p)
-    stop = Stopping(tolerance, max_iterations, progress)
     fit = replace(start, converged=True) if p == 2 else irls(scaled.rows, start, p, stop, entries=scaled.entries)
-    coordinates, basis = (fit.basis.T, fit.coordinates.T) if scaled.turned else (fit.coordinates, fit.basis)
-    coordinates, basis = _ordered(coordinates, basis)
+    coordinates, basis = _ordered(fit.coordinates, fit.basis)
     coordinates, basis = (coordinates * scaled.back.unsqueeze(1)).to(rows.dtype), basis.to(rows.dtype)
     idle = (scaled.back == 0).nonzero().squeeze(1)
     if len(idle):
@@ -190,6 +184,7 @@ def irls(rows: Rows, start: EntrywiseFit, p: float, stop: Stopping, *, entries: 
 def sum_of_powers(rows: Rows, coordinates: Tensor, basis: Tensor, p: float, weights: Tensor | None = None) -> float:
     """sum_i w_i sum_j |A - U V|_ij^p, by blocks in the type of ``rows``.
 
+    >>> from kflats.numerics.rows import TensorRows
     >>> sum_of_powers(TensorRows(torch.tensor([[3.0, -4.0]])), torch.zeros(1, 1), torch.zeros(1, 2), 1.0)
     7.0
     """
@@ -235,6 +230,7 @@ class HeldBackRows(MappedRows):
     keeps these directions. Winsorized (Tukey 1962) to the size of their rows and columns, such entries are ordinary
     noise. Rows and columns may differ in scale, and medians tolerate that a part of the entries is wrong.
 
+    >>> from kflats.numerics.rows import TensorRows
     >>> a = torch.ones(4, 3)
     >>> a[0, 0] = 100.0
     >>> HeldBackRows(TensorRows(a)).take(torch.tensor([0])).tolist()
@@ -267,15 +263,13 @@ class _Scaled:
     """diag(w^(1/p)) A / s, whose entries have a mean size of about 1.
 
     ``back`` (n,): factors that bring coordinates back to the given rows (0 for idle rows). ``unit``: the factor for
-    objectives. ``entries``: how many count. ``turned``: the transpose is fitted, because n < d. ``widened``: the type
-    is wider than the rows'.
+    objectives. ``entries``: how many count. ``widened``: the type is wider than the rows'.
     """
 
     rows: Rows
     back: Tensor
     unit: float
     entries: int
-    turned: bool
     widened: bool
 
 
@@ -301,9 +295,7 @@ def _scaled(rows: Rows, weights: Tensor | None, p: float) -> _Scaled | None:
     inside: Rows = ScaledRows(WidenedRows(rows) if widened else rows, factor / size)
     if spread > SINGLE and inside.dtype != torch.float64:
         inside = WidenedRows(inside)
-    if n < d:
-        inside = TensorRows(all_rows(inside).to(inside.dtype).T.contiguous())
-    return _Scaled(inside, back, unit, entries, n < d, widened)
+    return _Scaled(inside, back, unit, entries, widened)
 
 
 def _ordered(coordinates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

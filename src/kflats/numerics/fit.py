@@ -14,6 +14,7 @@ goes on with all rows.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -22,7 +23,6 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.numerics.flats import (
     FlatsFit,
-    Progress,
     RankSpec,
     Start,
     Stopping,
@@ -34,7 +34,7 @@ from kflats.numerics.flats import (
     weighted_rows,
 )
 from kflats.numerics.loss import Loss, Power, Squared, absolute, check_loss, is_relative, stages
-from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em, true_loss
+from kflats.numerics.robust_em import distances_of, reweighted, robust_em, total_loss, true_loss
 from kflats.numerics.rows import (
     GRAM_BLOCK,
     Rows,
@@ -59,6 +59,7 @@ _MOVES, _GAIN = 8, 1e-3  # split and merge: how many moves are tried, and what s
 _ENOUGH = 4096  # rows among which greedy seeds are searched
 _SPREAD = 1e12  # longer rows, once a loss has weighted them, leave nothing of the others in float64
 _SQUARED = Squared()
+_DEFAULT = Stopping()
 
 
 def chances(scores: Tensor, size: int) -> Tensor:
@@ -161,7 +162,7 @@ def greedy(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *
         assert best is not None
         bases.append(best[1])
         residual = best[2]
-    return assign(cloud.rows, tuple(bases), cloud.norms2, weights=cloud.weights).labels
+    return assign(cloud, tuple(bases)).labels
 
 
 def _local_flat(a: Tensor, unit: Tensor, residual: Tensor, row: int, rank: int) -> Tensor:
@@ -244,12 +245,7 @@ def _proposal(cloud: WeightedRows, k: int, rank: int, fit: FlatsFit, generator: 
 
 
 def start_uniform(
-    cloud: WeightedRows,
-    shape: RankSpec,
-    loss: Loss,
-    start: Seeds,
-    generator: torch.Generator,
-    progress: Progress | None = None,
+    cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Seeds, generator: torch.Generator, stop: Stopping
 ) -> Start:
     """For flats of one rank: the flats of a fit to a sample, or labels where the matrix is no longer than the sample.
 
@@ -259,13 +255,12 @@ def start_uniform(
     if start == "random" or k == 1:
         return Start(random_partition(cloud, k, generator))
     part = draw_sample(cloud, SAMPLE, generator, loss).seen_by(loss)
-    if progress:
-        progress("seeding", 0, 0.0)
+    stop.report("seeding", 0, 0.0)
     seeds = _seeds(part, k, rank, generator)
     # At full rank a fit to a short sample overfits it: the climb needs more rows than the seeds.
     longer = draw_sample(cloud, FILL_SAMPLE, generator, loss)
     middle = longer.seen_by(loss)
-    labels, grams, low = assign(middle.rows, seeds.bases, middle.norms2, weights=middle.weights).labels, None, _LOW
+    labels, grams, low = assign(middle, seeds.bases).labels, None, _LOW
     while 2 * low < rank:  # dimension continuation: short EMs at ranks 40, 80, ..., each from the last
         low *= 2
         climbed = em(middle, RankSpec(k, low), Start(labels, grams=grams), Stopping(3e-3, 2), refit=False)
@@ -296,21 +291,10 @@ def start_filled(
     if part is cloud:
         return Start(labels)
     fit = robust_em(part, shape, loss, Start(labels), stop)
-
-    def nearest(exact: bool) -> Tensor:
-        return assign(
-            cloud.rows,
-            fit.bases,
-            cloud.norms2,
-            weights=cloud.weights,
-            multiplier=fit.multiplier,
-            exact=exact,
-            loss=loss,
-        ).labels
-
-    labels = nearest(shape.exact)
+    nearest = partial(assign, cloud, fit.bases, multiplier=fit.multiplier, loss=loss)
+    labels = nearest(exact=shape.exact).labels
     if not affordable(cloud, labels, shape.k, shape.k, shape.budget):  # the sample has too few exact rows
-        labels = nearest(False)
+        labels = nearest().labels
     return Start(labels)
 
 
@@ -338,10 +322,8 @@ def fit_flats(
     weights: Tensor | None = None,
     error: Loss = _SQUARED,
     start: Seeds = "auto",
-    tolerance: float = 1e-3,
-    max_iterations: int = 100,
+    stop: Stopping = _DEFAULT,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> FlatsFit:
     """Flats S_1..S_k that minimise  sum_i w_i rho(dist(a_i, S_c(i))),  rho(t) = t^2 by default (MESSI, section 2).
 
@@ -358,7 +340,7 @@ def fit_flats(
             both.
         start: "auto": with a rank, the better of greedy and k-means seeds at a low rank, then continuation; with a
             budget, weighted norms and a growing budget. "random": a random partition, as published.
-        tolerance: EM stops when an iteration lowers the objective by less than this share of it.
+        stop: when EM stops.
         seed: of every random step; equal seed, row order and threads give an equal fit.
 
     Choose a rank to compare with the paper, a budget to get the least error for the bytes. EM finds a local minimum;
@@ -372,7 +354,7 @@ def fit_flats(
     >>> fit_flats(a, 2, rank=1).error < 1e-9
     True
     """
-    check_steps(tolerance, max_iterations)
+    check_steps(stop.tolerance, stop.max_iterations)
     rows = checked_rows(matrix, weights)
     n, d = rows.shape
     if (rank is None) == (budget is None):
@@ -387,14 +369,14 @@ def fit_flats(
     cloud, scale = weighted_rows(rows, weights)
     if not isinstance(error, Squared):
         check_spread(cloud.norms2.to(torch.float64), cloud.weights, _SPREAD)
-    shape, stop = RankSpec(k, rank, budget, exact), Stopping(tolerance, max_iterations, progress)
+    shape = RankSpec(k, rank, budget, exact)
 
     def fit(cloud: WeightedRows, loss: Loss) -> FlatsFit:
         generator = torch.Generator().manual_seed(seed)
         if rank is None:
             begin = start_filled(cloud, shape, loss, start, generator, stop)
         else:
-            begin = start_uniform(cloud, shape, loss, start, generator, progress)
+            begin = start_uniform(cloud, shape, loss, start, generator, stop)
         return robust_em(cloud, shape, loss, begin, stop)
 
     first, *later = (_SQUARED,) if error == Power(2) else stages(error)
@@ -427,8 +409,7 @@ def _by_direction(cloud: WeightedRows) -> WeightedRows:
 
 def _reached(loss: Loss, cloud: WeightedRows, start: Start) -> float:
     """The sum of losses at the flats of a start."""
-    step = assign(cloud.rows, start.bases or (), cloud.norms2)
-    return float(losses(loss, step.dist2, cloud).sum(dtype=torch.float64))
+    return total_loss(loss, assign(cloud, start.bases or ()).dist2, cloud)
 
 
 def _within_reach(loss: Loss, cloud: WeightedRows, start: Start) -> bool:
@@ -443,12 +424,7 @@ def _resolved(loss: Loss, cloud: WeightedRows, fit: FlatsFit) -> Loss:
     """``loss`` with its threshold as a distance, where it is in medians of the distances of ``fit``."""
     if not is_relative(loss):
         return loss
-    k = len(fit.bases)
-    dist2 = distances_of(cloud, fit.bases, fit.labels)
-    # Rows that are kept exactly have no distance, and rows of zeros lie on every flat.
-    near = (fit.labels < k) & (cloud.norms2 > 0)
-    if cloud.weights is not None:
-        near &= cloud.weights > 0
-    if not bool(near.any()):
-        near = torch.ones_like(near)
-    return absolute(loss, dist2[near], cloud.norms2[near])
+    near = fit.labels < len(fit.bases)  # rows that are kept exactly have no distance
+    near = near if bool(near.any()) else ~near
+    weights = None if cloud.weights is None else cloud.weights[near]
+    return absolute(loss, distances_of(cloud, fit.bases, fit.labels)[near], cloud.norms2[near], weights)

@@ -66,12 +66,9 @@ def squared_norms(rows: Rows) -> Tensor:
 
 
 def assign(
-    rows: Rows,
+    cloud: WeightedRows,
     bases: tuple[Tensor, ...],
-    norms2: Tensor,
     *,
-    weights: Tensor | None = None,
-    multiplicity: Tensor | None = None,
     multiplier: float = 0.0,
     exact: bool = False,
     margins: bool = False,
@@ -82,17 +79,14 @@ def assign(
 
     Args:
         bases: orthonormal (j_c, d), one for each flat.
-        norms2: ``squared_norms(rows)``.
-        weights: (n,) w_i. multiplicity: (n,) number of rows of the matrix that each row of a sample stands for.
         multiplier: cost of a stored number, in units of the weighted squared error.
         exact: allow one more choice, label k: the row is kept as it is, for d numbers.
         margins: whether to return margins.
         loss: rho of a distance. It changes the choice where there is a multiplier, and the objective always.
         before: (n,) labels for ``stayed``.
     """
-    n, d = rows.shape
+    rows, (n, d), k = cloud.rows, cloud.rows.shape, len(bases)
     measure = _Measure(bases, d, rows.dtype)
-    k = len(bases)
     ranks = torch.tensor([len(b) for b in bases] + [d] * exact, dtype=rows.dtype, device=rows.device)
     labels = torch.empty(n, dtype=torch.uint8 if k + exact <= 256 else torch.int16, device=rows.device)
     dist2 = torch.empty(n, dtype=rows.dtype, device=rows.device)
@@ -100,10 +94,10 @@ def assign(
     stayed = torch.empty(n, dtype=rows.dtype, device=rows.device) if before is not None else None
     objective = torch.zeros((), dtype=torch.float64, device=rows.device)
     for part, block in slices(rows):
-        distances = measure(block, norms2[part], exact)
+        distances = measure(block, cloud.norms2[part], exact)
         cost = distances if isinstance(loss, Squared) else loss.rho(distances)
-        if weights is not None:
-            cost = cost * weights[part].to(rows.dtype).unsqueeze(1)
+        if cloud.weights is not None:
+            cost = cost * cloud.weights[part].to(rows.dtype).unsqueeze(1)
         if multiplier:
             cost = cost + multiplier * ranks
         best, chosen = cost.min(dim=1)
@@ -114,8 +108,8 @@ def assign(
             stayed[part] = distances.gather(1, old).squeeze(1)
         if margin is not None:
             margin[part] = cost.scatter_(1, chosen.unsqueeze(1), torch.inf).min(dim=1).values.sub_(best)
-        if multiplicity is not None:
-            best = best * multiplicity[part].to(best.dtype)
+        if cloud.multiplicity is not None:
+            best = best * cloud.multiplicity[part].to(best.dtype)
         objective += best.sum(dtype=torch.float64)
     return Assignment(labels, dist2, float(objective), margin, stayed)
 
@@ -299,6 +293,10 @@ class WeightedRows:
         tilt = (tilt * (len(tilt) / total)).to(self.norms2.dtype)
         return replace(self, weights=tilt if self.weights is None else self.weights * tilt)
 
+    def bare(self, index: Tensor) -> WeightedRows:
+        """The rows at ``index``, without weights."""
+        return WeightedRows(PartOfRows(self.rows, index), self.norms2[index])
+
     def counts(self, labels: Tensor, k: int) -> Tensor:
         """Rows (with multiplicity) of each of k clusters, rounded down: their sum never exceeds all rows."""
         if self.multiplicity is None:
@@ -348,6 +346,11 @@ class FlatsFit:
         return tuple(len(basis) for basis in self.bases)
 
     @property
+    def levels(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each flat's rows: one alone."""
+        return tuple((rank,) for rank in self.ranks)
+
+    @property
     def error(self) -> float:
         """The objective reached."""
         return self.objective[-1]
@@ -369,7 +372,7 @@ def _em_uniform(cloud: WeightedRows, k: int, rank: int, start: Start, stop: Stop
     rows, mass, labels = cloud.rows, cloud.mass, start.labels
     if labels is None:
         assert start.bases is not None
-        labels = assign(rows, start.bases, cloud.norms2, weights=cloud.weights).labels
+        labels = assign(cloud, start.bases).labels
     grams = cluster_grams(rows, labels, k, mass) if start.grams is None else start.grams
     bases = tuple(leading_basis(gram, rank, rows.dtype) for gram in grams)
     history: list[float] = []
@@ -378,16 +381,14 @@ def _em_uniform(cloud: WeightedRows, k: int, rank: int, start: Start, stop: Stop
     partial = 0
     for iteration in range(stop.max_iterations):
         if doubtful is None:
-            step = assign(
-                rows, bases, cloud.norms2, weights=cloud.weights, multiplicity=cloud.multiplicity, margins=k > 1
-            )
+            step = assign(cloud, bases, margins=k > 1)
             new, objective, known = step.labels, step.objective, True
             if history and objective >= history[-1]:
                 converged = True
                 break
         else:
             new = labels.clone()
-            new[doubtful] = assign(PartOfRows(rows, doubtful), bases, cloud.norms2[doubtful]).labels
+            new[doubtful] = assign(cloud.bare(doubtful), bases).labels
         moved = (new != labels).nonzero().squeeze(1)
         grams = update_grams(grams, rows, moved, labels, new, mass)
         touched = set(torch.cat([labels[moved], new[moved]]).unique().tolist())
@@ -434,15 +435,7 @@ def _em_filled(cloud: WeightedRows, shape: RankSpec, labels: Tensor, stop: Stopp
     history = [fit.error]
     stale = 0
     for iteration in range(stop.max_iterations):
-        step = assign(
-            rows,
-            fit.bases,
-            cloud.norms2,
-            weights=cloud.weights,
-            multiplicity=cloud.multiplicity,
-            multiplier=fit.multiplier,
-            exact=shape.exact,
-        )
+        step = assign(cloud, fit.bases, multiplier=fit.multiplier, exact=shape.exact)
         new = step.labels
         if not affordable(cloud, new, k, k, shape.budget):  # keep the rows exact that were exact before
             new = torch.where((new == k) | (labels == k), labels, new)

@@ -179,7 +179,7 @@ COLUMN_FLOOR = 1e-10
 directions without energy. They would spoil the leading axes: an SVD is as exact as its largest value, here the
 reciprocal."""
 
-_PANEL = 96  # columns: wide enough for a fast product
+_PANEL = 256  # columns of a Gram at once: wide enough for a fast product
 
 
 def row_lengths(rows: Rows) -> Tensor:
@@ -211,19 +211,30 @@ def scaled_gram(rows: Rows, factors: Tensor | None = None) -> Tensor:
         wide = block.to(torch.float64)
         if factors is not None:
             wide = wide * factors[here].unsqueeze(1)
-        total += symmetric(wide)
+        total += lower_gram(wide)
+    mirror_(total)
     return total
 
 
-def symmetric(x: Tensor) -> Tensor:
-    """x'x (d, d) by panels of columns; of two mirrored panels only one is multiplied."""
-    d = x.shape[1]
-    product = x.new_empty(d, d)
-    for start in range(0, d, _PANEL):
-        end = min(start + _PANEL, d)
-        product[:end, start:end] = x[:, :end].T @ x[:, start:end]
-        product[start:end, :start] = product[:start, start:end].T
-    return product
+def lower_gram(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """X'Y (P, n) -> (n, n), its lower blocks only: half the work; ``mirror_`` completes a sum of them. Default: Y = X.
+
+    X'Y must be symmetric.
+    """
+    n = x.shape[1]
+    lower = x.new_zeros(n, n)
+    for start in range(0, n, _PANEL):
+        end = min(start + _PANEL, n)
+        lower[start:, start:end] = x[:, start:].T @ (x if y is None else y)[:, start:end]
+    return lower
+
+
+def mirror_(total: Tensor) -> None:
+    """Complete a sum of ``lower_gram`` in place."""
+    n = len(total)
+    for start in range(0, n, _PANEL):
+        end = min(start + _PANEL, n)
+        total[:start, start:end] = total[start:end, :start].T
 
 
 def whiten(matrix: Tensor, floor: float = COLUMN_FLOOR) -> Tensor:

@@ -77,7 +77,7 @@ class Power:
     @property
     def name(self) -> str:
         """As ``from_name`` reads it."""
-        return f"power {self.q:g}" if float(f"{self.q:g}") == self.q else f"power {self.q!r}"
+        return f"power {_short(self.q)}"
 
     def rho(self, dist2: Tensor) -> Tensor:
         """rho of squared distances, elementwise."""
@@ -111,8 +111,8 @@ class _Thresholded:
     @property
     def name(self) -> str:
         """As ``from_name`` reads it."""
-        number = f"{self.threshold:g}" if float(f"{self.threshold:g}") == self.threshold else repr(self.threshold)
-        return f"{type(self).__name__.lower()} {number}" + (" median" if self.unit == "median" else "")
+        unit = " median" if self.unit == "median" else ""
+        return f"{type(self).__name__.lower()} {_short(self.threshold)}{unit}"
 
     def _absolute(self) -> float:
         if self.unit != "absolute":
@@ -269,6 +269,10 @@ def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tenso
 def _alive(weights: Tensor, norms2: Tensor | None) -> Tensor:
     """Rows of zeros lie on every flat: weight 0, and not the floor's enormous one."""
     return weights if norms2 is None else torch.where(norms2 > 0, weights, 0.0)
+
+
+def _short(number: float) -> str:
+    return f"{number:g}" if float(f"{number:g}") == number else repr(number)
 
 
 def _unknown(name: object) -> KflatsError:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.fit import FILL_SAMPLE, Seeds, draw_sample, fit_flats
-from kflats.numerics.flats import Progress, Stopping, WeightedRows, affordable, assign, update_grams, weighted_rows
+from kflats.numerics.flats import Stopping, WeightedRows, affordable, assign, update_grams, weighted_rows
 from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
 from kflats.numerics.rows import BLOCK, Rows, checked_rows, slices
 
@@ -203,6 +203,11 @@ class NestedFit:
         return tuple(flat.ranks for flat in self.flats)
 
     @property
+    def bases(self) -> tuple[Tensor, ...]:
+        """What is stored of each flat's basis."""
+        return tuple(flat.basis[: flat.ranks[-1]] for flat in self.flats)
+
+    @property
     def groups_in_use(self) -> int:
         """How many different (flat, rank) the rows have; exact rows count as one more."""
         kinds = [(c, rank) for c, ranks in enumerate(self.levels) for rank in ranks] + [(-1, 0)]
@@ -215,36 +220,26 @@ class NestedFit:
 
 
 def assign_nested(
-    rows: Rows,
-    bases: Sequence[Tensor],
-    levels: Sequence[Sequence[int]],
-    norms2: Tensor,
-    multipliers: Sequence[float] = (0.0,),
-    *,
-    weights: Tensor | None = None,
-    multiplicity: Tensor | None = None,
-    exact: bool = False,
+    cloud: WeightedRows, flats: Sequence[Ordered], multipliers: Sequence[float], *, exact: bool = False
 ) -> tuple[Tensor, Tensor]:
     """The flat and rank group of every row that minimise w dist^2 + multiplier * rank, for several multipliers at once.
 
     Args:
-        bases: orthonormal (R_c, d). levels: L rising ranks <= R_c for each.
-        norms2: squared norms of the rows.
+        flats: with L ranks each.
         multipliers: G numbers. One pass serves all of them, because the product with the bases does not depend on them.
         exact: allow label k * L: the row is kept exactly, for d numbers.
 
     Returns labels (G, n), c * L + l, and the numbers (G,) that the rows store at each multiplier. Equal costs go to the
     lower label.
     """
-    n, d = rows.shape
-    per = len(levels[0])
-    groups = len(bases) * per
-    stacked = torch.cat(list(bases)).to(rows.dtype).T.contiguous()
-    ranks = torch.tensor([r for flat in levels for r in flat] + [d], dtype=rows.dtype, device=rows.device)
+    rows, (n, d), per = cloud.rows, cloud.rows.shape, len(flats[0].ranks)
+    groups = len(flats) * per
+    stacked = torch.cat([flat.basis[: flat.ranks[-1]] for flat in flats]).to(rows.dtype).T.contiguous()
+    ranks = torch.tensor([r for flat in flats for r in flat.ranks] + [d], dtype=rows.dtype, device=rows.device)
     segments, first = [], 0
-    for basis, flat in zip(bases, levels, strict=True):
-        segments.append([(first + low, first + high) for low, high in zip([0, *flat], flat, strict=False)])
-        first += len(basis)
+    for flat in flats:
+        segments.append([(first + low, first + high) for low, high in pairwise([0, *flat.ranks])])
+        first += flat.ranks[-1]
     dtype = torch.uint8 if groups + exact <= 256 else torch.int16
     labels = torch.empty(len(multipliers), n, dtype=dtype, device=rows.device)
     used = torch.zeros(len(multipliers), dtype=torch.float64, device=rows.device)
@@ -258,17 +253,17 @@ def assign_nested(
                 if low < high:
                     energy[c, level] = torch.linalg.vector_norm(y[:, low:high], dim=1)
         kept = energy.square_().cumsum(1).view(groups, len(block))
-        loss = (norms2[here] - kept).clamp_min_(0.0)
-        if weights is not None:
-            loss *= weights[here].to(loss.dtype)
+        loss = (cloud.norms2[here] - kept).clamp_min_(0.0)
+        if cloud.weights is not None:
+            loss *= cloud.weights[here].to(loss.dtype)
         for g, multiplier in enumerate(multipliers):
             best, chosen = torch.add(loss, ranks[:groups].unsqueeze(1), alpha=multiplier).min(dim=0)
             if exact:
                 chosen = torch.where(best > multiplier * d, groups, chosen)
             labels[g, here] = chosen
             stored = ranks[chosen]
-            if multiplicity is not None:
-                stored = stored * multiplicity[here].to(stored.dtype)
+            if cloud.multiplicity is not None:
+                stored = stored * cloud.multiplicity[here].to(stored.dtype)
             used[g] += stored.sum(dtype=torch.float64)
     return labels, used
 
@@ -351,16 +346,7 @@ def _within(
     ranks change too: where ranks are too low for now, a very low multiplier would give all rows the highest rank.
     """
     multipliers = [multiplier * spread ** (g / 4) for g in range(-4, 5)]
-    choices, used = assign_nested(
-        cloud.rows,
-        [flat.basis[: flat.ranks[-1]] for flat in flats],
-        [flat.ranks for flat in flats],
-        cloud.norms2,
-        multipliers,
-        weights=cloud.weights,
-        multiplicity=cloud.multiplicity,
-        exact=exact,
-    )
+    choices, used = assign_nested(cloud, flats, multipliers, exact=exact)
     left = budget - cloud.rows.shape[1] * sum(flat.ranks[-1] for flat in flats)
     over = int((used > left).sum())
     pick = min(over, len(multipliers) - 1)
@@ -437,10 +423,8 @@ def fit_nested(
     exact: bool = False,
     weights: Tensor | None = None,
     start: Seeds = "auto",
-    tolerance: float = 1e-3,
-    max_iterations: int = 60,
+    stop: Stopping = _DEFAULT,
     seed: int = 0,
-    progress: Progress | None = None,
 ) -> NestedFit:
     """k flats with ``levels`` nested ranks each, within a budget of numbers (never exceeded).
 
@@ -449,7 +433,7 @@ def fit_nested(
         exact: keep single rows exactly where that lowers the error.
         weights: (n,) w_i >= 0.
         start: as ``fit_flats``, for the flats to begin with.
-        tolerance: EM stops when iterations lower the error by less than this share of it.
+        stop: when EM stops.
 
     Choose it when rows differ much in importance, or in how many directions they need. With one flat and 8 to 16
     levels all rows share one basis. Memory: k * levels Grams of d x d numbers.
@@ -469,19 +453,16 @@ def fit_nested(
             f"{k} flats of {levels} levels are not supported", cause="levels begin at 1, and k * levels ends at 32766"
         )
     cloud, scale = weighted_rows(rows, weights)
-    first = fit_flats(rows, k, budget=budget, weights=cloud.weights, start=start, tolerance=1e-2, seed=seed)
+    first = fit_flats(rows, k, budget=budget, weights=cloud.weights, start=start, stop=Stopping(1e-2), seed=seed)
     part = draw_sample(cloud, FILL_SAMPLE, torch.Generator().manual_seed(seed))
-    labels = assign(part.rows, first.bases, part.norms2, weights=part.weights, multiplier=first.multiplier).labels.to(
-        torch.int64
-    )
+    labels = assign(part, first.bases, multiplier=first.multiplier).labels.to(torch.int64)
     grams = cluster_grams(part.rows, labels, k, part.mass)
     flats = tuple(Ordered(top_eigenvectors(gram, d)[1], (1,)) for gram in grams)
     tried = [
-        _climb(part, flats, labels, ladder, budget, first.multiplier, exact, spread, Stopping(1e-2, 15, progress))
+        _climb(part, flats, labels, ladder, budget, first.multiplier, exact, spread, Stopping(1e-2, 15, stop.progress))
         for ladder, spread in zip(_ladders(min(levels, d)), (SPREAD, WIDE), strict=False)
     ]
     best = min(tried, key=lambda fit: fit.error)
-    stop = Stopping(tolerance, max_iterations, progress)
     fit = em_nested(cloud, best.flats, budget, best.multiplier, stop, exact=exact)
     if part is cloud and best.error < fit.error:
         fit = replace(best, converged=fit.converged)

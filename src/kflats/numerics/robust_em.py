@@ -42,7 +42,7 @@ from kflats.numerics.flats import (
 )
 from kflats.numerics.gram import cluster_grams, energy_outside, improve_basis, leading_basis, refined_eigenvectors
 from kflats.numerics.loss import Loss, Squared, Truncated, floored, out_of_reach
-from kflats.numerics.rows import GRAM_BLOCK, PartOfRows
+from kflats.numerics.rows import GRAM_BLOCK
 
 
 def losses(loss: Loss, dist2: Tensor, cloud: WeightedRows) -> Tensor:
@@ -105,11 +105,11 @@ class Squares:
         if step.margin is None:
             return 0
         doubtful = doubtful_rows(step.margin, self.cloud.norms2)
-        part, norms2 = PartOfRows(self.cloud.rows, doubtful), self.cloud.norms2[doubtful]
+        part = self.cloud.bare(doubtful)
         limit = min(PARTIAL, stop.max_iterations - done)
         for count in range(limit):
             new = self.labels.clone()
-            new[doubtful] = assign(part, self.bases, norms2).labels
+            new[doubtful] = assign(part, self.bases).labels
             self._relabel_(new)
             before = self.bound
             outside = (energy_outside(gram, basis) for gram, basis in zip(self.grams, self.bases, strict=True))
@@ -163,6 +163,7 @@ def robust_em(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, st
 
 def _uniform(cloud: WeightedRows, k: int, rank: int, loss: Loss, start: Start, stop: Stopping) -> FlatsFit:
     rows, norms2, bases, limit = cloud.rows, cloud.norms2, start.bases, stop.max_iterations
+    bare = WeightedRows(rows, norms2)
     if bases is None:
         assert start.labels is not None
         grams = start.grams
@@ -172,7 +173,7 @@ def _uniform(cloud: WeightedRows, k: int, rank: int, loss: Loss, start: Start, s
     history: list[float] = []
     iteration = 0
     while True:
-        step = assign(rows, bases, norms2, margins=k > 1)
+        step = assign(bare, bases, margins=k > 1)
         value = total_loss(loss, step.dist2, cloud)
         stop.report("em", iteration, value)
         iteration += 1
@@ -184,7 +185,7 @@ def _uniform(cloud: WeightedRows, k: int, rank: int, loss: Loss, start: Start, s
             iteration += squares.lower_(step, stop, iteration)
             if iteration >= limit:
                 break
-            step = assign(rows, squares.bases, norms2, margins=k > 1)
+            step = assign(bare, squares.bases, margins=k > 1)
             value = total_loss(loss, step.dist2, cloud)
             stop.report("em", iteration, value)
             iteration += 1
@@ -220,14 +221,13 @@ def _solved(
     for c, basis in enumerate(exact):
         inside = (labels == c).nonzero().squeeze(1)
         if len(inside):
-            dist2[inside] = assign(PartOfRows(rows, inside), (basis,), cloud.norms2[inside]).dist2
+            dist2[inside] = assign(cloud.bare(inside), (basis,)).dist2
     return exact, torch.stack([values for values, _ in solved]), dist2
 
 
 def _filled(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop: Stopping) -> FlatsFit:
     assert start.labels is not None
-    rows, k = cloud.rows, shape.k
-    labels = start.labels
+    k, labels = shape.k, start.labels
     if start.bases is None:
         fit = _filled_fit(cloud, shape, loss, labels, cloud.norms2)
     elif start.multiplier is None:
@@ -238,17 +238,7 @@ def _filled(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop
     history: list[float] = []
     stale = 0
     for iteration in range(stop.max_iterations):
-        step = assign(
-            rows,
-            fit.bases,
-            cloud.norms2,
-            weights=cloud.weights,
-            multiplicity=cloud.multiplicity,
-            multiplier=fit.multiplier,
-            exact=shape.exact,
-            loss=loss,
-            before=labels,
-        )
+        step = assign(cloud, fit.bases, multiplier=fit.multiplier, exact=shape.exact, loss=loss, before=labels)
         assert step.stayed is not None
         value = float(losses(loss, step.stayed, cloud)[labels < k].sum(dtype=torch.float64))
         stop.report("em", iteration, value)
@@ -271,7 +261,7 @@ def _filled(cloud: WeightedRows, shape: RankSpec, loss: Loss, start: Start, stop
 
 def distances_of(cloud: WeightedRows, bases: tuple[Tensor, ...], labels: Tensor) -> Tensor:
     """(n,) squared distances of rows to their own flats; for a row that is kept exactly, to the last flat."""
-    step = assign(cloud.rows, bases, cloud.norms2, before=labels.clamp(max=len(bases) - 1))
+    step = assign(cloud, bases, before=labels.clamp(max=len(bases) - 1))
     assert step.stayed is not None
     return step.stayed
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise import sum_of_powers
-from kflats.numerics.gram import narrow, row_lengths, row_space, symmetric, too_different
+from kflats.numerics.gram import lower_gram, narrow, row_lengths, row_space, too_different
 from kflats.numerics.rows import (
     GRAM_BLOCK,
     Rows,
@@ -48,6 +48,7 @@ from kflats.numerics.rows import (
     check_rank,
     check_steps,
     checked_rows,
+    row_factors,
     slices,
 )
 from kflats.numerics.svd import project
@@ -64,6 +65,9 @@ class Ellipsoid:
 
     The axes are the reciprocals of the ellipsoid's semi-axes, in the units of ||Ax||_p. ``bound`` is the proved
     constant of the definition above, in p-th powers; ``bounds`` holds it for each iteration that was certified.
+    ``weights`` (n,) float64, of ``Lewis``: how much row i matters to ||Ax||_p, with sum r and each at most about 1 when
+    converged; use them to sample rows. Rows of zeros get weight 0, and duplicate rows share. At p = 2 these are the
+    leverage scores, exactly: the weights are one step past those of the ellipsoid.
     """
 
     axes: Tensor
@@ -73,6 +77,7 @@ class Ellipsoid:
     iterations: int
     converged: bool
     bounds: tuple[float, ...] = field(default=(), repr=False)
+    weights: Tensor | None = field(default=None, repr=False)
 
     @property
     def rank(self) -> int:
@@ -119,6 +124,8 @@ class Lewis:
     >>> ellipsoid = Lewis().fit(a, 1.0)
     >>> round(ellipsoid.bound, 5), ellipsoid.converged
     (1.41421, True)
+    >>> Lewis().fit(torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 5.0]]), 1.0).weights.round(decimals=4).tolist()
+    [0.5, 0.5, 1.0]
     """
 
     iterations: int = 1000
@@ -128,39 +135,18 @@ class Lewis:
         check_steps(self.tolerance, self.iterations)
 
     def fit(self, matrix: Tensor | Rows, p: float) -> Ellipsoid:
-        """The ellipsoid of ``matrix`` (n, d) at power p.
+        """The ellipsoid of ``matrix`` (n, d) at power p; directions in which it has no rank have no axis.
 
         Raises:
             KflatsError: an impossible p, values that are not finite, or rows of too different lengths.
         """
-        return lewis_weights(matrix, p, self).ellipsoid
-
-
-@dataclass(frozen=True)
-class LewisWeights:
-    """``weights`` (n,) float64 with sum r, each at most about 1 when converged: how much row i matters to ||Ax||_p."""
-
-    weights: Tensor
-    ellipsoid: Ellipsoid
-
-
-def lewis_weights(matrix: Tensor | Rows, p: float, settings: Lewis | None = None) -> LewisWeights:
-    """The weights and their ellipsoid: as ``Lewis.fit`` computes them; use them to sample rows.
-
-    Rows of zeros get weight 0, duplicate rows share, and directions in which A has no rank have no axis.
-    At p = 2 these are the leverage scores, exactly: the weights are one step past those of the ellipsoid.
-
-    >>> lewis_weights(torch.tensor([[2.0, 0.0], [2.0, 0.0], [0.0, 5.0]]), 1.0).weights.round(decimals=4).tolist()
-    [0.5, 0.5, 1.0]
-    """
-    rows = checked_rows(matrix)
-    check_extreme(p, *rows.shape)
-    rows, lift = narrow(rows)
-    lengths = row_lengths(rows)
-    if not bool(lengths.any()):
-        return LewisWeights(lengths, no_axes(rows, p).lifted(lift))
-    fit = iterate(rows, p, settings or Lewis(), _start(rows, p, lengths))
-    return replace(fit, ellipsoid=fit.ellipsoid.lifted(lift))
+        rows = checked_rows(matrix)
+        check_extreme(p, *rows.shape)
+        rows, lift = narrow(rows)
+        lengths = row_lengths(rows)
+        if not bool(lengths.any()):
+            return replace(no_axes(rows, p), weights=lengths).lifted(lift)
+        return iterate(rows, p, self, _start(rows, p, lengths)).lifted(lift)
 
 
 def check_extreme(p: float, n: int, d: int) -> None:
@@ -200,7 +186,7 @@ def _start(rows: Rows, p: float, lengths: Tensor) -> State:
     return State(log_w + shift, whitening * math.exp((1 / p - 0.5) * shift), lengths)
 
 
-def iterate(rows: Rows, p: float, settings: Lewis, state: State) -> LewisWeights:
+def iterate(rows: Rows, p: float, settings: Lewis, state: State) -> Ellipsoid:
     """Fixed-point iterations from ``state`` until the certificate says so; the best certified ellipsoid of them."""
     r = state.whitening.shape[1]
     limit = abs(1 - p / 2) * math.log(r)
@@ -223,7 +209,7 @@ def iterate(rows: Rows, p: float, settings: Lewis, state: State) -> LewisWeights
         if converged or last:
             break
         state = State(swept.log_weights, state.whitening @ swept.turn, state.lengths)
-    return LewisWeights(weights.exp(), _certified(best, p, least, tuple(bounds), converged))
+    return replace(_certified(best, p, least, tuple(bounds), converged), weights=weights.exp())
 
 
 @dataclass(frozen=True)
@@ -259,12 +245,12 @@ def sweep(rows: Rows, p: float, state: State, dtype: torch.dtype, damping: float
         if not last:
             norms = torch.where(alive[part], ((0.5 - 1 / p) * new + log_tau / 2).exp() / sizes, 0.0)
             white *= norms.to(dtype).unsqueeze(1)
-            gram += symmetric(white)
+            gram += lower_gram(white)
     log_tau, new = torch.cat(parts, dim=1).where(alive, -math.inf)
     shift = math.log(len(gram)) - float(torch.logsumexp(new, 0))
     turn = gram
     if not last:
-        values, vectors = torch.linalg.eigh(gram)
+        values, vectors = torch.linalg.eigh(gram)  # reads the lower half alone
         turn = vectors / values.sqrt() * math.exp((1 / p - 0.5) * shift)
     return Swept(_log_rho(state.log_weights, log_tau, p, len(gram)), new + shift, turn)
 
@@ -339,11 +325,13 @@ def robust_svd(
     n, d = rows.shape
     check_rank(rank, min(n, d))
     check_power(p)
-    largest = 1.0 if weights is None else float(weights.max())
-    if weights is None:
-        shape = ellipsoid.fit(rows, p)
-    else:
-        shape = _weighted(rows, p, ellipsoid, weights.to(rows.device, torch.float64) / largest)
+    largest, scaled_rows = 1.0, rows
+    if weights is not None:
+        largest, factors = float(weights.max()), row_factors(weights.to(rows.device), 1 / p)
+        if float(factors[factors > 0].min()) < _SMALL:  # float32 would lose these rows
+            scaled_rows = WidenedRows(rows)
+        scaled_rows = ScaledRows(scaled_rows, factors)
+    shape = ellipsoid.fit(scaled_rows, p)
     kept = min(rank, shape.rank)
     roots, leading = shape.axes[:kept].sqrt(), shape.directions[:kept]
     if kept and rows.dtype == torch.float32 and not _ROOTS[0] < float(roots[-1]) <= float(roots[0]) < _ROOTS[1]:
@@ -371,13 +359,3 @@ def robust_svd(
         )
     scaled = replace(shape, axes=axes)
     return RobustLowRank(coordinates, basis, axes, shape.bound, error, total, least, shape.bound * least, scaled)
-
-
-def _weighted(rows: Rows, p: float, way: EllipsoidWay, weights: Tensor) -> Ellipsoid:
-    """The ellipsoid of sum_i w_i |a_i'x|^p for weights up to 1: a small p turns a larger weight into a huge factor."""
-    factors = weights.pow(1 / p)
-    factors = torch.where(factors > torch.finfo(torch.float64).tiny, factors, 0.0)
-    alive = factors[factors > 0]
-    if float(alive.min()) < _SMALL and rows.dtype != torch.float64:  # float32 would lose these rows
-        rows = WidenedRows(rows)
-    return way.fit(ScaledRows(rows, factors), p)

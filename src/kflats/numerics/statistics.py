@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-_BLOCK = 256  # columns of a Gram at once
+from kflats.numerics.gram import lower_gram
+
 _ROWS = 1024  # rows worth a product of their own; fewer wait, since adding up takes as long as 100 rows
 
 
@@ -48,7 +49,6 @@ class Moments:
         self._products = products
         self._waiting: list[Tensor] = []
         self._limit = min(_ROWS, n)
-        self.rows = 0
 
     @staticmethod
     def nbytes(n: int) -> int:
@@ -57,7 +57,6 @@ class Moments:
 
     def add(self, rows: Tensor) -> None:
         """Rows (P, n), at least float32; they must not change any more."""
-        self.rows += len(rows)
         self._waiting.append(rows)
         if sum(map(len, self._waiting)) >= self._limit:
             self._flush()
@@ -116,27 +115,6 @@ class GradientGram:
             rows, others = map(torch.cat, zip(*self._waiting, strict=True))
             self._gram += lower_gram(rows, others)
             self._waiting = []
-
-
-def lower_gram(x: Tensor, y: Tensor | None = None) -> Tensor:
-    """X'Y (P, n) -> (n, n), its lower blocks only: half the work; ``mirror_`` completes a sum of them. Default: Y = X.
-
-    X'Y must be symmetric.
-    """
-    n = x.shape[1]
-    lower = x.new_zeros(n, n)
-    for start in range(0, n, _BLOCK):
-        end = min(start + _BLOCK, n)
-        lower[start:, start:end] = x[:, start:].T @ (x if y is None else y)[:, start:end]
-    return lower
-
-
-def mirror_(total: Tensor) -> None:
-    """Complete a sum of ``lower_gram`` in place."""
-    n = len(total)
-    for start in range(0, n, _BLOCK):
-        end = min(start + _BLOCK, n)
-        total[:start, start:end] = total[start:end, :start].T
 
 
 def nearest_product(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

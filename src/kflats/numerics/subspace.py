@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.numerics.flats import Progress, Stopping, WeightedRows
+from kflats.numerics.flats import Stopping, WeightedRows
 from kflats.numerics.gram import complement, gram_of, top_eigenvectors
 from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, check_loss, out_of_reach, stages
 from kflats.numerics.rows import (
@@ -32,6 +32,7 @@ from kflats.numerics.rows import (
 from kflats.numerics.svd import project
 
 _SPREAD = 1e8  # longer rows leave nothing of the others in float64: a row on the flat weighs 1 / (its floored distance)
+_DEFAULT = Stopping(1e-5)
 _SINGLE = 1e3  # the same for float32
 
 
@@ -59,9 +60,7 @@ def robust_subspace(
     loss: Loss = Power(1.0),
     *,
     weights: Tensor | None = None,
-    tolerance: float = 1e-5,
-    max_iterations: int = 100,
-    progress: Progress | None = None,
+    stop: Stopping = _DEFAULT,
 ) -> SubspaceFit:
     """The flat of dimension ``rank`` that minimises  sum_i w_i rho(dist(a_i, S)).
 
@@ -70,8 +69,7 @@ def robust_subspace(
         rank: dimension of the flat, 1..min(n, d).
         loss: rho, by default ``Power(1)``, the sum of distances. ``Squared()`` is the SVD, without iterations.
         weights: (n,) w_i >= 0. A row of weight 0 gets its coordinates but does not change the flat.
-        tolerance: stop when an iteration lowers the sum by less than this share of it.
-        max_iterations: limit for each start and each stage (see ``loss.stages``).
+        stop: of each start and each stage (see ``loss.stages``).
 
     The fit begins from two flats, the SVD of the rows and the SVD of the rows scaled to length 1, which far rows cannot
     turn. The lower sum is kept. An iteration costs n d (d + r) multiplications and an eigenproblem of the smaller side.
@@ -90,12 +88,12 @@ def robust_subspace(
     ([[1.0, 0.0]], 6.0)
     """
     check_loss(loss)
-    check_steps(tolerance, max_iterations)
+    check_steps(stop.tolerance, stop.max_iterations)
     rows = checked_rows(matrix, weights)
     check_rank(rank, min(rows.shape))
     inside, lift = _narrowed(rows)
     cloud, scale = _weighted(inside, weights)
-    best = _fit(cloud, rank, loss, Stopping(tolerance, max_iterations, progress))
+    best = _fit(cloud, rank, loss, stop)
     basis = (best.basis if lift is None else best.basis @ lift.to(best.basis.dtype)).to(rows.dtype)
     objective = tuple(scale * value for value in best.history)
     return SubspaceFit(project(rows, basis), basis, objective, best.converged, best.loss)

@@ -15,7 +15,7 @@ from kflats.calibration.collect import measure
 from kflats.calibration.counting import count_tokens, text_batches, zipf_prior
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
-from kflats.calibration.windows import LENGTHS, Windows, drawn_windows, filled_windows, windows
+from kflats.calibration.windows import LONG, Windows, drawn_windows, filled_windows, windows
 from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce
@@ -129,9 +129,7 @@ class CalibrationData:
         # Evenly spaced texts: files are often sorted by topic.
         count = min(self.samples, len(texts))
         spaced = [texts[i * len(texts) // count] for i in range(count)]
-        return list(
-            text_batches(spaced, self.tokenizer, max_length=token_limit(self.tokenizer, LENGTHS.long[1], model))
-        )
+        return list(text_batches(spaced, self.tokenizer, max_length=token_limit(self.tokenizer, LONG[1], model)))
 
     def measured(
         self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True

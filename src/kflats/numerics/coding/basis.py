@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.numerics.coding.tables import Tables, nearest_knot, tables_of
+from kflats.numerics.coding.tables import Tables, tables_for
 
 _COARSENESS = 1.5
 """Steps of the basis in units of step / sqrt(lambda). Best 1 where directions are left out, 2 to 3 where none."""
@@ -21,12 +21,11 @@ _COARSENESS = 1.5
 
 @dataclass(frozen=True)
 class CodedBasis:
-    """``levels`` (r, d) int8 and ``scale`` (r,) float32; ``contexts`` (r,) uint8 into ``tables``; ``bits`` (r,)
-    float64, what each row costs."""
+    """``levels`` (r, d) int8 and ``scale`` (r,) float32; ``tables``: distributions of levels (``basis_contexts``);
+    ``bits`` (r,) float64, what each row costs."""
 
     levels: Tensor
     scale: Tensor
-    contexts: Tensor
     tables: Tables
     bits: Tensor
 
@@ -53,16 +52,17 @@ def code_basis(directions: Tensor, energies: Tensor, step: float) -> CodedBasis:
     return _coded(levels, scale)
 
 
+def basis_contexts(levels: Tensor) -> Tensor:
+    """(r,) int64, the distribution that each row of integers (r, d) follows: rows of about one mean magnitude share
+    one."""
+    means = levels.to(torch.float64).abs().mean(1)
+    contexts: Tensor = torch.unique((means.clamp_min(1e-9).log2() * 2).floor(), return_inverse=True)[1]
+    return contexts
+
+
 def _coded(levels: Tensor, scale: Tensor) -> CodedBasis:
-    magnitudes = levels.to(torch.int64).abs()
-    bins = (magnitudes.to(torch.float64).mean(1).clamp_min(1e-9).log2() * 2).floor().to(torch.int64)
-    used, contexts = torch.unique(bins, return_inverse=True)
-    knots = nearest_knot()[magnitudes]
-    counts = torch.zeros(len(used), 97, dtype=torch.float64)
-    counts.index_put_((contexts.unsqueeze(1).expand_as(knots), knots), torch.tensor(1.0).double(), accumulate=True)
-    most = torch.zeros(len(used), dtype=torch.int64)
-    if levels.numel():
-        most.scatter_reduce_(0, contexts, magnitudes.amax(1), "amax")
-    tables = tables_of(counts, most)
+    magnitudes, contexts = levels.to(torch.int64).abs(), basis_contexts(levels)
+    number = int(contexts.max()) + 1 if len(contexts) else 0
+    tables = tables_for(magnitudes, contexts.unsqueeze(1).expand_as(magnitudes), number)
     bits = tables.bits[contexts].gather(1, magnitudes).sum(1) if levels.numel() else torch.zeros(len(levels)).double()
-    return CodedBasis(levels, scale, contexts.to(torch.uint8), tables, bits)
+    return CodedBasis(levels, scale, tables, bits)

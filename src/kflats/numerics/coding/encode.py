@@ -26,8 +26,7 @@ from kflats.numerics.coding.basis import CodedBasis
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.coding.frame import Frame, Source, source_of
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, design
-from kflats.numerics.coding.tables import FARTHEST
-from kflats.numerics.coding.transform import TransformCode, label_bits, side_bytes
+from kflats.numerics.coding.tables import FARTHEST, Tables, table_for
 from kflats.numerics.rows import MetricRows, PartOfRows, Rows
 
 _ROWS_A_CLASS = 96
@@ -52,40 +51,69 @@ _BASIS_ROW = 8 * 5
 
 
 @dataclass(frozen=True)
+class TransformCode:
+    """A matrix as integers: coordinates in a shared basis, rows in classes.
+
+        row i of class c  ~  t_c ( m_c + q_i - sign(q_i) s_c ) B          q_i (r,) integers, the only numbers per row
+
+    with t_c the step of the class (proportional to 1 / sqrt(weight)), m_c its whole-numbered centre, s_c how far the
+    mean of an interval lies from its middle, and B an integer basis times one scale a row.
+
+    Args:
+        labels: (n,) uint8, the class c of each row.
+        levels: for each class, (n_c, r) int16: the symbols q of its rows, in the order of their row numbers.
+        steps: (C,) float32, t_c.
+        centers: (C, r) int16, m_c.
+        contexts: (C, r) uint8, which of K distributions the symbols of a class's column follow.
+        shrink: (K,) float32 in [0, 1/2), s for the symbols of each distribution.
+        basis: (r, d) int8 and ``basis_scale`` (r,) float32: B = basis * basis_scale[:, None].
+    """
+
+    labels: Tensor
+    levels: tuple[Tensor, ...]
+    steps: Tensor
+    centers: Tensor
+    contexts: Tensor
+    shrink: Tensor
+    basis: Tensor
+    basis_scale: Tensor
+
+    @property
+    def rank(self) -> int:
+        """r, the number of coordinates."""
+        return self.basis.shape[0]
+
+
+@dataclass(frozen=True)
 class FlatsCode:
     """``codes``: of each flat; ``flats`` (n,) int64, the flat of each row; rows keep their order inside a flat."""
 
     codes: tuple[TransformCode, ...]
     flats: Tensor
 
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all codes, and of the labels that tell the flats apart."""
-        return sum(code.stored_bytes for code in self.codes) + _label_bytes(self.flats)
-
 
 def transform_code(
     rows: Rows,
     nbytes: int,
+    size_of: Callable[[FlatsCode], int],
     *,
     weights: Tensor | None = None,
     right: Tensor | None = None,
     classes: int = 32,
     labels: Tensor | None = None,
-    size_of: Callable[[FlatsCode], int] = lambda code: code.stored_bytes,
 ) -> FlatsCode:
-    """Code ``rows`` (n, d), all finite, in at most ``nbytes`` stored bytes.
+    """Code ``rows`` (n, d), all finite, in at most ``nbytes``.
 
     Args:
         nbytes: at least 99 % of them are used unless the matrix is coded as finely as 16383 steps to either side allow
             in less.
+        size_of: the bytes that a code takes, in a file for instance.
         weights: (n,) row weights, not negative; None: all alike. A row of weight 0 gets next to no bits. Only ratios
             count, of weights and of the metric.
         right: a Gram R R' of the columns, (d, d), or its diagonal (d,).
         classes: the largest number of classes of rows of all flats together, 1 to 256; each flat has one at least.
         labels: (n,) a first guess of the rows' flats; EM moves rows to the flat in which they cost least, and gives up
             flats of too few rows. None: one flat.
-        size_of: the bytes of a code that count; default: ``stored_bytes``. A file takes some more.
 
     A row is coded in at most 16383 steps to either side of its class' centre. Rows that are too long for the step of
     the others are apart, in classes of coarser steps: each loses about 1e-4 of its length, which may be most of the
@@ -103,8 +131,11 @@ def transform_code(
     >>> from kflats.numerics.rows import TensorRows
     >>> gen = torch.Generator().manual_seed(0)
     >>> parts = [torch.randn(2000, 2, generator=gen) @ torch.randn(2, 8, generator=gen) for _ in range(2)]
-    >>> code = transform_code(TensorRows(torch.cat(parts)), 4000, labels=torch.arange(4000) // 2000)
-    >>> code.stored_bytes <= 4000, [one.rank for one in code.codes]
+    >>> from kflats.codecs.streams import stored_bytes
+    >>> from kflats.codecs.transform import from_codes
+    >>> size_of, labels = lambda code: stored_bytes(from_codes(code)), torch.arange(4000) // 2000
+    >>> code = transform_code(TensorRows(torch.cat(parts)), 4000, size_of, labels=labels)
+    >>> size_of(code) <= 4000, [one.rank for one in code.codes]
     (True, [2, 2])
     """
     n, d = rows.shape
@@ -177,6 +208,33 @@ def _classed(source: Source, classes: int) -> Source:
     return min(able, key=price)
 
 
+def label_bits(sizes: Tensor) -> float:
+    """Ideal bits of all labels of classes of these sizes (C,)."""
+    sizes = sizes[sizes > 0].to(torch.float64)
+    return -float((sizes * (sizes / sizes.sum()).log2()).sum())
+
+
+def context_moves(contexts: Tensor) -> Tensor:
+    """(C, r) int16: contexts as they are stored, each less the one before it in its row; ``cumsum(1)`` undoes it.
+
+    >>> context_moves(torch.tensor([[5, 5, 4, 0]], dtype=torch.uint8)).tolist()
+    [[5, 0, -1, -4]]
+    """
+    whole = contexts.to(torch.int16)
+    return torch.cat([whole[:, :1], whole.diff(dim=1)], dim=1)
+
+
+def side_bytes(centers: Tensor, contexts: Tensor, tables: Tables, basis_tables: Tables) -> int:
+    """Bytes beside labels and symbols: centres (C, r) and context moves coded by a table each, the rest as it is."""
+    coded, stored = 0.0, tables.stored_bytes + basis_tables.stored_bytes
+    for symbols in (centers.to(torch.int16), context_moves(contexts)):
+        table = table_for(symbols)
+        coded += float(table.bits[0][symbols.flatten().to(torch.int64).abs()].sum())
+        stored += table.stored_bytes
+    c, r = contexts.shape
+    return stored + math.ceil(coded / 8) + 8 * c + 4 * len(tables) + 5 * r
+
+
 def _label_bytes(flats: Tensor) -> int:
     return math.ceil(label_bits(torch.bincount(flats)) / 8)
 
@@ -228,12 +286,9 @@ def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
         steps=frame.steps,
         centers=frame.centers.to(torch.int16),
         contexts=final.contexts.to(torch.uint8),
-        tables=final.tables,
         shrink=final.shrink,
         basis=basis.levels,
         basis_scale=basis.scale,
-        basis_contexts=basis.contexts,
-        basis_tables=basis.tables,
     )
 
 

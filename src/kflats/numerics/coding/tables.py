@@ -144,6 +144,14 @@ def tables_of(counts: Tensor, reach: Tensor) -> Tables:
     return Tables(reach.to(torch.int16), costs.to(torch.uint8))
 
 
+def tables_for(magnitudes: Tensor, contexts: Tensor, number: int) -> Tables:
+    """The nearest ``number`` of tables to ``magnitudes``; ``contexts``, of their shape: which table each follows."""
+    places = contexts * len(KNOTS) + nearest_knot()[magnitudes]
+    counts = torch.bincount(places.flatten(), minlength=number * len(KNOTS)).view(number, len(KNOTS))
+    reach = torch.zeros(number, dtype=torch.int64)
+    return tables_of(counts, reach.scatter_reduce_(0, contexts.flatten(), magnitudes.flatten(), "amax"))
+
+
 def table_for(symbols: Tensor) -> Tables:
     """One table, for the symbols given, of any shape.
 
@@ -151,6 +159,4 @@ def table_for(symbols: Tensor) -> Tables:
     [4987896, 16777216, 4987896]
     """
     magnitudes = symbols.flatten().to(torch.int64).abs()
-    counts = torch.bincount(nearest_knot()[magnitudes], minlength=len(KNOTS))
-    reach = magnitudes.max() if len(magnitudes) else torch.tensor(0)
-    return tables_of(counts.unsqueeze(0), reach.reshape(1))
+    return tables_for(magnitudes, torch.zeros_like(magnitudes), 1)
