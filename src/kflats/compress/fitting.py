@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -59,7 +60,8 @@ class CompressedWeight:
         """Bytes of the model's state that a file of streams does not hold."""
         if self.matrix is None:
             return 0
-        gained = _gained_numbers(self.decision.weight, self.bias_shift) * _itemsize(self.decision.weight)
+        weight = self.decision.weight
+        gained = _gained_numbers(weight, self.bias_shift) * weight.nbytes // math.prod(weight.shape)
         return self.matrix.nbytes + gained - self.report.bytes_after
 
 
@@ -110,9 +112,14 @@ def factorize(
     return [done[decision.weight.name] for decision in plan.decisions]
 
 
-def swapped(model: nn.Module, plan: Plan, done: list[CompressedWeight], seed: int, name: str = "") -> Report:
-    """Swap what was fitted into ``model``, in place; after an error it is as it was. Returns the report of the run."""
-    before = stored_bytes(model)
+def swapped(
+    model: nn.Module, plan: Plan, done: list[CompressedWeight], seed: int, name: str = "", beside: int = 0
+) -> Report:
+    """Swap what was fitted into ``model``, in place; after an error it is as it was. Returns the report of the run.
+
+    ``beside``: bytes of other modules' weight files, which belong to the whole model and stay as they are.
+    """
+    before = stored_bytes(model) + beside
     with unchanged_on_error(model):
         for one in done:
             if one.matrix is not None:
@@ -124,7 +131,7 @@ def swapped(model: nn.Module, plan: Plan, done: list[CompressedWeight], seed: in
         budget=str(plan.budget),
         weights=tuple(one.report for one in done),
         model_bytes_before=before,
-        model_bytes_after=stored_bytes(model) - sum(one.packed for one in done),
+        model_bytes_after=stored_bytes(model) + beside - sum(one.packed for one in done),
         seed=seed,
         version=version(),
     )
@@ -192,15 +199,8 @@ def _fit(
             f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
             hint="a smaller budget, or cast the model to that type",
         )
-    report = analyse(decision, rows, factored, weighting, table.spectrum)
     shift = _bias_shift(rows, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
-    gained, itemsize = _gained_numbers(weight, shift), _itemsize(weight)
-    report = replace(
-        report,
-        bytes_after=factored.nbytes + gained * itemsize,
-        memory_bytes=matrix.memory_bytes + gained * itemsize,
-        values_after=matrix.num_values + gained,
-    )
+    report = analyse(decision, rows, factored, weighting, table.spectrum, _gained_numbers(weight, shift))
     return CompressedWeight(decision, matrix, report, shift)
 
 
@@ -237,11 +237,6 @@ def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, An
 def _gained_numbers(weight: Weight, shift: Tensor | None) -> int:
     """Numbers of a bias that the layer did not have before."""
     return 0 if shift is None or weight.bias else len(shift)
-
-
-def _itemsize(weight: Weight) -> int:
-    """Bytes of one number of a weight, as the model stores it."""
-    return weight.nbytes // (weight.shape[0] * weight.shape[1])
 
 
 def measured_once(

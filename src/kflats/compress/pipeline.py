@@ -187,13 +187,8 @@ def compress_folder(
             judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
             decided, done, limit = smallest(model, named, data, measured, finished, judge, quality, seed, **sizes)
         _keep(decided, keep_statistics)
-        report = swapped(model, decided.plan, done, seed, name=_called(source))
-        report = replace(
-            report,
-            trimming=None if trimmed is None else trimmed.report,
-            model_bytes_before=report.model_bytes_before + beside,
-            model_bytes_after=report.model_bytes_after + beside,
-        )
+        report = swapped(model, decided.plan, done, seed, _called(source), beside)
+        report = report if trimmed is None else replace(report, trimming=trimmed.report)
         save_model(model, aside / weights_folder(folder).relative_to(folder))
         if trimmed is None:
             copy_companions(folder, aside)
@@ -240,11 +235,8 @@ def plan_folder(
     Raises:
         KflatsError: as ``plan``, and a folder without a model.
     """
-    budget, folder, recipes = (
-        one_budget(keep, size),
-        resolve_model(source),
-        _recipes(method, weights, whole=keep is None),
-    )
+    budget, folder = one_budget(keep, size), resolve_model(source)
+    recipes = _recipes(method, weights, whole=keep is None)
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder)
     data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)

@@ -120,6 +120,7 @@ def smallest_size(
     """
     allowed = 1 - quality
     tries: list[Try[Fitted]] = []
+    best: Try[Fitted] | None = None
     too_small = 0
     bits = _FIRST_BITS + math.log(0.01 / allowed, _FACTOR_A_BIT)
     nbytes = _bytes_of(bits, numbers, beside, most)
@@ -132,8 +133,7 @@ def smallest_size(
             too_small, nbytes = nbytes, min(2 * nbytes, most)
             continue
         tries.append(Try(nbytes, max(loss, 1e-12), fitted))
-        kept = [one for one in tries if one.loss <= allowed]
-        best = min(kept, key=lambda one: one.nbytes, default=None)
+        best = min((one for one in tries if one.loss <= allowed), key=lambda one: one.nbytes, default=None)
         if best is not None and best.loss >= _NEAR * allowed:
             return best
         # The two nearest in loss decide the line; a single one has the slope of squared errors.
@@ -149,17 +149,16 @@ def smallest_size(
         nbytes = min(max(round(nearest[0].nbytes + step), floor), most)
         if any(abs(nbytes - one.nbytes) < 0.002 * one.nbytes for one in tries):
             break
-    kept = [one for one in tries if one.loss <= allowed]
     if not tries:
         attempt(nbytes)  # raises what is wrong with every size
-    if not kept:
+    if best is None:
         least = min(tries, key=lambda one: one.loss)
         raise KflatsError(
             f"no size below the original's keeps a quality of {quality}",
             cause=f"at {least.nbytes:,} bytes the outputs keep {1 - least.loss:.4f}",
             hint="a lower quality, or a size",
         )
-    return min(kept, key=lambda one: one.nbytes)
+    return best
 
 
 def _bytes_of(bits: float, numbers: int, beside: int, most: int) -> int:

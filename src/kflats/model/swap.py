@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from kflats.codecs.streams import decode
 from kflats.common.errors import KflatsError
+from kflats.matrices.base import with_rows
 from kflats.matrices.layers import (
     FactoredConv2d,
     FactoredEmbedding,
@@ -156,17 +157,13 @@ def _take(model: nn.Module, layer: FactoredLayer, matrix: Matrix) -> None:
         layer._parameters["bias"] = bias  # the parameters of an owner are now those of the new matrix
         layer.out_features = matrix.shape[0]
     if bias is not None and bias.shape[0] != matrix.shape[0]:
-        longer = nn.Parameter(_resized_bias(bias.detach(), matrix.shape[0]), requires_grad=bias.requires_grad)
+        resized = with_rows(bias.detach().unsqueeze(1), matrix.shape[0]).squeeze(1)
+        longer = nn.Parameter(resized, requires_grad=bias.requires_grad)
         for module in model.modules():  # BERT has its bias under two names
             module._parameters.update({key: longer for key, p in module._parameters.items() if p is bias})
     padding = layer.padding_idx if isinstance(layer, FactoredEmbedding) else None
     if padding is not None and padding >= matrix.shape[0]:
         layer.padding_idx = None
-
-
-def _resized_bias(bias: Tensor, size: int) -> Tensor:
-    extra = size - bias.shape[0]
-    return bias[:size].clone() if extra <= 0 else torch.cat([bias, bias.mean().expand(extra)])
 
 
 _REMOVED = "_kflats_removed_ties"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import isfinite
 
@@ -184,21 +183,15 @@ def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tup
     >>> sorted({type(candidate.codec).__name__ for candidate in candidates(Recipe(Auto()), table)})
     ['Float', 'Integer', 'Transform']
     """
+    ways = [recipe]
+    if recipe.chooses:
+        offers = (offer for codec in CODECS.all_kinds() for offer in codec.automatic(table.rows.shape))
+        ways = [replace(recipe, method=method, codec=codec) for method, codec in offers]
     listed = [
         candidate
-        for one in alternatives(recipe, table.rows.shape)
+        for one in ways
         if not (pairs_only and (one.is_coded or one.method.produces == "clusters"))
         and table.weighting.kinds <= one.codec.accepts(one.method)
         for candidate in one.codec.candidates(one.method, table)
     ]
     return tuple(one for one in listed if 0 < one.nbytes < table.nbytes and isfinite(one.error))
-
-
-def alternatives(recipe: Recipe, shape: tuple[int, int]) -> Iterator[Recipe]:
-    """The recipe; or, if its method chooses, the recipes that the codecs offer a weight of this shape."""
-    if not recipe.chooses:
-        yield recipe
-        return
-    for codec in CODECS.all_kinds():
-        for method, value in codec.automatic(shape):
-            yield replace(recipe, method=method, codec=value)

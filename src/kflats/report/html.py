@@ -13,7 +13,6 @@ import base64
 import io
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +26,15 @@ REPORT_PAGE = "report.html"
 _DRAWN = 8  # weights that get a section of their own, largest first: a page of every linear layer would be very long
 _LISTED = 200  # bands in a table
 _SIZE, _DPI = (4.8, 3.1), 200  # inches: small, so that the text is readable at a width of 350 px
-_INK, _ACCENT, _MUTED = "#1f2933", "#3b66b0", "#a9b4c2"
+_INK, _ACCENT = "#1f2933", "#3b66b0"
 _STYLE: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#d9dee5"}
 _STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "text.color": _INK}
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A finished picture: file name stem, title, text alternative, and PNG bytes."""
+    """A finished picture: text alternative, and PNG bytes."""
 
-    stem: str
-    title: str
     alt: str
     png: bytes
 
@@ -76,69 +73,35 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
 def _write(report: Report, template: Any, folder: Path) -> None:
     factored = [(place, w) for place, w in enumerate(report.weights, start=1) if not w.dense]
     largest = sorted(sorted(factored, key=lambda item: -item[1].bytes_before)[:_DRAWN])
-    summary = overview(report)
     sections = [{"weight": w, "picture": spectrum(w), "bands": w.bands[:_LISTED]} for _, w in largest]
-    hidden = len(factored) - len(largest)
-    page = template.render(report=report, summary=summary, sections=sections, share=share, hidden=hidden)
-    files = {summary.stem: summary}
+    page = template.render(report=report, sections=sections, share=share, hidden=len(factored) - len(largest))
     for (place, weight), section in zip(largest, sections, strict=True):
         # A weight's name comes from a file, so only plain characters enter a file name.
         name = re.sub(r"[^A-Za-z0-9_]+", "-", weight.name).strip("-")[:60]
         if isinstance(picture := section["picture"], Picture):
-            files[f"{place}-{name}-{picture.stem}"] = picture
-    for stem, picture in files.items():
-        (folder / f"{stem}.png").write_bytes(picture.png)
+            (folder / f"{place}-{name}-spectrum.png").write_bytes(picture.png)
     (folder / REPORT_PAGE).write_text(page, encoding="utf-8", errors="backslashreplace")
-
-
-def overview(report: Report) -> Picture:
-    """Sizes before and after of the named weights and of the whole model."""
-    names = ("named weights", "whole model")
-    before = (report.bytes_before, report.model_bytes_before)
-    after = (report.bytes_after, report.model_bytes_after)
-    sizes = zip(names, before, after, strict=True)
-    alt = "; ".join(f"{name}: {size(b)} before, {size(a)} after ({share(a, b)})" for name, b, a in sizes)
-
-    def draw(axes: Any) -> None:
-        for shift, totals, colour in ((-0.2, before, _MUTED), (0.2, after, _ACCENT)):
-            bars = axes.barh([shift, 1 + shift], [total / 1e6 for total in totals], 0.36, color=colour)
-            axes.bar_label(bars, list(map(size, totals)), padding=3)
-        axes.set_yticks((0, 1), [name.replace(" ", "\n") for name in names])
-        axes.invert_yaxis()
-        axes.margins(x=0.2)
-        axes.set_xlabel("MB, before (grey) and after (blue)")
-
-    return _picture("size", "Size before and after", alt, draw)
 
 
 def spectrum(weight: WeightReport) -> Picture | None:
     """The spectrum of one weight with its mean rank; None without a spectrum."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     values = [max(v, 0.0) for v in weight.spectrum]
     if not any(values):
         return None
-    alt = (
-        f"Line on a logarithmic scale: {len(values)} eigenvalues from {number(values[0])} down to {number(values[-1])}"
-    )
-
-    def draw(axes: Any) -> None:
-        floor = max(max(values) * 1e-9, 1e-300)
+    floor, png = max(max(values) * 1e-9, 1e-300), io.BytesIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
+        axes = figure.subplots()
         axes.semilogy(range(1, len(values) + 1), [max(v, floor) for v in values], color=_ACCENT)
         if weight.bands:
             axes.axvline(weight.mean_rank, color=_INK, linestyle="--", label=f"mean rank {weight.mean_rank:.0f}")
             axes.legend(frameon=False)
         axes.set_xlabel("direction")
         axes.set_ylabel("share of the weighted sum of squares")
-
-    return _picture("spectrum", "Spectrum of the weighted Gram matrix", alt, draw)
-
-
-def _picture(stem: str, title: str, alt: str, draw: Callable[[Any], None]) -> Picture:
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
-    png = io.BytesIO()
-    with rc_context(_STYLE):
-        figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
-        draw(figure.subplots())
         figure.savefig(png, format="png", metadata={"Software": None})
-    return Picture(stem, title, f"{title}. {alt}.", png.getvalue())
+    ends = f"{number(values[0])} down to {number(values[-1])}"
+    alt = f"Spectrum of the weighted Gram matrix: {len(values)} eigenvalues from {ends}, on a logarithmic scale."
+    return Picture(alt, png.getvalue())

@@ -16,10 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import call, number, share, size, visible
+from kflats.common.formatting import call, number, size, visible
 from kflats.evaluation.proof import COLUMNS, Proof
 from kflats.io.atomic import manifest_follows, replaced
-from kflats.report.report import REPORT_FILE, Report, TrimReport
+from kflats.report.report import REPORT_FILE, Report, TrimReport, before_after
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- kflats: begin -->", "<!-- kflats: end -->"
@@ -67,7 +67,7 @@ def trimmed_card(report: TrimReport, files: tuple[int, int], base_model: str | N
     head, body = split(original)
     head = with_tag(head, "kflats")
     head = head if base_model is None else with_value(head, "base_model", base_model)
-    rows = [_sizes("weight files", files), *report.rows()]
+    rows = [["weight files", *before_after(*files)], *report.rows()]
     lines = [
         "# Vocabulary trimmed by kflats",
         "",
@@ -195,10 +195,10 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
     named = (report.bytes_before, report.bytes_after)
     start = report.model_bytes_before + (0 if trimmed is None else trimmed.saved)
     memory = sum(w.bytes_after if w.memory_bytes is None else w.memory_bytes for w in report.weights)
-    sizes = [_sizes("weight files", files), _sizes("all tensors", (start, report.model_bytes_after))]
+    sizes = [["weight files", *before_after(*files)], ["all tensors", *before_after(start, report.model_bytes_after)]]
     sizes += [] if trimmed is None else trimmed.rows()[:1]
-    sizes.append(_sizes("compressed weights" + ("" if trimmed is None else ", after trimming"), named))
-    sizes += [_sizes("the same in memory", (named[0], memory))] if memory != named[1] else []
+    sizes.append(["compressed weights" + ("" if trimmed is None else ", after trimming"), *before_after(*named)])
+    sizes += [["the same in memory", *before_after(named[0], memory)]] if memory != named[1] else []
     weights = [
         [
             w.name,
@@ -264,10 +264,6 @@ def _measured(proof: Proof) -> str:
     return "\n".join(
         [_MEASURED, *_table(COLUMNS, proof.rows()), "", proof.outputs.summary, "", *outputs, "", note, _AFTER]
     )
-
-
-def _sizes(name: str, pair: tuple[int, int]) -> list[str]:
-    return [name, size(pair[0]), size(pair[1]), share(pair[1], pair[0])]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

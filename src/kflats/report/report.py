@@ -124,12 +124,6 @@ class WeightReport:
         return self.stored not in ("factors", "integers")
 
     @property
-    def bits(self) -> float:
-        """Stored bits for each number of the original."""
-        n, d = self.shape
-        return 8 * self.bytes_after / (n * d)
-
-    @property
     def full_rank(self) -> int:
         """The largest rank that the weight can have."""
         return min(self.shape)
@@ -148,7 +142,7 @@ class WeightReport:
         if self._whole:
             return self.stored
         if self.stored == "integers":
-            return f"{number(self.bits)} bits"
+            return f"{number(8 * self.bytes_after / math.prod(self.shape))} bits"
         if not self.bands:
             return "-"
         return f"{number(self.mean_rank)} of {self.full_rank}"
@@ -215,7 +209,7 @@ class Report:
                 w.name,
                 str(w.method.get("type", "?")) + (f" k={w.method['k']}" if "k" in w.method else ""),
                 str(w.importance.get("type", "?")),
-                *_before_after(w.bytes_before, w.bytes_after),
+                *before_after(w.bytes_before, w.bytes_after),
                 w.kept,
                 number(w.error),
                 number(w.svd_error),
@@ -229,8 +223,8 @@ class Report:
         columns += ["own norm", "own error", "SVD's own"] if self.has_own else []
         blank = [""] * (len(columns) - 6)
         totals = [
-            ["named weights", "", "", *_before_after(self.bytes_before, self.bytes_after), *blank],
-            ["whole model", "", "", *_before_after(self.model_bytes_before, self.model_bytes_after), *blank],
+            ["named weights", "", "", *before_after(self.bytes_before, self.bytes_after), *blank],
+            ["whole model", "", "", *before_after(self.model_bytes_before, self.model_bytes_after), *blank],
         ]
         parts = [
             f"{visible(self.model)}: budget {visible(self.budget)}, seed {self.seed}, kflats {visible(self.version)}",
@@ -262,7 +256,8 @@ def _own_columns(weight: WeightReport) -> list[str]:
     return ["-"] * 3 if own is None else [own.norm, number(own.error), number(own.svd_error)]
 
 
-def _before_after(before: int, after: int) -> list[str]:
+def before_after(before: int, after: int) -> list[str]:
+    """Two sizes and their ratio, as text."""
     return [size(before), size(after), share(after, before)]
 
 
@@ -313,8 +308,8 @@ class TrimReport:
         """Entries, sizes and tokens as text: before, after, and their ratio."""
         before, after = self.entries
         rows = [["vocabulary entries", f"{before:,}", f"{after:,}", share(after, before)]]
-        rows.append(["token tables, heads", *_before_after(*self.table_bytes)])
-        rows.append(["whole model", *_before_after(*self.model_bytes)])
+        rows.append(["token tables, heads", *before_after(*self.table_bytes)])
+        rows.append(["whole model", *before_after(*self.model_bytes)])
         if (texts := self.segmentation) is not None:
             before, after = texts.tokens_before, texts.tokens_after
             rows.append(["tokens of the texts", f"{before:,}", f"{after:,}", share(after, before)])
@@ -380,11 +375,14 @@ def _read(tokenizer: Tokenizer, batch: list[str]) -> Iterator[tuple[list[int], l
 _CUT_OFF = "the fit reached its limit of iterations (max_iterations)"
 
 
-def analyse(decision: Decision, rows: Rows, factored: Factored, weighting: Weighting, tails: Tensor) -> WeightReport:
+def analyse(
+    decision: Decision, rows: Rows, factored: Factored, weighting: Weighting, tails: Tensor, gained: int = 0
+) -> WeightReport:
     """Measure ``factored`` against its ``rows`` under ``weighting``.
 
     Args:
         tails: the squared error of the weighted SVD of every rank.
+        gained: numbers of a bias that the layer did not have before.
     """
     matrix, weight = factored.matrix, decision.weight
     n, d = rows.shape
@@ -405,9 +403,9 @@ def analyse(decision: Decision, rows: Rows, factored: Factored, weighting: Weigh
         stored = str(decision.recipe.torch_dtype(weight.dtype)).removeprefix("torch.")
     return replace(
         left_dense(decision),
-        bytes_after=factored.nbytes,
-        memory_bytes=matrix.memory_bytes,
-        values_after=matrix.num_values,
+        bytes_after=factored.nbytes + gained * weight.nbytes // (n * d),
+        memory_bytes=matrix.memory_bytes + gained * weight.nbytes // (n * d),
+        values_after=matrix.num_values + gained,
         error=error,
         error_unweighted=_ratio(dist2.sum(), norm2.sum()),
         svd_error=_ratio(tails[rank], tails[0]),

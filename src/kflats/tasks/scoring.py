@@ -90,13 +90,7 @@ def perplexity(total_loss: float, predictions: int) -> float:
 
 
 METRICS: dict[str, Callable[[Any, Any], float]] = {
-    "accuracy": accuracy,
-    "f1": f1,
-    "matthews": matthews,
-    "pearson": pearson,
-    "spearman": spearman,
-    "pearson_spearman": pearson_spearman,
-    "entity_f1": entity_f1,
+    metric.__name__: metric for metric in (accuracy, f1, matthews, pearson, spearman, pearson_spearman, entity_f1)
 }
 """Metrics by name, each (predicted, true) -> float, higher is better. ``perplexity`` needs sums of losses instead."""
 
