@@ -168,7 +168,7 @@ def test_a_plain_folder_keeps_what_a_layer_gained(tmp_path: Path) -> None:
 
     biased = Model()
     biased.second = nn.Linear(8, 5)
-    with pytest.raises(KflatsError, match="a bias beside its own"):
+    with pytest.raises(KflatsError, match="gets a bias beside its own"):
         kflats.load_(biased, tmp_path)
 
 

@@ -260,7 +260,7 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
         ({"calibration": "one text"}, "not one string"),
         ({"calibration": {"input": torch.ones(1)}}, "not one batch"),
         ({"calibration": [3]}, "expected texts or batches .* found int"),
-        ({"calibration": ["text", {"input": torch.ones(1)}]}, "calibration data holds a dict"),
+        ({"calibration": ["text", {"input": torch.ones(1)}]}, "calibration data holds texts and batches"),
         ({"calibration": ["text"]}, "need the model's tokenizer"),
         ({"calibration": ["text"], "samples": "many"}, "'many' samples"),
         ({"calibration": Path("texts.txt")}, r"not .*Path\('texts.txt'\)"),

@@ -205,9 +205,8 @@ class Judge:
         items = self._items if tokenizer is None else self._retokenized(compressed, tokenizer)
         after, sample = self._answers(compressed, items)
         if after.shape != self._expected.shape:
-            raise KflatsError(
-                f"outputs of shapes {tuple(after.shape)} and {tuple(self._expected.shape)} cannot be compared",
-                cause="the second model is not a compressed version of the first",
+            raise _unlike(
+                f"outputs of shapes {tuple(after.shape)} and {tuple(self._expected.shape)} cannot be compared"
             )
         losses, measures = _compared(self.kind, self._expected, after, self._targets)
         counts = sample.bincount(minlength=len(items))
@@ -281,10 +280,7 @@ class Judge:
                 else:
                     output = task_output(run(model, batch))
                 if output is None:
-                    raise KflatsError(
-                        f"{type(model).__name__} gives no logits, and the original does",
-                        cause="the second model is not a compressed version of the first",
-                    )
+                    raise _unlike(f"{type(model).__name__} gives no logits, and the original does")
                 for i, one in zip(picked, output.float(), strict=True):
                     rows[i] = self._rows(one, items[i].places).cpu()
         counts = torch.tensor([len(own) for own in rows])
@@ -304,6 +300,10 @@ class Judge:
             output = output.unsqueeze(0)
         logs = (output if places is None else output[places.to(output.device)]).log_softmax(-1)
         return logs.clamp_min(_LEAST)
+
+
+def _unlike(symptom: str) -> KflatsError:
+    return KflatsError(symptom, cause="the second model is not a compressed version of the first")
 
 
 def _compared(
@@ -473,10 +473,7 @@ def fidelity_of(a: Tensor, b: Tensor, rare: tuple[Tensor, ...] | None = None) ->
         KflatsError: vectors of different lengths.
     """
     if a.shape != b.shape:
-        raise KflatsError(
-            f"vectors of {a.shape[1]} and of {b.shape[1]} numbers cannot be compared",
-            cause="the second model is not a compressed version of the first",
-        )
+        raise _unlike(f"vectors of {a.shape[1]} and of {b.shape[1]} numbers cannot be compared")
     cosines = (a * b).sum(1)
     return Fidelity(
         mean_cosine=float(cosines.mean()),

@@ -243,16 +243,11 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
                 )
             continue
         weight = weights[name]
-        shape = module.empty.shape if module.matrix_rows == "in_features" else module.empty.shape[::-1]
-        if shape != weight.shape:
-            raise KflatsError(
-                f"{module.name!r} is {shape[0]} x {shape[1]} in the file, but {weight.shape[0]} x {weight.shape[1]} "
-                "in the model",
-                cause="the config was edited, or belongs to another model",
-                hint="restore the folder, or compress again",
-            )
+        if difference := _difference(model, module, weight):
+            cause = "the config was edited, or belongs to another model"
+            hint = "restore the folder, or compress again"
+            raise KflatsError(f"{module.name!r} {difference}", cause=cause, hint=hint)
         _check_places(model, module, weight, strict=strict)
-        _check_layer(model, module, weight)
         matches.append((weight, module))
     if len({weight.name for weight, _ in matches}) != len(matches):
         raise KflatsError("two factored modules of the file are one weight of the model", cause=DAMAGED)
@@ -288,19 +283,16 @@ def _check_places(model: nn.Module, module: Module, weight: Weight, *, strict: b
         )
 
 
-def _check_layer(model: nn.Module, module: Module, weight: Weight) -> None:
+def _difference(model: nn.Module, module: Module, weight: Weight) -> str:
+    """How the layer in the file differs from that of the model; "" if it does not."""
+    shape = module.empty.shape if module.matrix_rows == "in_features" else module.empty.shape[::-1]
     layer = model.get_submodule(weight.name)
     here = (layer.in_channels, *layer.kernel_size) if isinstance(layer, nn.Conv2d) else None
+    if shape != weight.shape:
+        return f"is {shape[0]} x {shape[1]} in the file, but {weight.shape[0]} x {weight.shape[1]} in the model"
     if (there := module.places[0].kernel) != here:
-        raise KflatsError(
-            f"{module.name!r} has {there or 'no kernel'} as its kernel in the file, "
-            f"but {here or 'no kernel'} in the model",
-            cause="it was saved from another architecture",
-        )
-    if module.gained_bias and weight.bias:
-        raise KflatsError(
-            f"the file gives {module.name!r} a bias beside its own", cause="the model was built with another config"
-        )
+        return f"has {there or 'no kernel'} as its kernel in the file, but {here or 'no kernel'} in the model"
+    return "gets a bias beside its own" if module.gained_bias and weight.bias else ""
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -115,11 +115,7 @@ class CalibrationData:
         texts = [item for item in items if isinstance(item, str)]
         batches = [item for item in items if not isinstance(item, str)]
         if texts and batches:
-            raise KflatsError(
-                f"calibration data holds a {type(batches[0]).__name__} beside texts",
-                cause="neither texts nor batches for model(**batch)",
-                hint="texts alone, or batches alone",
-            )
+            raise KflatsError("calibration data holds texts and batches", hint="texts alone, or batches alone")
         if batches:
             return batches
         if self.tokenizer is None:
