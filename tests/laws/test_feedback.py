@@ -31,6 +31,24 @@ def gram(size: int, seed: int, *, rank: int | None = None) -> torch.Tensor:
     return rows.T @ rows / len(rows)
 
 
+def damp(metric: torch.Tensor, share: float) -> torch.Tensor:
+    return metric + share * metric.diagonal().mean() * torch.eye(len(metric), dtype=metric.dtype)
+
+
+def test_damping_keeps_errors_out_of_directions_that_data_did_not_show() -> None:
+    """Grams of half as many samples as directions: what is lost under those of many samples."""
+    pytest.importorskip("constriction")
+    n, d = 96, 96
+    rows = TensorRows(normal(n, d).float())
+    few, many = (Weighting(left=gram(n, 1, rank=k), right=gram(d, 2, rank=k)) for k in (n // 2, 100 * n))
+    lost = []
+    for damping in (1e-4, 0.3):
+        problem = Problem(rows, n * d // 3, 4, few)
+        made = Feedback(damping=damping).encode(KeepDense(), problem, torch.float32)
+        lost.append(weighted_error(rows, made.matrix, many).error)
+    assert lost[1] < 0.5 * lost[0]
+
+
 def normal(n: int, d: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -264,19 +282,23 @@ def test_gaussian_numbers_are_near_the_bound(bits: float) -> None:
     assert used - bound_bits(spectrum, lost) < 0.33
 
 
+@pytest.mark.parametrize("damping", [0.0, 0.5])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_candidates_lose_what_they_say(dtype: torch.dtype) -> None:
+def test_candidates_lose_what_they_say(dtype: torch.dtype, damping: float) -> None:
+    """Under the damped Grams, of which they speak."""
     pytest.importorskip("constriction")
+    codec = Feedback(damping=damping)
     n, d = 96, 128
     matrix, weighting = normal(n, d).to(dtype), Weighting(left=1e-6 * gram(n, 1), right=gram(d, 2))
     rows = TensorRows(matrix.float())
     table = Table(rows, weighting, dtype, SVD().spectrum(rows, weighting))
-    found = sorted(Feedback().candidates(KeepDense(), table), key=lambda one: one.nbytes)
+    found = sorted(codec.candidates(KeepDense(), table), key=lambda one: one.nbytes)
     assert len(found) > 10
     assert [one.error for one in found] == sorted((one.error for one in found), reverse=True)
     for one in found[len(found) // 4 :: len(found) // 4]:
-        made = FEEDBACK.encode(Problem(rows, one.nbytes, dtype.itemsize, weighting), dtype)
-        error = weighted_error(matrix.float(), made.matrix, weighting).error
+        made = codec.encode(KeepDense(), Problem(rows, one.nbytes, dtype.itemsize, weighting), dtype)
+        damped = Weighting(left=damp(weighting.left, damping), right=damp(weighting.right, damping))
+        error = weighted_error(matrix.float(), made.matrix, damped).error
         assert 0.75 * one.error < error < 1.2 * one.error
     diagonal = Weighting(left=torch.ones(n), right=torch.ones(d))
     for nothing_coupled in (Weighting(), diagonal):

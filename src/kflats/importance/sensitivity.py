@@ -137,15 +137,14 @@ class KroneckerFisher(Importance):
 
     Args:
         centred: the bias, which reads a constant input, takes the part of the error that it can take.
-        damping: share of each Gram's mean diagonal that is added to its diagonal. A few hundred texts do not show all
-            directions, and a code with error feedback moves its errors into those that they do not show. Chosen on
-            sentences of CoLA (dev) and paragraphs of WikiText-2 (valid).
+        damping: share of each Gram's mean diagonal that is added to its diagonal, for directions that a few hundred
+            texts do not show. Chosen on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid).
 
     Choose it for linear layers: among the closed forms it loses least, and its values can be compared between layers.
     """
 
     centred: bool = True
-    damping: float = 0.2
+    damping: float = 0.05
     unreached: Unreached = "refuse"
 
     needs: ClassVar[frozenset[str]] = frozenset({"fisher_gram", "output_gram"})

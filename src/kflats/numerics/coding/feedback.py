@@ -59,8 +59,11 @@ class Side:
     couplings: Tensor | None
 
 
-def side_of(gram: Tensor | None, size: int) -> Side:
+def side_of(gram: Tensor | None, size: int, damping: float = 0.0) -> Side:
     """The factor of a Gram (k, k), of a diagonal (k,), or of the identity. A Gram of zeros counts as the identity.
+
+    Args:
+        damping: share of a Gram's mean diagonal that is added to its diagonal; nothing is added to a diagonal alone.
 
     Raises:
         KflatsError: a Gram that is not finite, or has a negative direction.
@@ -85,6 +88,7 @@ def side_of(gram: Tensor | None, size: int) -> Side:
     order = torch.argsort(diagonal, stable=True)
     most_first = order.flip(0)
     sorted_gram = gram[most_first][:, most_first]
+    sorted_gram.diagonal().add_(damping * float(diagonal.mean()))
     for power in range(_JITTERS):
         sorted_gram.diagonal().add_((0.0 if power == 0 else _JITTER * 10**power) * float(diagonal.mean()))
         factor, failed = torch.linalg.cholesky_ex(sorted_gram)
