@@ -37,6 +37,12 @@ def seconds(function: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
+def resident(key: str) -> int:
+    """Bytes of this process now ("VmRSS"), at its largest ("VmHWM"), or of no file ("RssAnon"); Linux only."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(status.split(f"{key}:")[1].split()[0])
+
+
 def median_pair(ours: Callable[[], object], baseline: Callable[[], object], rounds: int) -> tuple[float, float, float]:
     """Median seconds of both and the median of the paired ratios; both take turns."""
     theirs, own = take_turns({"baseline": baseline, "ours": ours}, rounds)
@@ -92,7 +98,7 @@ def kept(folder: str | Path, about: object, make: Callable[[], dict[str, Any]]) 
     if folder and file.is_file():
         return dict(json.loads(file.read_text(encoding="utf-8")))
     found = make()
-    print(about, found, flush=True)
+    print(f"{about!s:.200}", found, flush=True)
     if folder:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(found), encoding="utf-8")

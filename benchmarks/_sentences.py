@@ -18,12 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from kflats import read_texts
-from kflats.calibration.counting import text_batches
+from kflats.calibration.counting import count_tokens, text_batches, zipf_prior
 from kflats.common.sentences import undo_marks
 from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
 from kflats.evaluation.outputs import Fidelity, fidelity_of, load_tokenizer
 from kflats.evaluation.running import encode, rare_words
+from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight, find_weights
 from kflats.tasks.batches import load_examples
 from kflats.tasks.scoring import spearman
@@ -66,6 +67,13 @@ def paragraphs(split: str, count: int = 300) -> list[str]:
     assert folder is not None
     lines = read_texts(folder / "wikitext2" / f"{split}.txt.gz")
     return [text for text in undo_marks(lines)[0] if len(text.split()) >= 60][:count]
+
+
+def token_rows(rows: int, texts: Sequence[str] | None = None) -> Measured:
+    """How often the packaged tokenizer's first ``rows`` tokens occur: by its Zipf prior, and counted in ``texts``."""
+    tokenizer = load_tokenizer(packaged_model())
+    counts = None if texts is None else count_tokens(texts, tokenizer, rows)
+    return Measured(rows, counts, zipf_prior(tokenizer, rows))
 
 
 def labelled_batches(samples: int, batch: int, length: int) -> list[dict[str, Tensor]]:

@@ -14,37 +14,28 @@ import time
 import torch
 from _common import arguments, embedding_table, publish
 from _common import table as rendered
+from _sentences import token_rows
+from frontier.baseline import Coded
 from frontier.baselines import Absmax, Rotated
 from gaussian_bound import bound_bits
 from torch import Tensor
 
-from kflats.calibration.counting import zipf_prior
 from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
-from kflats.demo import packaged_model
-from kflats.evaluation.outputs import load_tokenizer
 from kflats.importance import ZipfPrior
-from kflats.importance.protocol import Measured
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
-
-
-def error_share(found: Tensor, table: Tensor, weights: Tensor) -> float:
-    """sum w |a - a^|^2 / sum w |a|^2."""
-    w = weights.unsqueeze(1)
-    return float((w * (found - table).double().square()).sum() / (w * table.double().square()).sum())
 
 
 def main() -> None:
     options = arguments(__doc__, bits="4,3,2,1.5,1,0.7,0.5")
     table = embedding_table()
     n, d = table.shape
-    prior = zipf_prior(load_tokenizer(packaged_model()), n)
-    zipf = ZipfPrior().weigh(Measured(n, prior=prior)).left
+    zipf = ZipfPrior().weigh(token_rows(n)).left
     lines = []
 
     def add(name: str, label: str, size: float, made: Tensor, weights: Tensor, **more: object) -> None:
-        error = error_share(made, table, weights)
+        error = Coded(label, made, 0).error(table, weights)
         bound = bound_bits(spectrum, error, weights)
         line = {"weights": name, "code": label, "bits per weight": f"{size:.3f}", "error": f"{error:.5f}"}
         line |= {"bound, bits": f"{bound:.3f}", "above": f"{size - bound:.3f}", "in memory": f"{size:.2f}"}

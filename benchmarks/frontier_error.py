@@ -30,19 +30,16 @@ from typing import Any
 
 import torch
 from _common import arguments, embedding_table, kept, markdown, publish
-from _sentences import sentences
+from _sentences import sentences, token_rows
 from frontier.baseline import Baseline
 from frontier.baselines import Half, Transformed
 from frontier.sweeps import FAMILIES, sweep
 from gaussian_bound import bound_error
 from torch import Tensor
 
-from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.common.errors import KflatsError
-from kflats.demo import packaged_model
-from kflats.evaluation.outputs import load_tokenizer
 from kflats.importance import TokenCounts
-from kflats.importance.protocol import Measured, Weighting
+from kflats.importance.protocol import Weighting
 
 FIXED = ("fp16", "absmax rows", "absmax groups", "torchao", "rotation")
 """Families whose sizes cannot be chosen."""
@@ -179,9 +176,8 @@ def main() -> None:
 
 def loaded(rows: int) -> tuple[Tensor, Tensor]:
     """The table and how much its rows count by WikiText-2; ``rows`` of them, evenly spaced, for a trial."""
-    table, tokenizer = embedding_table(), load_tokenizer(packaged_model())
-    counts = count_tokens(sentences("wikitext2"), tokenizer, len(table))
-    weights = TokenCounts().weigh(Measured(len(table), counts, zipf_prior(tokenizer, len(table)))).left
+    table = embedding_table()
+    weights = TokenCounts().weigh(token_rows(len(table), sentences("wikitext2"))).left
     chosen = torch.arange(len(table)) if not rows else torch.arange(rows) * len(table) // rows
     return table[chosen].contiguous(), weights[chosen]
 

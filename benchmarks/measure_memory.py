@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import gc
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import transformers.models.bert.modeling_bert  # noqa: F401  imported before memory is counted
-from _common import arguments, markdown, publish
+from _common import arguments, markdown, publish, resident
 from _sentences import classifier, labelled_batches
 
 from kflats.calibration.accumulators import Accumulator
@@ -78,14 +77,6 @@ def one(case: str, samples: int, batch: int, length: int) -> dict[str, int]:
     held = {id(p): p for p in (*model.parameters(), *model.buffers())}.values()
     model_bytes = sum(p.numel() * p.element_size() for p in held)
     return {"model": model_bytes, "sums": min(sums, allowed), "peak": resident("VmHWM") - before}
-
-
-def resident(key: str) -> int:
-    """Bytes of this process' resident set now (VmRSS) or at its largest (VmHWM)."""
-    status = Path("/proc/self/status").read_text(encoding="ascii")
-    found = re.search(rf"{key}:\s+(\d+) kB", status)
-    assert found is not None
-    return 1024 * int(found[1])
 
 
 if __name__ == "__main__":

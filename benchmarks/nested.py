@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import torch
 from _common import arguments, embedding_table, markdown, publish
+from _sentences import token_rows
 
-from kflats.calibration.counting import zipf_prior
-from kflats.demo import packaged_model
-from kflats.evaluation.outputs import load_tokenizer
 from kflats.importance import ZipfPrior
-from kflats.importance.protocol import Measured, Weighting
+from kflats.importance.protocol import Weighting
 from kflats.methods import SVD, Flats, Problem, row_errors
 from kflats.numerics.rows import TensorRows
 
@@ -32,9 +30,7 @@ def main() -> None:
     options = arguments(__doc__, only="")
     rows = TensorRows(embedding_table())
     n, d = rows.shape
-    prior = zipf_prior(load_tokenizer(packaged_model()), n)
-    measured = Measured(n, prior=prior)
-    zipf = ZipfPrior(power=1, floor=0.1).weigh(measured)
+    zipf = ZipfPrior(power=1, floor=0.1).weigh(token_rows(n))
     settings = {
         "Zipf, 50 %": (zipf, 0.5),
         "Zipf, 80 %": (zipf, 0.8),

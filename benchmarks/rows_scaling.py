@@ -19,21 +19,13 @@ import time
 from pathlib import Path
 
 import torch
-from _common import arguments, markdown, publish
+from _common import arguments, markdown, publish, resident
 
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, assign, em, squared_norms
 from kflats.numerics.rows import TensorRows, check_finite
 
 K, RANK, ITERATIONS = 10, 16, 6
-
-
-def anonymous_bytes() -> int:
-    """Resident anonymous memory of this process."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024
-    raise SystemExit("this benchmark reads /proc/self/status and runs on Linux")
 
 
 def make(path: Path, n: int, d: int) -> None:
@@ -50,11 +42,11 @@ def make(path: Path, n: int, d: int) -> None:
 
 def child(path: str, n: int, d: int) -> None:
     """Fit, and print microseconds a row and the peak of anonymous memory."""
-    base, peak, done = anonymous_bytes(), [0], threading.Event()
+    base, peak, done = resident("RssAnon"), [0], threading.Event()
 
     def watch() -> None:
         while not done.wait(0.02):
-            peak[0] = max(peak[0], anonymous_bytes())
+            peak[0] = max(peak[0], resident("RssAnon"))
 
     thread = threading.Thread(target=watch)
     thread.start()

@@ -246,8 +246,7 @@ def row_weights_of(tokenizer: Any, rows: int, texts: Sequence[str]) -> dict[str,
     from kflats.calibration.counting import count_tokens, zipf_prior
     from kflats.importance import TokenCounts, ZipfPrior
 
-    prior = zipf_prior(tokenizer, rows)
-    measured = Measured(rows, counts=count_tokens(texts, tokenizer, rows), prior=prior)
+    measured = Measured(rows, count_tokens(texts, tokenizer, rows), zipf_prior(tokenizer, rows))
     found = {"zipf": ZipfPrior().weigh(measured).left, "counts": TokenCounts().weigh(measured).left}
     return {name: weights for name, weights in found.items() if weights is not None}
 

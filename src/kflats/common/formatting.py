@@ -156,7 +156,6 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Update]:
             logged = now
             left = bar.tasks[0].time_remaining
             rest = "" if left is None else f", {int(left) // 60}:{int(left) % 60:02} left"
-            line = f"kflats: {visible(description)}, {completed:,} of {total:,}{rest}"
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            announce(f"{description}, {completed:,} of {total:,}{rest}")
 
         yield update

@@ -68,13 +68,6 @@ def guard_resizing_(model: nn.Module, matrix: Matrix, *, places: int) -> None:
                 part.__dict__[method.__name__] = MethodType(method, part)
 
 
-def unguard_resizing_(model: nn.Module) -> None:
-    """Undo every ``guard_resizing_``."""
-    for _, part in pretrained_models(model):
-        for method in _METHODS:
-            part.__dict__.pop(method.__name__, None)
-
-
 def resize_token_embeddings(self: Any, *args: Any, **settings: Any) -> nn.Module:
     """As transformers' method of that name, for a model whose vocabulary is factored.
 
@@ -289,11 +282,11 @@ def restore_(model: nn.Module) -> None:
             shells[id(layer)] = _dense_layer_for(name, layer, tables[id(matrix)])
         _put(model, name, shells[id(layer)])
     recall_ties_(model)
-    unguard_resizing_(model)
     for _, part in pretrained_models(model):
         if is_kflats_config(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
-        part.__dict__.pop("save_pretrained", None)  # see kflats.io.saving
+        for name in ("save_pretrained", *(method.__name__ for method in _METHODS)):  # see kflats.io.saving
+            part.__dict__.pop(name, None)
 
 
 @contextmanager

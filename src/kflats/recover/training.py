@@ -86,7 +86,6 @@ def run(
         logging_strategy="epoch",
         report_to=[],
         seed=schedule.seed,
-        data_seed=schedule.seed,
         disable_tqdm=True,
         remove_unused_columns=False,
         dataloader_pin_memory=device.type != "cpu",
