@@ -124,6 +124,11 @@ class WeightReport:
         return self.stored not in ("factors", "integers")
 
     @property
+    def bits(self) -> float:
+        """Stored bits for each number of the original."""
+        return 8 * self.bytes_after / math.prod(self.shape)
+
+    @property
     def full_rank(self) -> int:
         """The largest rank that the weight can have."""
         return min(self.shape)
@@ -142,7 +147,7 @@ class WeightReport:
         if self._whole:
             return self.stored
         if self.stored == "integers":
-            return f"{number(8 * self.bytes_after / math.prod(self.shape))} bits"
+            return f"{number(self.bits)} bits"
         if not self.bands:
             return "-"
         return f"{number(self.mean_rank)} of {self.full_rank}"
