@@ -14,7 +14,8 @@ import time
 
 from _common import arguments, embedding_table, markdown, publish
 
-from kflats.methods import MESSI, SVD, Flats, KMeansSVD, Problem, row_errors
+from kflats.methods import MESSI, SVD, Flats, KMeansSVD, Problem
+from kflats.methods.matrix_error import row_errors
 from kflats.numerics.rows import TensorRows
 
 TARGETS = {20: 0.54, 40: 0.67, 50: 0.71, 60: 0.75, 80: 0.81, 90: 0.84}

@@ -14,7 +14,8 @@ from _sentences import token_rows
 
 from kflats.importance import ZipfPrior
 from kflats.importance.protocol import Weighting
-from kflats.methods import SVD, Flats, Problem, row_errors
+from kflats.methods import SVD, Flats, Problem
+from kflats.methods.matrix_error import row_errors
 from kflats.numerics.rows import TensorRows
 
 METHODS = {

@@ -27,7 +27,7 @@ from kflats.evaluation.running import batch_size, take
 from kflats.importance import InputGram, KroneckerFisher, RowFisher
 from kflats.model.weights import find_weights
 from kflats.numerics.gram import mirror_
-from kflats.numerics.statistics import GradientGram
+from kflats.numerics.statistics import Moments, gradient_rows
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
@@ -310,10 +310,10 @@ def test_gradient_grams_are_those_of_whole_gradients(positions: int, n: int, d: 
     """By positions and by neurons, whichever is cheaper; positions that no loss reads change nothing."""
     x, g = torch.randn(7, positions, n), torch.randn(7, positions, d)
     g[:, 1] = 0
-    total = GradientGram(n, torch.device("cpu"))
+    total = Moments(n, None, torch.device("cpu"))
     for start in (0, 4):
-        total.add(x[start : start + 4], g[start : start + 4])
-    gram = total.finish()
+        total.add(*gradient_rows(x[start : start + 4], g[start : start + 4]))
+    gram, _ = total.finish()
     mirror_(gram)
     gradients = torch.bmm(x.mT, g).double()
     torch.testing.assert_close(gram, (gradients @ gradients.mT).sum(0), rtol=1e-4, atol=1e-2)
@@ -586,8 +586,8 @@ def test_what_is_no_batch(batches: Any) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"input_ids": torch.tensor([[3, 10**4]])}, "token id 10000, the model's vocabulary has"),
-        ({"input_ids": torch.tensor([[3, -1]])}, "token id -1"),
+        ({"input_ids": torch.tensor([[3, 10**4]])}, "gives id 10000, but the model's vocabulary has"),
+        ({"input_ids": torch.tensor([[3, -1]])}, "gives id -1"),
         (
             {"input_ids": torch.ones(3, 4).long(), "attention_mask": torch.ones(2, 4)},
             "3 texts and attention masks of 2",

@@ -105,7 +105,7 @@ def test_the_codec_keeps_the_type_or_chooses_one(original: Any) -> None:
     expected = original if isinstance(original, torch.dtype) else getattr(torch, original.removeprefix("torch."))
     assert Float().torch_dtype(original) is expected
     assert Float("float16").torch_dtype(original) is torch.float16
-    assert Float("float32").itemsize(original) == 4
+    assert Float("float32").torch_dtype(original).itemsize == 4
 
 
 @pytest.mark.parametrize("original", ["int8", torch.uint8, "bool", "float8_e4m3fn", "nothing", "nn"])

@@ -27,9 +27,8 @@ from kflats.methods import (
     RobustSVD,
     Subspace,
     from_name,
-    row_errors,
 )
-from kflats.methods.matrix_error import norm_error
+from kflats.methods.matrix_error import norm_error, row_errors
 from kflats.numerics.loss import Huber
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.recipe import from_json, to_json

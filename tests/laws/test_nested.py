@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from kflats.common.errors import KflatsError
 from kflats.matrices.registry import FlatsMatrix
-from kflats.methods import Flats, Problem, row_errors
+from kflats.methods import Flats, Problem
+from kflats.methods.matrix_error import row_errors
 from kflats.numerics import nested
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import WeightedRows, squared_norms

@@ -12,12 +12,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kflats.codecs import Candidate, Codec, RoundedRows, RowScaleCodec, Table, scales_of
+from kflats.codecs import Candidate, Codec, RowScaleCodec, Table
 from kflats.importance import Importance, Measured, Weighting, WeightingForm
 from kflats.matrices.registry import LowRankMatrix
 from kflats.methods import ClusterMethod, Factored, KeepDense, Method, PairMethod, Problem
-from kflats.methods.coordinates import from_flats
+from kflats.methods.flats import from_flats
 from kflats.methods.protocol import largest_rank
+from kflats.numerics.coding.rounding import RoundedRows, scales_of
 from kflats.numerics.flats import FlatsFit
 from kflats.numerics.rows import Rows
 

@@ -16,12 +16,12 @@ from kflats.numerics.gram import mirror_
 from kflats.numerics.statistics import (
     COLUMN,
     ROW,
-    GradientGram,
     Moments,
     Products,
     add_lookup_squares,
     add_squares,
     add_tied_squares,
+    gradient_rows,
     nearest_product,
     wide,
 )
@@ -85,7 +85,6 @@ class Accumulator:
         lengths, sides = _kept(weight, needs)
         self._vectors = {key: torch.zeros(n, dtype=torch.float64, device=device) for key, n in lengths.items()}
         self._squares = {key: self._vectors[key] for key in (ROW, COLUMN) if key in needs}
-        self._fisher = GradientGram(sides.pop("fisher"), device) if "fisher" in sides else None
         shared = {"inputs": inputs.products, "hidden": inputs.products}
         self._moments = {key: Moments(n, shared.get(key), device) for key, n in sides.items()}
 
@@ -93,7 +92,7 @@ class Accumulator:
     def nbytes(weight: Weight, needs: frozenset[str]) -> int:
         """An upper bound of the bytes that the sums take."""
         lengths, sides = _kept(weight, needs)
-        grams = ((GradientGram if key == "fisher" else Moments).nbytes(n) for key, n in sides.items())
+        grams = (Moments.nbytes(n, 2 if key == "fisher" else 1) for key, n in sides.items())
         return 8 * sum(lengths.values()) + sum(grams)
 
     @property
@@ -130,13 +129,14 @@ class Accumulator:
         for start in range(0, samples, step):
             end = min(start + step, samples)
             g = _joined([_gradient(call)[start:end] for call in calls])
-            if self._squares or self._fisher is not None:
+            if self._squares or "fisher" in self._moments:
                 x = _joined([call.inputs(start, end) for call in calls])
                 if self._squares:
                     add_squares(self._squares, x, g)
-                if self._fisher is not None:
+                if "fisher" in self._moments:
                     # The bias is the weight's last row: it reads a constant input.
-                    self._fisher.add(torch.cat([wide(x), x.new_ones(*x.shape[:2], 1)], 2), g)
+                    with_bias = torch.cat([wide(x), x.new_ones(*x.shape[:2], 1)], 2)
+                    self._moments["fisher"].add(*gradient_rows(with_bias, g))
                     self._fisher_total += float(wide(g).square().sum(dtype=torch.float64))
             if "outputs" in self._moments:
                 self._moments["outputs"].add(_reached(g.flatten(0, 1)))
@@ -144,8 +144,6 @@ class Accumulator:
     def sums(self, samples: int) -> Sums:
         """The sums of the block of ``samples`` samples; the accumulator cannot be used afterwards."""
         tensors = self._vectors | {"fisher_total": torch.tensor(self._fisher_total, dtype=torch.float64)}
-        if self._fisher is not None:
-            tensors["fisher gram"] = self._fisher.finish()
         for key, one in self._moments.items():
             tensors[f"{key} gram"], tensors[f"{key} sum"] = one.finish()
         places = {"positions": self._positions, "head_positions": self._head_positions}

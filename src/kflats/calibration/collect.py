@@ -7,7 +7,6 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
@@ -16,7 +15,8 @@ from kflats.calibration.hooks import ALONE, ActivationRecorder, find_layouts, fr
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import Update, progress_bar, size, visible
+from kflats.common.formatting import Update, announce, progress_bar, size
+from kflats.common.texts import check_ids
 from kflats.evaluation.running import Batch, BatchValue, batch_size, device_of, run, take, to_device
 from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
@@ -103,14 +103,9 @@ def measure(
                 means |= {w.name: measured(w, wanted[w.name], sums.pop(w.name)) for w in done}
     by_name = {w.name: means[w.name] for w in weights}
     unreached = tuple(name for name, one in by_name.items() if wanted[name] and _is_unreached(one))
-    if unreached and not quiet:
-        names = ", ".join(map(visible, unreached[:5])) + (f" and {len(unreached) - 5} more" if unreached[5:] else "")
-        Console(stderr=True).print(
-            f"kflats: never reached by this data: {names}; the statistics of these weights are zero",
-            markup=False,
-            highlight=False,
-            soft_wrap=True,
-        )
+    if unreached:
+        names = ", ".join(unreached[:5]) + (f" and {len(unreached) - 5} more" if unreached[5:] else "")
+        announce(f"never reached by this data: {names}; the statistics of these weights are zero", quiet=quiet)
     samples = max(one.samples for one in by_name.values())
     return Statistics(by_name, samples, job.about, fingerprint(model), unreached)
 
@@ -239,7 +234,6 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
             f"calibration batches must be a list of dicts, not one {type(batches).__name__}",
             hint="several batches in a list",
         )
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     kept = []
     for batch in batches:
         if not isinstance(batch, Mapping):
@@ -253,13 +247,8 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
                 f"a calibration batch has {len(ids)} texts and attention masks of {len(mask)}",
                 cause="each text needs one attention mask",
             )
-        if isinstance(ids, Tensor) and ids.numel() and isinstance(vocabulary, int):
-            wrong = ids[(ids < 0) | (ids >= vocabulary)]
-            if len(wrong):
-                raise KflatsError(
-                    f"the batches hold the token id {int(wrong[0])}, the model's vocabulary has {vocabulary} entries",
-                    hint="the tokenizer of the model's own folder",
-                )
+        if isinstance(ids, Tensor) and ids.numel():
+            check_ids([[int(ids.min()), int(ids.max())]], model)
         if batch_size(batch):
             kept.append(dict(batch))
     if not kept:

@@ -14,7 +14,6 @@ from kflats.codecs.row_scales import Integer, RowScaleCodec
 from kflats.codecs.transform import Transform
 from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
-from kflats.numerics.coding.rounding import RoundedRows, scales_of
 
 __all__ = [
     "CODECS",
@@ -23,13 +22,11 @@ __all__ = [
     "Feedback",
     "Float",
     "Integer",
-    "RoundedRows",
     "RowScaleCodec",
     "Table",
     "Transform",
     "check_codec",
     "from_name",
-    "scales_of",
 ]
 
 CODECS: Registry[Codec] = Registry(

@@ -27,8 +27,8 @@ class Float(Codec):
     Raises:
         KflatsError: an unknown type.
 
-    >>> Float("bfloat16").itemsize("float32"), Float().itemsize(torch.float16)
-    (2, 2)
+    >>> Float("bfloat16").torch_dtype("float32"), Float().torch_dtype(torch.float16)
+    (torch.bfloat16, torch.float16)
     """
 
     dtype: str = "same"
@@ -45,10 +45,6 @@ class Float(Codec):
         torch.float16
         """
         return super().torch_dtype(original) if self.dtype == "same" else DTYPES[self.dtype]
-
-    def itemsize(self, original: torch.dtype | str) -> int:
-        """Bytes of one stored number."""
-        return self.torch_dtype(original).itemsize
 
     def min_bytes(self, method: Method, shape: tuple[int, int], itemsize: int, *, counts_labels: bool = True) -> int:
         """As ``Codec.min_bytes``: rank 1."""

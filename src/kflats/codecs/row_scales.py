@@ -71,28 +71,27 @@ def cluster_coordinates(matrix: Matrix) -> ClusterCoordinates:
     >>> (pair.tables[0] @ pair.bases[0]).round(decimals=6).tolist(), round(float(pair.bases[0].norm()), 6)
     ([[3.0, 4.0], [6.0, 8.0]], 1.0)
     """
-    labels, tables, flat_of, bases = _in_flats(matrix)
-    turned = [torch.linalg.qr(basis.detach().cpu().to(torch.float64).T) for basis in bases]
-    coordinates = [
-        table.detach().cpu().to(torch.float64) @ turned[flat][1].T[: table.shape[1], : table.shape[1]]
-        for table, flat in zip(tables, flat_of, strict=True)
-    ]
-    return ClusterCoordinates(labels, tuple(coordinates), flat_of, tuple(q.T.contiguous() for q, _ in turned))
-
-
-def _in_flats(matrix: Matrix) -> tuple[Tensor, Sequence[Tensor], tuple[int, ...], Sequence[Tensor]]:
-    """The labels of all rows, the coordinates and the flat of each class, and the bases, which may be oblique."""
+    flat_of: tuple[int, ...]
+    bases: Sequence[Tensor]
     if isinstance(matrix, LowRankMatrix):
-        return torch.zeros(matrix.shape[0], dtype=torch.int64), [matrix.weight], (0,), [matrix.basis]
-    if not isinstance(matrix, FlatsMatrix) or any(band.flat is None for band in matrix.bands):
+        labels, tables, flat_of = torch.zeros(matrix.shape[0], dtype=torch.int64), [matrix.weight.detach()], (0,)
+        bases = [matrix.basis]
+    elif isinstance(matrix, FlatsMatrix) and all(band.flat is not None for band in matrix.bands):
+        labels, tables = matrix.labels.cpu().to(torch.int64), tables_of(matrix.weight.detach(), matrix.bands)
+        flat_of = tuple(band.flat for band in matrix.bands if band.flat is not None)
+        bases = torch.split(matrix.basis, list(matrix.flat_ranks))
+    else:
         raise KflatsError(
             f"a matrix of kind {matrix.kind!r} cannot be coded in flats",
             cause="some of its rows have no coordinates in a flat",
             hint="Float(), or a method whose rows are all in flats",
         )
-    flats = tuple(band.flat for band in matrix.bands if band.flat is not None)
-    bases = torch.split(matrix.basis, list(matrix.flat_ranks))
-    return matrix.labels.cpu().to(torch.int64), tables_of(matrix.weight, matrix.bands), flats, bases
+    turned = [torch.linalg.qr(basis.detach().cpu().to(torch.float64).T) for basis in bases]
+    coordinates = [
+        table.cpu().to(torch.float64) @ turned[flat][1].T[: table.shape[1], : table.shape[1]]
+        for table, flat in zip(tables, flat_of, strict=True)
+    ]
+    return ClusterCoordinates(labels, tuple(coordinates), flat_of, tuple(q.T.contiguous() for q, _ in turned))
 
 
 HEADER_BYTES = 160

@@ -31,8 +31,8 @@ from kflats.common.hashing import crc32
 from kflats.common.release import needed
 from kflats.matrices.coded import CodedGeometry, CodedMatrix
 from kflats.methods.protocol import Factored
-from kflats.numerics.coding.basis import basis_contexts
 from kflats.numerics.coding.encode import context_moves
+from kflats.numerics.coding.frame import basis_contexts
 from kflats.numerics.coding.packing import Layout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, knots_up_to, nearest_knot, table_for, tables_of
 

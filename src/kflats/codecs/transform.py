@@ -142,8 +142,6 @@ def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dt
     rows, weighting = problem.rows, problem.weighting
     check_finite(rows)
     check_weights(problem.row_weights, rows.shape[0])
-    if method.produces == "pair":
-        return coded(_on_flats(rows, None, codec, problem, dtype))
     first, *others = method.flat_counts()
     best = _on_flats(rows, _labels(method, problem, first), codec, problem, dtype)
     error = weighted_error(rows, best, weighting).error if others else 0.0

@@ -145,10 +145,11 @@ def required(tokenizer: Tokenizer | None) -> Tokenizer:
 def check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None) -> None:
     """Raises KflatsError for ids beyond the vocabulary of ``model``."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    largest = max((max(row) for row in rows if len(row)), default=0)
-    if isinstance(vocabulary, int) and largest >= vocabulary:
+    if not isinstance(vocabulary, int):
+        return
+    if wrong := [i for row in rows if len(row) for i in (min(row), max(row)) if not 0 <= i < vocabulary]:
         raise KflatsError(
-            f"the tokenizer gives id {largest}, but the model's vocabulary has {vocabulary} entries",
+            f"the tokenizer gives id {wrong[0]}, but the model's vocabulary has {vocabulary} entries",
             hint="the tokenizer of the model's own folder",
         )
 

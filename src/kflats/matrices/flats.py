@@ -13,7 +13,6 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 from kflats.matrices.base import (
-    FEW,
     Matrix,
     check_rows,
     check_shape,
@@ -288,11 +287,7 @@ class FlatsMatrix(Matrix):
 
     def _sorted_rows(self, place: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) places in band order -> (t, d) rows: one gather and one product for each band that has some of them."""
-        if place.shape[0] < FEW:
-            values, order = place.sort()
-            inverse = inverse_of(order)
-        else:
-            values, inverse = distinct(place)
+        values, inverse = distinct(place)
         starts = starts_of(self.bands)
         cuts = torch.searchsorted(values, torch.tensor(starts, device=values.device, dtype=values.dtype)).tolist()
         used = [c for c in range(len(self.bands)) if cuts[c] < cuts[c + 1]] or [0]

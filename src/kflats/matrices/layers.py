@@ -275,12 +275,8 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
             )
         self.matrix_rows = matrix_rows
         self.in_channels, self.out_channels = like.in_channels, like.out_channels
-        self.kernel_size, self.stride, self.padding, self.dilation = (
-            like.kernel_size,
-            like.stride,
-            like.padding,
-            like.dilation,
-        )
+        self.kernel_size, self.stride = like.kernel_size, like.stride
+        self.padding, self.dilation = like.padding, like.dilation
         self.groups, self.padding_mode = 1, like.padding_mode
         # torch's own layout for F.pad: "same" and asymmetric paddings are worked out in it.
         self._margins: list[int] = list(like._reversed_padding_repeated_twice)

@@ -8,7 +8,6 @@ from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
 from kflats.methods.flats import Flats
 from kflats.methods.keep_dense import Auto, KeepDense
-from kflats.methods.matrix_error import row_errors
 from kflats.methods.protocol import (
     ClusterMethod,
     Factored,
@@ -39,7 +38,6 @@ __all__ = [
     "Subspace",
     "check_method",
     "from_name",
-    "row_errors",
 ]
 
 

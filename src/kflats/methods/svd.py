@@ -9,7 +9,7 @@ import torch
 
 from kflats.common.errors import KflatsError, check_arguments, is_whole
 from kflats.matrices.registry import InterpolativeMatrix, LowRankMatrix, order_dtype
-from kflats.methods.coordinates import from_flats, spent, too_few
+from kflats.methods.flats import from_flats, spent, too_few
 from kflats.methods.protocol import ClusterMethod, Factored, Method, PairMethod, Problem
 from kflats.numerics.fit import kmeans
 from kflats.numerics.flats import FlatsFit, WeightedRows, squared_norms

@@ -30,11 +30,15 @@ from kflats.numerics.flats import (
     affordable,
     assign,
     distances,
+    distances_of,
     em,
+    reweighted,
+    robust_em,
+    total_loss,
+    true_loss,
     weighted_rows,
 )
 from kflats.numerics.loss import Loss, Power, Squared, absolute, check_loss, is_relative, stages
-from kflats.numerics.robust_em import distances_of, reweighted, robust_em, total_loss, true_loss
 from kflats.numerics.rows import (
     GRAM_BLOCK,
     Rows,
@@ -68,11 +72,8 @@ def chances(scores: Tensor, size: int) -> Tensor:
     # float32 and in place: with ten million rows these vectors are the peak of the memory.
     chance = scores.to(torch.float32, copy=True)
     total = float(chance.sum(dtype=torch.float64))
-    return (
-        chance.mul_(0.5 * size / total if total > 0 else 0.0)
-        .add_((0.5 if total > 0 else 1.0) * size / n)
-        .clamp_(max=1.0)
-    )
+    chance.mul_(0.5 * size / total if total > 0 else 0.0).add_((0.5 if total > 0 else 1.0) * size / n)
+    return chance.clamp_(max=1.0)
 
 
 def draw_sample(cloud: WeightedRows, size: int, generator: torch.Generator, loss: Loss = _SQUARED) -> WeightedRows:
@@ -152,16 +153,12 @@ def greedy(cloud: WeightedRows, k: int, rank: int, generator: torch.Generator, *
         if float(chance.sum()) <= 0:  # every row already lies on a flat: any row will do
             chance = torch.ones_like(chance)
         picked = torch.multinomial(chance.cpu(), candidates, replacement=True, generator=generator).to(a.device)
-        best: tuple[float, Tensor, Tensor] | None = None
-        for row in picked:
-            basis = _local_flat(a, unit, residual, int(row), rank)
-            left = torch.minimum(residual, distances(TensorRows(a), (basis,), norms2)[:, 0])
-            score = float((left if mass is None else left * mass).sum(dtype=torch.float64))
-            if best is None or score < best[0]:
-                best = (score, basis, left)
-        assert best is not None
-        bases.append(best[1])
-        residual = best[2]
+        flats = [_local_flat(a, unit, residual, int(row), rank) for row in picked]
+        lefts = [torch.minimum(residual, distances(TensorRows(a), (flat,), norms2)[:, 0]) for flat in flats]
+        scores = [float((left if mass is None else left * mass).sum(dtype=torch.float64)) for left in lefts]
+        best = scores.index(min(scores))
+        bases.append(flats[best])
+        residual = lefts[best]
     return assign(cloud, tuple(bases)).labels
 
 

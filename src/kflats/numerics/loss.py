@@ -87,7 +87,9 @@ class Power:
         """q/2 t^(q-2), t^2 at least the share ``floor`` of the row's squared norm; 0 for rows of zeros."""
         if self.q == 2:
             return torch.ones_like(dist2)
-        return _alive(self.q / 2 * floored(dist2, norms2, floor).pow(self.q / 2 - 1), norms2)
+        weights = self.q / 2 * floored(dist2, norms2, floor).pow(self.q / 2 - 1)
+        # Rows of zeros lie on every flat: weight 0, and not the floor's enormous one.
+        return weights if norms2 is None else torch.where(norms2 > 0, weights, 0.0)
 
 
 _LEAST = 1e-30  # thresholds and their reciprocals; farther out squares vanish and float32 has no such number
@@ -250,12 +252,17 @@ def absolute(loss: Loss, dist2: Tensor, norms2: Tensor | None = None, weights: T
     return replace(loss, threshold=loss.threshold * (1.0 if nowhere else float(median.sqrt())), unit="absolute")
 
 
-def out_of_reach(loss: Truncated) -> KflatsError:
-    """The error if no row lies within the threshold, so that no row has a weight."""
-    return KflatsError(
-        f"every row is farther than {loss.threshold:.3g} from every flat",
-        hint="a larger threshold, or one in medians of distances",
-    )
+def check_reach(loss: Loss, weights: Tensor, norms2: Tensor) -> None:
+    """Refuse a truncated loss within whose threshold no row lies, so that no row has a weight.
+
+    Raises:
+        KflatsError: ``weights``, of rows of these squared norms (n,), are zeros.
+    """
+    if isinstance(loss, Truncated) and not bool((weights > 0).any()) and bool((norms2 > 0).any()):
+        raise KflatsError(
+            f"every row is farther than {loss.threshold:.3g} from every flat",
+            hint="a larger threshold, or one in medians of distances",
+        )
 
 
 def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tensor:
@@ -264,11 +271,6 @@ def floored(dist2: Tensor, norms2: Tensor | None, floor: float = FLOOR) -> Tenso
     if norms2 is None:
         return dist2.clamp_min(tiny)
     return torch.maximum(dist2, (floor * norms2).to(dist2.dtype)).clamp_min(tiny)
-
-
-def _alive(weights: Tensor, norms2: Tensor | None) -> Tensor:
-    """Rows of zeros lie on every flat: weight 0, and not the floor's enormous one."""
-    return weights if norms2 is None else torch.where(norms2 > 0, weights, 0.0)
 
 
 def _short(number: float) -> str:

@@ -48,16 +48,22 @@ class Moments:
         self._sum = torch.zeros(n, dtype=torch.float64, device=device)
         self._products = products
         self._waiting: list[Tensor] = []
+        self._others: list[Tensor] = []
         self._limit = min(_ROWS, n)
 
     @staticmethod
-    def nbytes(n: int) -> int:
-        """At most: the sums and the rows that wait."""
-        return 8 * (n * n + n) + 4 * n * min(_ROWS, n)
+    def nbytes(n: int, copies: int = 1) -> int:
+        """At most: the sums and the rows that wait, 2 ``copies`` of them where others are added with them."""
+        return 8 * (n * n + n) + 4 * copies * n * min(_ROWS, n)
 
-    def add(self, rows: Tensor) -> None:
-        """Rows (P, n), at least float32; they must not change any more."""
+    def add(self, rows: Tensor, others: Tensor | None = None) -> None:
+        """Rows (P, n), at least float32; they must not change any more.
+
+        Args:
+            others: (P, n), always or never given: sum x y' of both is then the Gram, and there is no sum x.
+        """
         self._waiting.append(rows)
+        self._others += [] if others is None else [others]
         if sum(map(len, self._waiting)) >= self._limit:
             self._flush()
 
@@ -67,54 +73,33 @@ class Moments:
         return self._gram, self._sum
 
     def _flush(self) -> None:
-        if self._waiting:
+        if self._others:
+            self._gram += lower_gram(torch.cat(self._waiting), torch.cat(self._others))
+        elif self._waiting:
             gram, total = (self._products or Products()).of(self._waiting)
             self._gram += gram
             self._sum += total
-            self._waiting = []
+        self._waiting, self._others = [], []
 
 
-class GradientGram:
-    """sum_s D_s D_s' (n, n), D_s = X_s' G_s the gradient of sample s by the weight, (n, d): positions add first.
+def gradient_rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and others whose sum x y' is sum_s D_s D_s' (n, n), D_s = X_s' G_s the gradient of sample s by the weight
+    (n, d): positions add first.
 
-    Its diagonal is the row Fisher information. With K = G_s G_s' it is X_s' K X_s, which is cheaper while positions are
-    fewer than neurons; these rows wait until there are enough for a good product.
+    The diagonal of the sum is the row Fisher information. With K = G_s G_s' it is X_s' K X_s, which is cheaper while
+    positions are fewer than neurons.
+
+    Args:
+        x: (B, T, n) what enters. g: (B, T, d) the gradient of each sample's loss by its outputs.
     """
-
-    def __init__(self, n: int, device: torch.device) -> None:
-        self._gram = torch.zeros(n, n, dtype=torch.float64, device=device)
-        self._waiting: list[tuple[Tensor, Tensor]] = []
-        self._limit = min(_ROWS, n)
-
-    @staticmethod
-    def nbytes(n: int) -> int:
-        """At most: the sum and the rows that wait."""
-        return 8 * n * n + 8 * n * min(_ROWS, n)
-
-    def add(self, x: Tensor, g: Tensor) -> None:
-        """A batch: x (B, T, n) what enters, g (B, T, d) the gradient of each sample's loss by its outputs."""
-        reached = torch.linalg.vector_norm(wide(g), dim=(0, 2)) != 0  # a loss may read one position
-        x, g = _together(wide(x[:, reached]), wide(g[:, reached]))
-        positions, n, d = x.shape[1], x.shape[2], g.shape[2]
-        if positions * (positions * (n + d) + n * n) < (positions + n) * n * d:
-            live = torch.linalg.vector_norm(g, dim=2) != 0  # padding adds nothing
-            self._waiting.append((x[live], torch.bmm(torch.bmm(g, g.mT), x)[live]))
-        else:
-            rows = torch.bmm(g.mT, x).flatten(0, 1)
-            self._waiting.append((rows, rows))
-        if sum(len(rows) for rows, _ in self._waiting) >= self._limit:
-            self._flush()
-
-    def finish(self) -> Tensor:
-        """The sum, float64; its lower blocks only, which ``mirror_`` completes."""
-        self._flush()
-        return self._gram
-
-    def _flush(self) -> None:
-        if self._waiting:
-            rows, others = map(torch.cat, zip(*self._waiting, strict=True))
-            self._gram += lower_gram(rows, others)
-            self._waiting = []
+    reached = torch.linalg.vector_norm(wide(g), dim=(0, 2)) != 0  # a loss may read one position
+    x, g = _together(wide(x[:, reached]), wide(g[:, reached]))
+    positions, n, d = x.shape[1], x.shape[2], g.shape[2]
+    if positions * (positions * (n + d) + n * n) < (positions + n) * n * d:
+        live = torch.linalg.vector_norm(g, dim=2) != 0  # padding adds nothing
+        return x[live], torch.bmm(torch.bmm(g, g.mT), x)[live]
+    rows = torch.bmm(g.mT, x).flatten(0, 1)
+    return rows, rows
 
 
 def nearest_product(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -192,8 +177,7 @@ def add_lookup_squares(sums: Mapping[str, Tensor], index: Tensor, g: Tensor) -> 
 
     A row read twice by one sample has one gradient, the sum of both.
     """
-    sample, row, gradient = _by_row(index, g)
-    del sample
+    _, row, gradient = _by_row(index, g)
     squares = gradient.square_()
     if ROW in sums:
         sums[ROW].index_add_(0, row, squares.sum(1).double())

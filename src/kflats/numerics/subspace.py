@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kflats.numerics.flats import Stopping, WeightedRows
 from kflats.numerics.gram import complement, gram_of, top_eigenvectors
-from kflats.numerics.loss import Loss, Power, Squared, Truncated, absolute, check_loss, out_of_reach, stages
+from kflats.numerics.loss import Loss, Power, Squared, absolute, check_loss, check_reach, stages
 from kflats.numerics.rows import (
     Rows,
     TensorRows,
@@ -135,8 +135,7 @@ def _reached(stage: _Stage) -> float:
 def _descend(cloud: WeightedRows, basis: Tensor, loss: Loss, stop: Stopping) -> _Stage:
     """Reweighting from ``basis`` until the sum falls by too little. Returns the lowest flat."""
     total, gram = _pass(cloud, basis, loss)
-    if isinstance(loss, Truncated) and not bool(gram.any()) and bool((cloud.norms2 > 0).any()):
-        raise out_of_reach(loss)
+    check_reach(loss, gram.diagonal(), cloud.norms2)
     history, best = [total], basis
     for iteration in range(stop.max_iterations):
         basis = top_eigenvectors(gram, len(basis))[1].to(basis.dtype)

@@ -117,17 +117,21 @@ def right_metric(right: Tensor, d: int, floor: float = FLOOR) -> Metric:
 
 @lru_cache(maxsize=1)  # plans and fits ask for the metric of one weight several times in a row
 def _metric(right: Tensor, version: int, d: int, floor: float) -> Metric:
-    gram = check_gram(right, d, "right", "columns")
-    scale = scale_of(gram)
-    gram = gram / scale
+    gram, scale = scaled_metric(right, d, "right", "columns")
     if gram.ndim == 1:
         root = gram.clamp_min(floor**2 * float(gram.max())).sqrt()
         return Metric(root, 1 / root, scale)
-    values, vectors = torch.linalg.eigh(gram)
-    if float(values[0]) < -NEGATIVE * float(values[-1]):
-        raise KflatsError("the right metric is not positive semidefinite", cause="it is not a Gram matrix")
-    root = values.clamp_min(floor**2 * float(values[-1])).sqrt()
+    root, vectors = _roots(gram, floor)
     return Metric(vectors * root, (vectors / root).T, scale)
+
+
+def _roots(gram: Tensor, floor: float) -> tuple[Tensor, Tensor]:
+    """The roots of the eigenvalues of a right metric, floored, and its eigenvectors as columns."""
+    values, vectors = torch.linalg.eigh(gram)
+    largest = float(values[-1])
+    if float(values[0]) < -NEGATIVE * largest:
+        raise KflatsError("the right metric is not positive semidefinite", cause="it is not a Gram matrix")
+    return values.clamp_min(floor**2 * largest if largest > 0 else 1.0).sqrt(), vectors
 
 
 def triangular_metric(right: Tensor, d: int) -> Metric:
@@ -137,9 +141,7 @@ def triangular_metric(right: Tensor, d: int) -> Metric:
     >>> triangular_metric(torch.tensor([[4.0, 0.0], [0.0, 4.0]]), 2).factor.round(decimals=6).tolist()
     [[1.0, 0.0], [0.0, 1.0]]
     """
-    gram = check_gram(right, d, "right", "columns")
-    scale = scale_of(gram)
-    gram = gram / scale
+    gram, scale = scaled_metric(right, d, "right", "columns")
     gram.diagonal().add_(FLOOR**2 * float(torch.linalg.matrix_norm(gram)))
     factor, failed = torch.linalg.cholesky_ex(gram)
     if bool(failed):
@@ -158,19 +160,18 @@ def left_gram(left: Tensor | None, n: int) -> tuple[Tensor | None, float]:
         return None, 1.0
     if left.ndim < 2:
         check_weights(left, n)
-    gram = check_gram(left, n, "left", "rows")
-    scale = scale_of(gram)
-    return gram / scale, scale
+    return scaled_metric(left, n, "left", "rows")
 
 
-def scale_of(gram: Tensor) -> float:
-    """A power of 4 near the mean of the diagonal: neither it nor its root is rounded, and squares do not underflow."""
-    mean = float((gram if gram.ndim == 1 else gram.diagonal()).mean())
-    return 4.0 ** math.floor(math.log(mean, 4))
+def scaled_metric(gram: Tensor, size: int, side: str, what: str) -> tuple[Tensor, float]:
+    """A Gram or its diagonal in float64, exactly symmetric, over its scale; and that scale.
 
+    The scale is a power of 4 near the mean of the diagonal: neither it nor its root is rounded, and squares do not
+    underflow.
 
-def check_gram(gram: Tensor, size: int, side: str, what: str) -> Tensor:
-    """A Gram or its diagonal in float64, exactly symmetric; refused where it cannot be one."""
+    Raises:
+        KflatsError: what cannot be a Gram.
+    """
     if tuple(gram.shape) not in ((size,), (size, size)):
         raise KflatsError(
             f"a {side} metric for {size} {what} cannot have shape {tuple(gram.shape)}",
@@ -191,7 +192,8 @@ def check_gram(gram: Tensor, size: int, side: str, what: str) -> Tensor:
         raise KflatsError(
             f"a {side} metric of zeros judges nothing", cause="the data never touched this matrix", hint="more data"
         )
-    return wide
+    scale = 4.0 ** math.floor(math.log(float(diagonal.mean()), 4))
+    return wide / scale, scale
 
 
 @dataclass(frozen=True)
@@ -320,13 +322,8 @@ def _through_rows(rows: Rows, weights: Tensor | None, right: Tensor, scale: floa
     C = Q c Q', K = c^1/2 Q' G Q c^1/2: with w its eigenvectors, U = Q c^1/2 w, V = w' c^-1/2 Q' A (c floored).
     """
     a = all_rows(rows)
-    gram = check_gram(right, rows.shape[1], "right", "columns")
-    measure = scale_of(gram)
-    values, q = torch.linalg.eigh(_symmetric(a @ (gram / measure) @ a.T))
-    if float(values[0]) < -NEGATIVE * float(values[-1]):
-        raise KflatsError("the right metric is not positive semidefinite", cause="it is not a Gram matrix")
-    largest = float(values[-1])
-    root = values.clamp_min(FLOOR**2 * largest if largest > 0 else 1.0).sqrt()
+    gram, measure = scaled_metric(right, rows.shape[1], "right", "columns")
+    root, q = _roots(_symmetric(a @ gram @ a.T), FLOOR)
     spread = q * root
     return _Small(
         _symmetric(_times(spread.T, weights) @ spread),

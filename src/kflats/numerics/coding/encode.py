@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.coding.basis import CodedBasis
 from kflats.numerics.coding.clusters import cluster_rows
-from kflats.numerics.coding.frame import Frame, Source, source_of
+from kflats.numerics.coding.frame import CodedBasis, Frame, Source, source_of
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, design
 from kflats.numerics.coding.tables import FARTHEST, Tables, table_for
 from kflats.numerics.rows import MetricRows, PartOfRows, Rows
