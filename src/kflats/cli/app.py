@@ -395,18 +395,13 @@ class _Group(TyperGroup):
         try:
             with only_own_words(lambda warning: complain(f"warning: {warning}")):
                 return super().invoke(ctx)
-        except KflatsError as error:
+        except (KflatsError, OSError) as error:
+            if isinstance(error, OSError):
+                if error.filename is None:  # a broken pipe, for example: the user cannot mend it by another path
+                    raise
+                hint = "another path, or free space and the permissions for this one"
+                error = KflatsError(f"{error.filename} cannot be used", cause=(error.strerror or "").lower(), hint=hint)
             complain(error.on_command_line())
-            raise typer.Exit(2) from None
-        except OSError as error:
-            if error.filename is None:  # a broken pipe, for example: the user cannot mend it by another path
-                raise
-            refusal = KflatsError(
-                f"{error.filename} cannot be used",
-                cause=(error.strerror or "").lower(),
-                hint="another path, or free space and the permissions for this one",
-            )
-            complain(str(refusal))
             raise typer.Exit(2) from None
         except KeyboardInterrupt as error:
             resumes = ctx.invoked_subcommand in ("compress", "recover")
