@@ -334,21 +334,20 @@ def export(
         raise conflict("--pooled", "--dense", "--onnx, or leave --pooled out")
     if drop_biases and onnx:
         raise conflict("--drop-biases", "--onnx", "--dense, or leave --drop-biases out")
-    written: object
     if dense:
         _check_places(out, force, model)
         from kflats.export.dense import export_dense
 
         quiet_transformers()
-        written = export_dense(model, out, drop_biases=drop_biases, force=force)
+        written = str(export_dense(model, out, drop_biases=drop_biases, force=force))
     else:
         local_model(model)
         from kflats.export.onnx import export_onnx
 
         quiet_transformers()
-        written = export_onnx(model, out, pooled=pooled, force=force)
+        written = str(export_onnx(model, out, pooled=pooled, force=force))
     if not quiet:
-        typer.echo(str(written))
+        typer.echo(written)
 
 
 def demo(out: Folder = Path("demo-out"), quiet: Quiet = False, force: Force = False) -> None:
