@@ -148,7 +148,7 @@ def test_the_card_says_whether_labels_were_used(tiny_folder: Path, tiny_model: A
     model, tokens = tiny_model("bert-lm"), kflats.evaluation.outputs.load_tokenizer(tiny_folder)
     model.save_pretrained(tmp_path / "lm")
     tokens.save_pretrained(tmp_path / "lm")
-    labelled = batches(tokens, language_model=True)
+    labelled = [{**one, "labels": one["input_ids"]} for one in batches(tokens)]
     for name, objective, said in (
         ("task", None, "gradients of the task's loss, with labels"),
         ("drawn", kflats.SampledLabels(), "label-free"),
@@ -175,8 +175,8 @@ def test_best_is_told_with_all_that_it_used(tiny_folder: Path, tmp_path: Path) -
     assert f"\nData: {PRIOR}; {passed}; {CUT}" in (tmp_path / "b" / "README.md").read_text()
 
 
-def batches(tokenizer: Any, *, language_model: bool = False) -> list[Any]:
-    return text_batches(MANY, tokenizer, language_model=language_model)
+def batches(tokenizer: Any) -> list[Any]:
+    return text_batches(MANY, tokenizer)
 
 
 def test_weight_files_say_who_wrote_them(small: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.common.texts import IGNORED, Tokenizer, batched_texts, check_known, pad_id, padded_batch, tokenize
+from kflats.common.texts import Tokenizer, batched_texts, check_known, pad_id, padded_batch, tokenize
 
 _MARKS = ("##", "\u2581", "\u0120", "</w>", "@@")
 
@@ -109,12 +109,7 @@ BLOCK = 64
 
 
 def text_batches(
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    *,
-    batch: int = 16,
-    max_length: int = 128,
-    language_model: bool = False,
+    texts: Iterable[str], tokenizer: Tokenizer, *, batch: int = 16, max_length: int = 128
 ) -> list[dict[str, Tensor]]:
     """Batches of texts of similar length, padded at the right.
 
@@ -126,10 +121,9 @@ def text_batches(
         tokenizer: the model's own.
         batch: texts at once.
         max_length: tokens of one text; longer ones are cut (at the tokenizer's own limit if that is less).
-        language_model: add "labels": the tokens themselves, and -100 at padding.
 
     Returns:
-        dicts of "input_ids" and "attention_mask" (B, T) int64, and "labels" with ``language_model``.
+        dicts of "input_ids" and "attention_mask" (B, T) int64.
 
     Raises:
         KflatsError: no texts, no tokenizer, an entry that is not a text, or no word that the tokenizer knows.
@@ -147,8 +141,4 @@ def text_batches(
     blocks = [sorted(rows[i : i + size], key=len) for i in range(0, len(rows), size)]
     parts = [block[i : i + batch] for block in blocks for i in range(0, len(block), batch)]
     filler = pad_id(tokenizer)
-    batches = [padded_batch([{"input_ids": row} for row in part], filler) for part in parts]
-    if language_model:
-        for one in batches:
-            one["labels"] = one["input_ids"].masked_fill(one["attention_mask"] == 0, IGNORED)
-    return batches
+    return [padded_batch([{"input_ids": row} for row in part], filler) for part in parts]

@@ -269,7 +269,9 @@ def _common_contexts(codes: Sequence[TransformCode]) -> tuple[Sequence[Tensor], 
     for code, contexts in zip(codes, own, strict=True):
         for levels, of in zip(code.levels, contexts, strict=True):
             size = levels.abs()
-            sums.index_add_(1, of, torch.stack([size, size > 0, size >= 0]).sum(1, dtype=torch.float64))
+            rows = torch.full((len(of),), len(levels), dtype=torch.float64)
+            counts = size.sum(0, dtype=torch.float64), (size > 0).sum(0, dtype=torch.float64), rows
+            sums.index_add_(1, of, torch.stack(counts))
     total, live, cells = sums
     octaves = ((total / cells.clamp_min(1.0)).clamp_min(1e-30).log2() * CONTEXTS_AN_OCTAVE).floor()
     used, common = torch.unique(torch.where(live > 0, octaves, -math.inf), return_inverse=True)

@@ -65,8 +65,7 @@ class Problem:
 
     def values(self, groups: int) -> int:
         """How many numbers fit beside the labels that tell ``groups`` groups of rows apart."""
-        n = self.rows.shape[0]
-        labels = n * label_dtype(groups).itemsize if groups > 1 and not self.free_labels else 0
+        labels = 0 if self.free_labels else label_bytes(self.rows.shape[0], groups)
         return (self.nbytes - labels) // self.itemsize
 
 

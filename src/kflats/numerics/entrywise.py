@@ -33,7 +33,9 @@ from kflats.numerics.rows import (
     MappedRows,
     Rows,
     ScaledRows,
+    TensorRows,
     WidenedRows,
+    all_rows,
     check_power,
     check_rank,
     check_spread,
@@ -109,7 +111,7 @@ def entrywise_low_rank(
         stop: its tolerance is the share by which each iteration lowers the sum, over the last ten.
 
     An iteration costs about 40 n d r operations, in matrix products. Memory beside the source: a table n x d of its
-    type, and four of n x r. Choose it where single entries may be wrong, or where absolute
+    type (where n < d one more), and four of n x r. Choose it where single entries may be wrong, or where absolute
     errors count; where whole rows are wrong, ``robust_subspace``. Limit: outliers must be few in each row and column.
 
     Raises:
@@ -132,7 +134,8 @@ def entrywise_low_rank(
         return EntrywiseFit(project(rows, basis), basis, (0.0,), True)
     start = _start(scaled.rows, rank, p)
     fit = replace(start, converged=True) if p == 2 else irls(scaled.rows, start, p, stop, entries=scaled.entries)
-    coordinates, basis = _ordered(fit.coordinates, fit.basis)
+    pair = (fit.basis.T, fit.coordinates.T) if scaled.turned else (fit.coordinates, fit.basis)
+    coordinates, basis = _ordered(*pair)
     coordinates, basis = (coordinates * scaled.back.unsqueeze(1)).to(rows.dtype), basis.to(rows.dtype)
     idle = (scaled.back == 0).nonzero().squeeze(1)
     if len(idle):
@@ -184,7 +187,6 @@ def irls(rows: Rows, start: EntrywiseFit, p: float, stop: Stopping, *, entries: 
 def sum_of_powers(rows: Rows, coordinates: Tensor, basis: Tensor, p: float, weights: Tensor | None = None) -> float:
     """sum_i w_i sum_j |A - U V|_ij^p, by blocks in the type of ``rows``.
 
-    >>> from kflats.numerics.rows import TensorRows
     >>> sum_of_powers(TensorRows(torch.tensor([[3.0, -4.0]])), torch.zeros(1, 1), torch.zeros(1, 2), 1.0)
     7.0
     """
@@ -230,7 +232,6 @@ class HeldBackRows(MappedRows):
     keeps these directions. Winsorized (Tukey 1962) to the size of their rows and columns, such entries are ordinary
     noise. Rows and columns may differ in scale, and medians tolerate that a part of the entries is wrong.
 
-    >>> from kflats.numerics.rows import TensorRows
     >>> a = torch.ones(4, 3)
     >>> a[0, 0] = 100.0
     >>> HeldBackRows(TensorRows(a)).take(torch.tensor([0])).tolist()
@@ -263,13 +264,15 @@ class _Scaled:
     """diag(w^(1/p)) A / s, whose entries have a mean size of about 1.
 
     ``back`` (n,): factors that bring coordinates back to the given rows (0 for idle rows). ``unit``: the factor for
-    objectives. ``entries``: how many count. ``widened``: the type is wider than the rows'.
+    objectives. ``entries``: how many count. ``turned``: the transpose is fitted, because n < d. ``widened``: the type
+    is wider than the rows'.
     """
 
     rows: Rows
     back: Tensor
     unit: float
     entries: int
+    turned: bool
     widened: bool
 
 
@@ -295,7 +298,9 @@ def _scaled(rows: Rows, weights: Tensor | None, p: float) -> _Scaled | None:
     inside: Rows = ScaledRows(WidenedRows(rows) if widened else rows, factor / size)
     if spread > SINGLE and inside.dtype != torch.float64:
         inside = WidenedRows(inside)
-    return _Scaled(inside, back, unit, entries, widened)
+    if n < d:
+        inside = TensorRows(all_rows(inside).to(inside.dtype).T.contiguous())
+    return _Scaled(inside, back, unit, entries, n < d, widened)
 
 
 def _ordered(coordinates: Tensor, basis: Tensor) -> tuple[Tensor, Tensor]:

@@ -179,7 +179,7 @@ COLUMN_FLOOR = 1e-10
 directions without energy. They would spoil the leading axes: an SVD is as exact as its largest value, here the
 reciprocal."""
 
-_PANEL = 256  # columns of a Gram at once: wide enough for a fast product
+_PANEL = 128  # columns of a Gram at once: wide enough for a fast product
 
 
 def row_lengths(rows: Rows) -> Tensor:

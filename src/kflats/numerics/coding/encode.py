@@ -234,10 +234,6 @@ def side_bytes(centers: Tensor, contexts: Tensor, tables: Tables, basis_tables: 
     return stored + math.ceil(coded / 8) + 8 * c + 4 * len(tables) + 5 * r
 
 
-def _label_bytes(flats: Tensor) -> int:
-    return math.ceil(label_bits(torch.bincount(flats)) / 8)
-
-
 def _estimate(source: Source, scale: Tensor, step: float, passes: int = _GUESSES) -> Estimate:
     """Bits and error of a code at ``step``, from a sample of rows that each stand for ``scale`` (C,) rows."""
     basis = source.code_axes(step)
@@ -293,7 +289,7 @@ def _code(frame: Frame, quantizer: Quantizer) -> TransformCode:
 
 def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Callable[[FlatsCode], int]) -> FlatsCode:
     """The code of all sources at one step, of ``budget`` bytes at most."""
-    beside = _label_bytes(flats)
+    beside = math.ceil(label_bits(torch.bincount(flats)) / 8)
     finest = _finest(sources)
     # A small code is quick to make again, and is most of a small file, which its bytes must fill.
     window, aim = (_WINDOW, _AIM) if budget > _SMALL else (_SMALL_WINDOW, (1 + _SMALL_WINDOW) / 2)
