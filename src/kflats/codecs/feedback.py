@@ -72,10 +72,10 @@ class Feedback(Codec):
     ``Transform``, whose axes are shared by many rows; weights on a grid with ``Integer(8)``, which keeps the grid.
 
     Args:
-        damping: share of each Gram's mean diagonal that is added to its diagonal, beside what the importance adds.
-            Errors move into the directions that count least, and a few hundred texts do not show all that count. A
-            method that cuts off axes needs less damping.
-            Chosen on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid).
+        damping: share of each Gram's mean diagonal that is added to its diagonal, beside what the importance adds: the
+            plain error of the matrix then counts too. Without it errors in directions of little weight become as large
+            as the matrix itself, where an importance, which is of second order, says little. Chosen on sentences of
+            CoLA (dev) and paragraphs of WikiText-2 (valid).
 
     Raises:
         KflatsError: a damping that is no number of 0 or more.
