@@ -110,7 +110,7 @@ LINEAR = "encoder.layer.0.attention.self.query"
             (),
             kflats.TokenFisher(),
             {"texts": MANY, "samples": 10},
-            f"40 windows, counted; {PRIOR}; 5 of 40 windows and 5 drawn ones passed through the model ({FREE}); {CUT}",
+            f"40 windows, counted; {PRIOR}; 8 of 40 windows and 2 drawn ones passed through the model ({FREE}); {CUT}",
         ),
         (
             (LINEAR,),

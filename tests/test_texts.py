@@ -442,7 +442,7 @@ def test_windows_without_texts(known: float, sentences_used: bool, samples: int)
     assert not bool(seen[:3].any())
 
 
-@pytest.mark.parametrize(("count", "own", "package"), [(0, 0, 30), (12, 12, 24), (40, 30, 15), (300, 30, 15)])
+@pytest.mark.parametrize(("count", "own", "package"), [(0, 0, 30), (12, 12, 18), (40, 40, 0), (300, 45, 0)])
 def test_few_texts_are_filled_up(count: int, own: int, package: int) -> None:
     tokenizer = Vocabulary(1.0)
     texts = tuple(f"Sentence {i} of a text." for i in range(count))

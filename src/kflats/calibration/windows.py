@@ -133,11 +133,11 @@ def windows(
 def filled_windows(
     made: Windows, tokenizer: Tokenizer, *, samples: int = SAMPLES, model: nn.Module | None = None
 ) -> Windows:
-    """``made`` with drawn windows to measure with beside its own: half of ``samples``, and as many as are missing.
+    """``made`` with drawn windows to measure with beside its own: a quarter of ``samples``, and as many as are missing.
 
-    One half of these are sentences of the package, the other tokens, as in ``drawn_windows``. Drawn tokens stand in
-    places and beside tokens that few texts show. The shares were chosen on sentences of CoLA (dev) and paragraphs of
-    WikiText-2 (valid).
+    Drawn tokens stand in places and beside tokens that few texts show. The share was chosen on sentences of CoLA (dev)
+    and paragraphs of WikiText-2 (valid). Where texts make too few windows, the missing ones are sentences of the
+    package, up to a half of ``samples``, and drawn tokens.
 
     Args:
         made: of texts. tokenizer, model: as ``drawn_windows``. samples: how many windows to measure with.
@@ -145,11 +145,12 @@ def filled_windows(
     Raises:
         KflatsError: as ``drawn_windows``.
     """
-    count = min(len(made.calibration), -(-samples // 2))
+    count = min(len(made.calibration), samples - samples // 4)
     if count == samples:
         return made
     own = tuple(made.calibration[i * len(made.calibration) // count] for i in range(count))
-    drawn = drawn_windows(tokenizer, samples=samples - count, model=model)
+    sentences_wanted = max(0, samples // 2 - count)
+    drawn = drawn_windows(tokenizer, samples=samples - count, own=sentences_wanted, model=model)
     summary = f"{made.summary}; {count:,} of the windows to measure with, and {drawn.summary}"
     return replace(made, calibration=own + drawn.calibration, summary=summary, drawn=drawn.drawn)
 
@@ -158,12 +159,13 @@ def drawn_windows(
     tokenizer: Tokenizer,
     *,
     samples: int = SAMPLES,
+    own: int | None = None,
     seed: int = 0,
     model: nn.Module | None = None,
 ) -> Windows:
     """Windows to measure with where there are no texts; none are held out or counted.
 
-    Half are sentences of the package, alone and several in an order drawn by ``seed``; they are left out if the
+    Some are sentences of the package, alone and several in an order drawn by ``seed``; they are left out if the
     tokenizer does not know a tenth of their tokens. The others are tokens drawn one by one by the Zipf prior of the
     vocabulary.
 
@@ -171,6 +173,7 @@ def drawn_windows(
 
     Args:
         tokenizer: the model's own.
+        own: how many windows are sentences of the package; None: half.
         samples, seed, model: as ``windows``.
 
     Raises:
@@ -187,7 +190,7 @@ def drawn_windows(
     ids = [i for row in tokenizer(list(package), verbose=False)["input_ids"] for i in row]
     known = ids.count(tokenizer.unk_token_id) <= _UNKNOWN * len(ids)
     per_token = sum(map(len, package)) / max(1, len(ids) - special * len(package))
-    count = samples // 2 if known else 0
+    count = (samples // 2 if own is None else own) if known else 0
     made: list[str] = []
     while len(made) < count:
         pieces = [(package[i] + " ", 0) for i in torch.randperm(len(package), generator=draws).tolist()]

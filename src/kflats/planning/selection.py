@@ -169,6 +169,9 @@ def token_embedding(model: nn.Module) -> Weight:
 
 _FEW = 400_000
 """Characters, about 100,000 tokens: counts of fewer say less of a vocabulary than its Zipf prior does."""
+_DAMPING = 0.05
+"""The least weight of a position that no window reaches, as a share of the mean: windows have 128 tokens, and models
+read 512. Chosen for a whole encoder in 8 MB, on sentences of CoLA (dev) and paragraphs of WikiText-2 (valid)."""
 _WORD, _PATTERN, _NAME = 0, 1, 2
 _WHY = {
     "left": "a full metric on the side of the rows couples them, and this method treats rows one by one",
@@ -224,7 +227,8 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
         prior = Uniform() if data.tokenizer is None else ZipfPrior()
         return Recipe(chooser or Flats(), TokenCounts() if data.counts else prior)
     if chooser is not None and (data.measurable or data.draws(model)):
-        return Recipe(chooser, KroneckerFisher(), matrix_rows="in_features" if role == "embedding" else "out_features")
+        damped = KroneckerFisher(damping=_DAMPING)
+        return Recipe(chooser, damped, matrix_rows="in_features" if role == "embedding" else "out_features")
     if chooser is None and role != "embedding" and data.measurable:
         return Recipe(SVD(), KroneckerFisher())
     return Recipe(chooser or (SVD() if role == "conv2d" else Flats()))
