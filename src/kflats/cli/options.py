@@ -270,7 +270,7 @@ class RecipeOptions:
         typer.Option(
             help="Which errors count most. For tokens: counts (with --texts), zipf, token-fisher. For any weight: "
             "uniform; with --texts or --task: kronecker, two-sided, row-fisher (FWSVD), input-gram. Default with "
-            "--texts: counts for embeddings, kronecker for other weights."
+            "--texts: counts for names that hold 'embed', kronecker for others."
         ),
     ] = None
     power: Annotated[
