@@ -24,7 +24,7 @@ _TRIES = 5
 _NEAR = 0.9
 """A loss of at least this share of what is allowed is near enough: it is a fortieth of the size."""
 _AIM = 0.96
-_FIRST_BITS = 4.0
+_FIRST_BITS = 2.9
 """Bits a number at which outputs of encoders lose about 1 %: where the search begins for that loss."""
 _FACTOR_A_BIT = 4.0
 """How much less outputs lose with each bit more: squared errors fall by 2^2."""
