@@ -17,6 +17,8 @@ are GPTQ (Frantar et al., arXiv:2210.17323); with both factors YAQA (Tseng et al
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -279,10 +281,24 @@ def _by_blocks(
                 mine[block].addmm_(errors[r, before], across[c, before].T)
             for above in range(r):
                 coupled[block].addmm_(down[r, above], mixed[above, c])
-        made = _within(own[at], mine, coupled, across[at[1], at[1]], down[rows, rows], shrink[at], places[at], lists)
+        with _one_thread():
+            made = _within(
+                own[at], mine, coupled, across[at[1], at[1]], down[rows, rows], shrink[at], places[at], lists
+            )
         errors[at], mixed[at], targets[at] = own[at] - made, mine - made, mine + coupled
     whole, seen = (of.transpose(1, 2).reshape(tall * size, wide * size)[:n, :d] for of in (own - errors, targets))
     return whole, seen
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Torch would share operations of a few microseconds among its threads, which takes two to five times as long."""
+    count = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(count)
 
 
 def _blocks(of: Tensor, tall: int, wide: int, size: int) -> Tensor:
