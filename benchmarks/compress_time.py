@@ -1,4 +1,4 @@
-"""Claim: compressing a whole encoder takes at most 150 s of one core at any size; a search by quality at most 300 s.
+"""Question: how many seconds of one core does it take to compress a whole encoder, and in which stages?
 
 all-MiniLM-L6-v2, all weights, proof not counted, in seconds of CPU time with one thread. "measure" runs the model over
 windows of WikiText-2 (train); "plan" weighs, lists the ways to store each weight and shares the bytes; "fit" makes the
