@@ -135,10 +135,31 @@ def test_batches_and_padding_change_nothing(name: str, tiny: Callable[[str], Any
     model = tiny(name)
     other = noisy(model, 0.1)
     one, many = (Judge(model, *reads(name, tiny_tokenizer), batch=batch)(other) for batch in (1, 32))
-    assert many.loss == pytest.approx(one.loss, rel=1e-4)
-    assert many.tail_loss == pytest.approx(one.tail_loss, rel=1e-4)
-    assert [m.name for m in many.measures] == [m.name for m in one.measures]
-    assert [m.value for m in many.measures] == pytest.approx([m.value for m in one.measures], rel=1e-4)
+
+    # Rounding to float32 moves log-probabilities and unit vectors by up to about 1e-5. A total variation then moves by
+    # 1e-5, and a loss d^2 / 2 by 1e-5 d.
+    def near(loss: float) -> Any:
+        return pytest.approx(loss, rel=1e-4, abs=1e-5 * (1 if "classifier" in one.kind else (2 * loss) ** 0.5))
+
+    assert many.loss == near(one.loss)
+    assert many.tail_loss == near(one.tail_loss)
+    for ours, theirs in zip(many.measures, one.measures, strict=True):
+        assert ours.name == theirs.name
+        slack = 1.5 / one.places if "kept" in ours.name else 1e-5  # rounding may turn one tie
+        assert ours.value == pytest.approx(theirs.value, rel=1e-4, abs=slack)
+
+
+def test_small_divergences_keep_their_digits() -> None:
+    """p log(p / q) alone, in float32, would leave errors near 1e-7."""
+    draws = torch.Generator().manual_seed(0)
+    logits, noise = (torch.randn(200, 1000, dtype=torch.float64, generator=draws) for _ in range(2))
+    for size in (1e-2, 1e-4):
+        p, q = (one.log_softmax(1) for one in (3 * logits, 3 * logits + size * noise))
+        exact = (p.exp() * (p - q)).sum(1)
+        distance, divergence = outputs._distances(p.float(), q.float())
+        rounding = 1e-6 / size  # of log-probabilities near 20, beside their difference
+        assert torch.allclose(divergence, exact, rtol=2 * rounding, atol=0)
+        assert torch.allclose(distance, (p.exp() - q.exp()).abs().sum(1) / 2, rtol=rounding, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +198,7 @@ def test_the_loss_of_labels_by_hand(tiny: Callable[[str], Any], tiny_tokenizer: 
     other = noisy(model, 0.3)
     batch = tiny_tokenizer(TEXTS, return_tensors="pt", padding=True)
     with torch.no_grad():
-        p, q = (m(batch["input_ids"], batch["attention_mask"]).logits.softmax(1) for m in (model, other))
+        p, q = (m(batch["input_ids"], batch["attention_mask"]).logits.double().softmax(1) for m in (model, other))
     made = Judge(model, tiny_tokenizer, TEXTS)(other)
     assert made.loss == pytest.approx(float((p - q).abs().sum(1).mean()) / 2, rel=1e-3)
     kept, divergence = (m.value for m in made.measures)
@@ -193,7 +214,7 @@ def test_the_loss_of_a_language_model_by_hand(tiny: Callable[[str], Any], tiny_t
     for text in TEXTS:
         ids = torch.tensor([tiny_tokenizer(text)["input_ids"]])
         with torch.no_grad():
-            p, q = (m(ids).logits[0, :-1].log_softmax(-1) for m in (model, other))
+            p, q = (m(ids).logits[0, :-1].double().log_softmax(-1) for m in (model, other))
         divergence.append((p.exp() * (p - q)).sum(-1))
         surprise.append(-q.gather(1, ids[0, 1:, None]))
     made = Judge(model, tiny_tokenizer, TEXTS)(other)

@@ -65,6 +65,7 @@ JUDGED = 256
 _DRAWN = 32  # samples where the model reads no text
 _MASKED = 0.15  # of a text's tokens
 _NUMBERS = 2**26  # log-probabilities that are kept of a model, and logits of a batch: 268 MB
+_TERMS = 2**22  # log-probabilities that are compared at once, in float64
 _HEAVY, _VISIBLE = 4.0, 0.02
 _SHOWN, _LETTERS = 3, 80  # of the worst samples
 _LEAST = -1e4  # log-probability: a model may exclude tokens
@@ -328,16 +329,33 @@ def _compared(
             variance = (before - before.mean(0)).double().square().sum(1).mean().clamp_min(1e-12)
             losses = (before - after).double().square().sum(1) / variance
             return losses, (Measure("rms difference / standard deviation", float(losses.mean().sqrt())),)
-    probabilities = before.exp()
-    divergence = (probabilities * (before - after)).sum(1).double().clamp_min(0)
+    distance, divergence = _distances(before, after)
     kl = Measure("KL divergence, nats", float(divergence.mean()))
     same = float((before.argmax(1) == after.argmax(1)).double().mean())
     if not targets:
-        return (probabilities - after.exp()).abs().sum(1).double() / 2, (Measure("labels kept", same), kl)
+        return distance, (Measure("labels kept", same), kl)
     true = torch.cat(list(targets)).unsqueeze(1)
     surprise = (-one.gather(1, true).double().mean() for one in (after, before))
     new, old = (float(one.clamp_max(_LARGEST).exp()) for one in surprise)
     return divergence, (Measure("perplexity", new, old), kl, Measure("likeliest token kept", same))
+
+
+def _distances(before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+    """(P,) total variations and (P,) KL divergences of (P, width) log-probabilities, in float64.
+
+    Each term of the divergence is p log(p / q) - p + q. These terms have the same sum as p log(p / q), because p and
+    q sum to 1. None is negative, and an error of log q counts by q - p in place of p: the rounding of float32
+    logits then hides no small divergence.
+    """
+    parts = []
+    step = max(1, _TERMS // before.shape[1])
+    for log_p, log_q in zip(before.split(step), after.split(step), strict=True):
+        log_p, log_q = log_p.double(), log_q.double()
+        p, q = log_p.exp(), log_q.exp()
+        divergence = (p * (log_p - log_q) - p + q).sum(1).clamp_min(0)
+        parts.append(torch.stack([(p - q).abs().sum(1) / 2, divergence]))
+    distance, divergence = torch.cat(parts, 1)
+    return distance, divergence
 
 
 def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
