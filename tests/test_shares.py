@@ -8,8 +8,8 @@ from torch import nn
 
 import kflats
 from kflats import SVD, Auto, Flats, KeepDense, KroneckerFisher, Recipe, RowFisher, Statistics, Uniform
-from kflats.codecs import Float
-from kflats.common.errors import KflatsError
+from kflats.codecs import Float, Integer
+from kflats.common.errors import KflatsError, KflatsWarning, as_options
 from kflats.importance import IMPORTANCES, InputGram, TwoSided
 from kflats.importance.protocol import Measured
 from kflats.model.weights import find_weights
@@ -289,3 +289,21 @@ def test_uniform_shares_that_hold_no_rank_of_any_weight_are_refused() -> None:
     for names in ("linear", "[abc]"):
         with pytest.raises(KflatsError, match="spent on weights that stay dense"):
             plan(model(), {names: SVD()}, keep="1%")
+
+
+def test_small_heads_under_uniform_shares_are_told_of() -> None:
+    net = nn.ModuleDict({"encoder": nn.Linear(64, 64), "classifier": nn.Linear(64, 3)})
+    for budget in ("33% ranks", "70%"):
+        with pytest.warns(KflatsWarning, match="^classifier: equal shares cut the rank.*some outputs are lost") as said:
+            plan(net, {"linear": SVD()}, keep=budget)
+        assert "--allocation loss weighs its loss" in as_options(str(said[0].message))
+        for other in (
+            {"encoder": SVD()},
+            {"linear": SVD(), "classifier": KeepDense()},
+            {"encoder": SVD(), "classifier": SVD()},
+        ):
+            plan(net, other, keep=budget)
+    codes = plan(net, {"linear": Recipe(KeepDense(), codec=Integer(bits=8))}, keep="70%")
+    assert {decision.recipe.codec for decision in codes.decisions} == {Integer(bits=8)}
+    judged = plan(net, {"linear": KRONECKER}, keep="33% ranks", statistics=statistics(net))
+    assert judged.allocation == "loss"

@@ -16,6 +16,9 @@ from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.knapsack import Choice, Options
 from kflats.recipe.recipe import Decision, Recipe, as_cast
 
+_FEW = 10  # outputs of a small head
+_LOPSIDED = 10  # inputs to an output
+
 
 @dataclass(frozen=True)
 class WeightCosts:
@@ -72,6 +75,13 @@ class WeightCosts:
         n, d = self.shape
         numbers = self.low_rank.cost(self.shape, rank, 1) - self.low_rank.index_bytes(self.shape)
         return self.cost(rank) >= self.least and numbers < n * d
+
+    @property
+    def is_small_head(self) -> bool:
+        """Whether a pattern or a word chose this layer from many inputs to a few outputs, such as a classifier."""
+        n, d = self.weight.shape
+        linear = self.weight.places[0].role in ("linear", "conv1d") and not self.named
+        return linear and 1 < d <= _FEW and n >= _LOPSIDED * d
 
     @property
     def least(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from kflats.codecs import Integer
-from kflats.common.errors import KflatsError, NoGradientSignalError
+from kflats.common.errors import KflatsError, KflatsWarning, NoGradientSignalError
 from kflats.common.formatting import progress_bar, size, visible
 from kflats.methods import KeepDense
 from kflats.model.weights import dense_weight
@@ -82,6 +83,8 @@ def share_out(
             else equal_shares(model, open_items, rest, data)
         )
     decisions = fixed | shared
+    if not by_loss:
+        _warn_of_small_heads(open_items, shared)
     return tuple(decisions[item.weight.name] for item in items), "loss" if by_loss else "uniform"
 
 
@@ -226,6 +229,17 @@ def equal_shares(model: nn.Module, items: Sequence[WeightCosts], allowed: int, d
             allowed -= item.dense
         rest = [item for item in rest if item.weight.name not in decisions]
     return decisions
+
+
+def _warn_of_small_heads(items: Iterable[WeightCosts], decisions: Decisions) -> None:
+    """Warn if equal shares cut the rank of small heads that a pattern chose."""
+    names = [item.weight.name for item in items if item.is_small_head]
+    cut = [name for name in names if decisions[name].recipe.method.produces != "dense"]
+    if cut:
+        listed = ", ".join(visible(name) for name in cut[:3]) + (", ..." if len(cut) > 3 else "")
+        effect = "equal shares cut the rank of a layer with few outputs, and some outputs are lost"
+        remedy = 'allocation="loss" weighs its loss, and a layer that is not among the weights stays as it is'
+        warnings.warn(KflatsWarning(f"{listed}: {effect}; {remedy}"), stacklevel=3)
 
 
 def split(allowed: int, sizes: Sequence[int]) -> list[int]:
