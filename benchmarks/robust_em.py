@@ -23,22 +23,10 @@ from _common import arguments, embedding_table, markdown, median_pair, publish
 from torch import Tensor
 
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import (
-    PARTIAL,
-    Progress,
-    RankSpec,
-    Start,
-    Stopping,
-    WeightedRows,
-    assign,
-    em,
-    losses,
-    reweighted,
-    robust_em,
-    squared_norms,
-)
+from kflats.numerics.flats import PARTIAL, Progress, RankSpec, Start, Stopping, WeightedRows, assign, em, squared_norms
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
+from kflats.numerics.robust_em import losses, reweighted, robust_em
 from kflats.numerics.rows import TensorRows
 
 K = 5

@@ -16,20 +16,10 @@ from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import LowRankMatrix
 from kflats.methods import Flats, Problem
 from kflats.numerics.fit import fit_flats
-from kflats.numerics.flats import (
-    RankSpec,
-    Start,
-    Stopping,
-    WeightedRows,
-    assign,
-    distances_of,
-    losses,
-    reweighted,
-    robust_em,
-    squared_norms,
-)
+from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, assign, squared_norms
 from kflats.numerics.gram import cluster_grams, top_eigenvectors
 from kflats.numerics.loss import Huber, Power, Squared, Truncated, absolute
+from kflats.numerics.robust_em import distances_of, losses, reweighted, robust_em
 from kflats.numerics.rows import TensorRows
 from kflats.numerics.subspace import robust_subspace
 

@@ -30,15 +30,11 @@ from kflats.numerics.flats import (
     affordable,
     assign,
     distances,
-    distances_of,
     em,
-    reweighted,
-    robust_em,
-    total_loss,
-    true_loss,
     weighted_rows,
 )
 from kflats.numerics.loss import Loss, Power, Squared, absolute, check_loss, is_relative, stages
+from kflats.numerics.robust_em import distances_of, reweighted, robust_em, total_loss, true_loss
 from kflats.numerics.rows import (
     GRAM_BLOCK,
     Rows,
