@@ -7,6 +7,7 @@ memory. Computation is in float32 (float64 if the source is), whatever the store
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Protocol, runtime_checkable
 
@@ -79,16 +80,16 @@ class TensorRows:
         return self.matrix.index_select(0, index.to(torch.int64)).to(self.dtype)
 
 
-class MappedRows:
+class MappedRows(ABC):
     """Rows of ``source``, each block of them changed on its way by ``changed``; a subclass says how."""
 
     def __init__(self, source: Rows, columns: int, dtype: torch.dtype) -> None:
         self.source, self.dtype, self.device = source, dtype, source.device
         self.shape = (source.shape[0], columns)
 
+    @abstractmethod
     def changed(self, block: Tensor, index: slice | Tensor) -> Tensor:
         """The rows at ``index`` of this matrix, from the same rows of the source."""
-        raise NotImplementedError
 
     def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
         """The inner blocks, each changed."""
