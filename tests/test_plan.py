@@ -141,6 +141,18 @@ def test_a_plan_says_how_its_budget_is_shared() -> None:
     assert "matrix_rows='out_features'" in str(dataclasses.replace(PLAN, decisions=(Decision(LAYER, turned, 1000),)))
 
 
+def test_a_plan_has_a_budget() -> None:
+    assert dataclasses.replace(PLAN, budget="40%").budget == Budget("fraction", 0.4)
+    with pytest.raises(KflatsError, match=r"0\.4 is not a budget"):
+        dataclasses.replace(PLAN, budget=0.4)
+
+
+@pytest.mark.parametrize("value", [importance.ZipfPrior, TokenCounts])
+def test_an_importance_that_is_not_called_is_refused(value: Any) -> None:
+    with pytest.raises(KflatsError, match=rf"{value.__name__} is not called\. Try: {value.__name__}\(\)"):
+        Recipe(SVD(), value)
+
+
 def test_a_plan_prints_as_a_table() -> None:
     text = str(PLAN)
     for expected in (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import FunctionType
 
 _OPTIONS = {
     "texts=...": "--texts FILE",
@@ -139,10 +140,10 @@ def check_value(value: object, protocol: type, axis: str, members: str, examples
         members: what values of the axis have. examples: values of the axis.
 
     Raises:
-        KflatsError: a class in place of a value, or another value.
+        KflatsError: a class or a function in place of a value, or another value.
     """
-    if isinstance(value, type):
-        cause, hint = f"{value.__name__} is a class", f"{value.__name__}()"
+    if isinstance(value, type | FunctionType):
+        cause, hint = f"{value.__name__} is not called", f"{value.__name__}()"
     elif isinstance(value, protocol):
         return
     else:

@@ -216,7 +216,7 @@ class Plan:
         allocation: how weights share the budget: "uniform" or "loss".
 
     Raises:
-        KflatsError: an unknown allocation, a weight named twice, or bytes that do not fit it.
+        KflatsError: no budget, an unknown allocation, a weight named twice, or bytes that do not fit it.
     """
 
     decisions: tuple[Decision, ...]
@@ -225,6 +225,7 @@ class Plan:
     allocation: str = "uniform"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", parse_budget(self.budget))  # a text means a budget, too
         names = [decision.weight.name for decision in self.decisions]
         problem = "" if self.allocation in ("uniform", "loss") else f"allocation {self.allocation!r:.40} is unknown"
         for weight, nbytes in ((decision.weight, decision.budget_bytes) for decision in self.decisions):
