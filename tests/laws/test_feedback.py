@@ -15,7 +15,7 @@ from kflats import SVD, Feedback, KeepDense, KroneckerFisher, Recipe, Transform
 from kflats.codecs import Table
 from kflats.codecs.streams import stored_bytes
 from kflats.common.errors import KflatsError
-from kflats.importance.protocol import Weighting
+from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Problem
 from kflats.numerics.coding.feedback import Rounded, Rounding, Side, designed, round_with_feedback, side_of
@@ -300,9 +300,21 @@ def test_candidates_lose_what_they_say(dtype: torch.dtype, damping: float) -> No
         damped = Weighting(left=damp(weighting.left, damping), right=damp(weighting.right, damping))
         error = weighted_error(matrix.float(), made.matrix, damped).error
         assert 0.75 * one.error < error < 1.2 * one.error
-    diagonal = Weighting(left=torch.ones(n), right=torch.ones(d))
-    for nothing_coupled in (Weighting(), diagonal):
-        assert not list(Feedback().candidates(KeepDense(), Table(rows, nothing_coupled, dtype, table.spectrum)))
+
+
+@pytest.mark.parametrize(
+    ("form", "shape", "offered"),
+    [
+        (WeightingForm("identity", "diagonal"), (96, 128), {"Transform"}),
+        (WeightingForm("full", "full"), (96, 128), {"Feedback"}),
+        (WeightingForm("full", "full"), (2, 768), {"Feedback"}),
+        (WeightingForm("identity", "full"), (96, 128), {"Feedback", "Transform"}),
+        (WeightingForm("diagonal", "full"), (9600, 128), {"Transform"}),
+    ],
+)
+def test_what_is_coupled_is_offered_feedback(form: WeightingForm, shape: tuple[int, int], offered: set[str]) -> None:
+    offers = [*Feedback.automatic(shape, form), *Transform.automatic(shape, form)]
+    assert {type(codec).__name__ for _, codec in offers} == offered
 
 
 @pytest.mark.parametrize(("matrix_rows", "bias"), crossed(["in_features", "out_features"], [True, False]))

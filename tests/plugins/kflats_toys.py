@@ -107,7 +107,7 @@ class Ternary(RowScaleCodec):
         return RoundedRows((table.sign() * large).to(torch.int8), scales_of(scale, dtype))
 
     @classmethod
-    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
+    def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
         return ((KeepDense(), cls()),)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from kflats.codecs.protocol import DTYPES, Candidate, Codec, Table
 from kflats.common.errors import KflatsError, check_arguments
+from kflats.importance.protocol import WeightingForm
 from kflats.methods import METHODS
 from kflats.methods.matrix_error import weighted_error
 from kflats.methods.protocol import Factored, Method, Problem
@@ -77,7 +78,7 @@ class Float(Codec):
         return replace(fitted, matrix=matrix)
 
     @classmethod
-    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
+    def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
         """As ``Codec.automatic``: what methods offer, in float16."""
         return tuple((method, cls("float16")) for kind in METHODS.all_kinds() for method in kind.automatic(shape))
 

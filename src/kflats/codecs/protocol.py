@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError, check_value
-from kflats.importance.protocol import Weighting
+from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.methods.protocol import Factored, Method, Problem
 from kflats.numerics.rows import Rows
 
@@ -129,8 +129,8 @@ class Codec(Protocol):
         """
 
     @classmethod
-    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """The methods and codecs that ``Auto()`` tries for a weight of this shape."""
+    def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
+        """The methods and codecs that ``Auto()`` tries for a weight of this shape whose errors are weighed so."""
         return ()
 
 

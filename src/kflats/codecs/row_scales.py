@@ -18,6 +18,7 @@ from torch import Tensor
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.streams import coded
 from kflats.common.errors import KflatsError, check_arguments, is_whole
+from kflats.importance.protocol import WeightingForm
 from kflats.matrices.coded import MAX_CLASSES, CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix, tables_of
 from kflats.matrices.registry import LowRankMatrix, Matrix
@@ -354,6 +355,6 @@ class Integer(RowScaleCodec):
         return absmax_code(rows, self.bits, self.groups(rows.shape[1]), dtype)
 
     @classmethod
-    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
+    def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
         """The matrix itself in 8 and in 4 bits."""
         return (KeepDense(), cls(8)), (KeepDense(), cls(4, group=64))

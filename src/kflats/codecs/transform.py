@@ -20,6 +20,7 @@ from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
 from kflats.codecs.streams import coded, stored_bytes
 from kflats.common.errors import KflatsError, check_arguments, is_whole
+from kflats.importance.protocol import WeightingForm
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix
 from kflats.methods import SVD, Flats
@@ -131,8 +132,11 @@ class Transform(Codec):
         return encode(method, self, problem, dtype)
 
     @classmethod
-    def automatic(cls, shape: tuple[int, int]) -> tuple[tuple[Method, Codec], ...]:
-        """One flat; for long tables the number of flats that loses least, whose error one flat's bounds."""
+    def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
+        """One flat; for long tables the number of flats that loses least, whose error one flat's bounds. Nothing where
+        rows and columns are coupled: ``Feedback`` then loses less from .6 bits a number on."""
+        if form.left == form.right == "full":
+            return ()
         return ((Flats(k=None) if shape[0] >= _LONG * shape[1] else SVD(), cls()),)
 
 

@@ -195,7 +195,9 @@ def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tup
     """
     ways = [recipe]
     if recipe.chooses:
-        offers = (offer for codec in CODECS.all_kinds() for offer in codec.automatic(table.rows.shape))
+        offers = (
+            offer for codec in CODECS.all_kinds() for offer in codec.automatic(table.rows.shape, table.weighting.form)
+        )
         ways = [replace(recipe, method=method, codec=codec) for method, codec in offers]
     listed = [
         candidate
