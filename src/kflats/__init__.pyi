@@ -22,6 +22,7 @@ from kflats.importance import (
 )
 from kflats.io import annotate_, load_, register_plugin, save
 from kflats.methods import MESSI, SVD, Auto, Entrywise, Flats, KeepDense, KMeansSVD, RobustSVD, Subspace
+from kflats.model.run_as import run_as_
 from kflats.model.swap import restore_
 from kflats.model.weights import find_weights
 from kflats.numerics.loss import Huber, Power, Squared, Truncated
@@ -90,6 +91,7 @@ __all__ = [
     "recover_folder",
     "register_plugin",
     "restore_",
+    "run_as_",
     "save",
     "score",
     "task_batches",

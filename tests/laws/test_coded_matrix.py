@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
+from kflats.common.run_forms import RunForm
 from kflats.matrices import coded
 from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
@@ -463,3 +464,25 @@ def test_tensors_that_do_not_fit_are_refused():
         CodedMatrix(matrix.geometry, good | {"more": good["weight"]})
     with pytest.raises(KflatsError, match="not finite"):
         from_integers([torch.zeros(2, 2)], None, torch.tensor([float("inf")]))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(("form", "near"), [("dense", 1e-12), ("bfloat16", 0.02), ("int8", 0.03)])
+def test_run_forms_multiply_as_the_definition_says(
+    make: Callable[..., CodedMatrix], form: RunForm, near: float, transposed: bool
+) -> None:
+    matrix = make()
+    whole = definition(matrix).detach()
+    whole = whole if transposed else whole.T
+    before = {name: tensor.clone() for name, tensor in matrix.tensors().items()}
+    product = matrix.product(form, F64, transposed=transposed)
+    assert product is not None
+    for shape in ((5,), (2, 3), (0,), ()):
+        x = torch.randn(*shape, whole.shape[1], generator=torch.Generator().manual_seed(1), dtype=F64)
+        out = product(x)
+        assert out.dtype == F64
+        assert out.shape == (*shape, whole.shape[0])
+        lengths = x.norm(dim=-1, keepdim=True) * whole.norm(dim=1)
+        assert bool(((out - x @ whole.T).abs() <= near * lengths + 1e-12).all())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in matrix.tensors().items())
+    assert matrix.product("compact", F64, transposed=transposed) is None

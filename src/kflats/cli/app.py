@@ -41,6 +41,7 @@ from kflats.cli.options import (
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
 from kflats.common.release import version
+from kflats.common.run_forms import RunForm
 from kflats.io.atomic import check_file, check_folder
 from kflats.io.sources import local_model
 from kflats.tasks.task import find_task
@@ -135,6 +136,13 @@ def compress(
         int | None, typer.Option(metavar="N", min=1, help="First keep only the N commonest tokens, counted in --texts.")
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
+    run_as: Annotated[
+        RunForm,
+        typer.Option(
+            help="How coded layers multiply once the folder is loaded: dense (as fast as the original), bfloat16 (on "
+            "CPUs with units for it), int8, or compact (the least memory)."
+        ),
+    ] = "dense",
     eval_texts: Annotated[
         Path | None,
         typer.Option(
@@ -163,7 +171,7 @@ def compress(
     else:
         read |= {"plan": Plan.load(plan), "keep": budget.keep, "size": budget.size}
     quiet_transformers()
-    report = compress_folder(model, out, trim=trim, seed=seed, force=force, quiet=quiet, **read)
+    report = compress_folder(model, out, trim=trim, seed=seed, run_as=run_as, force=force, quiet=quiet, **read)
     if not quiet:
         typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
 

@@ -14,6 +14,7 @@ from torch import nn
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.run_forms import RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.compress.fitting import Partial, factorize, measured_once, model_fingerprint, swapped, work_fingerprint
 from kflats.compress.quality import smallest
@@ -24,6 +25,7 @@ from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Auto, Method
+from kflats.model.run_as import run_as_
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
@@ -106,6 +108,7 @@ def compress_folder(
     allocation: Allocation = "auto",
     trim: int | None = None,
     seed: int = 0,
+    run_as: RunForm = "dense",
     force: bool = False,
     quiet: bool = False,
     proof: bool = False,
@@ -130,6 +133,7 @@ def compress_folder(
         keep_statistics: a file to keep them in for later (``Statistics.load``).
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
             cent are then of the trimmed model.
+        run_as: the run-time form that the folder loads in, as ``run_as_``. The proof is of this form.
         force: replace an existing folder that kflats wrote and nobody changed since.
         proof: compare the folder with the original at the end (``kflats.compare``), and write the result into its
             report and its card. The folder is whole before: interrupted, it lacks the proof alone.
@@ -140,6 +144,7 @@ def compress_folder(
             disk, a folder without a model.
     """
     check_quality(quality, keep or plan, size)
+    check_run_form(run_as)
     if plan is None and keep is size is None and quality is None:
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
@@ -185,9 +190,11 @@ def compress_folder(
         else:
             sentences = packaged_texts("judge") if judged is None else judged
             judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
+            sizes["run_as"] = run_as
             decided, done, limit = smallest(model, named, data, measured, finished, judge, quality, seed, **sizes)
         _keep(decided, keep_statistics)
         report = swapped(model, decided.plan, done, seed, _called(source), beside)
+        run_as_(model, run_as)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
         save_model(model, aside / weights_folder(folder).relative_to(folder))
         if trimmed is None:

@@ -12,8 +12,10 @@ from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce, size
+from kflats.common.run_forms import RunForm
 from kflats.compress.fitting import CompressedWeight, Partial, factorize, swapped
 from kflats.evaluation.outputs import Judge
+from kflats.model.run_as import run_as_
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.decide import Decided, Measure, decide
 from kflats.planning.selection import select
@@ -51,6 +53,7 @@ def smallest(
     judge: Judge,
     quality: float,
     seed: int,
+    run_as: RunForm,
     *,
     allocation: Allocation,
     file_bytes: int,
@@ -84,6 +87,7 @@ def smallest(
         fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), nbytes - beside)
         small = copy.deepcopy(model)
         swapped(small, decided.plan, fitted, seed)
+        run_as_(small, run_as)
         loss = judge(small).loss
         announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
         return loss, (decided, fitted)

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
+from kflats.common.run_forms import RunForm
 from kflats.common.schema import JsonObject
+from kflats.matrices.running import Product
 
 MAX_SIDE = 2**31 - 1  # places of rows are int32
 MAX_VALUES = 2**46  # of the dense matrix: far beyond any model, and its bytes still fit 64 bits
@@ -79,6 +81,11 @@ class Matrix(nn.Module):
         Raises:
             KflatsError: n < 1.
         """
+
+    def product(self, form: RunForm, dtype: torch.dtype, *, transposed: bool) -> Product | None:
+        """This matrix in a run-time form, ready for x @ M (x @ M.T if ``transposed``), for x of ``dtype``. None:
+        ``vecmat`` and ``matvec`` are that form already, as with floating-point factors."""
+        return None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a file stores, by name: factors, and labels or an order where there are any."""

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import crc32
+from kflats.common.run_forms import RunForm
 from kflats.common.schema import JsonObject, check_version, decode
 from kflats.matrices.base import (
     FEW,
@@ -28,6 +29,7 @@ from kflats.matrices.base import (
     is_recording,
     refresh_after_load,
 )
+from kflats.matrices.running import DenseProduct, IntegerProduct, Product
 from kflats.numerics.coding.packing import MOST_BITS, Layout, layout_of, pack, places_of, read_codes
 
 VERSION = 1
@@ -371,6 +373,28 @@ class CodedMatrix(Matrix):
         dtype = self.weight.dtype
         parts = [self._ended(self._project(tile.flat, tile.whole().T), dtype) for tile in self._tiles(self._wide)]
         return torch.cat(parts).index_select(0, self.position)
+
+    @torch.no_grad()
+    def product(self, form: RunForm, dtype: torch.dtype, *, transposed: bool) -> Product | None:
+        """As ``Matrix.product``. Where two factors take fewer multiplications than the matrix, dense forms keep two."""
+        if form == "compact":
+            return None
+        self._check_ready()
+        (n, d), r, device = self.shape, self.geometry.rank, self.weight.device
+        if form == "int8":
+            whole = self.rows(torch.arange(n, device=device), dtype=torch.float32)
+            steps, scales = self._get("column_steps"), torch.ones(d if transposed else n, device=device)
+            if steps is not None and transposed:
+                scales = torch.exp2(steps.to(torch.float32) / (2 * STEPS_AN_OCTAVE))
+            return IntegerProduct.of(whole if transposed else whole.T, scales)
+        kept = torch.bfloat16 if form == "bfloat16" else dtype
+        basis = None if self.geometry.flats or r * (n + d) >= n * d else self._bases(self._wide)[0]
+        if basis is None:
+            factors = [self.rows(torch.arange(n, device=device), dtype=kept)]
+        else:
+            factors = [self._all_coordinates(basis).T.to(kept), basis.to(kept)]
+        turned = factors[::-1] if transposed else [factor.T for factor in factors]
+        return DenseProduct(tuple(factor.contiguous() for factor in turned))
 
     def resized(self, n: int) -> CodedMatrix:
         """The first n rows.

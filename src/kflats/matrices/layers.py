@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.matrices.base import Matrix, refresh_after_load
+from kflats.common.run_forms import RunForm
+from kflats.matrices.base import Matrix, is_recording, refresh_after_load
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
+from kflats.matrices.running import Product
 
 
 class HoldsMatrix:
@@ -61,6 +63,53 @@ class HoldsMatrix:
             "factored layers cannot be copied by nn.DataParallel",
             hint="DistributedDataParallel (torchrun), or one visible GPU",
         )
+
+
+class _Multiplies(HoldsMatrix):
+    """The base of layers that multiply their inputs by a matrix, in a run-time form."""
+
+    run_form: RunForm = "dense"
+    _ready: tuple[object, Product | None] | None = None
+
+    def times(self, x: Tensor, *, transposed: bool) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)`` in the run-time form. Recorded graphs, and calls whose gradients reach the
+        matrix, use the stored form."""
+        matrix, product = self.matrix, None
+        if not is_recording():
+            learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
+            if self.run_form == "int8" and (learns or (torch.is_grad_enabled() and x.requires_grad)):
+                raise KflatsError(
+                    "gradients are not supported with the run-time form int8",
+                    cause="it rounds inputs",
+                    hint="the run-time form dense to train, or a call without gradients",
+                )
+            product = None if learns else self._product(x, transposed)
+        if product is not None:
+            return product(x)
+        return matrix.matvec(x) if transposed else matrix.vecmat(x)
+
+    def _product(self, x: Tensor, transposed: bool) -> Product | None:
+        """What multiplies ``x``; made anew after the matrix has changed."""
+        matrix = self.matrix
+        known = (p for p in matrix._parameters.values() if p is not None)  # ``parameters`` takes ten times as long
+        key = (self.run_form, x.dtype, [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in known])
+        if self._ready is None or self._ready[0] != key:
+            # Not under autocast, and not as inference tensors, which no later gradient could pass.
+            with torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
+                self._ready = key, matrix.product(self.run_form, x.dtype, transposed=transposed)
+        return self._ready[1]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._ready = None
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
+    def refresh(self) -> None:
+        """As for other layers."""
+        self._ready = None
+        super().refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_ready": None}
 
 
 def mark_initialized(tensor: Tensor) -> Tensor:
@@ -137,7 +186,7 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         return out
 
 
-class FactoredLinear(HoldsMatrix, nn.Module):
+class FactoredLinear(_Multiplies, nn.Module):
     """A linear layer whose (in, out) matrix is a Matrix: x @ M + bias.
 
     ``matrix_rows="out_features"`` says that M's rows are output neurons (M is torch's own (out, in) weight), and
@@ -166,11 +215,11 @@ class FactoredLinear(HoldsMatrix, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in)`` -> ``(*b, out)``: x times the matrix in its orientation, plus the bias."""
-        out = self.matrix.vecmat(x) if self.matrix_rows == "in_features" else self.matrix.matvec(x)
+        out = self.times(x, transposed=self.matrix_rows == "out_features")
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
-class FactoredHead(HoldsMatrix, nn.Module):
+class FactoredHead(_Multiplies, nn.Module):
     """An output head tied to a factored embedding: logits = h @ M.T + bias, M borrowed from the embedding.
 
     ``(*b, d)`` -> ``(*b, n)``. The bias is the head's own; a Parameter is taken as it is, so that a
@@ -209,7 +258,7 @@ class FactoredHead(HoldsMatrix, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, d)`` -> ``(*b, n)``: logits of all tokens from the tied table."""
-        out = self.matrix.matvec(x)
+        out = self.times(x, transposed=True)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 

@@ -23,6 +23,7 @@ from torch import nn
 
 from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
 from kflats.common.errors import KflatsError
+from kflats.common.run_forms import RunForm
 from kflats.common.schema import Json, JsonObject, check_version, decode
 from kflats.matrices.layers import CONVOLVED, FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
@@ -47,7 +48,7 @@ DAMAGED = "a damaged or hand-edited file"
 @dataclass(frozen=True)
 class DescribedPlace:
     """A place as written. An embedding has its padding row and output scale, a convolution its ``kernel`` (inputs,
-    height, width). ``gained_bias``: whether the layer had no bias before."""
+    height, width). ``gained_bias``: whether the layer had no bias before. ``run_as``: its run-time form."""
 
     name: str
     role: Literal["embedding", "head", "linear", "conv1d", "conv2d"]
@@ -55,6 +56,7 @@ class DescribedPlace:
     scale: float | None
     kernel: tuple[int, ...] | None = None
     gained_bias: bool = False
+    run_as: RunForm = "dense"
 
 
 @dataclass(frozen=True)
@@ -261,6 +263,10 @@ def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Ma
     if module.gained_bias and table is not None:
         bias = torch.zeros(weight.shape[1], dtype=table.dtype, device=table.device)
     swap_(model, weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales)
+    for place in module.places:
+        for name in spellings(model, place.name):
+            if isinstance(layer := submodule(model, name), FactoredLinear | FactoredHead):
+                layer.run_form = place.run_as
 
 
 def _check_places(model: nn.Module, module: Module, weight: Weight, *, strict: bool) -> None:
@@ -321,6 +327,8 @@ def _described(name: str, layer: FactoredLayer) -> JsonObject:
         place["kernel"] = [layer.in_channels, *layer.kernel_size]
     if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias:
         place["gained_bias"] = True
+    if isinstance(layer, FactoredLinear | FactoredHead) and layer.run_form != "dense":
+        place["run_as"] = layer.run_form
     return place
 
 

@@ -32,6 +32,7 @@ from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic import beside
+from kflats.model.run_as import running_dense
 from kflats.recover.problem import (
     Objective,
     Schedule,
@@ -217,6 +218,7 @@ def recover_(
     with (
         evaluating(model, *([] if teacher is None else [teacher.to(device)])),
         own_randomness(device),
+        running_dense(model),
         # Adam's steps are smaller than the resolution of 16 bits, and its epsilon is 0 there.
         widened(model, torch.float16, torch.bfloat16) as rounded,
         only(model, train) as chosen,

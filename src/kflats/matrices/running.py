@@ -1,0 +1,71 @@
+"""Run-time forms: how a layer of codes multiplies, apart from how it is stored.
+
+A form is made from the codes when a layer is first called, and is never saved. Dense forms take the time of the
+original layer. In "int8" the inputs x of each token are rounded too:
+
+    x W'  ~  diag(a) K_x K_w' diag(b),      K_x = round(x diag(s) / a),      K_w = round(diag(1/b) W diag(1/s))
+
+with one a for each token and one b for each output, so that integers end at 127. The scales s move size from inputs
+into the matrix (SmoothQuant: Xiao et al., arXiv:2211.10438). A code with error feedback has steps that are small where
+inputs are large: s is their square root.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_MOST = 127
+_LEAST = 1e-30
+
+
+class Product(Protocol):
+    """A matrix that is ready to multiply."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)``, in x's type."""
+
+
+@dataclass(frozen=True)
+class DenseProduct:
+    """``factors``: (out, in) each, the first one applied first."""
+
+    factors: tuple[Tensor, ...]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As ``Product``."""
+        own = self.factors[0].dtype == x.dtype
+        out = x if own else x.to(self.factors[0].dtype)
+        for factor in self.factors:
+            out = F.linear(out, factor)
+        return out if own else out.to(x.dtype)
+
+
+@dataclass(frozen=True)
+class IntegerProduct:
+    """``numbers`` (in, out) int8; ``steps`` (out,); ``scales`` (in,), by which inputs are multiplied first."""
+
+    numbers: Tensor
+    steps: Tensor
+    scales: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, scales: Tensor) -> IntegerProduct:
+        """Of (out, in) float32, rounded to the nearest."""
+        scaled = weight / scales
+        steps = scaled.abs().amax(1).clamp_min(_LEAST) / _MOST
+        numbers = (scaled / steps.unsqueeze(1)).round_().to(torch.int8)
+        # Copied: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
+        return cls(numbers.T.clone(memory_format=torch.contiguous_format), steps, scales)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """As ``Product``. A token with NaN or infinity has outputs that are not finite."""
+        rows = x.reshape(-1, x.shape[-1]) * self.scales
+        sizes = rows.abs().amax(1, keepdim=True).clamp_min_(_LEAST).div_(_MOST)
+        whole = rows.div_(sizes).round_().to(torch.int8)
+        out = torch._int_mm(whole, self.numbers) if len(whole) else whole.new_empty(0, len(self.steps))
+        return out.to(torch.float32).mul_(sizes).mul_(self.steps).to(x.dtype).reshape(*x.shape[:-1], len(self.steps))

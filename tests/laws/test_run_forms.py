@@ -1,0 +1,164 @@
+"""A run-time form changes how a coded layer multiplies, and nothing that is stored."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import kflats
+from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
+from kflats.common.errors import KflatsError
+from kflats.common.run_forms import RunForm
+from kflats.matrices.layers import FactoredLinear
+from kflats.matrices.running import DenseProduct, IntegerProduct
+from kflats.model.run_as import running_dense
+
+FORMS: tuple[RunForm, ...] = get_args(RunForm)
+NEAR = {"compact": 1e-6, "dense": 1e-6, "bfloat16": 0.02, "int8": 0.03}
+
+
+def net(recipe: Recipe | None = None, keep: str = "40%", seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48))
+    recipe = recipe or Recipe(KeepDense(), codec=Integer(bits=8))
+    kflats.compress_(model, {"linear": recipe}, keep=keep, quiet=True)
+    return model
+
+
+def inputs(count: int = 8) -> Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(2))
+
+
+def layer_of(model: nn.Module) -> FactoredLinear:
+    return next(layer for layer in model.modules() if isinstance(layer, FactoredLinear))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("matrix_rows", ["in_features", "out_features"])
+def test_forms_are_near_the_codes_and_leave_them_alone(form: RunForm, matrix_rows: Any, tmp_path: Path) -> None:
+    model = net(Recipe(KeepDense(), codec=Integer(bits=8), matrix_rows=matrix_rows))
+    stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with torch.inference_mode():
+        run_as_(model, "compact")
+        exact = model(inputs())
+        assert run_as_(model, form) == 2
+        made = model(inputs())
+        assert float((made - exact).norm()) <= NEAR[form] * float(exact.norm())
+        assert torch.equal(copy.deepcopy(model)(inputs()), made)
+    now = model.state_dict()
+    assert now.keys() == stored.keys()
+    assert all(torch.equal(now[name], stored[name]) for name in stored)
+    kflats.save(model, tmp_path / "saved")
+    loaded = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 48))
+    kflats.load_(loaded, tmp_path / "saved")
+    assert layer_of(loaded).run_form == form
+    with torch.inference_mode():
+        assert torch.equal(loaded(inputs()), made)
+    kflats.restore_(model)
+    assert torch.allclose(model(inputs()), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_codes_are_what_multiplies_after_they_change() -> None:
+    model, other, x = net(), net(seed=1), inputs()
+    with torch.no_grad():
+        before = model(x)
+        layer_of(model).matrix.weight.mul_(2)
+        changed = model(x)
+        run_as_(model, "compact")
+        assert not torch.equal(before, changed)
+        assert torch.allclose(model(x), changed, rtol=1e-4, atol=1e-5)
+        run_as_(model, "dense")
+        model.load_state_dict(other.state_dict())
+        assert torch.allclose(model(x), other(x), rtol=1e-4, atol=1e-5)
+        halves = model.to(torch.bfloat16)(x.to(torch.bfloat16))
+        assert halves.dtype == torch.bfloat16
+        assert float((halves.float() - other(x)).norm()) < 0.03 * float(other(x).norm())
+
+
+def test_gradients_are_those_of_the_codes() -> None:
+    model, grads = net(), []
+    for form in ("compact", "dense"):
+        run_as_(model, form)
+        model.zero_grad()
+        x = inputs().requires_grad_()
+        model(x).square().sum().backward()
+        grads.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    for one, other in zip(*grads, strict=True):
+        assert one is other is None or torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+    model.requires_grad_(False)
+    with torch.inference_mode():
+        model(inputs())
+    x = inputs().requires_grad_()
+    model(x).square().sum().backward()  # the matrix that inference made serves gradients of inputs
+    assert torch.allclose(x.grad, grads[0][0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_int8_has_no_gradients_and_says_so(frozen: bool) -> None:
+    model = net().requires_grad_(not frozen)
+    run_as_(model, "int8")
+    with pytest.raises(KflatsError, match="gradients are not supported with the run-time form int8"):
+        model(inputs().requires_grad_(frozen))
+    with torch.no_grad():
+        model(inputs())
+    with running_dense(model):
+        model(inputs().requires_grad_(frozen)).sum().backward()
+    assert layer_of(model).run_form == "int8"
+
+
+def test_a_token_that_is_not_finite_spoils_no_other() -> None:
+    model, x = net(), inputs()
+    run_as_(model, "int8")
+    layer = layer_of(model)
+    with torch.inference_mode():
+        whole = layer(x)
+        x[3, 5], x[4, 0] = float("nan"), float("inf")
+        spoiled = layer(x)
+    assert not bool(torch.isfinite(spoiled[3]).any())
+    assert not bool(torch.isfinite(spoiled[4]).all())
+    kept = [0, 1, 2, 5, 6, 7]
+    assert torch.equal(spoiled[kept], whole[kept])
+
+
+def test_inputs_of_unlike_size_are_evened_out_by_the_steps_of_feedback() -> None:
+    """One input is 100 times as large as the others, and its steps are as much smaller."""
+    gen = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(48, 64, generator=gen), torch.randn(200, 64, generator=gen)
+    weight[:, 7] /= 100
+    x[:, 7] *= 100
+    steps = torch.ones(64)
+    steps[7] = 0.01
+    errors = []
+    for scales in (torch.ones(64), steps.sqrt()):
+        product = IntegerProduct.of(weight, scales)
+        errors.append(float((product(x) - x @ weight.T).norm()))
+    assert errors[1] < 0.3 * errors[0]
+
+
+def test_axes_of_few_coordinates_stay_two_factors() -> None:
+    pytest.importorskip("constriction")
+    for keep, count in (("4%", 2), ("30%", 1)):
+        product = layer_of(net(Recipe(SVD(), codec=Transform()), keep)).matrix.product(
+            "dense", torch.float32, transposed=False
+        )
+        assert isinstance(product, DenseProduct)
+        assert len(product.factors) == count
+
+
+def test_recorded_graphs_use_the_codes() -> None:
+    model, x = net().requires_grad_(False), inputs()
+    expected = model(x)
+    run_as_(model, "int8")
+    assert torch.allclose(torch.export.export(model, (x,)).module()(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_an_unknown_form_is_refused() -> None:
+    model = net()
+    with pytest.raises(KflatsError, match="run_as='int4' is unknown"):
+        run_as_(model, "int4")  # type: ignore[arg-type]
+    assert layer_of(model).run_form == "dense"
