@@ -157,6 +157,11 @@ def test_recorded_graphs_use_the_codes() -> None:
     assert torch.allclose(torch.export.export(model, (x,)).module()(x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_int8_is_refused_where_it_has_no_kernel() -> None:
+    with pytest.raises(KflatsError, match="int8 is not supported on meta"):
+        IntegerProduct.of(torch.empty(8, 8, device="meta"), torch.ones(8))
+
+
 def test_an_unknown_form_is_refused() -> None:
     model = net()
     with pytest.raises(KflatsError, match="run_as='int4' is unknown"):

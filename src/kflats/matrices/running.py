@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kflats.common.errors import KflatsError
+
 _MOST = 127
 _LEAST = 1e-30
 
@@ -55,7 +57,14 @@ class IntegerProduct:
 
     @classmethod
     def of(cls, weight: Tensor, scales: Tensor) -> IntegerProduct:
-        """Of (out, in) float32, rounded to the nearest."""
+        """Of (out, in) float32, rounded to the nearest.
+
+        Raises:
+            KflatsError: another device than the CPU: its kernels refuse small batches.
+        """
+        if weight.device.type != "cpu":
+            kind = weight.device.type
+            raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint="the run-time form bfloat16")
         scaled = weight / scales
         steps = scaled.abs().amax(1).clamp_min(_LEAST) / _MOST
         numbers = (scaled / steps.unsqueeze(1)).round_().to(torch.int8)

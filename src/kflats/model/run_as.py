@@ -39,7 +39,7 @@ def run_as_(model: nn.Module, form: RunForm) -> int:
         The number of layers whose form it is now.
 
     Raises:
-        KflatsError: an unknown form. In "int8", a call that asks for gradients.
+        KflatsError: an unknown form. In "int8", a call that asks for gradients, or on another device than the CPU.
 
     >>> import kflats, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64)).requires_grad_(False)
