@@ -1,9 +1,9 @@
 """Question: how fast is an encoder as other tools run it, and as kflats stores it?
 
 all-MiniLM-L6-v2 in float32, bfloat16, compiled, by onnxruntime (float; int8 by default, and per channel with reduced
-range) and by torchao (int8), with one thread and with all. Contestants take turns; a ratio is a median over turns, with
-its 95 % bootstrap interval. ``--compressed DIR`` adds a compressed folder. A contestant that this machine cannot run
-says why under the table.
+range) and by torchao (int8), and compressed by kflats to 8 MB in each run-time form, with one thread and with all.
+Contestants take turns; a ratio is a median over turns, with its 95 % bootstrap interval. ``--compressed DIR`` takes a
+folder that is there. A contestant that this machine cannot run says why under the table.
 
     python benchmarks/latency.py --write benchmarks/results/latency.md
     python benchmarks/latency.py --quick 1        # small shapes, few turns: does everything run?
@@ -16,13 +16,15 @@ import tempfile
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from _common import arguments, markdown, publish
 from torch import nn
 
+from kflats import compress_folder, run_as_
 from kflats.common.release import needed
+from kflats.common.run_forms import RunForm
 from kflats.demo import packaged_model
 from kflats.evaluation.latency import SHAPES, Batch, Contestant, Run, TorchModel, latencies
 from kflats.evaluation.running import run
@@ -111,8 +113,14 @@ def main() -> None:
     options = arguments(__doc__, turns=15, quick=0, compressed="")
     original = load_model(packaged_model())
     all_of_them = contestants(original)
-    if options.compressed:
-        all_of_them.append(TorchModel("kflats", load_model(options.compressed)))
+    with tempfile.TemporaryDirectory() as place:
+        folder = options.compressed or f"{place}/8MB"
+        if not options.compressed:
+            compress_folder(packaged_model(), folder, size="8MB", quiet=True)
+        for form in get_args(RunForm):
+            model = load_model(folder)
+            run_as_(model, form)
+            all_of_them.append(TorchModel(f"kflats, {form}", model))
     shapes = [(1, 20), (4, 30)] if options.quick else SHAPES
     reasons: dict[str, str] = {}
     lines = []

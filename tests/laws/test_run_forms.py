@@ -109,6 +109,9 @@ def test_int8_has_no_gradients_and_says_so(frozen: bool) -> None:
     with running_dense(model):
         model(inputs().requires_grad_(frozen)).sum().backward()
     assert layer_of(model).run_form == "int8"
+    factors = net(Recipe(SVD())).requires_grad_(not frozen)
+    run_as_(factors, "int8")
+    factors(inputs().requires_grad_(frozen)).sum().backward()
 
 
 def test_a_token_that_is_not_finite_spoils_no_other() -> None:

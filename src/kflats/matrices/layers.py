@@ -77,13 +77,14 @@ class _Multiplies(HoldsMatrix):
         matrix, product = self.matrix, None
         if not is_recording():
             learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
-            if self.run_form == "int8" and (learns or (torch.is_grad_enabled() and x.requires_grad)):
+            product = None if learns and self.run_form != "int8" else self._product(x, transposed)
+            graded = learns or (torch.is_grad_enabled() and x.requires_grad)
+            if graded and product is not None and self.run_form == "int8":
                 raise KflatsError(
                     "gradients are not supported with the run-time form int8",
                     cause="it rounds inputs",
                     hint="the run-time form dense to train, or a call without gradients",
                 )
-            product = None if learns else self._product(x, transposed)
         if product is not None:
             return product(x)
         return matrix.matvec(x) if transposed else matrix.vecmat(x)
