@@ -23,6 +23,7 @@ from kflats.matrices import coded
 from kflats.matrices.coded import from_integers
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, matrix_from_spec
+from kflats.matrices.running import integer_limit
 from kflats.numerics.coding.encode import transform_code
 from kflats.numerics.rows import TensorRows
 
@@ -467,7 +468,9 @@ def test_tensors_that_do_not_fit_are_refused():
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-@pytest.mark.parametrize(("form", "near"), [("dense", 1e-12), ("bfloat16", 0.02), ("int8", 0.03)])
+@pytest.mark.parametrize(
+    ("form", "near"), [("dense", 1e-12), ("bfloat16", 0.02), ("int8", 0.03 * 127 / integer_limit())]
+)
 def test_run_forms_multiply_as_the_definition_says(
     make: Callable[..., CodedMatrix], form: RunForm, near: float, transposed: bool
 ) -> None:

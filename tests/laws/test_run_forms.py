@@ -15,11 +15,11 @@ from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
 from kflats.common.errors import KflatsError
 from kflats.common.run_forms import RunForm
 from kflats.matrices.layers import FactoredLinear
-from kflats.matrices.running import DenseProduct, IntegerProduct
+from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
 from kflats.model.run_as import running_dense
 
 FORMS: tuple[RunForm, ...] = get_args(RunForm)
-NEAR = {"compact": 1e-6, "dense": 1e-6, "bfloat16": 0.02, "int8": 0.03}
+NEAR = {"compact": 1e-6, "dense": 1e-6, "bfloat16": 0.02, "int8": 0.03 * 127 / integer_limit()}
 
 
 def net(recipe: Recipe | None = None, keep: str = "40%", seed: int = 0) -> nn.Sequential:
@@ -158,6 +158,22 @@ def test_recorded_graphs_use_the_codes() -> None:
     expected = model(x)
     run_as_(model, "int8")
     assert torch.allclose(torch.export.export(model, (x,)).module()(x), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 17), (3, 384, 5), (33, 65, 64), (960, 384, 96)])
+def test_products_of_the_largest_integers_are_exact(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    for sign in (1, -1):
+        weight, x = torch.full((n, k), float(sign)), torch.ones(m, k)
+        assert torch.allclose(
+            IntegerProduct.of(weight, torch.ones(k))(x), torch.full((m, n), float(sign * k)), rtol=1e-5
+        )
+
+
+def test_a_cpu_whose_integers_are_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_int_mm", lambda left, right: torch.zeros(len(left), right.shape[1]).to(torch.int32))
+    with pytest.raises(KflatsError, match="its products of integers are wrong"):
+        integer_limit.__wrapped__()
 
 
 def test_int8_is_refused_where_it_has_no_kernel() -> None:

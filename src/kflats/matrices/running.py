@@ -5,14 +5,15 @@ original layer. In "int8" the inputs x of each token are rounded too:
 
     x W'  ~  diag(a) K_x K_w' diag(b),      K_x = round(x diag(s) / a),      K_w = round(diag(1/b) W diag(1/s))
 
-with one a for each token and one b for each output, so that integers end at 127. The scales s move size from inputs
-into the matrix (SmoothQuant: Xiao et al., arXiv:2211.10438). A code with error feedback has steps that are small where
-inputs are large: s is their square root.
+with one a for each token and one b for each output, so that integers end at 127 (at 63 on CPUs without VNNI units). The
+scales s move size from inputs into the matrix (SmoothQuant: Xiao et al., arXiv:2211.10438). A code with error feedback
+has steps that are small where inputs are large: s is their square root.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -21,8 +22,43 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 
-_MOST = 127
 _LEAST = 1e-30
+_PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (64, 384, 64))
+"""Rows, inputs and outputs of the products by which a CPU is tried: they reach its different kernels."""
+
+
+@cache
+def integer_limit() -> int:
+    """The largest integer of the form int8 on this CPU: 127, or 63 where kernels add pairs of products in 16 bits.
+
+    Kernels without VNNI units do, and torch says nothing where such a sum is limited to 32767. So products of the
+    largest integers are compared with exact ones, once in a process.
+
+    Raises:
+        KflatsError: this CPU is wrong with both.
+
+    >>> integer_limit() in (127, 63)
+    True
+    """
+    for most in (127, 63):
+        if all(_is_exact(most, shape) for shape in _PROBES):
+            return most
+    raise KflatsError(
+        "the run-time form int8 is not supported on this CPU because its products of integers are wrong",
+        hint="the run-time form bfloat16 or dense",
+    )
+
+
+def _is_exact(most: int, shape: tuple[int, int, int]) -> bool:
+    """Whether products of integers of this size are exact, of one sign and of drawn signs."""
+    (m, k, n), draws = shape, torch.Generator().manual_seed(0)
+    for least in (0, 1):
+        left, right = (
+            (torch.randint(least, 2, of, generator=draws) * 2 - 1).mul(most).to(torch.int8) for of in ((m, k), (k, n))
+        )
+        if not torch.equal(torch._int_mm(left, right), left.to(torch.int32) @ right.to(torch.int32)):
+            return False
+    return True
 
 
 class Product(Protocol):
@@ -66,7 +102,7 @@ class IntegerProduct:
             kind = weight.device.type
             raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint="the run-time form bfloat16")
         scaled = weight / scales
-        steps = scaled.abs().amax(1).clamp_min(_LEAST) / _MOST
+        steps = scaled.abs().amax(1).clamp_min(_LEAST) / integer_limit()
         numbers = (scaled / steps.unsqueeze(1)).round_().to(torch.int8)
         # Copied: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
         return cls(numbers.T.clone(memory_format=torch.contiguous_format), steps, scales)
@@ -74,7 +110,7 @@ class IntegerProduct:
     def __call__(self, x: Tensor) -> Tensor:
         """As ``Product``. A token with NaN or infinity has outputs that are not finite."""
         rows = x.reshape(-1, x.shape[-1]) * self.scales
-        sizes = rows.abs().amax(1, keepdim=True).clamp_min_(_LEAST).div_(_MOST)
+        sizes = rows.abs().amax(1, keepdim=True).clamp_min_(_LEAST).div_(integer_limit())
         whole = rows.div_(sizes).round_().to(torch.int8)
         out = torch._int_mm(whole, self.numbers) if len(whole) else whole.new_empty(0, len(self.steps))
         return out.to(torch.float32).mul_(sizes).mul_(self.steps).to(x.dtype).reshape(*x.shape[:-1], len(self.steps))

@@ -47,7 +47,7 @@ def run_as_(model: nn.Module, form: RunForm) -> int:
     >>> _ = kflats.compress_(model, {"linear": recipe}, keep="30%", quiet=True)
     >>> x = torch.randn(4, 64)
     >>> near = model(x)
-    >>> run_as_(model, "int8"), bool((model(x) - near).norm() < 0.02 * near.norm())
+    >>> run_as_(model, "int8"), bool((model(x) - near).norm() < 0.04 * near.norm())
     (1, True)
     """
     check_run_form(form)
