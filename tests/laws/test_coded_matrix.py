@@ -283,6 +283,7 @@ class TiedNet(nn.Module):
         super().__init__()
         self.emb = FactoredEmbedding(matrix, padding_idx=0)
         self.head = FactoredHead(matrix)
+        self.head.run_form = "compact"  # recorded graphs hold this form: both sides add in about the same order
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.head(torch.tanh(self.emb(ids)))
