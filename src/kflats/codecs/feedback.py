@@ -35,7 +35,7 @@ _LEAST_SCALE = 1e-4
 """Rows and columns that count less than this share of the most important one count as much."""
 _FINE = (-12.0, -8.0, -4.0, -1.5, -0.5)
 """Binary logarithms of c in root mean squares of the numbers, for candidates. What is fed back is little beside numbers
-of so many steps, and they are rounded as they are: sizes are then right to 2 % (measured at -.5: 1.7 to 2.5 bits)."""
+of so many steps, and they are rounded as they are: sizes are then right to 3 % (measured at -.5: 1.7 to 2.5 bits)."""
 _POWERS = (0.75, 2.25)
 """The same, with feedback: about 1 bit and .15 bits a number."""
 _FIRST_PART = 0.6

@@ -1,4 +1,4 @@
-"""The words for run-time forms: how a layer of codes multiplies."""
+"""The words for run-time forms: how a layer of codes multiplies. The command line reads them without torch."""
 
 from __future__ import annotations
 

@@ -190,8 +190,9 @@ def compress_folder(
         else:
             sentences = packaged_texts("judge") if judged is None else judged
             judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
-            sizes["run_as"] = run_as
-            decided, done, limit = smallest(model, named, data, measured, finished, judge, quality, seed, **sizes)
+            decided, done, limit = smallest(
+                model, named, data, measured, finished, judge, quality, seed, run_as=run_as, **sizes
+            )
         _keep(decided, keep_statistics)
         report = swapped(model, decided.plan, done, seed, _called(source), beside)
         run_as_(model, run_as)
