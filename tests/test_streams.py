@@ -15,6 +15,7 @@ from kflats.codecs import streams
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded import CodedGeometry, from_integers
 from kflats.matrices.registry import CodedMatrix
+from kflats.numerics.coding.packing import Layout, unpack
 
 pytest.importorskip("constriction")
 
@@ -109,6 +110,34 @@ def test_every_integer_returns(make, block, monkeypatch):
     assert torch.equal(streams.encode(matrix), stream)
 
 
+@pytest.mark.parametrize("block", [2**18, 100])
+@pytest.mark.parametrize("make", MATRICES.values(), ids=MATRICES)
+def test_rows_are_read_without_the_others(make, block, monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK", block)
+    matrix, draw = make(), torch.Generator().manual_seed(0)
+    stream, geometry = streams.encode(matrix), matrix.geometry
+    levels = torch.empty(geometry.shape[0], geometry.rank, dtype=torch.int16)
+    labels = matrix.tensors().get("labels", torch.zeros(geometry.shape[0], dtype=torch.uint8))
+    for c in range(len(geometry.classes)):
+        layout = Layout(matrix.get_buffer("bits")[c], matrix.get_buffer("low")[c])
+        levels[labels == c] = unpack(geometry.part(matrix.get_buffer("codes"), c), layout)
+    for rows in (torch.randperm(len(levels), generator=draw), torch.zeros(3, dtype=torch.int64), torch.empty(0).long()):
+        assert torch.equal(streams.decode_rows(stream, geometry, rows), levels[rows])
+    for rows in ([-1], [0, len(levels)]):
+        with pytest.raises(KflatsError, match="not all in a table"):
+            streams.decode_rows(stream, geometry, torch.tensor(rows))
+
+
+def test_a_damaged_block_is_an_error_for_its_rows_only(monkeypatch):
+    monkeypatch.setattr(streams, "BLOCK", 100)
+    matrix = transform((500,))
+    stream = streams.encode(matrix)
+    stream[-1] ^= 1
+    assert streams.decode_rows(stream, matrix.geometry, torch.arange(492)).shape == (492, 12)
+    with pytest.raises(KflatsError, match="rows 496 to 500 of class 0"):
+        streams.decode_rows(stream, matrix.geometry, torch.tensor([0, 499]))
+
+
 def test_a_stream_is_about_as_long_as_its_entropy():
     gen = torch.Generator().manual_seed(0)
     spread = torch.linspace(0.05, 4.0, 32)
@@ -181,6 +210,10 @@ def test_other_streams_are_refused():
         (b"", "too early"),
         (b"\x00" * 50, "no kflats codes"),
         (data[:12] + bytes([9]) + data[13:], "version 9"),
+        (data[:13] + bytes([7]) + data[14:], "context model 7"),
+        (data[:14] + bytes(4) + data[18:], "blocks of 0 integers"),
+        (data[:14] + b"\xff" * 4 + data[18:], "blocks of 4294967295 integers"),
+        (data[:18] + b"\xff" * 8 + data[26:], "too early"),
         (data + b"\x00", "followed by"),
     ]:
         with pytest.raises(KflatsError, match=message):

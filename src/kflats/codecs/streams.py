@@ -1,11 +1,13 @@
 """Codes as files hold them: the integers of a CodedMatrix, entropy coded in blocks of rows, each with a checksum.
 
-    magic, checksum of the head, head: labels, layouts, centers, contexts, basis, distributions, list of blocks
-    block after block: the integers of some rows of one class
+    magic, version, context model, integers a block, bytes of the head (64 bits), checksum of the head
+    head: layouts, centers, contexts, basis, distributions; form, bytes and checksum of each block
+    block after block: the classes of some rows; then the integers of some rows of one class
 
 A model in memory holds fixed-rate codes, of which it can read any row. A stream is smaller, because the integers of a
-column are not equally frequent. It is decoded block by block straight into the fixed-rate form. A checksum is over the
-integers that a block decodes to: it covers the coder, too.
+column are not equally frequent. It is decoded block by block straight into the fixed-rate form. A block ends with the
+state that its decoder starts from, so that it is read without the others: ``decode_rows`` reads some rows. A checksum
+is over the integers that a block decodes to: it covers the coder, too.
 
 Integers as bytes: entropy coding by the ``constriction`` library, and the parts of a stream's head.
 
@@ -16,7 +18,8 @@ alike (``numerics.coding.tables``). A checksum of the coded integers shows damag
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -191,8 +194,12 @@ def _library() -> Any:
 
 
 STREAM_VERSION = 1
+STATIC = 1
+"""The context model: a column of a class follows one distribution, which the head holds, for all rows."""
 BLOCK = 2**18  # integers a block, about: what decoding needs memory for
+_MOST = 2**24  # integers a block of a file that is read
 _MAGIC = b"kflats codes"
+_START = "<BBIQI"
 
 
 def encode(matrix: CodedMatrix) -> Tensor:
@@ -210,8 +217,6 @@ def encode(matrix: CodedMatrix) -> Tensor:
     geometry = matrix.geometry
     tensors = {name: value.detach().cpu() for name, value in matrix.tensors().items()}
     head, body = Writer(), bytearray()
-    if "labels" in tensors:
-        head.symbols([tensors["labels"].to(torch.int32).numpy()], [_label_model(geometry)])
     bits, low, tables = tensors["bits"].to(torch.int16), tensors["low"], _tables_of(geometry, tensors)
     # An offset is mostly that of a range with zero in its middle, a context that of the column before.
     moves, offsets = context_moves(tensors["contexts"]), low - _middle_of(bits)
@@ -232,19 +237,26 @@ def encode(matrix: CodedMatrix) -> Tensor:
             head.array(tensors["basis"][scales == k])
     if geometry.basis != "diagonal":
         head.tables(tables)
+
+    def put(raw: Tensor, coded: bytes) -> None:
+        plain = raw.numpy().tobytes()
+        smaller = len(coded) < len(plain)
+        head.put("<BII", smaller, len(coded) if smaller else len(plain), crc32([plain]))
+        body.extend(coded if smaller else plain)
+
+    for a, b in _label_blocks(geometry, BLOCK):
+        labels = tensors["labels"][a:b]
+        put(labels, encode_symbols([labels.to(torch.int32).numpy()], [_label_model(geometry)]))
     models = models_of(tables)
-    for c, a, b in _blocks_of(geometry):
+    for c, a, b in _row_blocks(geometry, BLOCK):
         packed = geometry.part(tensors["codes"], c)[a:b]
         layout = Layout(tensors["bits"][c], low[c])
         order, groups = _groups_of(layout, tensors["contexts"][c])
         levels = unpack(packed, layout).T[order].to(torch.int32).numpy()
         parts = np.split(levels, np.cumsum([count for _, count in groups])[:-1])
-        raw, part = packed.numpy().tobytes(), encode_symbols(parts, [models[k] for k, _ in groups])
-        coded = len(part) < len(raw)
-        head.put("<BII", coded, len(part) if coded else len(raw), crc32([raw]))
-        body += part if coded else raw
+        put(packed, encode_symbols(parts, [models[k] for k, _ in groups]))
     top = bytes(head.data)
-    start = _MAGIC + struct.pack("<BII", STREAM_VERSION, len(top), crc32([top]))
+    start = _MAGIC + struct.pack(_START, STREAM_VERSION, STATIC, BLOCK, len(top), crc32([top]))
     return torch.frombuffer(bytearray(start + top + bytes(body)), dtype=torch.uint8)
 
 
@@ -257,20 +269,55 @@ def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
         KflatsError: ``constriction`` is not installed; a damaged or truncated stream, one of another version or of
             another geometry.
     """
-    body = Reader(memoryview(stream.detach().cpu().numpy().tobytes()))
-    if bytes(body.take(len(_MAGIC))) != _MAGIC:
-        raise damaged("these are no kflats codes")
-    version, size, checksum = body.get("<BII")
-    if version != STREAM_VERSION:
-        raise KflatsError(
-            f"codes of version {version} are unknown here (this kflats reads {STREAM_VERSION})",
-            hint="pip install -U kflats",
-        )
-    top = body.take(size)
-    if crc32([top]) != checksum:
-        raise damaged("the checksum of their head differs")
+    with _fitting():
+        source = _Source.of(stream, geometry)
+        codes = torch.empty(geometry.shapes["codes"], dtype=torch.uint8)
+        for block in source.blocks.values():
+            geometry.part(codes, block.label)[block.rows] = source.packed(block)
+        return {"codes": codes, **source.tensors}
+
+
+def decode_rows(stream: Tensor, geometry: CodedGeometry, rows: Tensor) -> Tensor:
+    """(m, r) int16, the integers q of ``rows`` (m,) int64, in any order. Blocks without these rows are not decoded.
+
+    Choose it to read some rows of a stream that is larger than memory: of a memory-mapped file, only pages of these
+    blocks, of the head and of the rows' classes are read.
+
+    Raises:
+        KflatsError: as ``decode``; a row that is not there.
+
+    >>> from kflats.matrices.coded import from_integers
+    >>> matrix = from_integers([torch.arange(40).view(10, 4).to(torch.int16)], None, torch.ones(1))
+    >>> decode_rows(encode(matrix), matrix.geometry, torch.tensor([9, 0])).tolist()
+    [[36, 37, 38, 39], [0, 1, 2, 3]]
+    """
+    n = geometry.shape[0]
+    if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= n):
+        raise KflatsError(f"rows {int(rows.min())} to {int(rows.max())} are not all in a table of {n} rows")
+    with _fitting():
+        source = _Source.of(stream, geometry)
+        labels = source.tensors.get("labels", torch.zeros(n, dtype=torch.uint8))
+        wanted = labels[rows].to(torch.int64)
+        found = source.tensors["low"][wanted]  # of a class of rows without bits
+        places = torch.empty(len(rows), dtype=torch.int64)  # inside their classes
+        for label in wanted.unique().tolist():
+            mine = wanted == label
+            places[mine] = (labels == label).cumsum(0)[rows[mine]] - 1
+        blocks = wanted * n + places // source.rows_a_block
+        for number in blocks.unique().tolist():
+            label, index = divmod(number, n)
+            if (block := source.blocks.get((label, index))) is not None:
+                here = blocks == number
+                packed = source.packed(block)[places[here] - block.rows.start]
+                found[here] = unpack(packed, source.layout(label))
+        return found
+
+
+@contextmanager
+def _fitting() -> Iterator[None]:
+    """Errors of tensors that do not fit as errors of the stream."""
     try:
-        return _decoded(Reader(top), body, geometry)
+        yield
     except KflatsError:
         raise
     except (ValueError, IndexError, RuntimeError, OverflowError) as error:
@@ -278,12 +325,98 @@ def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
         raise damaged(f"they do not fit this matrix ({str(error)[:80]})") from error
 
 
-def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, Tensor]:
-    n, count, r = geometry.shape[0], len(geometry.classes), geometry.rank
-    tensors = {"codes": torch.empty(geometry.shapes["codes"], dtype=torch.uint8)}
-    if count > 1:
-        (labels,) = head.symbols([n], [_label_model(geometry)])
-        tensors["labels"] = torch.from_numpy(labels.astype(np.uint8))
+@dataclass(frozen=True)
+class _Block:
+    """``rows`` of the class ``label``: ``data`` is entropy coded, or as packed; ``checksum`` is of the packed rows."""
+
+    label: int
+    rows: slice
+    coded: bool
+    data: memoryview
+    checksum: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A stream whose head is read: ``tensors`` are all but the codes; ``blocks`` by class and index in it."""
+
+    geometry: CodedGeometry
+    tensors: dict[str, Tensor]
+    models: list[Model]
+    rows_a_block: int
+    blocks: dict[tuple[int, int], _Block]
+
+    @classmethod
+    def of(cls, stream: Tensor, geometry: CodedGeometry) -> _Source:
+        body = Reader(stream.detach().cpu().contiguous().numpy().data)
+        if bytes(body.take(len(_MAGIC))) != _MAGIC:
+            raise damaged("these are no kflats codes")
+        version, contexts, most, size, checksum = body.get(_START)
+        if (version, contexts) != (STREAM_VERSION, STATIC):
+            raise KflatsError(
+                f"codes of version {version} with context model {contexts} are unknown here "
+                f"(this kflats reads {STREAM_VERSION} with {STATIC})",
+                hint="pip install -U kflats",
+            )
+        if not 1 <= most <= _MOST:
+            raise damaged(f"blocks of {most} integers")
+        top = body.take(size)
+        if crc32([top]) != checksum:
+            raise damaged("the checksum of their head differs")
+        head = Reader(top)
+        tensors, tables = _layouts(head, geometry)
+        labels = []
+        for a, b in _label_blocks(geometry, most):
+            coded, size, checksum = head.get("<BII")
+            data = body.take(size)
+            (part,) = (
+                decode_symbols(data, [b - a], [_label_model(geometry)]) if coded else [np.frombuffer(data, np.uint8)]
+            )
+            labels.append(torch.from_numpy(part.astype(np.uint8)))
+            if len(part) != b - a or crc32([labels[-1]]) != checksum:
+                raise damaged(f"the checksum of the classes of rows {a} to {b} differs")
+        if labels:
+            tensors["labels"] = torch.cat(labels)
+        blocks, many = {}, _rows_a_block(geometry, most)
+        for c, a, b in _row_blocks(geometry, most):
+            coded, size, checksum = head.get("<BII")
+            blocks[c, a // many] = _Block(c, slice(a, b), bool(coded), body.take(size), checksum)
+        if head.left or body.left:
+            raise damaged("they are followed by something else")
+        return cls(geometry, tensors, models_of(tables), many, blocks)
+
+    def layout(self, label: int) -> Layout:
+        """Where the columns of a class lie in a row."""
+        return Layout(self.tensors["bits"][label], self.tensors["low"][label])
+
+    def packed(self, block: _Block) -> Tensor:
+        """(rows, bytes a row) uint8.
+
+        Raises:
+            KflatsError: they are not as they were written.
+        """
+        count, row_bytes = block.rows.stop - block.rows.start, self.geometry.classes[block.label][1]
+        if block.coded:
+            layout = self.layout(block.label)
+            order, groups = _groups_of(layout, self.tensors["contexts"][block.label])
+            chosen = [self.models[k] for k, _ in groups]
+            parts = decode_symbols(block.data, [columns * count for _, columns in groups], chosen)
+            levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, count)
+            levels[order] = torch.from_numpy(np.concatenate(parts)).view(len(order), count)
+            rows = pack(levels.T, layout)
+        else:
+            rows = torch.frombuffer(bytearray(block.data), dtype=torch.uint8)
+        rows = rows.view(count, row_bytes)
+        if crc32([rows]) != block.checksum:
+            a, b = block.rows.start, block.rows.stop
+            raise damaged(f"the checksum of rows {a} to {b} of class {block.label} differs")
+        return rows
+
+
+def _layouts(head: Reader, geometry: CodedGeometry) -> tuple[dict[str, Tensor], Tables]:
+    """The integer tensors but codes and labels, and the distributions."""
+    count, r = len(geometry.classes), geometry.rank
+    tensors: dict[str, Tensor] = {}
     if geometry.basis == "diagonal":
         tables = head.tables()
         tensors["column_steps"] = head.array((r,)).to(torch.int8)
@@ -305,25 +438,7 @@ def _decoded(head: Reader, body: Reader, geometry: CodedGeometry) -> dict[str, T
             tensors["basis"][rows] = head.array((len(rows), geometry.shape[1])).to(torch.int8)
     if geometry.basis != "diagonal":
         tables = head.tables()
-    models = models_of(tables)
-    for c, a, b in _blocks_of(geometry):
-        coded, size, checksum = head.get("<BII")
-        goal, part = geometry.part(tensors["codes"], c)[a:b], body.take(size)
-        if coded:
-            layout = Layout(tensors["bits"][c], tensors["low"][c])
-            order, groups = _groups_of(layout, tensors["contexts"][c])
-            chosen = [models[k] for k, _ in groups]
-            parts = decode_symbols(part, [columns * (b - a) for _, columns in groups], chosen)
-            levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, b - a)
-            levels[order] = torch.from_numpy(np.concatenate(parts)).view(len(order), b - a)
-            goal.copy_(pack(levels.T, layout))
-        else:
-            goal.copy_(torch.frombuffer(bytearray(part), dtype=torch.uint8).view(goal.shape))
-        if crc32([goal]) != checksum:
-            raise damaged(f"the checksum of rows {a} to {b} of class {c} differs")
-    if head.left or body.left:
-        raise damaged("they are followed by something else")
-    return tensors
+    return tensors, tables
 
 
 def coded(matrix: CodedMatrix, fit: Factored | None = None) -> Factored:
@@ -366,14 +481,24 @@ def _middle_of(bits: Tensor) -> Tensor:
     return -half
 
 
-def _blocks_of(geometry: CodedGeometry) -> list[tuple[int, int, int]]:
-    """(class, and the rows a..b of it) of each block."""
-    most = max(1, BLOCK // max(1, geometry.rank))
+def _label_blocks(geometry: CodedGeometry, most: int) -> list[tuple[int, int]]:
+    """The rows a..b of each block of classes; none where there is one class."""
+    n = geometry.shape[0]
+    return [(a, min(a + most, n)) for a in range(0, n, most)] if len(geometry.classes) > 1 else []
+
+
+def _row_blocks(geometry: CodedGeometry, most: int) -> list[tuple[int, int, int]]:
+    """(class, and the rows a..b of it) of each block of ``most`` integers, or of one row."""
+    many = _rows_a_block(geometry, most)
     return [
-        (c, a, min(a + most, rows))
+        (c, a, min(a + many, rows))
         for c, (rows, row_bytes) in enumerate(geometry.classes)
-        for a in range(0, rows if row_bytes else 0, most)
+        for a in range(0, rows if row_bytes else 0, many)
     ]
+
+
+def _rows_a_block(geometry: CodedGeometry, most: int) -> int:
+    return max(1, most // max(1, geometry.rank))
 
 
 def _groups_of(layout: Layout, contexts: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
@@ -388,7 +513,7 @@ def _tables_of(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> Tables:
     """The distribution of the integers of each context."""
     counts = torch.zeros(geometry.contexts, len(KNOTS), dtype=torch.float64)
     reach, knots = torch.zeros(geometry.contexts, dtype=torch.int64), nearest_knot()
-    for c, a, b in _blocks_of(geometry):
+    for c, a, b in _row_blocks(geometry, BLOCK):
         layout = Layout(tensors["bits"][c], tensors["low"][c])
         columns = layout.bits.nonzero().squeeze(1)
         levels = unpack(geometry.part(tensors["codes"], c)[a:b], layout).T[columns].to(torch.int64).abs()
