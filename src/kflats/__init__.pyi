@@ -5,6 +5,7 @@ from kflats.codecs import Feedback, Float, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.common.text_files import read_texts
 from kflats.compress.pipeline import compress_, compress_folder
+from kflats.evaluation.forms import run_as_
 from kflats.evaluation.outputs import fidelity
 from kflats.evaluation.proof import compare
 from kflats.export.adapters import adapt_lora_
@@ -22,7 +23,6 @@ from kflats.importance import (
 )
 from kflats.io import annotate_, load_, register_plugin, save
 from kflats.methods import MESSI, SVD, Auto, Entrywise, Flats, KeepDense, KMeansSVD, RobustSVD, Subspace
-from kflats.model.run_as import run_as_
 from kflats.model.swap import restore_
 from kflats.model.weights import find_weights
 from kflats.numerics.loss import Huber, Power, Squared, Truncated

@@ -16,7 +16,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.run_forms import RunForm
 from kflats.matrices.layers import FactoredLinear
 from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
-from kflats.model.run_as import running_dense
+from kflats.model.run_as import running_as
 
 FORMS: tuple[RunForm, ...] = get_args(RunForm)
 NEAR = {"compact": 1e-6, "dense": 1e-6, "bfloat16": 0.02, "int8": 0.03 * 127 / integer_limit()}
@@ -106,7 +106,7 @@ def test_int8_has_no_gradients_and_says_so(frozen: bool) -> None:
         model(inputs().requires_grad_(frozen))
     with torch.no_grad():
         model(inputs())
-    with running_dense(model):
+    with running_as(model, "dense"):
         model(inputs().requires_grad_(frozen)).sum().backward()
     assert layer_of(model).run_form == "int8"
     factors = net(Recipe(SVD())).requires_grad_(not frozen)

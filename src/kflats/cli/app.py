@@ -41,7 +41,7 @@ from kflats.cli.options import (
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
 from kflats.common.release import version
-from kflats.common.run_forms import RunForm
+from kflats.common.run_forms import RunAs
 from kflats.io.atomic import check_file, check_folder
 from kflats.io.sources import local_model
 from kflats.tasks.task import find_task
@@ -137,10 +137,11 @@ def compress(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the random starts.")] = 0,
     run_as: Annotated[
-        RunForm,
+        RunAs,
         typer.Option(
             help="How coded layers multiply once the folder is loaded: dense (as fast as the original), bfloat16 (on "
-            "CPUs with units for it), int8, or compact (the least memory)."
+            "CPUs with units for it), int8, compact (the least memory), or auto, the fastest on this machine that "
+            "loses at most .002 more than dense."
         ),
     ] = "dense",
     eval_texts: Annotated[

@@ -28,6 +28,7 @@ from kflats.io.atomic import beside, replaced
 from kflats.io.saving import header_bytes
 from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
 from kflats.methods.protocol import Problem
+from kflats.model.run_as import forget_losses_
 from kflats.model.swap import swap_, unchanged_on_error
 from kflats.model.weights import Weight, factored_layers
 from kflats.numerics.flats import Progress
@@ -125,6 +126,7 @@ def swapped(
             if one.matrix is not None:
                 rows = one.decision.recipe.matrix_rows
                 swap_(model, one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
+        forget_losses_(model)
         annotate_(model)
     return Report(
         model=name or str(getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__),

@@ -14,18 +14,18 @@ from torch import nn
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
-from kflats.common.run_forms import RunForm, check_run_form
+from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.compress.fitting import Partial, factorize, measured_once, model_fingerprint, swapped, work_fingerprint
 from kflats.compress.quality import smallest
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
-from kflats.evaluation.proof import compare
+from kflats.evaluation.proof import compare, settle_form_
 from kflats.evaluation.running import Batch
 from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Auto, Method
-from kflats.model.run_as import run_as_
+from kflats.model.run_as import set_run_form_
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
@@ -108,7 +108,7 @@ def compress_folder(
     allocation: Allocation = "auto",
     trim: int | None = None,
     seed: int = 0,
-    run_as: RunForm = "dense",
+    run_as: RunAs = "dense",
     force: bool = False,
     quiet: bool = False,
     proof: bool = False,
@@ -133,7 +133,8 @@ def compress_folder(
         keep_statistics: a file to keep them in for later (``Statistics.load``).
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
             cent are then of the trimmed model.
-        run_as: the run-time form that the folder loads in, as ``run_as_``. The proof is of this form.
+        run_as: the run-time form that the folder loads in, as ``run_as_``. The proof is of this form. "auto": the
+            fastest on this machine that loses at most .002 more than "dense", which ``quality`` then bounds.
         force: replace an existing folder that kflats wrote and nobody changed since.
         proof: compare the folder with the original at the end (``kflats.compare``), and write the result into its
             report and its card. The folder is whole before: interrupted, it lacks the proof alone.
@@ -144,13 +145,18 @@ def compress_folder(
             disk, a folder without a model.
     """
     check_quality(quality, keep or plan, size)
-    check_run_form(run_as)
+    check_run_form(run_as, auto=True)
     if plan is None and keep is size is None and quality is None:
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
     if eval_texts is not None and not proof:
         raise KflatsError("eval_texts is not supported without a proof", hint="a proof, or no texts for it")
+    if run_as == "auto" and not proof:
+        raise KflatsError(
+            "the run-time form auto is not supported without a proof", hint="a proof, or a form by name such as int8"
+        )
+    form: RunForm = "dense" if run_as == "auto" else run_as
     data = _read(texts, calibration, objective, statistics, samples)
     batches = any(not isinstance(item, str) for item in data.calibration or ())
     given = {"a plan": plan is not None, "statistics": statistics is not None, "batches of ids": batches}
@@ -191,11 +197,11 @@ def compress_folder(
             sentences = packaged_texts("judge") if judged is None else judged
             judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
             decided, done, limit = smallest(
-                model, named, data, measured, finished, judge, quality, seed, run_as=run_as, **sizes
+                model, named, data, measured, finished, judge, quality, seed, run_as=form, **sizes
             )
         _keep(decided, keep_statistics)
         report = swapped(model, decided.plan, done, seed, _called(source), beside)
-        run_as_(model, run_as)
+        set_run_form_(model, form)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
         save_model(model, aside / weights_folder(folder).relative_to(folder))
         if trimmed is None:
@@ -211,6 +217,8 @@ def compress_folder(
     if not proof:
         return report
     try:
+        if run_as == "auto":
+            settle_form_(folder, out, judged, quiet=quiet)
         measured_proof = compare(folder, out, judged, quiet=quiet)
         note_proof(out, measured_proof)
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from kflats.common.formatting import announce, size
 from kflats.common.run_forms import RunForm
 from kflats.compress.fitting import CompressedWeight, Partial, factorize, swapped
 from kflats.evaluation.outputs import Judge
-from kflats.model.run_as import run_as_
+from kflats.model.run_as import set_run_form_
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.decide import Decided, Measure, decide
 from kflats.planning.selection import select
@@ -87,7 +87,7 @@ def smallest(
         fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), nbytes - beside)
         small = copy.deepcopy(model)
         swapped(small, decided.plan, fitted, seed)
-        run_as_(small, run_as)
+        set_run_form_(small, run_as)
         loss = judge(small).loss
         announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
         return loss, (decided, fitted)

@@ -1,4 +1,4 @@
-"""A compressed folder beside the original's: outputs, sizes, memory, and time. A run ends with it.
+"""A compressed folder beside the original's: outputs, run-time forms, sizes, memory, and time. A run ends with it.
 
 Memory and the time to the first output are those of a process of its own: its peak after the first output minus its
 peak after all imports. Loading, decoding and the first run are counted; Python, torch and transformers are not.
@@ -21,12 +21,14 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, plain, progress_bar, share, size, table, visible
 from kflats.common.release import needed
+from kflats.common.run_forms import FormLoss
 from kflats.common.schema import decode
 from kflats.common.texts import Tokenizer
+from kflats.evaluation.forms import MOST_LOSS, fastest, form_losses
 from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import collate, drawn_samples, medium_of, run
-from kflats.io.saving import load_model
+from kflats.io.saving import load_model, note_losses_
 from kflats.io.sources import resolve_model, weights_folder
 from kflats.model.weights import compute_dtype
 
@@ -89,6 +91,7 @@ def measured_here(folder: str) -> str:
 
 
 COLUMNS = ("", "original", "bfloat16", "compressed", "compressed / original")
+FORM_COLUMNS = ("run-time form", "loss", "95th percentile")
 _BFLOAT16, _COMPRESSED = COLUMNS[2:4]
 _SECONDS = 2.0  # of the turns of one shape
 _ALIKE = 0.8  # loss: near 1 for the vectors of unrelated models
@@ -104,6 +107,7 @@ class Proof:
         footprints: memory and time to the first output of both in fresh processes; None: not measured.
         latencies: of the original, of the original in bfloat16, and of the compressed model, for each shape.
         untimed: why some of them are missing.
+        forms: what the compressed model loses in each run-time form; none without coded linear layers.
     """
 
     outputs: Outputs
@@ -111,6 +115,7 @@ class Proof:
     footprints: tuple[Footprint, Footprint] | None
     latencies: tuple[Latency, ...]
     untimed: tuple[str, ...] = ()
+    forms: tuple[FormLoss, ...] = ()
 
     def rows(self) -> list[list[str]]:
         """Sizes, memory and times as text, under ``COLUMNS``."""
@@ -128,10 +133,22 @@ class Proof:
             rows.append(["{} x {} tokens".format(*shape) if shape[1] else f"a batch of {shape[0]}", *cells, ratio])
         return rows
 
+    def form_rows(self) -> list[list[str]]:
+        """What each run-time form loses, as text, under ``FORM_COLUMNS``."""
+        return [
+            [
+                one.form if one.integers is None else f"{one.form}, integers to {one.integers}",
+                number(one.loss),
+                number(one.tail_loss),
+            ]
+            for one in self.forms
+        ]
+
     def __str__(self) -> str:
         out = self.outputs
         parts = [plain(table(COLUMNS, self.rows())), "", out.summary]
         parts += [plain(table(["", "compressed", "original"], out.rows())), ""]
+        parts += [plain(table(FORM_COLUMNS, self.form_rows())), ""] if self.forms else []
         parts += [f"times: {self.conditions}", *map(visible, self.untimed)]
         if out.loss > _ALIKE:
             parts.append("the outputs are hardly alike: is the second model a compressed version of the first?")
@@ -174,13 +191,9 @@ def compare(
     folders = [resolve_model(os.fspath(folder)) for folder in (original_folder, compressed_folder)]
     with progress_bar(quiet=quiet) as update:
         update("proof: outputs", 0, 4)
-        models: list[nn.Module] = [load_model(folder) for folder in folders]
+        models, judge, own = _judged(folders, texts)
         original, compressed = models
-        tokenizer = own = None
-        if medium_of(original) == "input_ids":
-            tokenizer = load_tokenizer(folders[0])
-            own = _own_tokenizer(folders[1], tokenizer, models)
-        outputs = Judge(original, tokenizer, texts)(compressed, own)
+        outputs, forms = judge(compressed, own), form_losses(judge, compressed, own)
         update("proof: time", 1, 4)
         contestants = [TorchModel("original", original)]
         if compute_dtype(original) == torch.float32:
@@ -195,7 +208,39 @@ def compare(
             update("proof: memory", 3, 4)
             footprints = first, footprint(folders[1])
     files = weight_file_bytes(folders[0]), weight_file_bytes(folders[1])
-    return Proof(outputs, files, footprints, tuple(timed), tuple(f"{name}: {why}" for name, why in reasons.items()))
+    untimed = tuple(f"{name}: {why}" for name, why in reasons.items())
+    return Proof(outputs, files, footprints, tuple(timed), untimed, forms)
+
+
+def settle_form_(
+    original_folder: str | os.PathLike[str],
+    compressed_folder: str | os.PathLike[str],
+    texts: Sequence[str] | None = None,
+    *,
+    quiet: bool = True,
+) -> None:
+    """Let a compressed folder load in the fastest run-time form of this machine, as ``run_as_`` with "auto" chooses it.
+
+    Args:
+        original_folder, compressed_folder, texts: as ``compare``. quiet: as ``run_as_``.
+
+    Raises:
+        KflatsError: as ``compare``.
+    """
+    folders = [resolve_model(os.fspath(folder)) for folder in (original_folder, compressed_folder)]
+    (_, compressed), judge, own = _judged(folders, texts)
+    losses = form_losses(judge, compressed, own)
+    note_losses_(compressed_folder, losses, fastest(compressed, losses, MOST_LOSS, quiet=quiet))
+
+
+def _judged(folders: Sequence[Path], texts: Sequence[str] | None) -> tuple[list[nn.Module], Judge, Tokenizer | None]:
+    """Both models, the judge of the first, and the tokenizer of the second."""
+    models: list[nn.Module] = [load_model(folder) for folder in folders]
+    tokenizer = own = None
+    if medium_of(models[0]) == "input_ids":
+        tokenizer = load_tokenizer(folders[0])
+        own = _own_tokenizer(folders[1], tokenizer, models)
+    return models, Judge(models[0], tokenizer, texts), own
 
 
 def _own_tokenizer(folder: Path, tokenizer: Tokenizer, models: Sequence[nn.Module]) -> Tokenizer:

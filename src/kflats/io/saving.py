@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -28,12 +28,14 @@ from kflats.codecs.streams import STREAM_VERSION, encode
 from kflats.common.errors import KflatsError, KflatsWarning, first_line
 from kflats.common.hashing import crc32
 from kflats.common.release import needed, version
+from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import JsonObject, decode
-from kflats.io.atomic import replaced
+from kflats.io.atomic import manifest_follows, replaced
 from kflats.io.sources import weights_folder
 from kflats.matrices.coded import CodedMatrix, read_geometry
 from kflats.matrices.registry import Matrix
 from kflats.model.description import Module, describe, match, read_description, swap_described_
+from kflats.model.run_as import LOSSES
 from kflats.model.swap import unchanged_on_error
 from kflats.model.weights import factored_layers, is_kflats_config, is_sentence_transformer, pretrained_models
 
@@ -410,6 +412,27 @@ def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
     """Save a transformers model into ``folder``, annotated: codes as streams, and a checksum of every tensor."""
     annotate_(model)
     save_pretrained(model, folder)
+
+
+def note_losses_(folder: str | os.PathLike[str], losses: Sequence[FormLoss], run_as: RunForm | None = None) -> None:
+    """Write into the ``config.json`` of a compressed folder what run-time forms lose, and the form that it loads in.
+
+    The file is replaced in one step, and the folder's manifest follows.
+
+    Args:
+        folder: as kflats wrote it.
+        losses: of the forms that were measured.
+        run_as: of all coded linear layers and tied heads; None: as it is.
+    """
+    path = weights_folder(folder) / "config.json"
+    with manifest_follows(Path(folder), path.relative_to(folder).as_posix()), replaced(path) as aside:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        note = config["quantization_config"]
+        note[LOSSES] = [asdict(one) for one in losses]
+        for place in (place for module in note["modules"].values() for place in module["places"]):
+            if run_as is not None and place["role"] in ("linear", "conv1d", "head"):
+                place["run_as"] = run_as
+        aside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def load_model(folder: str | os.PathLike[str]) -> Any:

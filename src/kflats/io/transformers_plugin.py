@@ -119,6 +119,7 @@ class KflatsQuantizer(HfQuantizer):
                 raise _wrong_size(name, there, here)
         for name, module in self._modules:
             module.finish_(cast(FactoredLayer, model.get_submodule(name)).matrix)
+        model.config.quantization_config = self.quantization_config.to_dict()
         _take_marks_off(model)
         return model
 

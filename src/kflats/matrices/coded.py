@@ -29,7 +29,7 @@ from kflats.matrices.base import (
     is_recording,
     refresh_after_load,
 )
-from kflats.matrices.running import DenseProduct, IntegerProduct, Product
+from kflats.matrices.running import DenseProduct, IntegerProduct, Product, evening_scales
 from kflats.numerics.coding.packing import MOST_BITS, Layout, layout_of, pack, places_of, read_codes
 
 VERSION = 1
@@ -383,10 +383,10 @@ class CodedMatrix(Matrix):
         (n, d), r, device = self.shape, self.geometry.rank, self.weight.device
         if form == "int8":
             whole = self.rows(torch.arange(n, device=device), dtype=torch.float32)
-            steps, scales = self._get("column_steps"), torch.ones(d if transposed else n, device=device)
+            weight, steps = whole if transposed else whole.T, self._get("column_steps")
             if steps is not None and transposed:
-                scales = torch.exp2(steps.to(torch.float32) / (2 * STEPS_AN_OCTAVE))
-            return IntegerProduct.of(whole if transposed else whole.T, scales)
+                return IntegerProduct.of(weight, torch.exp2(steps.to(torch.float32) / (2 * STEPS_AN_OCTAVE)))
+            return IntegerProduct.of(weight, evening_scales(weight))
         kept = torch.bfloat16 if form == "bfloat16" else dtype
         basis = None if self.geometry.flats or r * (n + d) >= n * d else self._bases(self._wide)[0]
         if basis is None:

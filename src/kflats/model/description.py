@@ -6,10 +6,11 @@
             "places": [{"name": "embeddings.word_embeddings", "role": "embedding", "padding_idx": 0, "scale": null}]}}}
 
 A coded matrix has a ``checksum`` of its integers, and a ``stream`` ({"version": 1, "bytes": ...}) where the file holds
-them entropy coded. ``untied`` names places that the model's class would tie, but that have a table of their own. The
-model computes in the type ``dtype``; a module's ``dtype`` is the type its factors are stored in. The first place of a
-module owns the factors and gives the module its name. A transformers folder keeps this in ``config.json`` as
-``quantization_config``; a plain torch folder keeps it in the header of ``model.safetensors``.
+them entropy coded. ``forms``, beside ``modules``, says what each run-time form loses, once that was measured.
+``untied`` names places that the model's class would tie, but that have a table of their own. The model computes in the
+type ``dtype``; a module's ``dtype`` is the type its factors are stored in. The first place of a module owns the factors
+and gives the module its name. A transformers folder keeps this in ``config.json`` as ``quantization_config``; a plain
+torch folder keeps it in the header of ``model.safetensors``.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from torch import nn
 
 from kflats.codecs.streams import STREAM_VERSION, expand_, expect_
 from kflats.common.errors import KflatsError
-from kflats.common.run_forms import RunForm
+from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import Json, JsonObject, check_version, decode
 from kflats.matrices.layers import CONVOLVED, FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
+from kflats.model.run_as import LOSSES
 from kflats.model.swap import swap_, untied_places
 from kflats.model.weights import (
     QUANT_METHOD,
@@ -35,6 +37,7 @@ from kflats.model.weights import (
     compute_dtype,
     factored_layers,
     find_weights,
+    is_kflats_config,
     parameter,
     spellings,
     submodule,
@@ -148,6 +151,7 @@ class Description:
     format_version: int
     dtype: str
     modules: dict[str, Module]
+    forms: tuple[FormLoss, ...] = ()
 
     def __post_init__(self) -> None:
         _dtype(self.dtype)
@@ -212,11 +216,14 @@ def describe(model: nn.Module) -> JsonObject | None:
         return None
     for name, entry in modules.items():
         entry["untied"] = untied_places(model, [str(place["name"]) for place in places[name]])
+    known = getattr(getattr(model, "config", None), "quantization_config", None)
+    losses = {LOSSES: known[LOSSES]} if is_kflats_config(known) and LOSSES in known else {}
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
         "dtype": _name(compute_dtype(model)),
         "modules": modules,
+        **losses,
     }
 
 

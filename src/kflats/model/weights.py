@@ -11,12 +11,13 @@ import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError
+from kflats.common.schema import JsonObject
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 
 FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv2d
@@ -279,7 +280,7 @@ def pretrained_models(model: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield name, module
 
 
-def is_kflats_config(note: object) -> bool:
+def is_kflats_config(note: object) -> TypeGuard[JsonObject]:
     """Whether the ``quantization_config`` of a model is the description of its factored layers."""
     return isinstance(note, dict) and note.get("quant_method") == QUANT_METHOD
 

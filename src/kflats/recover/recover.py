@@ -32,7 +32,7 @@ from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import Batch, device_of, evaluating, widened
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic import beside
-from kflats.model.run_as import running_dense
+from kflats.model.run_as import forget_losses_, running_as
 from kflats.recover.problem import (
     Objective,
     Schedule,
@@ -218,7 +218,7 @@ def recover_(
     with (
         evaluating(model, *([] if teacher is None else [teacher.to(device)])),
         own_randomness(device),
-        running_dense(model),
+        running_as(model, "dense"),
         # Adam's steps are smaller than the resolution of 16 bits, and its epsilon is 0 there.
         widened(model, torch.float16, torch.bfloat16) as rounded,
         only(model, train) as chosen,
@@ -234,6 +234,8 @@ def recover_(
         best_epoch, after = kept_epoch(history, before, data.higher_is_better)
         if best_epoch == 0:
             put_back(chosen, start)
+        else:
+            forget_losses_(model)
         trained = sum(p.numel() for p in chosen)
     if rounded and data.evaluate is not None:
         after = data.evaluate(model)

@@ -17,8 +17,9 @@ from pathlib import Path
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import call, number, size, visible
-from kflats.evaluation.proof import COLUMNS, Proof
+from kflats.evaluation.proof import COLUMNS, FORM_COLUMNS, Proof
 from kflats.io.atomic import manifest_follows, replaced
+from kflats.io.saving import note_losses_
 from kflats.report.report import REPORT_FILE, Report, TrimReport, before_after
 
 CARD = "README.md"
@@ -136,7 +137,8 @@ def without_section(body: str) -> str:
 
 
 def note_proof(folder: str | os.PathLike[str], proof: Proof) -> Path:
-    """Write the result of ``kflats.compare`` into the card of a compressed folder, and into its report if it has one.
+    """Write the result of ``kflats.compare`` into the card of a compressed folder, into its report if it has one, and
+    what run-time forms lose into its ``config.json``.
 
     Each file is replaced in one step.
 
@@ -158,6 +160,8 @@ def note_proof(folder: str | os.PathLike[str], proof: Proof) -> Path:
             aside.write_text(rewritten, encoding="utf-8")
         if report.is_file():
             replace(Report.load(report), proof=replace(proof, outputs=replace(proof.outputs, worst=()))).save(report)
+    if proof.forms:
+        note_losses_(folder, proof.forms)
     return path
 
 
@@ -261,8 +265,9 @@ def _linked(name: str) -> str:
 def _measured(proof: Proof) -> str:
     outputs = _table(["", "compressed", "original"], proof.outputs.rows())
     note = f"Times: {proof.conditions}."
+    forms = [*_table(FORM_COLUMNS, proof.form_rows()), ""] if proof.forms else []
     return "\n".join(
-        [_MEASURED, *_table(COLUMNS, proof.rows()), "", proof.outputs.summary, "", *outputs, "", note, _AFTER]
+        [_MEASURED, *_table(COLUMNS, proof.rows()), "", proof.outputs.summary, "", *outputs, "", *forms, note, _AFTER]
     )
 
 

@@ -1,0 +1,120 @@
+"""Question: what does an encoder lose in each run-time form, and where does int8 lose it?
+
+Cosines of the vectors of 400 CoLA sentences to those of all-MiniLM-L6-v2: mean, and 5th percentile. "to 63": integers
+end there, as on CPUs without VNNI units. "int8, weights only": the matrix is rounded to 8 bits once more and inputs are
+not. "int8, mean subtracted": (x - m) W' + m W', m the mean input of each layer over paragraphs of WikiText-2 (valid).
+"int8, s = 1": inputs are rounded as they are. ``--compressed DIR`` takes a folder of 8 MB that is there.
+
+    python benchmarks/run_forms.py --write benchmarks/results/run_forms.md
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from _common import arguments, publish, table
+from _sentences import data_folder, paragraphs, sentences
+from torch import Tensor, nn
+
+import kflats
+from kflats import SVD, Integer, KeepDense, Recipe, Transform, Uniform, compress_folder, read_texts, run_as_
+from kflats.demo import packaged_model
+from kflats.evaluation.outputs import fidelity_of, load_tokenizer
+from kflats.evaluation.running import encode
+from kflats.io import load_model
+from kflats.matrices import running
+from kflats.matrices.layers import FactoredLinear
+from kflats.matrices.running import DenseProduct, IntegerProduct
+
+_OF = IntegerProduct.of
+
+
+def main() -> None:
+    options = arguments(__doc__, count=400, compressed="")
+    source, data = packaged_model(), data_folder()
+    if data is None:
+        raise SystemExit("no folder of data sets: set KFLATS_DATA")
+    original, tokenizer = load_model(source), load_tokenizer(source)
+    texts = sentences("cola")
+    texts = [texts[i * len(texts) // options.count] for i in range(options.count)]
+    before = encode(original, tokenizer, texts)
+
+    def near(model: nn.Module) -> str:
+        for layer in model.modules():
+            if isinstance(layer, FactoredLinear):
+                layer.refresh()  # its product is made anew
+        made = fidelity_of(before, encode(model, tokenizer, texts))
+        return f"{made.mean_cosine:.4f} / {made.p5_cosine:.4f}"
+
+    def line(name: str, model: Any) -> dict[str, object]:
+        found: dict[str, object] = {"codes of": name}
+        for form in ("dense", "bfloat16", "int8"):
+            run_as_(model, form)
+            found[form] = near(model)
+        with patch.object(running, "integer_limit", lambda: 63):
+            found["int8, to 63"] = near(model)
+        with patch.object(IntegerProduct, "of", weights_only):
+            found["int8, weights only"] = near(model)
+        with patch.object(IntegerProduct, "of", unscaled):
+            found["int8, s = 1"] = near(model)
+        with centred(model, lambda: encode(model, tokenizer, paragraphs("valid", 60))):
+            found["int8, mean subtracted"] = near(model)
+        print(found, flush=True)
+        return found
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = options.compressed or f"{place}/8MB"
+        if not options.compressed:
+            train = read_texts(data / "wikitext2" / "train.txt.gz")
+            compress_folder(source, folder, size="8MB", texts=train, quiet=True)
+        lines = [line("kflats --size 8MB", load_model(folder))]
+    recipes = {"Integer(8)": (KeepDense(), Integer(8), "30%"), "SVD, Transform": (SVD(), Transform(), "13%")}
+    for name, (method, codec, keep) in recipes.items():
+        model = load_model(source)
+        kflats.compress_(model, {"linear": Recipe(method, Uniform(), codec)}, keep=keep, quiet=True)
+        lines.append(line(f"{name}, 36 linear layers and the pooler", model))
+    publish("What run-time forms lose", table(lines), options)
+
+
+def weights_only(weight: Tensor, scales: Tensor) -> DenseProduct:
+    made = _OF(weight, scales)
+    return DenseProduct(((made.numbers * made.steps).T * scales,))
+
+
+def unscaled(weight: Tensor, scales: Tensor) -> IntegerProduct:
+    return _OF(weight, torch.ones_like(scales))
+
+
+@contextmanager
+def centred(model: Any, run: Any) -> Iterator[None]:
+    """Inside, linear layers multiply inputs less their means, and add the means' products."""
+    layers = [layer for layer in model.modules() if isinstance(layer, FactoredLinear)]
+    sums: dict[int, tuple[Tensor, int]] = {}
+
+    def add(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        x = inputs[0].flatten(0, -2).double()
+        total, count = sums.get(id(layer), (torch.zeros(x.shape[1], dtype=torch.float64), 0))
+        sums[id(layer)] = total + x.sum(0), count + len(x)
+
+    hooks = [layer.register_forward_pre_hook(add) for layer in layers]
+    run()
+    for hook in hooks:
+        hook.remove()
+    times = FactoredLinear.times
+
+    def shifted(layer: FactoredLinear, x: Tensor, *, transposed: bool) -> Tensor:
+        mean = (sums[id(layer)][0] / sums[id(layer)][1]).float()
+        own = layer.matrix.matvec(mean) if transposed else layer.matrix.vecmat(mean)
+        return times(layer, x - mean, transposed=transposed) + own
+
+    with patch.object(FactoredLinear, "times", shifted):
+        yield
+
+
+if __name__ == "__main__":
+    main()
