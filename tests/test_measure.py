@@ -586,7 +586,10 @@ def test_what_is_no_batch(batches: Any) -> None:
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ({"input_ids": torch.tensor([[3, 10**4]])}, "gives id 10000, but the model's vocabulary has"),
+        (
+            {"input_ids": torch.tensor([[3, 10**4]])},
+            "a calibration batch gives id 10000, but",
+        ),
         ({"input_ids": torch.tensor([[3, -1]])}, "gives id -1"),
         (
             {"input_ids": torch.ones(3, 4).long(), "attention_mask": torch.ones(2, 4)},

@@ -248,7 +248,7 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
                 cause="each text needs one attention mask",
             )
         if isinstance(ids, Tensor) and ids.numel():
-            check_ids([[int(ids.min()), int(ids.max())]], model)
+            check_ids([[int(ids.min()), int(ids.max())]], model, "a calibration batch")
         if batch_size(batch):
             kept.append(dict(batch))
     if not kept:

@@ -142,14 +142,14 @@ def required(tokenizer: Tokenizer | None) -> Tokenizer:
     return tokenizer
 
 
-def check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None) -> None:
-    """Raises KflatsError for ids beyond the vocabulary of ``model``."""
+def check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None, origin: str = "the tokenizer") -> None:
+    """Raises KflatsError for ids beyond the vocabulary of ``model``; ``origin``: what the ids come from."""
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     if not isinstance(vocabulary, int):
         return
     if wrong := [i for row in rows if len(row) for i in (min(row), max(row)) if not 0 <= i < vocabulary]:
         raise KflatsError(
-            f"the tokenizer gives id {wrong[0]}, but the model's vocabulary has {vocabulary} entries",
+            f"{origin} gives id {wrong[0]}, but the model's vocabulary has {vocabulary} entries",
             hint="the tokenizer of the model's own folder",
         )
 

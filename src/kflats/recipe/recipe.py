@@ -257,8 +257,9 @@ class Plan:
         """
         data = read_json(path, FORMAT, VERSION, "plan")
         try:
-            budget = dataclasses.asdict(parse_budget(str(data.get("budget"))))
-            plan: Plan = decode(Plan, data | {"budget": budget}, "plan", kinds=kind_called)
+            if isinstance(text := data.get("budget"), str):
+                data = data | {"budget": dataclasses.asdict(parse_budget(text))}
+            plan: Plan = decode(Plan, data, "plan", kinds=kind_called)
             return plan
         except KflatsError as error:
             raise error.about(os.fspath(path)) from error
