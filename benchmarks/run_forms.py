@@ -107,10 +107,10 @@ def centred(model: Any, run: Any) -> Iterator[None]:
         hook.remove()
     times = FactoredLinear.times
 
-    def shifted(layer: FactoredLinear, x: Tensor, *, transposed: bool) -> Tensor:
+    def shifted(layer: FactoredLinear, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         mean = (sums[id(layer)][0] / sums[id(layer)][1]).float()
         own = layer.matrix.matvec(mean) if transposed else layer.matrix.vecmat(mean)
-        return times(layer, x - mean, transposed=transposed) + own
+        return times(layer, x - mean, own if bias is None else bias + own, transposed=transposed)
 
     with patch.object(FactoredLinear, "times", shifted):
         yield

@@ -13,7 +13,7 @@ from kflats.common.errors import KflatsError
 from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
 from kflats.model.swap import restore_, swap_
-from kflats.model.weights import dense_weight, find_weight, find_weights
+from kflats.model.weights import dense_weight, find_weight, find_weights, slots
 
 
 def matrix(n: int, d: int, rank: int = 2) -> LowRankMatrix:
@@ -237,3 +237,22 @@ def test_factors_may_be_stored_in_their_own_type() -> None:
     assert model.bfloat16()(ids).dtype == torch.bfloat16
     restore_(model)
     assert model.words.weight.dtype == torch.bfloat16
+
+
+def test_slots_are_every_attribute_that_holds_a_module() -> None:
+    """By definition: all paths, of which the first one to each attribute of each module counts."""
+    shared = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"in": nn.Linear(2, 2)}))
+    model = nn.ModuleDict(
+        {"a": shared, "b": nn.Sequential(shared, shared[0], nn.MultiheadAttention(2, 1)), "c": shared}
+    )
+    model["none"] = None  # type: ignore[assignment]
+    seen, expected = set(), []
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, leaf = name.rpartition(".")
+        slot = (id(model.get_submodule(parent)) if name else 0, leaf)
+        if slot not in seen:
+            expected.append((name, module))
+        seen.add(slot)
+    found = list(slots(model))
+    assert [(name, module) for name, module, _ in found] == expected
+    assert {name for name, _, fused in found if fused} == {"b.2", "b.2.out_proj"}

@@ -490,3 +490,38 @@ def test_run_forms_multiply_as_the_definition_says(
         assert bool(((out - x @ whole.T).abs() <= near * lengths + 1e-12).all())
     assert all(torch.equal(tensor, before[name]) for name, tensor in matrix.tensors().items())
     assert matrix.product("compact", F64, transposed=transposed) is None
+
+
+def test_lookups_follow_the_scales(make):
+    """What lookups keep between calls is made anew after any change of a scale, and never stops a gradient."""
+    matrix = copy.deepcopy(make())
+    ids = torch.tensor([0, matrix.shape[0] - 1, 0])
+    with torch.no_grad():
+        first = matrix.rows(ids)
+        assert torch.equal(matrix.rows(ids), first)
+        assert torch.equal(copy.deepcopy(matrix).rows(ids), first)
+        for parameter in matrix.parameters():
+            parameter.mul_(2)
+            torch.testing.assert_close(matrix.rows(ids), definition(matrix)[ids])
+        halved = {
+            name: value / 2 if value.is_floating_point() else value for name, value in matrix.state_dict().items()
+        }
+        matrix.load_state_dict(halved)
+        assert torch.equal(matrix.rows(ids), first)
+        for parameter in matrix.parameters():
+            parameter.data = parameter.data * 2
+        torch.testing.assert_close(matrix.rows(ids), definition(matrix)[ids])
+    matrix.rows(ids).sum().backward()
+    learnt = [parameter.grad for parameter in matrix.parameters()]
+    matrix.zero_grad()
+    definition(matrix)[ids].sum().backward()
+    for ours, parameter in zip(learnt, matrix.parameters(), strict=True):
+        torch.testing.assert_close(ours, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+
+
+def test_a_dense_product_holds_the_rows_in_their_order(make):
+    matrix = make()
+    with torch.no_grad():
+        product = matrix.product("dense", F64, transposed=True)
+    if len(product.factors) == 1:
+        torch.testing.assert_close(product.factors[0], definition(matrix).detach())

@@ -14,7 +14,7 @@ import kflats
 from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
 from kflats.common.errors import KflatsError
 from kflats.common.run_forms import RunForm
-from kflats.matrices.layers import FactoredLinear
+from kflats.matrices.layers import FactoredHead, FactoredLinear
 from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
 from kflats.model.run_as import running_as
 
@@ -186,3 +186,33 @@ def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(KflatsError, match="run_as='int4' is unknown"):
         run_as_(model, "int4")  # type: ignore[arg-type]
     assert layer_of(model).run_form == "dense"
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bias_is_added_once_and_can_be_trained(form: RunForm) -> None:
+    table = net()[0].matrix.requires_grad_(False)  # type: ignore[union-attr, operator]
+    head = FactoredHead(table, nn.Parameter(torch.randn(table.shape[0])))
+    x = torch.randn(8, table.shape[1])
+    head.run_form = form
+    with torch.inference_mode():
+        whole, bias = head(x), head.bias.clone()  # type: ignore[union-attr]
+        assert torch.allclose(whole, x @ table.dense().T + bias, atol=0.1)
+    made = head(x)
+    assert torch.allclose(made, whole, atol=1e-5)
+    made.sum().backward()
+    assert torch.equal(head.bias.grad, torch.full_like(bias, len(x)))  # type: ignore[union-attr, arg-type]
+
+
+def test_int8_evens_out_inputs_by_the_columns_of_a_matrix_without_steps() -> None:
+    """One input is 100 times as large, and its column as much smaller."""
+    model = nn.Sequential(nn.Linear(64, 48, bias=False))
+    with torch.no_grad():
+        model[0].weight[:, 7] /= 100  # type: ignore[operator, union-attr]
+    kflats.compress_(model, {"linear": Recipe(KeepDense(), codec=Integer(bits=8))}, keep="50%", quiet=True)
+    layer, x = layer_of(model), inputs(200)
+    x[:, 7] *= 100
+    with torch.inference_mode():
+        exact = layer(x)
+        layer.run_form = "int8"
+        plain = IntegerProduct.of(layer.matrix.dense().T, torch.ones(64))
+        assert float((layer(x) - exact).norm()) < 0.3 * float((plain(x) - exact).norm())

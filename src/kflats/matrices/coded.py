@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -254,6 +255,7 @@ class CodedMatrix(Matrix):
         self.ready = False
         self.streamed = False  # True while ``codes`` holds the stream of a file, see kflats.codecs.streams
         self.readings: list[Reading] = []  # of each class
+        self._known: tuple[object, Lookup] | None = None
         shapes, dtype = geometry.shapes, tensors["weight"].dtype
         wanted = {name: (INTEGERS.get(name, dtype), shape) for name, shape in shapes.items()}
         there = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
@@ -288,6 +290,7 @@ class CodedMatrix(Matrix):
 
     def refresh(self) -> None:
         """Compute again where rows and columns lie; refuse labels and layouts that contradict the geometry."""
+        self._known = None
         if self.streamed or self.get_buffer("codes").is_meta:
             return
         geometry, codes, labels = self.geometry, self.get_buffer("codes"), self._get("labels")
@@ -380,9 +383,9 @@ class CodedMatrix(Matrix):
         if form == "compact":
             return None
         self._check_ready()
-        (n, d), r, device = self.shape, self.geometry.rank, self.weight.device
+        (n, d), r = self.shape, self.geometry.rank
         if form == "int8":
-            whole = self.rows(torch.arange(n, device=device), dtype=torch.float32)
+            whole = self._whole(torch.float32)
             weight, steps = whole if transposed else whole.T, self._get("column_steps")
             if steps is not None and transposed:
                 return IntegerProduct.of(weight, torch.exp2(steps.to(torch.float32) / (2 * STEPS_AN_OCTAVE)))
@@ -390,7 +393,7 @@ class CodedMatrix(Matrix):
         kept = torch.bfloat16 if form == "bfloat16" else dtype
         basis = None if self.geometry.flats or r * (n + d) >= n * d else self._bases(self._wide)[0]
         if basis is None:
-            factors = [self.rows(torch.arange(n, device=device), dtype=kept)]
+            factors = [self._whole(kept)]
         else:
             factors = [self._all_coordinates(basis).T.to(kept), basis.to(kept)]
         turned = factors[::-1] if transposed else [factor.T for factor in factors]
@@ -461,6 +464,12 @@ class CodedMatrix(Matrix):
         """Numbers of the table as ``dtype``: limited to its range where it is the table's own type, else as a cast."""
         return limited(numbers, dtype) if dtype == self.weight.dtype else numbers.to(dtype)
 
+    def _whole(self, dtype: torch.dtype) -> Tensor:
+        """All rows, as ``rows`` gives them."""
+        position = self.position
+        ordered = self._sorted_rows(torch.arange(len(position), dtype=position.dtype, device=position.device), dtype)
+        return ordered if self._get("labels") is None else ordered.index_select(0, position)
+
     def _sorted_rows(self, places: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) ascending places in class order -> (t, d)."""
         starts = [0, *accumulate(rows for rows, _ in self.geometry.classes)]
@@ -502,7 +511,7 @@ class CodedMatrix(Matrix):
             return True
         return (torch.is_grad_enabled() and shrink.requires_grad) or bool(shrink.detach().any())
 
-    def _tables(self) -> tuple[Tensor, ...]:
+    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
         """Three tables, (C, r) each: shrink, center and scale of every class and column."""
         geometry, dtype = self.geometry, self._wide
         centers, contexts = self.get_buffer("centers").to(dtype), self.get_buffer("contexts").to(torch.int32)
@@ -529,28 +538,53 @@ class CodedMatrix(Matrix):
     def _coordinates(self, index: Tensor) -> Tensor:
         """(t,) rows -> (t, r) coordinates: one gather for all classes, in plain operators whose sizes are known."""
         geometry, codes = self.geometry, self.get_buffer("codes")
-        labels, device = self._get("labels"), codes.device
+        labels, known = self._get("labels"), self._lookup()
         place = self.position.index_select(0, index).to(torch.int64)
-        rows = [rows for rows, _ in geometry.classes]
-        sizes = [rows * row_bytes for rows, row_bytes in geometry.classes]
-        first = torch.tensor([0, *accumulate(rows)][:-1], device=device)
-        start = torch.tensor([0, *accumulate(sizes)][:-1], device=device)
-        each = torch.tensor([row_bytes for _, row_bytes in geometry.classes], device=device)
         label = torch.zeros_like(place) if labels is None else labels.index_select(0, index).to(torch.int64)
-        begin = start[label] + (place - first[label]) * each[label]
-        starts, shifts, masks, low = (field.index_select(0, label) for field in self.fields)
+        begin = known.begin.index_select(0, label) + place * known.row_bytes.index_select(0, label)
+        starts, shifts, masks, low = self.fields.index_select(1, label)
         at = begin.unsqueeze(1) + starts
-        word = torch.zeros_like(starts)
+        word = starts if codes.numel() else torch.zeros_like(starts)
         if codes.numel():
             for byte in range(max(how.span for how in self.readings)):
                 # The masks drop all bits of bytes beyond the last one, so it may be read in their place.
-                here = (at + byte).clamp(max=codes.numel() - 1).reshape(-1)
-                word = word | (codes.index_select(0, here).to(torch.int32).view(at.shape) << 8 * byte)
-        less, centers, scales = (table.index_select(0, label) for table in self._tables())
+                here = (at + byte if byte else at).clamp(max=codes.numel() - 1).reshape(-1)
+                part = codes.index_select(0, here).to(torch.int32).view(at.shape)
+                word = word | (part << 8 * byte) if byte else part
         # The exporter of ONNX knows this name and not the operator.
         q = (word.bitwise_right_shift(shifts) & masks).add(low).to(self._wide)
-        values: Tensor = (q - q.sign() * less + centers) * scales
+        if known.less is not None:
+            q = q - q.sign() * known.less.index_select(0, label)
+        if known.centers is not None:
+            q = q + known.centers.index_select(0, label)
+        values: Tensor = q * known.scales.index_select(0, label)
         return values if geometry.scales == "class" else values * self._spread(self._scales().index_select(0, index))
+
+    def _lookup(self) -> Lookup:
+        """What lookups of few rows share. It is kept until a scale changes, and made in every call that is recorded or
+        whose gradients reach the scales."""
+        parameters = [p for p in self._parameters.values() if p is not None]
+        if is_recording() or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
+            return self._new_lookup()
+        key = [(p.data_ptr(), p.dtype, p.device, 0 if p.is_inference() else p._version) for p in parameters]
+        if self._known is None or self._known[0] != key:
+            with torch.inference_mode(False), torch.no_grad():
+                made = self._new_lookup()
+            less, centers = (None if t is None or not bool(t.any()) else t for t in (made.less, made.centers))
+            self._known = key, replace(made, less=less, centers=centers)
+        return self._known[1]
+
+    def _new_lookup(self) -> Lookup:
+        classes, device = self.geometry.classes, self.get_buffer("codes").device
+        begin, rows_before, bytes_before = [], 0, 0
+        for rows, row_bytes in classes:
+            begin.append(bytes_before - rows_before * row_bytes)
+            rows_before, bytes_before = rows_before + rows, bytes_before + rows * row_bytes
+        sizes = torch.tensor([row_bytes for _, row_bytes in classes], device=device)
+        return Lookup(torch.tensor(begin, device=device), sizes, *self._tables())
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_known": None}
 
     def _recorded_rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) rows -> (t, d), in plain operators whose sizes are known."""
@@ -579,6 +613,21 @@ class CodedMatrix(Matrix):
         if basis is None:
             return F.pad(coordinates, (0, self.geometry.rank - used))
         return coordinates @ basis[:used]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Row p of all rows in class order, of class c, begins at byte ``begin[c] + p row_bytes[c]`` of the codes.
+
+    ``begin``, ``row_bytes``: (C,). ``less``, ``centers``, ``scales``: (C, r) as ``_tables`` gives them; None where all
+    are zero.
+    """
+
+    begin: Tensor
+    row_bytes: Tensor
+    less: Tensor | None
+    centers: Tensor | None
+    scales: Tensor
 
 
 def _product_type(x: Tensor) -> torch.dtype:

@@ -71,9 +71,9 @@ class _Multiplies(HoldsMatrix):
     run_form: RunForm = "dense"
     _ready: tuple[object, Product | None] | None = None
 
-    def times(self, x: Tensor, *, transposed: bool) -> Tensor:
-        """``(*b, in)`` -> ``(*b, out)`` in the run-time form. Recorded graphs, and calls whose gradients reach the
-        matrix, use the stored form."""
+    def times(self, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Recorded graphs, and calls whose
+        gradients reach the matrix, use the stored form."""
         matrix, product = self.matrix, None
         if not is_recording():
             learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
@@ -86,8 +86,9 @@ class _Multiplies(HoldsMatrix):
                     hint="the run-time form dense to train, or a call without gradients",
                 )
         if product is not None:
-            return product(x)
-        return matrix.matvec(x) if transposed else matrix.vecmat(x)
+            return product(x, bias)
+        out = matrix.matvec(x) if transposed else matrix.vecmat(x)
+        return out if bias is None else out + bias.to(out.dtype)
 
     def _product(self, x: Tensor, transposed: bool) -> Product | None:
         """What multiplies ``x``; made anew after the matrix has changed."""
@@ -216,8 +217,7 @@ class FactoredLinear(_Multiplies, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in)`` -> ``(*b, out)``: x times the matrix in its orientation, plus the bias."""
-        out = self.times(x, transposed=self.matrix_rows == "out_features")
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return self.times(x, self.bias, transposed=self.matrix_rows == "out_features")
 
 
 class FactoredHead(_Multiplies, nn.Module):
@@ -259,8 +259,7 @@ class FactoredHead(_Multiplies, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, d)`` -> ``(*b, n)``: logits of all tokens from the tied table."""
-        out = self.times(x, transposed=True)
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return self.times(x, self.bias, transposed=True)
 
 
 def check_bias(bias: Tensor | None, size: int) -> None:

@@ -68,8 +68,8 @@ def _is_exact(most: int, shape: tuple[int, int, int]) -> bool:
 class Product(Protocol):
     """A matrix that is ready to multiply."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """``(*b, in)`` -> ``(*b, out)``, in x's type."""
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)``, in x's type, plus ``bias`` (out,)."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +78,16 @@ class DenseProduct:
 
     factors: tuple[Tensor, ...]
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """As ``Product``."""
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As ``Product``. In another type than x's the bias is added after, unrounded."""
         own = self.factors[0].dtype == x.dtype
         out = x if own else x.to(self.factors[0].dtype)
-        for factor in self.factors:
+        for factor in self.factors[:-1]:
             out = F.linear(out, factor)
-        return out if own else out.to(x.dtype)
+        out = F.linear(out, self.factors[-1], None if bias is None or not own else bias.to(x.dtype))
+        if own:
+            return out
+        return out.to(x.dtype) if bias is None else out.to(x.dtype).add_(bias)
 
 
 def evening_scales(weight: Tensor) -> Tensor:
@@ -117,14 +120,19 @@ class IntegerProduct:
             raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint="the run-time form bfloat16")
         scaled = weight / scales
         steps = scaled.abs().amax(1).clamp_min(_LEAST) / integer_limit()
-        numbers = (scaled / steps.unsqueeze(1)).round_().to(torch.int8)
+        numbers = scaled.div_(steps.unsqueeze(1)).round_().to(torch.int8)
         # Copied: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
         return cls(numbers.T.clone(memory_format=torch.contiguous_format), steps, scales)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``Product``. A token with NaN or infinity has outputs that are not finite."""
         rows = x.reshape(-1, x.shape[-1]) * self.scales
         sizes = rows.abs().amax(1, keepdim=True).clamp_min_(_LEAST).div_(integer_limit())
         whole = rows.div_(sizes).round_().to(torch.int8)
-        out = torch._int_mm(whole, self.numbers) if len(whole) else whole.new_empty(0, len(self.steps))
-        return out.to(torch.float32).mul_(sizes).mul_(self.steps).to(x.dtype).reshape(*x.shape[:-1], len(self.steps))
+        sums = torch._int_mm(whole, self.numbers) if len(whole) else whole.new_empty(0, len(self.steps))
+        out = sums.to(torch.float32).mul_(sizes)
+        # One pass fewer over the outputs, where no gradient of a bias must pass.
+        added = None if bias is None or (torch.is_grad_enabled() and bias.requires_grad) else bias.to(torch.float32)
+        out = out.mul_(self.steps) if added is None else torch.addcmul(added, out, self.steps, out=out)
+        out = out if bias is None or added is not None else out + bias
+        return out.to(x.dtype).reshape(*x.shape[:-1], len(self.steps))

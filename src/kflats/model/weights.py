@@ -11,6 +11,7 @@ import difflib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, TypeGuard, cast
 
 import torch
@@ -204,17 +205,18 @@ def role_of(module: nn.Module) -> tuple[str, str]:
 
 def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """For every attribute that holds a module, also a shared one: path, module, is its tensor read directly?"""
-    seen: set[tuple[int, str]] = set()
+    entered: set[int] = set()
     fused: set[int] = set()
-    for name, module in model.named_modules(remove_duplicate=False):
-        parent, _, leaf = name.rpartition(".")
-        slot = (id(model.get_submodule(parent)) if name else 0, leaf)
-        if slot in seen:
-            continue
-        seen.add(slot)
+    left = [("", model)]
+    while left:
+        name, module = left.pop()
         for read in _read_by(module):
             fused.update(id(inner) for inner in read.modules())
         yield name, module, id(module) in fused
+        if id(module) not in entered:  # the slots of a shared module are found once
+            entered.add(id(module))
+            inner = [(f"{name}.{leaf}" if name else leaf, held) for leaf, held in module._modules.items()]
+            left += [(path, held) for path, held in reversed(inner) if held is not None]
 
 
 def embedding_scale(module: nn.Module) -> float | None:
@@ -356,12 +358,17 @@ def _read_by(module: nn.Module) -> list[nn.Module]:
     """The modules inside ``module``, perhaps itself, whose tensors it reads."""
     if isinstance(module, _FUSED):
         return [module]
-    name = type(module).__name__
-    for end, children in _READERS.items():
-        if name.endswith(end):
-            read = [module._modules.get(child) for child in children] if children else [module]
-            return [inner for inner in read if inner is not None]
-    return []
+    children = _reads_of(type(module).__name__)
+    if children is None:
+        return []
+    read = [module._modules.get(child) for child in children] if children else [module]
+    return [inner for inner in read if inner is not None]
+
+
+@cache
+def _reads_of(name: str) -> tuple[str, ...] | None:
+    """What a class of this name reads, as ``_READERS`` has it; None: nothing."""
+    return next((children for end, children in _READERS.items() if name.endswith(end)), None)
 
 
 def _is_scaled(kind: type) -> bool:

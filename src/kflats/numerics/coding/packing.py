@@ -87,7 +87,8 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     # Columns first: a column is then one contiguous block, which is shifted and added as a whole.
     spread = codes.T.contiguous() << shifts.unsqueeze(1)
     packed = spread.new_zeros(layout.row_bytes + 3, len(levels))
-    for byte in range(3):  # what begins at one of 8 bits and has at most 15 lies in 3 bytes; no two codes share a bit
+    # What begins at one of 8 bits and has at most 15 lies in 3 bytes, most in 2. No two codes share a bit.
+    for byte in range(int((shifts + layout.bits + 7 >> 3).max()) if len(shifts) else 0):
         packed.index_add_(0, starts + byte, (spread >> 8 * byte) & 255)
     return packed[: layout.row_bytes].T.to(torch.uint8, memory_format=torch.contiguous_format)
 

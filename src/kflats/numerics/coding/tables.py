@@ -74,16 +74,12 @@ class Tables:
     def magnitudes(self) -> Tensor:
         """(K, longest reach + 1) int64, the frequency of one symbol of each magnitude (of +j alone); 0 beyond reach."""
         j = torch.arange(int(self.reach.max()) + 1 if len(self) else 1)
-        left, right, before, behind = (part[: len(j)] for part in _between_knots())
-        costs = self.costs.to("cpu", torch.int64)
-        cost = (costs[:, left] * before + costs[:, right] * behind) // (before + behind)
-        frequencies = _FREQUENCIES[cost]
+        frequencies = _interpolated(self.costs, len(j))
         return torch.where(j <= self.reach.cpu().unsqueeze(1), frequencies, torch.zeros_like(frequencies))
 
     def frequencies(self, table: int) -> Tensor:
         """(2 reach + 1,) int64, the frequencies of symbols -reach .. reach of one table; none is 0."""
-        part = Tables(self.reach[table : table + 1], self.costs[table : table + 1])
-        half = part.magnitudes[0]
+        half = _interpolated(self.costs[table], int(self.reach[table]) + 1)
         return torch.cat([half.flip(0), half[1:]])
 
     @cached_property
@@ -97,6 +93,13 @@ class Tables:
     def stored_bytes(self) -> int:
         """One byte a knot, and two for the reach."""
         return sum(knots_up_to(reach) + 2 for reach in self.reach.tolist())
+
+
+def _interpolated(costs: Tensor, width: int) -> Tensor:
+    """(..., knots) -> (..., width) int64, the frequency of one symbol of each magnitude."""
+    left, right, before, behind = (part[:width] for part in _between_knots())
+    wide = costs.to("cpu", torch.int64)
+    return _FREQUENCIES[(wide[..., left] * before + wide[..., right] * behind) // (before + behind)]
 
 
 def knots_up_to(reach: int) -> int:
