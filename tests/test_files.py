@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import kflats
+from kflats import SVD, Recipe, Transform, Uniform
 from kflats.common.errors import KflatsError
 from kflats.io import annotate_, copy_companions, load_, resolve_model, save, weights_folder
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, RankGroup
@@ -320,3 +323,21 @@ def test_transformers_models_have_their_own_way(tmp_path: Path) -> None:
     again = nn.ModuleDict({"encoder": transformers.BertModel(model.config), "out": nn.Linear(8, 2)})
     load_(again, tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), wrapped.parameters(), strict=True))
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="needs Linux")
+@pytest.mark.parametrize("weights", ["all", "linear"])
+def test_a_file_of_streams_does_not_stay_in_memory(weights: str, tmp_path: Path) -> None:
+    """It stays mapped where dense tables are read from it: copies of these would take memory."""
+    pytest.importorskip("constriction")
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    sizes = {"vocab_size": 3000, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = transformers.BertModel(transformers.BertConfig(**sizes, intermediate_size=64))
+    kflats.compress_(model, {weights: Recipe(SVD(), Uniform(), Transform())}, keep="20%", quiet=True)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModel.from_pretrained(tmp_path)
+    gc.collect()
+    mapped = str(tmp_path / "model.safetensors") in Path("/proc/self/maps").read_text()
+    assert mapped == (weights == "linear")
+    ids = torch.tensor([[2, 7, 2999]])
+    assert torch.equal(loaded.eval()(ids).last_hidden_state, model.eval()(ids).last_hidden_state)

@@ -119,6 +119,7 @@ class KflatsQuantizer(HfQuantizer):
                 raise _wrong_size(name, there, here)
         for name, module in self._modules:
             module.finish_(cast(FactoredLayer, model.get_submodule(name)).matrix)
+        _let_go_of_files(model, [module for _, module in self._modules])
         model.config.quantization_config = self.quantization_config.to_dict()
         _take_marks_off(model)
         return model
@@ -164,6 +165,17 @@ def _stored(layer: FactoredLayer) -> dict[str, Tensor]:
 
 def _is_loaded(tensor: Tensor) -> bool:
     return bool(tensor.__dict__.get("_is_hf_initialized"))
+
+
+def _let_go_of_files(model: nn.Module, modules: Iterable[Module]) -> None:
+    """Copy parameters where they are less than the streams beside them.
+
+    transformers maps files into memory, and a map stays for its last parameter, with all streams that were read.
+    """
+    streams = sum(module.stream.bytes for module in modules if module.stream is not None)
+    if sum(parameter.nbytes for parameter in model.parameters()) < streams:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
 
 
 def _take_marks_off(model: Any) -> None:

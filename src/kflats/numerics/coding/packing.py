@@ -78,19 +78,21 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     Raises:
         KflatsError: a level outside its column's range.
     """
-    codes = levels.to(torch.int32) - layout.low.to(torch.int32)
-    if bool(((codes < 0) | (codes >= 1 << layout.bits.to(torch.int32))).any()):
+    # Columns first: a column is then one contiguous block, which is checked, shifted and added as a whole.
+    codes = (levels.to(torch.int32) - layout.low.to(torch.int32)).T.contiguous()
+    starts, shifts, _ = places_of(layout.bits)
+    if codes.numel() and bool(((codes.amin(1) < 0) | (codes.amax(1) >> layout.bits.to(torch.int32) != 0)).any()):
         raise KflatsError(
             "a level lies outside the range of its column", cause="damaged codes, or the layout of another matrix"
         )
-    starts, shifts, _ = places_of(layout.bits)
-    # Columns first: a column is then one contiguous block, which is shifted and added as a whole.
-    spread = codes.T.contiguous() << shifts.unsqueeze(1)
-    packed = spread.new_zeros(layout.row_bytes + 3, len(levels))
     # What begins at one of 8 bits and has at most 15 lies in 3 bytes, most in 2. No two codes share a bit.
-    for byte in range(int((shifts + layout.bits + 7 >> 3).max()) if len(shifts) else 0):
-        packed.index_add_(0, starts + byte, (spread >> 8 * byte) & 255)
-    return packed[: layout.row_bytes].T.to(torch.uint8, memory_format=torch.contiguous_format)
+    span = int((shifts + layout.bits + 7 >> 3).max()) if len(shifts) else 0
+    kind = torch.int16 if span <= 2 else torch.int32
+    spread = codes.to(kind) << shifts.to(kind).unsqueeze(1)
+    packed = torch.zeros(layout.row_bytes + 3, len(levels), dtype=torch.uint8, device=levels.device)
+    for byte in range(span):
+        packed.index_add_(0, starts + byte, (spread >> 8 * byte).to(torch.uint8))
+    return packed[: layout.row_bytes].T.contiguous()
 
 
 def unpack(packed: Tensor, layout: Layout) -> Tensor:
