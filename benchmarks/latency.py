@@ -1,7 +1,8 @@
 """Question: how fast is an encoder as other tools run it, and as kflats stores it?
 
 all-MiniLM-L6-v2 in float32, bfloat16, compiled, by onnxruntime (float; int8 by default, and per channel with reduced
-range) and by torchao (int8), and compressed by kflats to 8 MB in each run-time form, with one thread and with all.
+range) and by torchao (int8), and compressed by kflats to 8 MB in each run-time form and by onnxruntime (int8), with
+one thread and with all.
 Contestants take turns; a ratio is a median over turns, with its 95 % bootstrap interval. ``--compressed DIR`` takes a
 folder that is there. A contestant that this machine cannot run says why under the table.
 
@@ -48,12 +49,13 @@ class Compiled:
 class Onnx:
     """The model's export run by onnxruntime, with torch's number of threads.
 
-    ``int8``: rounded by ``quantize_dynamic`` with ``settings``.
+    ``int8``: rounded by onnxruntime's ``quantize_dynamic`` with ``settings``. ``own``: by kflats' export.
     """
 
     model: nn.Module
     name: str = "onnxruntime, float32"
     int8: bool = False
+    own: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
     def build(self) -> Run:
@@ -61,7 +63,7 @@ class Onnx:
         with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             path, rounded = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
-            export_onnx(self.model, path)
+            export_onnx(self.model, path, int8=self.own)
             if self.int8:
                 quantization = needed("onnxruntime.quantization", "kflats[onnx]", self.name)
                 quantization.quantize_dynamic(path, rounded, **self.settings)
@@ -121,6 +123,7 @@ def main() -> None:
             model = load_model(folder)
             run_as_(model, form)
             all_of_them.append(TorchModel(f"kflats, {form}", model))
+        all_of_them.append(Onnx(load_model(folder), "kflats, int8 in onnxruntime", own=True))
     shapes = [(1, 20), (4, 30)] if options.quick else SHAPES
     reasons: dict[str, str] = {}
     lines = []

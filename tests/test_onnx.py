@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnxscript")
 
+import numpy as np
 import onnx
 import onnxruntime
 from matrices import coded, int4
@@ -26,10 +29,13 @@ from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import encode
-from kflats.export.onnx import export_onnx
+from kflats.export.integers import INPUT_LIMIT, WEIGHT_LIMIT
+from kflats.export.onnx import FILE, INTEGER_FILE, OnnxExport, export_onnx
 from kflats.io import load_model
+from kflats.io.atomic import differences
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.registry import LowRankMatrix
+from kflats.matrices.running import IntegerProduct
 from kflats.model.swap import swap_
 from kflats.model.weights import dense_weight, find_weight
 from kflats.numerics.coding.encode import transform_code
@@ -242,3 +248,249 @@ def test_the_command_pools_as_the_library_judges(tiny_folder: Path, tiny_tokeniz
     given = tiny_tokenizer(texts, padding=True, return_tensors="pt")
     out = run(goal, given["input_ids"], given["attention_mask"])
     torch.testing.assert_close(out, encode(load_model(tiny_folder), tiny_tokenizer, texts), rtol=1e-4, atol=1e-5)
+
+
+# Integers ----------------------------------------------------------------------------------------
+
+
+def with_feedback_steps(n: int, d: int) -> CodedMatrix:
+    """Codes with a step for each column, as error feedback makes them."""
+    gen = torch.Generator().manual_seed(3)
+    integers = (torch.randn(n, d, generator=gen) * 3).round().to(torch.int16)
+    steps = torch.randint(-20, 21, (d,), generator=gen).to(torch.int8)
+    return from_integers([integers], None, torch.rand(n, generator=gen) + 0.1, scales="row", column_steps=steps)
+
+
+def in_integers(model: nn.Module, folder: Path, given: Tensor, **others: Any) -> OnnxExport:
+    return export_onnx(model.eval(), folder / "model.onnx", inputs={"x": given}, int8=True, **others)
+
+
+class Reads(nn.Sequential):
+    """A sequence whose input has the name x."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = super().forward(x)
+        return out
+
+
+def factors(path: Path) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The integers and the zero point of the inputs of each MatMulInteger."""
+    graph = onnx.load(path).graph
+    values = {tensor.name: onnx.numpy_helper.to_array(tensor).copy() for tensor in graph.initializer}
+    return [(values[n.input[1]], values[n.input[2]]) for n in graph.node if n.op_type == "MatMulInteger"]
+
+
+def count(path: Path, kind: str) -> int:
+    return sum(node.op_type == kind for node in onnx.load(path).graph.node)
+
+
+def test_dense_layers_multiply_exact_integers(tmp_path: Path) -> None:
+    """Inputs that are whole multiples of a token's step lose nothing; neither do weights on the grid of an output."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+    gen = torch.Generator().manual_seed(0)
+    grid = torch.randint(-63, 64, (24, 16), generator=gen).float()
+    grid[:, 0] = 63  # each output reaches the limit
+    model = Reads(nn.Linear(16, 24), conv1d(1, 24), nn.Linear(1, 3))
+    with torch.no_grad():
+        model[0].weight.copy_(grid * torch.linspace(0.01, 4, 24).unsqueeze(1))
+    given = torch.randint(-127, 128, (2, 5, 16), generator=gen).float()
+    given[..., 3], given[0, 0] = 127, 0
+    single = Reads(model[0])
+    made = in_integers(single, tmp_path, given * 0.5)
+    ((numbers, middle),) = factors(made.path)
+    assert torch.equal(torch.from_numpy(numbers).float(), grid.T)
+    assert numbers.dtype == np.int8
+    assert middle.dtype == np.uint8
+    assert int(middle) == 128
+    with torch.no_grad():
+        wanted = single(given * 0.5)
+    torch.testing.assert_close(run(made.path, given * 0.5), wanted, rtol=1e-5, atol=1e-4)
+    assert made.cosine == pytest.approx(1, abs=1e-5)
+    assert made.notes == ()
+    chain = in_integers(model, tmp_path / "chain", given)  # Conv1D, one output, one input
+    assert [numbers.shape for numbers, _ in factors(chain.path)] == [(16, 24), (24, 1), (1, 3)]
+    with torch.no_grad():
+        wanted = model(given)
+    assert float((run(chain.path, given) - wanted).norm()) < 0.02 * float(wanted.norm())
+    assert all(isinstance(layer, nn.Linear | conv1d) for layer in model)  # the model given is as it was
+
+
+def test_codes_give_the_integers_of_the_run_time_form(tmp_path: Path) -> None:
+    matrix = with_feedback_steps(20, 48)
+    model = Reads(nn.Linear(48, 20))
+    swap_(model, find_weight(model, "0"), matrix, matrix_rows="out_features")
+    x = torch.randn(3, 4, 48)
+    made = in_integers(model, tmp_path, x)
+    rows, scales = matrix.scaled(transposed=True)
+    product = IntegerProduct.of(rows, scales, WEIGHT_LIMIT)
+    ((numbers, _),) = factors(made.path)
+    assert torch.equal(torch.from_numpy(numbers), product.numbers)
+    assert float(scales.max() / scales.min()) > 2  # of the steps, not ones
+    with torch.no_grad():
+        wanted = model(x)
+    out = run(made.path, x)
+    assert float((out - wanted).norm()) < 0.02 * float(wanted.norm())
+    inner = x * scales
+    sizes = inner.abs().amax(-1, keepdim=True) / INPUT_LIMIT
+    ours = ((inner / sizes).round() @ product.numbers.float()) * sizes * product.steps + model[0].bias.detach()
+    assert float((out - ours).norm()) < 2e-3 * float(ours.norm())
+    assert made.cosine is not None
+    assert made.cosine > 0.999
+    assert f"cosine to the model in float: {made.cosine:.4f}" in str(made)
+
+
+def pairs_limited(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """(m, k) uint8 times (k, n) int8 as x86 kernels without VNNI units multiply: sums of two limited to 16 bits."""
+    each = left.astype(np.int64)[:, :, None] * right.astype(np.int64)[None]
+    pairs = each.reshape(len(left), -1, 2, right.shape[1]).sum(2)
+    return pairs.clip(-(2**15), 2**15 - 1).sum(1)
+
+
+def test_no_sum_of_two_products_leaves_16_bits(tmp_path: Path) -> None:
+    """The largest inputs meet the largest integers of a file, of each sign: by old CPUs' rules, and on this one."""
+    model = Reads(nn.Linear(64, 8))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.cat([torch.ones(4, 64), -torch.ones(2, 64), torch.randn(2, 64)]))
+    made = in_integers(model, tmp_path, torch.randn(2, 64))
+    ((numbers, middle),) = factors(made.path)
+    assert int(np.abs(numbers.astype(int)).max()) == WEIGHT_LIMIT
+    largest = np.full((3, 64), INPUT_LIMIT + int(middle), np.uint8)
+    exact = largest.astype(np.int64) @ numbers.astype(np.int64)
+    assert np.array_equal(pairs_limited(largest, numbers), exact)
+    too_large = np.where(numbers > 0, 127, -127).astype(np.int8)  # the ordinary limit, which such kernels cut off
+    assert not np.array_equal(pairs_limited(largest, too_large), largest.astype(np.int64) @ too_large.astype(np.int64))
+    out = run(made.path, torch.full((3, 64), 5.0))
+    with torch.no_grad():
+        torch.testing.assert_close(out[:, :6], model(torch.full((3, 64), 5.0))[:, :6], rtol=1e-4, atol=1e-3)
+
+
+def test_tokens_that_are_not_finite_stay_so_and_alone(tmp_path: Path) -> None:
+    model = Reads(nn.Linear(33, 5))
+    made = in_integers(model, tmp_path, torch.randn(4, 33))
+    x = torch.randn(4, 33)
+    for value in (float("nan"), float("inf"), -float("inf")):
+        for place in (0, 16, 32):  # the runtime's maximum sees NaN at some places and not at others
+            broken = x.clone()
+            broken[1, place] = value
+            out = run(made.path, broken)
+            assert not bool(torch.isfinite(out[1]).any()), (value, place)
+            assert torch.equal(out[[0, 2, 3]], run(made.path, x)[[0, 2, 3]])
+    assert torch.equal(run(made.path, torch.zeros(1, 33)), model[0].bias.detach().unsqueeze(0))
+    with torch.no_grad():
+        model[0].weight[2, 1] = float("nan")
+    with pytest.raises(KflatsError, match="'0' holds NaN or infinity"):
+        in_integers(model, tmp_path / "other", x)
+
+
+class Heads(nn.Module):
+    """Two layers that read one tensor, and one that reads another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(32, 24), nn.Linear(32, 24), nn.Linear(24, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.c(torch.tanh(self.a(x)) + self.b(x))
+        return out
+
+
+def test_layers_that_read_one_tensor_round_it_once(tmp_path: Path) -> None:
+    model = Heads()
+    for name in ("a", "b"):
+        matrix = with_feedback_steps(24, 32)
+        with torch.no_grad():
+            matrix.get_buffer("column_steps").add_(torch.randint(-3, 4, (32,)).to(torch.int8))
+        swap_(model, find_weight(model, name), matrix, matrix_rows="out_features")
+    x = torch.randn(3, 32)
+    made = in_integers(model, tmp_path, x)
+    assert count(made.path, "MatMulInteger") == 3
+    assert count(made.path, "Round") == 2
+    with torch.no_grad():
+        assert float((run(made.path, x) - model(x)).norm()) < 0.03 * float(model(x).norm())
+
+
+def test_what_stays_in_float_is_said(tmp_path: Path) -> None:
+    model = Reads(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 60), nn.Linear(60, 6)).half()
+    swap_(model, find_weight(model, "2"), LowRankMatrix(torch.randn(144, 2), torch.randn(2, 60)))
+    made = in_integers(model, tmp_path, torch.randn(2, 3, 8, 8).half())
+    assert made.notes == (
+        "recorded in float32: the model computes in float16",
+        "layers that multiply floats: 2 (2, 0)",
+    )
+    assert [numbers.shape for numbers, _ in factors(made.path)] == [(60, 6)]
+
+
+def test_graphs_of_codes_do_not_grow_with_their_classes(tmp_path: Path) -> None:
+    """A graph that decodes class by class takes minutes to record."""
+    sizes = []
+    for classes in (2, 9):
+        model = Reads(nn.Linear(40, 100))
+        swap_(model, find_weight(model, "0"), coded(100, 40, classes), matrix_rows="out_features")
+        x = torch.randn(2, 40)
+        made = export_onnx(model.eval(), tmp_path / f"{classes}.onnx", inputs={"x": x})
+        sizes.append(len(onnx.load(made.path).graph.node))
+        with torch.no_grad():
+            torch.testing.assert_close(run(made.path, x), model(x), rtol=1e-4, atol=1e-4)
+    assert sizes[1] <= sizes[0] + 3
+
+
+@pytest.mark.slow  # recording a decoder's masks
+def test_tied_heads_and_large_tables_in_integers(tiny_model: Callable[[str], Any], tmp_path: Path) -> None:
+    model = tiny_model("gpt2")
+    made = export_onnx(model, tmp_path / "model.onnx", int8=True)
+    values = onnx.load(made.path).graph.initializer
+    # Neither the table nor any layer is there in float; positions are a small table.
+    assert all(v.data_type != onnx.TensorProto.FLOAT or np.prod(v.dims) <= 32 * 16 for v in values)
+    assert count(made.path, "MatMulInteger") == 5
+    ids = torch.randint(0, 300, (2, 9))
+    out = run(made.path, ids, torch.ones_like(ids))
+    with torch.no_grad():
+        wanted = model(ids).logits
+    assert float(torch.nn.functional.cosine_similarity(out, wanted, dim=-1).mean()) > 0.995
+
+
+@pytest.mark.slow
+def test_a_folder_for_programs_that_run_onnx(tiny_folder: Path, tmp_path: Path, capfd: Any) -> None:
+    small, out = tmp_path / "small", tmp_path / "out"
+    kflats.compress_folder(tiny_folder, small, keep="60%", quiet=True)
+    (small / "modules.json").write_text(
+        json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}])
+    )
+    capfd.readouterr()
+    done = CliRunner().invoke(app, ["export", str(small), "--onnx", "--int8", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    printed = capfd.readouterr()
+    assert len((done.output + printed.out + printed.err).splitlines()) <= 4  # no warnings of the exporter
+    assert differences(out) == []
+    assert "quantization_config" in json.loads((small / "config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["model_type"] == "bert"
+    assert {"tokenizer.json", "tokenizer_config.json", "modules.json"} <= {path.name for path in out.iterdir()}
+    assert not list(out.rglob("*.safetensors"))
+    assert (out / FILE).read_bytes() == (out / INTEGER_FILE).read_bytes()
+    assert (out / FILE).stat().st_mode & 0o777 == (out / "config.json").stat().st_mode & 0o777
+    ids = torch.randint(0, 300, (2, 9))
+    found = run(out / INTEGER_FILE, ids, torch.ones_like(ids), torch.zeros_like(ids))
+    with torch.no_grad():
+        wanted = load_model(small).eval()(ids).last_hidden_state
+    assert float(torch.nn.functional.cosine_similarity(found, wanted, dim=-1).mean()) > 0.99
+    with pytest.raises(KflatsError, match="exists already"):
+        export_onnx(small, out)
+    floats = export_onnx(small, out, force=True)
+    assert floats.difference < 1e-4
+    assert floats.cosine is None
+    assert [path.name for path in (out / "onnx").iterdir()] == ["model.onnx"]
+
+
+def test_folders_that_are_refused(tiny_folder: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    with pytest.raises(KflatsError, match="of a model object"):
+        export_onnx(nn.Linear(2, 2), out)
+    with pytest.raises(KflatsError, match="with pooling inside"):
+        export_onnx(tiny_folder, out, pooled=True)
+    for more, why in ((["--onnx", "--pooled"], "a folder"), (["--dense", "--int8"], "--dense")):
+        done = CliRunner().invoke(app, ["export", str(tiny_folder), *more, "--out", out])
+        assert done.exit_code != 0
+        assert why in done.output
+    assert not os.path.exists(out)

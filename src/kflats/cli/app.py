@@ -320,12 +320,16 @@ def recover(
 def export(
     model: Model,
     out: Annotated[
-        Path, typer.Option(metavar="PATH", help="The folder to write with --dense; the file model.onnx with --onnx.")
+        Path,
+        typer.Option(metavar="PATH", help="The folder to write; with --onnx also a file, if its name ends in .onnx."),
     ],
     dense: Annotated[
         bool, typer.Option("--dense", help="Write an ordinary checkpoint, which loads without kflats.")
     ] = False,
-    onnx: Annotated[bool, typer.Option("--onnx", help="Write one ONNX file, checked with onnxruntime.")] = False,
+    onnx: Annotated[bool, typer.Option("--onnx", help="Write an ONNX file, checked with onnxruntime.")] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="With --onnx: linear layers multiply integers, right on every CPU.")
+    ] = False,
     pooled: Annotated[
         bool,
         typer.Option("--pooled", help="With --onnx: the outputs are sentence vectors, as of sentence-transformers."),
@@ -336,9 +340,15 @@ def export(
     force: Force = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a model for programs without kflats: a checkpoint with dense weights, or an ONNX file."""
+    """Write a model for programs without kflats: a checkpoint with dense weights, or an ONNX file or folder."""
     if dense == onnx:
-        raise KflatsError("give one of --dense and --onnx", hint="--dense --out DIR, or --onnx --out model.onnx")
+        raise KflatsError(
+            "give one of --dense and --onnx", hint="--dense --out DIR, --onnx --out DIR or --out model.onnx"
+        )
+    if int8 and dense:
+        raise conflict("--int8", "--dense", "--onnx, or leave --int8 out")
+    if pooled and onnx and out.suffix != ".onnx":
+        raise conflict("--pooled", "a folder", "--out model.onnx, or leave --pooled out: the folder holds the pooling")
     if pooled and dense:
         raise conflict("--pooled", "--dense", "--onnx, or leave --pooled out")
     if drop_biases and onnx:
@@ -350,11 +360,14 @@ def export(
         quiet_transformers()
         written = str(export_dense(model, out, drop_biases=drop_biases, force=force))
     else:
-        local_model(model)
+        if out.suffix == ".onnx":
+            local_model(model)
+        else:
+            _check_places(out, force, model)
         from kflats.export.onnx import export_onnx
 
         quiet_transformers()
-        written = str(export_onnx(model, out, pooled=pooled, force=force))
+        written = str(export_onnx(model, out, pooled=pooled, int8=int8, force=force))
     if not quiet:
         typer.echo(written)
 

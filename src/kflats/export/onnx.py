@@ -1,16 +1,22 @@
 """A model as one ONNX file of standard operators with its factored and coded tables; the file is checked by running it.
 
-The file holds factors or codes, and the runtime computes the rows that it looks up.
+The file holds factors or codes, and the runtime computes the rows that it looks up. Linear layers multiply floats, or
+integers (``kflats.export.integers``). A folder has the file where other programs look for it, with what they read
+beside it.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+import json
+import logging
 import math
 import os
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +28,26 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed, version
 from kflats.evaluation.running import evaluating, is_encoder_decoder, last_hidden_state, mean_over_tokens, task_output
+from kflats.export.integers import in_integers_, translations
 from kflats.io import load_model, resolve_model
-from kflats.io.atomic import check_file, locked, replaced
+from kflats.io.atomic import check_file, check_folder, locked, new_folder, replaced
 from kflats.io.saving import VERSION_KEY
+from kflats.io.sources import copy_companions, weights_folder
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
+from kflats.report.model_card import CARD, onnx_card
 from kflats.report.report import stored_bytes
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18
 _DENSE = "kflats export --dense, and another exporter on that checkpoint"
 _SMALL = 1024  # numbers in a constant that is folded
+_REWRITTEN = 4000  # nodes: the time in which onnxscript matches patterns grows with their square
 _TEXT_SHAPES = ((2, 7), (1, 1), (5, 1), (1, 12), (4, 23))
 """Batches and lengths of the check of a text model; the first is recorded."""
+FILE, INTEGER_FILE = "onnx/model.onnx", "onnx/model_quantized.onnx"
+"""Where sentence-transformers, text-embeddings-inference and fastembed look in a folder, and where transformers.js does
+for its type q8."""
+_TOLERANCE, _INTEGER_TOLERANCE = 1e-4, 0.05
 
 
 @dataclass(frozen=True)
@@ -41,10 +55,11 @@ class OnnxExport:
     """The result of ``export_onnx``, and its difference from PyTorch.
 
     Args:
-        path: the file.
-        nbytes: its bytes.
+        path: the file, or the folder.
+        nbytes: the file's bytes.
         inputs, outputs: their names, in order.
         difference: largest absolute difference between onnxruntime and PyTorch over all shapes tried.
+        cosine: with integers: mean cosine of the outputs to those of the model in float, on drawn inputs.
         notes: remarks on the file for its user.
     """
 
@@ -53,6 +68,7 @@ class OnnxExport:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     difference: float
+    cosine: float | None = None
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -60,6 +76,8 @@ class OnnxExport:
             f"{self.path}: {self.nbytes:,} bytes, {', '.join(self.inputs)} -> {', '.join(self.outputs)}",
             f"onnxruntime differs from PyTorch by {self.difference:.1e} at most",
         ]
+        if self.cosine is not None:
+            lines.append(f"cosine to the model in float: {self.cosine:.4f}, mean over drawn inputs")
         return "\n".join([*lines, *self.notes])
 
 
@@ -69,22 +87,28 @@ def export_onnx(
     *,
     inputs: Mapping[str, Tensor] | None = None,
     pooled: bool = False,
-    tolerance: float = 1e-4,
+    int8: bool = False,
+    tolerance: float | None = None,
     force: bool = False,
 ) -> OnnxExport:
     """Write ``model`` as an ONNX file with dynamic batch and length, and run it before it gets its name.
+
+    ``path`` ends in ".onnx": that file alone. Otherwise a folder for programs that run ONNX, with the file as
+    ``onnx/model.onnx`` (with ``int8`` as ``onnx/model_quantized.onnx`` too), the tokenizer, the modules of
+    sentence-transformers, and the config without its description of factors.
 
     Factors and codes stay as stored: a low-rank table becomes two initializers, a coded table its bytes, which standard
     operators (opset 18) gather, shift and mask. The file is run by onnxruntime on several shapes,
     padded texts and single tokens among them, and refused unless
 
-        max |onnxruntime - PyTorch| <= tolerance max(1, max |PyTorch|).
+        max |onnxruntime - PyTorch| <= tolerance max(1, max |PyTorch|),
+        ||onnxruntime - PyTorch|| <= tolerance ||PyTorch||    with int8: a last bit may round to the next integer.
 
     A model in half precision is recorded in float32: few runtimes compute in less on a CPU.
 
     Args:
         model: a folder or hub name, a transformers model, a SentenceTransformer, or any torch module.
-        path: the file to be, ``model.onnx`` by custom.
+        path: the file to be, ``model.onnx`` by custom; or a folder, if ``model`` is a folder or a hub name.
         inputs: an example of each input by name, for a module that does not read text. The module is called as
             ``model(**inputs)``. The first axis of each input is the batch; the second axis of an integer matrix is the
             length.
@@ -92,23 +116,39 @@ def export_onnx(
             where it has some (pooling, dense layers, normalisation), else the masked mean of the last hidden states,
             of length 1, as ``kflats.fidelity`` compares it. Without it: ``logits`` of a model with a head, else
             ``last_hidden_state``. A SentenceTransformer is always pooled.
-        tolerance: of the check.
-        force: replace an existing ONNX file that kflats wrote.
+        int8: linear layers and tied heads multiply integers of 8 bits, the inputs of each token rounded; dense tables
+            have a byte a number. Choose it for speed on CPUs, where a cosine of about .998 to the same model in float
+            is enough. It is right on every CPU. Factored layers without codes, and convolutions, stay as they are.
+        tolerance: of the check; by default 1e-4, and .05 with ``int8``.
+        force: replace an existing ONNX file, or folder, that kflats wrote.
 
     Raises:
         KflatsError: the extra "onnx" is not installed; ``path`` exists and is not to be replaced, or another run writes
-            it; a tolerance that is not positive; a model that cannot be recorded; outputs that differ; a full disk. A
-            refused file is removed.
+            it; a folder of a model that is no folder, or with ``pooled`` or ``inputs``; a tolerance that is not
+            positive; a model that cannot be recorded; weights that are not finite, with ``int8``; outputs that differ;
+            a full disk. A refused file is removed.
     """
     for package in ("onnx", "onnxruntime", "onnxscript"):
         needed(package, "kflats[onnx]", "export to ONNX")
     goal = Path(path).expanduser().resolve()
-    check_file(goal, force, _is_own_export)
-    if not 0 < tolerance < math.inf:
+    source = None if isinstance(model, nn.Module) else resolve_model(model)
+    alone = goal.suffix == ".onnx"
+    if alone:
+        check_file(goal, force, _is_own_export)
+    elif source is None or pooled or inputs is not None:
+        raise KflatsError(
+            f"a folder for ONNX cannot be written {'of a model object' if source is None else 'with pooling inside'}",
+            cause="the tokenizer, the pooling and the config lie in files beside the model",
+            hint="an output that ends in .onnx, or a model folder without pooled and inputs",
+        )
+    else:
+        check_folder(goal, force, [source])
+    limit = (_INTEGER_TOLERANCE if int8 else _TOLERANCE) if tolerance is None else tolerance
+    if not 0 < limit < math.inf:
         raise KflatsError(
             f"tolerance={tolerance!r} is not a positive number", hint="a small positive number such as 1e-4"
         )
-    graph = _graph_of(model, inputs, pooled)
+    graph = _graph_of(model if source is None else source, inputs, pooled)
     if stored_bytes(graph.model) > _LARGEST:
         raise KflatsError(
             f"this {type(graph.model).__name__} is too large for an ONNX file",
@@ -120,23 +160,72 @@ def export_onnx(
     elif any(not tensor.is_cpu for tensor in graph.model.state_dict().values()):
         graph = graph.of(copy.deepcopy(graph.model).cpu())
     notes = [] if dtype == torch.float32 else [f"recorded in float32: the model computes in {str(dtype)[6:]}"]
-    with evaluating(graph), torch.no_grad(), locked(goal), replaced(goal) as aside:
-        _record(graph, aside)
-        difference = _check(graph, aside, tolerance)
-        size = aside.stat().st_size
-        check_file(goal, force, _is_own_export)
-    return OnnxExport(goal, size, graph.names, graph.outputs, difference, tuple(notes))
+    with evaluating(graph), torch.no_grad():
+        wanted = [graph(*tensors) for tensors in graph.trials()] if int8 else []
+        if int8:
+            graph = graph.of(copy.deepcopy(graph.model))
+            if floats := in_integers_(graph.model, lambda: graph(*graph.example)):
+                shown = ", ".join(floats[:3]) + (", ..." if len(floats) > 3 else "")
+                notes.append(f"layers that multiply floats: {len(floats)} ({shown})")
+        if alone:
+            with locked(goal), replaced(goal) as aside:
+                difference, cosine = _written(graph, aside, limit, wanted)
+                size = aside.stat().st_size
+                check_file(goal, force, _is_own_export)
+        else:
+            assert source is not None
+            inside = weights_folder(source).relative_to(source)
+            with new_folder(goal, force, [source]) as aside:
+                file = aside / inside / (INTEGER_FILE if int8 else FILE)
+                file.parent.mkdir(parents=True)
+                difference, cosine = _written(graph, file, limit, wanted)
+                size = file.stat().st_size
+                _complete(source, aside, aside / inside, file)
+    return OnnxExport(goal, size, graph.names, graph.outputs, difference, cosine, tuple(notes))
+
+
+def _written(graph: _Graph, path: Path, tolerance: float, wanted: list[Tensor]) -> tuple[float, float | None]:
+    _record(graph, path)
+    return _check(graph, path, tolerance, wanted)
+
+
+def _complete(source: Path, folder: Path, inner: Path, file: Path) -> None:
+    """What programs read beside the file, and the name under which most of them look for it."""
+    if not (usual := inner / FILE).exists():
+        try:
+            os.link(file, usual)
+        except OSError:  # a file system without such links
+            shutil.copyfile(file, usual)
+    config = json.loads((weights_folder(source) / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)
+    (inner / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    copy_companions(source, folder)
+    if (card := folder / CARD).is_file():
+        text = card.read_text(encoding="utf-8", errors="surrogateescape")
+        card.write_text(onnx_card(text), encoding="utf-8", errors="surrogateescape")
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """No warnings of torch and onnxscript about their own code, and none about other packages."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        logging.disable(max(before, logging.WARNING))
+        try:
+            yield
+        finally:
+            logging.disable(before)
 
 
 def _record(graph: _Graph, path: Path) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
-    from onnxscript.optimizer import optimize
+    from onnxscript.optimizer import fold_constants, optimize, remove_unused_nodes
 
     example = graph.example
     shapes = tuple({axis: torch.export.Dim(name) for axis, name in axes.items()} for axes in graph.axes)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch and onnxscript warn about their own code
+        with _silent():
             program = torch.onnx.export(
                 graph,
                 tuple(example),
@@ -145,12 +234,17 @@ def _record(graph: _Graph, path: Path) -> None:
                 dynamic_shapes={"tensors": shapes},
                 input_names=list(graph.names),
                 output_names=list(graph.outputs),
+                custom_translation_table=translations(),
                 optimize=False,
                 verbose=False,
             )
             assert program is not None
             # Only small constants are folded: codes must not be decoded into the file.
-            optimize(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
+            if len(program.model.graph) <= _REWRITTEN:
+                optimize(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
+            else:
+                fold_constants(program.model, input_size_limit=_SMALL, output_size_limit=_SMALL)
+                remove_unused_nodes(program.model)
             ClearMetadataAndDocStringPass()(program.model)  # stack traces: paths of this machine, in every node
             program.model.metadata_props[VERSION_KEY] = version()
             program.save(str(path))
@@ -164,23 +258,29 @@ def _record(graph: _Graph, path: Path) -> None:
         ) from error
 
 
-def _check(graph: _Graph, path: Path, tolerance: float) -> float:
-    """The largest difference between onnxruntime and PyTorch; more than ``tolerance`` is an error."""
+def _check(graph: _Graph, path: Path, tolerance: float, wanted: list[Tensor]) -> tuple[float, float | None]:
+    """The largest difference between onnxruntime and PyTorch, and with integers the mean cosine to ``wanted``, the
+    outputs in float; differences of more than ``tolerance`` are an error."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    worst = 0.0
-    for tensors in graph.trials():
+    worst, cosines = 0.0, list[Tensor]()
+    for trial, tensors in enumerate(graph.trials()):
         here, name = graph(*tensors), graph.outputs[0]
         feed = {name: tensor.numpy() for name, tensor in zip(graph.names, tensors, strict=True)}
         recorded = torch.from_numpy(session.run(None, feed)[0])
         if recorded.shape != here.shape:
             problem = f"is {tuple(recorded.shape)}, not {tuple(here.shape)}"
         else:
-            difference = float((recorded - here).abs().max()) if here.numel() else 0.0
-            close = difference <= tolerance * max(1.0, float(here.abs().max()) if here.numel() else 0.0)
+            apart = recorded - here
+            difference = float(apart.abs().max()) if here.numel() else 0.0
+            if wanted:
+                close = float(apart.norm()) <= tolerance * float(here.norm()) or difference < _TOLERANCE
+                cosines.append(F.cosine_similarity(recorded, wanted[trial], dim=-1).flatten())
+            else:
+                close = difference <= tolerance * max(1.0, float(here.abs().max()) if here.numel() else 0.0)
             problem = "" if close else f"differs by {difference:.2g}, more than {tolerance:g}"
         if problem:
             raise KflatsError(
@@ -189,7 +289,7 @@ def _check(graph: _Graph, path: Path, tolerance: float) -> float:
                 hint=_DENSE,
             )
         worst = max(worst, difference)
-    return worst
+    return worst, float(torch.cat(cosines).mean()) if cosines else None
 
 
 def _is_own_export(path: Path) -> bool:

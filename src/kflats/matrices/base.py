@@ -87,6 +87,11 @@ class Matrix(nn.Module):
         ``vecmat`` and ``matvec`` are that form already, as with floating-point factors."""
         return None
 
+    def scaled(self, *, transposed: bool) -> tuple[Tensor, Tensor] | None:
+        """What integers are made of: the (out, in) matrix in float32, and (in,) scales, by which inputs are multiplied
+        and columns divided. None: it has no form in integers, as with floating-point factors."""
+        return None
+
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a file stores, by name: factors, and labels or an order where there are any."""
         tensors: dict[str, Tensor] = {"weight": self.weight}

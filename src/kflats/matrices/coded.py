@@ -333,6 +333,8 @@ class CodedMatrix(Matrix):
     def vecmat(self, x: Tensor) -> Tensor:
         """As ``Matrix.vecmat``, tile by tile: only the integers of one tile of rows are decoded at a time."""
         self._check_ready()
+        if is_exporting():
+            return x @ self._every_row(x)
         if self._is_many(x):
             return self._project(0, x @ self._all_coordinates(x).T)
         ordered = x if self._get("labels") is None else x.index_select(-1, inverse_of(self.position))
@@ -354,6 +356,8 @@ class CodedMatrix(Matrix):
     def matvec(self, x: Tensor) -> Tensor:
         """As ``Matrix.matvec``, tile by tile: x times the axes first, then times the integers of each tile."""
         self._check_ready()
+        if is_exporting():
+            return x @ self._every_row(x).T
         bases = self._bases(x.dtype)
         if self._is_many(x):
             return (x if bases[0] is None else x @ bases[0].T) @ self._all_coordinates(x)
@@ -385,11 +389,7 @@ class CodedMatrix(Matrix):
         self._check_ready()
         (n, d), r = self.shape, self.geometry.rank
         if form == "int8":
-            whole = self._whole(torch.float32)
-            weight, steps = whole if transposed else whole.T, self._get("column_steps")
-            if steps is not None and transposed:
-                return IntegerProduct.of(weight, torch.exp2(steps.to(torch.float32) / (2 * STEPS_AN_OCTAVE)))
-            return IntegerProduct.of(weight, evening_scales(weight))
+            return IntegerProduct.of(*self.scaled(transposed=transposed))
         kept = torch.bfloat16 if form == "bfloat16" else dtype
         basis = None if self.geometry.flats or r * (n + d) >= n * d else self._bases(self._wide)[0]
         if basis is None:
@@ -398,6 +398,16 @@ class CodedMatrix(Matrix):
             factors = [self._all_coordinates(basis).T.to(kept), basis.to(kept)]
         turned = factors[::-1] if transposed else [factor.T for factor in factors]
         return DenseProduct(tuple(factor.contiguous() for factor in turned))
+
+    @torch.no_grad()
+    def scaled(self, *, transposed: bool) -> tuple[Tensor, Tensor]:
+        """As ``Matrix.scaled``: the scales are the square roots of the steps of columns, where these are inputs."""
+        self._check_ready()
+        whole, steps = self._whole(torch.float32), self._get("column_steps")
+        weight = whole if transposed else whole.T
+        if steps is not None and transposed:
+            return weight, torch.exp2(steps.to(torch.float32) / (2 * STEPS_AN_OCTAVE))
+        return weight, evening_scales(weight)
 
     def resized(self, n: int) -> CodedMatrix:
         """The first n rows.
@@ -489,7 +499,7 @@ class CodedMatrix(Matrix):
 
     def _tile(self, c: int, first: int, packed: Tensor, rows: Tensor | None, tables: Sequence[Tensor]) -> Tile:
         """(m, bytes) of class ``c`` as numbers; ``rows``: their row numbers, where each row has scales."""
-        how, flat = self.readings[c].plain if is_exporting() else self.readings[c], self.geometry.flat_of[c]
+        how, flat = self.readings[c], self.geometry.flat_of[c]
         less, centers, scales = (table[c, : how.used] for table in tables)
         q = how.integers(packed, self.fields[:, c], self._wide)
         if self._is_shrunk():
@@ -600,6 +610,11 @@ class CodedMatrix(Matrix):
             products.append(self._project(flat, own))
         return self._ended(sum(products[1:], start=products[0]), dtype)
 
+    def _every_row(self, x: Tensor) -> Tensor:
+        """(n, d) for products with ``x`` in graphs for export: they take minutes to record class by class, and ONNX
+        cannot shift integers of 16 bits."""
+        return self._recorded_rows(torch.arange(self.shape[0], device=x.device), _product_type(x))
+
     def _bases(self, dtype: torch.dtype) -> list[Tensor | None]:
         """The basis of each flat, without its scales, integers in units of 1/128; None for the identity."""
         basis = self._get("basis")
@@ -676,11 +691,6 @@ class Reading:
         widths = set(bits.tolist())
         same = len(widths) == 1 and widths <= {4, 8} and used == len(bits) and used % 2 == 0
         return cls(used, span, widths.pop() if same else 0, bool((centers != 0).any()))
-
-    @property
-    def plain(self) -> Reading:
-        """The same in operators that ONNX has, too: it cannot shift integers of 16 bits."""
-        return Reading(self.used, 3, 0, self.centered)
 
     def integers(self, packed: Tensor, fields: Tensor, dtype: torch.dtype) -> Tensor:
         """(m, bytes) -> (columns in use, m) integers as ``dtype``; ``fields`` (4, r): as ``CodedMatrix`` has them."""

@@ -70,12 +70,14 @@ class _Multiplies(HoldsMatrix):
 
     run_form: RunForm = "dense"
     _ready: tuple[object, Product | None] | None = None
+    _modules: dict[str, nn.Module | None]
 
     def times(self, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
         """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Recorded graphs, and calls whose
         gradients reach the matrix, use the stored form."""
-        matrix, product = self.matrix, None
-        if not is_recording():
+        matrix = self.matrix
+        product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
+        if product is None and not is_recording():
             learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
             product = None if learns and self.run_form != "int8" else self._product(x, transposed)
             graded = learns or (torch.is_grad_enabled() and x.requires_grad)

@@ -109,8 +109,8 @@ class IntegerProduct:
     scales: Tensor
 
     @classmethod
-    def of(cls, weight: Tensor, scales: Tensor) -> IntegerProduct:
-        """Of (out, in) float32, rounded to the nearest.
+    def of(cls, weight: Tensor, scales: Tensor, most: int | None = None) -> IntegerProduct:
+        """Of (out, in) float32, rounded to the nearest integers up to ``most``, by default those of this CPU.
 
         Raises:
             KflatsError: another device than the CPU: its kernels refuse small batches.
@@ -119,7 +119,7 @@ class IntegerProduct:
             kind = weight.device.type
             raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint="the run-time form bfloat16")
         scaled = weight / scales
-        steps = scaled.abs().amax(1).clamp_min(_LEAST) / integer_limit()
+        steps = scaled.abs().amax(1).clamp_min(_LEAST) / (most or integer_limit())
         numbers = scaled.div_(steps.unsqueeze(1)).round_().to(torch.int8)
         # Copied: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
         return cls(numbers.T.clone(memory_format=torch.contiguous_format), steps, scales)

@@ -53,10 +53,19 @@ def compressed_card(
 
 def dense_card(original: str) -> str:
     """The card of a dense export: that of the compressed folder, with a note in place of its section."""
+    note = "Weights multiplied out of a model compressed by kflats: an ordinary checkpoint, in the original's size."
+    return _noted(original, note)
+
+
+def onnx_card(original: str) -> str:
+    """The card of a folder for programs that run ONNX, likewise."""
+    return _noted(original, "An ONNX file of a model compressed by kflats, for programs that run ONNX.")
+
+
+def _noted(original: str, note: str) -> str:
     head, body = split(original)
     if _BEGIN not in body:
         return original
-    note = "Weights multiplied out of a model compressed by kflats: an ordinary checkpoint, in the original's size."
     return _card(head, f"{_BEGIN}\n{note}\n{_END}", without_section(body))
 
 

@@ -1,0 +1,157 @@
+"""Models whose linear layers multiply integers in recorded graphs, and are right on every CPU.
+
+For each token x, with the integers K, steps b and scales s of the run-time form int8 (``kflats.matrices.running``):
+
+    a = max |x s| / 127,      y = a b (round(x s / a) K),      |K| <= 63
+
+onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are recorded as round(x s / a) + 128, with
+128 as their zero point. On x86 CPUs without VNNI units its kernels add pairs of such products in 16 bits, and limit the
+sum in silence (``pmaddubsw``, in QgemmU8X8KernelAvx2 and its relatives). The largest sum here, 2 * 255 * 63 = 32130,
+lies below that limit, 32767. With integers up to 127 it could be 64770.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from kflats.common.errors import KflatsError
+from kflats.common.release import needed
+from kflats.matrices.base import Matrix
+from kflats.matrices.coded import from_integers
+from kflats.matrices.layers import FactoredHead, FactoredLinear
+from kflats.matrices.running import IntegerProduct
+from kflats.model.swap import swap_
+from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights
+
+WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
+_MIDDLE = 128
+_LEAST = 1e-30
+_SMALL_TABLE = 100_000  # numbers: an embedding of fewer is quicker and hardly larger as it is
+_UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
+
+
+@torch.library.custom_op("kflats::integer_matmul", mutates_args=())
+def integer_matmul(whole: Tensor, numbers: Tensor) -> Tensor:
+    """``(*b, in)`` whole numbers in float32 times ``(in, out)`` int8, exact on every CPU. In a file: MatMulInteger."""
+    return (whole.double() @ numbers.double()).float()
+
+
+@integer_matmul.register_fake
+def _shape(whole: Tensor, numbers: Tensor) -> Tensor:
+    return whole.new_empty(*whole.shape[:-1], numbers.shape[1])
+
+
+def translations() -> dict[Callable[..., object], Callable[..., object]]:
+    """What ``torch.onnx.export`` writes for the operator of this module."""
+    op = needed("onnxscript", "kflats[onnx]", "export to ONNX").opset18
+
+    def written(whole: object, numbers: object) -> object:
+        shifted = op.Cast(op.Add(whole, op.Constant(value_float=float(_MIDDLE))), to=_UINT8)
+        middle = op.Cast(op.Constant(value_int=_MIDDLE), to=_UINT8)
+        return op.Cast(op.MatMulInteger(shifted, numbers, middle), to=_FLOAT)
+
+    return {torch.ops.kflats.integer_matmul.default: written}
+
+
+class Integers(nn.Module):
+    """The product of a linear layer, ``(*b, in)`` -> ``(*b, out)``. A token with NaN or infinity has no finite output.
+
+    Args:
+        product: its integers and steps.
+        scales: (in,), by which inputs are multiplied; None: all of them are 1.
+    """
+
+    def __init__(self, product: IntegerProduct, scales: Tensor | None) -> None:
+        super().__init__()
+        self.numbers: Tensor
+        self.steps: Tensor
+        self.scales: Tensor | None
+        self.register_buffer("numbers", product.numbers)
+        self.register_buffer("steps", product.steps)
+        self.register_buffer("scales", scales)
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As ``kflats.matrices.running.Product``."""
+        rows = x if self.scales is None else x * self.scales
+        # onnxruntime's maximum skips NaN, its sum does not.
+        seen = rows.sum(-1, keepdim=True) * 0.0 + _LEAST
+        sizes = rows.abs().amax(-1, keepdim=True) / INPUT_LIMIT + seen
+        out: Tensor = integer_matmul((rows / sizes).round(), self.numbers) * sizes * self.steps
+        return out if bias is None else out + bias
+
+
+def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]:
+    """Let the linear layers and tied heads of ``model`` multiply integers, in place; not to be saved afterwards.
+
+    Layers of codes give the integers of the run-time form int8, with 63 as the largest. Dense linear layers and large
+    dense tables (GPT-2's Conv1D and tied heads among them) are rounded to the nearest, with a step for each output or
+    row. Layers that read one tensor share their scales, the geometric mean, so that it is rounded once.
+
+    Args:
+        model: in float32 on the CPU.
+        run: runs ``model`` once, with any inputs.
+
+    Returns:
+        The names of layers that multiply by floats as before: factored ones without codes, and convolutions.
+
+    Raises:
+        KflatsError: a weight with NaN or infinity.
+    """
+    rounded = list[Matrix]()
+    for weight in find_weights(model):
+        role, size = weight.places[0].role, weight.shape[0] * weight.shape[1]
+        if role != "conv2d" and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
+            rounded.append(_round_(model, weight))
+    layers = {name: layer for name, layer in factored_layers(model) if isinstance(layer, FactoredLinear | FactoredHead)}
+    parts = {name: layer.matrix.scaled(transposed=_reads_columns(layer)) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        if (part := parts[name]) is not None and any(layer.matrix is matrix for matrix in rounded):
+            parts[name] = part[0], torch.ones_like(part[1])  # other scales would round it a second time
+    floats = [name for name, part in parts.items() if part is None]
+    inputs: dict[str, Tensor] = {}
+    hooks = [layer.register_forward_pre_hook(_keeper(inputs, name)) for name, layer in layers.items()]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups: dict[int, list[str]] = {}
+    for name in layers:
+        if parts[name] is not None:
+            groups.setdefault(id(inputs.get(name, layers[name])), []).append(name)
+    for names in groups.values():
+        found = {name: part for name in names if (part := parts[name]) is not None}
+        scales = torch.stack([own.log() for _, own in found.values()]).mean(0).exp()
+        shared = None if bool((scales == 1).all()) else scales
+        for name, (matrix, _) in found.items():
+            product = IntegerProduct.of(matrix, scales, WEIGHT_LIMIT)
+            layers[name].register_module("recorded", Integers(product, shared))
+    return (*floats, *(name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)))
+
+
+def _reads_columns(layer: FactoredLinear | FactoredHead) -> bool:
+    return isinstance(layer, FactoredHead) or layer.matrix_rows == "out_features"
+
+
+def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+    def keep(_: nn.Module, given: tuple[Tensor, ...]) -> None:
+        inputs.setdefault(name, given[0])
+
+    return keep
+
+
+def _round_(model: nn.Module, weight: Weight) -> Matrix:
+    """Integers with a step for each row of a table, or each output of a layer."""
+    table = weight.places[0].role == "embedding"
+    rows = dense_weight(model, weight).float()
+    rows = rows if table else rows.T
+    if not bool(torch.isfinite(rows).all()):
+        raise KflatsError(f"{weight.name!r} holds NaN or infinity, which no integers stand for")
+    steps = rows.abs().amax(1).clamp_min(_LEAST) / (INPUT_LIMIT if table else WEIGHT_LIMIT)
+    integers = (rows / steps.unsqueeze(1)).round().to(torch.int64)
+    matrix = from_integers([integers], None, steps, scales="row")
+    swap_(model, weight, matrix, matrix_rows="in_features" if table else "out_features")
+    return matrix
