@@ -95,6 +95,8 @@ def test_losses_are_those_of_the_judge_and_layers_keep_their_forms(folder: Path,
         made = judge(model)
         assert (one.loss, one.tail_loss) == (made.loss, made.tail_loss)
     assert losses[0].loss < losses[2].loss
+    set_run_form_(model, "int8")
+    assert form_losses(judge, model, known=judge(model)) == losses
     factors = load_model(folder)
     kflats.compress_(factors, {"linear": SVD()}, keep="60%", quiet=True)
     assert form_losses(judge, factors) == ()

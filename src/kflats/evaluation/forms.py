@@ -13,7 +13,7 @@ from kflats.common.formatting import announce, number, share
 from kflats.common.run_forms import FormLoss, RunAs, RunForm, check_run_form
 from kflats.common.texts import Tokenizer
 from kflats.evaluation.latency import DRAWN_SHAPES, TorchModel, latencies
-from kflats.evaluation.outputs import Judge
+from kflats.evaluation.outputs import Judge, Outputs
 from kflats.evaluation.running import device_of, medium_of
 from kflats.matrices.running import integer_limit
 from kflats.model.run_as import coded_layers, known_losses, running_as, set_run_form_
@@ -80,18 +80,21 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     return set_run_form_(model, chosen)
 
 
-def form_losses(judge: Judge, compressed: nn.Module, tokenizer: Tokenizer | None = None) -> tuple[FormLoss, ...]:
+def form_losses(
+    judge: Judge, compressed: nn.Module, tokenizer: Tokenizer | None = None, known: Outputs | None = None
+) -> tuple[FormLoss, ...]:
     """What ``compressed`` loses in each form that this machine has; none for a model without coded layers.
 
     Args:
         judge: knows the original's outputs. compressed, tokenizer: as for ``Judge``.
+        known: the outputs of ``compressed`` as it is; None: not known.
     """
-    losses = []
-    for form in _MEASURED if coded_layers(compressed) else ():
+    losses, own = [], {layer.run_form for layer in coded_layers(compressed)}
+    for form in _MEASURED if own else ():
         integers = integers_of(compressed) if form == "int8" else None
         if form != "int8" or integers is not None:
             with running_as(compressed, form):
-                made = judge(compressed, tokenizer)
+                made = known if known is not None and own == {form} else judge(compressed, tokenizer)
             losses.append(FormLoss(form, made.loss, made.tail_loss, integers))
     return tuple(losses)
 

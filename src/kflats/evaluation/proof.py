@@ -193,7 +193,8 @@ def compare(
         update("proof: outputs", 0, 4)
         models, judge, own = _judged(folders, texts)
         original, compressed = models
-        outputs, forms = judge(compressed, own), form_losses(judge, compressed, own)
+        outputs = judge(compressed, own)
+        forms = form_losses(judge, compressed, own, outputs)
         update("proof: time", 1, 4)
         contestants = [TorchModel("original", original)]
         if compute_dtype(original) == torch.float32:

@@ -11,7 +11,8 @@ has steps that are small where inputs are large: s is their square root. Other c
 often large where the matrix is small: s is the square root of the root mean square of a column (``evening_scales``).
 
 ``benchmarks/run_forms.py`` measures what this leaves out. To round the matrix with feedback could gain less than .001
-of cosine, for the matrix has 8 bits; to subtract the mean of the inputs first gains .0003 at most.
+of cosine, for the matrix has 8 bits. To subtract the mean of the inputs first, which only compression knows, gains
+nothing for codes with error feedback.
 """
 
 from __future__ import annotations
