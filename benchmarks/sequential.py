@@ -14,6 +14,7 @@ Cosines of sentence vectors to the original's: mean / 5th percentile. What kflat
 paragraphs of WikiText-2 (valid).
 
     python benchmarks/sequential.py --write benchmarks/results/sequential.md
+    python benchmarks/sequential.py --size 6MB --write benchmarks/results/sequential_6mb.md
 """
 
 from __future__ import annotations
