@@ -1,144 +1,288 @@
-"""Question: how fast is an encoder as other tools run it, and as kflats stores it?
+"""Question: what does an encoder cost as other tools ship it, and as kflats does: file, memory, time, outputs?
 
 all-MiniLM-L6-v2 in float32, bfloat16, compiled, by onnxruntime (float; int8 by default, and per channel with reduced
-range) and by torchao (int8), and compressed by kflats to 8 MB in each run-time form and by onnxruntime (int8), with
-one thread and with all.
-Contestants take turns; a ratio is a median over turns, with its 95 % bootstrap interval. ``--compressed DIR`` takes a
-folder that is there. A contestant that this machine cannot run says why under the table.
+range), by torchao (int8), rounded by GPTQ (4 bits, groups of 64), and compressed by kflats to 8 MB in each run-time
+form. For GPTQ there is no kernel on a CPU: its line is the float32 model with its numbers.
+
+Memory is that of a fresh process: its peak after the first output minus its peak after the imports. The original's file
+is mapped, and rows of its table that no text has are not read. Times are ratios to float32 of batches of 20, 30 and 128
+tokens, with one thread and with all; contestants take turns, and a ratio is a median over turns. Below: each with its
+95 % bootstrap interval. Cosines to the original's vectors: mean and 5th percentile, of 800 sentences of STS-B (dev) and
+of 150 paragraphs of WikiText-2 (test).
 
     python benchmarks/latency.py --write benchmarks/results/latency.md
     python benchmarks/latency.py --quick 1        # small shapes, few turns: does everything run?
+
+``--compressed DIR`` takes a folder of kflats that is there.
 """
 
 from __future__ import annotations
 
-import copy
+import importlib
+import json
+import subprocess
+import sys
 import tempfile
+import time
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from _common import arguments, markdown, publish
-from torch import nn
+from _common import arguments, markdown, publish, resident, table
+from _sentences import data_folder, paragraphs, sentences
+from gptq_entropy import Rival
+from torch import Tensor, nn
+from torch.nn import functional as F
+from whole_model import evenly
 
-from kflats import compress_folder, run_as_
+from kflats import compress_folder, read_texts, run_as_
+from kflats.common.errors import KflatsError, first_line
+from kflats.common.formatting import size as in_units
 from kflats.common.release import needed
 from kflats.common.run_forms import RunForm
 from kflats.demo import packaged_model
-from kflats.evaluation.latency import SHAPES, Batch, Contestant, Run, TorchModel, latencies
+from kflats.evaluation.latency import SHAPES, Batch, Latency, Run, latencies
+from kflats.evaluation.outputs import fidelity_of, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import run
 from kflats.export.onnx import export_onnx
 from kflats.io import load_model
 
-
-@dataclass(frozen=True)
-class Compiled:
-    """``torch.compile`` of the model; each shape is compiled in the turn that is not counted."""
-
-    model: nn.Module
-    name: str = "torch.compile"
-
-    def build(self) -> Run:
-        compiled = torch.compile(copy.deepcopy(self.model).eval())
-        return lambda batch: run(compiled, batch)
+NARROW = {"per_channel": True, "reduce_range": True}
+TITLE = "An encoder as other tools ship it: files, memory, time and outputs"
 
 
 @dataclass(frozen=True)
-class Onnx:
-    """The model's export run by onnxruntime, with torch's number of threads.
+class Way:
+    """A way to ship a model: ``write`` makes its files in a folder and returns their bytes, ``opened`` runs them. A
+    way is timed only where a kernel runs it."""
 
-    ``int8``: rounded by onnxruntime's ``quantize_dynamic`` with ``settings``. ``own``: by kflats' export.
-    """
+    name: str
+    write: Callable[[Path], int]
+    opened: Callable[[Path], Run]
+    imports: str = "transformers.models.bert.modeling_bert"
+    timed: bool = True
 
-    model: nn.Module
-    name: str = "onnxruntime, float32"
-    int8: bool = False
-    own: bool = False
-    settings: dict[str, Any] = field(default_factory=dict)
-
-    def build(self) -> Run:
-        runtime = needed("onnxruntime", "kflats[onnx]", self.name)
-        with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            path, rounded = Path(folder) / "model.onnx", Path(folder) / "int8.onnx"
-            export_onnx(self.model, path, int8=self.own)
-            if self.int8:
-                quantization = needed("onnxruntime.quantization", "kflats[onnx]", self.name)
-                quantization.quantize_dynamic(path, rounded, **self.settings)
-            options = runtime.SessionOptions()
-            options.log_severity_level = 3
-            options.intra_op_num_threads = torch.get_num_threads()
-            session = runtime.InferenceSession(
-                str(rounded if self.int8 else path), options, providers=["CPUExecutionProvider"]
-            )
-        names = [one.name for one in session.get_inputs()]
-
-        def run_session(batch: Batch) -> object:
-            # Token types are optional for the model and an input of the file.
-            feed = {name: batch.get(name, torch.zeros_like(batch["input_ids"])).numpy() for name in names}
-            return session.run(None, feed)
-
-        return run_session
+    def at(self, place: Path) -> Path:
+        """Its folder."""
+        return place / "".join(c if c.isalnum() else "-" for c in self.name)
 
 
 @dataclass(frozen=True)
-class TorchAo:
-    """torchao's int8: weights rounded once, activations in every call."""
+class Placed:
+    """A way whose files are written."""
 
-    model: nn.Module
-    name: str = "torchao, int8"
+    way: Way
+    place: Path
+
+    @property
+    def name(self) -> str:
+        return self.way.name
 
     def build(self) -> Run:
-        library = needed("torchao.quantization", "kflats[baselines]", self.name)
-        model = copy.deepcopy(self.model).eval()
-        library.quantize_(model, library.Int8DynamicActivationInt8WeightConfig())
-        return lambda batch: run(model, batch)
+        return self.way.opened(self.way.at(self.place))
 
 
-def contestants(original: nn.Module) -> list[Contestant]:
-    """The original in float32, with which the others are compared, and the ways that other tools run it."""
-    narrow = {"per_channel": True, "reduce_range": True}
+def ways(compressed: Path, windows: int = 512) -> list[Way]:
+    """All of them; the first is what the others are compared with."""
     return [
-        TorchModel("float32", original),
-        TorchModel("bfloat16", original, torch.bfloat16),
-        Compiled(original),
-        Onnx(original),
-        Onnx(original, "onnxruntime, int8", int8=True),
-        Onnx(original, "onnxruntime, int8 per channel, reduced range", int8=True, settings=narrow),
-        TorchAo(original),
+        Way("float32", partial(written, lambda: load_model(packaged_model())), of_torch),
+        Way("bfloat16", partial(written, lambda: load_model(packaged_model()).bfloat16()), of_torch),
+        Way("torch.compile", partial(written, lambda: load_model(packaged_model())), of_compiled),
+        Way("onnxruntime, float32", as_onnx, of_onnx, "onnxruntime"),
+        Way("onnxruntime, int8", partial(as_onnx, settings={}), of_onnx, "onnxruntime"),
+        Way("onnxruntime, int8 per channel, reduced range", partial(as_onnx, settings=NARROW), of_onnx, "onnxruntime"),
+        Way("torchao, int8", as_torchao, of_torchao, "torchao.quantization"),
+        Way("GPTQ, 4 bits", partial(gptq, windows), of_torch, timed=False),
+        *(Way(f"kflats, {form}", partial(in_form, compressed, form), of_torch) for form in get_args(RunForm)),
     ]
 
 
+def written(make: Callable[[], Any], folder: Path) -> int:
+    make().save_pretrained(folder)
+    return weight_file_bytes(folder)
+
+
+def in_form(compressed: Path, form: RunForm, folder: Path) -> int:
+    model = load_model(compressed)
+    run_as_(model, form)
+    return written(lambda: model, folder)
+
+
+def of_torch(folder: Path) -> Run:
+    return partial(run, load_model(folder).eval())
+
+
+def of_compiled(folder: Path) -> Run:
+    """Each shape is compiled in the turn that is not counted."""
+    return partial(run, torch.compile(load_model(folder).eval()))
+
+
+def as_onnx(folder: Path, settings: dict[str, Any] | None = None) -> int:
+    folder.mkdir(parents=True)
+    path = folder / "model.onnx"
+    export_onnx(packaged_model(), path)
+    if settings is not None:
+        quantization = needed("onnxruntime.quantization", "kflats[onnx]", "rounding an ONNX file")
+        quantization.quantize_dynamic(path, folder / "rounded.onnx", **settings)
+        (folder / "rounded.onnx").replace(path)
+    return path.stat().st_size
+
+
+def of_onnx(folder: Path) -> Run:
+    """By onnxruntime, with torch's number of threads."""
+    runtime = needed("onnxruntime", "kflats[onnx]", "running an ONNX file")
+    options = runtime.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = runtime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+
+    def run_session(batch: Batch) -> object:
+        # Token types are optional for the model and an input of the file.
+        feed = {name: batch.get(name, torch.zeros_like(batch["input_ids"])).numpy() for name in names}
+        return session.run(None, feed)
+
+    return run_session
+
+
+def as_torchao(folder: Path) -> int:
+    """torchao rounds a model that is loaded; its file would be its state."""
+    folder.mkdir(parents=True)
+    load_model(packaged_model()).save_pretrained(folder)
+    torch.save(rounded_by_torchao(folder).state_dict(), folder / "state.pt")
+    return (folder / "state.pt").stat().st_size
+
+
+def of_torchao(folder: Path) -> Run:
+    return partial(run, rounded_by_torchao(folder))
+
+
+def rounded_by_torchao(folder: Path) -> nn.Module:
+    """Weights rounded once, activations in every call."""
+    library = needed("torchao.quantization", "kflats[baselines]", "rounding by torchao")
+    model: nn.Module = load_model(folder).eval()
+    library.quantize_(model, library.Int8DynamicActivationInt8WeightConfig())
+    return model
+
+
+def gptq(windows: int, folder: Path) -> int:
+    """The numbers of int4 codes as float32; the bytes are those of the codes."""
+    data = data_folder()
+    assert data is not None
+    model, nbytes = Rival(read_texts(data / "wikitext2" / "train.txt.gz"), windows).int4(4)
+    model.save_pretrained(folder)
+    return nbytes
+
+
+def vectors(runs: Run, texts: Sequence[str]) -> Tensor:
+    """Vectors of length 1: masked means of last hidden states."""
+    tokenizer, rows = load_tokenizer(packaged_model()), []
+    for start in range(0, len(texts), 32):
+        part = list(texts[start : start + 32])
+        batch = dict(tokenizer(part, padding=True, truncation=True, max_length=256, return_tensors="pt"))
+        with torch.inference_mode():
+            out: Any = runs(batch)
+        hidden, mask = torch.as_tensor(out[0]).float(), batch["attention_mask"].unsqueeze(2)
+        rows.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
+    return torch.cat(rows)
+
+
+def alone(way: Way, folder: Path) -> None:
+    """Print the memory and the seconds to the first output in this process, after its imports."""
+    importlib.import_module("transformers.models.bert.modeling_bert")
+    importlib.import_module(way.imports)
+    ids = torch.randint(0, 30_000, (1, 20), generator=torch.Generator().manual_seed(0))
+    before, start = resident("VmHWM"), time.perf_counter()
+    with torch.inference_mode():
+        way.opened(folder)({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    seconds = time.perf_counter() - start
+    print(json.dumps([resident("VmHWM") - before, seconds]))
+
+
+def in_a_process(way: Way, place: Path, compressed: Path) -> tuple[int, float]:
+    """What ``alone`` prints."""
+    command = [sys.executable, __file__, "--alone", way.name, "--place", str(place), "--compressed", str(compressed)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    memory, seconds = json.loads(done.stdout.splitlines()[-1])
+    return memory, seconds
+
+
 def main() -> None:
-    options = arguments(__doc__, turns=15, quick=0, compressed="")
-    original = load_model(packaged_model())
-    all_of_them = contestants(original)
-    with tempfile.TemporaryDirectory() as place:
-        folder = options.compressed or f"{place}/8MB"
+    options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="")
+    if options.alone:
+        way = next(one for one in ways(Path(options.compressed)) if one.name == options.alone)
+        alone(way, way.at(Path(options.place)))
+        return
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compressed = Path(options.compressed or f"{place}/8MB")
         if not options.compressed:
-            compress_folder(packaged_model(), folder, size="8MB", quiet=True)
-        for form in get_args(RunForm):
-            model = load_model(folder)
-            run_as_(model, form)
-            all_of_them.append(TorchModel(f"kflats, {form}", model))
-        all_of_them.append(Onnx(load_model(folder), "kflats, int8 in onnxruntime", own=True))
-    shapes = [(1, 20), (4, 30)] if options.quick else SHAPES
+            data = data_folder()
+            assert data is not None
+            texts = read_texts(data / "wikitext2" / "train.txt.gz")
+            compress_folder(packaged_model(), compressed, size="8MB", texts=texts, proof=False, quiet=True)
+        publish(TITLE, compared(Path(place), compressed, options), options)
+
+
+def compared(place: Path, compressed: Path, options: Any) -> str:
+    """Both tables."""
+    threads = sorted({1, torch.get_num_threads()})
+    torch.set_num_threads(1)
+    few = 64 if options.quick else 800
+    judged = {"sentences": evenly(sentences("stsb"), few), "paragraphs": paragraphs("test", max(16, few * 3 // 16))}
+    placed, lines, before = list[Way](), dict[str, dict[str, object]](), dict[str, Tensor]()
     reasons: dict[str, str] = {}
-    lines = []
-    for threads in sorted({1, torch.get_num_threads()}):
-        torch.set_num_threads(threads)
+    for way in ways(compressed, 32 if options.quick else 512):
+        try:
+            nbytes, runs = way.write(way.at(place)), way.opened(way.at(place))
+        except KflatsError as error:
+            reasons[way.name] = first_line(error)
+            continue
+        line: dict[str, object] = {"shipped as": way.name, "file": in_units(nbytes)}
+        for name, texts in judged.items():
+            own = vectors(runs, texts)
+            near = fidelity_of(before.setdefault(name, own), own)
+            line[name] = f"{near.mean_cosine:.4f} / {near.p5_cosine:.4f}"
+        del runs
+        if way.timed:
+            memory, seconds = in_a_process(way, place, compressed)
+            line |= {"memory": in_units(memory), "first output": f"{seconds:.2f} s"}
+            placed.append(way)
+        lines[way.name] = line
+        print(line, flush=True)
+    timed: list[Latency] = []
+    for count in threads:
+        torch.set_num_threads(count)
+        shapes = [(1, 20), (4, 30)] if options.quick else SHAPES
         turns = 3 if options.quick else options.turns
-        timed, unavailable = latencies(all_of_them, original, shapes=shapes, turns=turns)
-        reasons |= unavailable
-        for one in timed:
-            ratio = f"**{one.ratio:.2f}** ({one.low:.2f} to {one.high:.2f})"
-            lines.append([one.name, f"{one.samples} x {one.tokens}", one.threads, f"{one.ms:.1f} ms", ratio])
-            print(lines[-1], flush=True)
-    body = markdown(["run by", "texts x tokens", "threads", "median", "time / float32"], lines)
+        contestants = [Placed(way, place) for way in placed]
+        found, unavailable = latencies(contestants, load_model(packaged_model()), shapes=shapes, turns=turns)
+        timed, reasons = timed + found, reasons | unavailable
+    columns = [f"{a} x {b}, {t} thread{'s' * (t > 1)}" for t in threads for a, b in shapes]
+    for line in lines.values():
+        line |= {name: "-" for name in ("memory", "first output", *columns) if name not in line}
+    for one in timed:
+        column = f"{one.samples} x {one.tokens}, {one.threads} thread{'s' * (one.threads > 1)}"
+        lines[one.name][column] = f"{one.ratio:.2f}"
+    head = ["run by", "texts x tokens", "threads", "median", "time / float32"]
+    each = [
+        [
+            one.name,
+            f"{one.samples} x {one.tokens}",
+            one.threads,
+            f"{one.ms:.1f} ms",
+            f"**{one.ratio:.2f}** ({one.low:.2f} to {one.high:.2f})",
+        ]
+        for one in timed
+    ]
     notes = [f"- {name} cannot run here: {why}" for name, why in reasons.items()]
-    publish("An encoder as other tools run it: time of a batch", "\n".join([body, "", *notes]).strip(), options)
+    return "\n".join([table(list(lines.values())), "", markdown(head, each), "", *notes]).strip()
 
 
 if __name__ == "__main__":
