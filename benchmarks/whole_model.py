@@ -42,8 +42,11 @@ LINES: dict[str, tuple[Any, str, bool]] = {
     "8 bits a number": (ROUNDED[8], "60MB", False),
     "4 bits a number": (ROUNDED[4], "60MB", False),
     "kflats --size 20MB": (Auto(), "20MB", True),
+    "kflats --size 12MB": (Auto(), "12MB", True),
     "kflats --size 8MB": (Auto(), "8MB", True),
     "kflats --size 6MB": (Auto(), "6MB", True),
+    "kflats --size 5MB": (Auto(), "5MB", True),
+    "kflats --size 4MB": (Auto(), "4MB", True),
     "kflats --size 8MB, no texts": (Auto(), "8MB", False),
 }
 FORMS: tuple[RunForm, ...] = ("bfloat16", "int8", "compact")
