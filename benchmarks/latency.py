@@ -1,14 +1,15 @@
 """Question: what does an encoder cost as other tools ship it, and as kflats does: file, memory, time, outputs?
 
 all-MiniLM-L6-v2 in float32, bfloat16, compiled, by onnxruntime (float; int8 by default, and per channel with reduced
-range), by torchao (int8), rounded by GPTQ (4 bits, groups of 64), and compressed by kflats to 8 MB in each run-time
-form. For GPTQ there is no kernel on a CPU: its line is the float32 model with its numbers.
+range), by torchao (int8), rounded by GPTQ (4 bits, groups of 64), and compressed by kflats to 8 MB: in each run-time
+form, and as an ONNX file of integers. For GPTQ there is no kernel on a CPU: its line is the float32 model with its
+numbers.
 
 Memory is that of a fresh process: its peak after the first output minus its peak after the imports. The original's file
 is mapped, and rows of its table that no text has are not read. Times are ratios to float32 of batches of 20, 30 and 128
 tokens, with one thread and with all; contestants take turns, and a ratio is a median over turns. Below: each with its
 95 % bootstrap interval. Cosines to the original's vectors: mean and 5th percentile, of 800 sentences of STS-B (dev) and
-of 150 paragraphs of WikiText-2 (test).
+of 150 paragraphs of WikiText-2 (test). A last line has those of the ONNX file of integers to the same folder in float.
 
     python benchmarks/latency.py --write benchmarks/results/latency.md
     python benchmarks/latency.py --quick 1        # small shapes, few turns: does everything run?
@@ -52,6 +53,7 @@ from kflats.export.onnx import export_onnx
 from kflats.io import load_model
 
 NARROW = {"per_channel": True, "reduce_range": True}
+INTEGERS = "kflats, int8 in onnxruntime"
 TITLE = "An encoder as other tools ship it: files, memory, time and outputs"
 
 
@@ -98,6 +100,7 @@ def ways(compressed: Path, windows: int = 512) -> list[Way]:
         Way("torchao, int8", as_torchao, of_torchao, "torchao.quantization"),
         Way("GPTQ, 4 bits", partial(gptq, windows), of_torch, timed=False),
         *(Way(f"kflats, {form}", partial(in_form, compressed, form), of_torch) for form in get_args(RunForm)),
+        Way(INTEGERS, partial(as_integers, compressed), of_onnx, "onnxruntime"),
     ]
 
 
@@ -130,6 +133,11 @@ def as_onnx(folder: Path, settings: dict[str, Any] | None = None) -> int:
         quantization.quantize_dynamic(path, folder / "rounded.onnx", **settings)
         (folder / "rounded.onnx").replace(path)
     return path.stat().st_size
+
+
+def as_integers(compressed: Path, folder: Path) -> int:
+    folder.mkdir(parents=True)
+    return export_onnx(load_model(compressed), folder / "model.onnx", int8=True).nbytes
 
 
 def of_onnx(folder: Path) -> Run:
@@ -238,6 +246,8 @@ def compared(place: Path, compressed: Path, options: Any) -> str:
     judged = {"sentences": evenly(sentences("stsb"), few), "paragraphs": paragraphs("test", max(16, few * 3 // 16))}
     placed, lines, before = list[Way](), dict[str, dict[str, object]](), dict[str, Tensor]()
     reasons: dict[str, str] = {}
+    in_float: dict[str, Tensor] = {}
+    notes: list[str] = []
     for way in ways(compressed, 32 if options.quick else 512):
         try:
             nbytes, runs = way.write(way.at(place)), way.opened(way.at(place))
@@ -248,6 +258,12 @@ def compared(place: Path, compressed: Path, options: Any) -> str:
         for name, texts in judged.items():
             own = vectors(runs, texts)
             near = fidelity_of(before.setdefault(name, own), own)
+            if way.name == "kflats, dense":
+                in_float[name] = own
+            if way.name == INTEGERS:
+                same = fidelity_of(in_float[name], own)
+                cosines = f"{same.mean_cosine:.4f} / {same.p5_cosine:.4f}"
+                notes.append(f"- {INTEGERS}, cosine to kflats, dense, {name}: {cosines}")
             line[name] = f"{near.mean_cosine:.4f} / {near.p5_cosine:.4f}"
         del runs
         if way.timed:
@@ -281,7 +297,7 @@ def compared(place: Path, compressed: Path, options: Any) -> str:
         ]
         for one in timed
     ]
-    notes = [f"- {name} cannot run here: {why}" for name, why in reasons.items()]
+    notes += [f"- {name} cannot run here: {why}" for name, why in reasons.items()]
     return "\n".join([table(list(lines.values())), "", markdown(head, each), "", *notes]).strip()
 
 
