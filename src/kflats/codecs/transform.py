@@ -134,7 +134,7 @@ class Transform(Codec):
     @classmethod
     def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
         """One flat; for long tables the number of flats that loses least, whose error one flat's bounds. Nothing where
-        rows and columns are coupled: ``Feedback`` then loses less from 1 bit a number on (benchmarks/feedback.py)."""
+        rows and columns are coupled: ``Feedback`` then loses less from .5 bits a number on (benchmarks/feedback.py)."""
         if form.left == form.right == "full":
             return ()
         return ((Flats(k=None) if shape[0] >= _LONG * shape[1] else SVD(), cls()),)
