@@ -40,8 +40,8 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     | "compact" | codes that are decoded in every call | 0 |
 
     Choose "bfloat16" on CPUs with units for it, where it takes about .6 of the time of the original in float32. Choose
-    "int8" where bfloat16 units are missing and a cosine .001 to .002 lower is allowed. Choose "compact" where memory is
-    short; one sentence then takes four times as long.
+    "int8" for the least time, about .5, on CPUs with VNNI units and where a cosine .001 to .002 lower is allowed.
+    Choose "compact" where memory is short; one sentence then takes four times as long.
 
     A form is made at the first call. Recorded graphs (``torch.compile``, export), and calls whose gradients reach the
     codes' scales, use the codes in every form; call a model under ``torch.inference_mode()`` to run it. Embeddings read
