@@ -88,16 +88,29 @@ class Placed:
         return self.way.opened(self.way.at(self.place))
 
 
-def ways(compressed: Path, windows: int = 512) -> list[Way]:
-    """All of them; the first is what the others are compared with."""
+def tools(source: Path) -> list[Way]:
+    """The model in ``source`` as other tools ship it; the first is what the others are compared with."""
+    original = partial(load_model, source)
     return [
-        Way("float32", partial(written, lambda: load_model(packaged_model())), of_torch),
-        Way("bfloat16", partial(written, lambda: load_model(packaged_model()).bfloat16()), of_torch),
-        Way("torch.compile", partial(written, lambda: load_model(packaged_model())), of_compiled),
-        Way("onnxruntime, float32", as_onnx, of_onnx, "onnxruntime"),
-        Way("onnxruntime, int8", partial(as_onnx, settings={}), of_onnx, "onnxruntime"),
-        Way("onnxruntime, int8 per channel, reduced range", partial(as_onnx, settings=NARROW), of_onnx, "onnxruntime"),
-        Way("torchao, int8", as_torchao, of_torchao, "torchao.quantization"),
+        Way("float32", partial(written, original), of_torch),
+        Way("bfloat16", partial(written, lambda: original().bfloat16()), of_torch),
+        Way("torch.compile", partial(written, original), of_compiled),
+        Way("onnxruntime, float32", partial(as_onnx, source), of_onnx, "onnxruntime"),
+        Way("onnxruntime, int8", partial(as_onnx, source, settings={}), of_onnx, "onnxruntime"),
+        Way(
+            "onnxruntime, int8 per channel, reduced range",
+            partial(as_onnx, source, settings=NARROW),
+            of_onnx,
+            "onnxruntime",
+        ),
+        Way("torchao, int8", partial(as_torchao, source), of_torchao, "torchao.quantization"),
+    ]
+
+
+def ways(compressed: Path, windows: int = 512) -> list[Way]:
+    """``tools`` and, after them, GPTQ and kflats."""
+    return [
+        *tools(packaged_model()),
         Way("GPTQ, 4 bits", partial(gptq, windows), of_torch, timed=False),
         *(Way(f"kflats, {form}", partial(in_form, compressed, form), of_torch) for form in get_args(RunForm)),
         Way(INTEGERS, partial(as_integers, compressed), of_onnx, "onnxruntime"),
@@ -124,10 +137,10 @@ def of_compiled(folder: Path) -> Run:
     return partial(run, torch.compile(load_model(folder).eval()))
 
 
-def as_onnx(folder: Path, settings: dict[str, Any] | None = None) -> int:
+def as_onnx(source: Path, folder: Path, settings: dict[str, Any] | None = None) -> int:
     folder.mkdir(parents=True)
     path = folder / "model.onnx"
-    export_onnx(packaged_model(), path)
+    export_onnx(source, path)
     if settings is not None:
         quantization = needed("onnxruntime.quantization", "kflats[onnx]", "rounding an ONNX file")
         quantization.quantize_dynamic(path, folder / "rounded.onnx", **settings)
@@ -157,10 +170,10 @@ def of_onnx(folder: Path) -> Run:
     return run_session
 
 
-def as_torchao(folder: Path) -> int:
+def as_torchao(source: Path, folder: Path) -> int:
     """torchao rounds a model that is loaded; its file would be its state."""
     folder.mkdir(parents=True)
-    load_model(packaged_model()).save_pretrained(folder)
+    load_model(source).save_pretrained(folder)
     torch.save(rounded_by_torchao(folder).state_dict(), folder / "state.pt")
     return (folder / "state.pt").stat().st_size
 

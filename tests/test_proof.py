@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from latency import contestants
+from latency import Placed, tools
 from typer.testing import CliRunner
 
 from kflats.cli.app import app
@@ -24,6 +24,7 @@ from kflats.evaluation.latency import Latency, TorchModel, latencies, take_turns
 from kflats.evaluation.outputs import Judge, Measure, Outputs, Worst
 from kflats.evaluation.proof import Footprint, Proof, compare, footprint
 from kflats.evaluation.running import collate, drawn_samples
+from kflats.io import load_model
 from kflats.report.model_card import CARD, compressed_card, note_proof
 from kflats.report.report import REPORT_FILE, Report
 
@@ -383,12 +384,17 @@ def test_a_shape_that_the_model_cannot_read_is_left_out(tiny: Callable[[str], An
     assert "padding token" in reasons["4 x 9"]
 
 
-def test_baselines_that_are_not_installed_say_so(tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_that_are_not_installed_say_so(
+    tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    model = tiny("bert")
+    wanted = [one for one in tools(tmp_path) if one.name != "torch.compile"]
+    for one in wanted:
+        model.to(torch.bfloat16 if one.name == "bfloat16" else torch.float32).save_pretrained(one.at(tmp_path))
+    load_model(wanted[0].at(tmp_path))  # transformers imports what it finds of torchao
     for package in ("onnxruntime", "torchao.quantization"):
         monkeypatch.setitem(sys.modules, package, None)
-    model = tiny("bert")
-    wanted = [one for one in contestants(model) if one.name != "torch.compile"]
-    timed, reasons = latencies(wanted, model, shapes=[(1, 9)], turns=1)
+    timed, reasons = latencies([Placed(one, tmp_path) for one in wanted], model.float(), shapes=[(1, 9)], turns=1)
     assert [one.name for one in timed] == ["float32", "bfloat16"]
     assert len(reasons) == 4
     assert all("is not installed" in reason for reason in reasons.values())
@@ -396,16 +402,17 @@ def test_baselines_that_are_not_installed_say_so(tiny: Callable[[str], Any], mon
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # compilers and exporters warn about their own code
-def test_every_baseline_computes_what_the_original_does(tiny: Callable[[str], Any]) -> None:
+def test_every_baseline_computes_what_the_original_does(tiny: Callable[[str], Any], tmp_path: Path) -> None:
     """int8 included: within a tenth."""
     model = tiny("bert")
+    model.save_pretrained(tmp_path / "original")
     batch = collate(drawn_samples(model, 2, 20), 0)
     with torch.inference_mode():
         wanted = model(**batch).last_hidden_state
-        for one in contestants(model):
-            made = one.build()(batch)
-            hidden = torch.from_numpy(made[0]) if isinstance(made, list) else made.last_hidden_state.float()  # type: ignore[attr-defined]
-            assert (hidden - wanted).norm() < 0.1 * wanted.norm(), one.name
+        for one in tools(tmp_path / "original"):
+            assert one.write(one.at(tmp_path)) > 0
+            made: Any = one.opened(one.at(tmp_path))(batch)
+            assert (torch.as_tensor(made[0]).float() - wanted).norm() < 0.1 * wanted.norm(), one.name
 
 
 LATENCIES = tuple(
