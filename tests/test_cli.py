@@ -90,7 +90,7 @@ def test_every_option_is_in_the_docs(repository: Path) -> None:
     group = typer.main.get_command(app)
     options = {name for one in group.commands.values() for p in one.params for name in p.opts}  # type: ignore[attr-defined]
     options = {name for name in options if name.startswith("--")}
-    assert options == set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", page)) - {"--help"}
+    assert options == set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", page)) - {"--help"}
 
 
 def test_version() -> None:

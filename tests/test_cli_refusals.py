@@ -25,6 +25,7 @@ def desk(tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     shutil.copytree(tiny_folder, tmp_path / "model")
     (tmp_path / "texts.txt").write_text("the word\nanother word\n" * 4, encoding="utf-8")
     (tmp_path / "file").write_text("mine")
+    (tmp_path / "own.onnx").write_text("mine")
     (tmp_path / "link").symlink_to("model")
     Report("m", "60%", (), 10, 10, 0, "1").save(tmp_path / "model" / "report.json")
     (tmp_path / "other").mkdir()
@@ -66,7 +67,8 @@ MEASURED = (*PLAN, "--method", "svd", "--texts", "texts.txt", "--out", "plan.jso
         ((*COMPRESS, "--out", "model/small"), "lies inside the original"),
         (("trim", "model", "--keep", "50", "--out", "link", "--force"), "is the original"),
         (("export", "model", "--dense", "--out", "link", "--force"), "is the original"),
-        (("export", "model", "--onnx", "--out", "model/config.json", "--force"), "exists and is not replaced"),
+        (("export", "model", "--onnx", "--out", "own.onnx", "--force"), "exists and is not replaced"),
+        (("export", "model", "--onnx", "--out", "link", "--force"), "is the original"),
         (("recover", "model", "--task", "sst2", "--out", "link", "--force"), "is the original"),
         (("recover", "other", "--task", "sst2", "--out", "link", "--force"), "holds no model"),
         (("report", "model/report.json", "--out", "other"), "thesis.txt (no manifest lists it)"),

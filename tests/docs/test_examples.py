@@ -87,7 +87,7 @@ def test_commands_exist(where: str, line: str) -> None:
         return
     known = help_of(words[1])
     for word in words[2:]:
-        for option in re.findall(r"--[a-z][a-z-]+", word):
+        for option in re.findall(r"--[a-z][a-z0-9-]+", word):
             assert re.search(rf"{option}\b", known), f"{where}: {words[1]} has no {option}"
 
 
@@ -95,7 +95,7 @@ def test_every_option_is_documented() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
     for command in app.registered_commands:
         assert command.callback is not None
-        for option in re.findall(r"--[a-z][a-z-]+", help_of(command.callback.__name__)):
+        for option in re.findall(r"--[a-z][a-z0-9-]+", help_of(command.callback.__name__)):
             assert option == "--help" or re.search(rf"{option}\b(?!-)", text), f"{command.callback.__name__} {option}"
 
 

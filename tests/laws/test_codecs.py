@@ -230,7 +230,7 @@ def test_a_metric_that_couples_rows_counts_by_its_diagonal() -> None:
 def test_fixed_bytes_are_those_of_the_matrix(codec, rank) -> None:
     rows = matrix(300)
     # Room for the head of a file, but for no rank more.
-    share = (codec.memory_bytes((300, 32), 4, rank) + 150) / rows.numel() / 4
+    share = (codec.memory_bytes((300, 32), 4, rank) + 170) / rows.numel() / 4
     made = Recipe(KeepDense() if rank is None else SVD(), codec=codec).encode(problem(rows, share), torch.float32)
     assert made.matrix.nbytes <= codec.memory_bytes((300, 32), 4, rank)
     assert made.matrix.nbytes >= 0.95 * codec.memory_bytes((300, 32), 4, rank)

@@ -293,7 +293,10 @@ def decode_rows(stream: Tensor, geometry: CodedGeometry, rows: Tensor) -> Tensor
     """
     n = geometry.shape[0]
     if rows.numel() and (int(rows.min()) < 0 or int(rows.max()) >= n):
-        raise KflatsError(f"rows {int(rows.min())} to {int(rows.max())} are not all in a table of {n} rows")
+        raise KflatsError(
+            f"rows {int(rows.min())} to {int(rows.max())} are not all in a table of {n} rows",
+            hint=f"rows from 0 to {n - 1}",
+        )
     with _fitting():
         source = _Source.of(stream, geometry)
         labels = source.tensors.get("labels", torch.zeros(n, dtype=torch.uint8))

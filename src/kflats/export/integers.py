@@ -149,7 +149,10 @@ def _round_(model: nn.Module, weight: Weight) -> Matrix:
     rows = dense_weight(model, weight).float()
     rows = rows if table else rows.T
     if not bool(torch.isfinite(rows).all()):
-        raise KflatsError(f"{weight.name!r} holds NaN or infinity, which no integers stand for")
+        raise KflatsError(
+            f"{weight.name!r} holds NaN or infinity, which no integers stand for",
+            cause="a damaged file, or a training that diverged",
+        )
     steps = rows.abs().amax(1).clamp_min(_LEAST) / (INPUT_LIMIT if table else WEIGHT_LIMIT)
     integers = (rows / steps.unsqueeze(1)).round().to(torch.int64)
     matrix = from_integers([integers], None, steps, scales="row")
