@@ -31,7 +31,7 @@ from kflats.evaluation.running import evaluating, is_encoder_decoder, last_hidde
 from kflats.export.integers import in_integers_, translations
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, check_folder, locked, new_folder, replaced
-from kflats.io.saving import VERSION_KEY
+from kflats.io.saving import STOP_KEY, VERSION_KEY
 from kflats.io.sources import copy_companions, weights_folder
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, onnx_card
@@ -197,7 +197,8 @@ def _complete(source: Path, folder: Path, inner: Path, file: Path) -> None:
         except OSError:  # a file system without such links
             shutil.copyfile(file, usual)
     config = json.loads((weights_folder(source) / "config.json").read_text(encoding="utf-8"))
-    config.pop("quantization_config", None)
+    for key in ("quantization_config", STOP_KEY):
+        config.pop(key, None)
     (inner / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_companions(source, folder)
     if (card := folder / CARD).is_file():

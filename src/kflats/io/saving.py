@@ -40,6 +40,17 @@ from kflats.model.swap import unchanged_on_error
 from kflats.model.weights import factored_layers, is_kflats_config, is_sentence_transformer, pretrained_models
 
 VERSION_KEY = "kflats_version"
+STOP_KEY = "transformers_weights"
+STOP = (
+    "kflats compressed this model: `pip install kflats`, then `import kflats` before you load it. "
+    "For programs without kflats: `kflats export --dense` or `--onnx`"
+)
+"""An entry of config.json that stops programs which do not know kflats, and tells their users what to do.
+
+transformers takes it for the name of the weight file, sees that it is none, and raises an error with this text before
+it reads a tensor. Otherwise ``ignore_mismatched_sizes=True`` would fill the factored layers with random numbers. The
+plug-in takes the entry out before transformers looks for files.
+"""
 CHECKSUMS = "kflats_checksums"
 DIGITS = 8
 """Characters of the metadata that the checksum of one tensor takes."""
@@ -200,11 +211,11 @@ def save_pretrained(
     *rest: Any,
     **settings: Any,
 ) -> None:
-    """transformers' method of that name. It writes codes as streams, and a checksum of every tensor.
+    """transformers' method of that name. It writes codes as streams, a checksum of every tensor, and ``STOP``.
 
     Codes stay at fixed rates, which take more bytes and load alike, where constriction is not installed, where the
     codes are offloaded or sharded, and with ``distributed_checkpoint=True``. With ``push_to_hub=True`` the files are
-    uploaded before they have checksums; ``model.push_to_hub(name)`` uploads them after.
+    uploaded before they have checksums and ``STOP``; ``model.push_to_hub(name)`` uploads them after.
 
     Raises:
         KflatsError: ``state_dict`` has other codes than the model.
@@ -231,6 +242,17 @@ def save_pretrained(
         for path, written in _versions(save_directory).items():
             if before.get(path) != written:
                 stamp_(path)
+        _write_stop(Path(save_directory) / "config.json")
+
+
+def _write_stop(path: Path) -> None:
+    """Enter ``STOP`` into the config.json of a compressed model. transformers writes no such entry from a config."""
+    if not path.is_file():  # an adapter was saved alone
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    if is_kflats_config(config.get("quantization_config")) and config.get(STOP_KEY) != STOP:
+        with replaced(path) as aside:
+            aside.write_text(json.dumps(config | {STOP_KEY: STOP}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:

@@ -26,7 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.common.errors import KflatsError
-from kflats.io.saving import check_files, guard_saving_
+from kflats.io.saving import STOP_KEY, check_files, guard_saving_
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
@@ -68,6 +68,8 @@ class KflatsQuantizer(HfQuantizer):
             )
 
     def update_attn_implementation(self, config: Any) -> Any:
+        # The name of a weight file which stops transformers without this plug-in: files are looked for after this hook.
+        config.__dict__.pop(STOP_KEY, None)
         # save_pretrained writes the type of the first parameter as the type of the model. If that parameter is a factor
         # with a type of its own, dtype="auto" would cast the whole model to it. So this hook writes the right type into
         # the config before transformers reads it; which of the two hooks is called depends on the version of
