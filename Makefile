@@ -1,6 +1,6 @@
 # Everything runs from a bare clone: the first target that needs it creates .venv and installs into it.
 #
-#   make demo     compress a real model, compare it with the original, write a report with pictures
+#   make demo     a real model in three sizes beside other ways to ship it: a table, its picture, a search, a report
 #   make test     the tests of every change, doctests and documentation examples included
 #   make sweep    the slow tests and the long tables of cases; SAMPLE=40 SEED=1 runs 40 of them, drawn by seed
 #                 without SAMPLE also the numerics under other CPU settings
@@ -14,6 +14,7 @@
 PYTHON ?= python3
 TORCH_INDEX ?=
 DEMO_OUT ?= demo-out
+DEMO_SIZES ?= 20MB,8MB,6MB
 PYTEST_ARGS ?=
 SAMPLE ?=
 SEED ?= 0
@@ -27,7 +28,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c 
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
-	$(BIN)/kflats demo --out $(DEMO_OUT) --force
+	$(BIN)/kflats demo --out $(DEMO_OUT) --sizes $(DEMO_SIZES) --force
 
 # One process a core: small tensors gain nothing from threads, and threads of several processes disturb each other.
 test: .venv/.dev

@@ -1,6 +1,6 @@
-"""Draw a fidelity table as the README's picture: bytes of the table against the distance to the original.
+"""Draw the README's picture from three tables: files of one encoder as tools ship it, and what its sentences lose.
 
-python benchmarks/_draw.py benchmarks/results/fidelity_stsb.md docs/fidelity.png
+python benchmarks/_draw.py benchmarks/results docs/sizes.png
 """
 
 from __future__ import annotations
@@ -8,43 +8,51 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import matplotlib
+from kflats.demo.page import Point, draw
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
-LINES = {
-    "SVD": ("#9aa0a6", "plain SVD"),
-    "MESSI as published (k=5)": ("#c58a3a", "MESSI as published"),
-    "SVD + counts": ("#6b8e9e", "SVD + token counts"),
-    "kflats default: counts": ("#1a6fb5", "kflats"),
-    "kflats default, float16 factors": ("#0b3d66", "kflats, float16 factors"),
-    "kflats, no data: Zipf prior": ("#58a6dd", "kflats without any data"),
-    "8-bit rows (what a user picks today)": ("#b3261e", "8-bit rows"),
-    "4-bit rows (what a user picks today)": ("#e07a72", "4-bit rows"),
+SIZES = ("20MB", "12MB", "8MB", "6MB", "5MB", "4MB")
+WAYS = {
+    "bfloat16": "bfloat16",
+    "onnxruntime, int8": "onnxruntime int8",
+    "onnxruntime, int8 per channel, reduced range": "the same, per channel",
+    "torchao, int8": "torchao int8",
+    "GPTQ, 4 bits": "GPTQ 4 bits",
 }
+RIVAL = "GPTQ with an entropy coder"
 
 
-def main(table: Path, picture: Path) -> None:
-    cells = [[c.strip() for c in line.split("|")[1:-1]] for line in table.read_text().splitlines() if line[:1] == "|"]
-    points: dict[str, list[tuple[float, float]]] = {}
-    for _, name, size, mean, *_ in cells[2:]:
-        points.setdefault(name, []).append((float(size.split()[0]), max(1 - float(mean), 5e-5)))
-    figure, axes = plt.subplots(figsize=(7.2, 4.2), dpi=160)
-    for name, (colour, label) in LINES.items():
-        if name in points:
-            x, y = zip(*sorted(points[name]), strict=True)
-            axes.plot(x, y, "o-", color=colour, label=label, markersize=5)
-    axes.set_yscale("log")
-    axes.set_xlabel("embedding table, MB (the original has 46.9)")
-    axes.set_ylabel("1 - mean cosine to the original\n(lower is better)")
-    axes.grid(alpha=0.25, which="both", linewidth=0.5)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, fontsize=8, ncol=2)
-    figure.tight_layout()
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(picture)
+def cells(path: Path) -> list[dict[str, str]]:
+    """The first table of a file."""
+    rows: list[list[str]] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.startswith("|"):
+            rows.append([cell.strip() for cell in line.split("|")[1:-1]])
+        elif rows:
+            break
+    head, _, *lines = rows
+    return [dict(zip(head, line, strict=True)) for line in lines]
+
+
+def point(name: str, file: str, cosines: str, line: str = "") -> Point:
+    """A line of a table: file in MB, and the mean cosine before the stroke."""
+    return Point(name, round(1e6 * float(file.split()[0])), 1 - float(cosines.split()[0]), line)
+
+
+def main(tables: Path, picture: Path) -> None:
+    points = []
+    for row in cells(tables / "whole_model.md"):
+        if (name := row["what"].removeprefix("kflats --size ")) in SIZES:
+            points.append(point(name, row["file"], row["stsb"], "kflats"))
+        elif row["what"].endswith("bits a number"):
+            points.append(point(name.replace(" a number", " rounded"), row["file"], row["stsb"]))
+    for row in cells(tables / "latency.md"):
+        if (way := WAYS.get(row["shipped as"])) is not None:
+            points.append(point(way, row["file"], row["sentences"]))
+    for row in cells(tables / "gptq_entropy.md"):
+        if row["what"].startswith("GPTQ + entropy"):
+            points.append(point("", row["file"], row["stsb"], RIVAL))
+    picture.write_bytes(draw(points).png)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(*(Path(path) for path in sys.argv[1:]))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,6 +38,7 @@ from kflats import SVD, Recipe, TokenFisher, Transform, compress_folder, read_te
 from kflats.calibration.collect import measure
 from kflats.codecs.streams import stored_bytes
 from kflats.demo import packaged_model
+from kflats.demo.gptq import GROUP, Factor, gptq, in_four_bits, walk_
 from kflats.evaluation.outputs import fidelity_of, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import encode
 from kflats.io import load_model, save_model
@@ -50,10 +51,7 @@ from kflats.numerics.coding.classes import split_classes
 from kflats.numerics.coding.feedback import Rounded, designed
 from kflats.planning.calibration_data import CalibrationData
 
-BLOCK = 128
 CLASSES = 32
-GROUP = 64
-CLIPS = torch.linspace(0.6, 1.0, 9)
 LEAST = 1e-3
 """Outputs of less importance, as a share of the layer's mean, count as much."""
 TRIED: dict[str, tuple[float, ...]] = {"damping": (0.01, 0.05), "power": (1.0, 0.5), "up": (0.5, 0.55)}
@@ -80,99 +78,6 @@ class Coded:
     matrix: CodedMatrix
     shift: Tensor
     nbytes: int
-
-
-@dataclass(frozen=True)
-class Factor:
-    """The Cholesky factor of an inverse Gram with its columns in the order of rounding."""
-
-    order: Tensor
-    upper: Tensor
-
-    @classmethod
-    def of(cls, gram: Tensor, damping: float) -> Factor:
-        order = torch.argsort(gram.diagonal(), descending=True, stable=True)
-        damped = gram[order][:, order].to(torch.float64)
-        damped.diagonal().add_(damping * float(gram.diagonal().mean()))
-        inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-        return cls(order, torch.linalg.cholesky(inverse, upper=True).to(torch.float32))
-
-    @property
-    def weight(self) -> float:
-        """What the square of a rounding error counts, in the mean over columns."""
-        return float(self.upper.diagonal().square().reciprocal().mean())
-
-
-def gptq(weight: Tensor, factor: Factor, steps: Tensor, up: float, most: int) -> Tensor:
-    """(out, in) integers from -most - 1 to most; the errors of a column go on to those behind it (arXiv:2210.17323).
-
-    Args:
-        weight: (out, in) float32. steps: (out, in), or (out, 1).
-    """
-    rest, wide = weight[:, factor.order].clone(), steps.expand_as(weight)[:, factor.order]
-    levels, errors, upper = torch.empty_like(rest), torch.empty_like(rest), factor.upper
-    for start in range(0, rest.shape[1], BLOCK):
-        end = min(start + BLOCK, rest.shape[1])
-        for i in range(start, end):
-            scaled = rest[:, i] / wide[:, i]
-            levels[:, i] = (scaled.abs() + 1 - up).floor().mul(scaled.sign()).clamp(-most - 1, most)
-            errors[:, i] = (rest[:, i] - levels[:, i] * wide[:, i]) / upper[i, i]
-            rest[:, i + 1 : end].addr_(errors[:, i], upper[i, i + 1 : end], alpha=-1)
-        rest[:, end:].addmm_(errors[:, start:end], upper[start:end, end:], alpha=-1)
-    natural = torch.empty_like(levels)
-    natural[:, factor.order] = levels
-    return natural
-
-
-class _Entered(Exception):
-    """The first block was reached."""
-
-
-@torch.no_grad()
-def walk_(
-    model: Any, batches: Sequence[dict[str, Tensor]], code: Callable[[str, Tensor, Tensor], tuple[Tensor, Tensor]]
-) -> None:
-    """Replace the weights and biases of the encoder's layers, each after its inputs behind those before it.
-
-    Args:
-        code: given a layer's name, the Gram (in, in) of its centred inputs and their mean; gives what replaces the
-            weight, (out, in), and what is added to the bias.
-    """
-    names, entered = {id(module): name for name, module in model.named_modules()}, list[tuple[Tensor, Any]]()
-
-    def reached(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entered.append((args[0], args[1] if len(args) > 1 else kwargs.get("attention_mask")))
-        raise _Entered
-
-    handle = model.encoder.layer[0].register_forward_pre_hook(reached, with_kwargs=True)
-    for batch in batches:
-        try:
-            model(**batch)
-        except _Entered:
-            continue
-    handle.remove()
-    hidden, masks = [h for h, _ in entered], [m for _, m in entered]
-    real = [batch["attention_mask"].bool() for batch in batches]
-
-    def put_(inputs: list[Tensor], *layers: nn.Linear) -> None:
-        rows = torch.cat([x[mask] for x, mask in zip(inputs, real, strict=True)])
-        mean = rows.mean(0)
-        gram = (rows - mean).T @ (rows - mean) / len(rows)
-        for layer in layers:
-            weight, shift = code(names[id(layer)], gram, mean)
-            layer.weight.copy_(weight)
-            layer.bias.add_(shift)
-
-    for block in model.encoder.layer:
-        own = block.attention.self
-        put_(hidden, own.query, own.key, own.value)
-        mixed = [own(h, attention_mask=mask)[0] for h, mask in zip(hidden, masks, strict=True)]
-        put_(mixed, block.attention.output.dense)
-        middle = [block.attention.output(x, h) for x, h in zip(mixed, hidden, strict=True)]
-        put_(middle, block.intermediate.dense)
-        inner = [block.intermediate(x) for x in middle]
-        put_(inner, block.output.dense)
-        hidden = [block.output(x, h) for x, h in zip(inner, middle, strict=True)]
 
 
 class Rival:
@@ -321,25 +226,7 @@ class Rival:
 
     def int4(self, bits: int) -> tuple[Any, int]:
         """The usual 4 bits of layers with tables of ``bits``, and the bytes of its numbers and scales."""
-        model, numbers = deepcopy(self.original), 0.0
-        for weight in find_weights(model):
-            role, held = weight.places[0].role, model.get_submodule(weight.name).weight
-            held_bits = bits if role == "embedding" else 4
-            numbers += held.numel() * (held_bits + 16 / GROUP) / 8
-            steps = group_steps(held.detach(), held_bits)
-            most = 2 ** (held_bits - 1) - 1
-            if not weight.name.startswith("encoder.layer"):
-                held.data = (held.data / steps).round().clamp(-most - 1, most) * steps
-
-        def code(name: str, gram: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-            own = self.weight(name)
-            steps = group_steps(own, 4)
-            decoded = gptq(own, Factor.of(gram, 0.01), steps, 0.5, 7) * steps
-            return decoded, (own - decoded) @ mean
-
-        walk_(model, self.batches, code)
-        others = sum(p.numel() * 4 for p in model.parameters()) - sum(w.nbytes for w in find_weights(model))
-        return model, int(numbers) + others
+        return in_four_bits(self.original, self.batches, bits)
 
 
 def file_bytes(layer: nn.Module) -> int:
@@ -354,18 +241,6 @@ def with_words(base: Any, words: Matrix) -> Any:
     model = deepcopy(base)
     model.get_submodule(EMBEDDING).weight.data = words.dense().detach().to(torch.float32)
     return model
-
-
-def group_steps(weight: Tensor, bits: int) -> Tensor:
-    """(out, in) steps, one for each group of columns: of several shares of the largest entry the one of least error."""
-    n, d = weight.shape
-    most = 2 ** (bits - 1) - 1
-    parts = weight.reshape(n, d // GROUP, GROUP)
-    tried = parts.abs().amax(2, keepdim=True) / most * CLIPS.view(-1, 1, 1, 1)
-    tried = tried.clamp_min(1e-12).to(torch.float16).to(torch.float32).clamp_min(1e-7)
-    lost = torch.stack([((parts / s).round().clamp(-most - 1, most) * s - parts).square().sum(2) for s in tried])
-    best = tried.gather(0, lost.argmin(0).unsqueeze(0).unsqueeze(3))[0]
-    return best.expand_as(parts).reshape(n, d)
 
 
 def main() -> None:

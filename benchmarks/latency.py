@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,6 @@ from _common import arguments, markdown, publish, resident, table
 from _sentences import data_folder, paragraphs, sentences
 from gptq_entropy import Rival
 from torch import Tensor, nn
-from torch.nn import functional as F
 from whole_model import evenly
 
 from kflats import compress_folder, read_texts, run_as_
@@ -46,7 +45,8 @@ from kflats.common.formatting import size as in_units
 from kflats.common.release import needed
 from kflats.common.run_forms import RunForm
 from kflats.demo import packaged_model
-from kflats.evaluation.latency import SHAPES, Batch, Latency, Run, latencies
+from kflats.demo.ways import as_onnx, onnx_run, vectors
+from kflats.evaluation.latency import SHAPES, Latency, Run, latencies
 from kflats.evaluation.outputs import fidelity_of, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import run
 from kflats.export.onnx import export_onnx
@@ -95,11 +95,11 @@ def tools(source: Path) -> list[Way]:
         Way("float32", partial(written, original), of_torch),
         Way("bfloat16", partial(written, lambda: original().bfloat16()), of_torch),
         Way("torch.compile", partial(written, original), of_compiled),
-        Way("onnxruntime, float32", partial(as_onnx, source), of_onnx, "onnxruntime"),
-        Way("onnxruntime, int8", partial(as_onnx, source, settings={}), of_onnx, "onnxruntime"),
+        Way("onnxruntime, float32", partial(in_onnx, source), of_onnx, "onnxruntime"),
+        Way("onnxruntime, int8", partial(in_onnx, source, settings={}), of_onnx, "onnxruntime"),
         Way(
             "onnxruntime, int8 per channel, reduced range",
-            partial(as_onnx, source, settings=NARROW),
+            partial(in_onnx, source, settings=NARROW),
             of_onnx,
             "onnxruntime",
         ),
@@ -137,15 +137,8 @@ def of_compiled(folder: Path) -> Run:
     return partial(run, torch.compile(load_model(folder).eval()))
 
 
-def as_onnx(source: Path, folder: Path, settings: dict[str, Any] | None = None) -> int:
-    folder.mkdir(parents=True)
-    path = folder / "model.onnx"
-    export_onnx(source, path)
-    if settings is not None:
-        quantization = needed("onnxruntime.quantization", "kflats[onnx]", "rounding an ONNX file")
-        quantization.quantize_dynamic(path, folder / "rounded.onnx", **settings)
-        (folder / "rounded.onnx").replace(path)
-    return path.stat().st_size
+def in_onnx(source: Path, folder: Path, settings: dict[str, Any] | None = None) -> int:
+    return as_onnx(source, folder / "model.onnx", settings)
 
 
 def as_integers(compressed: Path, folder: Path) -> int:
@@ -154,20 +147,7 @@ def as_integers(compressed: Path, folder: Path) -> int:
 
 
 def of_onnx(folder: Path) -> Run:
-    """By onnxruntime, with torch's number of threads."""
-    runtime = needed("onnxruntime", "kflats[onnx]", "running an ONNX file")
-    options = runtime.SessionOptions()
-    options.log_severity_level = 3
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = runtime.InferenceSession(str(folder / "model.onnx"), options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
-
-    def run_session(batch: Batch) -> object:
-        # Token types are optional for the model and an input of the file.
-        feed = {name: batch.get(name, torch.zeros_like(batch["input_ids"])).numpy() for name in names}
-        return session.run(None, feed)
-
-    return run_session
+    return onnx_run(folder / "model.onnx")
 
 
 def as_torchao(source: Path, folder: Path) -> int:
@@ -197,19 +177,6 @@ def gptq(windows: int, folder: Path) -> int:
     model, nbytes = Rival(read_texts(data / "wikitext2" / "train.txt.gz"), windows).int4(4)
     model.save_pretrained(folder)
     return nbytes
-
-
-def vectors(runs: Run, texts: Sequence[str]) -> Tensor:
-    """Vectors of length 1: masked means of last hidden states."""
-    tokenizer, rows = load_tokenizer(packaged_model()), []
-    for start in range(0, len(texts), 32):
-        part = list(texts[start : start + 32])
-        batch = dict(tokenizer(part, padding=True, truncation=True, max_length=256, return_tensors="pt"))
-        with torch.inference_mode():
-            out: Any = runs(batch)
-        hidden, mask = torch.as_tensor(out[0]).float(), batch["attention_mask"].unsqueeze(2)
-        rows.append(F.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1))
-    return torch.cat(rows)
 
 
 def alone(way: Way, folder: Path) -> None:
@@ -257,6 +224,7 @@ def compared(place: Path, compressed: Path, options: Any) -> str:
     torch.set_num_threads(1)
     few = 64 if options.quick else 800
     judged = {"sentences": evenly(sentences("stsb"), few), "paragraphs": paragraphs("test", max(16, few * 3 // 16))}
+    tokenizer = load_tokenizer(packaged_model())
     placed, lines, before = list[Way](), dict[str, dict[str, object]](), dict[str, Tensor]()
     reasons: dict[str, str] = {}
     in_float: dict[str, Tensor] = {}
@@ -269,7 +237,7 @@ def compared(place: Path, compressed: Path, options: Any) -> str:
             continue
         line: dict[str, object] = {"shipped as": way.name, "file": in_units(nbytes)}
         for name, texts in judged.items():
-            own = vectors(runs, texts)
+            own = vectors(runs, tokenizer, texts)
             near = fidelity_of(before.setdefault(name, own), own)
             if way.name == "kflats, dense":
                 in_float[name] = own

@@ -15,14 +15,15 @@ import torch
 from torch import nn
 
 import kflats
-from kflats import MESSI, SVD, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
+from kflats import MESSI, SVD, Auto, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
 from kflats.compress import fitting, pipeline
-from kflats.compress.pipeline import compress_, compress_folder
+from kflats.compress.pipeline import Prepared, compress_, compress_folder
 from kflats.evaluation.outputs import weight_file_bytes
 from kflats.io.atomic import MANIFEST
 from kflats.matrices.layers import FactoredEmbedding
+from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.decide import plan
 from kflats.recipe.recipe import Plan
 from kflats.report.report import REPORT_FILE, Report
@@ -242,6 +243,21 @@ def test_equal_input_gives_equal_files(tiny_folder, tmp_path):
     for one in (a, b):
         one.pop(REPORT_FILE), one.pop(MANIFEST)  # the report holds seconds, the manifest the report's hash
     assert a == b
+
+
+def test_sizes_share_what_was_prepared_and_give_the_files_of_single_calls(tiny_folder, tmp_path, monkeypatch):
+    was, measured = CalibrationData.measured, []
+    monkeypatch.setattr(CalibrationData, "measured", lambda *args: measured.append(1) or was(*args))
+    prepared, asked = Prepared(), {"texts": TEXTS, "method": Auto(), "weights": ("all",), "quiet": True}
+    for keep in ("60%", "40%"):
+        compress_folder(tiny_folder, tmp_path / f"shared-{keep}", keep=keep, prepared=prepared, **asked)
+    assert len(measured) == 1
+    for keep in ("60%", "40%"):
+        compress_folder(tiny_folder, tmp_path / keep, keep=keep, **asked)
+        alone, shared = files(tmp_path / keep), files(tmp_path / f"shared-{keep}")
+        assert alone["model.safetensors"] == shared["model.safetensors"]
+    with pytest.raises(KflatsError, match="prepared is of another model"):
+        compress_folder(tiny_folder, tmp_path / "other", keep="50%", prepared=prepared, **asked | {"texts": TEXTS[1:]})
 
 
 def test_an_existing_folder_is_refused_and_force_keeps_it_until_the_new_one_is_complete(

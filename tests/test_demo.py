@@ -14,6 +14,7 @@ import pytest
 from kflats import demo as demo_module
 from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
+from kflats.demo.comparison import QUERIES
 from kflats.evaluation.outputs import weight_file_bytes
 from kflats.report.report import Report
 
@@ -21,16 +22,16 @@ OFFLINE = """
 import socket, sys
 def refuse(*a, **k): raise AssertionError(f"the demo used the network: {a}")
 socket.socket.connect = socket.socket.connect_ex = socket.create_connection = socket.getaddrinfo = refuse
-sys.argv = ["kflats", "demo", "--out", sys.argv[1]]
+sys.argv = ["kflats", "demo", "--sizes", "8MB", "--out", sys.argv[1]]
 from kflats.cli.app import main
 main()
 """
 
 
-def figures(pattern: str, text: str) -> list[float]:
+def cosines(pattern: str, text: str) -> list[float]:
     line = re.search(pattern, text, re.MULTILINE)
     assert line is not None, pattern
-    return [float(figure) for figure in line.groups()]
+    return [float(figure) for figure in line[1].split()]
 
 
 @pytest.mark.slow
@@ -45,35 +46,24 @@ def test_the_demo_runs_offline(tmp_path: Path, minilm: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"
-    report = Report.load(out)
-    assert 0.99 * 8e6 <= weight_file_bytes(out) <= 8e6
-    assert report.proof is not None
+    report = Report.load(out / "8MB")
+    assert 0.99 * 8e6 <= weight_file_bytes(out / "8MB") <= 8e6
+    assert sum(one.bytes_after for one in report.weights) < 8e6
     page = (out / "report" / "report.html").read_text(encoding="utf-8")
     assert "embeddings.word_embeddings" in page.replace("<wbr>", "").replace("\u200b", "")
-    assert list((out / "report").glob("*.png"))
-    card = (out / "README.md").read_text(encoding="utf-8")
-    assert "outputs compared" in card
-    assert "Not measured yet" not in card
-    versions = {
-        name: [
-            float(v) for v in re.search(rf"^{re.escape(name)} .*?%((?:\s+\d\.\d+){{4}})", done.stdout, re.M)[1].split()
-        ]
-        for name in (
-            "original, float32",
-            "bfloat16",
-            "8 bits a number",
-            "4 bits a number, groups of 64",
-            "kflats --size 8MB",
-        )
+    assert (out / "sizes.png").read_bytes().startswith(b"\x89PNG")
+    page = (out / "index.html").read_text(encoding="utf-8")
+    lines = {
+        name: cosines(rf"^{re.escape(name)} .*?((?:\s+\d\.\d{{4}}){{4}})$", done.stdout)
+        for name in ("original, float32", "bfloat16", "onnxruntime, int8", "GPTQ, 4 bits", "kflats --size 8MB")
     }
-    assert versions["original, float32"] == [1.0] * 4
-    assert min(versions["8 bits a number"]) > 0.99
-    assert min(versions["kflats --size 8MB"]) > 0.85
-    tables = {
-        name: figures(rf"^{name}.*?\s([\d.]+)\s+([\d.]+)$", done.stdout)
-        for name in ("SVD", "MESSI, k = 5", "kflats: flats with token counts")
-    }
-    assert tables["SVD"] < tables["MESSI, k = 5"] < tables["kflats: flats with token counts"]
+    assert lines["original, float32"] == [1.0] * 4
+    assert all(a > b for a, b in zip(lines["kflats --size 8MB"], lines["onnxruntime, int8"], strict=True))
+    assert all(a > b for a, b in zip(lines["kflats --size 8MB"], lines["GPTQ, 4 bits"], strict=True))
+    for name, values in lines.items():
+        assert name in page
+        assert all(f"{value:.4f}" in page for value in values)
+    assert all(done.stdout.count(f"“{query}”") == page.count(f"“{query}”") == 1 for query in QUERIES)
 
 
 @pytest.mark.slow
@@ -88,3 +78,9 @@ def test_a_missing_model_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(KflatsError, match=r"kflats\[demo\]"):
         demo_module.demo(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_demo_without_sizes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KflatsError, match="needs a size"):
+        demo_module.demo(tmp_path / "out", sizes=())

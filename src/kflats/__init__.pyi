@@ -4,7 +4,7 @@ from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
 from kflats.codecs import Feedback, Float, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.common.text_files import read_texts
-from kflats.compress.pipeline import compress_, compress_folder
+from kflats.compress.pipeline import Prepared, compress_, compress_folder
 from kflats.evaluation.forms import run_as_
 from kflats.evaluation.outputs import fidelity
 from kflats.evaluation.proof import compare
@@ -55,6 +55,7 @@ __all__ = [
     "Lewis",
     "Plan",
     "Power",
+    "Prepared",
     "Projections",
     "Recipe",
     "Report",

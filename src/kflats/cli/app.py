@@ -28,6 +28,7 @@ from kflats.cli.options import (
     Model,
     Quiet,
     RecipeOptions,
+    Sizes,
     TaskData,
     TrainingOptions,
     check_recipe,
@@ -372,13 +373,16 @@ def export(
         typer.echo(written)
 
 
-def demo(out: Folder = Path("demo-out"), quiet: Quiet = False, force: Force = False) -> None:
-    """Compress the small real model of the extra 'demo', compare it, and draw the report. Needs no network."""
+def demo(
+    out: Folder = Path("demo-out"), sizes: Sizes = "20MB,8MB,6MB", quiet: Quiet = False, force: Force = False
+) -> None:
+    """Compress the real model of the extra 'demo', compare it with other tools, search with it. Needs no network."""
     check_folder(out, force)
     from kflats.demo import demo as run_demo
 
     quiet_transformers()
-    run_demo(out, force=force, quiet=quiet, show=(lambda text: None) if quiet else typer.echo)
+    wanted = [one.strip() for one in sizes.split(",")]
+    run_demo(out, sizes=wanted, force=force, quiet=quiet, show=(lambda text: None) if quiet else typer.echo)
 
 
 def _check_places(out: Path, force: bool, *models: str) -> None:

@@ -137,6 +137,7 @@ Force = Annotated[bool, typer.Option("--force", help="Replace what --out names, 
 Quiet = Annotated[
     bool, typer.Option("--quiet", callback=hush, help="Print nothing but errors: no progress, no table, no warning.")
 ]
+Sizes = Annotated[str, typer.Option("--sizes", help="The sizes of the folders, with commas between them.")]
 TaskData = Annotated[
     Path | None,
     typer.Option(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -38,6 +38,19 @@ from kflats.trimming.trimming import write_vocabulary
 
 Calibration: TypeAlias = Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None
 """Texts or batches to measure with, or a function that makes batches for a model and its tokenizer."""
+
+
+@dataclass
+class Prepared:
+    """What calls of ``compress_folder`` for several sizes of one model share: measurements, and the candidates of each
+    weight. Empty at first; the first call fills it, and the next ones only fit.
+
+    Args:
+        about: a fingerprint of the model and the data. data: the data with all that was computed of them.
+    """
+
+    about: str = ""
+    data: CalibrationData | None = None
 
 
 def compress_(
@@ -104,6 +117,7 @@ def compress_folder(
     objective: Objective | None = None,
     statistics: Statistics | None = None,
     keep_statistics: str | os.PathLike[str] | None = None,
+    prepared: Prepared | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
     trim: int | None = None,
@@ -131,6 +145,8 @@ def compress_folder(
         calibration, objective, statistics, samples, allocation: as ``plan``; calibration may also be a function that
             makes batches for the model and its tokenizer. The statistics are kept beside ``out`` until the end too.
         keep_statistics: a file to keep them in for later (``Statistics.load``).
+        prepared: for several sizes of one model with the same data: one ``Prepared()`` given to each call, so that
+            the model is measured once.
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
             cent are then of the trimmed model.
         run_as: the run-time form that the folder loads in, as ``run_as_``. The proof is of this form. "auto": the
@@ -142,7 +158,7 @@ def compress_folder(
 
     Raises:
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
-            disk, a folder without a model.
+            disk, a folder without a model; ``prepared`` by another model or other data.
     """
     check_quality(quality, keep or plan, size)
     check_run_form(run_as, auto=True)
@@ -177,6 +193,13 @@ def compress_folder(
             before -= trimmed.report.saved
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
+        if prepared is not None and prepared.data is not None:
+            if prepared.about != about:
+                raise KflatsError(
+                    "the prepared measurements are of another model or of other data",
+                    hint="measurements of their own for these",
+                )
+            data = prepared.data
 
         def measured(pairs: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
             return measured_once(model, pairs, data, Partial(out, about), quiet)
@@ -199,6 +222,8 @@ def compress_folder(
             decided, done, limit = smallest(
                 model, named, data, measured, finished, judge, quality, seed, run_as=form, **sizes
             )
+        if prepared is not None:
+            prepared.about, prepared.data = about, decided.data
         _keep(decided, keep_statistics)
         report = swapped(model, decided.plan, done, seed, _called(source), beside)
         set_run_form_(model, form)

@@ -13,22 +13,26 @@ import base64
 import io
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kflats.common.formatting import number, share, size, visible
 from kflats.common.release import needed
 from kflats.io.atomic import manifest_follows, new_folder
 from kflats.report.report import Report, WeightReport
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 REPORT_PAGE = "report.html"
 _DRAWN = 8  # weights that get a section of their own, largest first: a page of every linear layer would be very long
 _LISTED = 200  # bands in a table
 _SIZE, _DPI = (4.8, 3.1), 200  # inches: small, so that the text is readable at a width of 350 px
-_INK, _ACCENT = "#1f2933", "#3b66b0"
+INK, ACCENT = "#1f2933", "#3b66b0"
 _STYLE: Any = {"font.size": 9, "axes.grid": True, "axes.axisbelow": True, "grid.color": "#d9dee5"}
-_STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "text.color": _INK}
+_STYLE |= {"axes.spines.top": False, "axes.spines.right": False, "text.color": INK}
 
 
 @dataclass(frozen=True)
@@ -58,16 +62,38 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
         KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file, holds files that kflats did not write
             or that were changed, or is written by another run.
     """
+    page, folder = template("report.html"), Path(out_folder).expanduser().resolve()
+    with manifest_follows(folder.parent, folder.name), new_folder(folder, force=True) as aside:
+        _write(report, page, aside)
+    return Path(out_folder) / REPORT_PAGE
+
+
+def template(name: str) -> Any:
+    """A template of the package, which escapes every text.
+
+    Raises:
+        KflatsError: matplotlib or jinja2 is missing.
+    """
     _, jinja = (needed(package, "kflats[report]", "drawing a report") for package in ("matplotlib", "jinja2"))
     strict: dict[str, Any] = {"autoescape": True, "undefined": jinja.StrictUndefined}
     environment = jinja.Environment(
         loader=jinja.PackageLoader("kflats"), trim_blocks=True, lstrip_blocks=True, **strict
     )
     environment.filters |= {"size": size, "number": number, "visible": visible}
-    template, folder = environment.get_template("report.html"), Path(out_folder).expanduser().resolve()
-    with manifest_follows(folder.parent, folder.name), new_folder(folder, force=True) as aside:
-        _write(report, template, aside)
-    return Path(out_folder) / REPORT_PAGE
+    return environment.get_template(name)
+
+
+def picture_of(paint: Callable[[Figure], None], alt: str) -> Picture:
+    """What ``paint`` draws on an empty figure, with a text alternative."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    png = io.BytesIO()
+    with rc_context(_STYLE):
+        figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
+        paint(figure)
+        figure.savefig(png, format="png", metadata={"Software": None})
+    return Picture(alt, png.getvalue())
 
 
 def _write(report: Report, template: Any, folder: Path) -> None:
@@ -85,23 +111,20 @@ def _write(report: Report, template: Any, folder: Path) -> None:
 
 def spectrum(weight: WeightReport) -> Picture | None:
     """The spectrum of one weight with its mean rank; None without a spectrum."""
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
     values = [max(v, 0.0) for v in weight.spectrum]
     if not any(values):
         return None
-    floor, png = max(max(values) * 1e-9, 1e-300), io.BytesIO()
-    with rc_context(_STYLE):
-        figure = Figure(figsize=_SIZE, dpi=_DPI, layout="constrained")
+    floor = max(max(values) * 1e-9, 1e-300)
+
+    def paint(figure: Figure) -> None:
         axes = figure.subplots()
-        axes.semilogy(range(1, len(values) + 1), [max(v, floor) for v in values], color=_ACCENT)
+        axes.semilogy(range(1, len(values) + 1), [max(v, floor) for v in values], color=ACCENT)
         if weight.bands:
-            axes.axvline(weight.mean_rank, color=_INK, linestyle="--", label=f"mean rank {weight.mean_rank:.0f}")
+            axes.axvline(weight.mean_rank, color=INK, linestyle="--", label=f"mean rank {weight.mean_rank:.0f}")
             axes.legend(frameon=False)
         axes.set_xlabel("direction")
         axes.set_ylabel("share of the weighted sum of squares")
-        figure.savefig(png, format="png", metadata={"Software": None})
+
     ends = f"{number(values[0])} down to {number(values[-1])}"
     alt = f"Spectrum of the weighted Gram matrix: {len(values)} eigenvalues from {ends}, on a logarithmic scale."
-    return Picture(alt, png.getvalue())
+    return picture_of(paint, alt)

@@ -1,0 +1,218 @@
+"""The demo: a real encoder in three sizes, beside what other tools make of it. It needs no network.
+
+No texts are given: sentences of the package and drawn tokens are measured with, and other sentences of the package are
+compared on and searched.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from kflats.common.errors import KflatsError, first_line
+from kflats.common.formatting import announce, plain, size, table
+from kflats.common.texts import Tokenizer, packaged_texts
+from kflats.compress.pipeline import Prepared, compress_folder
+from kflats.demo.gptq import in_four_bits
+from kflats.demo.packaged import packaged_model
+from kflats.demo.page import PAGE, Point, Search, draw, write_page
+from kflats.demo.ways import Way, as_onnx, in_onnxruntime, in_torch, vectors
+from kflats.evaluation.forms import run_as_
+from kflats.evaluation.latency import Latency, Run, latencies
+from kflats.evaluation.outputs import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
+from kflats.io import load_model
+from kflats.io.atomic import new_folder
+from kflats.planning.calibration_data import CalibrationData
+from kflats.report.html import REPORT_PAGE, render
+
+SIZES = ("20MB", "8MB", "6MB")
+QUERIES = (
+    "a program that does not work",
+    "a place to stay where nobody could sleep",
+    "looking for a flat to rent",
+    "the package never came",
+    "an animal that took food",
+)
+_FOUND = 3
+_SHAPES = ((1, 20), (32, 30))
+_TURNS = 9
+_PARAGRAPH = 6  # sentences
+_COLUMNS = ("shipped as", "file", "memory", "1 x 20", "32 x 30", "sentences", "5th perc.", "paragraphs", "5th perc.")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A way to ship the model, and what was measured of it.
+
+    Args:
+        sentences, paragraphs: cosines of their vectors to the original's.
+        memory: bytes of a fresh process, its peak after the first output less its peak after the imports.
+        times: of one text of 20 tokens and of 32 of 30, as multiples of the original's; none where no kernel runs it.
+    """
+
+    way: Way
+    sentences: Fidelity
+    paragraphs: Fidelity
+    memory: int | None
+    times: tuple[Latency, ...]
+
+    @property
+    def ours(self) -> bool:
+        """Whether kflats made it."""
+        return self.way.name.startswith("kflats")
+
+    def cells(self) -> list[str]:
+        """As text, in the order of the columns."""
+        times = [f"{one.ratio:.2f}" for one in self.times] or ["-"] * len(_SHAPES)
+        cosines = [f"{v:.4f}" for near in (self.sentences, self.paragraphs) for v in (near.mean_cosine, near.p5_cosine)]
+        memory = "-" if self.memory is None else size(self.memory)
+        return [self.way.name, size(self.way.nbytes), memory, *times, *cosines]
+
+
+def demo(
+    out: str | os.PathLike[str],
+    *,
+    sizes: Sequence[str] = SIZES,
+    force: bool = False,
+    quiet: bool = False,
+    show: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Compress the packaged model, compare it with other ways to ship it, and search sentences with it.
+
+    ``out`` gets a model folder for each size, ``index.html`` with the table, its picture and the search, and
+    ``report/report.html`` about the smallest size but one.
+
+    Args:
+        out: a new folder.
+        sizes: of the folders, as ``compress_folder`` takes them.
+        force: replace a folder of an earlier demo.
+        quiet: no progress bar.
+        show: called with each part of the result as soon as it is computed; the command line prints it.
+
+    Raises:
+        KflatsError: the model or an extra is not installed; ``out`` exists; no size, or one that cannot be met.
+    """
+    if not sizes:
+        raise KflatsError("the demo needs a size", hint="one such as 8MB")
+    source, searched = packaged_model(), sizes[min(1, len(sizes) - 1)]
+    with new_folder(out, force, [source]) as folder, tempfile.TemporaryDirectory() as place:
+        prepared = Prepared()
+        for wanted in sizes:
+            show(f"kflats compress all-MiniLM-L6-v2 --size {wanted} --out {Path(out) / wanted}")
+            report = compress_folder(source, folder / wanted, size=wanted, prepared=prepared, quiet=quiet)
+            if wanted == searched:
+                render(report, folder / "report")
+        tokenizer = load_tokenizer(source)
+        ways = _ways(source, Path(place), tokenizer, quiet, show)
+        ways += [in_torch(f"kflats --size {one}", weight_file_bytes(folder / one), folder / one) for one in sizes]
+        ways += _in_integers(f"kflats --size {searched}, run as int8", folder / searched, Path(place), show)
+        lines = _compared(ways, load_model(source), tokenizer, quiet)
+        rows = [line.cells() for line in lines]
+        show(f"\n{plain(table(_COLUMNS, rows))}\n")
+        small = next(line.way for line in lines if line.way.name == f"kflats --size {searched}")
+        searches = _searches(lines[0].way, small, tokenizer)
+        show("\n".join(_as_text(one, searched) for one in searches))
+        points = [_point(line) for line in lines[1:] if "run as" not in line.way.name]
+        write_page(folder, _COLUMNS, rows, [line.ours for line in lines], draw(points), searches, searched)
+    made = Path(out).resolve()
+    folders = ", ".join(str(made / one) for one in sizes)
+    show(f"\nmodels: {folders}\npage:   {made / PAGE}\nreport: {made / 'report' / REPORT_PAGE}")
+
+
+def _point(line: Line) -> Point:
+    loss, name = 1 - line.sentences.mean_cosine, line.way.name.removeprefix("kflats --size ")
+    return Point(name, line.way.nbytes, loss, "kflats" if line.ours else "")
+
+
+def _ways(source: Path, place: Path, tokenizer: Tokenizer, quiet: bool, show: Callable[[str], None]) -> list[Way]:
+    """The original, and what other tools make of it. One whose package is missing is left out, and said so."""
+    original = load_model(source)
+    ways = [in_torch("original, float32", weight_file_bytes(source), source)]
+    announce("bfloat16, onnxruntime and GPTQ make their own", quiet=quiet)
+    load_model(source).bfloat16().save_pretrained(place / "bfloat16")
+    ways.append(in_torch("bfloat16", weight_file_bytes(place / "bfloat16"), place / "bfloat16"))
+    try:
+        as_onnx(source, place / "int8.onnx", settings={})
+        ways.append(in_onnxruntime("onnxruntime, int8", place / "int8.onnx"))
+    except KflatsError as error:
+        show(f"onnxruntime, int8: {first_line(error)}")
+    data = CalibrationData(packaged_texts("count"), tokenizer).windowed(original)
+    batches = [{k: v for k, v in batch.items() if isinstance(v, Tensor)} for batch in data.batches(original)]
+    rounded, nbytes = in_four_bits(original, batches)
+    rounded.save_pretrained(place / "gptq")
+    return [*ways, in_torch("GPTQ, 4 bits", nbytes, place / "gptq", kernel=False)]
+
+
+def _in_integers(name: str, folder: Path, place: Path, show: Callable[[str], None]) -> list[Way]:
+    """The same codes, multiplied as integers, where this machine can."""
+    model = load_model(folder)
+    try:
+        run_as_(model, "int8")
+        model.save_pretrained(place / "int8")
+        return [in_torch(name, weight_file_bytes(place / "int8"), place / "int8")]
+    except KflatsError as error:
+        show(f"{name}: {first_line(error)}")
+        return []
+
+
+def _compared(ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, quiet: bool) -> list[Line]:
+    """What each way costs and loses; the first is what the others are compared with."""
+    sentences = packaged_texts("judge")
+    paragraphs = [" ".join(sentences[i : i + _PARAGRAPH]) for i in range(0, len(sentences), _PARAGRAPH)]
+    announce("comparing: outputs, memory of fresh processes, times in turns", quiet=quiet)
+    runs = {way.name: way.build() for way in ways}
+    near = []
+    for texts in (sentences, paragraphs):
+        before = vectors(runs[ways[0].name], tokenizer, texts)
+        near.append({name: fidelity_of(before, vectors(runs[name], tokenizer, texts)) for name in runs})
+    contestants = [_Ready(way.name, runs[way.name]) for way in ways if way.footprint is not None]
+    timed, _ = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS)
+    memory = {way.name: way.footprint().memory_bytes for way in ways if way.footprint is not None}
+    lines = []
+    for way in ways:
+        times = tuple(one for one in timed if one.name == way.name)
+        lines.append(Line(way, near[0][way.name], near[1][way.name], memory.get(way.name), times))
+    return lines
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """A contestant that is built."""
+
+    name: str
+    ready: Run
+
+    def build(self) -> Run:
+        """As ``Contestant``."""
+        return self.ready
+
+
+def _searches(original: Way, small: Way, tokenizer: Tokenizer) -> list[Search]:
+    """What both find for every query."""
+    sentences = packaged_texts("judge")
+    both = []
+    for way in (original, small):
+        encoded = partial(vectors, way.build(), tokenizer)
+        scores = encoded(QUERIES) @ encoded(sentences).T
+        best: torch.return_types.topk = scores.topk(_FOUND, dim=1)
+        both.append(
+            [
+                tuple((sentences[i], float(v)) for i, v in zip(places.tolist(), values.tolist(), strict=True))
+                for places, values in zip(best.indices, best.values, strict=True)
+            ]
+        )
+    return [Search(query, first, second) for query, first, second in zip(QUERIES, *both, strict=True)]
+
+
+def _as_text(one: Search, wanted: str) -> str:
+    lines = [f"“{one.query}”"]
+    for name, found in (("original", one.original), (wanted, one.small)):
+        lines += [f"  {name:<9} {value:.3f}  {text}" for text, value in found]
+    return "\n".join([*lines, ""])
