@@ -37,6 +37,8 @@ GPT2 = {"vocab_size": 300, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions
 GPT2 |= {"bos_token_id": 2, "eos_token_id": 3}
 VIT = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 VIT |= {"image_size": 24, "patch_size": 8}
+CLIP = {"text_config": {**BERT, "max_position_embeddings": 32, "eos_token_id": 3}, "vision_config": VIT}
+CLIP |= {"projection_dim": 16}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 SOUND = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 SOUND |= {"intermediate_size": 32, "conv_dim": (8, 8), "conv_kernel": (10, 8), "conv_stride": (10, 8)}
@@ -73,6 +75,7 @@ MODELS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "resnet": ("ResNetModel", "ResNetConfig", RESNET, "encoder"),
     "wav2vec2": ("Wav2Vec2Model", "Wav2Vec2Config", SOUND, "encoder"),
     "wav2vec2 letters": ("Wav2Vec2ForCTC", "Wav2Vec2Config", SOUND, "token classifier"),
+    "clip": ("CLIPModel", "CLIPConfig", CLIP, "encoder"),
     "whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER, "encoder-decoder"),
 }  # fmt: skip
 TEXTS = [
@@ -285,13 +288,13 @@ def test_what_cannot_be_judged(tiny: Callable[[str], Any], tiny_tokenizer: Any) 
         broken.embeddings.word_embeddings.weight[5] = torch.nan
     with pytest.raises(KflatsError, match="not finite"):
         Judge(bert, tiny_tokenizer, TEXTS)(broken)
-    both = transformers.CLIPModel(
-        transformers.CLIPConfig(
-            text_config=BERT | {"max_position_embeddings": 32}, vision_config=VIT, projection_dim=16
-        )
-    )
-    with pytest.raises(KflatsError, match="CLIPModel cannot be run on these inputs alone"):
-        Judge(both, tiny_tokenizer, TEXTS)
+
+    class Boxed(transformers.BertModel):  # type: ignore[misc]
+        def forward(self, input_ids: Any = None, boxes: Any = None, **others: Any) -> Any:
+            return super().forward(input_ids, position_ids=boxes.long(), **others)
+
+    with pytest.raises(KflatsError, match="Boxed cannot be run on these inputs alone"):
+        Judge(Boxed(bert.config), tiny_tokenizer, TEXTS)
     electra = {**BERT, "embedding_size": 16}
     with pytest.raises(KflatsError, match="are not compared"):
         Judge(transformers.ElectraForPreTraining(transformers.ElectraConfig(**electra)), tiny_tokenizer, TEXTS)

@@ -144,7 +144,9 @@ def required(tokenizer: Tokenizer | None) -> Tokenizer:
 
 def check_ids(rows: Sequence[Sequence[int]], model: nn.Module | None, origin: str = "the tokenizer") -> None:
     """Raises KflatsError for ids beyond the vocabulary of ``model``; ``origin``: what the ids come from."""
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config  # of a model of several parts
+    vocabulary = getattr(text, "vocab_size", None)
     if not isinstance(vocabulary, int):
         return
     if wrong := [i for row in rows if len(row) for i in (min(row), max(row)) if not 0 <= i < vocabulary]:

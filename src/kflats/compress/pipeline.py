@@ -186,7 +186,7 @@ def compress_folder(
     recipes = plan or named
     with new_folder(out, force, [folder]) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
-        data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
+        data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
@@ -280,7 +280,7 @@ def plan_folder(
     recipes = _recipes(method, weights, whole=keep is None)
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder)
-    data = replace(data, tokenizer=_tokenizer(folder, data, recipes)).windowed(model, quiet)
+    data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
     sizes: dict[str, Any] = {"file_bytes": weight_file_bytes(folder), "beside": module_bytes(folder)}
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
@@ -328,8 +328,9 @@ def _called(source: str | os.PathLike[str]) -> str:
     return "/".join(folder.resolve().parts[-2:]) if folder.is_dir() else str(source)
 
 
-def _tokenizer(folder: Path, data: CalibrationData, recipes: Recipes | Plan) -> Any:
+def _tokenizer(folder: Path, model: nn.Module, data: CalibrationData, recipes: Recipes | Plan) -> Any:
     """The folder's tokenizer; a missing one is an error only if a recipe or a text needs it."""
+    data.check_reader(model)
     if isinstance(recipes, Plan):
         values = [decision.recipe for decision in recipes.decisions]
     else:

@@ -39,7 +39,6 @@ from kflats.evaluation.running import (
     encode,
     evaluating,
     is_encoder_decoder,
-    last_hidden_state,
     pooled,
     rare_words,
     run,
@@ -95,7 +94,8 @@ class Outputs:
 
     Args:
         kind: what the outputs are.
-        inputs: what both models read: "texts", "sentences of kflats", or "drawn inputs" of a model that reads no text.
+        inputs: what both models read: "texts", "sentences of kflats", or "drawn inputs" of a model that reads no text;
+            "... with drawn images" of one that reads both in one call.
         samples: how many of them. places: vectors, labels or tokens that were compared.
         loss: 0 for equal outputs; ``docs/proof.md`` defines it for each kind.
         tail_loss: the 95th percentile over samples of a sample's own loss.
@@ -175,6 +175,8 @@ class Judge:
         self._inputs = "drawn inputs"
         if inputs.medium_of(original) == "input_ids":
             self._inputs = "sentences of kflats" if texts is None else "texts"
+            if len(inputs.read_together(original)) > 1:
+                self._inputs += f" with drawn {inputs.spoken_media(original).removeprefix('texts and ')}"
             texts = packaged_texts("judge") if texts is None else texts
             check_texts(texts)
             count = min(JUDGED, len(texts))
@@ -394,16 +396,13 @@ def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
     raise KflatsError(
         f"the outputs of {type(model).__name__} are not compared",
         cause=f"logits of shape {tuple(logits.shape)} are neither of labels nor of tokens",
-        hint="a comparison of your own; kflats compress --no-proof compares nothing",
+        hint="a comparison of your own; kflats compress --size with --no-proof compares nothing",
     )
 
 
 def _pooled(model: nn.Module, batch: Sample) -> Tensor:
-    """(B, d) float32 means of the last hidden states, over the text's own tokens, or over all places of an image."""
-    if "input_ids" in batch:
-        return pooled(model, batch, None).float()
-    hidden = last_hidden_state(model, {name: value for name, value in batch.items() if name != "labels"})
-    return (hidden.flatten(2).mean(2) if hidden.ndim == 4 else hidden.mean(1)).float()
+    """(B, d) float32 vectors of a model without its task head."""
+    return pooled(model, batch, None).float()
 
 
 def _thinned(items: list[_Item], most: int) -> list[_Item]:
@@ -426,7 +425,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
         raise KflatsError(
             f"{type(model).__name__} cannot be run on these inputs alone: {first_line(error)[:200]}",
             cause="a model that reads several things at once, or texts that it cannot read",
-            hint="a comparison of your own; kflats compress --no-proof compares nothing",
+            hint="a comparison of your own; kflats compress --size with --no-proof compares nothing",
         ) from error
 
 

@@ -88,15 +88,21 @@ def check_finite(outputs: Tensor) -> None:
 
 def last_hidden_state(model: nn.Module, inputs: Batch) -> Tensor:
     """(texts, tokens, hidden) of a transformers model without its task head."""
+    hidden = _entry(_without_head(model, inputs), "last_hidden_state")
+    if not isinstance(hidden, Tensor):
+        raise KflatsError(f"{type(model).__name__} gives no last hidden state", hint="a text model of transformers")
+    return hidden
+
+
+def _without_head(model: nn.Module, inputs: Batch) -> ModelOutput:
+    """What a transformers model gives without its task head; an encoder-decoder runs its encoder alone."""
     bare: Any = model
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         bare = bare.get_encoder()
     else:
         bare = getattr(bare, "base_model", bare)
-    hidden = getattr(bare(**inputs), "last_hidden_state", None)
-    if not isinstance(hidden, Tensor):
-        raise KflatsError(f"{type(model).__name__} gives no last hidden state", hint="a text model of transformers")
-    return hidden
+    output: ModelOutput = bare(**inputs)
+    return output
 
 
 def rare_words(tokenizer: Tokenizer, seen: Sequence[str] = (), count: int = 500) -> tuple[str, ...]:
@@ -233,7 +239,8 @@ def _entry(output: ModelOutput, name: str) -> ModelOutput:
 
 
 def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
-    """(B, d) the model's own sentence embeddings, or the means of its last hidden states over the text's tokens.
+    """(B, d) the model's own sentence embeddings, or the means of its last hidden states: over the text's tokens, over
+    all places of an image or a sound. A model of several encoders (CLIP) gives a vector of each, one beside the other.
 
     ``output`` is the model's output; None: the model runs here, without its task head.
     """
@@ -244,11 +251,17 @@ def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
         if isinstance(embedding, Tensor):
             return embedding
         hidden = _entry(output, "token_embeddings")
-    elif output is not None:
-        hidden = _entry(output, "last_hidden_state")
     else:
-        kept = {k: v for k, v in batch.items() if k != "labels" and not k.startswith("decoder_")}
-        hidden = last_hidden_state(model, kept)
+        if output is None:
+            kept = {k: v for k, v in batch.items() if k != "labels" and not k.startswith("decoder_")}
+            output = _without_head(model, kept)
+        hidden = _entry(output, "last_hidden_state")
+        vectors = [_entry(output, f"{part}_embeds") for part in ("text", "image", "audio", "video")]
+        own = [one for one in vectors if isinstance(one, Tensor) and one.ndim == 2]
+        if own:
+            return torch.cat([F.normalize(one, dim=1) for one in own], 1)
+    if isinstance(hidden, Tensor) and hidden.ndim == 4:  # of an image: channels come first
+        return hidden.flatten(2).mean(2)
     if not isinstance(hidden, Tensor):
         raise KflatsError(
             f"{type(model).__name__} gives no logits and no last hidden state",
@@ -283,10 +296,10 @@ def decoder_mask(model: nn.Module, batch: Batch, like: Tensor) -> Tensor:
 
 
 def decoder_positions(batch: Batch, everything: Tensor) -> Tensor:
-    """The decoder's mask: its own, else ones at labels, else ``everything``."""
+    """The decoder's mask: its own, else ones at labels, else that of the text, which it reads; else ``everything``."""
     mask, labels = batch.get("decoder_attention_mask"), batch.get("labels")
-    if not isinstance(mask, Tensor) and isinstance(labels, Tensor):
-        mask = labels != -100
+    if not isinstance(mask, Tensor):
+        mask = labels != -100 if isinstance(labels, Tensor) else batch.get("attention_mask")
     return mask.to(everything) if isinstance(mask, Tensor) and mask.shape == everything.shape else everything
 
 
@@ -300,15 +313,31 @@ def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> ModelOutput:
     try:
         return model(**inputs)  # BART's classifier reads the text once more
     except ValueError as error:
-        raise KflatsError(
-            f"{type(model).__name__} has a decoder, and the batches have nothing for it to read",
-            hint="labels or decoder_input_ids in each batch, as the batches of a task have",
-        ) from error
+        ids, config = inputs.get("input_ids"), getattr(model, "config", None)
+        if not isinstance(ids, Tensor):
+            raise KflatsError(
+                f"{type(model).__name__} has a decoder, and the batches have nothing for it to read",
+                hint="labels or decoder_input_ids in each batch, as the batches of a task have",
+            ) from error
+        # T5 gives its decoder nothing; like BART's, it reads the text, shifted by one position.
+        starts = (getattr(config, f"{name}_token_id", None) for name in ("decoder_start", "pad"))
+        first = ids.new_full((len(ids), 1), next((i for i in starts if isinstance(i, int)), 0))
+        shifted: dict[str, BatchValue] = {"decoder_input_ids": torch.cat([first, ids[:, :-1]], 1)}
+        if "attention_mask" in inputs:
+            shifted["decoder_attention_mask"] = inputs["attention_mask"]
+        return model(**inputs, **shifted)
 
 
 Sample: TypeAlias = Mapping[str, Tensor]
 Medium: TypeAlias = Literal["input_ids", "pixel_values", "input_features", "input_values"]
 """The names under which models of transformers read texts, images, spectrograms and sounds."""
+
+_MEDIA: dict[Medium, str] = {
+    "input_ids": "texts",
+    "pixel_values": "images",
+    "input_features": "spectrograms",
+    "input_values": "sounds",
+}
 
 _SOUND = 16_000  # numbers: a second at the usual rate
 _IMAGE = 224  # pixels of a side where the config does not say
@@ -319,6 +348,17 @@ def media_of(model: nn.Module) -> tuple[Medium, ...]:
     """All that ``model`` may read, by the arguments of its forward."""
     arguments = inspect.signature(model.forward).parameters
     return tuple(medium for medium in get_args(Medium) if medium in arguments)
+
+
+def spoken_media(model: nn.Module) -> str:
+    """What ``model`` may read, in words.
+
+    >>> class Sees(nn.Module):
+    ...     def forward(self, pixel_values): ...
+    >>> spoken_media(Sees())
+    'images'
+    """
+    return " and ".join(_MEDIA[medium] for medium in media_of(model)) or "inputs of its own"
 
 
 def medium_of(model: nn.Module) -> Medium:
@@ -335,6 +375,20 @@ def medium_of(model: nn.Module) -> Medium:
     )
 
 
+def read_together(model: nn.Module) -> tuple[Medium, ...]:
+    """What one call of ``model`` must be given: what it reads first, or all that it may read where that is not enough
+    (CLIP compares texts with images)."""
+    media = media_of(model)
+    if len(media) < 2:
+        return (medium_of(model),)
+    with evaluating(model), torch.no_grad():
+        try:
+            run(model, collate(_drawn(model, media[:1], 1, 4, 0), 0, device_of(model)))
+        except Exception:  # a model's own code raises many kinds where an input is None
+            return media
+    return media[:1]
+
+
 def has_language_head(model: nn.Module) -> bool:
     """Whether the outputs are distributions over the vocabulary."""
     return vocabulary_end(model, "get_output_embeddings") is not None
@@ -346,13 +400,16 @@ def text_samples(
     texts: Sequence[str],
     max_tokens: int = MAX_TOKENS,
 ) -> list[Sample]:
-    """One sample a text, cut at ``max_tokens`` and at the model's own limit.
+    """One sample a text, cut at ``max_tokens`` and at the model's own limit; beside it what else the model reads in
+    one call, drawn.
 
     Raises:
         KflatsError: no tokenizer, or a tokenizer of another model.
     """
     rows = tokenize_texts(tokenizer, texts, max_tokens, model)
-    return [_with_labels(model, {"input_ids": torch.tensor(row)}) for row in rows]
+    others = read_together(model)[1:]
+    drawn = _drawn(model, others, len(rows), 1, 0) if others else [{}] * len(rows)
+    return [_with_labels(model, {"input_ids": torch.tensor(row)} | one) for row, one in zip(rows, drawn, strict=True)]
 
 
 def drawn_samples(model: nn.Module, count: int, tokens: int = 32, seed: int = 0) -> list[Sample]:
@@ -365,33 +422,44 @@ def drawn_samples(model: nn.Module, count: int, tokens: int = 32, seed: int = 0)
     Raises:
         KflatsError: inputs of an unknown name, or a config that lacks their shape.
     """
-    medium, draws = medium_of(model), torch.Generator().manual_seed(seed)
-    config = _config(model, medium)
-    if medium == "input_ids":
+    return [_with_labels(model, one) for one in _drawn(model, read_together(model), count, tokens, seed)]
+
+
+def _drawn(model: nn.Module, media: Sequence[Medium], count: int, tokens: int, seed: int) -> list[dict[str, Tensor]]:
+    """``count`` samples of ``media``; with ``labels`` where a language decoder has no text to read."""
+    draws = torch.Generator().manual_seed(seed)
+    columns: dict[str, Tensor] = {}
+    for medium in media:
+        config = _config(model, medium)
+        if medium != "input_ids":
+            columns[medium] = _noise((count, *_shape(config, medium)), draws)
+            continue
         text = config.get_text_config()
         length = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
         ids = torch.randint(0, text.vocab_size, (count, length), generator=draws)
         if isinstance(end := getattr(text, "eos_token_id", None), int) and is_encoder_decoder(model):
             ids = torch.where(ids == end, (end + 1) % text.vocab_size, ids)
             ids[:, -1] = end  # classifiers of encoder-decoders read the one end of each text
-        return [_with_labels(model, {"input_ids": row}) for row in ids]
-    values = _noise((count, *_shape(config, medium)), draws)
-    if not (is_encoder_decoder(model) and has_language_head(model)):
-        return [{medium: one} for one in values]
-    vocabulary = model.config.get_text_config(decoder=True).vocab_size  # type: ignore[union-attr, operator]
-    labels = torch.randint(0, vocabulary, (count, _DECODED), generator=draws)
-    return [{medium: one, "labels": row} for one, row in zip(values, labels, strict=True)]
+        columns[medium] = ids
+    if "input_ids" not in columns and is_encoder_decoder(model) and has_language_head(model):
+        decoder = model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+        length = min(_DECODED, getattr(decoder, "max_target_positions", None) or _DECODED)
+        columns["labels"] = torch.randint(0, decoder.vocab_size, (count, length), generator=draws)
+    return [{name: values[i] for name, values in columns.items()} for i in range(count)]
 
 
 def collate(samples: Sequence[Sample], filler: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """One batch: token ids padded at the right with ``filler``, labels with 0, and the attention mask of the ids.
 
+    Images and sounds are stacked.
+
     >>> collate([{"input_ids": torch.tensor([5, 6])}, {"input_ids": torch.tensor([7])}], 9)["input_ids"].tolist()
     [[5, 6], [7, 9]]
     """
-    if "input_ids" in samples[0]:
-        return padded_batch(samples, filler, device)
-    return {name: torch.stack([one[name] for one in samples]).to(device) for name in samples[0]}
+    names = [name for name, value in samples[0].items() if "input_ids" in samples[0] and not value.is_floating_point()]
+    batch = padded_batch([{name: one[name] for name in names} for one in samples], filler, device) if names else {}
+    others = [name for name in samples[0] if name not in names]
+    return batch | {name: torch.stack([one[name] for one in samples]).to(device) for name in others}
 
 
 def batches(
@@ -408,7 +476,7 @@ def length(sample: Sample) -> int:
 
 
 def _with_labels(model: nn.Module, sample: dict[str, Tensor]) -> Sample:
-    if is_encoder_decoder(model) and has_language_head(model):
+    if "input_ids" in sample and is_encoder_decoder(model) and has_language_head(model):
         sample["labels"] = sample["input_ids"]
     return sample
 

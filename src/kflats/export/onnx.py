@@ -27,7 +27,18 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed, version
-from kflats.evaluation.running import evaluating, is_encoder_decoder, last_hidden_state, mean_over_tokens, task_output
+from kflats.evaluation.running import (
+    collate,
+    drawn_samples,
+    evaluating,
+    is_encoder_decoder,
+    last_hidden_state,
+    mean_over_tokens,
+    media_of,
+    read_together,
+    spoken_media,
+    task_output,
+)
 from kflats.export.integers import in_integers_, translations
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, check_folder, locked, new_folder, replaced
@@ -362,8 +373,8 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
     """The graph to record of a model or of a model folder.
 
     Raises:
-        KflatsError: a module that does not read text, without ``inputs``; a model that generates with a decoder of
-            its own.
+        KflatsError: a module that does not say what it reads, without ``inputs``; a model that generates with a decoder
+            of its own, or that reads several things in one call.
     """
     if not isinstance(model, nn.Module):
         model = _loaded(resolve_model(model), pooled)
@@ -373,7 +384,24 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
         if pooled:
             raise KflatsError("pooled is not supported with inputs", hint="leave one of them out")
         return _any_graph(model, inputs)
-    reads_text = any(part is model for _, part in pretrained_models(model)) and (pooled or "input_ids" in forward)
+    known = any(part is model for _, part in pretrained_models(model))
+    reads_text = known and (pooled or "input_ids" in forward)
+    if known and not pooled and is_encoder_decoder(model):
+        encoder = "pooled=True for its encoder, or " if "input_ids" in forward else ""
+        raise KflatsError(
+            f"{type(model).__name__} cannot be recorded as one graph",
+            cause="its decoder runs once for each token, with a state",
+            hint=f"{encoder}an exporter of generation (optimum) on the dense checkpoint",
+        )
+    if known and not pooled and media_of(model):
+        if len(media := read_together(model)) > 1:
+            raise KflatsError(
+                f"{type(model).__name__} cannot be recorded as one graph with one output",
+                cause=f"one call of it reads {spoken_media(model)}",
+                hint=_DENSE,
+            )
+        if media != ("input_ids",):
+            return _any_graph(model, collate(drawn_samples(model, 2), 0))
     if not sentences and not reads_text:
         raise KflatsError(
             f"a {type(model).__name__} cannot be recorded without examples of its inputs",
@@ -382,12 +410,6 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
     if sentences or pooled:
         kind = "sentence" if sentences else "pooled"
         return _text_graph(model, kind, ("input_ids", "attention_mask"), "sentence_embedding")
-    if is_encoder_decoder(model):
-        raise KflatsError(
-            f"{type(model).__name__} cannot be recorded as one graph",
-            cause="its decoder runs once for each token, with a state",
-            hint="pooled=True for its encoder, or an exporter of generation (optimum) on the dense checkpoint",
-        )
     names = ["input_ids", "attention_mask"]
     # Pairs of texts need token types; a table of one type has no information.
     if "token_type_ids" in forward and getattr(model.config, "type_vocab_size", 0) > 1:
@@ -456,7 +478,9 @@ def _output(result: Any, name: str) -> Tensor:
     if isinstance(result, Tensor):
         return result
     value = result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-    value = getattr(result, "logits", None) if value is None and name == "output" else value
+    if value is None and name == "output":
+        value = task_output(result)
+        value = getattr(result, "last_hidden_state", None) if value is None else value
     if not isinstance(value, Tensor):
         raise KflatsError(f"the model's output has no {name}", hint="a module around the model that returns one tensor")
     return value

@@ -213,6 +213,9 @@ def save_pretrained(
 ) -> None:
     """transformers' method of that name. It writes codes as streams, a checksum of every tensor, and ``STOP``.
 
+    Tensors have the model's own names. transformers writes many models under older names, and joins or splits dense
+    tables for that, which factors do not survive.
+
     Codes stay at fixed rates, which take more bytes and load alike, where constriction is not installed, where the
     codes are offloaded or sharded, and with ``distributed_checkpoint=True``. With ``push_to_hub=True`` the files are
     uploaded before they have checksums and ``STOP``; ``model.push_to_hub(name)`` uploads them after.
@@ -234,7 +237,8 @@ def save_pretrained(
             put_streams_(state_dict, described)
         config.quantization_config = described
     try:
-        type(self).save_pretrained(self, save_directory, is_main_process, state_dict, *rest, **settings)
+        own_names = {"save_original_format": False} if described is not None else {}
+        type(self).save_pretrained(self, save_directory, is_main_process, state_dict, *rest, **own_names | settings)
     finally:
         if described is not None:
             config.quantization_config = note

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -97,10 +99,12 @@ class KflatsQuantizer(HfQuantizer):
             target = description.stored_dtype(module, dtype if isinstance(dtype, torch.dtype) else own)
             swap_described_(model, weight, module, module.new(target))
             self._modules.append((weight.name, module))
+        model.__dict__["initialize_weights"] = partial(_initialize_rest, model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        model.__dict__.pop("initialize_weights", None)
         for name, layer in factored_layers(model):
             if layer.owns_matrix:
                 for key, tensor in _stored(layer).items():
@@ -155,6 +159,14 @@ def _wrong_size(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> Kfl
         f"size mismatch: {name} is {there} in the checkpoint, {here} in the model",
         cause="config.json was edited, or belongs to other weights",
     )
+
+
+def _initialize_rest(model: Any) -> None:
+    """transformers' ``initialize_weights``. Some modules fill tables of layers inside them, by their dense shapes."""
+    with ExitStack() as stack:
+        for _, layer in factored_layers(model):
+            stack.enter_context(layer.shown_dense())
+        type(model).initialize_weights(model)
 
 
 def _stored(layer: FactoredLayer) -> dict[str, Tensor]:

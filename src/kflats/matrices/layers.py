@@ -8,7 +8,8 @@ loading and training cannot separate the two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -47,7 +48,23 @@ class HoldsMatrix:
     @property
     def weight(self) -> Tensor:
         """The first factor (coordinates), for code that reads a layer's dtype or device."""
-        return self.matrix.weight
+        shown: Tensor | None = self.__dict__.get("_shown")
+        return self.matrix.weight if shown is None else shown
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """The shape of the dense table that this layer stands for."""
+        return self.matrix.shape
+
+    @contextmanager
+    def shown_dense(self) -> Iterator[None]:
+        """Inside, ``weight`` has the shape of the dense table, no memory, and the mark of a loaded tensor."""
+        table = torch.empty(self.dense_shape, dtype=self.matrix.weight.dtype, device="meta")
+        self.__dict__["_shown"] = mark_initialized(table)
+        try:
+            yield
+        finally:
+            del self.__dict__["_shown"]
 
     def refresh(self) -> None:
         """Compute again all that the matrix derives from its stored tensors (call after loading into them)."""
@@ -217,6 +234,11 @@ class FactoredLinear(_Multiplies, nn.Module):
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """As ``nn.Linear`` has it."""
+        return self.out_features, self.in_features
+
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in)`` -> ``(*b, out)``: x times the matrix in its orientation, plus the bias."""
         return self.times(x, self.bias, transposed=self.matrix_rows == "out_features")
@@ -245,7 +267,7 @@ class FactoredHead(_Multiplies, nn.Module):
         One-dimensional coordinates are shown as a view that repeats their first number n times, and not as a new
         tensor: PEFT takes two layers for tied only where their weights begin at the same place in memory.
         """
-        table = self.matrix.weight
+        table = super().weight
         if table.ndim == 2:
             return table
         return mark_initialized(
@@ -340,6 +362,11 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         check_bias(bias, self.out_channels)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """As ``nn.Conv2d`` has it."""
+        return self.out_channels, self.in_channels, *self.kernel_size
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in, height, width)`` -> ``(*b, out, ...)``, with at most one dimension b, in x's type."""

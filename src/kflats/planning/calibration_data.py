@@ -21,7 +21,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
 from kflats.common.texts import SAMPLES, check_texts, token_limit
-from kflats.evaluation.running import Batch, media_of
+from kflats.evaluation.running import Batch, media_of, read_together, spoken_media
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.model.weights import Weight, dense_weight
@@ -88,8 +88,9 @@ class CalibrationData:
         the texts themselves are the calibration data. Not ``quiet``: says on stderr what became of the texts.
 
         Raises:
-            KflatsError: blank texts.
+            KflatsError: blank texts, or a model that reads none.
         """
+        self.check_reader(model)
         if not self.texts or self.tokenizer is None or self.texts == self.calibration:
             return self
         made = windows(self.texts, self.tokenizer, samples=self.samples, model=model)
@@ -98,6 +99,15 @@ class CalibrationData:
                 made = filled_windows(made, self.tokenizer, samples=self.samples, model=model)
         announce(f"texts: {made.summary}", quiet=quiet)
         return replace(self, texts=made.counted, windows=made)
+
+    def check_reader(self, model: nn.Module) -> None:
+        """Raises KflatsError for texts that ``model`` cannot read."""
+        media = media_of(model)
+        if self.texts is not None and media and "input_ids" not in media:
+            raise KflatsError(
+                f"texts are not supported with {type(model).__name__}, which reads {spoken_media(model)}",
+                hint="no texts: the errors of all numbers then count the same",
+            )
 
     def batches(self, model: nn.Module | None = None) -> list[Batch]:
         """The batches to measure with.
@@ -122,6 +132,12 @@ class CalibrationData:
             raise KflatsError(
                 "calibration texts need the model's tokenizer", hint="tokenizer=..., or batches of tensors"
             )
+        if model is not None and media_of(model) and read_together(model) != ("input_ids",):
+            raise KflatsError(
+                f"texts alone cannot be passed through {type(model).__name__}",
+                cause=f"one call of it reads {spoken_media(model)}",
+                hint="no texts: the errors of all numbers then count the same",
+            )
         # Evenly spaced texts: files are often sorted by topic.
         count = min(self.samples, len(texts))
         spaced = [texts[i * len(texts) // count] for i in range(count)]
@@ -133,6 +149,10 @@ class CalibrationData:
         """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed."""
         needs = needed(recipes)
         if not needs:
+            others = media_of(model) not in ((), ("input_ids",))
+            if others and not self.measurable and any(recipe.chooses for _, recipe in recipes):
+                reads = f"{type(model).__name__} reads {spoken_media(model)}"
+                announce(f"nothing is measured: {reads}; the errors of all numbers count the same", quiet=quiet)
             return self
         if self.statistics is not None:
             self.statistics.check(model)
