@@ -45,7 +45,8 @@ from kflats.evaluation.running import (
     task_output,
 )
 from kflats.io import weights_folder
-from kflats.io.sources import weight_files
+from kflats.io.sources import static_folder, weight_files
+from kflats.io.static import fast_tokenizer
 
 Kind: TypeAlias = Literal[
     "encoder",
@@ -525,8 +526,10 @@ def neighbour_overlap(a: Tensor, b: Tensor, block: int = _BLOCK) -> float | None
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer of a model's local folder; a clear error when it has none."""
-    library = needed("transformers", "kflats[hf]", "a tokenizer")
     where = weights_folder(folder)
+    if static_folder(folder) is not None:
+        return fast_tokenizer(where)
+    library = needed("transformers", "kflats[hf]", "a tokenizer")
     lost = KflatsError(
         f"{where} has no tokenizer that can be loaded",
         cause="its tokenizer files are missing or damaged",

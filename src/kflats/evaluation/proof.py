@@ -29,7 +29,7 @@ from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import collate, drawn_samples, medium_of, run
 from kflats.io.saving import load_model, note_losses_
-from kflats.io.sources import resolve_model, weights_folder
+from kflats.io.sources import resolve_model, static_folder, weights_folder
 from kflats.model.weights import compute_dtype
 
 _TOKENS = 20
@@ -78,9 +78,16 @@ def peak_memory() -> int | None:
 def measured_here(folder: str) -> str:
     """The footprint of the model in ``folder`` in this process, which loaded no model before, as JSON."""
     library = needed("transformers", "kflats[hf]", "loading a model")
+    if static_folder(folder) is not None:
+        return _measured(folder)
     config = library.AutoConfig.from_pretrained(weights_folder(folder), local_files_only=True, trust_remote_code=False)
     for name in ("AutoModel", *(getattr(config, "architectures", None) or ())):
         getattr(library, name, None)  # imports the code of the model
+    return _measured(folder)
+
+
+def _measured(folder: str) -> str:
+    """The same, once the code of the model is imported."""
     imported, start = peak_memory(), time.perf_counter()
     model = load_model(folder)
     with torch.inference_mode():

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import save_model
+from safetensors.torch import save_model as save_tensors
 from torch import nn
 
 from kflats.common.errors import KflatsError
-from kflats.io import load_model
+from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
-from kflats.io.sources import copy_companions, resolve_model, weights_folder
+from kflats.io.sources import copy_companions, resolve_model, static_folder, weights_folder
 from kflats.matrices.layers import FactoredConv2d, FactoredLinear
 from kflats.model.swap import restore_
 from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models
@@ -93,7 +93,11 @@ def export_dense(
         if folder is None:
             _save(dense, aside)
         else:
-            dense.save_pretrained(aside / weights_folder(folder).relative_to(folder))
+            inner = aside / weights_folder(folder).relative_to(folder)
+            if static_folder(folder) is None:
+                dense.save_pretrained(inner)
+            else:
+                save_model(dense, inner)
             copy_companions(folder, aside)
             if (card := aside / CARD).is_file():
                 text = card.read_text(encoding="utf-8", errors="surrogateescape")
@@ -106,7 +110,7 @@ def _save(dense: Any, folder: Path) -> None:
     if is_sentence_transformer(dense) or any(part is dense for _, part in pretrained_models(dense)):
         dense.save_pretrained(folder)
     else:
-        save_model(dense, str(folder / "model.safetensors"), metadata={"format": "pt"})
+        save_tensors(dense, str(folder / "model.safetensors"), metadata={"format": "pt"})
 
 
 def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""The hook that lets transformers load kflats folders, without importing transformers or torch itself."""
+"""The hooks that let transformers and sentence-transformers load kflats folders, without importing them or torch."""
 
 from __future__ import annotations
 
@@ -8,16 +8,21 @@ import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 
 _HOST = "transformers.quantizers.auto"
+_STATIC = "sentence_transformers.kflats"  # of STATIC_MODULE in kflats.io.sources
 
 
 def register_plugin() -> None:
     """Let transformers load kflats folders: at once if it is imported already, else when it is; never twice.
 
-    Waiting keeps ``import kflats`` quick: transformers takes longer to import than everything else here.
+    Waiting keeps ``import kflats`` quick: transformers takes longer to import than everything else here. The class that
+    sentence-transformers loads a compressed static model with is found by its name in ``modules.json``.
     """
+    if not any(isinstance(finder, _OfStaticModels) for finder in sys.meta_path):
+        sys.meta_path.append(_OfStaticModels())
     if _HOST in sys.modules:
         from kflats.io import transformers_plugin
 
@@ -47,3 +52,14 @@ class _WhenImported(importlib.abc.MetaPathFinder):
 
             setattr(spec.loader, "exec_module", run_and_register)  # noqa: B010
         return spec
+
+
+class _OfStaticModels(importlib.abc.MetaPathFinder):
+    """Finds the module for compressed static models, which is a file of kflats."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _STATIC:
+            return None
+        return importlib.util.spec_from_file_location(fullname, Path(__file__).with_name("static_module.py"))

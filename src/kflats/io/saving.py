@@ -31,7 +31,8 @@ from kflats.common.release import needed, version
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import JsonObject, decode
 from kflats.io.atomic import manifest_follows, replaced
-from kflats.io.sources import weights_folder
+from kflats.io.sources import read_config, static_folder, weights_folder
+from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_static, write_static
 from kflats.matrices.coded import CodedMatrix, read_geometry
 from kflats.matrices.registry import Matrix
 from kflats.model.description import Module, describe, match, read_description, swap_described_
@@ -435,9 +436,23 @@ def annotate_(model: nn.Module) -> None:
 
 
 def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
-    """Save a transformers model into ``folder``, annotated: codes as streams, and a checksum of every tensor."""
-    annotate_(model)
-    save_pretrained(model, folder)
+    """Save a transformers model, or a static one, into ``folder``, annotated: codes as streams, and a checksum of every
+    tensor. A static model without factors is saved as its library does it."""
+    if not isinstance(model, StaticModel):
+        annotate_(model)
+        save_pretrained(model, folder)
+    elif (described := describe(model)) is None:
+        write_static(model, Path(folder))
+    else:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+        put_streams_(tensors, described)
+        with replaced(Path(folder) / "model.safetensors") as aside:
+            save_file(tensors, aside, metadata={"format": "pt"})
+            stamp_(aside)
+        config = {**model.origin, "quantization_config": described}
+        (Path(folder) / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+        model.tokenizer.save(str(Path(folder) / "tokenizer.json"))
 
 
 def note_losses_(folder: str | os.PathLike[str], losses: Sequence[FormLoss], run_as: RunForm | None = None) -> None:
@@ -464,13 +479,15 @@ def note_losses_(folder: str | os.PathLike[str], losses: Sequence[FormLoss], run
 def load_model(folder: str | os.PathLike[str]) -> Any:
     """The transformers model of a local folder, of the class its config names (else ``AutoModel``), in its own dtype.
 
-    Only safetensors are read, and no code from the folder is run.
+    Only safetensors are read, and no code from the folder is run. A static model becomes a ``StaticModel``.
 
     Raises:
         KflatsError: transformers is missing, the folder holds no model, or a model that needs its own code.
     """
-    transformers = needed("transformers", "kflats[hf]", "loading a model")
     where = weights_folder(folder)
+    if static_folder(folder) is not None:
+        return load_static(where)
+    transformers = needed("transformers", "kflats[hf]", "loading a model")
     try:
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
         kind: Any = getattr(transformers, (getattr(config, "architectures", None) or ("",))[0], None)
@@ -489,3 +506,45 @@ def load_model(folder: str | os.PathLike[str]) -> Any:
             cause="a damaged folder, or an architecture that this transformers does not have",
             hint="restore the folder, or install another transformers",
         ) from error
+
+
+def load_static(folder: str | os.PathLike[str]) -> StaticModel:
+    """The static model whose table is in ``folder``: of model2vec, of sentence-transformers, or compressed.
+
+    A stream is decoded when rows of it are read, block by block (``StreamedMatrix``).
+
+    Raises:
+        KflatsError: the library that wrote a table is missing, a damaged file, or a newer description.
+    """
+    folder = Path(folder)
+    origin, path = read_config(folder), folder / "model.safetensors"
+    note = origin.pop("quantization_config", None)
+    if note is None:
+        return read_static(folder, origin)
+    check_files([path])
+    description = read_description(note)
+    if set(description.modules) != {"embedding"}:
+        raise KflatsError(f"{folder} describes no static embedding", cause="a damaged or hand-edited file")
+    module = description.modules["embedding"]
+    dtype: torch.dtype = getattr(torch, description.dtype)
+    shell = torch.empty(1, 1, dtype=dtype).expand(*module.empty.shape)  # one number: the matrix takes its place
+    model = StaticModel.of(folder, nn.Embedding.from_pretrained(shell, freeze=False), origin)
+    (weight,) = (weight for weight, _ in match(model, description, strict=True))
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {key.removeprefix("embedding."): file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise KflatsError(f"{path} cannot be read: {error}", cause="a damaged or incomplete file") from error
+    expected = {name: tuple(tensor.shape) for name, tensor in module.empty.tensors().items()}
+    _check_shapes(expected, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    if isinstance(module.empty, CodedMatrix) and module.empty.streamed:
+        matrix: Matrix = StreamedMatrix.opened(module.empty.geometry, tensors)
+    else:
+        matrix = module.new(description.stored_dtype(module, dtype), "cpu")
+        with torch.no_grad():
+            for name, tensor in matrix.tensors().items():
+                tensor.copy_(tensors[name])
+        module.finish_(matrix)
+    swap_described_(model, weight, module, matrix)
+    model.embedding.register_state_dict_pre_hook(decode_all)
+    return model

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from kflats.common.errors import KflatsError
 from kflats.common.release import needed
+from kflats.common.schema import JsonObject
 from kflats.io.atomic import beside, explained
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -19,6 +20,10 @@ _TENSORS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|ot|gguf
 _WEIGHTS = re.compile(_TENSORS.pattern + r"|.*\.index\.json")
 _PICKLED = re.compile(r".*\.(bin|pt|pth|ckpt|pkl|pickle)")
 _OWN = {"config.json", "generation_config.json", "kflats_report.json", "kflats_report.html"}
+STATIC_MODULE = "sentence_transformers.kflats.StaticEmbedding"
+"""The class that loads a compressed static table, as ``modules.json`` names it. sentence-transformers imports classes
+of its own namespace only, so ``kflats.io.plugin`` offers it there; without kflats the first error names it."""
+_STATIC_MODULE = "sentence_transformers.models.StaticEmbedding"  # the name that all versions know
 _SKIPPED = {"onnx", "openvino", "coreml", "flax", "original", "__pycache__"}
 
 
@@ -82,7 +87,10 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
         KflatsError: no model in it, or one without safetensors.
     """
     root = holder = Path(folder)
-    if not (root / "config.json").is_file():
+    static = static_folder(root)
+    if static is not None:
+        holder = static
+    elif not (root / "config.json").is_file():
         inner = [m["path"] for m in _modules(root) if m["type"].rpartition(".")[2] == "Transformer"]
         holder = root / (inner or [""])[0]
         if not (holder / "config.json").is_file():
@@ -92,13 +100,34 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
     if not any(holder.glob("*.safetensors")):
         pickled = any(_PICKLED.fullmatch(path.name) for path in holder.iterdir())
         raise KflatsError(
-            f"{holder} has a config.json and no safetensors file",
+            f"{holder} has {'a config.json' if static is None else 'a static embedding'} and no safetensors file",
             cause="its weights are stored as pickle, which can run code"
             if pickled
             else "a download or save that did not finish, or weights in a format of another library",
             hint="a folder or a revision with model.safetensors, as from_pretrained and save_pretrained write it",
         )
     return holder
+
+
+def static_folder(root: str | os.PathLike[str]) -> Path | None:
+    """The folder with the table of a static model, whose tokens have one vector each; None for other models.
+
+    Those are folders of sentence-transformers whose first module is a ``StaticEmbedding``, and model2vec's.
+    """
+    root = Path(root)
+    modules = _modules(root)
+    if modules and modules[0]["type"].rpartition(".")[2] == "StaticEmbedding":
+        return root / modules[0]["path"]
+    return root if not modules and read_config(root).get("model_type") == "model2vec" else None
+
+
+def read_config(folder: str | os.PathLike[str]) -> JsonObject:
+    """``config.json`` of a folder as JSON; {} where there is none, or none that can be read."""
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
 
 
 def weight_files(folder: str | os.PathLike[str]) -> list[Path]:
@@ -142,6 +171,8 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
     allowed = (source, *_blobs(source))
     inner = weights_folder(source)
     modules = _module_folders(source)
+    if static_folder(source) is not None:
+        _copy_static_modules(source, target, inner.relative_to(source))
     for path in _files(source, allowed):
         relative = path.relative_to(source)
         own = _WEIGHTS.fullmatch(path.name) is not None or (path.parent == inner and path.name in _OWN)
@@ -153,6 +184,20 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
         with explained(goal):
             goal.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, goal)
+
+
+def _copy_static_modules(source: Path, target: Path, inner: Path) -> None:
+    """Write ``modules.json`` of a static model, with the class that loads the table in ``target / inner``."""
+    path, config = source / "modules.json", read_config(target / inner)
+    entries = [{"idx": 0, "name": "0", "path": "", "type": _STATIC_MODULE}]
+    if path.is_file():
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    elif config.get("normalize"):  # as model2vec itself writes it
+        normalize = "sentence_transformers.models.Normalize"
+        entries.append({"idx": 1, "name": "1", "path": "1_Normalize", "type": normalize})
+    entries[0]["type"] = STATIC_MODULE if "quantization_config" in config else _STATIC_MODULE
+    with explained(target / "modules.json"):
+        (target / "modules.json").write_text(json.dumps(entries, indent=2), encoding="utf-8")
 
 
 def _module_folders(root: Path) -> set[Path]:

@@ -319,7 +319,7 @@ class CodedMatrix(Matrix):
     def rows(self, index: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         """As ``Matrix.rows``. Only the bytes of these rows are read: many rows class by class, few rows and recorded
         graphs at once."""
-        self._check_ready()
+        self._prepare(index)
         flat = index.reshape(-1)
         dtype = dtype or self.weight.dtype
         # The sorted form gathers bytes in blocks, but makes calls for every class: few rows are quicker without it.
@@ -436,6 +436,10 @@ class CodedMatrix(Matrix):
         sizes = tuple((count, row_bytes) for count, (_, row_bytes) in zip(counts, geometry.classes, strict=True))
         smaller = replace(geometry, shape=(n, geometry.shape[1]), classes=sizes)
         return copy_trainable(self, CodedMatrix(smaller, kept))
+
+    def _prepare(self, index: Tensor) -> None:
+        """Called before the rows at ``index`` are read."""
+        self._check_ready()
 
     def _get(self, name: str) -> Tensor | None:
         tensor = self._parameters.get(name)

@@ -1,0 +1,304 @@
+"""Static models, of sentence-transformers and of model2vec: compressed, opened late, saved again, and exported."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+import json
+import pickle
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+pytest.importorskip("sentence_transformers")
+pytest.importorskip("constriction")
+
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import kflats
+from kflats.codecs import Float
+from kflats.codecs.streams import encode
+from kflats.common.errors import KflatsError
+from kflats.compress.pipeline import plan_folder
+from kflats.evaluation.outputs import load_tokenizer
+from kflats.evaluation.running import encode as vectors_of
+from kflats.export.dense import export_dense
+from kflats.importance import TokenCounts
+from kflats.io.saving import load_model, stamp_
+from kflats.io.sources import STATIC_MODULE, weight_files
+from kflats.io.static import StaticModel, StreamedMatrix
+from kflats.matrices.coded import from_integers
+from kflats.recipe.recipe import as_recipe
+
+WORDS = 600
+TEXTS = ["word3 word8 word599", "word40", "word7 word7 word500 word2 word31 word77"]
+
+
+def tokenizer() -> Any:
+    words = {"[UNK]": 0} | {f"word{i}": i for i in range(1, WORDS)}
+    made = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return made
+
+
+def table(seed: int = 0) -> Tensor:
+    draws = torch.Generator().manual_seed(seed)
+    spread = torch.linspace(2, 0.2, 16)
+    return torch.randn(WORDS, 16, generator=draws) * spread * (1 + torch.arange(WORDS).unsqueeze(1) / 100)
+
+
+def write(origin: str, folder: Path, rows: Tensor | None = None) -> Path:
+    rows = table() if rows is None else rows
+    if origin == "model2vec":
+        library = pytest.importorskip("model2vec")
+        library.StaticModel(rows.numpy(), tokenizer(), {"model_type": "model2vec"}, normalize=True).save_pretrained(
+            folder
+        )
+    else:
+        static = StaticEmbedding(tokenizer(), embedding_weights=rows)
+        SentenceTransformer(modules=[static, Normalize()], device="cpu").save_pretrained(str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module", params=["sentence-transformers", "model2vec"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a static model, and the compressed one."""
+    place = tmp_path_factory.mktemp("static")
+    source = write(request.param, place / "source")
+    kflats.compress_folder(source, place / "small", size="4 bits", quiet=True)
+    return source, place / "small"
+
+
+def sentence_vectors(folder: Path) -> Tensor:
+    return torch.from_numpy(SentenceTransformer(str(folder), device="cpu").encode(TEXTS))
+
+
+def blocks(matrix: StreamedMatrix) -> int:
+    return 0 if matrix._blocks is None else len(matrix._blocks.left)
+
+
+def test_a_compressed_folder_loads_in_sentence_transformers(pair: tuple[Path, Path]) -> None:
+    source, small = pair
+    assert sum(file.stat().st_size for file in weight_files(small)) <= WORDS * 16 // 2
+    model = load_model(small)
+    rows = model.embedding.matrix.dense().detach()
+    ids = [[int(word.removeprefix("word")) for word in text.split()] for text in TEXTS]
+    means = torch.stack([rows[one].mean(0) for one in ids])
+    expected = nn.functional.normalize(means, dim=1)
+    assert torch.allclose(sentence_vectors(small), expected, atol=1e-6)
+    assert torch.allclose(vectors_of(model, load_tokenizer(small), TEXTS), expected, atol=1e-6)
+    cosines = (sentence_vectors(source) * expected).sum(1)
+    assert float(cosines.min()) > 0.97
+    assert float(cosines.max()) < 1
+
+
+def test_only_the_blocks_of_the_read_rows_are_decoded(pair: tuple[Path, Path]) -> None:
+    loaded = SentenceTransformer(str(pair[1]), device="cpu")
+    matrix = loaded[0].embedding.static.embedding.matrix
+    assert isinstance(matrix, StreamedMatrix)
+    everything = blocks(matrix)
+    assert everything > 1
+    loaded.encode(TEXTS[1:2])
+    assert blocks(matrix) == everything - 1
+    loaded.encode(TEXTS[1:2])
+    assert blocks(matrix) == everything - 1
+    matrix.dense()
+    assert blocks(matrix) == 0
+
+
+def test_a_loaded_model_saves_itself_again(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    loaded = SentenceTransformer(str(pair[1]), device="cpu")
+    loaded.encode(TEXTS[1:2])  # some blocks are decoded, others not yet
+    loaded.save_pretrained(str(tmp_path / "again"))
+    assert torch.equal(sentence_vectors(tmp_path / "again"), sentence_vectors(pair[1]))
+    first, again = (load_file(weight_files(folder)[0]) for folder in (pair[1], tmp_path / "again"))
+    assert first.keys() == again.keys()
+    assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+def test_copies_of_a_half_opened_model_are_whole(pair: tuple[Path, Path]) -> None:
+    expected = load_model(pair[1]).embedding.matrix.dense()
+    model = load_model(pair[1])
+    model.embedding(torch.tensor([40]))
+    twin = copy.deepcopy(model)
+    pickled: Any = pickle.loads(pickle.dumps(model.embedding))  # noqa: S301
+    state = load_model(pair[1]).state_dict()["embedding.codes"]
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    for matrix in (twin.embedding.matrix, pickled.matrix, model.embedding.matrix):
+        assert torch.equal(matrix.dense(), expected)
+    assert torch.equal(state, model.embedding.matrix.tensors()["codes"])
+
+
+def test_an_exported_folder_loads_without_kflats(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    made = export_dense(pair[1], tmp_path / "dense")
+    assert "kflats" not in (made.folder / "modules.json").read_text()
+    assert torch.allclose(sentence_vectors(made.folder), sentence_vectors(pair[1]), atol=1e-6)
+    library = pytest.importorskip("model2vec")
+    vectors = torch.from_numpy(library.StaticModel.from_pretrained(made.folder).encode(TEXTS))
+    vectors = nn.functional.normalize(vectors, dim=1)  # model2vec does not read the modules of sentence-transformers
+    assert torch.allclose(vectors, sentence_vectors(pair[1]), atol=1e-6)
+
+
+def test_a_proof_compares_both(pair: tuple[Path, Path]) -> None:
+    proof = kflats.compare(*pair, [f"word{i} word{2 * i}" for i in range(1, 40)], turns=1, fresh=False)
+    assert proof.outputs.kind == "encoder"
+    assert 0 < proof.outputs.loss < 0.1
+
+
+def test_without_kflats_the_error_names_it(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    module = STATIC_MODULE.rpartition(".")[0]
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    finders = [finder for finder in sys.meta_path if type(finder).__module__ != "kflats.io.plugin"]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    with pytest.raises(ModuleNotFoundError, match="kflats"):
+        SentenceTransformer(str(pair[1]), device="cpu")
+
+
+def test_token_weights_and_shared_rows_of_model2vec(tmp_path: Path) -> None:
+    library = pytest.importorskip("model2vec")
+    draws = np.random.default_rng(0)
+    mapping, weights = draws.integers(0, 50, WORDS), draws.random(WORDS) + 0.1
+    rows = table().numpy()[:50]
+    for name, kept in {"float": rows, "integers": (rows * 9).round().clip(-127, 127).astype(np.int8)}.items():
+        static = library.StaticModel(kept, tokenizer(), {"model_type": "model2vec"}, True, None, None, weights, mapping)
+        static.save_pretrained(tmp_path / name)
+        model = load_model(tmp_path / name)
+        ours = vectors_of(model, load_tokenizer(tmp_path / name), TEXTS)
+        assert torch.allclose(ours, torch.from_numpy(static.encode(TEXTS)).float(), atol=1e-3)
+        assert model.origin["normalize"]
+
+
+def test_rows_count_as_often_as_they_are_read(tmp_path: Path) -> None:
+    plan = plan_folder(write("sentence-transformers", tmp_path / "source"), size="4 bits")
+    importance = plan.decisions[0].recipe.importance
+    assert isinstance(importance, TokenCounts)
+    assert (importance.power, importance.smoothing) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keep"),
+    [
+        (kflats.SVD(), "60%"),
+        (kflats.Flats(k=2), "60%"),
+        (kflats.Recipe(kflats.KeepDense(), codec=Float("float16")), "60%"),
+        (kflats.KeepDense(), "100%"),
+    ],
+    ids=["pair", "flats", "cast", "dense"],
+)
+def test_other_forms_are_read_back(recipe: Any, keep: str, tmp_path: Path) -> None:
+    source = write("sentence-transformers", tmp_path / "source")
+    kflats.compress_folder(source, tmp_path / "small", keep=keep, method=as_recipe(recipe), quiet=True)
+    model = load_model(tmp_path / "small")
+    assert isinstance(model, StaticModel)
+    means = vectors_of(model, load_tokenizer(tmp_path / "small"), TEXTS)
+    assert torch.allclose(sentence_vectors(tmp_path / "small"), means, atol=1e-6)
+    assert (tmp_path / "small" / "config.json").is_file() == (keep == "60%")
+
+
+def damaged(small: Path, folder: Path, change: Any) -> Path:
+    """A copy of ``small`` after ``change`` of its tensors and its config, with checksums that fit."""
+    shutil.copytree(small, folder)
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    change(tensors, config)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    stamp_(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_damage_is_refused(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    def flip(tensors: dict[str, Tensor], config: Any) -> None:
+        tensors["embedding.codes"][-9] ^= 16
+
+    def cut(tensors: dict[str, Tensor], config: Any) -> None:
+        tensors["embedding.codes"] = tensors["embedding.codes"][:-8].clone()
+
+    def lose(tensors: dict[str, Tensor], config: Any) -> None:
+        del tensors["embedding.weight"]
+
+    def rename(tensors: dict[str, Tensor], config: Any) -> None:
+        modules = config["quantization_config"]["modules"]
+        modules["other"] = modules.pop("embedding")
+        modules["other"]["places"][0]["name"] = "other"
+
+    with pytest.raises(KflatsError, match="damaged"):
+        load_model(damaged(pair[1], tmp_path / "flip", flip)).embedding.matrix.dense()
+    with pytest.raises(KflatsError, match="codes"):
+        load_model(damaged(pair[1], tmp_path / "cut", cut))
+    with pytest.raises(KflatsError, match="lacks 'weight'"):
+        load_model(damaged(pair[1], tmp_path / "lose", lose))
+    with pytest.raises(KflatsError, match="no static embedding"):
+        load_model(damaged(pair[1], tmp_path / "rename", rename))
+
+
+def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
+    source = write("sentence-transformers", tmp_path / "source")
+    (source / "tokenizer.json").write_text("{")
+    with pytest.raises(KflatsError, match=r"cannot be loaded"):
+        load_model(source)
+    (source / "model.safetensors").unlink()
+    with pytest.raises(KflatsError, match="no safetensors"):
+        load_model(source)
+
+
+def test_a_restored_module_is_not_saved(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    from kflats.model.swap import restore_
+
+    loaded = SentenceTransformer(str(pair[1]), device="cpu")
+    before = loaded.encode(TEXTS)
+    restore_(loaded)
+    assert np.allclose(loaded.encode(TEXTS), before, atol=1e-6)
+    with pytest.raises(KflatsError, match="dense table"):
+        loaded.save_pretrained(str(tmp_path / "again"))
+
+
+@pytest.mark.parametrize("classes", [1, 3])
+def test_streamed_rows_are_the_decoded_ones(classes: int) -> None:
+    """Blocks of any rows in any order, each decoded once, and no other."""
+    draws = torch.Generator().manual_seed(classes)
+    n, labels = 5000, None
+    sizes = [n]
+    if classes > 1:
+        labels = torch.randint(classes, (n,), generator=draws)
+        sizes = torch.bincount(labels, minlength=classes).tolist()
+    integers = [torch.randint(-5, 6, (size, 256), generator=draws).to(torch.int16) for size in sizes]
+    whole = from_integers(integers, labels, torch.rand(classes, generator=draws) + 0.5)
+    floats = {name: value.detach() for name, value in whole.tensors().items() if value.is_floating_point()}
+    streamed = StreamedMatrix.opened(whole.geometry, {**floats, "codes": encode(whole)})
+    assert blocks(streamed) >= 5
+    many, expected = 1024, set[tuple[int, int]]()
+    for count in (1, 2, 300):
+        index = torch.randint(n, (count,), generator=draws)
+        for row in index.tolist():
+            label = 0 if labels is None else int(labels[row])
+            place = row if labels is None else int((labels[:row] == label).sum())
+            expected.add((label, place // many))
+        before = blocks(streamed)
+        assert torch.equal(streamed.rows(index), whole.rows(index))
+        everything = {(c, b) for c, size in enumerate(sizes) for b in range(-(-size // many))}
+        assert blocks(streamed) == len(everything - expected) <= before
+    with pytest.raises(IndexError):
+        streamed.rows(torch.tensor([n]))
+    assert torch.equal(streamed.dense(), whole.dense())
+
+
+def test_a_bag_is_an_embedding_bag(pair: tuple[Path, Path]) -> None:
+    bag = SentenceTransformer(str(pair[1]), device="cpu")[0].embedding
+    dense = nn.EmbeddingBag.from_pretrained(load_model(pair[1]).embedding.matrix.dense(), mode="mean")
+    ids, offsets = torch.tensor([4, 4, 9, 77, 500]), torch.tensor([0, 3, 3])  # the second bag is empty
+    assert torch.allclose(bag(ids, offsets), dense(ids, offsets), atol=1e-6)
+    assert torch.allclose(bag(ids.view(1, 5)), dense(ids.view(1, 5)), atol=1e-6)
+    assert bag(ids[:0], offsets[:1]).tolist() == [[0.0] * 16]
+    assert (bag.num_embeddings, bag.embedding_dim, bag.mode) == (WORDS, 16, "mean")
+    assert importlib.import_module("sentence_transformers.kflats").Bag is type(bag)
