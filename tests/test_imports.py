@@ -132,7 +132,8 @@ def unsafe(tree: ast.AST) -> Iterator[str]:
                 yield f"calls {ast.unparse(node.func)} in line {node.lineno}"
             for keyword in node.keywords:
                 is_false = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-                if keyword.arg == "trust_remote_code" and not is_false:
+                asked = ast.unparse(keyword.value) == "trusts_remote_code()"  # off unless the user turns it on
+                if keyword.arg == "trust_remote_code" and not (is_false or asked):
                     yield f"trusts remote code in line {node.lineno}"
 
 

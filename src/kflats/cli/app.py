@@ -31,6 +31,7 @@ from kflats.cli.options import (
     Sizes,
     TaskData,
     TrainingOptions,
+    TrustRemoteCode,
     check_recipe,
     conflict,
     given_options,
@@ -51,7 +52,7 @@ _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), c
 Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed model: a folder or a hub name.")]
 
 
-def inspect(model: Model) -> None:
+def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
     """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
     local_model(model)
     from kflats.evaluation.outputs import weight_file_bytes
@@ -105,6 +106,7 @@ def plan(
     data: DataOptions,
     force: Force = False,
     quiet: Quiet = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Decide the method and the bytes of each weight, and write them as JSON to review, edit and run later."""
     check_file(out, force, _is_plan)
@@ -156,6 +158,7 @@ def compress(
     ] = False,
     force: Force = False,
     quiet: Quiet = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
     if plan is None:
@@ -204,6 +207,7 @@ def trim(
     ] = None,
     force: Force = False,
     quiet: Quiet = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Keep the N commonest tokens of a vocabulary, in the model and its tokenizer; removed words become pieces."""
     _check_places(out, force, model)
@@ -226,6 +230,7 @@ def compare(
     card: Annotated[
         bool, typer.Option("--card", help="Write the figures into the model card and the report of DIR too.")
     ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compare two models: outputs, sizes, memory and times."""
     data = texts_of(texts)
@@ -266,6 +271,7 @@ def evaluate(
         str | None, typer.Option(metavar="MODEL", help="Score this model too, beside the compressed one.")
     ] = None,
     split: Annotated[str, typer.Option(help="The split: a file's name without .tsv.gz.")] = "dev",
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Score a model on a task, with its size, memory, latency and operations; beside the original's if it is given."""
     find_task(task)
@@ -298,6 +304,7 @@ def recover(
     eval_split: Annotated[str, typer.Option(help="The split whose score decides which epoch is kept.")] = "dev",
     quiet: Quiet = False,
     force: Force = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train a compressed model on its task, towards the original, or both. Interrupted, the same command resumes."""
     if texts is not None and (task_data is not None or examples.limit is not None):
@@ -340,6 +347,7 @@ def export(
     ] = False,
     force: Force = False,
     quiet: Quiet = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Write a model for programs without kflats: a checkpoint with dense weights, or an ONNX file or folder."""
     if dense == onnx:
@@ -355,7 +363,7 @@ def export(
     if drop_biases and onnx:
         raise conflict("--drop-biases", "--onnx", "--dense, or leave --drop-biases out")
     if dense:
-        _check_places(out, force, model)
+        check_folder(out, force, [folder for folder in [local_model(model, pickled=True)] if folder is not None])
         from kflats.export.dense import export_dense
 
         quiet_transformers()

@@ -27,6 +27,7 @@ from kflats.common.sentences import undo_marks
 from kflats.common.text_files import read_texts
 from kflats.common.texts import SAMPLES
 from kflats.io.atomic import check_file
+from kflats.io.sources import trusting_remote_code
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, check_quality, one_budget
 from kflats.tasks.task import find_task
 
@@ -129,6 +130,22 @@ def hush(quiet: bool) -> bool:
     return quiet
 
 
+def trust(ctx: typer.Context, trusted: bool) -> bool:
+    """Let code that comes with models run until the command ends, if ``trusted``; one line says so."""
+    if trusted:
+        ctx.with_resource(trusting_remote_code())
+    return trusted
+
+
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        callback=trust,
+        expose_value=False,
+        help="Run the Python code that some models bring; read it first. Without it such models are refused.",
+    ),
+]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder, or a hub name (owner/model).")]
 Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
 TEXT_FILES = "plain text, JSON lines, CSV, Parquet, a data set; FILE:COLUMN names a column"

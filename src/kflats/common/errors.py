@@ -19,6 +19,7 @@ _OPTIONS = {
     "SVD()": "--method svd",
     "KeepDense()": "--method keep-dense",
     "Auto()": "--method auto",
+    "trusting_remote_code()": "--trust-remote-code",
     "Float()": "--codec float",
     "Integer(bits=8)": "--codec int8",
     "Transform()": "--codec transform",

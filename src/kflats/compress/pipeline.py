@@ -26,7 +26,7 @@ from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
-from kflats.model.weights import Weight
+from kflats.model.weights import Weight, factored_layers
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
@@ -186,6 +186,7 @@ def compress_folder(
     recipes = plan or named
     with new_folder(out, force, [folder]) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
+        _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
@@ -280,12 +281,25 @@ def plan_folder(
     recipes = _recipes(method, weights, whole=keep is None)
     data = _read(texts, calibration, objective, statistics, samples)
     model = load_model(folder)
+    _check_fresh(folder, model, whole=keep is None)
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
     sizes: dict[str, Any] = {"file_bytes": weight_file_bytes(folder), "beside": module_bytes(folder)}
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
     _keep(decided, keep_statistics)
     return decided.plan
+
+
+def _check_fresh(folder: Path, model: nn.Module, *, whole: bool) -> None:
+    """Refuse to compress the ``whole`` of a folder that kflats wrote: what it lost would be lost once more."""
+    done = [name for name, layer in factored_layers(model) if layer.owns_matrix]
+    if whole and done:
+        raise KflatsError(
+            f"the model in {folder} is compressed already",
+            cause=f"{len(done)} of its weights hold codes or factors of the original's, the first of them {done[0]!r}",
+            hint="the original model; or kflats export --dense and compress what that writes; or a share to keep of "
+            "weights that are dense still, by their names",
+        )
 
 
 def _recipes(method: Recipe | Method | None, weights: tuple[str, ...], whole: bool) -> Recipes:

@@ -45,7 +45,7 @@ from kflats.evaluation.running import (
     task_output,
 )
 from kflats.io import weights_folder
-from kflats.io.sources import static_folder, weight_files
+from kflats.io.sources import static_folder, trusts_remote_code, weight_files
 from kflats.io.static import fast_tokenizer
 
 Kind: TypeAlias = Literal[
@@ -540,7 +540,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
         raise lost
     try:
         tokenizer: Tokenizer = library.AutoTokenizer.from_pretrained(
-            where, trust_remote_code=False, local_files_only=True
+            where, trust_remote_code=trusts_remote_code(), local_files_only=True
         )
         return tokenizer
     except Exception as error:  # the tokenizers library raises plain Exception for a damaged file

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,11 +30,11 @@ from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import collate, drawn_samples, medium_of, run
 from kflats.io.saving import load_model, note_losses_
-from kflats.io.sources import resolve_model, static_folder, weights_folder
+from kflats.io.sources import resolve_model, static_folder, trusting_remote_code, trusts_remote_code, weights_folder
 from kflats.model.weights import compute_dtype
 
 _TOKENS = 20
-_PROGRAM = "import sys; from kflats.evaluation.proof import measured_here; print(measured_here(sys.argv[1]))"
+_PROGRAM = "import sys; from kflats.evaluation.proof import measured_here; print(measured_here(*sys.argv[1:]))"
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ def footprint(folder: str | os.PathLike[str]) -> Footprint:
     Raises:
         KflatsError: the process failed; its last line is the cause.
     """
-    done = subprocess.run([sys.executable, "-c", _PROGRAM, os.fspath(folder)], capture_output=True, text=True)
+    arguments = [os.fspath(folder), *(["trusted"] if trusts_remote_code() else [])]
+    done = subprocess.run([sys.executable, "-c", _PROGRAM, *arguments], capture_output=True, text=True)
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise KflatsError(f"the model in {os.fspath(folder)} cannot be run in a fresh process", cause=lines[-1])
@@ -75,15 +77,21 @@ def peak_memory() -> int | None:
     return None
 
 
-def measured_here(folder: str) -> str:
-    """The footprint of the model in ``folder`` in this process, which loaded no model before, as JSON."""
+def measured_here(folder: str, trusted: str = "") -> str:
+    """The footprint of the model in ``folder`` in this process, which loaded no model before, as JSON.
+
+    Args:
+        folder: of the model. trusted: not "" where its own code may be run.
+    """
     library = needed("transformers", "kflats[hf]", "loading a model")
-    if static_folder(folder) is not None:
+    with trusting_remote_code() if trusted else nullcontext():
+        if static_folder(folder) is None:
+            config = library.AutoConfig.from_pretrained(
+                weights_folder(folder), local_files_only=True, trust_remote_code=trusts_remote_code()
+            )
+            for name in ("AutoModel", *(getattr(config, "architectures", None) or ())):
+                getattr(library, name, None)  # imports the code of the model
         return _measured(folder)
-    config = library.AutoConfig.from_pretrained(weights_folder(folder), local_files_only=True, trust_remote_code=False)
-    for name in ("AutoModel", *(getattr(config, "architectures", None) or ())):
-        getattr(library, name, None)  # imports the code of the model
-    return _measured(folder)
 
 
 def _measured(folder: str) -> str:

@@ -58,7 +58,8 @@ def export_dense(
 
     Each factored matrix M is multiplied out, in the type that its layer computes in. Outputs are those of the
     compressed model up to rounding, sizes those of the original. For servers, converters and runtimes that read
-    ordinary checkpoints; anything that can ``import kflats`` is better served by the compressed folder.
+    ordinary checkpoints; anything that can ``import kflats`` is better served by the compressed folder. A folder whose
+    weights are torch's pickles is written as safetensors, which every command here reads.
 
     Args:
         model: a compressed folder or hub name (tokenizer, sentence-transformers modules and prompts come along), a
@@ -84,16 +85,17 @@ def export_dense(
     >>> torch.allclose(plain["words"].weight, model["words"].matrix.dense())
     True
     """
-    folder = None if isinstance(model, nn.Module) else resolve_model(model)
+    folder = None if isinstance(model, nn.Module) else resolve_model(model, pickled=True)
     with new_folder(out, force, [] if folder is None else [folder]) as aside:
-        dense: Any = copy.deepcopy(model) if folder is None else load_model(folder)
-        lost = _check(dense, drop_biases)
+        dense: Any = copy.deepcopy(model) if folder is None else load_model(folder, pickled=True)
+        pickles = folder is not None and not any(weights_folder(folder, pickled=True).glob("*.safetensors"))
+        lost = () if pickles else _check(dense, drop_biases)
         names = tuple(name for name, layer in factored_layers(dense) if layer.owns_matrix)
         restore_(dense)
         if folder is None:
             _save(dense, aside)
         else:
-            inner = aside / weights_folder(folder).relative_to(folder)
+            inner = aside / weights_folder(folder, pickled=True).relative_to(folder)
             if static_folder(folder) is None:
                 dense.save_pretrained(inner)
             else:

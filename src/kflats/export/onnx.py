@@ -43,7 +43,7 @@ from kflats.export.integers import in_integers_, translations
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, check_folder, locked, new_folder, replaced
 from kflats.io.saving import STOP_KEY, VERSION_KEY
-from kflats.io.sources import copy_companions, weights_folder
+from kflats.io.sources import copy_companions, trusts_remote_code, weights_folder
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, onnx_card
 from kflats.report.report import stored_bytes
@@ -422,9 +422,9 @@ def _loaded(folder: Path, pooled: bool) -> nn.Module:
         model: nn.Module = load_model(folder)
         return model
     library = needed("sentence_transformers", "kflats[st]", "pooling by the modules of that folder")
-    # Other arguments keep their defaults; no code of the folder is run.
+    # Other arguments keep their defaults; code of the folder is run only where it is trusted.
     sentences: nn.Module = library.SentenceTransformer(
-        str(folder), device="cpu", trust_remote_code=False, local_files_only=True
+        str(folder), device="cpu", trust_remote_code=trusts_remote_code(), local_files_only=True
     )
     return sentences
 

@@ -8,4 +8,6 @@ from kflats.io.saving import save as save
 from kflats.io.saving import save_model as save_model
 from kflats.io.sources import copy_companions as copy_companions
 from kflats.io.sources import resolve_model as resolve_model
+from kflats.io.sources import trusting_remote_code as trusting_remote_code
+from kflats.io.sources import trusts_remote_code as trusts_remote_code
 from kflats.io.sources import weights_folder as weights_folder

@@ -31,7 +31,7 @@ from kflats.common.release import needed, version
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import JsonObject, decode
 from kflats.io.atomic import manifest_follows, replaced
-from kflats.io.sources import read_config, static_folder, weights_folder
+from kflats.io.sources import read_config, static_folder, trusts_remote_code, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_static, write_static
 from kflats.matrices.coded import CodedMatrix, read_geometry
 from kflats.matrices.registry import Matrix
@@ -476,27 +476,41 @@ def note_losses_(folder: str | os.PathLike[str], losses: Sequence[FormLoss], run
         aside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_model(folder: str | os.PathLike[str]) -> Any:
+def load_model(folder: str | os.PathLike[str], *, pickled: bool = False) -> Any:
     """The transformers model of a local folder, of the class its config names (else ``AutoModel``), in its own dtype.
 
-    Only safetensors are read, and no code from the folder is run. A static model becomes a ``StaticModel``.
+    Only safetensors are read. Code from the folder is run only inside ``trusting_remote_code``. A static model becomes
+    a ``StaticModel``.
+
+    Args:
+        pickled: also read torch's pickles where there is nothing else. transformers reads tensors alone of them.
 
     Raises:
-        KflatsError: transformers is missing, the folder holds no model, or a model that needs its own code.
+        KflatsError: transformers is missing, the folder holds no model, or an adapter, or a model that another library
+            quantized, or one that needs its own code.
     """
-    where = weights_folder(folder)
+    where = weights_folder(folder, pickled=pickled)
     if static_folder(folder) is not None:
         return load_static(where)
     transformers = needed("transformers", "kflats[hf]", "loading a model")
+    safe = any(where.glob("*.safetensors"))
+    _check_code(where, transformers)
     try:
-        config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=True)
-        kind: Any = getattr(transformers, (getattr(config, "architectures", None) or ("",))[0], None)
-        if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        config = transformers.AutoConfig.from_pretrained(
+            where, trust_remote_code=trusts_remote_code(), local_files_only=True
+        )
+        _check_unquantized(where, getattr(config, "quantization_config", None))
+        named = (getattr(config, "architectures", None) or ("",))[0]
+        own = (auto for auto, path in _auto_map(where).items() if path.rpartition(".")[2] == named)
+        kind: Any = getattr(transformers, next(own, named) if trusts_remote_code() else named, None)
+        if not isinstance(kind, type) or not (
+            issubclass(kind, transformers.PreTrainedModel) or kind.__name__.startswith("AutoModel")
+        ):
             kind = transformers.AutoModel
         if not hasattr(config, "quantization_config"):  # otherwise the plug-in checks them
             check_files(where.glob("*.safetensors"), warns=False)
         return kind.from_pretrained(
-            where, dtype="auto", use_safetensors=True, trust_remote_code=False, local_files_only=True
+            where, dtype="auto", use_safetensors=safe, trust_remote_code=trusts_remote_code(), local_files_only=True
         )
     except KflatsError:
         raise
@@ -548,3 +562,36 @@ def load_static(folder: str | os.PathLike[str]) -> StaticModel:
     swap_described_(model, weight, module, matrix)
     model.embedding.register_state_dict_pre_hook(decode_all)
     return model
+
+
+def _auto_map(folder: Path) -> dict[str, str]:
+    """The classes of a model's own code, by the names of transformers' classes that load them; {} of other models."""
+    found = read_config(folder).get("auto_map")
+    return {auto: path for auto, path in found.items() if isinstance(path, str)} if isinstance(found, dict) else {}
+
+
+def _check_code(folder: Path, transformers: Any) -> None:
+    """Refuse a model that needs its own code, unless that is trusted."""
+    own = _auto_map(folder)
+    if not own or trusts_remote_code():
+        return
+    known = read_config(folder).get("model_type")
+    if known not in transformers.CONFIG_MAPPING:
+        raise KflatsError(
+            f"the model in {folder} brings code of its own ({next(iter(own.values())).partition('.')[0]}.py), "
+            "which is not run",
+            cause=f"transformers has no model type {known!r}",
+            hint="read that code; if you trust it, trusting_remote_code()",
+        )
+
+
+def _check_unquantized(folder: Path, note: Any) -> None:
+    """Refuse a model that another library quantized."""
+    note = note if note is None or isinstance(note, dict) else note.to_dict()
+    if note and not is_kflats_config(note):
+        method = note.get("quant_method") or ("bitsandbytes" if "load_in_4bit" in note else "another library")
+        raise KflatsError(
+            f"the model in {folder} is quantized already, by {getattr(method, 'value', method)}",
+            cause="its weights are rounded integers in a form of that library",
+            hint="the model that it was made from, in float32, float16 or bfloat16",
+        )

@@ -7,9 +7,12 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 
 from kflats.common.errors import KflatsError
+from kflats.common.formatting import announce
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
 from kflats.io.atomic import beside, explained
@@ -27,21 +30,53 @@ _STATIC_MODULE = "sentence_transformers.models.StaticEmbedding"  # the name that
 _SKIPPED = {"onnx", "openvino", "coreml", "flax", "original", "__pycache__"}
 
 
-def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
+_TRUSTED = ContextVar("kflats_trusts_remote_code", default=False)
+
+
+@contextmanager
+def trusting_remote_code() -> Iterator[None]:
+    """Inside, a model that brings code of its own (``auto_map`` in its config) is loaded with it: the code is run.
+
+    The default refuses such models. Limit: the code can do whatever the user of the process can; read it first. A line
+    on stderr says that code may be run.
+
+    >>> with trusting_remote_code():
+    ...     trusts_remote_code()
+    True
+    """
+    announce("code that comes with a model is run, because it is trusted")
+    before = _TRUSTED.set(True)
+    try:
+        yield
+    finally:
+        _TRUSTED.reset(before)
+
+
+def trusts_remote_code() -> bool:
+    """Whether code that comes with a model may be run."""
+    return _TRUSTED.get()
+
+
+def resolve_model(name_or_path: str | os.PathLike[str], *, pickled: bool = False) -> Path:
     """The local folder of a model: the given folder, or else a snapshot of the hub's model of that name.
 
-    Of the hub only ``*.json``, ``*.txt``, ``*.safetensors`` and ``*.model`` are fetched, never code or pickles.
+    Of the hub only ``*.json``, ``*.txt``, ``*.safetensors`` and ``*.model`` are fetched; code only where it is trusted
+    (``trusting_remote_code``).
+
+    Args:
+        pickled: whether weights as torch's pickles will do, in a local folder.
 
     Raises:
         KflatsError: no such folder, no such model, no network, or a model without safetensors.
     """
-    if (folder := local_model(name_or_path)) is not None:
+    if (folder := local_model(name_or_path, pickled=pickled)) is not None:
         return folder
     text = os.fspath(name_or_path)
     hub = needed("huggingface_hub", "kflats[hf]", f"there is no folder {text}, and fetching it from the hub")
     try:
         with explained(Path(text)):
-            snapshot = Path(hub.snapshot_download(text, allow_patterns=_HUB_FILES))
+            patterns = [*_HUB_FILES, "*.py"] if trusts_remote_code() else _HUB_FILES
+            snapshot = Path(hub.snapshot_download(text, allow_patterns=patterns))
     except KflatsError:
         raise
     except (OSError, ValueError) as error:
@@ -54,8 +89,11 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     return snapshot
 
 
-def local_model(name_or_path: str | os.PathLike[str]) -> Path | None:
+def local_model(name_or_path: str | os.PathLike[str], *, pickled: bool = False) -> Path | None:
     """The local folder of a model; None for what may be a name of the hub, which is not asked.
+
+    Args:
+        pickled: as ``resolve_model``.
 
     Raises:
         KflatsError: neither a folder with a model nor a name.
@@ -65,7 +103,7 @@ def local_model(name_or_path: str | os.PathLike[str]) -> Path | None:
         raise KflatsError("no model is named", hint="a model folder, or a hub name such as owner/model")
     path = Path(text).expanduser()
     if path.is_dir():
-        weights_folder(path)
+        weights_folder(path, pickled=pickled)
         return path.resolve()
     if path.exists():
         raise KflatsError(f"{text} is a file", hint="the folder that holds config.json")
@@ -80,13 +118,22 @@ def local_model(name_or_path: str | os.PathLike[str]) -> Path | None:
     return None
 
 
-def weights_folder(folder: str | os.PathLike[str]) -> Path:
+def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> Path:
     """The folder with the transformer's ``config.json``: ``folder``, or one inside it (some sentence-transformers).
 
+    Args:
+        pickled: as ``resolve_model``.
+
     Raises:
-        KflatsError: no model in it, or one without safetensors.
+        KflatsError: no model in it, one without safetensors, or an adapter of PEFT.
     """
     root = holder = Path(folder)
+    if (root / "adapter_config.json").is_file():
+        raise KflatsError(
+            f"{root} holds an adapter of PEFT, not a model",
+            cause="an adapter is trained factors beside the weights of another model, which it names",
+            hint="merge it into that model first (merge_and_unload of peft), save that, and compress what was saved",
+        )
     static = static_folder(root)
     if static is not None:
         holder = static
@@ -98,13 +145,16 @@ def weights_folder(folder: str | os.PathLike[str]) -> Path:
                 f"{root} holds no model", cause="it has no config.json, nor a modules.json that names a folder with one"
             )
     if not any(holder.glob("*.safetensors")):
-        pickled = any(_PICKLED.fullmatch(path.name) for path in holder.iterdir())
+        stored = any(_PICKLED.fullmatch(path.name) for path in holder.iterdir())
+        if stored and pickled:
+            return holder
+        other = "a folder or a revision with model.safetensors"
         raise KflatsError(
             f"{holder} has {'a config.json' if static is None else 'a static embedding'} and no safetensors file",
             cause="its weights are stored as pickle, which can run code"
-            if pickled
+            if stored
             else "a download or save that did not finish, or weights in a format of another library",
-            hint="a folder or a revision with model.safetensors, as from_pretrained and save_pretrained write it",
+            hint=f"kflats export {root} --dense --out DIR writes them as safetensors, or {other}" if stored else other,
         )
     return holder
 
@@ -169,7 +219,7 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
     """
     source, target = Path(source_folder).resolve(), Path(target_folder)
     allowed = (source, *_blobs(source))
-    inner = weights_folder(source)
+    inner = weights_folder(source, pickled=True)
     modules = _module_folders(source)
     if static_folder(source) is not None:
         _copy_static_modules(source, target, inner.relative_to(source))
@@ -203,7 +253,7 @@ def _copy_static_modules(source: Path, target: Path, inner: Path) -> None:
 def _module_folders(root: Path) -> set[Path]:
     """The folders of the modules beside the transformer."""
     folders = {(root / m["path"]).resolve() for m in _modules(root) if m["path"]}
-    return folders - {weights_folder(root).resolve()} if folders else folders
+    return folders - {weights_folder(root, pickled=True).resolve()} if folders else folders
 
 
 def _is_inside(path: Path, folders: set[Path]) -> bool:
