@@ -798,3 +798,23 @@ def test_batches_of_a_block_do_not_depend_on_other_texts(tiny_tokenizer: Any) ->
     parts = [batch for i in range(0, 150, 64) for batch in text_batches(texts[i : i + 64], tiny_tokenizer, batch=10)]
     assert len(whole) == len(parts) == 7 + 7 + 3
     assert all(torch.equal(a[key], b[key]) for a, b in zip(whole, parts, strict=True) for key in a)
+
+
+def test_what_a_model_says_of_its_inputs_is_an_error_to_read_and_a_defect_of_measuring_is_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor, boxes: Tensor | None = None) -> Tensor:
+            return self.first(x + boxes.mean())  # type: ignore[union-attr]
+
+    model, needs = Reads(), frozenset({"row_fisher"})
+    with pytest.raises(KflatsError, match=r"Reads cannot be run on these inputs alone: .* 'mean'") as refused:
+        measure(model, find_weights(model), [{"x": torch.eye(3)}], needs=needs, quiet=True)
+    assert "--importance uniform" in refused.value.on_command_line()
+    monkeypatch.setattr(collect, "in_blocks", lambda batches: None)
+    with pytest.raises(TypeError):
+        measure(model, find_weights(model), [{"x": torch.eye(3), "boxes": torch.eye(3)}], needs=needs, quiet=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
-from kflats import MESSI, SVD, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts, Uniform
-from kflats.common.errors import KflatsError
+from kflats import MESSI, SVD, Auto, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts, Uniform
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
 from kflats.model.weights import find_weight
 from kflats.planning.calibration_data import CalibrationData
@@ -35,6 +35,34 @@ def test_words_mean_roles(tiny_model) -> None:
     assert set(named(model, "all")) == {*layers, *tables}
     with pytest.raises(KflatsError, match="no weights of the kind 'conv'"):
         named(model, "conv")
+
+
+def test_a_table_of_positions_is_no_token_embedding() -> None:
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.patches, self.positions = nn.Linear(12, 8), nn.Embedding(20, 8)
+
+        def get_input_embeddings(self) -> nn.Module:
+            return self.patches
+
+    chosen = select(Sees(), {"all": Auto()}, CalibrationData())
+    assert [one.recipe.importance for one in chosen] == [Uniform(), Uniform()]
+    with pytest.raises(KflatsError, match="no token embedding"):
+        select(Sees(), None, CalibrationData())
+
+
+def test_a_model_that_reads_more_than_ids_is_not_measured_with_ids(tiny_model, tiny_tokenizer) -> None:
+    def forward(input_ids: Tensor, attention_mask: Tensor | None = None, bbox: Tensor | None = None) -> None:
+        raise ValueError("You have to specify bbox")
+
+    model, data = tiny_model("bert"), CalibrationData(tokenizer=tiny_tokenizer)
+    assert {type(one.recipe.importance) for one in select(model, {"linear": Auto()}, data)} == {KroneckerFisher}
+    model.forward = forward
+    data = CalibrationData(tokenizer=tiny_tokenizer)
+    with pytest.warns(KflatsWarning, match="nothing is measured: BertModel cannot be run .*: You have to specify bbox"):
+        chosen = select(model, {"linear": Auto()}, data)
+    assert {one.recipe.importance for one in chosen} == {Uniform()}
 
 
 def test_a_tied_head_is_no_linear_layer(tiny_model) -> None:

@@ -32,6 +32,13 @@ BOXES = {"bbox": torch.zeros(2, 8, 4, dtype=torch.long)}
 
 # Model, config, settings, inputs, and the ends of the names that are refused.
 READERS: dict[str, tuple[str, str, dict[str, Any], dict[str, Tensor], set[str]]] = {
+    "clipseg": (
+        "CLIPSegVisionModel",
+        "CLIPSegVisionConfig",
+        {**_COMMON, "image_size": 8, "patch_size": 4},
+        PIXELS,
+        {"position_embedding"},
+    ),
     "deberta": (
         "DebertaForMaskedLM",
         "DebertaConfig",

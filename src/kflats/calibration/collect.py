@@ -17,12 +17,15 @@ from kflats.calibration.objectives import Objective, Projections, TaskLoss, desc
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import Update, announce, progress_bar, size
 from kflats.common.texts import check_ids
-from kflats.evaluation.running import Batch, BatchValue, batch_size, device_of, run, take, to_device
+from kflats.evaluation.running import Batch, BatchValue, batch_size, device_of, explained, run, take, to_device
 from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
 
 Block: TypeAlias = list[tuple[int, Batch]]
 """The batches of one block, each with the index of its first sample."""
+
+
+_UNMEASURED = "batches of all that it reads at once, or Uniform(), which measures nothing"
 
 
 def measure(
@@ -76,8 +79,8 @@ def measure(
 
     Raises:
         KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
-            beyond the model's vocabulary, a loss or a sum that is not finite, a weight whose sums alone exceed
-            ``memory_bytes``.
+            beyond the model's vocabulary, batches that the model cannot be run on, a loss or a sum that is not finite,
+            a weight whose sums alone exceed ``memory_bytes``.
 
     >>> from kflats.model.weights import find_weights
     >>> model = nn.Sequential(nn.Linear(3, 2))
@@ -88,7 +91,7 @@ def measure(
     """
     wanted = _wanted(weights, needs)
     kept = _checked(batches, model)
-    with frozen(model), progress_bar(quiet=quiet) as update:
+    with frozen(model), explained(model, _UNMEASURED), progress_bar(quiet=quiet) as update:
         job = Job(model, weights, kept, wanted, objective)
         blocks = in_blocks(kept)
         copies = min(len(blocks), 2)  # the sums of all blocks before, and of one block

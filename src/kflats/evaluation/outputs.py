@@ -17,8 +17,7 @@ cosine between the sentence vectors of both models, and the share of each senten
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import shorten
 from typing import Literal, TypeAlias
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.common.errors import KflatsError, first_line
+from kflats.common.errors import KflatsError
 from kflats.common.formatting import number
 from kflats.common.release import needed
 from kflats.common.texts import Tokenizer, check_texts, packaged_texts, pad_id
@@ -38,6 +37,7 @@ from kflats.evaluation.running import (
     device_of,
     encode,
     evaluating,
+    explained,
     is_encoder_decoder,
     pooled,
     rare_words,
@@ -68,6 +68,7 @@ _NUMBERS = 2**26  # log-probabilities that are kept of a model, and logits of a 
 _TERMS = 2**22  # log-probabilities that are compared at once, in float64
 _HEAVY, _VISIBLE = 4.0, 0.02
 _SHOWN, _LETTERS = 3, 80  # of the worst samples
+_OWN_COMPARISON = "a comparison of your own; kflats compress --size with --no-proof compares nothing"
 _LEAST = -1e4  # log-probability: a model may exclude tokens
 _LARGEST = 700.0  # exp of more is infinite
 
@@ -277,7 +278,7 @@ class Judge:
         unpadded = getattr(getattr(model, "config", None), "pad_token_id", None) is None and items[0].places is None
         size = 1 if unpadded and self._texts is not None and self.kind != "encoder" else self._batch
         filler = pad_id(self._tokenizer, model)
-        with _explained(model), evaluating(model), torch.inference_mode():
+        with explained(model, _OWN_COMPARISON), evaluating(model), torch.inference_mode():
             for picked, batch in inputs.batches([item.inputs for item in items], size, filler, device_of(model)):
                 if self.kind == "encoder":
                     output: Tensor | None = F.normalize(_pooled(model, batch), dim=1)
@@ -370,7 +371,7 @@ def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
     language, decodes = inputs.has_language_head(model), is_encoder_decoder(model)
     config = getattr(model, "config", None)
     batch = inputs.collate([sample], 0, device_of(model))
-    with _explained(model), evaluating(model), torch.inference_mode():
+    with explained(model, _OWN_COMPARISON), evaluating(model), torch.inference_mode():
         bare = decodes and not language and getattr(model, "base_model", model) is model
         logits = None if bare else task_output(run(model, batch))
         if logits is None:
@@ -397,7 +398,7 @@ def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
     raise KflatsError(
         f"the outputs of {type(model).__name__} are not compared",
         cause=f"logits of shape {tuple(logits.shape)} are neither of labels nor of tokens",
-        hint="a comparison of your own; kflats compress --size with --no-proof compares nothing",
+        hint=_OWN_COMPARISON,
     )
 
 
@@ -413,21 +414,6 @@ def _thinned(items: list[_Item], most: int) -> list[_Item]:
         return items
     parts = [[None if t is None else t[::step] for t in (item.places, item.targets)] for item in items]
     return [_Item(item.inputs, *part) for item, part in zip(items, parts, strict=True)]
-
-
-@contextmanager
-def _explained(model: nn.Module) -> Iterator[None]:
-    """Errors of the model's own code, for inputs that are not enough for it, become a KflatsError."""
-    try:
-        yield
-    except KflatsError:
-        raise
-    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
-        raise KflatsError(
-            f"{type(model).__name__} cannot be run on these inputs alone: {first_line(error)[:200]}",
-            cause="a model that reads several things at once, or texts that it cannot read",
-            hint="a comparison of your own; kflats compress --size with --no-proof compares nothing",
-        ) from error
 
 
 _BLOCK = 1024  # sentences compared with all others at once

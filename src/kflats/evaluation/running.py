@@ -10,13 +10,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.common.texts import Tokenizer, batches_by_length, pad_id, padded_batch, tokenize_texts
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.weights import is_sentence_transformer, vocabulary_end
@@ -207,6 +208,27 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, BatchValue]:
     """The batch on ``device``; float16 becomes float32, as in a model that is ``frozen``."""
     tensors = {key: value.to(device) for key, value in batch.items() if isinstance(value, Tensor)}
     return {**batch, **{key: t.float() if t.dtype == torch.float16 else t for key, t in tensors.items()}}
+
+
+@contextmanager
+def explained(model: nn.Module, hint: str) -> Iterator[None]:
+    """Errors of the model's own code, for inputs that are not enough for it, become a KflatsError with this hint.
+
+    Errors raised by a line of kflats stay as they are: they are defects.
+    """
+    try:
+        yield
+    except KflatsError:
+        raise
+    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if len(frames) > 1 and str(frames[-1].f_globals.get("__name__")).startswith("kflats."):
+            raise
+        raise KflatsError(
+            f"{type(model).__name__} cannot be run on these inputs alone: {first_line(error)[:200]}",
+            cause="a model that reads several things at once, or texts that it cannot read",
+            hint=hint,
+        ) from error
 
 
 def run(model: nn.Module, batch: Batch) -> ModelOutput:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import difflib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from dis import get_instructions
+from inspect import unwrap
+from types import FunctionType
 from typing import Any, Literal, TypeGuard, cast
 
 import torch
@@ -26,30 +28,15 @@ FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv
 READ_DIRECTLY = "it is part of a layer that reads the dense tensor directly, as torch's own transformer layers do"
 
 # These modules read the tensors of layers inside them directly and never call the layers: torch's fused kernels, and
-# some modules of transformers. _READERS has the end of the class name and the layers that are read, () for all.
+# modules of transformers whose tensors others read. ``_reads_of`` finds those that read single layers; ViLT unpacks the
+# shape of a kernel. BLOOM's read slices where a checkpoint asks for slow, exact products, and call elsewhere.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
-_READERS: dict[str, tuple[str, ...]] = {
-    "AltUp": ("prediction_coefs", "correction_coefs"),
-    "BambaMixer": ("out_proj",),
-    "DebertaEncoder": ("rel_embeddings",),
-    "DebertaV2Encoder": ("rel_embeddings",),
-    "DisentangledSelfAttention": ("in_proj",),
-    "FalconH1Mixer": ("out_proj",),
-    "LSHSelfAttention": ("query_key", "value"),
-    "LayoutLMv2Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "LayoutLMv3Encoder": ("rel_pos_bias", "rel_pos_x_bias", "rel_pos_y_bias"),
-    "MHAttentionMap": ("k_proj", "k_linear"),
-    "Mamba2Mixer": ("out_proj",),
-    "MambaLayer": ("out_proj",),
-    "MambaMixer": ("x_proj", "dt_proj", "out_proj"),
-    "MobileBertLMPredictionHead": (),
-    "PerceiverTextPreprocessor": (),
-    "SEWDTransformerEncoder": ("rel_embeddings",),
-    "TDNNLayer": ("kernel",),
-    "VectorQuantizer": (),
-    "ViltEmbeddings": ("patch_embeddings",),
-    "WavLMAttention": (),
-}
+_READ_WHOLE = ("MobileBertLMPredictionHead", "PerceiverTextPreprocessor", "VectorQuantizer", "WavLMAttention")
+_READ_TOO = {"ViltEmbeddings": ("patch_embeddings.projection",)}
+_CALLED = ("BloomAttention", "BloomMLP")
+_LIBRARIES = ("torch.", "builtins", "abc", "typing", "transformers.modeling_utils", "transformers.generation")
+_NO_FORWARD = ("__", "_init", "init", "reset", "tie", "_tie", "resize", "_resize", "set_", "from_", "_prune", "prune")
+_PROPERTIES = (".dtype", ".device", ".shape", ".size", ".ndim", ".dim", ".requires_grad", ".is_meta", ".numel")
 
 QUANT_METHOD = "kflats"
 """The name of the description of factored layers in a transformers config."""
@@ -207,11 +194,13 @@ def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """For every attribute that holds a module, also a shared one: path, module, is its tensor read directly?"""
     entered: set[int] = set()
     fused: set[int] = set()
+    # Token ids enter it by a call, whatever else reads single rows of it.
+    tokens = {id(vocabulary_end(part, "get_input_embeddings")) for _, part in pretrained_models(model)}
     left = [("", model)]
     while left:
         name, module = left.pop()
         for read in _read_by(module):
-            fused.update(id(inner) for inner in read.modules())
+            fused.update(id(inner) for inner in read.modules() if id(inner) not in tokens or isinstance(module, _FUSED))
         yield name, module, id(module) in fused
         if id(module) not in entered:  # the slots of a shared module are found once
             entered.add(id(module))
@@ -356,19 +345,60 @@ def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Wei
 
 def _read_by(module: nn.Module) -> list[nn.Module]:
     """The modules inside ``module``, perhaps itself, whose tensors it reads."""
-    if isinstance(module, _FUSED):
+    name = type(module).__name__
+    if isinstance(module, _FUSED) or name.endswith(_READ_WHOLE):
         return [module]
-    children = _reads_of(type(module).__name__)
-    if children is None:
-        return []
-    read = [module._modules.get(child) for child in children] if children else [module]
-    return [inner for inner in read if inner is not None]
+    paths = set() if name.endswith(_CALLED) else {*_reads_of(type(module)), *_READ_TOO.get(name, ())}
+    return [inner for path in sorted(paths) if (inner := submodule(module, path)) is not None]
 
 
-@cache
-def _reads_of(name: str) -> tuple[str, ...] | None:
-    """What a class of this name reads, as ``_READERS`` has it; None: nothing."""
-    return next((children for end, children in _READERS.items() if name.endswith(end)), None)
+def _reads_of(kind: type[nn.Module]) -> frozenset[str]:
+    """The paths of the modules inside a ``kind`` whose ``weight`` its methods read, as ``self.out_proj.weight``.
+
+    >>> class Scores(nn.Module):
+    ...     def forward(self, x):
+    ...         return self.first(x) @ self.second.weight.to(self.first.weight.dtype)
+    >>> sorted(_reads_of(Scores))
+    ['second']
+    """
+    if kind in _READS:
+        return _READS[kind]
+    methods = [
+        unwrap(method)
+        for base in kind.__mro__
+        if not base.__module__.startswith(_LIBRARIES)
+        for name, method in vars(base).items()
+        if isinstance(method, FunctionType) and not name.startswith(_NO_FORWARD)
+    ]
+    _READS[kind] = frozenset(path for method in methods for path in _paths_read(method))
+    return _READS[kind]
+
+
+_READS: dict[type[nn.Module], frozenset[str]] = {}
+"""What ``_reads_of`` found; the methods of a class do not change."""
+
+
+def _paths_read(method: Callable[..., Any]) -> set[str]:
+    """Each path between ``self`` and ``weight``, unless only a property of the tensor is asked for."""
+    code = getattr(method, "__code__", None)
+    if code is None or "weight" not in code.co_names:
+        return set()
+    read: set[str] = set()
+    path: list[str] | None = None
+    before = ""  # isinstance(self.wo.weight, Tensor) reads no number
+    for step in get_instructions(code):
+        if step.opname in ("CACHE", "EXTENDED_ARG", "PRECALL", "PUSH_NULL"):
+            continue
+        if step.opname in ("LOAD_ATTR", "LOAD_METHOD") and path is not None:
+            path.append(step.argval)
+            continue
+        inner, found, rest = ".".join(path or ()).partition(".weight")
+        if found and not rest.startswith(_PROPERTIES):
+            read.add(inner)
+        loads_self = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and step.argrepr.split(", ")[-1] == "self"
+        path = [] if loads_self and before != "isinstance" else None
+        before = str(step.argval)
+    return read
 
 
 def _is_scaled(kind: type) -> bool:

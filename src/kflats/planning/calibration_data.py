@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -17,11 +18,21 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.calibration.windows import LONG, Windows, drawn_windows, filled_windows, windows
 from kflats.codecs import Candidate, Table
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
 from kflats.common.texts import SAMPLES, check_texts, token_limit
-from kflats.evaluation.running import Batch, media_of, read_together, spoken_media
+from kflats.evaluation.running import (
+    Batch,
+    device_of,
+    evaluating,
+    explained,
+    media_of,
+    read_together,
+    run,
+    spoken_media,
+    to_device,
+)
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.model.weights import Weight, dense_weight
@@ -60,6 +71,7 @@ class CalibrationData:
     samples: int = SAMPLES
     windows: Windows | None = None
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _read: dict[int, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -75,8 +87,23 @@ class CalibrationData:
         return self.calibration is not None or self.statistics is not None or self.counts
 
     def draws(self, model: nn.Module) -> bool:
-        """Whether ``model`` is measured with ``drawn_windows``: it reads token ids alone, and nothing else is given."""
-        return not self.measurable and self.tokenizer is not None and media_of(model) == ("input_ids",)
+        """Whether ``model`` is measured with ``drawn_windows``: it reads token ids alone, and nothing else is given.
+
+        Some models read boxes or codes of their own beside the ids: one window is tried. Where the model cannot read
+        it, a warning says so.
+        """
+        if self.measurable or self.tokenizer is None or media_of(model) != ("input_ids",):
+            return False
+        if id(model) not in self._read:
+            drawn = replace(self, windows=drawn_windows(self.tokenizer, samples=1, model=model))
+            try:
+                with explained(model, ""), evaluating(model), torch.no_grad():
+                    run(model, to_device(drawn.batches(model)[0], device_of(model)))
+                self._read[id(model)] = True
+            except KflatsError as error:
+                warnings.warn(KflatsWarning(f"nothing is measured: {error.symptom}"), stacklevel=2)
+                self._read[id(model)] = False
+        return self._read[id(model)]
 
     @property
     def held_out(self) -> tuple[str, ...] | None:

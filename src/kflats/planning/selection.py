@@ -147,6 +147,18 @@ def token_embedding(model: nn.Module) -> Weight:
     Raises:
         KflatsError: the model has none that can be compressed.
     """
+    if (found := _token_embedding(model)) is not None:
+        return found
+    factored = _has_factored_embedding(model)
+    raise KflatsError(
+        "the model has no token embedding that can be compressed",
+        cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",
+        hint="the names of the weights",
+    )
+
+
+def _token_embedding(model: nn.Module) -> Weight | None:
+    """As ``token_embedding``; None where the model has none that can be compressed."""
     weights = [w for w in find_weights(model) if w.places[0].role == "embedding"]
     module = None
     get = getattr(model, "get_input_embeddings", None)
@@ -158,14 +170,13 @@ def token_embedding(model: nn.Module) -> Weight:
             if names & {place.name for place in weight.places}:
                 return weight
     # The largest of what is left is no token embedding where that one is factored already, or cannot be.
-    factored = any(isinstance(layer, FactoredEmbedding) for _, layer in factored_layers(model))
-    if not weights or factored or isinstance(module, nn.Module):
-        raise KflatsError(
-            "the model has no token embedding that can be compressed",
-            cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",
-            hint="the names of the weights",
-        )
-    return max(weights, key=lambda weight: weight.nbytes)
+    if _has_factored_embedding(model) or isinstance(module, nn.Module):
+        return None
+    return max(weights, key=lambda weight: weight.nbytes, default=None)
+
+
+def _has_factored_embedding(model: nn.Module) -> bool:
+    return any(isinstance(layer, FactoredEmbedding) for _, layer in factored_layers(model))
 
 
 _FEW = 400_000
@@ -222,7 +233,7 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
     Only the token embedding has rows that are tokens.
     """
     role = weight.places[0].role
-    if role == "embedding" and weight.name == token_embedding(model).name:
+    if role == "embedding" and weight == _token_embedding(model):
         if data.texts is not None and data.tokenizer is None:
             raise KflatsError(
                 "texts are given, but no tokenizer that could count them", hint="tokenizer=..., or Uniform()"

@@ -1,0 +1,162 @@
+"""docs/architectures.md from the log of a sweep: totals, stages, and what did not hold with its reason."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+Record: TypeAlias = dict[str, Any]
+
+_STAGES = {
+    "build": "a tiny config, its model, its own folder saved and loaded by transformers",
+    "inspect": "`kflats inspect`",
+    "tables": "`kflats compress --weights embeddings --keep 50% --method flats`",
+    "linear": "`kflats compress --weights linear --keep 50% --method svd`",
+    "size": "`kflats compress --size`, the whole model, without data",
+    "data": "`compress_folder(size=..., method=SVD())` with texts, or with generated batches",
+    "load tables": "a fresh process: same outputs as before saving, same ties",
+    "load linear": "the same",
+    "load size": "the same",
+    "load data": "the same",
+    "heads": "out of the head into the base model and back (a base model: into a task's head and out)",
+    "train": "one step of SGD: finite, parameters move; saved",
+    "saved again": "a fresh process: the trained model's outputs",
+}
+_RANKS = ("failed", "refused", "held")
+
+
+def main(log: str) -> int:
+    """Print the page."""
+    from life import model_types
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+    print("\n".join(page(read(Path(log)), model_types(), len(CONFIG_MAPPING_NAMES))))
+    return 0
+
+
+def read(log: Path) -> dict[str, list[Record]]:
+    """The records of each model type. A run of some ways of compressing replaces earlier runs of no other ways."""
+    runs: dict[str, list[list[Record]]] = {}
+    for line in log.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        of_type = runs.setdefault(record["type"], [])
+        if record["stage"] == "build" or not of_type:
+            of_type[:] = [one for one in of_type if not set(one[0]["ways"]) <= set(record["ways"])]
+            of_type.append([])
+        of_type[-1].append(record)
+    return {name: [record for one in of_type for record in one] for name, of_type in runs.items()}
+
+
+def outcome(records: Iterable[Record]) -> str:
+    """Of a model type: unbuildable, or the worst of its stages."""
+    seen = {record["outcome"] for record in records}
+    return "unbuildable" if "unbuildable" in seen else next((rank for rank in _RANKS if rank in seen), "none")
+
+
+def page(found: dict[str, list[Record]], types: list[str], configs: int) -> list[str]:
+    """The lines of the page."""
+    by = defaultdict(list)
+    for name in types:
+        by[outcome(found[name]) if name in found else "not run"].append(name)
+    built = len(by["held"]) + len(by["refused"]) + len(by["failed"])
+    compared = [name for name in by["held"] if "tensors are compared" not in found[name][0]["message"]]
+    rest = [name for name in by["held"] if name not in compared]
+    versions = "; ".join(sorted({record["versions"] for records in found.values() for record in records}))
+    unbuildable, missing = by["unbuildable"], by["not run"]
+    shares = {rank: f"{len(by[rank])} | {_share(len(by[rank]), built)} of those built" for rank in _RANKS}
+    counts = [
+        f"| configs of transformers | {configs} | |",
+        f"| with an Auto model | {len(types)} | |",
+        *([f"| not run | {len(missing)} | |"] if missing else []),
+        f"| no tiny model | {len(unbuildable)} | {_share(len(unbuildable), len(types))} of those with an Auto model |",
+        f"| built | {built} | |",
+        *(f"| {rank} | {shares[rank]} |" for rank in reversed(_RANKS)),
+    ]
+    unknown = "With tensors compared, because the sweep knows no inputs that they run on alone"
+    return [
+        _INTRODUCTION.format(versions=versions),
+        "| | model types | |",
+        "| --- | ---: | --- |",
+        *counts,
+        _WORDS,
+        "| stage | what is done | held | nothing to do | refused | failed | not run |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+        *_stage_rows(found, built),
+        *("", "## Failed", "", *_causes(found, by["failed"], "failed")),
+        *("", "## Refused", "", *_causes(found, by["refused"], "refused")),
+        *("", "## No tiny model", "", *_causes(found, unbuildable, "unbuildable")),
+        *("", "## Held", "", f"With outputs compared ({len(compared)}): {', '.join(compared)}."),
+        *("", f"{unknown} ({len(rest)}): {', '.join(rest)}."),
+        *(["", f"Not run ({len(missing)}): {', '.join(missing)}."] if missing else []),
+    ]
+
+
+_INTRODUCTION = """# Architectures
+
+Every model type of the installed transformers whose config has an Auto model, as a tiny model with random weights:
+inspected, compressed in four ways, saved, loaded in another process, trained for a step, saved again. What a tiny model
+proves is that nothing breaks; it says nothing about quality.
+
+    python tests/sweep/sweep.py run --log sweep.jsonl --resume
+    python tests/sweep/sweep.py table sweep.jsonl > docs/architectures.md
+
+Run with {versions}.
+"""
+_WORDS = """
+*held*: every stage that was run did what it should, or there was nothing to do. *refused*: kflats said that it cannot
+do a stage, and why. *failed*: a traceback, other outputs, a lost tie, more than a minute of processor time, or 4 GB.
+
+## Stages
+"""
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{100 * part / max(1, whole):.1f} %"
+
+
+def _stage_rows(found: dict[str, list[Record]], built: int) -> list[str]:
+    counts: Counter[tuple[str, str]] = Counter()
+    for records in found.values():
+        if outcome(records) != "unbuildable":
+            worst: dict[str, list[Record]] = {}
+            for record in records:
+                worst.setdefault(record["stage"], []).append(record)
+            counts.update((stage, outcome(of_stage)) for stage, of_stage in worst.items())
+    rows = []
+    for stage, text in _STAGES.items():
+        cells = [counts[stage, rank] for rank in ("held", "none", "refused", "failed")]
+        # Only what was compressed can be loaded.
+        ways = stage.removeprefix("load ")
+        all_of_it = built if ways == stage else counts[ways, "held"]
+        rows.append(f"| {stage} | {text} | {' | '.join(map(str, cells))} | {max(0, all_of_it - sum(cells))} |")
+    cut = sorted({stage for stage, _ in counts} - set(_STAGES))
+    return [*rows, *(f"| {stage} | ended early | | | | {counts[stage, 'failed']} | |" for stage in cut)]
+
+
+def _causes(found: dict[str, list[Record]], types: list[str], rank: str) -> list[str]:
+    """A row for each cause: its first message, its stages, its model types."""
+    causes: dict[str, list[tuple[str, Record]]] = defaultdict(list)
+    for name in types:
+        for record in found[name]:
+            if record["outcome"] == rank:
+                causes[_kind(record["message"])].append((name, record))
+    if not causes:
+        return ["None."]
+    rows = []
+    for members in sorted(causes.values(), key=lambda members: -len({name for name, _ in members})):
+        names = sorted({name for name, _ in members})
+        stages = ", ".join(dict.fromkeys(record["stage"] for _, record in members))
+        message = members[0][1]["message"][:240].replace("|", "\\|").replace("<", "\\<")
+        rows.append(f"| {message} | {stages} | {len(names)} | {', '.join(names)} |")
+    return ["| message | stage | types | |", "| --- | --- | ---: | --- |", *rows]
+
+
+def _kind(message: str) -> str:
+    """What messages of one cause have in common: no names of classes and layers, no numbers."""
+    text = re.sub(r"\b[A-Z]\w*(?:Model|For[A-Z]\w*|Encoder|Decoder|Config)\b", "X", message)
+    text = re.sub(r"[\w.]*\.[\w.]+", "Y", text)
+    return re.sub(r"[\d,]+", "N", text)[:90]
