@@ -4,7 +4,8 @@
 #   make test     the tests of every change, doctests and documentation examples included
 #   make sweep    the slow tests and the long tables of cases; SAMPLE=40 SEED=1 runs 40 of them, drawn by seed
 #                 without SAMPLE also the numerics under other CPU settings
-#   make versions each supported Python and transformers that is here, in fresh environments
+#   make versions each supported Python and transformers that is here, and the oldest and newest packages
+#   make release  wheel and sdist in dist/, checked and tried in an empty environment; publishes nothing
 #   make lint     ruff and mypy
 #   make bench    every benchmark, one table each
 #
@@ -24,7 +25,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: demo test sweep versions lint format bench clean
+.PHONY: demo test sweep versions release lint format bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
@@ -41,6 +42,9 @@ sweep: .venv/.dev
 
 versions: .venv/.dev
 	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python tests/versions.py
+
+release: .venv/.dev
+	TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python tests/release.py
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

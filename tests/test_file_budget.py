@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_modules import sentence_modules
 from typer.testing import CliRunner
 
 import kflats
@@ -72,7 +73,7 @@ def test_the_file_is_within_one_per_cent_below_the_budget(encoder, tmp_path) -> 
 @pytest.fixture(scope="module")
 def with_dense(encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The encoder with pooling and a dense layer of its own weight file."""
-    modules = pytest.importorskip("sentence_transformers.models")
+    modules = sentence_modules()
     from sentence_transformers import SentenceTransformer
 
     words = modules.Transformer(str(encoder))

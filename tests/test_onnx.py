@@ -22,6 +22,7 @@ import numpy as np
 import onnx
 import onnxruntime
 from matrices import coded, int4
+from sentence_modules import sentence_modules
 
 import kflats
 from kflats.cli.app import app
@@ -143,11 +144,10 @@ def test_files_hold_codes_and_not_what_they_decode_to(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_sentence_transformers_with_their_own_pooling(tiny_folder: Path, tmp_path: Path) -> None:
-    pytest.importorskip("sentence_transformers")
+    modules = sentence_modules()
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
-    parts = [Transformer(str(tiny_folder)), Pooling(16, pooling_mode="cls"), Normalize()]
+    parts = [modules.Transformer(str(tiny_folder)), modules.Pooling(16, pooling_mode="cls"), modules.Normalize()]
     SentenceTransformer(modules=parts, device="cpu").save(str(tmp_path / "folder"))
     made = export_onnx(tmp_path / "folder", tmp_path / "model.onnx", pooled=True)
     model = SentenceTransformer(str(tmp_path / "folder"), device="cpu")

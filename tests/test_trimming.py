@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from sentence_modules import sentence_modules
 
 import kflats
 from kflats.calibration.windows import windows
@@ -348,16 +349,16 @@ def test_a_place_that_is_not_known_is_noticed() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A sentence-transformers folder of a tiny BERT, with the old vocabulary in a second form too."""
-    pytest.importorskip("sentence_transformers")
+    modules = sentence_modules()
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
     where = tmp_path_factory.mktemp("st")
     _, tokenizer = built("bert")
     transformers.BertModel(transformers.BertConfig(vocab_size=len(tokenizer), **TINY)).save_pretrained(where / "a")
     tokenizer.save_pretrained(where / "a")
-    inner = Transformer(str(where / "a"), max_seq_length=20)
-    made = SentenceTransformer(modules=[inner, Pooling(16, "mean"), Normalize()], prompts={"query": "ba "})
+    inner = modules.Transformer(str(where / "a"), max_seq_length=20)
+    parts = [inner, modules.Pooling(16, "mean"), modules.Normalize()]
+    made = SentenceTransformer(modules=parts, prompts={"query": "ba "})
     made.save(str(where / "b"))
     (where / "b" / "vocab.txt").write_text("\n".join(tokenizer.get_vocab()))
     (where / "b" / "README.md").write_text("card")

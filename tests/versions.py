@@ -1,10 +1,14 @@
-"""Tries the interpreters and the versions of transformers that kflats supports, each in a fresh virtual environment.
+"""Tries the interpreters and the versions of packages that kflats supports, each in a fresh virtual environment.
 
     python tests/versions.py                    every combination; what cannot be tried is listed with its reason
-    python tests/versions.py 3.12 5.0.0         one of them
+    python tests/versions.py 3.12 5.0.0         one of them: Python and transformers
+    python tests/versions.py 3.11 lowest        every test with the oldest version of each requirement of pyproject.toml
+    python tests/versions.py 3.11 highest       every test with the newest ones
 
 Interpreters are found on the path and in pyenv. Packages come from pip's index and its cache; the environments are
-removed afterwards. TORCH_INDEX=https://download.pytorch.org/whl/cpu gives the small CPU build of torch.
+removed afterwards. The oldest and newest versions are those that uv finds (`--resolution lowest-direct`: what kflats
+requires is as old as it may be, what these packages require is new). TORCH_INDEX=https://download.pytorch.org/whl/cpu
+gives the small CPU build of torch.
 """
 
 from __future__ import annotations
@@ -29,8 +33,12 @@ TESTS = (
     "tests/models/test_bad_folders.py",
     "tests/models/test_architectures.py",
     "tests/models/test_inside_transformers.py",
+    "tests/models/test_without_kflats.py",
 )
 """What depends on the interpreter or on transformers: imports, the command line, and loading and saving of folders."""
+RESOLUTIONS = {"lowest": "lowest-direct", "highest": "highest"}
+OLD = ("-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning")
+"""Old packages beside new ones warn of what the new ones will remove."""
 
 
 def interpreter(version: str) -> str | None:
@@ -45,16 +53,22 @@ def interpreter(version: str) -> str | None:
 def tried(python: str, transformers: str) -> str:
     """ "passed", or the step that failed with the last lines that it printed."""
     index = ["--extra-index-url", os.environ["TORCH_INDEX"]] if os.environ.get("TORCH_INDEX") else []
-    wanted = "transformers" if transformers == "newest" else f"transformers=={transformers}"
     with tempfile.TemporaryDirectory() as folder:
         inside = str(Path(folder) / "bin" / "python")
-        steps = {
-            "venv": [python, "-m", "venv", folder],
-            "pip": [inside, "-m", "pip", "install", "-q", *index, "-e", f"{ROOT}[hf]", wanted, *PACKAGES],
-            "pytest": [inside, "-m", "pytest", "-q", "-n", "auto", "-m", "not slow", *TESTS],
-        }
+        install, pytest = [inside, "-m", "pip", "install", "-q", *index], [inside, "-m", "pytest", "-q", "-n", "auto"]
+        steps = {"venv": [python, "-m", "venv", folder]}
+        if resolution := RESOLUTIONS.get(transformers):
+            uv = [inside, "-m", "uv", "pip", "install", "-q", *index, "--resolution", resolution]
+            steps["pip"] = [*install, "uv"]
+            steps["uv"] = [*uv, "--python", inside, "-e", f"{ROOT}[dev]"]
+            steps["pytest"] = [*pytest, "-m", "not slow", *(OLD if transformers == "lowest" else ())]
+        else:
+            wanted = "transformers" if transformers == "newest" else f"transformers=={transformers}"
+            steps["pip"] = [*install, "-e", f"{ROOT}[hf]", wanted, *PACKAGES]
+            steps["pytest"] = [*pytest, "-m", "not slow", *TESTS]
+        variables = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
         for name, command in steps.items():
-            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, env=variables)
             if done.returncode:
                 return f"{name} failed:\n" + "\n".join((done.stdout + done.stderr).splitlines()[-15:])
         return "passed: " + done.stdout.strip().splitlines()[-1]
@@ -62,13 +76,15 @@ def tried(python: str, transformers: str) -> str:
 
 def main(arguments: list[str]) -> int:
     """0 if everything that could be tried passed."""
-    chosen = [(arguments[0], arguments[1])] if arguments else [(p, t) for p in INTERPRETERS for t in TRANSFORMERS]
+    every = [(p, t) for p in INTERPRETERS for t in TRANSFORMERS] + [(INTERPRETERS[0], r) for r in RESOLUTIONS]
+    chosen = [(arguments[0], arguments[1])] if arguments else every
     failed = False
     for version, transformers in chosen:
         python = interpreter(version)
         result = f"skipped: no python{version} here" if python is None else tried(python, transformers)
         failed |= "failed" in result.partition("\n")[0]
-        print(f"python {version}, transformers {transformers}: {result}", flush=True)
+        what = transformers if transformers in RESOLUTIONS else f"transformers {transformers}"
+        print(f"python {version}, {what}: {result}", flush=True)
     return int(failed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 import kflats
 from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
 from kflats.common.errors import KflatsError
-from kflats.common.run_forms import RunForm
+from kflats.common.run_forms import FormLoss, RunForm
+from kflats.evaluation import forms
 from kflats.matrices.layers import FactoredHead, FactoredLinear
 from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
 from kflats.model.run_as import running_as
@@ -174,6 +176,33 @@ def test_a_cpu_whose_integers_are_wrong_is_refused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch, "_int_mm", lambda left, right: torch.zeros(len(left), right.shape[1]).to(torch.int32))
     with pytest.raises(KflatsError, match="its products of integers are wrong"):
         integer_limit.__wrapped__()
+
+
+def no_kernel(left: Tensor, right: Tensor) -> Tensor:
+    raise NotImplementedError("'_int_mm' is not implemented for 'Char' on this build")
+
+
+@pytest.mark.parametrize("missing", [no_kernel, None], ids=["no kernel", "no operator"])
+def test_a_machine_without_products_of_integers_runs_the_other_forms(
+    missing: Callable[[Tensor, Tensor], Tensor] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another processor, or another build of torch: int8 is refused where it is called, and auto takes another form."""
+    monkeypatch.delattr(torch, "_int_mm") if missing is None else monkeypatch.setattr(torch, "_int_mm", missing)
+    integer_limit.cache_clear()
+    monkeypatch.setattr(forms, "_times", lambda model, allowed: {form: 1 / (1 + i) for i, form in enumerate(allowed)})
+    model, x = net().requires_grad_(False), torch.randn(4, 64)
+    try:
+        assert forms.integers_of(model) is None
+        for form in ("dense", "bfloat16", "compact"):
+            run_as_(model, form)
+            assert torch.isfinite(model(x)).all()
+        run_as_(model, "int8")
+        with pytest.raises(KflatsError, match=r"wrong or missing\. Try: the run-time form bfloat16 or dense"):
+            model(x)
+        losses = FormLoss("dense", 0.0, 0.0), FormLoss("bfloat16", 0.0, 0.0), FormLoss("int8", 0.0, 0.0, 127)
+        assert forms.fastest(model, losses, 0.01, quiet=True) == "bfloat16"
+    finally:
+        integer_limit.cache_clear()
 
 
 def test_int8_is_refused_where_it_has_no_kernel() -> None:

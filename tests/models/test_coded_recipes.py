@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from sentence_modules import sentence_modules
 from table import slow
 from torch import Tensor
 from typer.testing import CliRunner
@@ -149,14 +150,13 @@ def test_shards(kind: str, tmp_path: Path) -> None:
 
 
 def test_sentence_models(tiny_tokenizer: Any, tmp_path: Path) -> None:
-    pytest.importorskip("sentence_transformers")
+    modules = sentence_modules()
     from sentence_transformers import SentenceTransformer
-    from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 
     torch.manual_seed(0)
     BertModel(BertConfig(vocab_size=300, **SIZES)).save_pretrained(tmp_path / "bert")
     tiny_tokenizer.save_pretrained(tmp_path / "bert")
-    parts = [Transformer(str(tmp_path / "bert")), Pooling(32, pooling_mode="mean")]
+    parts = [modules.Transformer(str(tmp_path / "bert")), modules.Pooling(32, pooling_mode="mean")]
     original = SentenceTransformer(modules=parts, device="cpu")
     original.save(str(tmp_path / "model"))
     texts = ["the word1 of word2", "word9 word10", "a b c"]

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("sentence_transformers")
 
+from sentence_modules import sentence_modules
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Pooling, Transformer
 from transformers import AutoModel
 
 import kflats
@@ -127,7 +127,8 @@ WORDS = ["a b word7", "word30 the word1 of word2 c d e word9"]
 @pytest.fixture(scope="module")
 def prompted(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with prompts, another pooling than the mean, a short limit, and vectors that are not normalised."""
-    parts = [Transformer(str(tiny_folder)), Pooling(16, pooling_mode="max", include_prompt=False)]
+    modules = sentence_modules()
+    parts = [modules.Transformer(str(tiny_folder)), modules.Pooling(16, pooling_mode="max", include_prompt=False)]
     model = SentenceTransformer(modules=parts, device="cpu", prompts=PROMPTS, default_prompt_name="query")
     model.max_seq_length = 7
     folder = tmp_path_factory.mktemp("prompted") / "model"

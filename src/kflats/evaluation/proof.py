@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -69,7 +70,8 @@ def peak_memory() -> int | None:
     """The largest resident memory of this process so far, in bytes; None where the system does not tell."""
     status = Path("/proc/self/status")  # getrusage counts the memory of the parent too, on Linux
     if status.is_file():
-        return 1024 * int(status.read_text(encoding="ascii", errors="replace").split("VmHWM:")[1].split()[0])
+        peak = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(encoding="ascii", errors="replace"), re.M)
+        return None if peak is None else 1024 * int(peak[1])  # containers may have a shorter file
     if sys.platform == "darwin":
         import resource
 
