@@ -198,11 +198,15 @@ def test_rank_deficient_rows_cost_nothing_and_give_an_orthonormal_basis(shape):
 
 
 @pytest.mark.parametrize("shape", [(30, 6), (6, 30)], ids=["tall", "wide"])
-def test_an_all_zero_matrix_gives_finite_factors(shape):
-    found = truncated_svd(torch.zeros(*shape), 2)
+@pytest.mark.parametrize("left", SIDES)
+@pytest.mark.parametrize("right", SIDES)
+def test_an_all_zero_matrix_gives_finite_factors(shape, left, right):
+    zeros, sides = torch.zeros(*shape), {"left": grams(shape[0], 2)[left], "right": grams(shape[1], 3)[right]}
+    found = truncated_svd(zeros, 2, **sides)
     assert found.error == found.total == 0
-    assert not found.coordinates.any()
+    assert not (found.coordinates @ found.basis).any()
     assert torch.isfinite(found.basis).all()
+    assert not weighted_spectrum(zeros, **sides).any()
 
 
 @pytest.mark.parametrize("shape", [(60, 8), (8, 60)], ids=["tall", "wide"])

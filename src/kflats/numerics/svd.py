@@ -323,10 +323,12 @@ def _through_rows(rows: Rows, weights: Tensor | None, right: Tensor, scale: floa
     """
     a = all_rows(rows)
     gram, measure = scaled_metric(right, rows.shape[1], "right", "columns")
-    root, q = _roots(_symmetric(a @ gram @ a.T), FLOOR)
+    core = _symmetric(a @ gram @ a.T)
+    root, q = _roots(core, FLOOR)
     spread = q * root
+    nothing = not bool(core.any())  # the floor of nothing is no size
     return _Small(
-        _symmetric(_times(spread.T, weights) @ spread),
+        torch.zeros_like(core) if nothing else _symmetric(_times(spread.T, weights) @ spread),
         scale * measure,
         lambda vectors: (spread @ vectors.T, (vectors / root) @ (q.T @ a)),
     )
