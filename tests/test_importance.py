@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kflats_toys import LogCounts
 
 import kflats
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, NoGradientSignalError
 from kflats.importance import (
     Importance,
     InputGram,
@@ -221,3 +221,13 @@ def test_options_that_mean_nothing_are_refused_where_they_are_made(make):
 def test_statistics_measured_for_another_importance_are_told_of():
     with pytest.raises(KflatsError, match=r"needs the fisher gram.*another importance"):
         KroneckerFisher().weigh(Measured(3, row_fisher=torch.ones(3), columns=2))
+
+
+def test_inputs_that_are_always_zero_reach_nothing():
+    """The bias takes the whole error; the outputs have gradients all the same."""
+    gram = torch.zeros(5, 5)
+    gram[4, 4] = 2.0  # of the bias
+    found = Measured(4, fisher_gram=gram, output_gram=torch.eye(3), samples=6, positions=6)
+    with pytest.raises(NoGradientSignalError):
+        KroneckerFisher().weigh(found)
+    assert not KroneckerFisher(unreached="uniform").weigh(found).kinds

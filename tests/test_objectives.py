@@ -234,7 +234,8 @@ def test_projections_of_what_is_not_there() -> None:
     with pytest.raises(KflatsError, match="Projections of 'outputs'"):
         Projections("outputs")  # type: ignore[arg-type]
     with pytest.raises(KflatsError, match="has a decoder"):
-        Projections().losses(t5(), TEXT)
+        Projections().losses(t5(), {"inputs_embeds": torch.randn(3, 5, 16)})
+    assert Projections().losses(t5(), TEXT).shape == (3,)  # the decoder reads the text, shifted
     assert Projections("pooled").losses(t5(), TEXT).shape == (3,)
     assert Projections().losses(t5(), {**TEXT, "labels": IDS}).shape == (3,)
 
@@ -244,6 +245,18 @@ def test_projections_of_what_is_not_there() -> None:
 
     with pytest.raises(KflatsError, match="no logits and no last hidden state"):
         Projections().losses(Odd(), TEXT)
+
+
+def test_outputs_without_logits_and_hidden_states_are_projected_whole() -> None:
+    class Depth(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"focal_length": x.new_ones(1), "levels": x.long(), "depth": x.reshape(len(x), 2, -1)}
+
+    x = torch.randn(5, 6)
+    losses = Projections().losses(Depth(), {"x": x})
+    assert losses.shape == (5,)
+    torch.testing.assert_close(Projections().losses(Depth(), {"x": 3 * x}), losses)  # of length 1
+    torch.testing.assert_close(Projections(normalized=False).losses(Depth(), {"x": x}), losses * x.norm(dim=1))
 
 
 @pytest.mark.parametrize("objective", [SampledLabels(5), Projections(seed=5)])

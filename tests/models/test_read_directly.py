@@ -121,3 +121,23 @@ def test_what_a_model_reads_is_left_alone(
             torch.manual_seed(1)  # Reformer draws its hashes, ViLT its patches
             outputs.append(next(value for value in net(**inputs).values() if isinstance(value, Tensor)))
     torch.testing.assert_close(*outputs, rtol=1e-3, atol=1e-3)
+
+
+class Pads(transformers.BertModel):
+    """Reads its token table in a helper, and that of positions as well as calling it."""
+
+    def padding(self) -> Tensor:
+        return self.embeddings.word_embeddings.weight[0] + self.embeddings.position_embeddings.weight[0]
+
+
+class PadsAlways(Pads):
+    def forward(self, **inputs: Any) -> Any:
+        return super().forward(**inputs).last_hidden_state + self.embeddings.word_embeddings.weight[0]
+
+
+def test_what_a_helper_reads_of_the_token_table_leaves_it_a_weight_and_what_forward_reads_does_not() -> None:
+    config = transformers.BertConfig(**_TEXT)
+    tables = [f"embeddings.{kind}_embeddings" for kind in ("word", "position", "token_type")]
+    for kind, refused in ((transformers.BertModel, ()), (Pads, tables[1:2]), (PadsAlways, tables[:2])):
+        found = {weight.name for weight in find_weights(kind(config))}
+        assert [name for name in tables if name not in found] == list(refused)

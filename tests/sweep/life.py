@@ -166,7 +166,9 @@ def compressing(model_type: str, folder: Path, say: Say, ways: Sequence[str] = W
     if not _stage("build", start, say):
         return
     model, batch = built[0].model, built[0].batch
-    roles = {weight.places[0].role for weight in find_weights(model)}
+    # Half of a smaller table holds nothing.
+    large = [weight for weight in find_weights(model) if min(weight.shape) >= 8 and max(weight.shape) >= 32]
+    roles = {weight.places[0].role for weight in large}
     dense, base = str(folder / "dense"), ["--no-proof", "--quiet"]
 
     def written(name: str, *options: str) -> str:
@@ -174,18 +176,17 @@ def compressing(model_type: str, folder: Path, say: Say, ways: Sequence[str] = W
 
     def chosen(name: str, role: str, method: str) -> str:
         if role not in roles:
-            raise Nothing(f"no {role} that is compressed")
+            raise Nothing(f"no {role} that is compressed, or small ones")
         words = {"embedding": "embeddings", "linear": "linear"}
         how = f"--weights {words[role]} --keep 50% {method} --importance uniform"
         return written(name, *how.split())
 
     def with_data() -> str:
-        if reads_text(model) and (batch is None or batch.keys() <= _OF_TEXTS):
-            data: dict[str, Any] = {"texts": _TEXTS, "samples": 8}
-        elif batch is not None:
-            data = {"calibration": [batch]}
-        else:
+        if batch is None:
             raise Nothing("inputs unknown")
+        data: dict[str, Any] = {"calibration": [batch]}
+        if reads_text(model) and batch.keys() <= _OF_TEXTS:
+            data = {"texts": _TEXTS, "samples": 8}
         # Texts do not reach the images' part of a model.
         recipe = Recipe(SVD(), KroneckerFisher(unreached="uniform"))
         pipeline.compress_folder(dense, folder / "data", size=size, method=recipe, weights=("all",), quiet=True, **data)

@@ -109,12 +109,13 @@ def run(options: argparse.Namespace) -> int:
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    types = options.only or life.model_types()
+    types = list(options.only or life.model_types())
     if options.shard:
         place, of = map(int, options.shard.split("/"))
         types = types[place - 1 :: of]
     if options.sample:
-        types = sorted(random.Random(options.seed).sample(types, min(options.sample, len(types))))
+        types = random.Random(options.seed).sample(types, min(options.sample, len(types)))
+    random.Random(options.seed).shuffle(types)  # what a run that is stopped has done is a sample
     log = Path(options.log)
     ways = options.ways or list(life.WAYS)
     done = _lived(log, ways) if options.resume and log.exists() else set()
@@ -147,11 +148,10 @@ def _lived(log: Path, ways: Sequence[str]) -> set[str]:
 
 
 def _warm_up(life: Any) -> None:
-    """Live two lives here, so that all they import is there: a fork then takes milliseconds. No model is kept."""
-    for name in ("bert", "vit"):
-        with tempfile.TemporaryDirectory(prefix="kflats-sweep-") as folder:
-            for part in (life.compressing, life.loading, life.again):
-                part(name, Path(folder), lambda *_: None, ways=("tables", "data"))
+    """Live a life here, so that all it imports is there: a fork then takes milliseconds. No model is kept."""
+    with tempfile.TemporaryDirectory(prefix="kflats-sweep-") as folder:
+        for part in (life.compressing, life.loading, life.again):
+            part("bert", Path(folder), lambda *_: None, ways=("tables", "data"))
     gc.collect()
 
 

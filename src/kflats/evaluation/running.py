@@ -262,7 +262,8 @@ def _entry(output: ModelOutput, name: str) -> ModelOutput:
 
 def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
     """(B, d) the model's own sentence embeddings, or the means of its last hidden states: over the text's tokens, over
-    all places of an image or a sound. A model of several encoders (CLIP) gives a vector of each, one beside the other.
+    all places of an image or a sound. A model of several encoders (CLIP) gives a vector of each, one beside the other;
+    one without hidden states the first of its outputs that has a part for each sample.
 
     ``output`` is the model's output; None: the model runs here, without its task head.
     """
@@ -284,6 +285,8 @@ def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
             return torch.cat([F.normalize(one, dim=1) for one in own], 1)
     if isinstance(hidden, Tensor) and hidden.ndim == 4:  # of an image: channels come first
         return hidden.flatten(2).mean(2)
+    if not isinstance(hidden, Tensor) and (other := _first_of_samples(output, batch_size(batch))) is not None:
+        return other.flatten(1)
     if not isinstance(hidden, Tensor):
         raise KflatsError(
             f"{type(model).__name__} gives no logits and no last hidden state",
@@ -292,6 +295,13 @@ def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
     mask = text_mask(batch, hidden)
     mask = mask if mask.shape == hidden.shape[:2] else decoder_mask(model, batch, hidden)
     return mean_over_tokens(hidden, mask)
+
+
+def _first_of_samples(output: ModelOutput, samples: int) -> Tensor | None:
+    """The first tensor of real numbers that has a part for each sample: a depth map, an embedding."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1)
+    return next((tensor for tensor in tensors if len(tensor) == samples), None)
 
 
 def mean_over_tokens(hidden: Tensor, mask: Tensor) -> Tensor:

@@ -168,6 +168,8 @@ class KroneckerFisher(Importance):
             # The small number leaves the bias alone where no loss depends on it, as on that of attention's keys.
             mean = cross / (max(float(wide[-1, -1]), 0.0) + _ROUNDING) if self.centred else None
         left = _input_side(gram, cross, mean, self.damping)
+        if not _reached(left, self.unreached):  # every input is the same, and the bias takes all of the error
+            return Weighting()
         return Weighting(left=left, right=_damped(outputs, self.damping), mean=mean, loss_units=True)
 
 

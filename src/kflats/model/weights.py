@@ -194,13 +194,12 @@ def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """For every attribute that holds a module, also a shared one: path, module, is its tensor read directly?"""
     entered: set[int] = set()
     fused: set[int] = set()
-    # Token ids enter it by a call, whatever else reads single rows of it.
     tokens = {id(vocabulary_end(part, "get_input_embeddings")) for _, part in pretrained_models(model)}
     left = [("", model)]
     while left:
         name, module = left.pop()
-        for read in _read_by(module):
-            fused.update(id(inner) for inner in read.modules() if id(inner) not in tokens or isinstance(module, _FUSED))
+        for read in _read_by(module, tokens):
+            fused.update(id(inner) for inner in read.modules())
         yield name, module, id(module) in fused
         if id(module) not in entered:  # the slots of a shared module are found once
             entered.add(id(module))
@@ -343,38 +342,44 @@ def _as_weight(uses: list[tuple[str, nn.Module, str]], sources: set[str]) -> Wei
     )
 
 
-def _read_by(module: nn.Module) -> list[nn.Module]:
-    """The modules inside ``module``, perhaps itself, whose tensors it reads."""
+def _read_by(module: nn.Module, tokens: set[int]) -> Iterator[nn.Module]:
+    """The modules inside ``module``, perhaps itself, whose tensors it reads.
+
+    A table of ``tokens`` (module ids) is entered by a call, whatever a helper reads of it; what forward reads counts.
+    """
     name = type(module).__name__
     if isinstance(module, _FUSED) or name.endswith(_READ_WHOLE):
-        return [module]
-    paths = set() if name.endswith(_CALLED) else {*_reads_of(type(module)), *_READ_TOO.get(name, ())}
-    return [inner for path in sorted(paths) if (inner := submodule(module, path)) is not None]
+        yield module
+    elif not name.endswith(_CALLED):
+        reads = _reads_of(type(module))
+        for path in sorted({*reads, *_READ_TOO.get(name, ())}):
+            inner = submodule(module, path)
+            if inner is not None and (id(inner) not in tokens or "forward" in reads.get(path, ())):
+                yield inner
 
 
-def _reads_of(kind: type[nn.Module]) -> frozenset[str]:
-    """The paths of the modules inside a ``kind`` whose ``weight`` its methods read, as ``self.out_proj.weight``.
+def _reads_of(kind: type[nn.Module]) -> dict[str, set[str]]:
+    """The paths of the modules inside a ``kind`` whose ``weight`` its methods read, as ``self.out_proj.weight``; and
+    the names of these methods.
 
     >>> class Scores(nn.Module):
     ...     def forward(self, x):
     ...         return self.first(x) @ self.second.weight.to(self.first.weight.dtype)
-    >>> sorted(_reads_of(Scores))
-    ['second']
+    >>> _reads_of(Scores)
+    {'second': {'forward'}}
     """
-    if kind in _READS:
-        return _READS[kind]
-    methods = [
-        unwrap(method)
-        for base in kind.__mro__
-        if not base.__module__.startswith(_LIBRARIES)
-        for name, method in vars(base).items()
-        if isinstance(method, FunctionType) and not name.startswith(_NO_FORWARD)
-    ]
-    _READS[kind] = frozenset(path for method in methods for path in _paths_read(method))
+    if kind not in _READS:
+        found: dict[str, set[str]] = {}
+        for base in kind.__mro__:
+            for name, method in {} if base.__module__.startswith(_LIBRARIES) else vars(base).items():
+                if isinstance(method, FunctionType) and not name.startswith(_NO_FORWARD):
+                    for path in _paths_read(unwrap(method)):
+                        found.setdefault(path, set()).add(name)
+        _READS[kind] = found
     return _READS[kind]
 
 
-_READS: dict[type[nn.Module], frozenset[str]] = {}
+_READS: dict[type[nn.Module], dict[str, set[str]]] = {}
 """What ``_reads_of`` found; the methods of a class do not change."""
 
 
