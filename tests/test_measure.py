@@ -818,3 +818,29 @@ def test_what_a_model_says_of_its_inputs_is_an_error_to_read_and_a_defect_of_mea
     monkeypatch.setattr(collect, "in_blocks", lambda batches: None)
     with pytest.raises(TypeError):
         measure(model, find_weights(model), [{"x": torch.eye(3), "boxes": torch.eye(3)}], needs=needs, quiet=True)
+
+
+def test_a_batch_that_cannot_be_divided_counts_as_one_sample() -> None:
+    """Patches of all images in one row, as of Qwen's vision towers, against the same images one by one."""
+
+    class Sees(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(3, 4), nn.Linear(4, 2)
+
+        def forward(self, patches: Tensor, sides: Tensor) -> dict[str, Tensor]:
+            whole = torch.split(patches, sides.prod(1).tolist())  # as many patches as the sides say
+            return {"last_hidden_state": self.second(torch.cat([self.first(one).relu() for one in whole]))}
+
+    torch.manual_seed(0)
+    model, images = Sees(), [torch.randn(4, 3), torch.randn(6, 3)]
+    needs = frozenset({"input_gram", "row_fisher", "output_gram"})
+    batch = {"patches": torch.cat(images), "sides": torch.tensor([[2, 2], [2, 3]])}
+    both = measure(model, find_weights(model), [batch], needs=needs, quiet=True)
+    assert both.samples == 1
+    x = torch.cat(images)
+    torch.testing.assert_close(both.of("first").input_gram, x.T @ x / 10, check_dtype=False)
+    assert both.of("second").row_fisher is not None
+    assert bool((both.of("second").row_fisher > 0).all())
+    with pytest.raises(KflatsError, match="cannot be run on these inputs alone"):
+        measure(model, find_weights(model), [{**batch, "sides": torch.tensor([[9, 9]])}], needs=needs, quiet=True)

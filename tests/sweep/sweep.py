@@ -1,6 +1,7 @@
 """Every model type of the installed transformers through the life of a compressed model, in processes of its own.
 
-    python tests/sweep/sweep.py run --log LOG [--resume] [--shard 3/8] [--only TYPE ...] [--sample 20 --seed TEXT]
+    python tests/sweep/sweep.py run --log LOG [--resume] [--shard 3/8] [--only TYPE ...]
+    python tests/sweep/sweep.py run --log LOG --held-in docs/architectures.md --sample 20 --seed TEXT
     python tests/sweep/sweep.py table LOG > docs/architectures.md
 
 The log has a line of JSON for each model type and stage; a later run replaces an earlier one. A process without models
@@ -15,6 +16,7 @@ import gc
 import json
 import os
 import random
+import re
 import resource
 import select
 import signal
@@ -110,6 +112,10 @@ def run(options: argparse.Namespace) -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     types = list(options.only or life.model_types())
+    if options.held_in:
+        page = Path(options.held_in).read_text(encoding="utf-8").partition("## Held")[2].partition("Not run")[0]
+        held = set(re.findall(r"[\w.-]*\w", page))
+        types = [name for name in types if name in held]
     if options.shard:
         place, of = map(int, options.shard.split("/"))
         types = types[place - 1 :: of]
@@ -165,6 +171,7 @@ def main() -> int:
     runs.add_argument("--shard", metavar="I/N")
     runs.add_argument("--only", nargs="+", metavar="TYPE")
     runs.add_argument("--sample", type=int, metavar="N")
+    runs.add_argument("--held-in", metavar="PAGE", help="only the types that a page of such a table says held")
     runs.add_argument("--seed", default="0")
     runs.set_defaults(work=run)
     tables = commands.add_parser("table")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
 from kflats.calibration.counting import BLOCK
-from kflats.calibration.hooks import ALONE, ActivationRecorder, find_layouts, frozen, places
+from kflats.calibration.hooks import ALONE, ActivationRecorder, Layout, find_layouts, frozen, places
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError
@@ -52,7 +52,8 @@ def measure(
     parameters; afterwards it is as it was, after exceptions too.
 
     Cost: a plain forward and backward, or less, for row_fisher; Grams add n^2 + d^2 products for each position. A layer
-    whose input does not keep samples along its first axis (a table of positions) is run sample by sample. Sums beyond
+    whose input does not keep samples along its first axis (a table of positions) is run sample by sample. A batch that
+    the model runs on as a whole alone (patches of all images in one row) counts as one sample. Sums beyond
     ``memory_bytes`` are measured in several passes. A few hundred samples are enough: a Gram of fewer positions than
     neurons has a low rank, and importances damp it.
 
@@ -146,9 +147,21 @@ class Job:
         self._objective = chosen
         self.about = describe(chosen) if gradients else {}
         forward = partial(chosen.losses, model) if gradients else partial(run, model)
-        self._layouts = find_layouts(model, weights, first, forward)
+        self._layouts: dict[int, Layout] = {}
+        self._whole = False
+        try:
+            self._layouts = find_layouts(model, weights, first, forward)
+        except (ValueError, TypeError, RuntimeError, IndexError) as error:
+            # Patches of all images in one row, beside a table of their places: no part of it is a batch.
+            with torch.no_grad():
+                forward(first)  # says what else is wrong
+            if isinstance(error, KflatsError):
+                raise
+            self._whole = True
         modules = places(model, weights)
-        self.without_layout = {w.name for module, w, _ in modules if self._layouts.get(id(module)) == ALONE}
+        self.without_layout = {
+            w.name for module, w, _ in modules if self._whole or self._layouts.get(id(module)) == ALONE
+        }
 
     def sum(self, block: Block, weights: Sequence[Weight], one_sample: bool) -> dict[str, Sums]:
         """The sums of one block. Names of weights that have to be run with one sample at a time are added to
@@ -169,10 +182,11 @@ class Job:
         with recorder.attached(), torch.set_grad_enabled(bool(gradients)):
             for first, whole in block:
                 there = to_device(whole, self._device)
-                samples = batch_size(there)
-                parts = [take(there, torch.tensor([s])) for s in range(samples)] if one_sample else [there]
+                samples = 1 if self._whole else batch_size(there)
+                alone = one_sample and not self._whole
+                parts = [take(there, torch.tensor([s])) for s in range(samples)] if alone else [there]
                 for place, batch in enumerate(parts, first):
-                    recorder.start(batch)
+                    recorder.start(batch, 1 if self._whole else batch_size(batch))
                     if gradients:
                         losses = self._losses(batch, place)
                         if losses.requires_grad:
@@ -188,7 +202,9 @@ class Job:
 
     def _losses(self, batch: Batch, first: int) -> Tensor:
         losses = self._objective.losses(self._model, batch, first)
-        if losses.shape != (batch_size(batch),):
+        if self._whole:
+            losses = losses.sum().unsqueeze(0)
+        elif losses.shape != (batch_size(batch),):
             raise KflatsError(
                 f"the objective gave losses of shape {tuple(losses.shape)} for {batch_size(batch)} samples",
                 hint="one loss a sample, (B,)",

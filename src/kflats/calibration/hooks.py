@@ -291,10 +291,13 @@ class ActivationRecorder:
                 self._calls.clear()
                 self._batch = {}
 
-    def start(self, batch: dict[str, BatchValue]) -> None:
-        """Call before the forward pass of ``batch``."""
+    def start(self, batch: dict[str, BatchValue], samples: int) -> None:
+        """Call before the forward pass of ``batch``, which counts as so many ``samples``."""
         self._calls.clear()
-        self._batch, self._samples, self._encoded = batch, batch_size(batch), None
+        mask = batch.get("attention_mask")
+        if samples == 1 and isinstance(mask, Tensor):
+            batch = {**batch, "attention_mask": mask.reshape(1, -1)}
+        self._batch, self._samples, self._encoded = batch, samples, None
 
     def finish(self) -> None:
         """Call after backward: reports the weights of which some call received no gradient."""

@@ -283,6 +283,8 @@ def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
         own = [one for one in vectors if isinstance(one, Tensor) and one.ndim == 2]
         if own:
             return torch.cat([F.normalize(one, dim=1) for one in own], 1)
+    if isinstance(hidden, Tensor) and hidden.ndim == 2:
+        return hidden
     if isinstance(hidden, Tensor) and hidden.ndim == 4:  # of an image: channels come first
         return hidden.flatten(2).mean(2)
     if not isinstance(hidden, Tensor) and (other := _first_of_samples(output, batch_size(batch))) is not None:
