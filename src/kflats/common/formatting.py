@@ -13,7 +13,6 @@ from io import StringIO
 
 from rich.box import Box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -135,6 +134,9 @@ def progress_bar(*, quiet: bool = False) -> Iterator[Update]:
     >>> with progress_bar(quiet=True) as update:
     ...     update("measuring", 1, 10)
     """
+    # Refusals of arguments draw no bar and do without this import.
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
     console = Console(stderr=True)
     drawn = not quiet and console.is_terminal
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
