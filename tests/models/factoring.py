@@ -27,6 +27,12 @@ def factor(model: Any) -> Any:
     forms, convolved = cycle(FORMS), cycle(CONVOLVED)
     for i, weight in enumerate(find_weights(model)):
         role = weight.places[0].role
+        if role == "parameter":
+            matrix = low_rank(*weight.shape)
+            table = dense.get_parameter(weight.name)
+            table.data.copy_(matrix.dense().detach().reshape(table.shape))
+            swap_(model, weight, matrix)
+            continue
         if role == "embedding":
             make, rows = MAKERS[i % 3], "in_features"
         else:

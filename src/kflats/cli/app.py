@@ -58,7 +58,7 @@ def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
     from kflats.evaluation.outputs import weight_file_bytes
     from kflats.io.saving import load_model
     from kflats.io.sources import resolve_model
-    from kflats.model.weights import factored_layers, find_weights
+    from kflats.model.weights import factored_layers, find_weights, held_matrices
 
     quiet_transformers()
     folder = resolve_model(model)
@@ -89,12 +89,10 @@ def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
     console = Console()
     # A table fits the width of a terminal; elsewhere its lines are not folded.
     console.print(shown) if console.is_terminal else typer.echo(plain(shown))
-    for name, layer in factored_layers(loaded):
-        if layer.owns_matrix:
-            n, d = layer.matrix.shape
-            typer.echo(
-                f"compressed already: {visible(name)}, {n} x {d}, {layer.matrix.kind}, {size(layer.matrix.nbytes)}"
-            )
+    owned = [(name, layer.matrix) for name, layer in factored_layers(loaded) if layer.owns_matrix]
+    for name, matrix in [*owned, *((name, held.matrix) for name, held in held_matrices(loaded))]:
+        n, d = matrix.shape
+        typer.echo(f"compressed already: {visible(name)}, {n} x {d}, {matrix.kind}, {size(matrix.nbytes)}")
 
 
 @with_options

@@ -30,7 +30,7 @@ from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
 from kflats.methods.protocol import Problem
 from kflats.model.run_as import forget_losses_
 from kflats.model.swap import swap_, unchanged_on_error
-from kflats.model.weights import Weight, factored_layers
+from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData, needed
@@ -62,6 +62,8 @@ class CompressedWeight:
         if self.matrix is None:
             return 0
         weight = self.decision.weight
+        if weight.places[0].role == "parameter":
+            return weight.nbytes - self.report.bytes_after
         gained = _gained_numbers(weight, self.bias_shift) * weight.nbytes // math.prod(weight.shape)
         return self.matrix.nbytes + gained - self.report.bytes_after
 
@@ -157,12 +159,12 @@ def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: 
     """
     fitted = [one for one in done.values() if one.matrix is not None]
     swapped = [last.weight, *(one.decision.weight for one in fitted)]
-    gone = {f"{place.name}.weight" for weight in swapped for place in weight.places}
+    gone = {_table_name(place) for weight in swapped for place in weight.places}
     # Of several names of one tensor a file holds one: the longest needs most.
     names = sorted(model.state_dict(keep_vars=True).items(), key=lambda item: len(item[0]))
     kept = dict({id(tensor): (name, tensor) for name, tensor in names if name not in gone}.values())
     beside = sum(t.numel() * t.element_size() for t in kept.values()) + sum(one.report.bytes_after for one in fitted)
-    if beside >= limit or any(True for _ in factored_layers(model)):
+    if beside >= limit or any(True for _ in (*factored_layers(model), *held_matrices(model))):
         return None
     for one in fitted:
         coded = isinstance(one.matrix, CodedMatrix)
@@ -177,6 +179,11 @@ def _room_in_file(model: nn.Module, done: Mapping[str, CompressedWeight], last: 
     gained = [last.weight, *(one.decision.weight for one in fitted if one.bias_shift is not None)]
     entries |= {f"{one.name}.bias": ("BF16", (one.shape[1],)) for one in gained if not one.bias}
     return max(0, limit - beside - header_bytes(entries, limit)) or None
+
+
+def _table_name(place: WeightUse) -> str:
+    """The name of a place's dense table in the model's state."""
+    return place.name if place.role == "parameter" else f"{place.name}.weight"
 
 
 def _fit(

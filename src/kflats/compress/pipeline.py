@@ -26,7 +26,7 @@ from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
-from kflats.model.weights import Weight, factored_layers
+from kflats.model.weights import Weight, factored_layers, held_matrices
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
@@ -293,6 +293,7 @@ def plan_folder(
 def _check_fresh(folder: Path, model: nn.Module, *, whole: bool) -> None:
     """Refuse to compress the ``whole`` of a folder that kflats wrote: what it lost would be lost once more."""
     done = [name for name, layer in factored_layers(model) if layer.owns_matrix]
+    done += [name for name, _ in held_matrices(model)]
     if whole and done:
         raise KflatsError(
             f"the model in {folder} is compressed already",

@@ -469,7 +469,8 @@ def _drawn(model: nn.Module, media: Sequence[Medium], count: int, tokens: int, s
             columns[medium] = _noise((count, *_shape(config, medium)), draws)
             continue
         text = config.get_text_config()
-        length = min(tokens, getattr(text, "max_position_embeddings", None) or tokens)
+        positions = getattr(text, "max_position_embeddings", None)  # XLNet's is -1: it has no table of positions
+        length = min(tokens, positions) if isinstance(positions, int) and positions > 0 else tokens
         ids = torch.randint(0, text.vocab_size, (count, length), generator=draws)
         if isinstance(end := getattr(text, "eos_token_id", None), int) and is_encoder_decoder(model):
             ids = torch.where(ids == end, (end + 1) % text.vocab_size, ids)

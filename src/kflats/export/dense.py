@@ -20,7 +20,7 @@ from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, resolve_model, static_folder, weights_folder
 from kflats.matrices.layers import FactoredConv2d, FactoredLinear
 from kflats.model.swap import restore_
-from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models
+from kflats.model.weights import factored_layers, held_matrices, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, dense_card
 
 
@@ -91,6 +91,7 @@ def export_dense(
         pickles = folder is not None and not any(weights_folder(folder, pickled=True).glob("*.safetensors"))
         lost = () if pickles else _check(dense, drop_biases)
         names = tuple(name for name, layer in factored_layers(dense) if layer.owns_matrix)
+        names += tuple(name for name, _ in held_matrices(dense))
         restore_(dense)
         if folder is None:
             _save(dense, aside)
@@ -118,7 +119,7 @@ def _save(dense: Any, folder: Path) -> None:
 def _check(model: nn.Module, drop_biases: bool) -> tuple[str, ...]:
     """The layers that will lose a bias."""
     layers = list(factored_layers(model))
-    if not layers:
+    if not layers and not any(True for _ in held_matrices(model)):
         raise KflatsError(
             f"nothing in this {type(model).__name__} is factored, so it is dense already",
             hint="a folder that kflats compress wrote",

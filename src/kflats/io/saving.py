@@ -36,9 +36,17 @@ from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_stati
 from kflats.matrices.coded import CodedMatrix, read_geometry
 from kflats.matrices.registry import Matrix
 from kflats.model.description import Module, describe, match, read_description, swap_described_
+from kflats.model.parameters import forget_changed_, put_matrices_
 from kflats.model.run_as import LOSSES
 from kflats.model.swap import unchanged_on_error
-from kflats.model.weights import factored_layers, is_kflats_config, is_sentence_transformer, pretrained_models
+from kflats.model.weights import (
+    factored_layers,
+    held_matrices,
+    is_kflats_config,
+    is_sentence_transformer,
+    pretrained_models,
+    stored_name,
+)
 
 VERSION_KEY = "kflats_version"
 STOP_KEY = "transformers_weights"
@@ -197,7 +205,7 @@ def _checksums(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> list[str]:
 def guard_saving_(model: nn.Module) -> None:
     """Give each transformers model in ``model`` that has factored layers the ``save_pretrained`` below."""
     for _, part in pretrained_models(model):
-        if any(True for _ in factored_layers(part)):
+        if any(True for _ in (*factored_layers(part), *held_matrices(part))):
             # A bound method follows its model through copy.deepcopy.
             part.__dict__["save_pretrained"] = MethodType(save_pretrained, part)
         else:
@@ -231,10 +239,12 @@ def save_pretrained(
     offloaded = any(layer.weight.is_meta for _, layer in factored_layers(self))
     if is_kflats_config(note) and not adapters and not offloaded:
         # A new one: the vocabulary may have another size now, and the sizes of streams are written into it.
-        described = describe(self)
+        forget_changed_(self)
+        described = describe(self, parameters=writes)
     if described is not None:
         if writes:
             state_dict = dict(self.state_dict() if state_dict is None else state_dict)
+            put_matrices_(state_dict, self)
             put_streams_(state_dict, described)
         config.quantization_config = described
     try:
@@ -279,7 +289,9 @@ def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:
         if entry["matrix"]["kind"] != CodedMatrix.kind:
             continue
         geometry = read_geometry(entry["matrix"])
-        own = {key: tensors[f"{name}.{key}"] for key in geometry.shapes if f"{name}.{key}" in tensors}
+        role = entry["places"][0]["role"]
+        names = {key: stored_name(name, key, role) for key in (*geometry.shapes, "codes")}
+        own = {key: tensors[names[key]] for key in geometry.shapes if names[key] in tensors}
         whole = all(type(value) in (Tensor, nn.Parameter) and not value.is_meta for value in own.values())
         if not whole or len(own) < len(geometry.shapes):
             continue
@@ -291,9 +303,9 @@ def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:
             )
         for key, value in own.items():
             if not value.is_floating_point():
-                del tensors[f"{name}.{key}"]
-        tensors[f"{name}.codes"] = encode(matrix)
-        entry["stream"] = {"version": STREAM_VERSION, "bytes": len(tensors[f"{name}.codes"])}
+                del tensors[names[key]]
+        tensors[names["codes"]] = encode(matrix)
+        entry["stream"] = {"version": STREAM_VERSION, "bytes": len(tensors[names["codes"]])}
 
 
 def _versions(folder: str | os.PathLike[str]) -> dict[Path, tuple[int, int, int]]:
@@ -321,7 +333,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
             hint="save_pretrained, or kflats compress",
         )
     tensors, shared = _distinct(model)
-    layers = describe(model)
+    layers = describe(model, parameters=False)
     if layers is not None:
         put_streams_(tensors, layers)
     with replaced(Path(folder) / "model.safetensors") as aside:

@@ -32,8 +32,9 @@ from kflats.io.saving import STOP_KEY, check_files, guard_saving_
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
+from kflats.model.parameters import decode_, end_loading_, shown_dense
 from kflats.model.swap import untie_
-from kflats.model.weights import QUANT_METHOD, FactoredLayer, factored_layers, pretrained_models, spellings
+from kflats.model.weights import QUANT_METHOD, FactoredLayer, factored_layers, pretrained_models, spellings, stored_name
 
 
 class KflatsConfig(QuantizationConfigMixin):
@@ -95,8 +96,9 @@ class KflatsQuantizer(HfQuantizer):
         _check_shapes(files, description.modules.values())
         self._modules: list[tuple[str, Module]] = []
         for weight, module in match(model, description, strict=same_class):
-            own = model.get_submodule(weight.name).weight.dtype
-            target = description.stored_dtype(module, dtype if isinstance(dtype, torch.dtype) else own)
+            target = description.stored_dtype(
+                module, dtype if isinstance(dtype, torch.dtype) else getattr(torch, weight.dtype)
+            )
             swap_described_(model, weight, module, module.new(target))
             self._modules.append((weight.name, module))
         model.__dict__["initialize_weights"] = partial(_initialize_rest, model)
@@ -124,7 +126,10 @@ class KflatsQuantizer(HfQuantizer):
             if here is not None and there != here:
                 raise _wrong_size(name, there, here)
         for name, module in self._modules:
-            module.finish_(cast(FactoredLayer, model.get_submodule(name)).matrix)
+            raw = module.places[0].role == "parameter"
+            module.finish_(end_loading_(model, name) if raw else cast(FactoredLayer, model.get_submodule(name)).matrix)
+            if raw:
+                decode_(model, name)
         _let_go_of_files(model, [module for _, module in self._modules])
         model.config.quantization_config = self.quantization_config.to_dict()
         _take_marks_off(model)
@@ -142,7 +147,7 @@ def _check_shapes(paths: Sequence[str | os.PathLike[str]], modules: Iterable[Mod
         KflatsError: files of another description.
     """
     expected = {
-        f"{module.name}.{key}": tuple(tensor.shape)
+        stored_name(module.name, key, module.places[0].role): tuple(tensor.shape)
         for module in modules
         if isinstance(module.empty, CodedMatrix)
         for key, tensor in module.empty.tensors().items()
@@ -166,6 +171,7 @@ def _initialize_rest(model: Any) -> None:
     with ExitStack() as stack:
         for _, layer in factored_layers(model):
             stack.enter_context(layer.shown_dense())
+        stack.enter_context(shown_dense(model))
         type(model).initialize_weights(model)
 
 

@@ -28,6 +28,7 @@ from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import Json, JsonObject, check_version, decode
 from kflats.matrices.layers import CONVOLVED, FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix, matrix_from_spec
+from kflats.model.parameters import begin_loading_
 from kflats.model.run_as import LOSSES
 from kflats.model.swap import swap_, untied_places
 from kflats.model.weights import (
@@ -37,6 +38,7 @@ from kflats.model.weights import (
     compute_dtype,
     factored_layers,
     find_weights,
+    held_matrices,
     is_kflats_config,
     parameter,
     spellings,
@@ -54,7 +56,7 @@ class DescribedPlace:
     height, width). ``gained_bias``: whether the layer had no bias before. ``run_as``: its run-time form."""
 
     name: str
-    role: Literal["embedding", "head", "linear", "conv1d", "conv2d"]
+    role: Literal["embedding", "head", "linear", "conv1d", "conv2d", "parameter"]
     padding_idx: int | None
     scale: float | None
     kernel: tuple[int, ...] | None = None
@@ -182,8 +184,11 @@ def read_description(data: Json) -> Description:
     return description
 
 
-def describe(model: nn.Module) -> JsonObject | None:
+def describe(model: nn.Module, *, parameters: bool = True) -> JsonObject | None:
     """The description of ``model``'s factored layers, JSON-able, or None where nothing is factored.
+
+    Args:
+        parameters: also of parameters that are dense in memory, and a matrix in files.
 
     Raises:
         KflatsError: a place whose owner is outside ``model``, or factors of the dense table's shape (a program without
@@ -212,6 +217,16 @@ def describe(model: nn.Module) -> JsonObject | None:
                 hint="save the whole model",
             )
         places[owners[id(matrix)]].append(_described(name, layer))
+    for name, held in held_matrices(model) if parameters else ():
+        place: JsonObject = {"name": name, "role": "parameter", "padding_idx": None, "scale": None}
+        modules[name] = {
+            "matrix": held.matrix.spec(),
+            "dtype": _name(held.matrix.weight.dtype),
+            "matrix_rows": held.matrix_rows,
+            "places": places.setdefault(name, [place]),
+        }
+        if isinstance(held.matrix, CodedMatrix):
+            modules[name]["checksum"] = held.matrix.checksum()
     if not modules:
         return None
     for name, entry in modules.items():
@@ -265,6 +280,9 @@ def match(model: nn.Module, description: Description, *, strict: bool) -> list[t
 
 def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Matrix) -> None:
     """Swap ``matrix`` in for ``weight`` as ``module`` describes it; a bias that the layer gained starts at zero."""
+    if module.places[0].role == "parameter":
+        begin_loading_(model, weight, matrix, module.matrix_rows)
+        return
     scales = {name: place.scale for place in module.places for name in spellings(model, place.name)}
     table, bias = parameter(model, f"{weight.name}.weight"), None
     if module.gained_bias and table is not None:
@@ -299,7 +317,7 @@ def _check_places(model: nn.Module, module: Module, weight: Weight, *, strict: b
 def _difference(model: nn.Module, module: Module, weight: Weight) -> str:
     """How the layer in the file differs from that of the model; "" if it does not."""
     shape = module.empty.shape if module.matrix_rows == "in_features" else module.empty.shape[::-1]
-    layer = model.get_submodule(weight.name)
+    layer = submodule(model, weight.name)
     here = (layer.in_channels, *layer.kernel_size) if isinstance(layer, nn.Conv2d) else None
     if shape != weight.shape:
         return f"is {shape[0]} x {shape[1]} in the file, but {weight.shape[0]} x {weight.shape[1]} in the model"

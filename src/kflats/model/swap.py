@@ -34,6 +34,7 @@ from kflats.matrices.layers import (
     mark_initialized,
 )
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, Matrix
+from kflats.model.parameters import hold_
 from kflats.model.weights import (
     FactoredLayer,
     Weight,
@@ -222,6 +223,9 @@ def swap_(
             cause=f"the layer's own table has {own_matrix_rows(weight)}, and a program without kflats would load it",
             hint=f"the transpose of the matrix, with {own_matrix_rows(weight)} as rows",
         )
+    if weight.places[0].role == "parameter":
+        hold_(model, weight, matrix, matrix_rows)
+        return
     group = [place.name for place in weight.places]
     old = [model.get_submodule(name) for name in group]
     if moved := [name for name, module in zip(group, old, strict=True) if hasattr(module, "_hf_hook")]:
@@ -285,6 +289,8 @@ def restore_(model: nn.Module) -> None:
     for _, part in pretrained_models(model):
         if is_kflats_config(getattr(part.config, "quantization_config", None)):
             del part.config.quantization_config
+        for module in part.modules():
+            module.__dict__.pop("_kflats_held", None)  # the values stay
         for name in ("save_pretrained", *(method.__name__ for method in _METHODS)):  # see kflats.io.saving
             part.__dict__.pop(name, None)
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.registry import Matrix
 
 FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv2d
 
@@ -38,6 +39,8 @@ _LIBRARIES = ("torch.", "builtins", "abc", "typing", "transformers.modeling_util
 _NO_FORWARD = ("__", "_init", "init", "reset", "tie", "_tie", "resize", "_resize", "set_", "from_", "_prune", "prune")
 _PROPERTIES = (".dtype", ".device", ".shape", ".size", ".ndim", ".dim", ".requires_grad", ".is_meta", ".numel")
 
+_RAW, _NARROW = 4096, 4  # numbers of a parameter, and the shorter side of its matrix, from which it is a weight
+
 QUANT_METHOD = "kflats"
 """The name of the description of factored layers in a transformers config."""
 
@@ -48,7 +51,9 @@ class WeightUse:
 
     ``role`` is "embedding" (rows of M), "head" (x @ M.T, tied to an embedding), "linear" (torch keeps
     M.T), "conv1d" (GPT-2's layer, which keeps M) or "conv2d" (M is ``kernel.flatten(1).T``: a row for
-    every number of a patch, channel by channel, as ``torch.nn.functional.unfold`` orders them).
+    every number of a patch, channel by channel, as ``torch.nn.functional.unfold`` orders them). "parameter": a tensor
+    that its module reads itself; ``name`` is the tensor's own, and M is the tensor with its axes joined to two, as
+    nearly square as possible.
     """
 
     name: str
@@ -75,10 +80,10 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     """Every matrix of ``model`` that can be factored, in the model's own order; factored ones are skipped.
 
     Embeddings (``nn.Embedding`` and transformers' scaled word embeddings), exact ``nn.Linear`` layers,
-    GPT-2's ``Conv1D`` and exact ``nn.Conv2d`` layers of one group. Skipped are layers whose tensors other modules
-    read directly (inside torch's own transformer layers), subclasses that compute something else, parameters
-    shared with a module of another kind, and embeddings with ``max_norm``, ``sparse`` or
-    ``scale_grad_by_freq``.
+    GPT-2's ``Conv1D`` and exact ``nn.Conv2d`` layers of one group. Other parameters of two or more dimensions and 4,096
+    numbers are weights of the role "parameter" inside transformers models: experts, projections without a layer, layers
+    whose tensors other modules read directly, subclasses that compute something else. Skipped are parameters that
+    several modules share, and embeddings with ``max_norm``, ``sparse`` or ``scale_grad_by_freq``.
 
     >>> model = nn.ModuleDict({"words": nn.Embedding(9, 4), "out": nn.Linear(4, 9, bias=False)})
     >>> model["out"].weight = model["words"].weight      # a tie
@@ -86,14 +91,22 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
     [('words', (9, 4), ['embedding', 'head'])]
     """
     uses: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    raw: dict[int, Weight] = {}
     same = _ties_to_come(model)
     for name, module, fused in slots(model):
         for key, held in module._parameters.items():
             if held is not None:
                 role = role_of(module)[0] if key == "weight" and not fused else ""
-                uses.setdefault(same.get(id(held), id(held)), []).append((name, module, role))
+                one = same.get(id(held), id(held))
+                uses.setdefault(one, []).append((name, module, role))
+                if not role and (found := _as_parameter(f"{name}.{key}".removeprefix("."), module, key)) is not None:
+                    raw[one] = found
     sources = {source.removesuffix(".weight") for source in _ties(model).values()}
-    weights = [w for users in uses.values() if (w := _as_weight(users, sources)) is not None]
+    weights = [
+        found
+        for one, users in uses.items()
+        if (found := _as_weight(users, sources) or (raw.get(one) if len(users) == 1 else None)) is not None
+    ]
     return tuple(w for w in weights if _is_saved(model, w))
 
 
@@ -110,7 +123,7 @@ def find_weight(model: nn.Module, name: str) -> Weight:
     weights = find_weights(model)
     by_place = {place.name: weight for weight in weights for place in weight.places}
     plain = name.removesuffix(".weight")
-    for candidate in spellings(model, plain):
+    for candidate in (*spellings(model, name), *spellings(model, plain), *spellings(model, f"{plain}.weight")):
         if candidate in by_place:
             return by_place[candidate]
     ends = {by_place[place] for place in by_place if plain and place.endswith("." + plain)}
@@ -143,6 +156,8 @@ def dense_weight(model: nn.Module, weight: Weight) -> Tensor:
     >>> dense_weight(model, find_weight(model, "out")).shape      # rows are input neurons
     torch.Size([4, 9])
     """
+    if weight.places[0].role == "parameter" and (raw := parameter(model, weight.name)) is not None:
+        return raw.detach().reshape(weight.shape)
     module = submodule(model, weight.name)
     table = None if module is None else module._parameters.get("weight")
     if table is None or isinstance(module, FactoredLayer):
@@ -289,8 +304,55 @@ def is_sentence_transformer(model: nn.Module) -> bool:
     return type(model).__module__.startswith("sentence_transformers.") and not hasattr(model, "config_class")
 
 
+@dataclass
+class Held:
+    """The matrix behind a parameter that is dense in memory. ``empty``: the parameter, while the matrix is loaded."""
+
+    matrix: Matrix
+    matrix_rows: str
+    empty: nn.Parameter | None = None
+
+
+def held_matrices(model: nn.Module) -> Iterator[tuple[str, Held]]:
+    """The names of parameters that have the values of a matrix, with the matrix."""
+    for path, module in model.named_modules():
+        for key, held in module.__dict__.get("_kflats_held", {}).items():
+            yield f"{path}.{key}".removeprefix("."), held
+
+
+def stored_name(name: str, key: str, role: str) -> str:
+    """The name in a file of the tensor ``key`` of the matrix of a weight.
+
+    >>> stored_name("dense", "codes", "linear"), stored_name("experts.up", "codes", "parameter")
+    ('dense.codes', 'experts.up_codes')
+    >>> stored_name("experts.up", "weight", "parameter")  # of another shape than the dense tensor
+    'experts.up'
+    """
+    if role != "parameter":
+        return f"{name}.{key}"
+    return name if key == "weight" else f"{name}_{key}"
+
+
+def _as_parameter(path: str, module: nn.Module, key: str) -> Weight | None:
+    """The weight of a parameter that is no table of a known layer; None for small ones and those that are held."""
+    table = module._parameters[key]
+    if isinstance(module, FactoredLayer | nn.Embedding) or key in module.__dict__.get("_kflats_held", {}):
+        return None
+    if table is None or table.ndim < 2 or not table.is_floating_point() or table.numel() < _RAW:
+        return None
+    shapes = [(table.shape[:axis].numel(), table.shape[axis:].numel()) for axis in range(1, table.ndim)]
+    shape = max(shapes, key=min)
+    nbytes = table.numel() * table.element_size()
+    if min(shape) < _NARROW:
+        return None
+    return Weight(path, (WeightUse(path, "parameter"),), shape, str(table.dtype).removeprefix("torch."), nbytes)
+
+
 def _is_saved(model: nn.Module, weight: Weight) -> bool:
-    """False for layers that sentence-transformers stores itself (its Dense modules), always as dense tables."""
+    """False for layers that sentence-transformers stores itself (its Dense modules), always as dense tables, and for
+    parameters outside transformers models."""
+    if weight.places[0].role == "parameter":
+        return any(weight.name.startswith(f"{name}." if name else "") for name, _ in pretrained_models(model))
     if not type(model).__module__.startswith("sentence_transformers."):
         return True
     homes = tuple(f"{name}." for name, _ in pretrained_models(model))

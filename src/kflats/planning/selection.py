@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
@@ -25,7 +25,7 @@ WORDS: dict[str, frozenset[str]] = {
     "linear": frozenset({"linear", "conv1d"}),
     "embeddings": frozenset({"embedding"}),
     "conv": frozenset({"conv2d"}),
-    "all": frozenset({"linear", "conv1d", "embedding", "conv2d"}),
+    "all": frozenset({"linear", "conv1d", "embedding", "conv2d", "parameter"}),
 }
 """Words that stand for all weights of some roles; a tied output head goes with its embedding."""
 
@@ -75,6 +75,8 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         chosen = None if recipe is None else as_recipe(recipe)
         if chosen is None or (chosen.chooses and chosen is not recipe):
             chosen = _default(model, weight, data, None if chosen is None else chosen.method)
+        if weight.places[0].role == "parameter" and chosen.importance.needs and rank != _NAME:
+            chosen = replace(chosen, importance=Uniform())  # no layer calls it, so nothing is measured of it
         check(weight, chosen, data)
         selected.append(Selected(weight, chosen, rank == _NAME))
     return tuple(selected)
@@ -97,6 +99,12 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
             f"{brief(recipe)} needs the library constriction, which codes integers", hint="pip install 'kflats[codes]'"
         )
     role, who = weight.places[0].role, brief(recipe.importance)
+    if role == "parameter" and recipe.importance.needs:
+        raise KflatsError(
+            f"{who} cannot be measured of {weight.name!r}",
+            cause="it is a parameter that no layer of its own multiplies by",
+            hint="Uniform()",
+        )
     weighs_tokens = recipe.importance.needs_tokenizer
     if role != "embedding" and weighs_tokens:
         raise KflatsError(
@@ -199,7 +207,7 @@ _WHY = {
 
 def _meant(model: nn.Module, weights: tuple[Weight, ...], name: str) -> tuple[list[Weight], int]:
     """The weights that one name, pattern or word means, and which of these it is."""
-    paths = {path.removesuffix(".weight") for path in spellings(model, name)}
+    paths = {end for path in spellings(model, name) for end in (path, path.removesuffix(".weight"))}
     exact = any(paths & {place.name for place in w.places} for w in weights)
     if not exact and name in WORDS:
         chosen = [w for w in weights if w.places[0].role in WORDS[name]]
@@ -233,6 +241,8 @@ def _default(model: nn.Module, weight: Weight, data: CalibrationData, chooser: M
     Only the token embedding has rows that are tokens.
     """
     role = weight.places[0].role
+    if role == "parameter":
+        return Recipe(chooser or SVD())
     if role == "embedding" and weight == _token_embedding(model):
         if data.texts is not None and data.tokenizer is None:
             raise KflatsError(

@@ -20,7 +20,7 @@ from kflats.model.weights import dense_weight
 from kflats.numerics.rows import TensorRows
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import WeightCosts, weight_candidates
-from kflats.planning.knapsack import allocate
+from kflats.planning.knapsack import Choice, allocate
 from kflats.planning.selection import weighting_form
 from kflats.recipe.budget import Allocation, Budget
 from kflats.recipe.recipe import Decision, Recipe, as_cast, brief
@@ -260,11 +260,14 @@ def _least_loss(
 
     ``Auto()`` without units of a loss minimises the sum of relative errors.
     """
-    relative = any(item.recipe.chooses for item in items) and bool(_without_loss_units(items))
+    layers = [item for item in items if item.weight.places[0].role != "parameter"]  # nothing is measured of the others
+    relative = any(item.recipe.chooses for item in items) and bool(_without_loss_units(layers) or not layers)
     judged = [item for item in items if relative or data.weigh(item.weight, item.recipe).loss_units]
     unjudged = [item for item in items if item not in judged]
     part = allowed * sum(item.dense for item in unjudged) // max(1, sum(item.dense for item in items))
-    equal = equal_shares(model, [replace(i, note=_UNJUDGED) for i in unjudged], part, data) if unjudged else {}
+    unjudged, equal = _best_in_shares(model, unjudged, part, data)
+    part -= sum(decision.budget_bytes for decision in equal.values())
+    equal |= equal_shares(model, [replace(i, note=_UNJUDGED) for i in unjudged], part, data) if unjudged else {}
     weights = []
     with progress_bar(quiet=quiet) as update:
         for place, item in enumerate(judged):
@@ -275,6 +278,30 @@ def _least_loss(
     chosen = [weight.decision(choice) for weight, choice in zip(weights, choices, strict=True)]
     spare = rest - sum(decision.budget_bytes for decision in chosen)
     return _topped_up(equal | {decision.weight.name: decision for decision in chosen}, spare)
+
+
+def _best_in_shares(
+    model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData
+) -> tuple[list[WeightCosts], Decisions]:
+    """The same share of bytes for each item whose method is chosen, and what loses least in it; the other items.
+
+    ``allowed``: for all items.
+    """
+    decisions: Decisions = {}
+    total = sum(item.dense for item in items)
+    for item in items:
+        if item.recipe.chooses:
+            ways = weight_candidates(model, item, data)
+            share = allowed * item.dense // total
+            fitting = [place for place, way in enumerate(ways.candidates) if way.nbytes + ways.bias <= share]
+            if fitting:
+                place = min(fitting, key=lambda index: ways.candidates[index].error)
+                way = ways.candidates[place]
+                decided = ways.decision(Choice(item.weight.name, place, way.nbytes + ways.bias, way.error))
+            else:
+                decided = item.left_dense(f"dense: its share of the budget, {size(share)}, holds no code of it")
+            decisions[item.weight.name] = decided
+    return [item for item in items if item.weight.name not in decisions], decisions
 
 
 def _topped_up(decisions: Decisions, spare: int) -> Decisions:
