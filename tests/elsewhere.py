@@ -1,7 +1,7 @@
 """Tries a folder that ``kflats export --onnx --int8`` wrote in a fresh virtual environment without kflats.
 
-    python tests/onnx_elsewhere.py              # the demo's model, exported in integers
-    python tests/onnx_elsewhere.py DIR          # a folder of sentence-transformers, compressed or not
+    python tests/elsewhere.py                   # the demo's model, exported in integers
+    python tests/elsewhere.py DIR               # a folder of sentence-transformers, compressed or not
 
 sentence-transformers (backend "onnx", which needs an older transformers than kflats does), fastembed and OpenVINO read
 the folder; a line for each says what its sentence vectors are. Packages come from pip's index and its cache, and the
