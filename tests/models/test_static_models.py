@@ -35,7 +35,7 @@ from kflats.evaluation.running import encode as vectors_of
 from kflats.export.dense import export_dense
 from kflats.importance import TokenCounts
 from kflats.io.saving import load_model, stamp_
-from kflats.io.sources import STATIC_MODULE, weight_files
+from kflats.io.sources import STATIC_MODULE, weight_files, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix
 from kflats.matrices.coded import from_integers
 from kflats.recipe.recipe import as_recipe
@@ -67,10 +67,17 @@ def write(origin: str, folder: Path, rows: Tensor | None = None) -> Path:
     else:
         static = StaticEmbedding(tokenizer(), embedding_weights=rows)
         SentenceTransformer(modules=[static, Normalize()], device="cpu").save_pretrained(str(folder))
+    if origin == "nested":  # as earlier versions of sentence-transformers wrote it
+        modules = json.loads((folder / "modules.json").read_text())
+        modules[0]["path"] = "0_StaticEmbedding"
+        (folder / "modules.json").write_text(json.dumps(modules))
+        (folder / "0_StaticEmbedding").mkdir()
+        for name in ("model.safetensors", "tokenizer.json"):
+            (folder / name).rename(folder / "0_StaticEmbedding" / name)
     return folder
 
 
-@pytest.fixture(scope="module", params=["sentence-transformers", "model2vec"])
+@pytest.fixture(scope="module", params=["sentence-transformers", "nested", "model2vec"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The folder of a static model, and the compressed one."""
     place = tmp_path_factory.mktemp("static")
@@ -209,11 +216,12 @@ def test_other_forms_are_read_back(recipe: Any, keep: str, tmp_path: Path) -> No
 def damaged(small: Path, folder: Path, change: Any) -> Path:
     """A copy of ``small`` after ``change`` of its tensors and its config, with checksums that fit."""
     shutil.copytree(small, folder)
-    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    (file,), holder = weight_files(folder), weights_folder(folder)
+    tensors, config = load_file(file), json.loads((holder / "config.json").read_text())
     change(tensors, config)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    stamp_(folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, file, metadata={"format": "pt"})
+    stamp_(file)
+    (holder / "config.json").write_text(json.dumps(config))
     return folder
 
 

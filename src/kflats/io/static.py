@@ -19,6 +19,7 @@ from kflats.codecs.streams import _Source
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
+from kflats.matrices.base import is_recording
 from kflats.matrices.coded import CodedGeometry, CodedMatrix
 
 if TYPE_CHECKING:
@@ -228,19 +229,19 @@ class StreamedMatrix(CodedMatrix):
         return matrix
 
     def _prepare(self, index: Tensor) -> None:
-        if self._blocks is None or torch.compiler.is_compiling():
+        blocks = self._blocks
+        if blocks is None or is_recording():
             self._check_ready()
             return
-        rows, many = index.reshape(-1).unique(), self._blocks.source.rows_a_block
-        labels = self._get("labels")
+        rows, labels = index.reshape(-1).unique(), self._get("labels")
         of = torch.zeros_like(rows) if labels is None else labels[rows].to(torch.int64)
         sizes = torch.tensor([0, *(count for count, _ in self.geometry.classes)], device=of.device)
-        places = self.position[rows] - sizes.cumsum(0)[of]
-        self._decode(set(zip(of.tolist(), (places // many).tolist(), strict=True)))
+        places = (self.position[rows] - sizes.cumsum(0)[of]) // blocks.source.rows_a_block
+        self._decode(blocks, set(zip(of.tolist(), places.tolist(), strict=True)))
 
     def _check_ready(self) -> None:
-        if self._blocks is not None:
-            self._decode(self._blocks.left)
+        if (blocks := self._blocks) is not None:
+            self._decode(blocks, blocks.left)
         super()._check_ready()
 
     def checksum(self) -> int:
@@ -248,14 +249,14 @@ class StreamedMatrix(CodedMatrix):
         self._check_ready()
         return super().checksum()
 
-    def _decode(self, wanted: set[tuple[int, int]]) -> None:
-        assert self._blocks is not None
-        codes, source = self.get_buffer("codes"), self._blocks.source
-        for key in wanted & self._blocks.left:
+    def _decode(self, blocks: _Blocks, wanted: set[tuple[int, int]]) -> None:
+        # Two threads may decode one block; both write the same bytes, before either says that they are there.
+        codes, source = self.get_buffer("codes"), blocks.source
+        for key in wanted & blocks.left:
             block = source.blocks[key]
             self.geometry.part(codes, block.label)[block.rows] = source.packed(block).to(codes.device)
-            self._blocks.left = self._blocks.left - {key}
-        if not self._blocks.left:
+            blocks.left = blocks.left - {key}
+        if not blocks.left:
             self._blocks = None
 
 
