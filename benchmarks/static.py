@@ -24,13 +24,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
 from _common import arguments, kept, markdown, publish
 from _sentences import data_folder, paragraphs, sentences
-from model2vec import StaticModel
-from model2vec.model import quantize_model
 
 from kflats.common.sentences import sentences as split_sentences
 from kflats.compress.pipeline import compress_folder
@@ -73,7 +72,7 @@ print(json.dumps([*(1000 * (b - a) for a, b in zip(times, times[1:])), grown / 1
 def distilled(folder: Path) -> Path:
     """The folder of the distilled model."""
     if not folder.is_dir():
-        from model2vec.distill import distill  # type: ignore[import-not-found, unused-ignore]
+        from model2vec.distill import distill
 
         distill(str(packaged_model()), device="cpu").save_pretrained(folder)
     return folder
@@ -87,13 +86,22 @@ def texts_of(name: str) -> list[str]:
     return [piece for piece in pieces if len(piece.split()) >= 5][:1500]
 
 
+def opened(folder: Path) -> Any:
+    """The static model of a folder, by model2vec."""
+    from model2vec import StaticModel
+
+    return StaticModel.from_pretrained(folder)
+
+
 def versions(source: Path, cache: Path) -> dict[str, Callable[[], Path]]:
     """By name: a function that makes a folder which model2vec reads, unless it is there."""
-    model = StaticModel.from_pretrained(source)
+    from model2vec.model import quantize_model
 
-    def of_model2vec(name: str, **settings: object) -> Path:
+    model = opened(source)
+
+    def of_model2vec(name: str, **settings: Any) -> Path:
         if not (cache / name).is_dir():
-            quantize_model(model, **settings).save_pretrained(cache / name)  # type: ignore[arg-type, unused-ignore]
+            quantize_model(model, **settings).save_pretrained(cache / name)
         return cache / name
 
     def of_kflats(bits: float, counted: bool) -> Path:
@@ -123,7 +131,7 @@ def vectors(folder: Path, texts: Sequence[str]) -> torch.Tensor:
         dense = folder.with_name(folder.name + " dense")
         if not dense.is_dir():
             export_dense(folder, dense)
-    found = StaticModel.from_pretrained(dense).encode(list(texts), use_multiprocessing=False).astype(np.float32)
+    found = opened(dense).encode(list(texts), use_multiprocessing=False).astype(np.float32)
     return torch.nn.functional.normalize(torch.from_numpy(found), dim=1)
 
 
@@ -175,7 +183,7 @@ if __name__ == "__main__":
     cache = Path(options.cache)
     cache.mkdir(parents=True, exist_ok=True)
     source = distilled(cache / "distilled")
-    numbers = StaticModel.from_pretrained(source).embedding.size
+    numbers = opened(source).embedding.size
     rows, folders = [], {}
     for name, make in versions(source, cache).items():
         folders[name] = make()
@@ -193,6 +201,6 @@ if __name__ == "__main__":
         "memory",
         "sentences a second",
     ]
-    opened = (ORIGINAL, "kflats, 1.2 bits", "kflats, 2 bits")
-    second = markdown(columns, watched({name: folders[name] for name in opened}))
+    timed = (ORIGINAL, "kflats, 1.2 bits", "kflats, 2 bits")
+    second = markdown(columns, watched({name: folders[name] for name in timed}))
     publish("A static model: bytes, sentence vectors, and the first one", f"{first}\n\n{second}", options)
