@@ -256,7 +256,7 @@ def test_sizes_share_what_was_prepared_and_give_the_files_of_single_calls(tiny_f
         compress_folder(tiny_folder, tmp_path / keep, keep=keep, **asked)
         alone, shared = files(tmp_path / keep), files(tmp_path / f"shared-{keep}")
         assert alone["model.safetensors"] == shared["model.safetensors"]
-    with pytest.raises(KflatsError, match="prepared is of another model"):
+    with pytest.raises(KflatsError, match="prepared measurements are of another model"):
         compress_folder(tiny_folder, tmp_path / "other", keep="50%", prepared=prepared, **asked | {"texts": TEXTS[1:]})
 
 

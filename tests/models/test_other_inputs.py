@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kflats import Integer, KeepDense, Recipe, compress_
+from kflats import Auto, Integer, KeepDense, Recipe, compress_
 from kflats.calibration.collect import measure
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import collate, drawn_samples, run
@@ -89,3 +89,9 @@ def test_texts_alone_are_refused_by_models_that_compare_them_with_images(tiny_to
     data = gather(["a text"], tiny_tokenizer, None, None, None)
     with pytest.raises(KflatsError, match=r"texts alone cannot be passed through CLIPModel.*texts and images"):
         data.batches(tiny("CLIPModel"))
+
+
+def test_a_model_that_reads_images_says_that_nothing_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    report = compress_(tiny("ViTForImageClassification"), {"all": Auto()}, size="60%")
+    assert "nothing is measured: ViTForImageClassification reads images" in capsys.readouterr().err
+    assert any(one.bytes_after < one.bytes_before for one in report.weights)
