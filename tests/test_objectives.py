@@ -249,8 +249,8 @@ def test_projections_of_what_is_not_there() -> None:
 
 def test_outputs_without_logits_and_hidden_states_are_projected_whole() -> None:
     class Depth(nn.Module):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"focal_length": x.new_ones(1), "levels": x.long(), "depth": x.reshape(len(x), 2, -1)}
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"focal_length": x.new_ones(1), "levels": x.long(), "maps": (x.reshape(len(x), 2, -1), x)}
 
     x = torch.randn(5, 6)
     losses = Projections().losses(Depth(), {"x": x})

@@ -139,7 +139,7 @@ class Shrinking:
             elif isinstance(value, list | tuple) and value and all(isinstance(one, Mapping) for one in value):
                 made[key] = [self.tree(one) for one in value]
             elif isinstance(value, list | tuple) and layers > 4 and len(value) == layers:
-                made[key] = [value[place] for place in kept]
+                made[key] = self._width(key, [value[place] for place in kept])
             elif value is None and key in _UNSET and self._scheme == "filled":
                 made[key] = _UNSET[key]
             elif isinstance(value, bool) or value is None or isinstance(value, str | float):

@@ -300,10 +300,12 @@ def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
 
 
 def _first_of_samples(output: ModelOutput, samples: int) -> Tensor | None:
-    """The first tensor of real numbers that has a part for each sample: a depth map, an embedding."""
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
-    tensors = (value for value in values if isinstance(value, Tensor) and value.is_floating_point() and value.ndim > 1)
-    return next((tensor for tensor in tensors if len(tensor) == samples), None)
+    """The first tensor of real numbers that has a part for each sample: depths, an embedding, a backbone's maps."""
+    if isinstance(output, Tensor):
+        fits = output.is_floating_point() and output.ndim > 1 and len(output) == samples
+        return output if fits else None
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple | list) else ()
+    return next((found for part in parts if (found := _first_of_samples(part, samples)) is not None), None)
 
 
 def mean_over_tokens(hidden: Tensor, mask: Tensor) -> Tensor:
