@@ -191,13 +191,11 @@ class Shrinking:
             return _each(value, lambda one: min(one, 2))
         if key == "image_size":
             return self._image(value, settings)
-        if self._scheme == "shallow":
-            return value
         return self._width(key, value)
 
     def _width(self, key: str, value: Any) -> Any:
         even = self._even
-        if _FIXED_WIDTHS.fullmatch(key) and not _INNERS.fullmatch(key):
+        if self._scheme == "shallow" or (_FIXED_WIDTHS.fullmatch(key) and not _INNERS.fullmatch(key)):
             return value
         if isinstance(value, list | tuple):
             largest = max(_numbers(value), default=0)
