@@ -141,3 +141,13 @@ def test_what_a_helper_reads_of_the_token_table_leaves_it_a_weight_and_what_forw
     for kind, refused in ((transformers.BertModel, ()), (Pads, tables[1:2]), (PadsAlways, tables[:2])):
         found = {weight.name for weight in find_weights(kind(config))}
         assert [name for name in tables if name not in found] == list(refused)
+
+
+def test_layers_in_a_plain_list_cannot_be_replaced_and_are_no_weights() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.layers = [self.first, nn.ReLU()]
+
+    assert [weight.name for weight in find_weights(Block())] == ["second"]

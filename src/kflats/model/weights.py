@@ -410,6 +410,9 @@ def _read_by(module: nn.Module, tokens: set[int]) -> Iterator[nn.Module]:
     A table of ``tokens`` (module ids) is entered by a call, whatever a helper reads of it; what forward reads counts.
     """
     name = type(module).__name__
+    for held in vars(module).values():  # in a plain list modules cannot be replaced
+        if isinstance(held, list | tuple):
+            yield from (inner for inner in held if isinstance(inner, nn.Module))
     if isinstance(module, _FUSED) or name.endswith(_READ_WHOLE):
         yield module
     elif not name.endswith(_CALLED):
