@@ -103,6 +103,7 @@ EXCEPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "recurrent_gemma": ("two kinds of layers, the second at the third place", {"num_hidden_layers": 3}),
     "gemma4_assistant": ("the default is refused", {"text_config.hidden_size_per_layer_input": 0}),
+    "reformer": ("trains on one length", {"axial_pos_shape": [2, 4], "axial_pos_embds_dim": [32, 32]}),
     "xmod": ("a default language must be named", {"default_language": "en_XX"}),
 }  # fmt: skip
 """By model type."""

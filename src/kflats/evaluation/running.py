@@ -220,7 +220,7 @@ def explained(model: nn.Module, hint: str) -> Iterator[None]:
         yield
     except KflatsError:
         raise
-    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError) as error:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
         if len(frames) > 1 and str(frames[-1].f_globals.get("__name__")).startswith("kflats."):
             raise
