@@ -50,10 +50,13 @@ def test_what_is_found() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input + 1)
 
+    marked = nn.Embedding(9, 4)
+    marked.mark = nn.Parameter(torch.zeros(4))  # as T5Gemma2's token for the end of an image
     shared = nn.Linear(3, 3)
     model = nn.ModuleDict(
         {
             "words": nn.Embedding(9, 4),
+            "marked": marked,
             "tamed": nn.Embedding(9, 4, max_norm=1.0),
             "shifted": Shifted(9, 4),
             "linear": nn.Linear(4, 5),
@@ -74,6 +77,7 @@ def test_what_is_found() -> None:
     for name, reason in [
         ("tamed", "max_norm"),
         ("shifted", "Shifted is a subclass"),
+        ("marked", "parameters beside its table: mark"),
         ("twice", "Twice"),
         ("fused.layers.0.linear1", "reads the dense tensor directly"),
         ("norm", "LayerNorm"),

@@ -190,6 +190,9 @@ def role_of(module: nn.Module) -> tuple[str, str]:
             return "", "sparse gradients are of rows, and a basis has a dense one"
         if module.scale_grad_by_freq:
             return "", "scale_grad_by_freq divides the gradient of a row by its count, and a basis has no such count"
+        others = [name for name in module._parameters if name != "weight"]
+        if others:
+            return "", f"a {kind.__name__} has parameters beside its table: {', '.join(others)}"
         if kind is not nn.Embedding and not _is_scaled(kind):
             return "", f"{kind.__name__} is a subclass of nn.Embedding that kflats does not know"
         return "embedding", ""
