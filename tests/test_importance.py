@@ -223,6 +223,20 @@ def test_statistics_measured_for_another_importance_are_told_of():
         KroneckerFisher().weigh(Measured(3, row_fisher=torch.ones(3), columns=2))
 
 
+def test_sums_that_cancelled_to_less_than_their_rounding_still_give_metrics():
+    """As float32 leaves those of gradients before a batch normalisation: negative directions on both sides."""
+    draws = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=F64)
+    noise = draws + draws.T
+    gram = torch.diag(torch.tensor([1e-6] * 4 + [1.0], dtype=F64)) + 1e-2 * noise[:5, :5]
+    outputs = torch.eye(3, dtype=F64) * 1e-3 + noise[5:, 5:] * 1e-2
+    assert float(torch.linalg.eigvalsh(outputs).min()) < 0
+    found = KroneckerFisher().weigh(Measured(4, fisher_gram=gram, output_gram=outputs, columns=3))
+    assert float((gram[:4, :4] - torch.outer(gram[:4, 4], gram[:4, 4]) / gram[4, 4]).diagonal().min()) < 0
+    for side in (found.left, found.right):
+        assert float(torch.linalg.eigvalsh(side).min()) > -1e-9 * float(side.trace())
+        assert float(side.trace()) > 0
+
+
 def test_inputs_that_are_always_zero_reach_nothing():
     """The bias takes the whole error; the outputs have gradients all the same."""
     gram = torch.zeros(5, 5)

@@ -23,6 +23,7 @@ from kflats.importance.protocol import Importance, Measured, Weighting, Weightin
 Unreached = Literal["refuse", "uniform"]
 """For a weight that no gradient reached: an error, or the same weight for every row."""
 
+_NEGATIVE = 1e-5  # share of the trace: no metric has a direction that is more negative
 _ROUNDING = 1e-5  # share of a mean square, above the rounding of products in float32
 
 
@@ -161,16 +162,26 @@ class KroneckerFisher(Importance):
         outputs = _measured(measured.output_gram, "KroneckerFisher", "output_gram")
         if not (_reached(gram, self.unreached) and _reached(outputs, self.unreached)):
             return Weighting()
-        mean = cross = None
-        if gram.ndim == 2:
-            wide = gram.to(torch.float64)
-            gram, cross = wide[:-1, :-1], wide[:-1, -1]
-            # The small number leaves the bias alone where no loss depends on it, as on that of attention's keys.
-            mean = cross / (max(float(wide[-1, -1]), 0.0) + _ROUNDING) if self.centred else None
-        left = _input_side(gram, cross, mean, self.damping)
+        left, mean = self._inputs(gram)
+        if left.ndim == 2 and bool((left.diagonal() < 0).any()):
+            left, mean = self._inputs(_nearest_gram(gram))
         if not _reached(left, self.unreached):  # every input is the same, and the bias takes all of the error
             return Weighting()
-        return Weighting(left=left, right=_damped(outputs, self.damping), mean=mean, loss_units=True)
+        right = _damped(outputs, self.damping)
+        shift = torch.full_like(right.diagonal(), _NEGATIVE * float(right.diagonal().sum())).diag()
+        if bool(torch.linalg.cholesky_ex(right + shift).info):
+            right = _damped(_nearest_gram(outputs), self.damping)
+        return Weighting(left=left, right=right, mean=mean, loss_units=True)
+
+    def _inputs(self, gram: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The left metric, and the mean where it is centred."""
+        if gram.ndim == 1:
+            return _input_side(gram, None, None, self.damping), None
+        wide = gram.to(torch.float64)
+        cross = wide[:-1, -1]
+        # The small number leaves the bias alone where no loss depends on it, as on that of attention's keys.
+        mean = cross / (max(float(wide[-1, -1]), 0.0) + _ROUNDING) if self.centred else None
+        return _input_side(wide[:-1, :-1], cross, mean, self.damping), mean
 
 
 def _check(importance: Importance, unreached: str, **shares: float) -> None:
@@ -220,6 +231,15 @@ def _input_side(gram: Tensor, cross: Tensor | None, mean: Tensor | None, damping
         # For inputs that hardly vary (the first [CLS]) the difference is rounding of either sign.
         gram = gram - torch.outer(cross.to(gram), mean.to(gram)) + torch.diag(_ROUNDING * gram.diagonal())
     return _damped(gram, damping)
+
+
+def _nearest_gram(measured: Tensor) -> Tensor:
+    """The Gram nearest to a measured one, in float64. Sums of products in float32 may have a negative direction where
+    their terms cancel, as those of gradients before a batch normalisation do."""
+    gram = measured.to(torch.float64)
+    values, vectors = torch.linalg.eigh((gram + gram.T) / 2)
+    nearest: Tensor = (vectors * values.clamp_min(0.0)) @ vectors.T
+    return nearest
 
 
 def _damped(gram: Tensor, damping: float) -> Tensor:
