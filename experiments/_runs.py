@@ -1,0 +1,290 @@
+"""Runs of the papers' experiments: the cells of a table, what decides each, and the log of those that are finished.
+
+The log is a file of JSON lines, one finished run each. A run is found again by its key, a digest of all that decides
+it: task, model, method, size, seed, training, recipe, data, versions of libraries and of algorithms (``_algorithms``).
+A commit that changes none of these keeps all finished runs. Tables and figures (``_tables``) read the log alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from _algorithms import VERSIONS, versions_of
+
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import sha256
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = ("torch", "transformers")
+"""The libraries whose versions decide a result."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One place of a table, and what decides the result that belongs there.
+
+    Args:
+        task, model, method, size, seed, epochs: the place. ``size`` is what is kept ("60%"); ``epochs`` of training
+            after compression, 0 for none.
+        training: of the original and of the compressed model. recipe: of the compression.
+        algorithms: names in ``_algorithms.VERSIONS``. data: a digest of the examples and of the model's source.
+    """
+
+    task: str
+    model: str
+    method: str
+    size: str
+    seed: int
+    epochs: int
+    training: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    algorithms: tuple[str, ...]
+    data: str = ""
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of everything that decides the result."""
+        decides = asdict(self) | {"algorithms": versions_of(self.algorithms), "libraries": libraries()}
+        return sha256([json.dumps(decides, sort_keys=True)])[:20]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a cell's computation gives; scores as fractions, higher is better.
+
+    Args:
+        metric: the task's main metric. original, compressed, tuned: its value on the judged split, before compression,
+            after it, and after training again (None: not trained).
+        held_out: the same three on the part of the training set that nothing was trained on, by name.
+        nbytes: what the compressed weights take. error: relative squared error of the compressed weights.
+        more: further numbers and words, by name.
+    """
+
+    metric: str
+    original: float
+    compressed: float
+    tuned: float | None = None
+    held_out: Mapping[str, float] = field(default_factory=dict)
+    nbytes: int = 0
+    error: float | None = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run, one line of the log: its place, its scores, and how they came about."""
+
+    key: str
+    task: str
+    model: str
+    method: str
+    size: str
+    seed: int
+    epochs: int
+    metric: str
+    original: float
+    compressed: float
+    tuned: float | None
+    held_out: Mapping[str, float]
+    nbytes: int
+    error: float | None
+    more: Mapping[str, Any]
+    seconds: float
+    training: Mapping[str, Any]
+    recipe: Mapping[str, Any]
+    algorithms: Mapping[str, int]
+    data: str
+    libraries: Mapping[str, str]
+    commit: str
+
+    @property
+    def is_current(self) -> bool:
+        """Whether its algorithms are still those of today."""
+        return all(VERSIONS.get(name) == number for name, number in self.algorithms.items())
+
+
+def libraries() -> dict[str, str]:
+    """The versions of the libraries that decide a result."""
+    return {name: version(name) for name in LIBRARIES}
+
+
+def commit() -> str:
+    """The checkout's commit, with "-dirty" after it if tracked files differ; "unknown" outside of a checkout."""
+    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+
+
+class Log:
+    """The finished runs in a file of JSON lines, to which new ones are appended.
+
+    Raises:
+        KflatsError: a line that is no run. A last line that was cut off is dropped, and said so.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.runs: list[Run] = []
+        names = {one.name for one in fields(Run)}
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        *lines, rest = text.split("\n")
+        if rest:
+            print(f"{path}: the last line was cut off; it is dropped", file=sys.stderr)
+            path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        for number, line in enumerate(lines, 1):
+            try:
+                found = json.loads(line)
+                self.runs.append(Run(**{name: found[name] for name in names}))
+            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove that line") from error
+
+    def find(self, key: str) -> Run | None:
+        """The newest run with this key."""
+        return next((run for run in reversed(self.runs) if run.key == key), None)
+
+    def add(self, run: Run) -> None:
+        """Append a run; it is on the disk when this returns."""
+        self.runs.append(run)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(run), allow_nan=False) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def newest(self, chosen: Callable[[Run], bool] = lambda run: True) -> list[Run]:
+        """The newest run of each place, among those of today's algorithms that are ``chosen``."""
+        found: dict[tuple[Any, ...], Run] = {}
+        for run in self.runs:
+            if run.is_current and chosen(run):
+                found[run.task, run.model, run.method, run.size, run.seed, run.epochs] = run
+        return list(found.values())
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the options of every experiment ask for.
+
+    Args:
+        tasks, seeds: in the order of the command line. source: folder or hub name of the model to train; None: the
+            packaged one. task_data: a folder in the form of ``kflats.task_data``; None: the hub.
+        quick: tiny models and generated data. resume: finished runs are kept. tables: nothing is run.
+        results: the folder of logs, tables and figures. models: where trained models are kept.
+        command: the command line without its folders.
+        more: the experiment's own options.
+    """
+
+    tasks: tuple[str, ...]
+    seeds: tuple[int, ...]
+    source: str | None
+    task_data: Path | None
+    quick: bool
+    resume: bool
+    tables: bool
+    results: Path
+    models: Path
+    command: str
+    more: argparse.Namespace
+
+
+def asked_for(
+    description: str | None,
+    tasks: str,
+    own: Mapping[str, Any] | None = None,
+    seeds: str = "0,1,2",
+    argv: list[str] | None = None,
+    quick: Mapping[str, Any] | None = None,
+) -> Asked:
+    """Parse the options that every experiment has, and its ``own``: names with their defaults.
+
+    Args:
+        tasks, seeds: the defaults. quick: what ``--quick`` changes of all defaults, by name.
+        argv: the command line; None: that of the process.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tasks", default=tasks, help="comma-separated names")
+    parser.add_argument("--seeds", default=seeds, help="comma-separated; seeds are paired between methods")
+    parser.add_argument("--source", help="folder or hub name of the model; default: the packaged MiniLM")
+    parser.add_argument("--task-data", help='folder of tasks, or "hub"; default: $KFLATS_DATA, else the hub')
+    parser.add_argument("--quick", action="store_true", help="tiny models and generated data: tries the whole command")
+    parser.add_argument("--resume", action="store_true", help="keep finished runs; without it all are run again")
+    parser.add_argument("--tables", action="store_true", help="run nothing: table and figure of the log")
+    parser.add_argument("--results", type=Path, help="folder of log, table and figure (default: experiments/results)")
+    parser.add_argument("--models", type=Path, help="where trained models are kept (default: build/task-models)")
+    for name, default in (own or {}).items():
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
+    words = sys.argv[1:] if argv is None else argv
+    given = parser.parse_args(words)
+    if given.quick:
+        for name, value in (quick or {}).items():
+            if getattr(given, name.replace("-", "_")) == parser.get_default(name.replace("-", "_")):
+                setattr(given, name.replace("-", "_"), value)
+    common = {action.dest: getattr(given, action.dest) for action in parser._actions if action.dest != "help"}
+    hidden = ("results", "models", "resume", "tables", "task_data")
+    told = [
+        f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+        for name, value in common.items()
+        if name not in hidden and value != parser.get_default(name)
+    ]
+    data = given.task_data or os.environ.get("KFLATS_DATA") or "hub"
+    seeds_asked = tuple(_whole(word) for word in given.seeds.split(","))
+    scratch = Path(tempfile.gettempdir()) / f"kflats-quick-{os.getuid()}"
+    return Asked(
+        tasks=tuple(word for word in given.tasks.split(",") if word),
+        seeds=seeds_asked,
+        source=given.source,
+        task_data=None if data == "hub" else Path(data),
+        quick=given.quick,
+        resume=given.resume,
+        tables=given.tables,
+        results=given.results or (scratch / "results" if given.quick else ROOT / "experiments" / "results"),
+        models=given.models or (scratch / "models" if given.quick else ROOT / "build" / "task-models"),
+        command=" ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *told, "--resume"]),
+        more=given,
+    )
+
+
+def _whole(word: str) -> int:
+    if not word.isdigit():
+        raise KflatsError(f"--seeds holds {word!r}", hint="whole numbers with commas between them, such as 0,1,2")
+    return int(word)
+
+
+def carry_out(cells: Iterable[tuple[Cell, Callable[[], Scores]]], log: Log, asked: Asked) -> None:
+    """Run each cell that the log does not hold (all of them without ``--resume``), and append it to the log."""
+    now = commit()
+    for cell, compute in cells:
+        if asked.resume and (done := log.find(cell.key)) is not None and done.is_current:
+            continue
+        began = time.monotonic()
+        scores = compute()
+        place = {f.name: getattr(cell, f.name) for f in fields(cell) if f.name != "algorithms"}
+        run = Run(
+            key=cell.key,
+            **place,
+            **{f.name: getattr(scores, f.name) for f in fields(scores)},
+            seconds=round(time.monotonic() - began, 1),
+            algorithms=versions_of(cell.algorithms),
+            libraries=libraries(),
+            commit=now,
+        )
+        log.add(run)
+        tuned = "" if run.tuned is None else f", {run.tuned:.4f} after {run.epochs} epochs"
+        print(
+            f"{cell.task} {cell.method} {cell.size} seed {cell.seed}: {run.original:.4f} -> {run.compressed:.4f}{tuned}"
+            f" ({run.seconds:.0f} s)",
+            flush=True,
+        )

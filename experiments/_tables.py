@@ -1,0 +1,242 @@
+"""Tables, orderings and figures of a log of runs; where a cell has no run, it says "not run".
+
+Seeds are paired between methods. An interval is that of the mean of paired differences over seeds (Student's t, 95 %,
+by SciPy). It covers the chance of training and of starts, not that of the judged examples. An ordering is claimed only
+if its interval excludes 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from _runs import Asked, Run, libraries
+
+NOT_RUN = "not run"
+Value = Callable[[Run], float | None]
+"""What a table or a figure shows of a run; None if the run has no such value."""
+
+
+def drop(run: Run) -> float:
+    """Points (of 100) lost by compression, without training afterwards."""
+    return 100 * (run.original - run.compressed)
+
+
+def tuned_drop(run: Run) -> float | None:
+    """Points (of 100) lost after compression and training."""
+    return None if run.tuned is None else 100 * (run.original - run.tuned)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """The mean of paired differences and its 95 % interval; no interval where it cannot be estimated."""
+
+    mean: float
+    low: float | None
+    high: float | None
+    pairs: int
+
+    @property
+    def decides(self) -> bool:
+        """Whether 0 is outside the interval."""
+        return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
+
+    def __str__(self) -> str:
+        if self.low is None:
+            return f"{self.mean:+.2f} ({self.pairs} seed{'s' * (self.pairs > 1)}, no interval)"
+        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
+
+def paired(first: Mapping[object, float], second: Mapping[object, float]) -> Paired | None:
+    """The mean of ``first - second`` over what both have, with its interval; None if they share nothing.
+
+    Two pairs are the least for an interval, and differences that are all equal have none: scores of few examples are
+    coarse, and equal differences of them by chance would make the narrowest claim of all.
+
+    >>> str(paired({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.0, 1: 1.1, 2: 1.9}))
+    '+1.00 [+0.75, +1.25]'
+    """
+    from scipy.stats import ttest_1samp
+
+    differences = [first[key] - second[key] for key in first if key in second]
+    if not differences:
+        return None
+    mean = statistics.fmean(differences)
+    if len(differences) < 2 or max(differences) - min(differences) < 1e-12:
+        return Paired(mean, None, None, len(differences))
+    low, high = ttest_1samp(differences, 0.0).confidence_interval(0.95)
+    return Paired(mean, float(low), float(high), len(differences))
+
+
+class Results:
+    """Runs by method, size, task and seed.
+
+    Args:
+        runs: of one experiment. value: what is looked at.
+    """
+
+    def __init__(self, runs: Sequence[Run], value: Value) -> None:
+        self.at: dict[tuple[str, str, str, int], float] = {}
+        for run in runs:
+            found = value(run)
+            if found is not None:
+                self.at[run.method, run.size, run.task, run.seed] = found
+
+    def by_seed(self, method: str, size: str, task: str) -> dict[object, float]:
+        """The values of one cell."""
+        return {s: v for (m, z, t, s), v in self.at.items() if (m, z, t) == (method, size, task)}
+
+    def average(self, method: str, size: str, tasks: Sequence[str]) -> dict[object, float]:
+        """The mean over ``tasks`` for each seed that has all of them."""
+        of = [self.by_seed(method, size, task) for task in tasks]
+        if not of:
+            return {}
+        return {s: statistics.fmean(one[s] for one in of) for s in of[0] if all(s in one for one in of)}
+
+    def cell(self, method: str, size: str, tasks: Sequence[str], seeds: int) -> str:
+        """Mean and standard deviation over seeds; how many seeds, where not all have run."""
+        return spread(list(self.average(method, size, tasks).values()), seeds)
+
+
+def spread(values: Sequence[float], wanted: int, digits: int = 2) -> str:
+    """Mean and standard deviation; "not run" without values.
+
+    >>> spread([1.0, 2.0], 3), spread([], 3)
+    ('1.50 ± 0.71 (2 of 3)', 'not run')
+    """
+    if not values:
+        return NOT_RUN
+    mean = f"{statistics.fmean(values):.{digits}f}"
+    about = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return mean + about + (f" ({len(values)} of {wanted})" if len(values) < wanted else "")
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table."""
+    lines = [list(map(str, row)) for row in (head, ["---"] * len(head), *rows)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def by_method(
+    results: Results, methods: Sequence[str], sizes: Sequence[tuple[str, str]], tasks: Sequence[str], seeds: int
+) -> str:
+    """Methods down, tasks and sizes across; the last columns are means over all tasks.
+
+    Args:
+        sizes: (size as logged, its name in the head). seeds: how many each cell should have.
+    """
+    columns = [(task, [task], size, shown) for task in tasks for size, shown in sizes]
+    if len(tasks) > 1:
+        columns += [("mean", list(tasks), size, shown) for size, shown in sizes]
+    head = ["method", *(f"{name}, {shown}" for name, _, _, shown in columns)]
+    rows = [[method, *(results.cell(method, size, of, seeds) for _, of, size, _ in columns)] for method in methods]
+    return markdown(head, rows)
+
+
+def orderings(
+    results: Results,
+    pairs: Sequence[tuple[str, str]],
+    sizes: Sequence[tuple[str, str]],
+    tasks: Sequence[str],
+    *,
+    lower_is_better: bool = True,
+    unit: str = "points",
+) -> str:
+    """For each claim "the first is better than the second": the paired difference, and whether it holds.
+
+    "holds" and "is REFUTED" mean that the interval excludes 0; else nothing is claimed.
+    """
+    lines = []
+    over = [(task, [task]) for task in tasks] + ([("mean of tasks", list(tasks))] if len(tasks) > 1 else [])
+    for better, worse in pairs:
+        for (name, of), (size, shown) in itertools.product(over, sizes):
+            first, second = (results.average(method, size, of) for method in (better, worse))
+            found = paired(second, first) if lower_is_better else paired(first, second)
+            if found is None:
+                continue
+            verdict = "nothing is claimed" if not found.decides else "holds" if found.mean > 0 else "is REFUTED"
+            lines.append(f"- {better} better than {worse}, {name}, {shown}: {found} {unit}; {verdict}.")
+    return "\n".join(lines) or f"No two methods have runs of the same seeds: {NOT_RUN}."
+
+
+def figure(
+    path: Path,
+    results: Results,
+    methods: Sequence[str],
+    sizes: Sequence[tuple[str, float]],
+    tasks: Sequence[str],
+    axes: tuple[str, str],
+    *,
+    lower_is_better: bool = True,
+) -> bool:
+    """One panel a task: the mean over seeds by size, with its standard deviation. False if there is nothing to draw.
+
+    Args:
+        sizes: (size as logged, where it stands on the x-axis). axes: the names of x and y.
+    """
+    import matplotlib.pyplot as plt
+
+    drawn = [task for task in tasks if any(results.by_seed(m, s, task) for m in methods for s, _ in sizes)]
+    if not drawn:
+        return False
+    fig, panels = plt.subplots(1, len(drawn), figsize=(3.4 * len(drawn) + 1.6, 3.2), squeeze=False)
+    for panel, task in zip(panels[0], drawn, strict=True):
+        for method in methods:
+            points = [(x, list(results.by_seed(method, size, task).values())) for size, x in sorted(sizes, key=_place)]
+            points = [(x, values) for x, values in points if values]
+            if points:
+                panel.errorbar(
+                    [x for x, _ in points],
+                    [statistics.fmean(values) for _, values in points],
+                    [statistics.stdev(values) if len(values) > 1 else 0.0 for _, values in points],
+                    marker="o",
+                    markersize=3,
+                    capsize=2,
+                    linewidth=1,
+                    label=method,
+                )
+        panel.set_title(task, fontsize=9)
+        panel.set_xlabel(axes[0], fontsize=8)
+        panel.tick_params(labelsize=7)
+        panel.axhline(0.0, color="0.8", linewidth=0.8, zorder=0) if lower_is_better else None
+    panels[0][0].set_ylabel(axes[1], fontsize=8)
+    fig.legend(*panels[0][0].get_legend_handles_labels(), loc="center right", fontsize=7, frameon=False)
+    fig.tight_layout(rect=(0, 0, 1 - 1.4 / (3.4 * len(drawn) + 1.6), 1))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=110, metadata={"Software": None})
+    plt.close(fig)
+    return True
+
+
+def _place(size: tuple[str, float]) -> float:
+    return size[1]
+
+
+def told(runs: Sequence[Run]) -> str:
+    """How the originals were trained and scored, and with what the runs were made."""
+    lines = []
+    for task in dict.fromkeys(run.task for run in runs):
+        of = [run for run in runs if run.task == task]
+        scores = {run.seed: 100 * run.original for run in of}
+        training = "; ".join(dict.fromkeys(", ".join(f"{k} {v}" for k, v in run.training.items()) for run in of))
+        lines.append(
+            f"- {task}: {of[0].metric} {spread(list(scores.values()), len(scores))} before, "
+            f"{len(scores)} seed{'s' * (len(scores) > 1)}; {training}"
+        )
+    made = sorted({", ".join(f"{name} {number}" for name, number in run.libraries.items()) for run in runs})
+    hours = sum(run.seconds for run in runs) / 3600
+    lines.append(f"- {len(runs)} runs, {hours:.1f} hours, {'; '.join(made) or libraries()}.")
+    return "\n".join(lines)
+
+
+def publish(name: str, title: str, parts: Sequence[str], asked: Asked) -> Path:
+    """Write the page of an experiment beside its log, and print it."""
+    body = "\n\n".join(part for part in parts if part)
+    page = asked.results / f"{name}.md"
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(f"# {title}\n\n    {asked.command}\n\nMade from [{name}.jsonl]({name}.jsonl).\n\n{body}\n", "utf-8")
+    print(body, flush=True)
+    return page

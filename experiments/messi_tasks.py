@@ -1,0 +1,270 @@
+"""Claims (MESSI, figures 5, 6 and 8, table 1): with the embedding table of a task's model covered by k flats instead
+of one subspace of the same size, the score falls less, before and after two epochs of fine-tuning.
+
+    python experiments/messi_tasks.py --resume
+    python experiments/messi_tasks.py --source distilbert-base-uncased --lr 2e-5 --task-data hub \
+        --tasks cola,mrpc,rte,stsb,sst2,qnli,qqp,mnli,wnli --rates 20,40,50,60 --tuned 1,2,3,5,10 --resume
+
+k = 1 is SVD. MESSI is as published: equal ranks, random partitions to start from, of ten local minima the smallest.
+"k chosen" is, for each seed, the k whose model scores best on a held-out tenth of the training set, before fine-tuning.
+Beside them stands kflats' default for an embedding table in the same bytes; it counts the tokens of the training
+sentences, without labels. Drops are points (of 100) of the task's main metric on the dev split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
+
+from _quick import quick
+from _runs import Asked, Cell, Log, Run, Scores, asked_for, carry_out
+from _tables import (
+    Results,
+    Value,
+    by_method,
+    drop,
+    figure,
+    markdown,
+    orderings,
+    paired,
+    publish,
+    spread,
+    told,
+    tuned_drop,
+)
+from _task_models import TRAINING, TaskModel, source_of, task_data, training_of
+
+import kflats
+from kflats import MESSI, SVD, Recipe, Uniform
+
+OURS, CHOSEN = "kflats", "MESSI, k chosen"
+TITLE = "Embedding tables covered by k flats: scores of tasks"
+OWN: dict[str, Any] = {"rates": "40,60,20", "ks": "1,5,2,3,10", "tuned": "1,5", "epochs": 2, "restarts": 10}
+OWN |= TRAINING
+QUICK: dict[str, Any] = {
+    "tasks": "sst2,stsb",
+    "seeds": "0,1",
+    "rates": "40,60",
+    "ks": "1,3",
+    "tuned": "1,3",
+    "epochs": 1,
+}
+QUICK |= {"restarts": 3, "lr": 2e-3}
+
+
+def method_name(k: int) -> str:
+    """As in tables."""
+    return "SVD" if k == 1 else f"MESSI, k = {k}"
+
+
+def recipe_for(k: int, restarts: int) -> Recipe:
+    """k flats as published; one flat is the SVD."""
+    return Recipe(SVD() if k == 1 else MESSI(k=k, restarts=restarts), Uniform())
+
+
+def compressed(model: TaskModel, recipe: Recipe | None, size: str, epochs: int) -> Scores:
+    """The scores of a copy whose token table keeps ``size``; without a recipe by kflats' own defaults."""
+    small = model.copy()
+    texts = model.data.texts if recipe is None else None
+    tokenizer = model.tokenizer if recipe is None else None
+    report = kflats.compress_(
+        small, recipe, keep=size, texts=texts, tokenizer=tokenizer, seed=model.seed, quiet=True
+    ).weights[0]
+    held_out = {"original": model.original_held_out, "compressed": model.score(small, held_out=True)}
+    after, tuned = model.score(small), None
+    if epochs:
+        model.train_(small, epochs)
+        tuned = model.score(small)
+        held_out["tuned"] = model.score(small, held_out=True)
+    return Scores(
+        metric=model.metric,
+        original=model.original,
+        compressed=after,
+        tuned=tuned,
+        held_out=held_out,
+        nbytes=report.bytes_after,
+        error=report.error_unweighted,
+        more={"rank": report.mean_rank, "bytes_before": report.bytes_before},
+    )
+
+
+def kept(rate: str) -> str:
+    """ "40" saved is "60%" kept."""
+    return f"{100 - float(rate):g}%"
+
+
+class Experiment:
+    """The cells of one command."""
+
+    def __init__(self, asked: Asked) -> None:
+        own = asked.more
+        self.asked, self.source = asked, source_of(asked)
+        self.rates = own.rates.split(",")
+        self.ks = [int(k) for k in own.ks.split(",")]
+        self.tuned = {int(k) for k in own.tuned.split(",")}
+        self.training = training_of(asked)
+
+    def model(self, task: str, seed: int) -> TaskModel:
+        """Trained when it is first used."""
+        training = self.training[task]
+        data = task_data(task, training, self.asked.task_data)
+        return TaskModel(self.asked.models, self.source, data, training, seed)
+
+    def cell(self, model: TaskModel, k: int | None, rate: str, epochs: int) -> tuple[Cell, Callable[[], Scores]]:
+        """One cell; ``k`` None: kflats' defaults."""
+        recipe = None if k is None else recipe_for(k, self.asked.more.restarts)
+        used = {None: "flats", 1: "svd"}.get(k, "messi")
+        place = Cell(
+            task=model.task,
+            model=self.source.name,
+            method=OURS if k is None else method_name(k),
+            size=kept(rate),
+            seed=model.seed,
+            epochs=epochs,
+            training=asdict(model.training),
+            recipe={"default": True} if k is None else {"k": k, "restarts": self.asked.more.restarts if k > 1 else 1},
+            algorithms=("scores", "training", used),
+            data=f"{model.data.digest} {self.source.digest}",
+        )
+        return place, partial(compressed, model, recipe, kept(rate), epochs)
+
+    def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
+        """What is compared first: each rate with all seeds. Then what chooses k, and the chosen ones."""
+        epochs = self.asked.more.epochs
+        models = {(t, s): self.model(t, s) for t in self.asked.tasks for s in self.asked.seeds}
+        for task in self.asked.tasks:
+            for rate in self.rates:
+                for seed in self.asked.seeds:
+                    for k in (*(k for k in self.ks if k in self.tuned), None):
+                        yield self.cell(models[task, seed], k, rate, epochs)
+            for rate in self.rates:
+                for seed in self.asked.seeds:
+                    for k in self.ks:
+                        if k not in self.tuned:
+                            yield self.cell(models[task, seed], k, rate, 0)
+                    k = best_k(self.runs(log), task, kept(rate), seed, self.ks)
+                    if k is not None and k not in self.tuned:
+                        yield self.cell(models[task, seed], k, rate, epochs)
+
+    def runs(self, log: Log) -> list[Run]:
+        """Those of this model, training and number of restarts."""
+        training = {task: asdict(one) for task, one in self.training.items()}
+        restarts = (1, self.asked.more.restarts)
+
+        def same(run: Run) -> bool:
+            return (
+                run.model == self.source.name
+                and run.training == training.get(run.task)
+                and run.recipe.get("restarts", 1) in restarts
+                and run.epochs in (0, self.asked.more.epochs)
+            )
+
+        return log.newest(same)
+
+
+def best_k(runs: list[Run], task: str, size: str, seed: int, ks: list[int]) -> int | None:
+    """The k of the best held-out score before fine-tuning, the smallest of equals; None unless all ``ks`` have run."""
+    scores = {}
+    for k in sorted(ks):
+        for run in runs:
+            if (run.task, run.size, run.seed, run.method) == (task, size, seed, method_name(k)):
+                scores[k] = run.held_out["compressed"]
+    return max(scores, key=lambda k: (scores[k], -k)) if len(scores) == len(ks) else None
+
+
+def with_chosen(runs: list[Run], ks: list[int]) -> list[Run]:
+    """Also the runs of the chosen k, as a method of their own."""
+    found = list(runs)
+    for task, size, seed in dict.fromkeys((run.task, run.size, run.seed) for run in runs):
+        k = best_k(runs, task, size, seed, ks)
+        of = [r for r in runs if (r.task, r.size, r.seed) == (task, size, seed) and k and r.method == method_name(k)]
+        found += [replace(run, method=CHOSEN, more={**run.more, "k": k}) for run in of]
+    return found
+
+
+def publish_tables(experiment: Experiment, log: Log) -> None:
+    """The page and the figures of what has run."""
+    asked = experiment.asked
+    runs = with_chosen(experiment.runs(log), experiment.ks)
+    name = "messi_tasks"
+    rates = sorted(experiment.rates, key=float)
+    sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
+    places = [(kept(rate), float(rate)) for rate in rates]
+    methods = [*map(method_name, sorted(experiment.ks)), CHOSEN, OURS]
+    drawn = ["SVD", *(method_name(k) for k in sorted(experiment.tuned) if k > 1), CHOSEN, OURS]
+    claims = [(method_name(k), "SVD") for k in sorted(experiment.tuned) if k > 1]
+    claims += [(CHOSEN, "SVD"), *((OURS, m) for m in drawn if m != OURS)]
+    tasks, seeds = asked.tasks, len(asked.seeds)
+    parts = [
+        f"The embedding table of {experiment.source.name}, trained on each task. Drops of the main metric on the dev "
+        "split in points, mean ± standard deviation over seeds: less is better, below 0 is above the original.",
+        told([run for run in runs if run.method != CHOSEN]) if runs else "",
+    ]
+    views: tuple[tuple[str, str, Value], ...] = (
+        ("before", "Before fine-tuning (figure 8)", drop),
+        ("after", f"After {asked.more.epochs} epochs of fine-tuning (figures 5 and 6)", tuned_drop),
+    )
+    for when, title, value in views:
+        results = Results(runs, value)
+        parts += [f"## {title}", by_method(results, methods, sizes, tasks, seeds)]
+        picture = asked.results / f"{name}_{when}.png"
+        if figure(picture, results, drawn, places, tasks, ("% of the table saved", "drop, points")):
+            parts.append(f"![{title}]({picture.name})")
+        parts += ["What holds, over paired seeds:", orderings(results, claims, sizes, tasks)]
+    parts += ["## The best of each size (table 1)", table_1(runs, sizes, tasks, seeds)]
+    parts += ["## Half of the loss", halves(runs, sizes, tasks, drawn)]
+    publish(name, TITLE, parts, asked)
+
+
+def table_1(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...], seeds: int) -> str:
+    """Drops of the chosen k after fine-tuning, and which k and j they are."""
+    results = Results([run for run in runs if run.method == CHOSEN], tuned_drop)
+    rows = []
+    for size, shown in sizes:
+        rows.append([shown, "drop", *(results.cell(CHOSEN, size, [task], seeds) for task in tasks)])
+        chosen = {
+            task: ", ".join(
+                f"{run.more['k']} ({run.more['rank']:.0f})"
+                for run in sorted(runs, key=lambda run: run.seed)
+                if (run.method, run.size, run.task) == (CHOSEN, size, task) and run.tuned is not None
+            )
+            for task in tasks
+        }
+        rows.append(["", "k (j) by seed", *(chosen[task] or "-" for task in tasks)])
+    return markdown(["size", "", *tasks], rows)
+
+
+def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...], drawn: list[str]) -> str:
+    """Whether kflats loses at most half of what the best of the paper's methods loses before fine-tuning."""
+    before = Results(runs, drop)
+    lines = []
+    for (size, shown), task in ((size, task) for size in sizes for task in tasks):
+        ours = before.by_seed(OURS, size, task)
+        others = {m: before.by_seed(m, size, task) for m in drawn if m != OURS}
+        others = {m: {s: v / 2 for s, v in by.items()} for m, by in others.items() if by and set(by) >= set(ours)}
+        if not ours or not others:
+            continue
+        best = min(others, key=lambda m: sum(others[m][s] for s in ours))
+        found = paired(others[best], ours)
+        if found is not None:
+            verdict = "nothing is claimed" if not found.decides else "holds" if found.mean > 0 else "is REFUTED"
+            lost = spread([2 * others[best][s] for s in ours], len(ours))
+            lines.append(
+                f"- {task}, {shown}: {spread(list(ours.values()), len(ours))} against {lost} ({best}); half of that "
+                f"less ours is {found}; {verdict}."
+            )
+    return "\n".join(lines) or "Not run."
+
+
+def main(argv: list[str] | None = None) -> None:
+    asked = quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK))
+    experiment, log = Experiment(asked), Log(asked.results / "messi_tasks.jsonl")
+    if not asked.tables:
+        carry_out(experiment.cells(log), log, asked)
+    publish_tables(experiment, log)
+
+
+if __name__ == "__main__":
+    main()
