@@ -33,7 +33,7 @@ from kflats.numerics.rows import TensorRows
 METHODS: dict[str, Any] = {
     "SVD": SVD(),
     "Flats, k=5": Flats(k=5),
-    "MESSI, k=5": MESSI(5),
+    "MESSI, k=5": MESSI(5, restarts=1),
     "KMeansSVD, k=5": KMeansSVD(5),
     "RobustSVD, p=1": RobustSVD(p=1.0),
     "Subspace, q=1": Subspace(),

@@ -30,7 +30,7 @@ from kflats.numerics.rows import TensorRows
 RECIPES: dict[str, tuple[Any, bool]] = {
     "SVD": (Recipe(SVD(), Uniform()), False),
     "k-means + SVD (k=5)": (Recipe(KMeansSVD(5), Uniform()), False),
-    "MESSI as published (k=5)": (Recipe(MESSI(5), Uniform()), False),
+    "MESSI as published (k=5)": (Recipe(MESSI(5, restarts=1), Uniform()), False),
     "kflats, no data, every row alike": (Recipe(Flats(), Uniform()), False),
     "SVD + counts": (Recipe(SVD(), TokenCounts()), True),
     "kflats, no data: Zipf prior": (Recipe(Flats(), ZipfPrior()), False),

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +26,7 @@ FACTORS: dict[str, Callable[[], Any]] = {
     "SVD": SVD,
     "Robust SVD": RobustSVD,
     "k-means + SVD": KMeansSVD,
-    "MESSI": MESSI,
+    "MESSI": partial(MESSI, restarts=1),
     "kflats Flats": Flats,
 }
 """Robust SVD at p = 1; five flats or clusters for the three that have them."""

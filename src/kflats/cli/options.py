@@ -280,7 +280,8 @@ class RecipeOptions:
             metavar="N",
             min=1,
             max=1000,
-            help="With flats, kmeans-svd and messi: random starts; the fit of least error is kept. Default: 1.",
+            help="With flats, kmeans-svd and messi: random starts; the fit of least error is kept. Default: "
+            "10 with messi, as published; else 1.",
         ),
     ] = None
     importance: Annotated[

@@ -41,10 +41,11 @@ __all__ = [
 ]
 
 
-def MESSI(k: int | None = 5, error: Loss = Squared(), restarts: int = 1) -> Flats:
-    """MESSI as published: equal ranks, a random partition to start from. Use it with Uniform().
+def MESSI(k: int | None = 5, error: Loss = Squared(), restarts: int = 10) -> Flats:
+    """MESSI as published: equal ranks, random partitions to start from, of many local minima the smallest.
 
-    ``k=None`` searches the number of flats (appendix D); of several ``restarts`` the fit of least error is kept.
+    Use it with Uniform(). ``restarts`` is how many local minima are computed (the paper says "many" without a number;
+    1 takes a tenth of the time). ``k=None`` searches the number of flats (appendix D), with all restarts for each.
     ``error`` is its "distance functions" (sections 2.1 and E.1): powers, truncated. The speed of EM differs:
     between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
     """

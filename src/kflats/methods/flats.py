@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -50,7 +49,8 @@ class Flats(ClusterMethod):
         max_iterations: EM stops after this many iterations.
         error: rho, the cost of a distance: ``Squared()``, or ``Power(1)``, ``Huber(...)``, ``Truncated(...)`` where
             some rows lie far from all others (MESSI, appendix E.1); with one nested rank only.
-        restarts: how many starts EM makes, 1 to 1000, each with a seed of its own; the fit of least error is kept.
+        restarts: how many starts EM makes, 1 to 1000, each with a seed of its own; the fit of least error is kept. One
+            flat is the same from every start, and is fitted once.
 
     Choose it for tables with many more rows than columns. Limit: each flat stores a basis, so a short table is stored
     better with fewer flats, or with ``SVD``.
@@ -140,7 +140,8 @@ max_iterations=60, error=Squared(), restarts=1)
         method, fits = self, []
         n, d = problem.rows.shape
         counts = [k for k in _CHOICES if k <= n and problem.values(k) >= n + k * d] if self.k is None else [self.k]
-        for k, start in product(counts, problem.starts(self.restarts)):
+        tried = [(k, start) for k in counts for start in problem.starts(self.restarts if k > 1 else 1)]
+        for k, start in tried:
             fits.append(fit := method._fit_groups(start, k))
             if isinstance(fit, FlatsFit) and fit.loss != method.error:
                 # A threshold in medians differs from fit to fit, and objectives under two cannot be compared.
