@@ -227,11 +227,9 @@ def asked_for(
     for name, default in (own or {}).items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=f"default: {default}")
     words = sys.argv[1:] if argv is None else argv
+    if "--quick" in words:
+        parser.set_defaults(**{name.replace("-", "_"): value for name, value in (quick or {}).items()})
     given = parser.parse_args(words)
-    if given.quick:
-        for name, value in (quick or {}).items():
-            if getattr(given, name.replace("-", "_")) == parser.get_default(name.replace("-", "_")):
-                setattr(given, name.replace("-", "_"), value)
     common = {action.dest: getattr(given, action.dest) for action in parser._actions if action.dest != "help"}
     hidden = ("results", "models", "resume", "tables", "task_data")
     told = [

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
 from kflats.evaluation.outputs import load_tokenizer
 from kflats.io import load_model, new_folder
@@ -73,7 +74,9 @@ def arguments_of_models(parser: argparse.ArgumentParser) -> None:
 
 def task_model(task: str, asked: argparse.Namespace) -> TaskModel:
     """The model that the options ask for, from the cache or trained now."""
-    chosen = {"split": SHORT[task].get("split", "train")} if asked.full else SHORT[task]
+    if task not in SHORT and not asked.full:
+        raise KflatsError(f"no short training is known for the task {task!r}", hint=f"--full, or {', '.join(SHORT)}")
+    chosen = {"split": SHORT.get(task, {}).get("split", "train")} if asked.full else SHORT[task]
     return fine_tuned(task, asked.cache, data=asked.data, seed=asked.seed, source=asked.source, **chosen)
 
 

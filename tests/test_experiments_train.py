@@ -44,6 +44,15 @@ def test_a_model_is_trained_once_and_then_read(train: Any, minilm: Path, tmp_pat
         assert torch.equal(one, other)
 
 
+def test_a_task_without_a_short_training_is_refused(train: Any) -> None:
+    from argparse import Namespace
+
+    from kflats.common.errors import KflatsError
+
+    with pytest.raises(KflatsError, match="no short training is known for the task 'qnli'"):
+        train.task_model("qnli", Namespace(full=False))
+
+
 def test_heads_fit_their_tasks_and_follow_the_seed(train: Any, minilm: Path) -> None:
     assert train.with_head("conll2003").classifier.out_features == 9
     assert train.with_head("stsb").classifier.out_features == 1

@@ -1,0 +1,84 @@
+"""``--quick`` of the experiments: the whole command on tiny models and generated data, and the directions that must
+hold there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("_runs", reason="experiments/ is not here")
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("scipy")
+pytest.importorskip("matplotlib")
+
+import messi_tasks
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("quick")
+
+
+def quick(main: Any, places: Path, name: str, *words: str) -> tuple[str, list[dict[str, Any]]]:
+    """The page and the runs of a command."""
+    results = places / "results"
+    main(["--quick", "--resume", "--results", str(results), "--models", str(places / "models"), *words])
+    lines = (results / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+    return (results / f"{name}.md").read_text(encoding="utf-8"), [json.loads(line) for line in lines]
+
+
+@pytest.mark.slow
+def test_messi_tasks(places: Path) -> None:
+    words = ("--tasks", "sst2", "--rates", "60")
+    page, runs = quick(messi_tasks.main, places, "messi_tasks", *words)
+    at = {(run["method"], run["seed"]): run for run in runs}
+    assert set(at) == {(method, seed) for method in ("SVD", "MESSI, k = 3", "kflats") for seed in (0, 1)}
+    for seed in (0, 1):
+        svd, messi, ours = (at[method, seed] for method in ("SVD", "MESSI, k = 3", "kflats"))
+        assert svd["original"] == messi["original"] == ours["original"] > 0.6, "the tiny model learns its task"
+        assert messi["error"] < svd["error"], "its rows lie near three flats"
+        assert max(run["nbytes"] for run in (svd, messi, ours)) <= 0.4 * svd["more"]["bytes_before"]
+        for run in (svd, messi, ours):
+            assert run["tuned"] > 0.5
+            assert set(run["held_out"]) == {"original", "compressed", "tuned"}
+    assert "not run" not in page.split("## Half")[0]
+    assert (places / "results" / "messi_tasks_after.png").stat().st_size > 2000
+    before = page
+    page, again = quick(messi_tasks.main, places, "messi_tasks", *words)
+    assert again == runs, "finished runs are kept"
+    assert page == before
+    page, again = quick(messi_tasks.main, places, "messi_tasks", *words, "--seeds", "0,1,2", "--tables")
+    assert again == runs
+    assert "(2 of 3)" in page, "tables run nothing"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Roberta", "DistilBert", "Albert", "XLNet", "Electra"])
+def test_other_models_go_end_to_end(kind: str, places: Path) -> None:
+    import transformers
+    from _quick import tokenizer
+
+    sizes: dict[str, Any] = {"vocab_size": 605, "pad_token_id": 0}
+    if kind == "DistilBert":
+        sizes |= {"dim": 32, "hidden_dim": 64, "n_layers": 2, "n_heads": 2, "max_position_embeddings": 64}
+    elif kind == "XLNet":
+        sizes |= {"d_model": 32, "n_layer": 2, "n_head": 2, "d_inner": 64}
+    else:
+        sizes |= {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+        sizes |= {"embedding_size": 32} if kind in ("Albert", "Electra") else {}
+    folder = places / kind
+    model = getattr(transformers, f"{kind}Model")(getattr(transformers, f"{kind}Config")(**sizes))
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    _, runs = quick(
+        messi_tasks.main,
+        places / f"{kind}-places",
+        "messi_tasks",
+        *("--tasks", "sst2", "--rates", "60", "--seeds", "0", "--source", str(folder), "--original-epochs", "1"),
+    )
+    assert {run["method"] for run in runs} == {"SVD", "MESSI, k = 3", "kflats"}
+    assert {run["model"] for run in runs} == {kind}

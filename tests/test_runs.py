@@ -1,0 +1,186 @@
+"""The frame of the experiments: what decides a run, the log, what tables say of it, and the data that models learn."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kflats.common.errors import KflatsError
+
+pytest.importorskip("_runs", reason="experiments/ is not here")
+pytest.importorskip("scipy")
+pytest.importorskip("transformers")
+
+import _algorithms
+import _runs
+from _quick import write_task
+from _runs import Asked, Cell, Log, Scores, asked_for, carry_out
+from _tables import Results, by_method, drop, orderings, paired, tuned_drop
+from _task_models import Training, task_data
+
+CELL = Cell("cola", "tiny", "SVD", "60%", 0, 2, {"lr": 1e-4}, {"k": 1}, ("svd", "scores"), "data")
+SCORES = Scores("matthews", 0.5, 0.4, 0.45, {"compressed": 0.3}, 1000, 0.1)
+
+
+def asked(folder: Path, *words: str) -> Asked:
+    return asked_for("", "cola,mrpc", argv=["--results", str(folder), *words])
+
+
+def log_of(folder: Path, drops: dict[tuple[str, int], float]) -> Log:
+    """A log of runs that lose ``drops`` points, by method and seed."""
+    log = Log(folder / "log.jsonl")
+    cells = [
+        (
+            dataclasses.replace(CELL, method=method, seed=seed),
+            lambda lost=lost: dataclasses.replace(SCORES, compressed=SCORES.original - lost / 100),
+        )
+        for (method, seed), lost in drops.items()
+    ]
+    carry_out(cells, log, asked(folder))
+    return log
+
+
+@pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Cell)])
+def test_each_thing_that_decides_a_run_changes_its_key(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: dict[str, Any] = {"seed": 1, "epochs": 0, "training": {}, "recipe": {}, "algorithms": ("svd",)}
+    changed = dataclasses.replace(CELL, **{field: other.get(field, "another")})
+    assert changed.key != CELL.key
+    assert dataclasses.replace(CELL).key == CELL.key
+
+
+def test_a_changed_library_or_algorithm_changes_the_key_and_a_commit_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    def key() -> str:
+        return dataclasses.replace(CELL).key
+
+    before = key()
+    monkeypatch.setattr(_runs, "commit", lambda: "another")
+    assert key() == before
+    monkeypatch.setitem(_algorithms.VERSIONS, "messi", 99)
+    assert key() == before, "this cell does not use it"
+    monkeypatch.setitem(_algorithms.VERSIONS, "svd", 99)
+    assert key() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(_runs, "libraries", lambda: {"torch": "0"})
+    assert key() != before
+
+
+def test_finished_runs_are_kept_by_resume_and_run_again_without_it(tmp_path: Path) -> None:
+    calls = []
+
+    def compute() -> Scores:
+        calls.append(1)
+        return SCORES
+
+    for words, count in ((("--resume",), 1), (("--resume",), 1), ((), 2)):
+        carry_out([(CELL, compute)], Log(tmp_path / "log.jsonl"), asked(tmp_path, *words))
+        assert len(calls) == count
+    log = Log(tmp_path / "log.jsonl")
+    assert len(log.runs) == 2
+    (newest,) = log.newest()
+    assert newest == log.runs[1]
+    assert (newest.task, newest.tuned, newest.held_out) == ("cola", 0.45, {"compressed": 0.3})
+    assert set(newest.libraries) == {"torch", "transformers"}
+
+
+def test_runs_of_an_older_algorithm_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = log_of(tmp_path, {("SVD", 0): 10.0})
+    assert len(log.newest()) == 1
+    monkeypatch.setitem(_algorithms.VERSIONS, "svd", 99)
+    assert log.newest() == []
+
+
+def test_a_line_that_was_cut_off_is_dropped_and_a_damaged_one_refused(tmp_path: Path, capsys: Any) -> None:
+    log_of(tmp_path, {("SVD", 0): 10.0, ("SVD", 1): 12.0})
+    path = tmp_path / "log.jsonl"
+    whole = path.read_text()
+    path.write_text(whole[:-5])
+    assert [run.seed for run in Log(path).runs] == [0]
+    assert "cut off" in capsys.readouterr().err
+    assert Log(path).runs == Log(path).runs
+    for damaged in ("{}", "[1]", "not JSON", json.dumps({"key": 1})):
+        path.write_text(damaged + "\n" + whole)
+        with pytest.raises(KflatsError, match=r"line 1 of .* is no run"):
+            Log(path)
+
+
+def test_a_paired_interval_is_student_s() -> None:
+    found = paired({0: 3.0, 1: 5.0, 2: 4.0, 9: 1.0}, {0: 1.0, 1: 2.0, 2: 3.0, 8: 7.0})
+    assert found is not None
+    half = 4.302652729911275 / 3**0.5  # t of 2 degrees of freedom; differences 2, 3, 1
+    assert (found.mean, found.low, found.high) == pytest.approx((2.0, 2 - half, 2 + half))
+    assert not found.decides
+    assert paired({0: 1.0}, {1: 1.0}) is None
+    for few in ({0: 2.0}, {0: 2.0, 1: 3.0}):  # one pair, or equal differences: no interval, so no claim
+        assert (one := paired(few, {seed: value - 1 for seed, value in few.items()})) is not None
+        assert one.mean == 1.0
+        assert not one.decides
+
+
+def test_tables_say_what_was_not_run_and_orderings_what_the_interval_allows(tmp_path: Path) -> None:
+    lost = {"SVD": (10.0, 12.0, 11.0), "MESSI": (5.0, 6.5, 6.2), "noise": (4.0, 18.0, 12.0), "half": (1.0,)}
+    runs = log_of(tmp_path, {(m, s): v for m, values in lost.items() for s, v in enumerate(values)}).newest()
+    results, sizes = Results(runs, drop), [("60%", "40 % saved"), ("40%", "60 % saved")]
+    page = by_method(results, [*lost, "never"], sizes, ["cola"], 3).splitlines()
+    assert page[0] == "| method | cola, 40 % saved | cola, 60 % saved |"
+    assert page[2] == "| SVD | 11.00 ± 1.00 | not run |"
+    assert page[5] == "| half | 1.00 (1 of 3) | not run |"
+    assert page[6] == "| never | not run | not run |"
+    claims = [("MESSI", "SVD"), ("SVD", "MESSI"), ("noise", "SVD"), ("half", "SVD"), ("never", "SVD")]
+    said = orderings(results, claims, sizes, ["cola"]).splitlines()
+    assert len(said) == 4, "nothing is said of what was not run"
+    for line, verdict in zip(
+        said, ("holds.", "is REFUTED.", "nothing is claimed.", "nothing is claimed."), strict=True
+    ):
+        assert line.endswith(verdict)
+    assert Results(runs, tuned_drop).by_seed("SVD", "60%", "cola") == pytest.approx({0: 5.0, 1: 5.0, 2: 5.0})
+
+
+def test_the_parts_of_a_training_set_share_nothing_and_follow_no_seed_of_a_run(tmp_path: Path) -> None:
+    write_task(tmp_path, "sst2", (200, 40))
+    data = task_data("sst2", Training(), tmp_path)
+    assert (len(data.training), len(data.held_out), len(data.judged)) == (180, 20, 40)
+    whole = {*zip(data.training.inputs, data.training.labels, strict=True)}
+    assert not whole & {*zip(data.held_out.inputs, data.held_out.labels, strict=True)}
+    assert task_data("sst2", Training(), tmp_path).digest == data.digest
+    fewer = task_data("sst2", Training(limit=50), tmp_path)
+    assert (len(fewer.training), len(fewer.held_out)) == (45, 5)
+    assert fewer.digest != data.digest
+    assert len(data.texts) == 180
+    with pytest.raises(KflatsError, match="too few"):
+        task_data("sst2", Training(limit=5), tmp_path)
+
+
+def test_tasks_of_the_hub_are_read_by_official_splits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked_of_hub = []
+
+    def load(repository: str, configuration: str, *, split: str, revision: str | None) -> Any:
+        asked_of_hub.append((repository, configuration, split))
+        rows = range(40 if split == "train" else 12)
+        columns = {"question": [f"q{i}?" for i in rows], "sentence": [f"s{i}." for i in rows]}
+        return datasets.Dataset.from_dict({**columns, "label": [i % 2 for i in rows]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    data = task_data("qnli", Training(), None)
+    assert asked_of_hub == [("nyu-mll/glue", "qnli", "train"), ("nyu-mll/glue", "qnli", "validation")]
+    assert (len(data.training), len(data.held_out), len(data.judged)) == (36, 4, 12)
+
+
+def test_a_task_without_its_training_split_is_refused_with_the_splits_that_are_there(tmp_path: Path) -> None:
+    write_task(tmp_path, "qnli")
+    (tmp_path / "qnli" / "train.tsv").rename(tmp_path / "qnli" / "train_sample.tsv")
+    with pytest.raises(KflatsError, match=r"(?s)no split 'train'.*train_sample"):
+        task_data("qnli", Training(), tmp_path)
+    assert len(task_data("qnli", Training(split="train_sample"), tmp_path).training) == 288
+    with pytest.raises(KflatsError, match="there is no task 'qnly'"):
+        task_data("qnly", Training(), tmp_path)
+
+
+@pytest.mark.parametrize("seeds", ["a", "0,", "-1", "0.5"])
+def test_seeds_are_whole_numbers(seeds: str, tmp_path: Path) -> None:
+    with pytest.raises(KflatsError, match="--seeds"):
+        asked(tmp_path, "--seeds", seeds)
