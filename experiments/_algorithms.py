@@ -19,6 +19,7 @@ VERSIONS: dict[str, int] = {
     "kronecker": 1,
     "training": 1,
     "scores": 1,
+    "small networks": 1,
 }
 
 

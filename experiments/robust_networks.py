@@ -13,10 +13,11 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from _results import parsed, publish
+from _results import data_folder, parsed, publish
 from _robust import FAMILIES, HALF, L1_PCA, PRUNED, SYNFLOW, Known, options
 from _robust_tables import STORED, agreement, errors_cell, least, sweep, table, unfinished
-from vision import accuracy, cifar, mnist, network
+from _small_networks import accuracy, cifar, mnist
+from vision import network
 
 from kflats import find_weights
 
@@ -35,7 +36,9 @@ def main() -> None:
     parts: list[str] = []
     for name in asked.networks.split(","):
         model = network(name)
-        images, classes = mnist("t10k") if name == "lenet" else cifar("test10k")
+        folder = data_folder()
+        judged = mnist("t10k", folder) if name == "lenet" else cifar("test10k", folder)
+        images, classes = judged.images, judged.classes
         if name == "resnet20":
             images, classes = images[: asked.judged], classes[: asked.judged]
         weights = [w for w in find_weights(model) if w.name not in ("fc2", "linear")]

@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import gzip
 from typing import Any
 
-import numpy as np
 import torch
 from _results import OBJECTIVES, Variant, data_folder, markdown, needs, parsed, publish, variants, weights_folder
+from _small_networks import LeNet, ResNet20, accuracy, cifar, mnist
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from kflats import compress_, find_weights, measure
 
@@ -39,80 +37,6 @@ WHY = (
 )
 
 
-class LeNet(nn.Module):
-    """LeNet-300-100 on pixels / 256."""
-
-    def __init__(self, state: dict[str, Tensor]) -> None:
-        super().__init__()
-        for i in range(3):
-            layer = nn.Linear(*reversed(state[f"w{i}"].shape))
-            layer.weight.data, layer.bias.data = state[f"w{i}"], state[f"b{i}"]
-            setattr(self, f"fc{i}", layer)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.relu(self.fc1(F.relu(self.fc0(x)))))
-
-
-class Block(nn.Module):
-    """Two 3 x 3 convolutions; the shortcut drops every second pixel and pads channels with zeros."""
-
-    def __init__(self, channels: int, out: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(out)
-        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(out)
-        self.stride, self.extra = stride, (out - channels) // 2
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        if self.stride > 1 or self.extra:
-            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.extra, self.extra))
-        return F.relu(y + x)
-
-
-class ResNet20(nn.Module):
-    """ResNet-20 in its CIFAR form (He et al. 2016), option-A shortcuts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(3, 16, 3, 1, 1, bias=False), nn.BatchNorm2d(16)
-        self.layer1 = nn.Sequential(*(Block(16, 16, 1) for _ in range(3)))
-        self.layer2 = nn.Sequential(Block(16, 32, 2), Block(32, 32, 1), Block(32, 32, 1))
-        self.layer3 = nn.Sequential(Block(32, 64, 2), Block(64, 64, 1), Block(64, 64, 1))
-        self.linear = nn.Linear(64, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer3(self.layer2(self.layer1(F.relu(self.bn1(self.conv1(x))))))
-        return self.linear(y.mean((2, 3)))
-
-
-def cifar(name: str) -> tuple[Tensor, Tensor]:
-    """Normalised images (N, 3, 32, 32) and classes of one file of data/cifar10."""
-    kept = np.load(data_folder() / "cifar10" / f"{name}.npz")
-    x = kept["residual"].transpose(1, 2, 3, 0).copy()
-    x[:, :, 0] = np.cumsum(x[:, :, 0], axis=1, dtype=np.uint8)
-    x = np.cumsum(x, axis=2, dtype=np.uint8)
-    x[..., 0] += x[..., 1]
-    x[..., 2] += x[..., 1]
-    mean, deviation = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    images = (torch.from_numpy(x).float() / 255 - mean) / deviation
-    return images.permute(0, 3, 1, 2).contiguous(), torch.from_numpy(kept["label"].astype(np.int64))
-
-
-def mnist(part: str) -> tuple[Tensor, Tensor]:
-    """Pixels / 256 (N, 784) and classes; ``part`` is "train" or "t10k"."""
-    folder = data_folder() / "mnist"
-
-    def read(kind: str, header: int) -> np.ndarray:
-        path = next(p for p in sorted(folder.iterdir()) if p.name.startswith(part) and kind in p.name)
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return np.frombuffer(raw, dtype=np.uint8, offset=header)
-
-    images = torch.from_numpy(read("images", 16).reshape(-1, 784).copy()).float() / 256
-    return images, torch.from_numpy(read("labels", 8).astype(np.int64))
-
-
 def network(name: str) -> nn.Module:
     """The trained network."""
     if name == "lenet":
@@ -122,14 +46,6 @@ def network(name: str) -> nn.Module:
     # Counters of batches, which nothing here reads, are not in the file.
     model.load_state_dict({k: t for k, t in model.state_dict().items() if k.endswith("num_batches_tracked")} | state)
     return model.eval()
-
-
-@torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, classes: Tensor) -> float:
-    right = sum(
-        int((model(x).argmax(1) == y).sum()) for x, y in zip(images.split(250), classes.split(250), strict=True)
-    )
-    return right / len(classes)
 
 
 def main() -> None:
@@ -142,9 +58,12 @@ def main() -> None:
     about = []
     for name in asked.networks.split(","):
         model = network(name)
-        (x, y), (test_x, test_y) = (
-            (mnist("train"), mnist("t10k")) if name == "lenet" else (cifar("train20k"), cifar("test10k"))
+        learnt, tested = (
+            (mnist("train", data_folder()), mnist("t10k", data_folder()))
+            if name == "lenet"
+            else (cifar("train20k", data_folder()), cifar("test10k", data_folder()))
         )
+        (x, y), (test_x, test_y) = ((one.images, one.classes) for one in (learnt, tested))
         if name == "resnet20":
             test_x, test_y = test_x[: asked.judged], test_y[: asked.judged]
         chosen = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))[: asked.samples]

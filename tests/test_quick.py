@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("_runs", reason="experiments/ is not here")
 pytest.importorskip("transformers")
@@ -15,7 +16,10 @@ pytest.importorskip("accelerate")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
+import messi_lenet
 import messi_tasks
+import train_small
+from _small_networks import Images, ResNet20, accuracy, train_
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +58,47 @@ def test_messi_tasks(places: Path) -> None:
     page, again = quick(messi_tasks.main, places, "messi_tasks", *words, "--seeds", "0,1,2", "--tables")
     assert again == runs
     assert "(2 of 3)" in page, "tables run nothing"
+
+
+@pytest.mark.slow
+def test_messi_lenet(places: Path) -> None:
+    page, runs = quick(messi_lenet.main, places, "messi_lenet")
+    names = {"SVD", "MESSI, k = 2", "k-means, k = 2", "kflats"}
+    assert {(run["method"], run["seed"]) for run in runs} == {(name, seed) for name in names for seed in (0, 1)}
+    for run in runs:
+        assert run["nbytes"] <= 0.1 * 4 * (784 * 300 + 300 * 100) + 1
+        assert 0.89 < run["more"]["network_saved"] < 0.92
+        assert run["original"] > 0.95
+        if run["method"] == "kflats":
+            assert run["compressed"] > 0.9, "it measures what the outputs mind"
+        else:
+            assert run["compressed"] < run["tuned"], "training again helps what has lost most"
+    assert "not run" not in page
+    assert quick(messi_lenet.main, places, "messi_lenet") == (page, runs)
+
+
+@pytest.mark.slow
+def test_small_networks_are_trained_and_read_again(
+    places: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    import vision
+
+    folder = places / "small"
+    words = ("--networks", "lenet", "--lenet-epochs", "1", "--limit", "2000")
+    train_small.main(["--out", str(folder), "--task-data", str(data_folder), *words])
+    assert "2,000 training images" in capsys.readouterr().out
+    monkeypatch.setenv("KFLATS_WEIGHTS", str(folder))
+    assert sum(p.numel() for p in vision.network("lenet").parameters()) == 266_610
+
+
+@pytest.mark.slow
+def test_a_residual_network_learns_what_it_is_shown() -> None:
+    gen = torch.Generator().manual_seed(0)
+    classes = torch.arange(64) % 2
+    images = torch.randn(64, 3, 32, 32, generator=gen) + 2.0 * classes[:, None, None, None]
+    model = ResNet20()
+    train_(model, Images(images, classes), 4, seed=0, lr=3e-3, batch=16, augmented=True)
+    assert accuracy(model, images, classes) > 0.9
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ pytest.importorskip("seqeval")
 
 from _algorithms import VERSIONS
 from _quick import write_model
+from _small_networks import accuracy, blobs, lenet
 from _task_models import with_head
 
 FILE = Path(__file__).with_name("algorithms.json")
@@ -106,6 +107,12 @@ def scores(tiny: Path) -> list[float]:
     return list(found.values())
 
 
+def small_networks(tiny: Path) -> list[float]:
+    learnt, judged = blobs(600, 0), blobs(100, 1)
+    model = lenet(learnt, 1, 0)
+    return [accuracy(model, judged.images, judged.classes), *probes(model.fc2.weight)]
+
+
 ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "svd": lambda tiny: fitted(SVD()),
     "messi": lambda tiny: fitted(MESSI(k=3, restarts=3)),
@@ -116,6 +123,7 @@ ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "kronecker": lambda tiny: by_fisher(KroneckerFisher(), tiny),
     "training": training,
     "scores": scores,
+    "small networks": small_networks,
 }
 
 
