@@ -41,7 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("demo",),
     ("cli",),
 )
-NUMERICS_MAY_IMPORT = {"torch", "kflats.common.errors", "kflats.numerics"}
+NUMERICS_MAY_IMPORT = {"torch", "numpy", "kflats.common.errors", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "filelock", "typer", "click", "rich", "kflats"}
 OPTIONAL = {
     "torchao",

@@ -15,7 +15,8 @@ from kflats.codecs import streams
 from kflats.common.errors import KflatsError
 from kflats.matrices.coded import CodedGeometry, from_integers
 from kflats.matrices.registry import CodedMatrix
-from kflats.numerics.coding.packing import Layout, unpack
+from kflats.numerics.coding.packing import Layout, pack, unpack
+from kflats.numerics.coding.trellis import subsets_of
 
 pytest.importorskip("constriction")
 
@@ -79,6 +80,22 @@ def stepped() -> CodedMatrix:
     )
 
 
+def paths() -> CodedMatrix:
+    """Integers that follow paths, of two classes of rows, some columns of zeros."""
+    gen = torch.Generator().manual_seed(0)
+    subsets = subsets_of(torch.randint(0, 2, (90, 40), generator=gen, dtype=torch.uint8)).to(torch.int16)
+    levels = 4 * laplace(90, torch.linspace(6.0, 2.0, 40), gen) + subsets
+    labels = torch.arange(90) % 3 // 2
+    return from_integers(
+        [levels[labels == c] for c in range(2)],
+        labels,
+        torch.rand(2, generator=gen),
+        contexts=(torch.arange(40) // 10).expand(2, 40).contiguous().to(torch.uint8),
+        shrink=torch.rand(4, generator=gen) / 2,
+        column_steps=torch.randint(-127, 128, (40,), generator=gen).to(torch.int8),
+    )
+
+
 MATRICES = {
     "transform": transform,
     "one class": lambda: transform((500,)),
@@ -88,6 +105,7 @@ MATRICES = {
     "flats": flats,
     "int8": int8,
     "column steps": stepped,
+    "paths": paths,
     "one row": lambda: transform((1,)),
 }
 
@@ -152,6 +170,20 @@ def test_a_stream_is_about_as_long_as_its_entropy():
     assert len(streams.encode(matrix)) < 0.75 * matrix.get_buffer("codes").numel()
 
 
+def test_integers_that_follow_paths_are_noticed_and_take_less():
+    """Every column has a quarter of all integers to choose from: a bit less than without paths."""
+    matrix = paths()
+    assert [int(streams.encode(make())[13]) for make in (paths, stepped)] == [streams.PATHS, streams.STATIC]
+    tensors = {name: t.detach().clone() for name, t in matrix.tensors().items()}
+    layout = Layout(tensors["bits"][0], tensors["low"][0])
+    first = unpack(matrix.geometry.part(tensors["codes"], 0), layout)
+    first[0, 0] += 1 if first[0, 0] < 3 else -1
+    matrix.geometry.part(tensors["codes"], 0)[:] = pack(first, layout)
+    other = CodedMatrix(matrix.geometry, tensors)
+    assert int(streams.encode(other)[13]) == streams.STATIC
+    assert len(streams.encode(matrix)) < len(streams.encode(other)) - 0.7 * 90 * 40 / 8
+
+
 def test_a_model_s_memory_is_filled_in_place():
     matrix = transform()
     other = CodedMatrix(matrix.geometry, {name: t.detach().clone() for name, t in matrix.tensors().items()})
@@ -173,7 +205,7 @@ def read(data: bytes, geometry: CodedGeometry) -> dict[str, Tensor] | None:
         return None
 
 
-@pytest.mark.parametrize("name", ["transform", "flats", "int8", "tiny"])
+@pytest.mark.parametrize("name", ["transform", "flats", "int8", "tiny", "paths"])
 def test_damage_is_noticed_wherever_it_is(name, monkeypatch):
     """Bits flipped, bytes lost, put in, swapped or cut off: a clear error or the right integers, nothing else."""
     monkeypatch.setattr(streams, "BLOCK", 500)

@@ -38,6 +38,7 @@ from kflats.numerics.coding.encode import context_moves
 from kflats.numerics.coding.frame import basis_contexts
 from kflats.numerics.coding.packing import Layout, pack, unpack
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, Tables, knots_up_to, nearest_knot, table_for, tables_of
+from kflats.numerics.coding.trellis import free_bits, pays, subsets_of
 
 AGAIN = "restore the file or compress again"
 Integers = npt.NDArray[np.int32]
@@ -196,6 +197,9 @@ def _library() -> Any:
 STREAM_VERSION = 1
 STATIC = 1
 """The context model: a column of a class follows one distribution, which the head holds, for all rows."""
+PATHS = 2
+"""The same for integers that follow paths (``numerics.coding.trellis``): first the free bits of all rows, a bit each;
+then of each integer its place in its subset."""
 BLOCK = 2**18  # integers a block, about: what decoding needs memory for
 _MOST = 2**24  # integers a block of a file that is read
 _MAGIC = b"kflats codes"
@@ -247,16 +251,21 @@ def encode(matrix: CodedMatrix) -> Tensor:
     for a, b in _label_blocks(geometry, BLOCK):
         labels = tensors["labels"][a:b]
         put(labels, encode_symbols([labels.to(torch.int32).numpy()], [_label_model(geometry)]))
-    models = models_of(tables)
+    free = _free_bits_of(geometry, tensors, tables)
+    context: _Static | _Paths = _Static(models_of(tables))
+    if free is not None:
+        for a, b in _bit_blocks(geometry, BLOCK):
+            plain = np.packbits(free[a:b].numpy(), axis=1).tobytes()
+            head.put("<I", crc32([plain]))
+            body.extend(plain)
+        context = _Paths.of(tables, geometry, tensors.get("labels"), free)
     for c, a, b in _row_blocks(geometry, BLOCK):
         packed = geometry.part(tensors["codes"], c)[a:b]
         layout = Layout(tensors["bits"][c], low[c])
-        order, groups = _groups_of(layout, tensors["contexts"][c])
-        levels = unpack(packed, layout).T[order].to(torch.int32).numpy()
-        parts = np.split(levels, np.cumsum([count for _, count in groups])[:-1])
-        put(packed, encode_symbols(parts, [models[k] for k, _ in groups]))
+        groups = context.groups(layout, tensors["contexts"][c], c, slice(a, b))
+        put(packed, encode_symbols(groups.parts(unpack(packed, layout)), groups.models))
     top = bytes(head.data)
-    start = _MAGIC + struct.pack(_START, STREAM_VERSION, STATIC, BLOCK, len(top), crc32([top]))
+    start = _MAGIC + struct.pack(_START, STREAM_VERSION, context.number, BLOCK, len(top), crc32([top]))
     return torch.frombuffer(bytearray(start + top + bytes(body)), dtype=torch.uint8)
 
 
@@ -345,7 +354,7 @@ class _Source:
 
     geometry: CodedGeometry
     tensors: dict[str, Tensor]
-    models: list[Model]
+    context: _Static | _Paths
     rows_a_block: int
     blocks: dict[tuple[int, int], _Block]
 
@@ -354,11 +363,11 @@ class _Source:
         body = Reader(stream.detach().cpu().contiguous().numpy().data)
         if bytes(body.take(len(_MAGIC))) != _MAGIC:
             raise damaged("these are no kflats codes")
-        version, contexts, most, size, checksum = body.get(_START)
-        if (version, contexts) != (STREAM_VERSION, STATIC):
+        version, number, most, size, checksum = body.get(_START)
+        if version != STREAM_VERSION or number not in (STATIC, PATHS):
             raise KflatsError(
-                f"codes of version {version} with context model {contexts} are unknown here "
-                f"(this kflats reads {STREAM_VERSION} with {STATIC})",
+                f"codes of version {version} with context model {number} are unknown here "
+                f"(this kflats reads {STREAM_VERSION} with {STATIC} or {PATHS})",
                 hint="pip install -U kflats",
             )
         if not 1 <= most <= _MOST:
@@ -380,13 +389,17 @@ class _Source:
                 raise damaged(f"the checksum of the classes of rows {a} to {b} differs")
         if labels:
             tensors["labels"] = torch.cat(labels)
+        context: _Static | _Paths = _Static(models_of(tables))
+        if number == PATHS:
+            free = _read_free_bits(head, body, geometry, most)
+            context = _Paths.of(tables, geometry, tensors.get("labels"), free)
         blocks, many = {}, _rows_a_block(geometry, most)
         for c, a, b in _row_blocks(geometry, most):
             coded, size, checksum = head.get("<BII")
             blocks[c, a // many] = _Block(c, slice(a, b), bool(coded), body.take(size), checksum)
         if head.left or body.left:
             raise damaged("they are followed by something else")
-        return cls(geometry, tensors, models_of(tables), many, blocks)
+        return cls(geometry, tensors, context, many, blocks)
 
     def layout(self, label: int) -> Layout:
         """Where the columns of a class lie in a row."""
@@ -401,12 +414,9 @@ class _Source:
         count, row_bytes = block.rows.stop - block.rows.start, self.geometry.classes[block.label][1]
         if block.coded:
             layout = self.layout(block.label)
-            order, groups = _groups_of(layout, self.tensors["contexts"][block.label])
-            chosen = [self.models[k] for k, _ in groups]
-            parts = decode_symbols(block.data, [columns * count for _, columns in groups], chosen)
-            levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, count)
-            levels[order] = torch.from_numpy(np.concatenate(parts)).view(len(order), count)
-            rows = pack(levels.T, layout)
+            groups = self.context.groups(layout, self.tensors["contexts"][block.label], block.label, block.rows)
+            levels = groups.levels(decode_symbols(block.data, groups.counts, groups.models), layout, count)
+            rows = pack(levels, layout)
         else:
             rows = torch.frombuffer(bytearray(block.data), dtype=torch.uint8)
         rows = rows.view(count, row_bytes)
@@ -504,12 +514,126 @@ def _rows_a_block(geometry: CodedGeometry, most: int) -> int:
     return max(1, most // max(1, geometry.rank))
 
 
-def _groups_of(layout: Layout, contexts: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Columns that have bits, those of one context together, and (context, how many) in that order."""
-    columns = layout.bits.nonzero().squeeze(1)
-    order = columns[torch.argsort(contexts[columns], stable=True)]
-    used, counts = torch.unique_consecutive(contexts[order], return_counts=True)
-    return order, list(zip(used.tolist(), counts.tolist(), strict=True))
+@dataclass(frozen=True)
+class _Groups:
+    """The integers of a block in the order in which they are coded, those of one model together.
+
+    ``columns`` are those that have bits; ``order`` the places of the integers among these columns, one column after the
+    other; ``remainders`` of each modulo ``every``; ``counts``, how many follow each of the ``models``.
+    """
+
+    columns: Tensor
+    order: npt.NDArray[np.intp] | None
+    remainders: Integers
+    every: int
+    counts: list[int]
+    models: list[Model]
+
+    def parts(self, levels: Tensor) -> list[Integers]:
+        """The symbols of integers (rows, r), for each model."""
+        flat = levels.T[self.columns].to(torch.int32).numpy().reshape(-1)
+        places = (flat if self.order is None else flat[self.order]) - self.remainders
+        return np.split(places // self.every, np.cumsum(self.counts)[:-1])
+
+    def levels(self, parts: list[Integers], layout: Layout, rows: int) -> Tensor:
+        """The integers (rows, r) int32 of these symbols."""
+        levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, rows)
+        symbols = np.concatenate(parts) * self.every + self.remainders
+        if self.order is not None:
+            placed = np.empty_like(symbols)
+            placed[self.order] = symbols
+            symbols = placed
+        levels[self.columns] = torch.from_numpy(symbols).view(len(self.columns), rows)
+        return levels.T
+
+
+@dataclass(frozen=True)
+class _Static:
+    """``models`` of all distributions."""
+
+    models: list[Model]
+    number = STATIC
+
+    def groups(self, layout: Layout, contexts: Tensor, label: int, rows: slice) -> _Groups:
+        """Columns of one context together."""
+        columns = layout.bits.nonzero().squeeze(1)
+        columns = columns[torch.argsort(contexts[columns], stable=True)]
+        used, counts = torch.unique_consecutive(contexts[columns], return_counts=True)
+        numbers = (counts * (rows.stop - rows.start)).tolist()
+        zero = np.zeros(1, dtype=np.int32)
+        return _Groups(columns, None, zero, 1, numbers, [self.models[k] for k in used.tolist()])
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """``models`` of the places in each subset of each distribution; ``subsets`` (n, d); ``rows`` of each class."""
+
+    models: list[Model]
+    subsets: npt.NDArray[np.uint8]
+    rows: list[npt.NDArray[np.intp]]
+    number = PATHS
+
+    @classmethod
+    def of(cls, tables: Tables, geometry: CodedGeometry, labels: Tensor | None, free: Tensor) -> _Paths:
+        models = []
+        for k, reach in enumerate(tables.reach.tolist()):
+            frequencies = tables.frequencies(k)
+            for remainder in range(4):
+                first = (remainder + reach) % 4
+                part = frequencies[first::4]
+                models.append(model_of((first - reach - remainder) // 4, part) if len(part) else Model(0, None))
+        return cls(models, subsets_of(free).numpy(), [rows.numpy() for rows in _rows_by_class(geometry, labels)])
+
+    def groups(self, layout: Layout, contexts: Tensor, label: int, rows: slice) -> _Groups:
+        """Integers of one context and subset together."""
+        columns = layout.bits.nonzero().squeeze(1)
+        remainders = self.subsets[self.rows[label][rows]].T[columns.numpy()]
+        kinds = (4 * contexts[columns].numpy().astype(np.uint16)[:, None] + remainders).reshape(-1)
+        order = np.argsort(kinds, kind="stable")
+        counts = np.bincount(kinds, minlength=len(self.models))
+        used = counts.nonzero()[0].tolist()
+        of_each = remainders.reshape(-1)[order].astype(np.int32)
+        return _Groups(columns, order, of_each, 4, counts[used].tolist(), [self.models[k] for k in used])
+
+
+def _rows_by_class(geometry: CodedGeometry, labels: Tensor | None) -> list[Tensor]:
+    if labels is None:
+        return [torch.arange(geometry.shape[0])]
+    return [(labels == label).nonzero().squeeze(1) for label in range(len(geometry.classes))]
+
+
+def _bit_blocks(geometry: CodedGeometry, most: int) -> list[tuple[int, int]]:
+    """The rows a..b of each block of free bits."""
+    n, many = geometry.shape[0], _rows_a_block(geometry, most)
+    return [(a, min(a + many, n)) for a in range(0, n, many)]
+
+
+def _read_free_bits(head: Reader, body: Reader, geometry: CodedGeometry, most: int) -> Tensor:
+    """(n, d) uint8."""
+    if geometry.basis != "diagonal":
+        raise damaged("paths through a matrix of axes")
+    d, parts = geometry.shape[1], []
+    for a, b in _bit_blocks(geometry, most):
+        (checksum,) = head.get("<I")
+        plain = body.take((b - a) * -(-d // 8))
+        if crc32([plain]) != checksum:
+            raise damaged(f"the checksum of the free bits of rows {a} to {b} differs")
+        parts.append(np.unpackbits(np.frombuffer(plain, np.uint8).reshape(b - a, -1), axis=1, count=d))
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _free_bits_of(geometry: CodedGeometry, tensors: dict[str, Tensor], tables: Tables) -> Tensor | None:
+    """The free bits (n, d) of integers that follow paths, where that takes fewer bytes."""
+    if geometry.basis != "diagonal":
+        return None
+    levels = torch.empty(geometry.shape, dtype=torch.int64)
+    contexts = torch.empty(geometry.shape, dtype=torch.int64)
+    for c, rows in enumerate(_rows_by_class(geometry, tensors.get("labels"))):
+        layout = Layout(tensors["bits"][c], tensors["low"][c])
+        levels[rows] = unpack(geometry.part(tensors["codes"], c), layout).to(torch.int64)
+        contexts[rows] = tensors["contexts"][c].to(torch.int64)
+    free = free_bits(levels)
+    return free if free is not None and pays(levels, contexts, tables) else None
 
 
 def _tables_of(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> Tables:

@@ -210,16 +210,22 @@ def role_of(module: nn.Module) -> tuple[str, str]:
 
 def slots(model: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
     """For every attribute that holds a module, also a shared one: path, module, is its tensor read directly?"""
-    entered: set[int] = set()
     fused: set[int] = set()
     tokens = {id(vocabulary_end(part, "get_input_embeddings")) for _, part in pretrained_models(model)}
-    left = [("", model)]
-    while left:
-        name, module = left.pop()
+    for name, module in _held(model):
         for read in _read_by(module, tokens):
             fused.update(id(inner) for inner in read.modules())
         yield name, module, id(module) in fused
-        if id(module) not in entered:  # the slots of a shared module are found once
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every attribute that holds one; a module comes before those inside it."""
+    entered: set[int] = set()
+    left = [("", model)]
+    while left:
+        name, module = left.pop()
+        yield name, module
+        if id(module) not in entered:  # the attributes of a shared module are found once
             entered.add(id(module))
             inner = [(f"{name}.{leaf}" if name else leaf, held) for leaf, held in module._modules.items()]
             left += [(path, held) for path, held in reversed(inner) if held is not None]
@@ -235,7 +241,7 @@ def embedding_scale(module: nn.Module) -> float | None:
 
 def factored_layers(model: nn.Module) -> Iterator[tuple[str, FactoredLayer]]:
     """Path and layer of every factored place; an owner comes before the places that borrow from it."""
-    layers = [(name, module) for name, module, _ in slots(model) if isinstance(module, FactoredLayer)]
+    layers = [(name, module) for name, module in _held(model) if isinstance(module, FactoredLayer)]
     yield from sorted(layers, key=lambda item: not item[1].owns_matrix)
 
 

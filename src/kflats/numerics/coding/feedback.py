@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE, TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_of
+from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding
 
 _JITTER = 1e-8
 """Share of a Gram's mean diagonal that is added until its factor has no smaller pivots; ten times more each time."""
@@ -61,11 +63,12 @@ class Side:
     couplings: Tensor | None
 
 
-def side_of(gram: Tensor | None, size: int, damping: float = 0.0) -> Side:
+def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bool = True) -> Side:
     """The factor of a Gram (k, k), of a diagonal (k,), or of the identity. A Gram of zeros counts as the identity.
 
     Args:
         damping: share of a Gram's mean diagonal that is added to its diagonal; nothing is added to a diagonal alone.
+        ordered: False: rounded in the order of the matrix, which paths follow.
 
     Raises:
         KflatsError: a Gram that is not finite, or has a negative direction.
@@ -87,7 +90,7 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0) -> Side:
         return side_of(None, size)
     if gram.ndim == 1 or not bool((gram - gram.diagonal().diag()).any()):
         return Side(natural, diagonal.sqrt(), None)
-    order = torch.argsort(diagonal, stable=True)
+    order = torch.argsort(diagonal, stable=True) if ordered else natural
     most_first = order.flip(0)
     sorted_gram = gram[most_first][:, most_first]
     sorted_gram.diagonal().add_(damping * float(diagonal.mean()))
@@ -169,29 +172,37 @@ class Rounded:
 
 
 def round_with_feedback(
-    matrix: Tensor, rows: Side, columns: Side, row_steps: Tensor, column_steps: Tensor, how: Rounding
+    matrix: Tensor,
+    rows: Side,
+    columns: Side,
+    row_steps: Tensor,
+    column_steps: Tensor,
+    how: Rounding | PathRounding,
 ) -> Rounded:
     """Round ``matrix`` (n, d) to symbols up to 16383; the step of an entry is that of its row times that of its column.
 
     Computed in the type of the matrix: n d (n + d) multiplications, nearly all of them in products of blocks. If only
-    columns are coupled, it takes d vector operations. Else it takes about 2 (n + d), because blocks on one
-    anti-diagonal do not depend on each other, nor do entries on one anti-diagonal of a block. Nothing is random.
+    columns are coupled, it takes d vector operations. Else, or along paths, it takes about 2 (n + d), because blocks on
+    one anti-diagonal do not depend on each other, nor do entries on one anti-diagonal of a block. Paths follow these
+    entries, so that both sides must be in the order of the matrix. Nothing is random.
 
     Raises:
-        KflatsError: numbers that are not finite.
+        KflatsError: numbers that are not finite; paths with sides in another order.
 
     >>> matrix, metric = torch.full((1, 2), 0.4), side_of(torch.tensor([[1.0, 0.9], [0.9, 1.0]]), 2)
     >>> steps = torch.ones(1), torch.ones(2)
     >>> round_with_feedback(matrix, side_of(None, 1), metric, *steps, Rounding.plain((1, 2))).levels.tolist()
     [[0, 1]]
     """
-    if rows.couplings is not None and columns.couplings is None:
-        made = round_with_feedback(matrix.T, columns, rows, column_steps, row_steps, how.turned())
-        return Rounded(made.levels.T, made.targets.T)
     if not bool(torch.isfinite(matrix).all()):
         raise KflatsError(
             "a matrix to be coded holds NaN or infinity", cause="damaged weights, or a training that failed"
         )
+    if isinstance(how, PathRounding):
+        return _along_paths(matrix, rows, columns, row_steps, column_steps, how)
+    if rows.couplings is not None and columns.couplings is None:
+        made = round_with_feedback(matrix.T, columns, rows, column_steps, row_steps, how.turned())
+        return Rounded(made.levels.T, made.targets.T)
     dtype, grid = matrix.dtype, (rows.order.unsqueeze(1), columns.order.unsqueeze(0))
     # All that follows is in steps.
     wanted = (matrix / torch.outer(row_steps, column_steps).to(dtype))[grid]
@@ -204,11 +215,31 @@ def round_with_feedback(
     elif down is None:
         values, seen = _by_columns(wanted, across, shrink, places, lists)
     else:
-        values, seen = _by_blocks(wanted, across, down, shrink, places, lists)
+        size = min(_BLOCK, max(wanted.shape))
+        entries = _Entries(lists, _tiles(shrink, size), _tiles(places, size))
+        values, seen = _by_blocks(wanted, across, down, size, entries)
     levels, targets = torch.empty(matrix.shape, dtype=torch.int16), torch.empty_like(wanted)
     levels[grid] = ((values.abs() + shrink).round() * values.sign()).to(torch.int16)
     targets[grid] = seen
     return Rounded(levels, targets)
+
+
+def _along_paths(
+    matrix: Tensor, rows: Side, columns: Side, row_steps: Tensor, column_steps: Tensor, how: PathRounding
+) -> Rounded:
+    for side in (rows, columns):
+        if not torch.equal(side.order, torch.arange(len(side.order))):
+            raise KflatsError(
+                "paths are not supported with rows or columns in another order",
+                cause="they follow the order of the matrix",
+            )
+    wanted = matrix / torch.outer(row_steps, column_steps).to(matrix.dtype)
+    across, down = _in_steps(columns, column_steps, matrix.dtype), _in_steps(rows, row_steps, matrix.dtype)
+    if across is None and down is None:
+        return Rounded(how.levels(wanted), wanted)
+    size = min(PATH_BLOCK, max(wanted.shape))
+    values, seen = _by_blocks(wanted, across, down, size, _Paths(how, _tiles(how.contexts, size)))
+    return Rounded(how.symbols(values), seen)
 
 
 def _in_steps(side: Side, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
@@ -258,17 +289,67 @@ def _by_columns(wanted: Tensor, across: Tensor, shrink: Tensor, places: Tensor, 
     return wanted - errors, targets
 
 
+class _Symbols(Protocol):
+    """The values of symbols in blocks of one size."""
+
+    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Symbols:
+        """Of the K blocks ``at`` these places, of which only so many rows and columns are in the matrix."""
+        ...
+
+    def values(self, targets: Tensor, s: int) -> Tensor:
+        """(K, m) the values for the targets (K, m) of anti-diagonal ``s`` of each block, rows ascending."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """Each entry is rounded by itself; ``shrink`` and ``places`` in blocks, as ``_Lists`` takes them."""
+
+    lists: _Lists
+    shrink: Tensor
+    places: Tensor
+
+    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Entries:
+        return replace(self, shrink=self.shrink[at], places=self.places[at])
+
+    def values(self, targets: Tensor, s: int) -> Tensor:
+        return self.lists.values(targets, _anti_diagonal(self.shrink, s), _anti_diagonal(self.places, s))
+
+
+@dataclass(frozen=True)
+class _Paths:
+    """The entries of an anti-diagonal are rounded together; ``contexts`` in blocks."""
+
+    how: PathRounding
+    contexts: Tensor
+    shapes: tuple[tuple[int, int], ...] = ()
+
+    def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Paths:
+        return replace(self, contexts=self.contexts[at], shapes=tuple(zip(heights, widths, strict=True)))
+
+    def values(self, targets: Tensor, s: int) -> Tensor:
+        contexts, made = _anti_diagonal(self.contexts, s), torch.zeros_like(targets)
+        first = max(0, s - self.contexts.shape[-1] + 1)
+        for block, (height, width) in enumerate(self.shapes):
+            # What lies beyond the matrix is on no path.
+            path = slice(max(0, s - width + 1) - first, max(0, min(height, s + 1) - first))
+            if path.start < path.stop:
+                along = self.how.along(targets[block, path].float().numpy(), contexts[block, path].numpy())
+                made[block, path] = torch.from_numpy(along)
+        return made
+
+
 def _by_blocks(
-    wanted: Tensor, across: Tensor, down: Tensor, shrink: Tensor, places: Tensor, lists: _Lists
+    wanted: Tensor, across: Tensor | None, down: Tensor | None, size: int, symbols: _Symbols
 ) -> tuple[Tensor, Tensor]:
-    """Values and targets if both sides are coupled.
+    """Values and targets, in blocks of size x size.
 
     With errors e, and m = e + e across', the targets are wanted + e across' + down m.
     """
-    (n, d), size = wanted.shape, min(_BLOCK, max(wanted.shape))
+    (n, d) = wanted.shape
     tall, wide = -(-n // size), -(-d // size)
-    own, shrink, places = (_blocks(of, tall, wide, size) for of in (wanted, shrink, places))
-    across, down = _blocks(across, wide, wide, size), _blocks(down, tall, tall, size)
+    own = _tiles(wanted, size)
+    across, down = (None if of is None else _tiles(of, size) for of in (across, down))
     errors, mixed, targets = (torch.empty_like(own) for _ in range(3))
     for diagonal in range(tall + wide - 1):
         i = range(max(0, diagonal - wide + 1), min(tall, diagonal + 1))
@@ -277,13 +358,22 @@ def _by_blocks(
         mine, coupled = own[at], torch.zeros_like(own[at])
         for block, r in enumerate(i):
             c = diagonal - r
-            for before in range(c):
-                mine[block].addmm_(errors[r, before], across[c, before].T)
-            for above in range(r):
-                coupled[block].addmm_(down[r, above], mixed[above, c])
+            if across is not None:
+                for before in range(c):
+                    mine[block].addmm_(errors[r, before], across[c, before].T)
+            if down is not None:
+                for above in range(r):
+                    coupled[block].addmm_(down[r, above], mixed[above, c])
+        heights, widths = [n - r * size for r in i], [d - (diagonal - r) * size for r in i]
+        chosen = symbols.of(at, [min(size, h) for h in heights], [min(size, w) for w in widths])
         with _one_thread():
             made = _within(
-                own[at], mine, coupled, across[at[1], at[1]], down[rows, rows], shrink[at], places[at], lists
+                own[at],
+                mine,
+                coupled,
+                None if across is None else across[at[1], at[1]],
+                None if down is None else down[rows, rows],
+                chosen,
             )
         errors[at], mixed[at], targets[at] = own[at] - made, mine - made, mine + coupled
     whole, seen = (of.transpose(1, 2).reshape(tall * size, wide * size)[:n, :d] for of in (own - errors, targets))
@@ -301,22 +391,23 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(count)
 
 
-def _blocks(of: Tensor, tall: int, wide: int, size: int) -> Tensor:
+def _tiles(of: Tensor, size: int) -> Tensor:
     """(tall, wide, size, size), with zeros beyond the matrix."""
+    tall, wide = (-(-count // size) for count in of.shape)
     whole = of.new_zeros(tall * size, wide * size)
     whole[: of.shape[0], : of.shape[1]] = of
     return whole.view(tall, size, wide, size).transpose(1, 2).contiguous()
 
 
+def _anti_diagonal(of: Tensor, s: int) -> Tensor:
+    """(K, m) a view of the entries of anti-diagonal ``s`` of K blocks (K, B, B), rows ascending."""
+    count, size, _ = of.shape
+    a, b = max(0, s - size + 1), min(size, s + 1)
+    return of.as_strided((count, b - a), (size * size, size - 1), a * size + s - a)
+
+
 def _within(
-    own: Tensor,
-    mine: Tensor,
-    coupled: Tensor,
-    across: Tensor,
-    down: Tensor,
-    shrink: Tensor,
-    places: Tensor,
-    lists: _Lists,
+    own: Tensor, mine: Tensor, coupled: Tensor, across: Tensor | None, down: Tensor | None, symbols: _Symbols
 ) -> Tensor:
     """The values (K, B, B) of K blocks whose targets are ``mine`` + ``coupled``. What the errors of a block add to its
     own targets is added to both."""
@@ -324,19 +415,21 @@ def _within(
     values = torch.empty_like(own)
     # Rows of an anti-diagonal ascend while its columns descend. With columns reversed both are slices.
     pushed = coupled.transpose(1, 2).flip(1).contiguous()
-    across, down = across.transpose(1, 2).flip(1).contiguous(), down.transpose(1, 2).contiguous()
+    across = None if across is None else across.transpose(1, 2).flip(1).contiguous()
+    down = None if down is None else down.transpose(1, 2).contiguous()
     for s in range(2 * size - 1):
         a, b = max(0, s - size + 1), min(size, s + 1)
-        entries = (count, b - a), (size * size, size - 1), a * size + s - a
         reverse = slice(size - 1 - s + a, size - 1 - s + b)
-        seen = mine.as_strided(*entries)
+        seen = _anti_diagonal(mine, s)
         target = seen + pushed.as_strided((count, b - a), (size * size, size + 1), reverse.start * size + a)
-        made = lists.values(target, shrink.as_strided(*entries), places.as_strided(*entries))
-        values.as_strided(*entries).copy_(made)
-        error, passed = own.as_strided(*entries) - made, seen - made
+        made = symbols.values(target, s)
+        _anti_diagonal(values, s).copy_(made)
+        error, passed = _anti_diagonal(own, s) - made, seen - made
         first = s - b + 2  # the columns that read errors of these, and their rows, begin here and at a + 1
-        mine[:, a:b, first:].addcmul_(error.unsqueeze(2), across[:, reverse, first:])
-        pushed[:, reverse, a + 1 :].addcmul_(passed.unsqueeze(2), down[:, a:b, a + 1 :])
+        if across is not None:
+            mine[:, a:b, first:].addcmul_(error.unsqueeze(2), across[:, reverse, first:])
+        if down is not None:
+            pushed[:, reverse, a + 1 :].addcmul_(passed.unsqueeze(2), down[:, a:b, a + 1 :])
     coupled.copy_(pushed.flip(1).transpose(1, 2))
     return values
 
