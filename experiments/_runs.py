@@ -66,7 +66,7 @@ class Scores:
 
     Args:
         metric: the task's main metric. original, compressed, tuned: its value on the judged split, before compression,
-            after it, and after training again (None: not trained).
+            after it, and after training again. None: not judged there, or not trained.
         held_out: the same three on the part of the training set that nothing was trained on, by name.
         nbytes: what the compressed weights take. error: relative squared error of the compressed weights.
         more: further numbers and words, by name.
@@ -74,7 +74,7 @@ class Scores:
 
     metric: str
     original: float
-    compressed: float
+    compressed: float | None
     tuned: float | None = None
     held_out: Mapping[str, float] = field(default_factory=dict)
     nbytes: int = 0
@@ -95,7 +95,7 @@ class Run:
     epochs: int
     metric: str
     original: float
-    compressed: float
+    compressed: float | None
     tuned: float | None
     held_out: Mapping[str, float]
     nbytes: int
@@ -281,8 +281,9 @@ def carry_out(cells: Iterable[tuple[Cell, Callable[[], Scores]]], log: Log, aske
         )
         log.add(run)
         tuned = "" if run.tuned is None else f", {run.tuned:.4f} after {run.epochs} epochs"
+        after = "" if run.compressed is None else f" -> {run.compressed:.4f}"
         print(
-            f"{cell.task} {cell.method} {cell.size} seed {cell.seed}: {run.original:.4f} -> {run.compressed:.4f}{tuned}"
+            f"{cell.task} {cell.method} {cell.size} seed {cell.seed}: {run.original:.4f}{after}{tuned}"
             f" ({run.seconds:.0f} s)",
             flush=True,
         )

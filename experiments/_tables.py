@@ -20,9 +20,9 @@ Value = Callable[[Run], float | None]
 """What a table or a figure shows of a run; None if the run has no such value."""
 
 
-def drop(run: Run) -> float:
+def drop(run: Run) -> float | None:
     """Points (of 100) lost by compression, without training afterwards."""
-    return 100 * (run.original - run.compressed)
+    return None if run.compressed is None else 100 * (run.original - run.compressed)
 
 
 def tuned_drop(run: Run) -> float | None:

@@ -2,19 +2,21 @@
 of one subspace of the same size, the score falls less, before and after two epochs of fine-tuning.
 
     python experiments/messi_tasks.py --resume
+    python experiments/messi_tasks.py --tasks rte,mrpc --others k-means,l1 --resume        # figures 12 to 15, table 3
     python experiments/messi_tasks.py --source distilbert-base-uncased --lr 2e-5 --task-data hub \
         --tasks cola,mrpc,rte,stsb,sst2,qnli,qqp,mnli,wnli --rates 20,40,50,60 --tuned 1,2,3,5,10 --resume
 
 k = 1 is SVD. MESSI is as published: equal ranks, random partitions to start from, of ten local minima the smallest.
 "k chosen" is, for each seed, the k whose model scores best on a held-out tenth of the training set, before fine-tuning.
 Beside them stands kflats' default for an embedding table in the same bytes; it counts the tokens of the training
-sentences, without labels. Drops are points (of 100) of the task's main metric on the dev split.
+sentences, without labels. ``--others`` adds what appendix E compares: clusters by k-means with an SVD in each, and
+distances in place of their squares. Drops are points (of 100) of the task's main metric on the dev split.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -37,11 +39,19 @@ from _tables import (
 from _task_models import TRAINING, TaskModel, source_of, task_data, training_of
 
 import kflats
-from kflats import MESSI, SVD, Recipe, Uniform
+from kflats import MESSI, SVD, KMeansSVD, Power, Recipe, Uniform
+from kflats.common.errors import KflatsError
 
 OURS, CHOSEN = "kflats", "MESSI, k chosen"
 TITLE = "Embedding tables covered by k flats: scores of tasks"
-OWN: dict[str, Any] = {"rates": "40,60,20", "ks": "1,5,2,3,10", "tuned": "1,5", "epochs": 2, "restarts": 10}
+OWN: dict[str, Any] = {
+    "rates": "40,60,20",
+    "ks": "1,5,2,3,10",
+    "tuned": "1,5",
+    "epochs": 2,
+    "restarts": 10,
+    "others": "",
+}
 OWN |= TRAINING
 QUICK: dict[str, Any] = {
     "tasks": "sst2,stsb",
@@ -59,9 +69,44 @@ def method_name(k: int) -> str:
     return "SVD" if k == 1 else f"MESSI, k = {k}"
 
 
-def recipe_for(k: int, restarts: int) -> Recipe:
+@dataclass(frozen=True)
+class Way:
+    """One way to compress the table, as tables and the log call it.
+
+    Args:
+        recipe: None: kflats' own defaults. decides: what the log keeps of the recipe.
+    """
+
+    name: str
+    recipe: Recipe | None
+    decides: Mapping[str, Any]
+    algorithm: str
+
+
+DEFAULT = Way(OURS, None, {"default": True}, "flats")
+
+
+def way(k: int, restarts: int) -> Way:
     """k flats as published; one flat is the SVD."""
-    return Recipe(SVD() if k == 1 else MESSI(k=k, restarts=restarts), Uniform())
+    if k == 1:
+        return Way("SVD", Recipe(SVD(), Uniform()), {"k": 1, "restarts": 1}, "svd")
+    decides = {"k": k, "restarts": restarts}
+    return Way(method_name(k), Recipe(MESSI(k=k, restarts=restarts), Uniform()), decides, "messi")
+
+
+def other(kind: str, k: int, restarts: int) -> Way:
+    """What MESSI's appendix E compares: clusters by k-means with an SVD in each, or distances without squares ("l1").
+
+    Raises:
+        KflatsError: another name.
+    """
+    decides = {"k": k, "restarts": restarts}
+    if kind == "k-means":
+        return Way(f"k-means, k = {k}", Recipe(KMeansSVD(k=k, restarts=restarts), Uniform()), decides, "k-means")
+    if kind == "l1":
+        recipe = Recipe(MESSI(k=k, error=Power(1.0), restarts=restarts), Uniform())
+        return Way(f"MESSI l1, k = {k}", recipe, decides, "messi l1")
+    raise KflatsError(f"--others {kind} is not known", hint="k-means or l1, or both with a comma between them")
 
 
 def compressed(model: TaskModel, recipe: Recipe | None, size: str, epochs: int) -> Scores:
@@ -105,6 +150,8 @@ class Experiment:
         self.ks = [int(k) for k in own.ks.split(",")]
         self.tuned = {int(k) for k in own.tuned.split(",")}
         self.training = training_of(asked)
+        kinds = [kind for kind in own.others.split(",") if kind]
+        self.others = [other(kind, k, own.restarts) for kind in kinds for k in sorted(self.tuned) if k > 1]
 
     def model(self, task: str, seed: int) -> TaskModel:
         """Trained when it is first used."""
@@ -112,41 +159,40 @@ class Experiment:
         data = task_data(task, training, self.asked.task_data)
         return TaskModel(self.asked.models, self.source, data, training, seed)
 
-    def cell(self, model: TaskModel, k: int | None, rate: str, epochs: int) -> tuple[Cell, Callable[[], Scores]]:
-        """One cell; ``k`` None: kflats' defaults."""
-        recipe = None if k is None else recipe_for(k, self.asked.more.restarts)
-        used = {None: "flats", 1: "svd"}.get(k, "messi")
+    def cell(self, model: TaskModel, by: Way, rate: str, epochs: int) -> tuple[Cell, Callable[[], Scores]]:
+        """One cell."""
         place = Cell(
             task=model.task,
             model=self.source.name,
-            method=OURS if k is None else method_name(k),
+            method=by.name,
             size=kept(rate),
             seed=model.seed,
             epochs=epochs,
             training=asdict(model.training),
-            recipe={"default": True} if k is None else {"k": k, "restarts": self.asked.more.restarts if k > 1 else 1},
-            algorithms=("scores", "training", used),
+            recipe=by.decides,
+            algorithms=("scores", "training", by.algorithm),
             data=f"{model.data.digest} {self.source.digest}",
         )
-        return place, partial(compressed, model, recipe, kept(rate), epochs)
+        return place, partial(compressed, model, by.recipe, kept(rate), epochs)
 
     def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
         """What is compared first: each rate with all seeds. Then what chooses k, and the chosen ones."""
-        epochs = self.asked.more.epochs
+        epochs, restarts = self.asked.more.epochs, self.asked.more.restarts
+        first = [*(way(k, restarts) for k in self.ks if k in self.tuned), DEFAULT, *self.others]
         models = {(t, s): self.model(t, s) for t in self.asked.tasks for s in self.asked.seeds}
         for task in self.asked.tasks:
             for rate in self.rates:
                 for seed in self.asked.seeds:
-                    for k in (*(k for k in self.ks if k in self.tuned), None):
-                        yield self.cell(models[task, seed], k, rate, epochs)
+                    for by in first:
+                        yield self.cell(models[task, seed], by, rate, epochs)
             for rate in self.rates:
                 for seed in self.asked.seeds:
                     for k in self.ks:
                         if k not in self.tuned:
-                            yield self.cell(models[task, seed], k, rate, 0)
+                            yield self.cell(models[task, seed], way(k, restarts), rate, 0)
                     k = best_k(self.runs(log), task, kept(rate), seed, self.ks)
                     if k is not None and k not in self.tuned:
-                        yield self.cell(models[task, seed], k, rate, epochs)
+                        yield self.cell(models[task, seed], way(k, restarts), rate, epochs)
 
     def runs(self, log: Log) -> list[Run]:
         """Those of this model, training and number of restarts."""
@@ -192,10 +238,14 @@ def publish_tables(experiment: Experiment, log: Log) -> None:
     rates = sorted(experiment.rates, key=float)
     sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
     places = [(kept(rate), float(rate)) for rate in rates]
-    methods = [*map(method_name, sorted(experiment.ks)), CHOSEN, OURS]
-    drawn = ["SVD", *(method_name(k) for k in sorted(experiment.tuned) if k > 1), CHOSEN, OURS]
+    others = [by.name for by in experiment.others]
+    methods = [*map(method_name, sorted(experiment.ks)), CHOSEN, *others, OURS]
+    drawn = ["SVD", *(method_name(k) for k in sorted(experiment.tuned) if k > 1), CHOSEN, *others, OURS]
     claims = [(method_name(k), "SVD") for k in sorted(experiment.tuned) if k > 1]
     claims += [(CHOSEN, "SVD"), *((OURS, m) for m in drawn if m != OURS)]
+    for k, kind in ((k, kind) for k in sorted(experiment.tuned) if k > 1 for kind in ("k-means", "MESSI l1")):
+        if f"{kind}, k = {k}" in others:
+            claims.append((method_name(k), f"{kind}, k = {k}"))
     tasks, seeds = asked.tasks, len(asked.seeds)
     parts = [
         f"The embedding table of {experiment.source.name}, trained on each task. Drops of the main metric on the dev "

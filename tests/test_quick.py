@@ -16,6 +16,8 @@ pytest.importorskip("accelerate")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
+import fwsvd_groups
+import fwsvd_tasks
 import messi_lenet
 import messi_tasks
 import train_small
@@ -58,6 +60,46 @@ def test_messi_tasks(places: Path) -> None:
     page, again = quick(messi_tasks.main, places, "messi_tasks", *words, "--seeds", "0,1,2", "--tables")
     assert again == runs
     assert "(2 of 3)" in page, "tables run nothing"
+    page, more = quick(messi_tasks.main, places, "messi_tasks", *words, "--others", "k-means,l1")
+    assert more[: len(runs)] == runs
+    assert {run["method"] for run in more[len(runs) :]} == {"k-means, k = 3", "MESSI l1, k = 3"}
+    assert "MESSI, k = 3 better than k-means, k = 3" in page
+
+
+@pytest.mark.slow
+def test_fwsvd_tasks(places: Path) -> None:
+    page, runs = quick(fwsvd_tasks.main, places, "fwsvd_tasks", "--seeds", "0")
+    at = {run["method"]: run for run in runs}
+    ways = ("SVD", "FWSVD", "kflats")
+    assert set(at) == {"no compression", *ways, *(f"{way}, generic first" for way in ways)}
+    assert at["no compression"]["compressed"] == at["no compression"]["original"] > 0.6
+    for way in ways:
+        assert at[way]["more"]["parameters"] <= at["SVD"]["more"]["parameters"]
+        assert at[way]["tuned"] > 0.6
+        assert at[f"{way}, generic first"]["compressed"] is None
+        assert at[f"{way}, generic first"]["tuned"] > 0.6
+    assert "not run" not in page
+    words = ("--seeds", "0", "--ratios", "10,60", "--epochs", "0")
+    page, more = quick(fwsvd_tasks.main, places, "fwsvd_tasks", *words)
+    assert more[: len(runs)] == runs
+    assert {run["size"] for run in more[len(runs) :]} == {"10% ranks", "60% ranks"}
+    assert "60 % of ranks" in page
+    assert "33 % of ranks" in page, "one log serves the tables and figure 5"
+
+
+@pytest.mark.slow
+def test_fwsvd_groups(places: Path) -> None:
+    page, runs = quick(fwsvd_groups.main, places, "fwsvd_groups", "--seeds", "0")
+    at = {(run["method"], run["size"]): run for run in runs}
+    assert len(at) == len(runs) == 20
+    for method in ("SVD", "FWSVD"):
+        errors = [at[method, f"group {g}"]["error"] for g in range(1, 11)]
+        assert sum(errors) == pytest.approx(1.0, rel=1e-3), "the groups together are the whole matrix"
+        values = [at[method, f"group {g}"]["more"]["singular_value"] for g in range(1, 11)]
+        assert values == sorted(values, reverse=True)
+    svd = [at["SVD", f"group {g}"]["error"] for g in range(1, 11)]
+    assert svd == sorted(svd, reverse=True)
+    assert "not run" not in page
 
 
 @pytest.mark.slow

@@ -1,0 +1,170 @@
+"""Claims (FWSVD, sections 3 and 5.5.1, figures 1 and 6 to 9, table 4): without the smallest tenth of all singular
+values a task model loses more than without larger ones; weighted by Fisher information (row sums) it does not.
+
+    python experiments/fwsvd_groups.py --resume
+
+The singular values of every linear layer in a block are put into ten groups, from the largest to the smallest. One
+group at a time is removed from all layers together and the model is judged on the dev split, without fine-tuning.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import cache, partial
+from typing import Any
+
+import torch
+from _quick import quick
+from _runs import Asked, Cell, Log, Run, Scores, asked_for, carry_out
+from _tables import Results, by_method, drop, figure, orderings, paired, publish, told
+from _task_models import TRAINING, TaskModel, block_weights, source_of, task_data, training_of
+from torch import Tensor
+
+from kflats import RowFisher, TaskLoss, measure
+from kflats.model.weights import dense_weight
+
+GROUPS = 10
+METHODS = {"SVD": "svd", "FWSVD": "row-fisher"}
+OWN: dict[str, Any] = {"samples": 512}
+OWN |= TRAINING
+QUICK: dict[str, Any] = {"tasks": "sst2", "seeds": "0,1", "samples": 64, "lr": 2e-3}
+TITLE = "Grouped truncation: which singular values matter"
+
+
+def groups(table: Tensor, left: Tensor | None) -> tuple[list[Tensor], list[float]]:
+    """What is to be subtracted from M (n, d) to remove each group, and the mean singular value of each.
+
+    The group is U_g S_g V_g' of L M with L undone, L the diagonal of the roots of the row weights: M V_g V_g', so that
+    nothing is divided by. Rows of weight zero get their projection on V_g, as in FWSVD's limit of small weights.
+    """
+    scaled = table if left is None else table * left.clamp_min(0).sqrt().to(table.dtype)[:, None]
+    _, values, v = torch.linalg.svd(scaled, full_matrices=False)
+    means = [float(part.mean()) for part in values.tensor_split(GROUPS)]
+    return [table @ part.T @ part for part in v.tensor_split(GROUPS)], means
+
+
+class Experiment:
+    """The cells of one command."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.own, self.source = asked, asked.more, source_of(asked)
+        self.training = training_of(asked)
+        self.removals = cache(self._removals)
+        self.models: dict[tuple[str, int], TaskModel] = {}
+
+    def model(self, task: str, seed: int) -> TaskModel:
+        """Trained when it is first used."""
+        if (task, seed) not in self.models:
+            training = self.training[task]
+            data = task_data(task, training, self.asked.task_data)
+            self.models[task, seed] = TaskModel(self.asked.models, self.source, data, training, seed)
+        return self.models[task, seed]
+
+    def _removals(self, task: str, seed: int, method: str) -> dict[str, tuple[list[Tensor], list[float]]]:
+        model = self.model(task, seed)
+        chosen = block_weights(model.model)
+        measured = None
+        if method == "FWSVD":
+            batches = model.batches(model.model, self.own.samples, 16)
+            fields = frozenset({"row_fisher"})
+            measured = measure(model.model, chosen, batches, needs=fields, objective=TaskLoss(), quiet=True)
+        found = {}
+        for weight in chosen:
+            left = None if measured is None else RowFisher().weigh(measured.of(weight.name)).left
+            found[weight.name] = groups(dense_weight(model.model, weight).float(), left)
+        return found
+
+    def compute(self, task: str, seed: int, method: str, group: int) -> Scores:
+        """The score without one group."""
+        model, removed = self.model(task, seed), self.removals(task, seed, method)
+        small = model.copy()
+        total = lost = 0.0
+        with torch.no_grad():
+            for weight in block_weights(small):
+                part = removed[weight.name][0][group]
+                layer = small.get_submodule(weight.name)
+                total += float(dense_weight(small, weight).square().sum())
+                lost += float(part.square().sum())
+                # A linear layer of torch keeps its M transposed, a Conv1D as it is.
+                layer.weight -= (part if weight.places[0].role == "conv1d" else part.T).to(layer.weight)
+        value = statistics.fmean(means[group] for _, means in removed.values())
+        return Scores(
+            metric=model.metric,
+            original=model.original,
+            compressed=model.score(small),
+            error=lost / total,
+            more={"singular_value": value},
+        )
+
+    def cells(self) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
+        """Task by task, seed by seed."""
+        for task, seed in itertools.product(self.asked.tasks, self.asked.seeds):
+            model = self.model(task, seed)
+            for (method, algorithm), group in itertools.product(METHODS.items(), range(GROUPS)):
+                place = Cell(
+                    task=task,
+                    model=self.source.name,
+                    method=method,
+                    size=f"group {group + 1}",
+                    seed=seed,
+                    epochs=0,
+                    training=asdict(model.training),
+                    recipe={"samples": self.own.samples, "groups": GROUPS},
+                    algorithms=("scores", "training", algorithm),
+                    data=f"{model.data.digest} {self.source.digest}",
+                )
+                yield place, partial(self.compute, task, seed, method, group)
+
+    def publish(self, log: Log) -> None:
+        """The page and the figure of what has run."""
+        asked = self.asked
+        training = {task: asdict(one) for task, one in self.training.items()}
+        runs = log.newest(lambda run: run.model == self.source.name and run.training == training.get(run.task))
+        results, errors = Results(runs, drop), Results(runs, lambda run: 100 * (run.error or 0.0))
+        values = Results(runs, lambda run: run.more["singular_value"])
+        sizes = [(f"group {g}", f"{g}") for g in range(1, GROUPS + 1)]
+        places = [(size, float(g)) for size, g in sizes]
+        parts = [
+            f"Ten groups of singular values, 1 the largest, one removed at a time from all linear layers in the blocks "
+            f"of {self.source.name}. No fine-tuning. Mean ± standard deviation over seeds.",
+            told(runs) if runs else "",
+        ]
+        shown = (
+            ("Drop of the score, points", results),
+            ("Relative squared error of the reconstruction, %", errors),
+            ("Mean singular value (those of FWSVD are scaled by Fisher information)", values),
+        )
+        for (title, found), task in itertools.product(shown, asked.tasks):
+            parts += [f"## {title}: {task}", by_method(found, list(METHODS), sizes, [task], len(asked.seeds))]
+        picture = asked.results / "fwsvd_groups.png"
+        if figure(picture, results, list(METHODS), places, asked.tasks, ("group removed", "drop, points")):
+            parts.append(f"![Drop by group]({picture.name})")
+        parts += ["## What holds, over paired seeds", self.claims(results, runs, sizes)]
+        publish("fwsvd_groups", TITLE, parts, asked)
+
+    def claims(self, results: Results, runs: list[Run], sizes: list[tuple[str, str]]) -> str:
+        """FWSVD against SVD for the groups that go first; and the last group against those before it."""
+        tail = [(size, f"group {shown}") for size, shown in sizes[GROUPS // 2 :]]
+        lines = [orderings(results, [("FWSVD", "SVD")], tail, self.asked.tasks)]
+        last, before = f"group {GROUPS}", f"group {GROUPS - 1}"
+        for task, method in itertools.product(self.asked.tasks, METHODS):
+            found = paired(results.by_seed(method, last, task), results.by_seed(method, before, task))
+            if found is not None:
+                verdict = "nothing is claimed" if not found.decides else "holds" if found.mean > 0 else "is REFUTED"
+                lines.append(f"- {method}, {task}: the last group costs more than the one before: {found}; {verdict}.")
+        return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> None:
+    asked = quick(asked_for(__doc__, "stsb,cola", OWN, argv=argv, quick=QUICK))
+    experiment, log = Experiment(asked), Log(asked.results / "fwsvd_groups.jsonl")
+    if not asked.tables:
+        carry_out(experiment.cells(), log, asked)
+    experiment.publish(log)
+
+
+if __name__ == "__main__":
+    main()
