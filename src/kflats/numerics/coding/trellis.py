@@ -8,8 +8,9 @@ its subset follows from u and from the three free bits before it, u_1 the last o
 So an entry may take every second integer only, and costs a bit less. Which ones depends on the path, and the encoder
 chooses the path that comes nearest (Viterbi, IEEE Trans. Inform. Theory 13, 1967). With steps half as large, the code
 has the rate of a grid, and a squared error 1.06 dB below (Marcellin and Fischer, Trellis coded quantization, IEEE
-Trans. Commun. 38, 1990): .254 bits above the Gaussian bound become .08. The taps are the best of a search over all of
-this form with eight states. All subsets follow from free bits at once, by additions alone.
+Trans. Commun. 38, 1990): .254 bits above the Gaussian bound become .08. It is a convolutional code of Ungerboeck's kind
+with eight states (IEEE Trans. Inform. Theory 28, 1982), written without feedback: all subsets follow from free bits at
+once, by additions alone.
 
 Paths run along anti-diagonals of a matrix, from the upper right to the lower left, within blocks of 384 x 384: with
 error feedback on both sides, entries of an anti-diagonal do not depend on each other. A path begins in state 0.
@@ -40,7 +41,7 @@ _STATES, _MEMORY = 8, 3
 _LISTED = 256
 """Magnitudes from here on cost as much as the last one listed."""
 _UNIT, _DEAREST = 2.0**12, 2.0**5
-"""Costs are whole numbers of a 4096th of a squared step, up to 32: of 384 entries they end below 2^28."""
+"""Costs are whole numbers of a 4096th of a squared step, up to 32: 8 times those of 384 entries stay below 2^29."""
 _STATE_BITS = _STATES - 1
 
 Integers = npt.NDArray[np.int32]
