@@ -79,7 +79,8 @@ def publish(title: str, body: str, options: argparse.Namespace) -> None:
     changed = (f'--{k} "{v}"' for k, v in given.items() if v != options.usual[k] and os.sep not in str(v))
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     command = " ".join(["python", script, *changed, f"--write benchmarks/results/{options.write.name}"])
-    about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
+    cpu = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {cpu}"
     options.write.parent.mkdir(parents=True, exist_ok=True)
     options.write.write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body}\n", encoding="utf-8")
 

@@ -120,7 +120,8 @@ def publish(name: str, title: str, body: str, data: Mapping[str, Any], asked: ar
     if asked.write is None:
         return
     asked.write.mkdir(parents=True, exist_ok=True)
-    about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.machine()}"
+    cpu = f"{platform.machine()} with {torch.backends.cpu.get_cpu_capability()}"
+    about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {cpu}"
     (asked.write / f"{name}.md").write_text(
         f"# {title}\n\n    {asked.command}\n\n{about}\n\n{body}\n", encoding="utf-8"
     )
