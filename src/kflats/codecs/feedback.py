@@ -75,7 +75,9 @@ class Feedback(Codec):
     L and R are triangular factors of the importance: of the Grams of inputs and of output gradients, where it measured
     both. One number c sets the rate. Rounding counts error and bits together; values are the means of their intervals;
     the integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a
-    step (to an eighth of an octave), and a step for each class of rows.
+    step (to an eighth of an octave), and a step for each class of rows. From 1.4 bits a number on, and from 32 rows and
+    columns on, a second code is made whose integers follow paths of a trellis (``numerics.coding.trellis``). The one of
+    less error is kept.
 
     Without couplings (no data, or a diagonal importance) it is entropy-coded rounding with steps by importance.
 

@@ -287,7 +287,7 @@ def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Ma
     table, bias = parameter(model, f"{weight.name}.weight"), None
     if module.gained_bias and table is not None:
         bias = torch.zeros(weight.shape[1], dtype=table.dtype, device=table.device)
-    swap_(model, weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales)
+    swap_(model, weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales, just_found=True)
     for place in module.places:
         for name in spellings(model, place.name):
             if isinstance(layer := submodule(model, name), FactoredLinear | FactoredHead):

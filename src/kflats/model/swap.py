@@ -171,6 +171,7 @@ def swap_(
     matrix_rows: str = "in_features",
     bias_shift: Tensor | None = None,
     scales: dict[str, float | None] | None = None,
+    just_found: bool = False,
 ) -> None:
     """Replace every place of ``weight`` by a layer on ``matrix``, in place; the first place owns the factors.
 
@@ -186,6 +187,8 @@ def swap_(
         bias_shift: (d,), added to the layer's bias: the error of the factors on the mean input. A layer without
             a bias gets one, which is saved and loaded with it.
         scales: embedding scales by place, for a model on the meta device, where they cannot be read.
+        just_found: nothing but swaps happened to the model since the weight was found; this is then not checked, which
+            takes a search of the whole model.
 
     Raises:
         KflatsError: another shape, a DenseMatrix in another orientation than the layer's own table, a model that has
@@ -198,7 +201,7 @@ def swap_(
     >>> model["words"](torch.tensor([2])).tolist()
     [[1.0, 1.0, 1.0, 1.0]]
     """
-    if find_weight(model, weight.name).places != weight.places:
+    if not just_found and find_weight(model, weight.name).places != weight.places:
         raise KflatsError(f"the places of {weight.name!r} have changed", hint="find the weight again, then swap")
     if weight.places[0].role == "embedding" and matrix_rows == "out_features":
         raise KflatsError(f"outputs as rows are not supported for the embedding {weight.name!r}", hint="inputs as rows")
