@@ -1,4 +1,4 @@
-"""Question: how small can a whole encoder be on disk, what does it lose, and what does it cost to run?
+"""Question: how small can a whole encoder be on disk, and what does it lose?
 
 all-MiniLM-L6-v2, 90.9 MB in float32. Every line but bfloat16 is a folder written and loaded again: embeddings, 36
 linear layers, the pooler; biases, norms and tokenizer as they are. Texts are the file of WikiText-2 (train) as it is,
@@ -10,9 +10,7 @@ Cosines of the vectors of 800 sentences of each set and of 150 paragraphs to the
 Methods were chosen on CoLA (dev) and on paragraphs of WikiText-2 (valid). STS-B (dev) was looked at while developing;
 nothing was chosen on MRPC (dev), CoNLL-2003 (dev) and the paragraphs of WikiText-2 (test).
 
-Memory is that of a fresh process: its peak after the first output minus its peak after the imports. Times are those of
-one text of 20 tokens, 32 of 30, and 32 of 128, in turns, as multiples of the original's. "run as": the same folder
-in another run-time form (``kflats.run_as_``).
+Memory and times, also of each run-time form, are in ``latency.py``.
 
     python benchmarks/whole_model.py --write benchmarks/results/whole_model.md
 """
@@ -27,13 +25,9 @@ from typing import Any
 from _common import arguments, publish, table
 from _sentences import data_folder, paragraphs, sentences
 
-from kflats import Auto, Integer, KeepDense, Recipe, Uniform, compress_folder, read_texts, run_as_, score
-from kflats.common.formatting import size as in_units
-from kflats.common.run_forms import RunForm
+from kflats import Auto, Integer, KeepDense, Recipe, Uniform, compress_folder, read_texts, score
 from kflats.demo import packaged_model
-from kflats.evaluation.latency import SHAPES, TorchModel, latencies
 from kflats.evaluation.outputs import fidelity_of, load_tokenizer, weight_file_bytes
-from kflats.evaluation.proof import footprint
 from kflats.evaluation.running import encode
 from kflats.io import load_model
 
@@ -49,9 +43,6 @@ LINES: dict[str, tuple[Any, str, bool]] = {
     "kflats --size 4MB": (Auto(), "4MB", True),
     "kflats --size 8MB, no texts": (Auto(), "8MB", False),
 }
-FORMS: tuple[RunForm, ...] = ("bfloat16", "int8", "compact")
-SHIPPED = "kflats --size 8MB"
-"""The folder that is also run in other forms."""
 SENTENCES = ("stsb", "mrpc", "conll2003")
 
 
@@ -71,12 +62,9 @@ def main() -> None:
     before = {name: encode(original, tokenizer, texts) for name, texts in judged.items()}
     texts = read_texts(data / "wikitext2" / "train.txt.gz")
     lines: list[dict[str, object]] = []
-    models: dict[str, Any] = {}
-    folders: dict[str, Path] = {}
 
     def judge(name: str, folder: Path, seconds: float) -> None:
-        model = models[name] = load_model(folder)
-        folders[name] = folder
+        model = load_model(folder)
         line: dict[str, object] = {"what": name, "file": f"{weight_file_bytes(folder) / 1e6:.2f} MB"}
         for kind, those in judged.items():
             near = fidelity_of(before[kind], encode(model, tokenizer, those))
@@ -96,30 +84,8 @@ def main() -> None:
             out, began = Path(place) / name, time.perf_counter()
             compress_folder(source, out, size=size, method=method, weights=("all",), proof=False, quiet=True, **asked)
             judge(name, out, time.perf_counter() - began)
-        for form in FORMS if SHIPPED in folders else ():
-            model, out = load_model(folders[SHIPPED]), Path(place) / form
-            run_as_(model, form)
-            model.save_pretrained(out)
-            judge(f"{SHIPPED}, run as {form}", out, 0.0)
-        costs = run_costs(models, folders)
     title = f"A whole encoder of {weight_file_bytes(source) / 1e6:.1f} MB"
-    publish(title, f"{table(lines)}\n\n{table(costs)}", options)
-
-
-def run_costs(models: dict[str, Any], folders: dict[str, Path]) -> list[dict[str, object]]:
-    """Memory of a fresh process, the time to its first output, and times as multiples of the original's."""
-    timed, _ = latencies([TorchModel(*one) for one in models.items()], models["original"], shapes=SHAPES, turns=9)
-    costs: list[dict[str, object]] = []
-    for name, folder in folders.items():
-        found = footprint(folder)
-        memory = "-" if found.memory_bytes is None else in_units(found.memory_bytes)
-        line: dict[str, object] = {"what": name, "memory": memory, "first output": f"{found.first_output_s:.2f} s"}
-        for one in timed:
-            if one.name == name:
-                line[f"{one.samples} x {one.tokens} tokens"] = f"{one.ratio:.2f}"
-        costs.append(line)
-        print(line, flush=True)
-    return costs
+    publish(title, table(lines), options)
 
 
 if __name__ == "__main__":
