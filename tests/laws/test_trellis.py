@@ -40,13 +40,13 @@ def subsets_one_by_one(bits: tuple[int, ...]) -> list[int]:
 def test_the_cheapest_path_is_found(length: int) -> None:
     draw, entries = np.random.default_rng(length), np.arange(length)
     paths = np.array([subsets_one_by_one(bits) for bits in itertools.product((0, 1), repeat=length)])
-    for _ in range(30):
-        costs = draw.integers(0, 1 << 17, (4, length)).astype(np.int32)
-        assert costs[best_subsets(costs), entries].sum() == costs[paths, entries].sum(1).min()
+    all_costs = draw.integers(0, 1 << 17, (4, 30, length)).astype(np.int32)
+    for costs, found in zip(all_costs.swapaxes(0, 1), best_subsets(all_costs), strict=True):
+        assert costs[found, entries].sum() == costs[paths, entries].sum(1).min()
 
 
 def test_the_longest_path_does_not_overflow() -> None:
-    costs = np.full((4, trellis.PATH_BLOCK), int(trellis._DEAREST * trellis._UNIT), dtype=np.int32)
+    costs = np.full((4, 1, trellis.PATH_BLOCK), int(trellis._DEAREST * trellis._UNIT), dtype=np.int32)
     costs[0] = 0
     assert not best_subsets(costs).any()
 

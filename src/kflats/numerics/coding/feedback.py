@@ -318,24 +318,28 @@ class _Entries:
 
 @dataclass(frozen=True)
 class _Paths:
-    """The entries of an anti-diagonal are rounded together; ``contexts`` in blocks."""
+    """The entries of an anti-diagonal are rounded together; ``contexts`` in blocks, ``shapes``: the numbers of blocks
+    that have so many rows and columns in the matrix."""
 
     how: PathRounding
     contexts: Tensor
-    shapes: tuple[tuple[int, int], ...] = ()
+    shapes: tuple[tuple[tuple[int, int], list[int]], ...] = ()
 
     def of(self, at: tuple[Tensor, Tensor], heights: list[int], widths: list[int]) -> _Paths:
-        return replace(self, contexts=self.contexts[at], shapes=tuple(zip(heights, widths, strict=True)))
+        alike: dict[tuple[int, int], list[int]] = {}
+        for block, shape in enumerate(zip(heights, widths, strict=True)):
+            alike.setdefault(shape, []).append(block)
+        return replace(self, contexts=self.contexts[at], shapes=tuple(alike.items()))
 
     def values(self, targets: Tensor, s: int) -> Tensor:
         contexts, made = _anti_diagonal(self.contexts, s), torch.zeros_like(targets)
         first = max(0, s - self.contexts.shape[-1] + 1)
-        for block, (height, width) in enumerate(self.shapes):
+        for (height, width), blocks in self.shapes:
             # What lies beyond the matrix is on no path.
             path = slice(max(0, s - width + 1) - first, max(0, min(height, s + 1) - first))
             if path.start < path.stop:
-                along = self.how.along(targets[block, path].float().numpy(), contexts[block, path].numpy())
-                made[block, path] = torch.from_numpy(along)
+                along = self.how.along(targets[blocks, path].float().numpy(), contexts[blocks, path].numpy())
+                made[blocks, path] = torch.from_numpy(along).to(made.dtype)
         return made
 
 

@@ -146,7 +146,8 @@ class PathRounding:
             for s in range(n + d - 1):
                 rows = torch.arange(max(0, s - d + 1), min(n, s + 1))
                 at = rows, s - rows
-                made[at] = torch.from_numpy(self.along(given[at].float().numpy(), contexts[at].numpy()))
+                path = self.along(given[at].float().unsqueeze(0).numpy(), contexts[at].unsqueeze(0).numpy())
+                made[at] = torch.from_numpy(path[0])
         return self.symbols(values)
 
     def symbols(self, values: Tensor) -> Tensor:
@@ -160,9 +161,9 @@ class PathRounding:
         return levels - levels.sign() * self.shrink.to(torch.float64)[self.contexts]
 
     def along(self, targets: npt.NDArray[np.float32], contexts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        """The values (L,) of the symbols of one path's targets (L,), which are computed in float32."""
+        """The values (K, L) of the symbols of the targets (K, L) of K paths, which are computed in float32."""
         below = np.floor(targets).clip(8 - FARTHEST, FARTHEST - 8).astype(np.int32)
-        symbols = np.empty((2, 4, len(below)), dtype=np.int32)  # the nearest of each subset on both sides
+        symbols = np.empty((2, 4, *below.shape), dtype=np.int32)  # the nearest of each subset on both sides
         np.subtract(below, (below - _REMAINDERS) & 3, out=symbols[0])
         np.add(symbols[0], 4, out=symbols[1])
         shrink, prices = self._lists
@@ -175,9 +176,9 @@ class PathRounding:
         lower = costs[1] < costs[0]
         best = np.where(lower, costs[1], costs[0])
         best -= best.min(0)
-        subset = best_subsets((np.minimum(best, _DEAREST) * _UNIT).astype(np.int32))
-        entry = np.arange(len(subset))
-        chosen: npt.NDArray[np.float32] = values[lower[subset, entry].astype(np.intp), subset, entry]
+        subset = best_subsets((np.minimum(best, _DEAREST) * _UNIT).astype(np.int32))[None]
+        nearest = np.where(lower, values[1], values[0])
+        chosen: npt.NDArray[np.float32] = np.take_along_axis(nearest, subset, axis=0)[0]
         return chosen
 
     @cached_property
@@ -185,25 +186,27 @@ class PathRounding:
         return self.shrink.to(torch.float32).numpy(), self.price.to(torch.float32).reshape(-1).numpy()
 
 
-_MIDDLE = np.arange(_STATES, dtype=np.int32)[:, None, None]
-_REMAINDERS = np.arange(4, dtype=np.int32)[:, None]
+_MIDDLE = np.arange(_STATES, dtype=np.int32)[:, None, None, None]
+_REMAINDERS = np.arange(4, dtype=np.int32)[:, None, None]
 
 
 def best_subsets(costs: Integers) -> npt.NDArray[np.intp]:
-    """The subsets (L,) of the path of least cost; ``costs`` (4, L), from 0 to 2^17, of each subset at each entry.
+    """The subsets (K, L) of the paths of least cost; ``costs`` (4, K, L), from 0 to 2^17, of each subset at each entry.
 
     Exact, by halves: the best way through a part of the path for each state at its start and end comes from those
     through its two halves. So L entries take log2(L) operations on arrays instead of L.
 
-    >>> best_subsets(np.array([[5, 5, 5], [0, 5, 5], [1, 0, 5], [9, 5, 0]], dtype=np.int32)).tolist()
-    [0, 2, 3]
+    >>> best_subsets(np.array([[[5, 5, 5]], [[0, 5, 5]], [[1, 0, 5]], [[9, 5, 0]]], dtype=np.int32)).tolist()
+    [[0, 2, 3]]
     """
-    length = costs.shape[1]
+    _, paths, length = costs.shape
     parts = 1 << max(0, (-(-length // _MEMORY) - 1).bit_length())
     order = _halves(parts)
-    padded = np.zeros((4, _MEMORY * parts), dtype=np.int32)
-    padded[:, :length] = costs
-    ways, by_entry = _ways(), padded.reshape(4, parts, _MEMORY)[:, order].transpose(2, 0, 1)
+    padded = np.zeros((4, paths, _MEMORY * parts), dtype=np.int32)
+    padded[..., :length] = costs
+    # Entries of a part, subsets, parts in this order, paths.
+    by_entry = padded.reshape(4, paths, parts, _MEMORY)[:, :, order].transpose(3, 0, 2, 1)
+    ways = _ways()
     first, second, third = (by_entry[entry].take(ways[..., entry], axis=0) for entry in range(_MEMORY))
     least = (first + second + third) * _STATES
     chosen: list[Integers] = []
@@ -213,14 +216,15 @@ def best_subsets(costs: Integers) -> npt.NDArray[np.intp]:
         keys = (least[:, :, None, :half] + (least[None, :, :, half:] + _MIDDLE)).min(1)
         chosen.append(keys & _STATE_BITS)
         least = keys & ~_STATE_BITS
-    start = np.zeros(1, dtype=np.intp)
-    end = least[0, :, 0].argmin(keepdims=True)
+    path = np.arange(paths)
+    start = np.zeros((1, paths), dtype=np.intp)
+    end = least[0, :, 0].argmin(0)[None]
     for states in reversed(chosen):
-        between = states[start, end, np.arange(len(start))]
+        between = states[start, end, np.arange(len(start))[:, None], path]
         start, end = np.concatenate([start, between]), np.concatenate([between, end])
-    subsets = np.empty((parts, _MEMORY), dtype=np.intp)
-    subsets[order] = ways[start, end]
-    return subsets.reshape(-1)[:length]
+    subsets = np.empty((paths, parts, _MEMORY), dtype=np.intp)
+    subsets[:, order] = ways[start, end].swapaxes(0, 1)
+    return subsets.reshape(paths, -1)[:, :length]
 
 
 @cache
