@@ -40,6 +40,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("compress",),
     ("demo",),
     ("cli",),
+    ("__main__",),
 )
 NUMERICS_MAY_IMPORT = {"torch", "numpy", "kflats.common.errors", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "filelock", "typer", "click", "rich", "kflats"}

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kflats
 from kflats import codecs, importance, methods
 from kflats.cli import options as names
 from kflats.common.errors import KflatsError
@@ -182,6 +183,13 @@ def _listed(stub: Path) -> list[str]:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return sorted(ast.literal_eval(node.value))
     return []
+
+
+def test_the_package_runs_as_a_module_and_knows_its_version() -> None:
+    command = [sys.executable, "-m", "kflats", "--version"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    assert (done.stdout, done.stderr) == (f"kflats {kflats.__version__}\n", "")
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

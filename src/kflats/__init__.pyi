@@ -3,6 +3,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Projections, SampledLabels, TaskLoss
 from kflats.codecs import Feedback, Float, Integer, Transform
 from kflats.common.errors import KflatsError
+from kflats.common.release import __version__
 from kflats.common.text_files import read_texts
 from kflats.compress.pipeline import Prepared, compress_, compress_folder
 from kflats.evaluation.forms import run_as_
@@ -74,6 +75,7 @@ __all__ = [
     "TwoSided",
     "Uniform",
     "ZipfPrior",
+    "__version__",
     "adapt_lora_",
     "annotate_",
     "compare",

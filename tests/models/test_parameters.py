@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,21 @@ def test_a_parameter_that_was_trained_is_saved_as_it_is(name: str, tmp_path: Pat
     model.eval().save_pretrained(tmp_path / "trained")
     again = load_model(tmp_path / "trained").eval()
     assert {held for held, _ in held_matrices(again)} == set(names[1:])
+    assert equal(model, again)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_whose_parameters_were_all_trained_is_an_ordinary_one(name: str, tmp_path: Path) -> None:
+    model = tiny(name)
+    names = raw(model)
+    compress_(model, dict.fromkeys(names, RECIPES["codes"]), keep="50%", quiet=True)
+    with torch.no_grad():
+        for parameter in names:
+            model.get_parameter(parameter).mul_(1.5)
+    model.save_pretrained(tmp_path / "trained")
+    assert "quantization_config" not in json.loads((tmp_path / "trained" / "config.json").read_text())
+    again = type(model).from_pretrained(tmp_path / "trained").eval()
+    assert not any(True for _ in held_matrices(again))
     assert equal(model, again)
 
 

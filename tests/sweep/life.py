@@ -112,10 +112,14 @@ def build(model_type: str) -> Built:
             if size > LARGEST:
                 reasons.append(f"{size:,} parameters")
                 continue
-            torch.manual_seed(0)
-            model = kind._from_config(tiny_config(model_type, scheme), dtype=torch.float32).eval()
-            stir_(model)
-            if (batch := runnable(model)) is not None:
+            for seed in range(4):  # where a last ReLU leaves zeros alone, another draw
+                torch.manual_seed(seed)
+                model = kind._from_config(tiny_config(model_type, scheme), dtype=torch.float32).eval()
+                stir_(model)
+                batch = runnable(model)
+                if batch is None or any(bool(value.any()) for value in outputs(model, batch).values()):
+                    break
+            if batch is not None:
                 return Built(model, batch, scheme)
             built = built or Built(model, None, scheme)
         except Exception as error:  # configs that do not fit together make models raise anything
@@ -151,7 +155,10 @@ def compressing(model_type: str, folder: Path, say: Say, ways: Sequence[str] = W
     def start() -> str:
         made = build(model_type)
         built.append(made)
-        made.model.save_pretrained(folder / "dense")
+        try:
+            made.model.save_pretrained(folder / "dense")
+        except Exception as error:
+            raise Unbuildable(f"transformers cannot save its own model: {_brief(error)}") from error
         if reads_text(made.model):
             make_tokenizer().save_pretrained(folder / "dense")
         torch.save(made.batch, folder / "batch.pt")
@@ -343,7 +350,7 @@ def _trained(folder: Path, batch: dict[str, Any] | None, out: Path) -> str:
         raise Nothing("no output has a gradient; saved again")
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     finite = all(bool(torch.isfinite(g).all()) for g in gradients)
-    norm = torch.stack([g.norm() for g in gradients]).norm()
+    norm = torch.stack([g.float().norm() for g in gradients]).norm()  # squares overflow float16
     if finite:
         with torch.no_grad():
             for p in model.parameters():

@@ -63,7 +63,7 @@ _HALF_HEADS = _names("qk_rope_head_dim qk_nope_head_dim rotary_dim rope_head_dim
 _RANKS = re.compile(r"\w*lora_rank|gated_norm_rank|time_step_rank|mamba_dt_rank")
 _VOCABULARIES = _names(
     """vocab_size vocabulary_size codebook_size num_embeddings vocab_size_per_layer_input encoder_hash_byte_group_vocab
-    num_hash_buckets"""
+    num_hash_buckets num_bpe_labels num_wordpiece_labels"""
 )
 _SPECIAL = re.compile(r"_?\w*(token_ids?|token_index|_id|_ids)")
 _EXPERT_COUNT = re.compile(r"(num|n|moe_num)_(\w*_)?experts")
@@ -77,7 +77,7 @@ _POSITIONS = _names(
 
 _RESNET = {"embedding_size": 16, "hidden_sizes": [16, 32, 48, 64], "depths": [1, 1, 1, 1], "out_indices": [2, 3, 4]}
 _LEFT_OUT = ("transformers_version", "architectures", "dtype", "_name_or_path", "id2label", "label2id",
-             "out_features", "stage_names")  # fmt: skip
+             "out_features", "stage_names", "quantization_config")  # fmt: skip
 
 Rule: TypeAlias = Callable[[int], int]
 
@@ -96,6 +96,7 @@ EXCEPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "cohere_compass": ("the default has no rotary settings", {"text_config.rope_parameters": _ROPES}),
     "cohere_compass_text": ("the default has no rotary settings", {"rope_parameters": _ROPES}),
     "dbrx": ("the defaults lack them", {"attn_config.rope_theta": 1e4, "attn_config.clip_qkv": 8.0}),
+    "inkling2": ("the default is quantized", {"quantization_config": None}),
     "lfm2_moe": ("no kinds of layers by default", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
     "bamba": ("no layer of attention by default", {"attn_layer_indices": [1], "num_hidden_layers": 2}),
     "granitemoehybrid": (
@@ -103,7 +104,14 @@ EXCEPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "recurrent_gemma": ("two kinds of layers, the second at the third place", {"num_hidden_layers": 3}),
     "gemma4_assistant": ("the default is refused", {"text_config.hidden_size_per_layer_input": 0}),
-    "reformer": ("trains on one length", {"axial_pos_shape": [2, 4], "axial_pos_embds_dim": [32, 32]}),
+    "reformer": (
+        "trains on one length, that of all its positions, in whole chunks",
+        {"axial_pos_shape": [2, 4], "axial_pos_embds_dim": [32, 32], "max_position_embeddings": 8,
+         "lsh_attn_chunk_length": 4, "local_attn_chunk_length": 4},
+    ),
+    "patchtsmixer": ("so narrow by default that nothing can be compressed", {"d_model": 64}),
+    "qwen2_5_omni_thinker": ("the default lacks it, checkpoints have it", {"vision_start_token_id": WORDS + 1}),
+    "qwen3_omni_moe_thinker": ("the default lacks it, checkpoints have it", {"vision_start_token_id": WORDS + 1}),
     "xmod": ("a default language must be named", {"default_language": "en_XX"}),
 }  # fmt: skip
 """By model type."""
@@ -141,6 +149,8 @@ class Shrinking:
                 made[key] = [self.tree(one) for one in value]
             elif isinstance(value, list | tuple) and layers > 4 and len(value) == layers:
                 made[key] = self._width(key, [value[place] for place in kept])
+            elif key == "num_key_value_heads" and "kv_lora_rank" in settings and self._even:
+                made[key] = _HEADS  # keys and values of latent attention have all heads
             elif value is None and key in _UNSET and self._scheme == "filled":
                 made[key] = _UNSET[key]
             elif isinstance(value, bool) or value is None or isinstance(value, str | float):

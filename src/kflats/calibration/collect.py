@@ -53,8 +53,9 @@ def measure(
 
     Cost: a plain forward and backward, or less, for row_fisher; Grams add n^2 + d^2 products for each position. A layer
     whose input does not keep samples along its first axis (a table of positions) is run sample by sample. A batch that
-    the model runs on as a whole alone (patches of all images in one row) counts as one sample. Sums beyond
-    ``memory_bytes`` are measured in several passes. A few hundred samples are enough: a Gram of fewer positions than
+    the model runs on as a whole alone (patches of all images in one row) counts as one sample. A model whose output has
+    other parts than samples (frames, codebooks) is run sample by sample, too. Sums beyond ``memory_bytes`` are measured
+    in several passes. A few hundred samples are enough: a Gram of fewer positions than
     neurons has a low rank, and importances damp it.
 
     A table tied to an output head has two terms, reads (x) gradients and logit gradients (x) hidden states. With
@@ -148,7 +149,7 @@ class Job:
         self.about = describe(chosen) if gradients else {}
         forward = partial(chosen.losses, model) if gradients else partial(run, model)
         self._layouts: dict[int, Layout] = {}
-        self._whole = False
+        self._whole = self._joined = False
         try:
             self._layouts = find_layouts(model, weights, first, forward)
         except (ValueError, TypeError, RuntimeError, IndexError) as error:
@@ -158,10 +159,13 @@ class Job:
             if isinstance(error, KflatsError):
                 raise
             self._whole = True
+        if isinstance(chosen, Projections) and not self._whole and gradients:
+            # Images of all samples in one row, frames or codebooks beside the samples: only one sample's are known.
+            with torch.no_grad():
+                self._joined = len(forward(take(first, torch.tensor([0, min(1, batch_size(first) - 1)])))) != 2
+        alone = self._whole or self._joined
         modules = places(model, weights)
-        self.without_layout = {
-            w.name for module, w, _ in modules if self._whole or self._layouts.get(id(module)) == ALONE
-        }
+        self.without_layout = {w.name for module, w, _ in modules if alone or self._layouts.get(id(module)) == ALONE}
 
     def sum(self, block: Block, weights: Sequence[Weight], one_sample: bool) -> dict[str, Sums]:
         """The sums of one block. Names of weights that have to be run with one sample at a time are added to
@@ -202,7 +206,7 @@ class Job:
 
     def _losses(self, batch: Batch, first: int) -> Tensor:
         losses = self._objective.losses(self._model, batch, first)
-        if self._whole:
+        if self._whole or self._joined:
             losses = losses.sum().unsqueeze(0)
         elif losses.shape != (batch_size(batch),):
             raise KflatsError(

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.schema import JsonObject
 from kflats.common.texts import IGNORED
-from kflats.evaluation.running import Batch, batch_size, decoder_mask, pooled, run, take, task_output
+from kflats.evaluation.running import Batch, batch_size, by_position, decoder_mask, pooled, run, take, task_output
 
 Kind = Literal["auto", "classification", "multi-label", "regression", "tokens", "causal"]
 _MISNAMED = ("label", "label_ids", "target", "targets")
@@ -69,7 +69,7 @@ class TaskLoss:
         if self.kind == "auto":
             return self.resolved(model, batch).losses(model, batch, first)
         labels = _labels_of(batch)
-        logits = _logits_of(task_output(run(model, batch)), model)
+        logits = _logits_of(task_output(run(model, batch)), model, batch)
         _check_labels(logits, labels, self.kind)
         total, count = _loss_sums(self.kind)(logits, labels)
         return total / count.clamp_min(1)
@@ -90,7 +90,7 @@ class TaskLoss:
             )
         pair = take(batch, used.argsort(descending=True)[:2])
         with torch.no_grad():
-            logits = _logits_of(task_output(run(model, pair)), model)
+            logits = _logits_of(task_output(run(model, pair)), model, pair)
             kinds = _possible(logits, _labels_of(pair), getattr(getattr(model, "config", None), "problem_type", None))
             for kind in kinds:
                 _check_labels(logits, labels, kind, samples=False)
@@ -101,7 +101,7 @@ class TaskLoss:
             if len(fitting) > 1 and logits.ndim == 3:
                 # An untrained head gives every label one loss: which position is read tells them apart.
                 begun = {**pair, "labels": _first_only(_labels_of(pair))}
-                again, logits = _own_loss(model, begun), _logits_of(task_output(run(model, begun)), model)
+                again, logits = _own_loss(model, begun), _logits_of(task_output(run(model, begun)), model, begun)
                 fitting = [kind for kind in fitting if _agree(kind, logits, _labels_of(begun), again)]
         if fitting:
             return replace(self, kind=fitting[0])
@@ -127,7 +127,7 @@ class SampledLabels:
 
     def losses(self, model: nn.Module, batch: Batch, first: int = 0) -> Tensor:
         """(B,) losses; raises KflatsError for a model without a task head."""
-        logits = _logits_of(task_output(run(model, batch)), model).float()
+        logits = _logits_of(task_output(run(model, batch)), model, batch).float()
         problem = getattr(getattr(model, "config", None), "problem_type", None)
         kind: Kind = "classification"
         if logits.ndim == 3:
@@ -179,7 +179,7 @@ class Projections:
             y = pooled(model, batch, output).float()
             y = F.normalize(y, dim=-1) if self.normalized else y
             return (_draws(self.seed, first, y.shape, "normal").to(y.device) * y).sum(1)
-        y = _logits_of(logits, model).float()
+        y = _logits_of(logits, model, batch).float()
         if self.normalized and y.shape[-1] > 1:
             y = 2 * (y.log_softmax(-1) / 2).exp()
         products = (_draws(self.seed, first, y.shape, "normal").to(y.device) * y).sum(-1)
@@ -248,7 +248,7 @@ def _loss_sums(kind: Kind) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return {
         "classification": _entropy,
         "tokens": _entropy,
-        "causal": lambda logits, labels: _entropy(logits[:, :-1], labels[:, 1:]),
+        "causal": lambda logits, labels: _entropy(logits[:, :-1], labels.flatten(1)[:, 1:]),
         "regression": _squared,
         "multi-label": _binary,
     }[kind]
@@ -333,16 +333,16 @@ def _labels_of(batch: Batch) -> Tensor:
     return labels
 
 
-def _logits_of(logits: Tensor | None, model: nn.Module) -> Tensor:
-    """``logits``; raises KflatsError if the model gave none, or of another number of axes."""
+def _logits_of(logits: Tensor | None, model: nn.Module, batch: Batch) -> Tensor:
+    """``logits`` by sample or by position; raises KflatsError if the model gave none, or others."""
     if logits is None:
         raise KflatsError(f"{type(model).__name__} gives no logits", hint="Projections(), which needs no head")
-    if logits.ndim not in (2, 3):
+    if logits.ndim < 2:
         raise KflatsError(
             f"logits of shape {tuple(logits.shape)} are of no task that kflats knows",
             cause="a loss is known for logits (samples, classes) and (samples, tokens, classes)",
         )
-    return logits
+    return by_position(logits, batch)
 
 
 def _check_labels(logits: Tensor, labels: Tensor, kind: Kind, *, samples: bool = True) -> None:

@@ -18,6 +18,9 @@ def version() -> str:
         return "0"
 
 
+__version__ = version()
+
+
 def needed(package: str, install: str, work: str) -> ModuleType:
     """Import a package that only ``work`` needs, and that ``pip install`` of ``install`` brings.
 

@@ -33,6 +33,7 @@ from kflats.common.texts import Tokenizer, check_texts, packaged_texts, pad_id
 from kflats.evaluation import running as inputs
 from kflats.evaluation.running import (
     Sample,
+    by_position,
     check_finite,
     device_of,
     encode,
@@ -286,7 +287,7 @@ class Judge:
                     output = task_output(run(model, batch))
                 if output is None:
                     raise _unlike(f"{type(model).__name__} gives no logits, and the original does")
-                for i, one in zip(picked, output.float(), strict=True):
+                for i, one in zip(picked, by_position(output, batch).float(), strict=True):
                     rows[i] = self._rows(one, items[i].places).cpu()
         counts = torch.tensor([len(own) for own in rows])
         answers = torch.cat(rows).clone()
@@ -299,8 +300,6 @@ class Judge:
             return output.unsqueeze(0)
         if self.kind == "multi-label classifier":  # sigmoid(x) is the softmax of (x, 0)
             output = torch.stack([output, torch.zeros_like(output)], 1)
-        elif output.ndim == 3:  # of pixels: labels come first
-            output = output.flatten(1).mT
         elif output.ndim == 1:
             output = output.unsqueeze(0)
         logs = (output if places is None else output[places.to(output.device)]).log_softmax(-1)
@@ -376,7 +375,8 @@ def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
         logits = None if bare else task_output(run(model, batch))
         if logits is None:
             return "encoder", _pooled(model, batch).shape[1]
-        width = logits.shape[1 if logits.ndim == 4 else -1]
+        logits = by_position(logits, batch)
+        width = logits.shape[-1]
         if decodes and language:
             return "encoder-decoder", width
         if logits.ndim == 2:
@@ -386,13 +386,14 @@ def _kind_of(model: nn.Module, sample: Sample) -> tuple[Kind, int]:
                 if problem == "multi_label_classification":
                     return "multi-label classifier", width
                 return "regression" if width == 1 or problem == "regression" else "classifier", width
-        elif logits.ndim in (3, 4):
+        elif logits.ndim == 3:
             if not language or "input_ids" not in sample:
                 return "token classifier", width
             # A later token changes no earlier output of a causal model.
             changed = batch["input_ids"].clone()
             changed[:, -1] = (changed[:, -1] + 1) % width
             other = task_output(run(model, {**batch, "input_ids": changed}))
+            other = None if other is None else by_position(other, batch)
             causal = other is not None and torch.allclose(other[:, :-1], logits[:, :-1], rtol=1e-4, atol=1e-5)
             return "causal language model" if causal else "masked language model", width
     raise KflatsError(

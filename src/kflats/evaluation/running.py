@@ -256,6 +256,21 @@ def task_output(output: ModelOutput) -> Tensor | None:
     return logits if isinstance(logits, Tensor) else None
 
 
+def by_position(logits: Tensor, batch: Batch) -> Tensor:
+    """Logits (samples, positions, classes) of a model that gives more axes; those of two and three stay as they are.
+
+    Of images the classes come before height and width. A transducer gives them last, after frames and tokens.
+
+    >>> by_position(torch.zeros(2, 5, 4, 3), {"pixel_values": None}).shape
+    torch.Size([2, 12, 5])
+    >>> by_position(torch.zeros(2, 5, 4, 3), {"input_features": None}).shape
+    torch.Size([2, 20, 3])
+    """
+    if logits.ndim < 4:
+        return logits
+    return logits.flatten(2).mT if "pixel_values" in batch else logits.flatten(1, -2)
+
+
 def _entry(output: ModelOutput, name: str) -> ModelOutput:
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
@@ -348,7 +363,7 @@ def is_encoder_decoder(model: nn.Module) -> bool:
 def _with_own_decoder_inputs(model: nn.Module, inputs: Batch) -> ModelOutput:
     try:
         return model(**inputs)  # BART's classifier reads the text once more
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # NLLB-MoE looks None up in its table
         ids, config = inputs.get("input_ids"), getattr(model, "config", None)
         if not isinstance(ids, Tensor):
             raise KflatsError(

@@ -241,6 +241,8 @@ def save_pretrained(
         # A new one: the vocabulary may have another size now, and the sizes of streams are written into it.
         forget_changed_(self)
         described = describe(self, parameters=writes)
+        if described is None and writes:  # every matrix was let go of: the model is an ordinary one
+            del config.quantization_config
     if described is not None:
         if writes:
             state_dict = dict(self.state_dict() if state_dict is None else state_dict)

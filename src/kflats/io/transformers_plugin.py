@@ -103,7 +103,13 @@ class KflatsQuantizer(HfQuantizer):
             self._modules.append((weight.name, module))
         model.__dict__["initialize_weights"] = partial(_initialize_rest, model)
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+        self._own_names = _has_own_names(model, files, self._shapes)
         return model
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        # These rules rename what transformers or others saved under older names. Some of them, made for whole names of
+        # one class, take own names apart: those of a base model that are read from the folder of a task model.
+        return [] if self._own_names else weight_conversions
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         model.__dict__.pop("initialize_weights", None)
@@ -157,6 +163,19 @@ def _check_shapes(paths: Sequence[str | os.PathLike[str]], modules: Iterable[Mod
             for name in expected.keys() & set(file.keys()):
                 if (shape := tuple(file.get_slice(name).get_shape())) != expected[name]:
                     raise _wrong_size(name, shape, expected[name])
+
+
+def _has_own_names(model: Any, paths: Sequence[str | os.PathLike[str]], names: Iterable[str]) -> bool:
+    """Whether safetensors files name their tensors as ``model`` does, as files of kflats do: the files lack none of its
+    ``names`` that is not tied, or have no others."""
+    there: set[str] = set()
+    for path in (path for path in paths if str(path).endswith(".safetensors")):
+        with safe_open(path, framework="pt") as file:
+            there.update(file.keys())
+    own = {name: set(spellings(model, name)) & there for name in names}
+    tied = {name for pair in model.all_tied_weights_keys.items() for name in pair}
+    lacks_none = all(found or name in tied for name, found in own.items())
+    return lacks_none or (bool(there) and there == set().union(*own.values()))
 
 
 def _wrong_size(name: str, there: tuple[int, ...], here: tuple[int, ...]) -> KflatsError:

@@ -490,7 +490,8 @@ def untie_(model: nn.Module, places: Iterable[str]) -> None:
             part.__dict__.setdefault(_REMOVED, {}).update(removed)
             part._tied_weights_keys = kept
         # A parent's full list also names its children's ties.
-        part.all_tied_weights_keys = _without(part.all_tied_weights_keys, path, group)
+        # A part whose __init__ does not call transformers' post_init has no list.
+        part.all_tied_weights_keys = _without(getattr(part, "all_tied_weights_keys", {}), path, group)
 
 
 def recall_ties_(model: nn.Module) -> None:
@@ -524,7 +525,7 @@ def untied_places(model: nn.Module, places: Iterable[str]) -> tuple[str, ...]:
 
 def _declared(part: Any) -> dict[str, str]:
     """The ties that ``part`` declares for itself, by parameter name; none where its config says so."""
-    if not hasattr(part, "all_tied_weights_keys"):
+    if not hasattr(part, "get_expanded_tied_weights_keys"):
         raise KflatsError(
             f"{type(part).__name__} does not say which of its weights are tied", hint="pip install 'transformers>=5.0'"
         )

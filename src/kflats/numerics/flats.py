@@ -32,6 +32,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.gram import (
+    axes_of_few,
     cluster_grams,
     complement,
     energy_outside,
@@ -39,7 +40,6 @@ from kflats.numerics.gram import (
     leading_basis,
     move_rows,
     refined_eigenvectors,
-    top_eigenvectors,
 )
 from kflats.numerics.loss import Loss, Squared
 from kflats.numerics.rows import BLOCK, PartOfRows, Rows, slices
@@ -457,9 +457,9 @@ def _em_filled(cloud: WeightedRows, shape: RankSpec, labels: Tensor, stop: Stopp
 
 def filled_fit(cloud: WeightedRows, shape: RankSpec, labels: Tensor, grams: Tensor, loss: Loss = _SQUARED) -> FlatsFit:
     """The exact M-step: eigenvectors of the clusters' Grams, and the ranks that fill the budget."""
-    k, d = shape.k, cloud.rows.shape[1]
+    k, (n, d) = shape.k, cloud.rows.shape
     counts = cloud.counts(labels, k + 1)
-    solved = [top_eigenvectors(gram, d) for gram in grams]
+    solved = [axes_of_few(gram, n) for gram in grams]
     spectra = torch.stack([values for values, _ in solved])
     filling = fill(spectra, counts[:k] + d, (shape.budget or 0) - int(counts[k]) * d)
     bases = tuple(v[:r].to(cloud.rows.dtype) for (_, v), r in zip(solved, filling.ranks, strict=True))

@@ -89,6 +89,26 @@ def top_eigenvectors(gram: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     return values.flip(0).clamp_min(0.0), vectors.flip(1)[:, :rank].T.contiguous()
 
 
+def axes_of_few(gram: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """``top_eigenvectors`` of the Gram (d, d) of at most ``rows`` rows: d eigenvalues, and min(rows, d) eigenvectors.
+
+    The products of the Gram with as many random vectors span its range (Halko, Martinsson, Tropp, 2011), which costs
+    d^2 rows in place of eigh's d^3.
+
+    >>> values, axes = axes_of_few(torch.diag(torch.tensor([0.0, 3.0, 0.0, 0.0, 5.0])), 2)
+    >>> values.round(decimals=6).tolist(), axes.abs().round(decimals=6).tolist()
+    ([5.0, 3.0, 0.0, 0.0, 0.0], [[0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 0.0, 0.0, 0.0]])
+    """
+    d = gram.shape[0]
+    if 2 * rows >= d:
+        return top_eigenvectors(gram, min(rows, d))
+    wide = gram.to(torch.float64)
+    draws = torch.randn(d, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    span = torch.linalg.qr(wide @ draws.to(wide.device)).Q
+    values, axes = top_eigenvectors(span.T @ wide @ span, rows)
+    return torch.cat([values, values.new_zeros(d - rows)]), axes @ span.T
+
+
 def principal_axes(rows: Rows, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Eigenvalues, descending, and r <= min(n, d) eigenvectors (r, d) of the weighted Gram of ``rows`` (n, d), float64.
 
