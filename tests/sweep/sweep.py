@@ -176,7 +176,8 @@ def main() -> int:
     runs.set_defaults(work=run)
     tables = commands.add_parser("table")
     tables.add_argument("log")
-    tables.set_defaults(work=lambda options: __import__("sweep_table").main(options.log))
+    tables.add_argument("--onto", metavar="PAGE", help="replace in this page what it says of the types in the log")
+    tables.set_defaults(work=lambda options: __import__("sweep_table").main(options.log, options.onto))
     options = parser.parse_args()
     return int(options.work(options))
 

@@ -29,13 +29,55 @@ _STAGES = {
 _RANKS = ("failed", "refused", "held")
 
 
-def main(log: str) -> int:
-    """Print the page."""
+def main(log: str, onto: str | None = None) -> int:
+    """Print the page of a log; ``onto``: replace in that page what it says of the model types in the log."""
     from life import model_types
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-    print("\n".join(page(read(Path(log)), model_types(), len(CONFIG_MAPPING_NAMES))))
+    found, configs = read(Path(log)), len(CONFIG_MAPPING_NAMES)
+    if onto is None:
+        print("\n".join(page(found, model_types(), configs)))
+        return 0
+    old = Path(onto).read_text(encoding="utf-8")
+    again = sorted({*found, *_run_again(old)})
+    lines = page(from_page(old) | found, model_types(), configs, stages=_table(old, "Stages"), again=again)
+    Path(onto).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
+
+
+def from_page(text: str) -> dict[str, list[Record]]:
+    """Records from which ``page`` writes the same page, less its table of stages, which they do not have."""
+    about = {"ways": [], "versions": text.partition("Run with ")[2].partition(".\n")[0]}
+    found: dict[str, list[Record]] = defaultdict(list)
+    for part in re.findall(r"^.* \(\d+\): (?:.*)\.$", text.partition("## Held")[2], re.M):
+        if not part.startswith("Not run"):
+            note = "tensors are compared" if part.startswith("With tensors") else ""
+            for name in _names(part):
+                found[name].append(about | {"type": name, "stage": "build", "outcome": "held", "message": note})
+    for title, rank in (("Failed", "failed"), ("Refused", "refused"), ("No tiny model", "unbuildable")):
+        for row in _table(text, title)[2:]:
+            message, stages, _, names = (cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1])
+            plain = message.replace("\\|", "|").replace("\\<", "<")
+            for name in names.split(", "):
+                records = (
+                    {"type": name, "stage": stage, "outcome": rank, "message": plain} for stage in stages.split(", ")
+                )
+                found[name].extend(about | record for record in records)
+    return dict(found)
+
+
+def _run_again(text: str) -> list[str]:
+    line = re.search(rf"^{_AGAIN} \(\d+\): .*$", text, re.M)
+    return _names(line[0]) if line else []
+
+
+def _names(line: str) -> list[str]:
+    return line.partition("): ")[2].removesuffix(".").split(", ")
+
+
+def _table(text: str, title: str) -> list[str]:
+    """The lines of the table below a heading."""
+    return [line for line in text.partition(f"## {title}\n")[2].partition("\n## ")[0].splitlines() if line[:1] == "|"]
 
 
 def read(log: Path) -> dict[str, list[Record]]:
@@ -57,8 +99,15 @@ def outcome(records: Iterable[Record]) -> str:
     return "unbuildable" if "unbuildable" in seen else next((rank for rank in _RANKS if rank in seen), "none")
 
 
-def page(found: dict[str, list[Record]], types: list[str], configs: int) -> list[str]:
-    """The lines of the page."""
+def page(
+    found: dict[str, list[Record]],
+    types: list[str],
+    configs: int,
+    *,
+    stages: list[str] | None = None,
+    again: Iterable[str] = (),
+) -> list[str]:
+    """The lines of the page. ``stages``: its table of stages, from before types were run ``again``."""
     by = defaultdict(list)
     for name in types:
         by[outcome(found[name]) if name in found else "not run"].append(name)
@@ -83,9 +132,8 @@ def page(found: dict[str, list[Record]], types: list[str], configs: int) -> list
         "| --- | ---: | --- |",
         *counts,
         _WORDS,
-        "| stage | what is done | held | nothing to do | refused | failed | not run |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        *_stage_rows(found, built),
+        *(stages or [*_STAGE_HEAD, *_stage_rows(found, built)]),
+        *(["", _AGAIN_WHY, "", f"{_AGAIN} ({len(names)}): {', '.join(names)}."] if (names := list(again)) else []),
         *("", "## Failed", "", *_causes(found, by["failed"], "failed")),
         *("", "## Refused", "", *_causes(found, by["refused"], "refused")),
         *("", "## No tiny model", "", *_causes(found, unbuildable, "unbuildable")),
@@ -107,6 +155,15 @@ mended: what had held before was not run again.
 
 Run with {versions}.
 """
+_STAGE_HEAD = [
+    "| stage | what is done | held | nothing to do | refused | failed | not run |",
+    "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+]
+_AGAIN = "Run again"
+_AGAIN_WHY = """These stages count the run of all types. Some types were run again after that, alone; the totals and
+the other tables say what came of them:
+
+    python tests/sweep/sweep.py table again.jsonl --onto docs/architectures.md"""
 _WORDS = """
 *held*: every stage that was run did what it should, or there was nothing to do. *refused*: kflats said that it cannot
 do a stage, and why. *failed*: a traceback, other outputs, a lost tie, more than a minute of processor time, or 4 GB.

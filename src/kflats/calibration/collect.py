@@ -162,7 +162,8 @@ class Job:
         if isinstance(chosen, Projections) and not self._whole and gradients:
             # Images of all samples in one row, frames or codebooks beside the samples: only one sample's are known.
             with torch.no_grad():
-                self._joined = len(forward(take(first, torch.tensor([0, min(1, batch_size(first) - 1)])))) != 2
+                pair = take(first, torch.tensor([0, min(1, batch_size(first) - 1)]))
+                self._joined = len(chosen.losses(model, pair)) != 2
         alone = self._whole or self._joined
         modules = places(model, weights)
         self.without_layout = {w.name for module, w, _ in modules if alone or self._layouts.get(id(module)) == ALONE}

@@ -31,7 +31,7 @@ from kflats.evaluation.running import (
     take,
     widened,
 )
-from kflats.model.weights import Weight, embedding_scale, submodule
+from kflats.model.weights import Weight, embedding_scale, pretrained_models, submodule
 from kflats.numerics.statistics import wide
 
 
@@ -213,12 +213,16 @@ class LayerCall:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """Eval mode without gradients of parameters; on exit, modes, types and ``requires_grad`` are as they were before.
+    """Eval mode without gradients of parameters, and without caches of keys and states; on exit, modes, types, settings
+    and ``requires_grad`` are as they were before.
 
     Parameters in float16 are float32 inside, and float16 autocast is off: gradients of single samples underflow and
     overflow float16.
     """
     before = [(p, p.requires_grad) for p in model.parameters()]
+    # A cache takes memory, and xLSTM's is written in place, where backward still needs it.
+    configs = {id(part.config): part.config for _, part in pretrained_models(model)}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
     kind = device_of(model).type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != torch.float16
     # A caller's inference mode would forbid gradients here.
@@ -231,8 +235,12 @@ def frozen(model: nn.Module) -> Iterator[None]:
         try:
             for p, _ in before:
                 p.requires_grad_(False)
+            for config in caching:
+                config.use_cache = False
             yield
         finally:
+            for config in caching:
+                config.use_cache = True
             for p, required in before:
                 p.requires_grad_(required)
 
