@@ -3,10 +3,10 @@
     python tests/release.py            # writes dist/kflats-VERSION.tar.gz and dist/kflats-VERSION-py3-none-any.whl
 
 The version of pyproject.toml is the newest heading of CHANGELOG.md. `build` makes the sdist, and the wheel out of the
-sdist; `twine check --strict` reads both. The wheel is pure Python and holds what the package reads at run time, the
-licence, and nothing else; the sdist holds every file that git tracks, and its tests can be collected. The wheel is then
-installed into an empty environment, where the command line compresses a tiny model far from this checkout. Both
-environments are temporary. TORCH_INDEX=https://download.pytorch.org/whl/cpu gives the small CPU build of torch.
+sdist; `twine check --strict` reads both, and no link of the long description is relative. The wheel is pure Python and
+holds what the package reads at run time, the licence, and nothing else; the sdist holds every file that git tracks, and
+its tests can be collected. The wheel is then installed into an empty environment, where the command line compresses a
+tiny model far from this checkout. Both environments are temporary. TORCH_INDEX=https://download.pytorch.org/whl/cpu gives the small CPU build of torch.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 DIST = ROOT / "dist"
 EXTRAS = "hf,codes,report"
+_RELATIVE = r"\[[^\]]*\]\((?!https://|#)[^)]*\)"
+"""Links and pictures that lead nowhere on a package index."""
 LEFT_OUT = (".ci/", ".gitignore")
 """What git tracks and no sdist needs."""
 
@@ -115,7 +117,10 @@ def wrong_metadata(metadata: Message) -> list[str]:
     """What is wrong with the metadata of a wheel or an sdist."""
     wanted = {"Name": "kflats", "Version": version(), "License-Expression": "Apache-2.0", "License-File": "LICENSE"}
     wrong = [f"{key} is {metadata[key]!r}" for key, value in wanted.items() if metadata[key] != value]
-    return wrong + [f"there is no {key}" for key in ("Summary", "Requires-Python") if not metadata[key]]
+    wrong += [f"there is no {key}" for key in ("Summary", "Requires-Python") if not metadata[key]]
+    text = str(metadata.get_payload())
+    wrong += [f"the long description has the relative link {link}" for link in re.findall(_RELATIVE, text)]
+    return wrong + ([] if text.lstrip().startswith("# kflats") else ["the long description is not README.md"])
 
 
 def wrong_wheel(path: Path) -> list[str]:
