@@ -6,7 +6,8 @@ The version of pyproject.toml is the newest heading of CHANGELOG.md. `build` mak
 sdist; `twine check --strict` reads both, and no link of the long description is relative. The wheel is pure Python and
 holds what the package reads at run time, the licence, and nothing else; the sdist holds every file that git tracks, and
 its tests can be collected. The wheel is then installed into an empty environment, where the command line compresses a
-tiny model far from this checkout. Both environments are temporary. TORCH_INDEX=https://download.pytorch.org/whl/cpu gives the small CPU build of torch.
+tiny model far from this checkout. Both environments are temporary. TORCH_INDEX=https://download.pytorch.org/whl/cpu
+gives the small CPU build of torch.
 """
 
 from __future__ import annotations

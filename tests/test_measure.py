@@ -232,6 +232,33 @@ def test_samples_are_found_wherever_they_are() -> None:
     check(Positions(), batches, lambda m, b: F.cross_entropy(m(b["input_ids"]), b["labels"]))
 
 
+class Joined(nn.Module):
+    """The positions of all samples in one row, or two outputs beside each other for each sample."""
+
+    def __init__(self, twice: bool) -> None:
+        super().__init__()
+        self.first, self.second, self._twice = nn.Linear(6, 5), nn.Linear(5, 4), twice
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x).tanh())
+        return torch.cat([y, y.square()]) if self._twice else y.reshape(1, -1, 4)
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_outputs_that_are_not_of_samples_are_measured_sample_by_sample(twice: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Joined(twice), torch.randn(5, 3, 6)
+    weights, needs = find_weights(model), frozenset({"row_fisher", "input_gram"})
+    whole = measure(model, weights, [{"x": x}], needs=needs, quiet=True)
+    alone = measure(model, weights, [{"x": one.unsqueeze(0)} for one in x], needs=needs, quiet=True)
+    assert whole.samples == alone.samples == 5
+    for name in ("first", "second"):
+        a, b = whole.of(name), alone.of(name)
+        torch.testing.assert_close(a.row_fisher, b.row_fisher)
+        torch.testing.assert_close(a.input_gram, b.input_gram)
+        assert float(a.row_fisher.sum()) > 0
+
+
 class Experts(nn.Module):
     """Each token goes to one of two layers: how many there are of each depends on the data."""
 

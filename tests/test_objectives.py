@@ -187,6 +187,33 @@ def test_sampled_labels_of_numbers_and_tokens() -> None:
     assert float((g[:, 0].T @ g[:, 1]).abs().max()) / len(g) < 0.005
 
 
+class Maps(nn.Module):
+    """Three classes at four places of an image, (B, 3, 2, 2), or after frames and tokens, (B, 2, 2, 3)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 12)
+
+    def forward(
+        self, pixel_values: Tensor | None = None, input_features: Tensor | None = None, labels: Tensor | None = None
+    ) -> Tensor:
+        x = input_features if pixel_values is None else pixel_values
+        assert x is not None
+        y: Tensor = self.layer(x).view(-1, 4, 3)
+        return y.mT.reshape(-1, 3, 2, 2) if input_features is None else y.view(-1, 2, 2, 3)
+
+
+@pytest.mark.parametrize("objective", [TaskLoss("tokens"), TaskLoss(), SampledLabels(), Projections()])
+def test_classes_of_pixels_and_of_pairs_are_those_of_positions(objective: Any) -> None:
+    torch.manual_seed(0)
+    model, x = Maps(), torch.randn(3, 5)
+    labels = torch.randint(0, 3, (3, 2, 2))
+    flat = Head()
+    expected = objective.losses(flat, {"x": model.layer(x).view(3, 4, 3), "labels": labels.flatten(1)})
+    for name in ("pixel_values", "input_features"):
+        torch.testing.assert_close(objective.losses(model, {name: x, "labels": labels}), expected)
+
+
 def test_sampled_labels_of_several_labels_at_once() -> None:
     model = bert("BertForSequenceClassification", num_labels=2, problem_type="multi_label_classification")
     batch = {k: v[:1].expand(4000, -1) for k, v in TEXT.items()}

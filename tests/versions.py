@@ -1,7 +1,7 @@
 """Tries the interpreters and the versions of packages that kflats supports, each in a fresh virtual environment.
 
     python tests/versions.py                    every combination; what cannot be tried is listed with its reason
-    python tests/versions.py 3.12 5.0.0         one of them: Python and transformers
+    python tests/versions.py 3.12 5.17.0        one of them: Python and transformers
     python tests/versions.py 3.11 lowest        every test with the oldest version of each requirement of pyproject.toml
     python tests/versions.py 3.11 highest       every test with the newest ones
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 INTERPRETERS = ("3.11", "3.12", "3.13", "3.14")
-TRANSFORMERS = ("5.0.0", "newest")
+TRANSFORMERS = ("5.17.0", "newest")
 PACKAGES = ("pytest>=8.2", "pytest-xdist>=3.6", "hypothesis>=6.100", "scikit-learn>=1.5", "constriction>=0.4.2")
 TESTS = (
     "tests/test_start.py",

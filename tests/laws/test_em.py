@@ -15,7 +15,15 @@ from kflats.common.errors import KflatsError
 from kflats.numerics import flats
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.flats import RankSpec, Start, Stopping, WeightedRows, assign, distances, em, squared_norms
-from kflats.numerics.gram import cluster_grams, complement, improve_basis, leading_basis, move_rows, top_eigenvectors
+from kflats.numerics.gram import (
+    axes_of_few,
+    cluster_grams,
+    complement,
+    improve_basis,
+    leading_basis,
+    move_rows,
+    top_eigenvectors,
+)
 from kflats.numerics.rows import TensorRows
 
 F64 = torch.float64
@@ -332,3 +340,17 @@ def test_heavy_rows_are_fitted_better():
 def test_impossible_requests_are_refused(arguments, message):
     with pytest.raises(KflatsError, match=message):
         fit_flats(torch.randn(30, 6), **arguments)
+
+
+@pytest.mark.parametrize(("rows", "d"), [(1, 9), (4, 40), (7, 15), (12, 12), (20, 8)])
+def test_axes_of_few_rows_are_those_of_their_gram(rows: int, d: int) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, d, dtype=F64) * torch.logspace(0, -3, d, dtype=F64)
+    gram = x.T @ x
+    values, axes = axes_of_few(gram, rows)
+    expected, _ = top_eigenvectors(gram, d)
+    torch.testing.assert_close(values, expected, rtol=1e-8, atol=1e-12 * float(expected[0]))
+    count = min(rows, d)
+    assert axes.shape == (count, d)
+    torch.testing.assert_close(axes @ axes.T, torch.eye(count, dtype=F64), rtol=0, atol=1e-9)
+    torch.testing.assert_close(axes @ gram @ axes.T, torch.diag(values[:count]), rtol=0, atol=1e-9 * float(values[0]))

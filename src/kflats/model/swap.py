@@ -527,7 +527,7 @@ def _declared(part: Any) -> dict[str, str]:
     """The ties that ``part`` declares for itself, by parameter name; none where its config says so."""
     if not hasattr(part, "get_expanded_tied_weights_keys"):
         raise KflatsError(
-            f"{type(part).__name__} does not say which of its weights are tied", hint="pip install 'transformers>=5.0'"
+            f"{type(part).__name__} does not say which of its weights are tied", hint="pip install 'transformers>=5.17'"
         )
     ties: dict[str, str] = part.get_expanded_tied_weights_keys(all_submodels=False)
     return ties
