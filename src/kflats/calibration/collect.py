@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -147,7 +146,15 @@ class Job:
             chosen = chosen.resolved(model, first)
         self._objective = chosen
         self.about = describe(chosen) if gradients else {}
-        forward = partial(chosen.losses, model) if gradients else partial(run, model)
+        counts: list[int] = []  # of losses; find_layouts begins with two samples
+
+        def forward(batch: Batch) -> object:
+            if not gradients:
+                return run(model, batch)
+            losses = chosen.losses(model, batch)
+            counts.append(losses.numel())
+            return losses
+
         self._layouts: dict[int, Layout] = {}
         self._whole = self._joined = False
         try:
@@ -159,11 +166,8 @@ class Job:
             if isinstance(error, KflatsError):
                 raise
             self._whole = True
-        if isinstance(chosen, Projections) and not self._whole and gradients:
-            # Images of all samples in one row, frames or codebooks beside the samples: only one sample's are known.
-            with torch.no_grad():
-                pair = take(first, torch.tensor([0, min(1, batch_size(first) - 1)]))
-                self._joined = len(chosen.losses(model, pair)) != 2
+        # Images of all samples in one row, frames or codebooks beside the samples: only one sample's are known.
+        self._joined = isinstance(chosen, Projections) and not self._whole and counts[:1] not in ([], [2])
         alone = self._whole or self._joined
         modules = places(model, weights)
         self.without_layout = {w.name for module, w, _ in modules if alone or self._layouts.get(id(module)) == ALONE}
