@@ -66,6 +66,7 @@ OPTIONAL = {
     "onnxruntime",
     "peft",
     "faiss",
+    "pyarrow",
 }
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load"}

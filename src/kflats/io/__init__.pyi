@@ -11,3 +11,5 @@ from kflats.io.sources import resolve_model as resolve_model
 from kflats.io.sources import trusting_remote_code as trusting_remote_code
 from kflats.io.sources import trusts_remote_code as trusts_remote_code
 from kflats.io.sources import weights_folder as weights_folder
+from kflats.io.tables import JoinedRows as JoinedRows
+from kflats.io.tables import open_rows as open_rows

@@ -1,0 +1,259 @@
+"""Tables in files, read block by block: safetensors, ``.npy``, Parquet and Arrow, in one file or in several.
+
+Methods and codecs ask a table for ``numerics.rows.Rows`` alone. Files of safetensors, ``.npy`` and Arrow are mapped
+into memory, so that pages that nobody reads take none. Parquet is decompressed, one group of rows at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kflats.common.errors import KflatsError, first_line
+from kflats.common.release import needed
+from kflats.numerics.rows import Rows, TensorRows
+
+_ENDINGS = (".safetensors", ".npy", ".parquet", ".arrow", ".feather")
+_FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
+
+
+def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, name: str = "") -> Rows:
+    """The rows (n, d) of a table in files, of float16, bfloat16, float32 or float64.
+
+    Args:
+        source: a file; a folder, whose files of one kind hold the rows in the order of their names; or several files,
+            which hold them in this order.
+        name: of the tensor in files of safetensors, of the column of lists in those of Parquet and Arrow. May be left
+            out where there is one.
+
+    Choose it for a table that is larger than memory. Rows at random places (``take``) of Parquet files cost a group of
+    rows each.
+
+    Raises:
+        KflatsError: no such file, files of several kinds or widths, a file that cannot be read, more than one tensor or
+            column to choose from, numbers that are no floats, missing values, lists of several lengths.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for part in range(2):
+    ...         np.save(f"{folder}/rows-{part}.npy", np.full((3, 2), part, dtype=np.float16))
+    ...     rows = open_rows(folder)
+    ...     rows.shape, rows.take(torch.tensor([5, 0])).tolist()
+    ((6, 2), [[1.0, 1.0], [0.0, 0.0]])
+    """
+    paths = _files(source)
+    kinds = {path.suffix for path in paths}
+    if len(kinds) > 1:
+        raise KflatsError(
+            f"files of several kinds ({', '.join(sorted(kinds))}) are not one table", hint="files of one kind"
+        )
+    opened: dict[str, Callable[[Path, str], Rows]] = {".safetensors": _of_safetensors, ".npy": _of_npy}
+    parts = [opened.get(path.suffix, _of_arrow)(path, name) for path in paths]
+    if len(parts) == 1:
+        return parts[0]
+    return JoinedRows(parts, [str(path) for path in paths])
+
+
+class JoinedRows:
+    """The rows of several sources, one after the other.
+
+    Args:
+        parts: of the same number of columns, on one device. names: of each, for errors.
+
+    Raises:
+        KflatsError: other numbers of columns.
+
+    >>> joined = JoinedRows([TensorRows(torch.zeros(2, 3)), TensorRows(torch.ones(4, 3))], ["first", "second"])
+    >>> joined.shape, [start for start, _ in joined.blocks(3)], joined.place(4)
+    ((6, 3), [0, 3], 'row 2 of second')
+    """
+
+    def __init__(self, parts: Sequence[Rows], names: Sequence[str]) -> None:
+        widths = [part.shape[1] for part in parts]
+        for width, name in zip(widths, names, strict=True):
+            if width != widths[0]:
+                raise KflatsError(
+                    f"{name} has {width} columns, and {names[0]} has {widths[0]}", hint="files of one table"
+                )
+        self.parts, self.names = tuple(parts), tuple(names)
+        self.dtype = torch.float64 if any(part.dtype == torch.float64 for part in parts) else torch.float32
+        self.device = parts[0].device
+        self.firsts = [0, *accumulate(part.shape[0] for part in parts)]
+        self.shape = (self.firsts[-1], widths[0])
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of ``size`` rows, also across parts: results do not depend on how a table is cut into files."""
+        return _regrouped((block.to(self.dtype) for part in self.parts for _, block in part.blocks(size)), size)
+
+    def take(self, index: Tensor) -> Tensor:
+        """The rows at ``index``, in that order."""
+        rows = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=self.device)
+        of = torch.bucketize(index, torch.tensor(self.firsts[1:], device=index.device), right=True)
+        for number in of.unique().tolist():
+            mine = of == number
+            rows[mine] = self.parts[number].take(index[mine] - self.firsts[number]).to(self.dtype)
+        return rows
+
+    def place(self, row: int) -> str:
+        """Where a row comes from, for errors."""
+        number = int(np.searchsorted(self.firsts, row, side="right")) - 1
+        return f"row {row - self.firsts[number]} of {self.names[number]}"
+
+
+def _regrouped(pieces: Iterable[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:
+    """The rows of pieces of at most ``size`` rows in blocks of ``size``, the last one of what is left."""
+    first, held = 0, list[Tensor]()
+    for piece in pieces:
+        held.append(piece)
+        count = sum(len(one) for one in held)
+        if count >= size:
+            whole = torch.cat(held) if len(held) > 1 else piece
+            yield first, whole[:size]
+            first, held = first + size, [whole[size:]] if count > size else []
+    if held and sum(len(one) for one in held):
+        yield first, torch.cat(held)
+
+
+def _files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    if not isinstance(source, str | os.PathLike):
+        paths = [Path(one) for one in source]
+    elif Path(source).is_dir():
+        paths = sorted(path for path in Path(source).iterdir() if path.suffix in _ENDINGS and path.is_file())
+    else:
+        paths = [Path(source)]
+    if not paths:
+        raise KflatsError(f"{source} holds no table", hint=f"files that end in {', '.join(_ENDINGS)}")
+    for path in paths:
+        if not path.is_file():
+            raise KflatsError(f"there is no file {path}", hint="the path of a table, or of a folder of its parts")
+        if path.suffix not in _ENDINGS:
+            raise KflatsError(
+                f"{path} is not supported as a table, because its ending says of no known form",
+                hint=f"a file that ends in {', '.join(_ENDINGS)}",
+            )
+    return paths
+
+
+def _of_safetensors(path: Path, name: str) -> Rows:
+    try:
+        with safe_open(path, framework="pt") as file:
+            names = [one for one in list(file.keys()) if name in ("", one)]
+            matrices = [one for one in names if len(file.get_slice(one).get_shape()) == 2]
+            chosen = _only(path, "tensor", matrices, name)
+            return TensorRows(file.get_tensor(chosen))  # mapped: pages are read when they are used
+    except (SafetensorError, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _of_npy(path: Path, name: str) -> Rows:
+    try:
+        # Copied when written to, which torch asks for and nobody does. Objects are refused, so nothing is unpickled.
+        table = np.lib.format.open_memmap(path, mode="c")
+    except (ValueError, OSError) as error:
+        raise _unreadable(path, error) from error
+    if table.dtype not in _FLOATS:
+        raise KflatsError(
+            f"{path} holds {table.dtype}, which is not supported as a table",
+            hint="float16, float32 or float64 of this machine's byte order",
+        )
+    return TensorRows(torch.from_numpy(table))
+
+
+def _of_arrow(path: Path, name: str) -> Rows:
+    arrow: Any = needed("pyarrow", "kflats[tables]", f"a table in {path.suffix}")
+    try:
+        if path.suffix == ".parquet":
+            file: Any = needed("pyarrow.parquet", "kflats[tables]", "a Parquet file").ParquetFile(path, memory_map=True)
+            schema, counts = (
+                file.schema_arrow,
+                [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)],
+            )
+        else:
+            file = needed("pyarrow.ipc", "kflats[tables]", "an Arrow file").open_file(arrow.memory_map(os.fspath(path)))
+            schema, counts = file.schema, [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
+        lists = [one.name for one in schema if _is_list(arrow, one.type) and name in ("", one.name)]
+        column = _only(path, "column of lists", lists, name)
+        return _ArrowRows(path, file, column, counts)
+    except (arrow.ArrowException, OSError) as error:
+        raise _unreadable(path, error) from error
+
+
+class _ArrowRows:
+    """A column of lists of floats; ``counts`` of rows in each of its groups, which are read one at a time."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, path: Path, file: Any, column: str, counts: list[int]) -> None:
+        self._path, self._file, self._column = path, file, column
+        self._firsts = [0, *accumulate(counts)]
+        if not self._firsts[-1]:
+            raise KflatsError(f"{path} holds no rows", hint="a table of one row at least")
+        first = self._group(next(i for i, count in enumerate(counts) if count))
+        self.dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        self.shape = (self._firsts[-1], first.shape[1])
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of ``size`` rows, also across groups."""
+        groups = (self._checked(number) for number in range(len(self._firsts) - 1))
+        return _regrouped((block.to(self.dtype) for group in groups for block in group.split(size)), size)
+
+    def take(self, index: Tensor) -> Tensor:
+        """The rows at ``index``, in that order."""
+        rows = torch.empty(len(index), self.shape[1], dtype=self.dtype)
+        of = torch.bucketize(index, torch.tensor(self._firsts[1:]), right=True)
+        for number in of.unique().tolist():
+            mine = of == number
+            rows[mine] = self._checked(number)[index[mine] - self._firsts[number]].to(self.dtype)
+        return rows
+
+    def _checked(self, number: int) -> Tensor:
+        group = self._group(number)
+        if len(group) and group.shape[1] != self.shape[1]:
+            raise KflatsError(
+                f"{self._path}: lists of {group.shape[1]} numbers after lists of {self.shape[1]}",
+                hint="lists of one length",
+            )
+        return group
+
+    def _group(self, number: int) -> Tensor:
+        """(rows, d) in the type of the file."""
+        if self._path.suffix == ".parquet":
+            column = self._file.read_row_group(number, columns=[self._column]).column(0).combine_chunks()
+        else:
+            column = self._file.get_batch(number).column(self._column)
+        values = column.flatten()
+        if column.null_count or values.null_count:
+            raise KflatsError(f"{self._path}: missing values in {self._column!r}", hint="a number in every place")
+        width = len(values) // max(1, len(column))
+        lengths = column.value_lengths() if hasattr(column, "value_lengths") else None
+        if lengths is not None and len(column) and (lengths.to_numpy(zero_copy_only=False) != width).any():
+            raise KflatsError(f"{self._path}: lists of several lengths in {self._column!r}", hint="lists of one length")
+        return torch.from_numpy(np.array(values.to_numpy(zero_copy_only=False))).view(len(column), width)
+
+
+def _is_list(arrow: Any, kind: Any) -> bool:
+    """Whether a column holds lists of floats."""
+    types = arrow.types
+    listed = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
+    return bool(listed and types.is_floating(kind.value_type))
+
+
+def _only(path: Path, what: str, names: list[str], name: str) -> str:
+    if len(names) == 1:
+        return names[0]
+    if names:
+        raise KflatsError(f"{path} has more than one {what}: {', '.join(names[:8])}", hint="choose one by its name")
+    wanted = f" called {name!r}" if name else ""
+    raise KflatsError(f"{path} has no {what}{wanted} that is a table of floats", hint="the name of a table in the file")
+
+
+def _unreadable(path: Path, error: Exception) -> KflatsError:
+    return KflatsError(f"{path} cannot be read: {first_line(error)}", cause="a damaged or truncated file")

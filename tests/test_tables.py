@@ -1,0 +1,201 @@
+"""Tables in files are read as the tensors that were written, whole, in blocks, and at random places."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kflats import SVD
+from kflats.common.errors import KflatsError
+from kflats.io import open_rows
+from kflats.methods.protocol import Problem
+from kflats.numerics.rows import TensorRows, all_rows
+
+
+def as_npy(table: Tensor, path: Path) -> Path:
+    np.save(path.with_suffix(".npy"), table.numpy())
+    return path.with_suffix(".npy")
+
+
+def as_safetensors(table: Tensor, path: Path) -> Path:
+    save_file({"table": table.contiguous(), "ids": torch.arange(3)}, path.with_suffix(".safetensors"))
+    return path.with_suffix(".safetensors")
+
+
+def column(table: Tensor, kind: str) -> object:
+    arrow = pytest.importorskip("pyarrow")
+    flat = arrow.array(table.numpy().reshape(-1))
+    if kind == "fixed":
+        return arrow.FixedSizeListArray.from_arrays(flat, table.shape[1])
+    offsets = np.arange(len(table) + 1, dtype=np.int32) * table.shape[1]
+    return arrow.ListArray.from_arrays(arrow.array(offsets), flat)
+
+
+def as_parquet(table: Tensor, path: Path, kind: str = "fixed") -> Path:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    columns = {"id": np.arange(len(table)), "vector": column(table, kind)}
+    parquet.write_table(arrow.table(columns), path.with_suffix(".parquet"), row_group_size=7)
+    return path.with_suffix(".parquet")
+
+
+def as_arrow(table: Tensor, path: Path, kind: str = "lists") -> Path:
+    arrow = pytest.importorskip("pyarrow")
+    whole = arrow.table({"vector": column(table, kind)})
+    with arrow.ipc.new_file(path.with_suffix(".arrow"), whole.schema) as file:
+        file.write_table(whole, max_chunksize=6)
+    return path.with_suffix(".arrow")
+
+
+FORMS: dict[str, Callable[[Tensor, Path], Path]] = {
+    "npy": as_npy,
+    "safetensors": as_safetensors,
+    "parquet": as_parquet,
+    "parquet, lists": lambda table, path: as_parquet(table, path, "lists"),
+    "arrow": as_arrow,
+    "arrow, fixed": lambda table, path: as_arrow(table, path, "fixed"),
+}
+
+
+def drawn(n: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(n, d, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_are_those_that_were_written(form: str, parts: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    tables = [drawn(20 + part, 5, part, dtype) for part in range(parts)]
+    whole = torch.cat(tables)
+    paths = [FORMS[form](table, tmp_path / f"part-{i}") for i, table in enumerate(tables)]
+    for source in (tmp_path, paths):
+        rows = open_rows(source, name="" if "npy" in form else "table" if form == "safetensors" else "vector")
+        assert (rows.shape, rows.dtype) == ((len(whole), 5), torch.promote_types(dtype, torch.float32))
+        assert torch.equal(all_rows(rows), whole.double())
+        for size in (1, 6, 1000):
+            blocks = list(rows.blocks(size))
+            assert torch.equal(torch.cat([block for _, block in blocks]), whole.to(rows.dtype))
+            assert all(torch.equal(block, whole[at : at + len(block)].to(rows.dtype)) for at, block in blocks)
+            assert [len(block) for _, block in blocks[:-1]] == [size] * (len(whole) // size - (len(whole) % size == 0))
+        index = torch.randint(len(whole), (50,), generator=torch.Generator().manual_seed(1))
+        assert torch.equal(rows.take(index), whole[index].to(rows.dtype))
+
+
+def test_bfloat16_is_read(tmp_path: Path) -> None:
+    table = drawn(9, 4, dtype=torch.bfloat16)
+    assert torch.equal(all_rows(open_rows(as_safetensors(table, tmp_path / "x"))), table.double())
+
+
+def test_methods_fit_what_lies_in_files(tmp_path: Path) -> None:
+    """To the bit what they fit in memory, however the table is cut."""
+    table = drawn(60, 8)
+    for part in range(3):
+        as_npy(table[20 * part : 20 * part + 20], tmp_path / f"{part}")
+    made = [SVD().fit(Problem(rows, 4 * 3 * 68, 4)).matrix for rows in (open_rows(tmp_path), TensorRows(table))]
+    assert torch.equal(made[0].dense(), made[1].dense())
+
+
+@pytest.mark.parametrize("cut", [0, 0.5, 0.97])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_truncated_file_is_an_error(form: str, cut: float, tmp_path: Path) -> None:
+    path = FORMS[form](drawn(40, 6), tmp_path / "x")
+    data = path.read_bytes()
+    path.write_bytes(data[: int(cut * len(data))])
+    with pytest.raises(KflatsError, match="cannot be read"):
+        open_rows(path)
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no file": (lambda folder: folder / "none.npy", "there is no file"),
+    "empty folder": (lambda folder: folder, "holds no table"),
+    "no file at all": (lambda folder: [], "holds no table"),
+    "another form": (lambda folder: written(folder / "x.csv", b"1,2"), "no known form"),
+    "objects": (lambda folder: objects(folder / "x.npy"), "cannot be read"),
+    "integers": (lambda folder: numbers(folder / "x.npy", np.int64), "holds int64"),
+    "the other byte order": (lambda folder: numbers(folder / "x.npy", ">f4"), "holds >f4"),
+    "one axis": (lambda folder: numbers(folder / "x.npy", np.float32, (6,)), "non-empty matrix"),
+    "no rows": (lambda folder: numbers(folder / "x.npy", np.float32, (0, 3)), "non-empty matrix"),
+    "two kinds": (
+        lambda folder: [as_npy(drawn(2, 3), folder / "x"), as_safetensors(drawn(2, 3), folder / "x")],
+        "several kinds",
+    ),
+    "two widths": (lambda folder: [as_npy(drawn(2, 3), folder / "x"), as_npy(drawn(2, 4), folder / "y")], "4 columns"),
+    "two tensors": (lambda folder: two_tensors(folder / "x.safetensors"), "more than one tensor: a, b"),
+    "ragged lists": (lambda folder: ragged(folder / "x.parquet", [[1.0, 2.0], [3.0]]), "several lengths"),
+    "missing values": (lambda folder: ragged(folder / "x.parquet", [[1.0, None], [3.0, 4.0]]), "missing values"),
+    "no rows in Parquet": (lambda folder: ragged(folder / "x.parquet", []), "holds no rows"),
+}
+
+
+def written(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+def objects(path: Path) -> Path:
+    np.save(path, np.array([[{}]], dtype=object), allow_pickle=True)
+    return path
+
+
+def numbers(path: Path, dtype: object, shape: tuple[int, ...] = (2, 3)) -> Path:
+    np.save(path, np.zeros(shape, dtype=dtype))
+    return path
+
+
+def two_tensors(path: Path) -> Path:
+    save_file({"a": drawn(2, 3), "b": drawn(2, 3, 1)}, path)
+    return path
+
+
+def ragged(path: Path, lists: list[list[float | None]]) -> Path:
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    parquet.write_table(arrow.table({"vector": arrow.array(lists, type=arrow.list_(arrow.float32()))}), path)
+    return path
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_no_table_is_refused(kind: str, tmp_path: Path) -> None:
+    make, said = REFUSED[kind]
+    with pytest.raises(KflatsError, match=said):
+        open_rows(make(tmp_path))
+
+
+def test_the_place_of_a_row_names_its_file(tmp_path: Path) -> None:
+    for part in range(3):
+        as_npy(drawn(4, 2), tmp_path / f"rows-{part}")
+    rows = open_rows(tmp_path)
+    assert [rows.place(row).removesuffix(".npy").rsplit(" ", 1)[0] for row in (0, 3, 4, 11)] == [
+        "row 0 of",
+        "row 3 of",
+        "row 0 of",
+        "row 3 of",
+    ]
+    assert rows.place(4).endswith("rows-1.npy")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="the system does not tell memory apart")
+@pytest.mark.parametrize("form", ["npy", "safetensors", "arrow"])
+def test_mapped_files_take_no_memory_of_their_own(form: str, tmp_path: Path) -> None:
+    path = FORMS[form](drawn(200_000, 64), tmp_path / "x")
+    program = f"""
+import torch
+from kflats.io import open_rows
+def private():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1])
+rows = open_rows({str(path)!r})
+rows.take(torch.arange(3))
+before = private()
+total = sum(float(block.sum()) for _, block in rows.blocks(1024))
+print(private() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20_000  # kB; the file has 51,200
