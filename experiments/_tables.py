@@ -2,7 +2,7 @@
 
 Seeds are paired between methods. An interval is that of the mean of paired differences over seeds (Student's t, 95 %,
 by SciPy). It covers the chance of training and of starts, not that of the judged examples. An ordering is claimed only
-if its interval excludes 0.
+if its interval excludes 0; of twenty ties one is expected to look like a difference.
 """
 
 from __future__ import annotations

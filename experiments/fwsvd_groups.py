@@ -122,7 +122,12 @@ class Experiment:
         """The page and the figure of what has run."""
         asked = self.asked
         training = {task: asdict(one) for task, one in self.training.items()}
-        runs = log.newest(lambda run: run.model == self.source.name and run.training == training.get(run.task))
+        recipe = {"samples": self.own.samples, "groups": GROUPS}
+        runs = log.newest(
+            lambda run: (
+                run.model == self.source.name and run.training == training.get(run.task) and run.recipe == recipe
+            )
+        )
         results, errors = Results(runs, drop), Results(runs, lambda run: 100 * (run.error or 0.0))
         values = Results(runs, lambda run: run.more["singular_value"])
         sizes = [(f"group {g}", f"{g}") for g in range(1, GROUPS + 1)]

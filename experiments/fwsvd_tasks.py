@@ -157,7 +157,13 @@ class Experiment:
         """The page and the figures of what has run."""
         asked, own = self.asked, self.own
         training = {task: asdict(one) for task, one in self.training.items()}
-        runs = log.newest(lambda run: run.model == self.source.name and run.training == training.get(run.task))
+        runs = log.newest(
+            lambda run: (
+                run.model == self.source.name
+                and run.training == training.get(run.task)
+                and run.recipe == {"samples": own.samples}
+            )
+        )
         ratios = list(dict.fromkeys([*self.ratios, *_ratios(runs)]))
         ratios.sort(key=float)
         sizes = [(f"{ratio}% ranks", f"{ratio} % of ranks") for ratio in ratios]

@@ -19,6 +19,7 @@ pytest.importorskip("matplotlib")
 import fwsvd_groups
 import fwsvd_tasks
 import messi_lenet
+import messi_same_size
 import messi_tasks
 import train_small
 from _small_networks import Images, ResNet20, accuracy, train_
@@ -117,6 +118,19 @@ def test_messi_lenet(places: Path) -> None:
             assert run["compressed"] < run["tuned"], "training again helps what has lost most"
     assert "not run" not in page
     assert quick(messi_lenet.main, places, "messi_lenet") == (page, runs)
+
+
+@pytest.mark.slow
+def test_messi_same_size(places: Path) -> None:
+    page, runs = quick(messi_same_size.main, places, "messi_same_size", "--seeds", "0")
+    flats, noise = runs
+    assert (flats["method"], noise["method"]) == ("MESSI, k = 2, j = 15", "noise of the same error")
+    assert flats["error"] == pytest.approx(noise["error"], rel=1e-3)
+    assert 0 < flats["error"] < 0.05, "one dimension of sixteen is left out"
+    assert flats["more"]["share"] == pytest.approx((605 * 15 + 2 * 15 * 16 + 605 / 4) / (605 * 16))
+    assert abs(flats["compressed"] - flats["original"]) < 0.1
+    assert flats["original"] == noise["original"] > 0.6
+    assert "of its bytes" in page
 
 
 @pytest.mark.slow
