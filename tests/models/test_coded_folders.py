@@ -153,8 +153,8 @@ for name in ("fixed", "streams"):
     for kind in (AutoModel, AutoModelForMaskedLM):
         try:
             kind.from_pretrained(f"{sys.argv[1]}/{name}")
-        except RuntimeError as error:
-            print("mismatch" in str(error))
+        except ValueError as error:
+            print("import kflats" in str(error))
 """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
