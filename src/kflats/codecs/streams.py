@@ -272,7 +272,7 @@ def encode(matrix: CodedMatrix) -> Tensor:
 def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
     """The integer tensors of a CodedMatrix of this geometry, by name.
 
-    Memory: the result, the stream, and about ``BLOCK`` integers.
+    Memory: the result, the stream, and about ``BLOCK`` integers; of integers that follow paths, two bytes a number more.
 
     Raises:
         KflatsError: ``constriction`` is not installed; a damaged or truncated stream, one of another version or of
@@ -290,7 +290,8 @@ def decode_rows(stream: Tensor, geometry: CodedGeometry, rows: Tensor) -> Tensor
     """(m, r) int16, the integers q of ``rows`` (m,) int64, in any order. Blocks without these rows are not decoded.
 
     Choose it to read some rows of a stream that is larger than memory: of a memory-mapped file, only pages of these
-    blocks, of the head and of the rows' classes are read.
+    blocks, of the head and of the rows' classes are read. Of integers that follow paths the free bits of all rows are
+    read too.
 
     Raises:
         KflatsError: as ``decode``; a row that is not there.
