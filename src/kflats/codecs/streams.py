@@ -272,7 +272,8 @@ def encode(matrix: CodedMatrix) -> Tensor:
 def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
     """The integer tensors of a CodedMatrix of this geometry, by name.
 
-    Memory: the result, the stream, and about ``BLOCK`` integers; of integers that follow paths, two bytes a number more.
+    Memory: the result, the stream, and about ``BLOCK`` integers; of integers that follow paths two bytes a number
+    more.
 
     Raises:
         KflatsError: ``constriction`` is not installed; a damaged or truncated stream, one of another version or of
