@@ -49,17 +49,19 @@ _TRIES = 14
 _AIM = 0.997
 _GUESSES = 4
 _GUESS_AIM, _GUESS_NEAR = 0.993, 0.003
-"""What guessed codes aim at, and how near they come: with feedback they are then the budget within 1 % from 2.3 bits a
-number on."""
+"""What guessed codes aim at, and how near they come."""
+_GUESSED_WELL = 2.3
+"""Bits a number from which on codes with feedback have the guessed size within 1 %."""
 _WINDOW = 0.99
 """A budget counts as met from this share of it on."""
 _SMALL = 48
 """Unused bytes for which no other code is tried."""
 _PATH_BITS = 1.4, 12.0
 """Bits a number between which integers may follow paths. Below, most are 0, and a free bit costs more than it gives."""
+_CLEARLY = 0.9
+"""Paths whose squared error is at most this share of what was guessed for the grid are kept without trying the grid."""
 _PATH_SHARE = 0.8
-"""The squared error of paths as a share of that of a grid, at equal bytes: in layers of an encoder .81 to .88 at 1.5
-bits, .75 to .79 from 2 bits on."""
+"""The squared error of paths as a share of that of a grid, at equal bytes, about: ``benchmarks/paths.py``."""
 _MOST_OCTAVES = math.log2(FARTHEST / 2)
 """The steps of a column's largest number: targets may be twice as large."""
 
@@ -76,8 +78,8 @@ class Feedback(Codec):
     both. One number c sets the rate. Rounding counts error and bits together; values are the means of their intervals;
     the integers are entropy coded. Beside them a file holds distributions, for each column which one it follows and a
     step (to an eighth of an octave), and a step for each class of rows. From 1.4 bits a number on, and from 32 rows and
-    columns on, a second code is made whose integers follow paths of a trellis (``numerics.coding.trellis``). The one of
-    less error is kept.
+    columns on, integers follow paths of a trellis (``numerics.coding.trellis``) where that leaves less error. From 2.3
+    bits on, integers rounded one by one are tried only if paths do not clearly lose less than was guessed for these.
 
     Without couplings (no data, or a diagonal importance) it is entropy-coded rounding with steps by importance.
 
@@ -142,11 +144,23 @@ class Feedback(Codec):
         if problem.weighting.form.left == "diagonal":
             check_weights(problem.row_weights, problem.rows.shape[0])
         source = _Source.of(problem.rows, problem.weighting, self.damping)
-        best = _at_size(source, problem.nbytes, dtype)
-        if _takes_paths(problem.rows.shape, problem.nbytes):
+        guess, how = _guessed(source, problem.nbytes, dtype)
+
+        def on_grid() -> _Code:
+            return _at_size(source, problem.nbytes, dtype, guess.c, how, source.rounding)
+
+        if not _takes_paths(problem.rows.shape, problem.nbytes):
+            best = on_grid()
+        else:
             # In the order of the matrix, paths lose more where most rows or columns hardly count.
             paths = source.along_paths(problem.weighting, self.damping)
-            best = min(best, _at_size(paths, problem.nbytes, dtype, best), key=lambda code: code.error)
+            grid = on_grid() if 8 * problem.nbytes < _GUESSED_WELL * source.matrix.numel() else None
+            c = max(source.finest, (grid or guess).c / 2)  # at equal rates steps of paths are half as large
+            first = paths.path_rounding(paths.likely(c, dtype, None), dtype)
+            best = _at_size(paths, problem.nbytes, dtype, c, first, paths.path_rounding)
+            if grid is None and best.error > _CLEARLY * guess.error:
+                grid = on_grid()
+            best = min(best, grid or best, key=lambda code: code.error)
         return Factored(best.matrix, stored_bytes=best.nbytes)
 
     @classmethod
@@ -296,16 +310,16 @@ def _takes_paths(shape: tuple[int, int], nbytes: int) -> bool:
     return min(shape) >= SHORTEST and least <= 8 * nbytes / (shape[0] * shape[1]) <= most
 
 
-def _at_size(source: _Source, budget: int, dtype: torch.dtype, grid: _Code | None = None) -> _Code:
-    """The code of at most ``budget`` bytes in a file that uses most of them; of paths, beside that of a ``grid``."""
-    how: Rounding | PathRounding
-    if grid is None:
-        c, how = _guessed(source, budget, dtype)
-        design: Callable[[Tensor, torch.dtype], Rounding | PathRounding] = source.rounding
-    else:
-        # At equal rates steps of paths are half as large.
-        c, design = max(source.finest, grid.c / 2), source.path_rounding
-        how = design(source.likely(c, dtype, None), dtype)
+def _at_size(
+    source: _Source,
+    budget: int,
+    dtype: torch.dtype,
+    c: float,
+    how: Rounding | PathRounding,
+    design: Callable[[Tensor, torch.dtype], Rounding | PathRounding],
+) -> _Code:
+    """The code of at most ``budget`` bytes in a file that uses most of them, by tries that begin at ``c`` and ``how``;
+    ``design``: the rounding for such targets."""
     best: _Code | None = None
     before: _Code | None = None
     code: _Code | None = None
@@ -338,8 +352,8 @@ def _at_size(source: _Source, budget: int, dtype: torch.dtype, grid: _Code | Non
     return best
 
 
-def _guessed(source: _Source, budget: int, dtype: torch.dtype) -> tuple[float, Rounding]:
-    """A c at which a code has about ``budget`` bytes, and its rounding."""
+def _guessed(source: _Source, budget: int, dtype: torch.dtype) -> tuple[_Code, Rounding]:
+    """A code of about ``budget`` bytes without feedback, and its rounding."""
     c = max(source.finest, 4 * source.size * 2.0 ** (-8 * budget / source.matrix.numel())) or 1.0
     # Codes of guessed targets take no recursion, and are a little smaller than those with feedback.
     for _ in range(_GUESSES):
@@ -349,4 +363,4 @@ def _guessed(source: _Source, budget: int, dtype: torch.dtype) -> tuple[float, R
         if abs(code.nbytes - _GUESS_AIM * budget) <= _GUESS_NEAR * budget:
             break
         c = max(source.finest, code.moved(_GUESS_AIM * budget))
-    return c, how
+    return code, how
