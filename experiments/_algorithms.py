@@ -20,6 +20,7 @@ VERSIONS: dict[str, int] = {
     "training": 1,
     "scores": 1,
     "small networks": 1,
+    "vgg": 1,
 }
 
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from _algorithms import VERSIONS, versions_of
 
@@ -57,7 +57,7 @@ class Cell:
     def key(self) -> str:
         """A digest of everything that decides the result."""
         decides = asdict(self) | {"algorithms": versions_of(self.algorithms), "libraries": libraries()}
-        return sha256([json.dumps(decides, sort_keys=True)])[:20]
+        return digest_of(decides)[:20]
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,11 @@ class Run:
     def is_current(self) -> bool:
         """Whether its algorithms are still those of today."""
         return all(VERSIONS.get(name) == number for name, number in self.algorithms.items())
+
+
+def digest_of(decides: Mapping[str, Any]) -> str:
+    """Of everything that decides a result."""
+    return sha256([json.dumps(decides, sort_keys=True)])
 
 
 def libraries() -> dict[str, str]:
@@ -287,3 +292,30 @@ def carry_out(cells: Iterable[tuple[Cell, Callable[[], Scores]]], log: Log, aske
             f" ({run.seconds:.0f} s)",
             flush=True,
         )
+
+
+class Experiment(Protocol):
+    """One command's cells, and the page of what has run.
+
+    Args:
+        name: of log and page. asked: the options.
+    """
+
+    name: str
+    asked: Asked
+
+    def cells(self, log: Log) -> Iterable[tuple[Cell, Callable[[], Scores]]]:
+        """What is to be run, in this order; the log tells what has run so far."""
+        ...
+
+    def publish(self, log: Log) -> None:
+        """Write the page."""
+        ...
+
+
+def conduct(experiment: Experiment) -> None:
+    """Run what the log does not hold, unless tables alone are asked for; then write the page."""
+    log = Log(experiment.asked.results / f"{experiment.name}.jsonl")
+    if not experiment.asked.tables:
+        carry_out(experiment.cells(log), log, experiment.asked)
+    experiment.publish(log)

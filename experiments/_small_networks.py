@@ -1,11 +1,12 @@
-"""Two small networks for images, their data from a folder or the hub, and how they are trained.
+"""Small networks for images, their data from a folder or the hub, and how they are trained.
 
-LeNet-300-100 on MNIST, and ResNet-20 on CIFAR-10. ``train_small.py`` trains and keeps them.
+LeNet-300-100 on MNIST; ResNet-20 and VGG-19 on CIFAR-10. ``train_small.py`` trains and keeps the first two.
 """
 
 from __future__ import annotations
 
 import gzip
+import itertools
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,16 +20,17 @@ from kflats.common.hashing import sha256
 from kflats.common.release import needed
 
 
-class LeNet(nn.Module):
-    """LeNet-300-100 on pixels / 256: y = fc2 relu fc1 relu fc0 x, 266,610 parameters.
+class Dense(nn.Module):
+    """Three linear layers with relu between them: y = fc2 relu fc1 relu fc0 x.
 
     Args:
-        state: weights w0 (300, 784), w1 (100, 300), w2 (10, 100) and biases b0, b1, b2; None: drawn by torch.
+        sizes: of x, of the two hidden layers, and of y.
+        state: weights w0, w1, w2 and biases b0, b1, b2; None: drawn by torch.
     """
 
-    def __init__(self, state: dict[str, Tensor] | None = None) -> None:
+    def __init__(self, sizes: tuple[int, int, int, int], state: dict[str, Tensor] | None = None) -> None:
         super().__init__()
-        for i, (inputs, outputs) in enumerate(((784, 300), (300, 100), (100, 10))):
+        for i, (inputs, outputs) in enumerate(itertools.pairwise(sizes)):
             layer = nn.Linear(inputs, outputs)
             if state is not None:
                 layer.weight.data, layer.bias.data = state[f"w{i}"], state[f"b{i}"]
@@ -36,6 +38,42 @@ class LeNet(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.relu(self.fc1(F.relu(self.fc0(x)))))
+
+
+class LeNet(Dense):
+    """LeNet-300-100 on pixels / 256, 266,610 parameters."""
+
+    def __init__(self, state: dict[str, Tensor] | None = None) -> None:
+        super().__init__((784, 300, 100, 10), state)
+
+
+class VGG19(nn.Module):
+    """VGG-19 in its CIFAR form with batch normalization: 16 convolutions in five stages, two hidden layers of 512.
+
+    Args:
+        width: channels of the first stage, 64 as published, 16 or 4. A narrower network pools less often, so that 512
+            numbers reach the first hidden layer in any case: 512 x 1 x 1, 128 x 2 x 2 or 32 x 4 x 4.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        if width not in (4, 16, 64):
+            raise KflatsError(f"a VGG-19 of width {width} is not supported", hint="64, 16 or 4")
+        layers: list[nn.Module] = []
+        inputs, side = 3, 32
+        for count, factor in zip((2, 2, 4, 4, 4), (1, 2, 4, 8, 8), strict=True):
+            for _ in range(count):
+                outputs = factor * width
+                layers += [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()]
+                inputs = outputs
+            if 8 * width * (side // 2) ** 2 >= 512:
+                layers.append(nn.MaxPool2d(2))
+                side //= 2
+        self.features = nn.Sequential(*layers, nn.Flatten())
+        self.head = Dense((512, 512, 512, 10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.features(x))
 
 
 class Block(nn.Module):
@@ -132,13 +170,13 @@ def _from_hub(repository: str, split: str, pixels: str, label: str) -> tuple[Ten
     return torch.from_numpy(stacked), torch.tensor(list(rows[label]))
 
 
-def blobs(count: int, seed: int) -> Images:
-    """Generated digits for ``--quick``: ten random patterns of 784 pixels with noise around them."""
+def blobs(count: int, seed: int, pattern: tuple[int, ...] = (784,), shape: tuple[int, ...] = (784,)) -> Images:
+    """Generated images for ``--quick``: ten random patterns, spread to a shape, with noise around them."""
     gen = torch.Generator().manual_seed(7)
-    patterns = torch.rand(10, 784, generator=gen)
+    patterns = torch.rand(10, *pattern, generator=gen)
     noise = torch.Generator().manual_seed(seed)
     classes = torch.randint(0, 10, (count,), generator=noise)
-    return Images((patterns[classes] + 0.4 * torch.randn(count, 784, generator=noise)).clamp(0, 1), classes)
+    return Images((patterns[classes] + 0.4 * torch.randn(count, *shape, generator=noise)).clamp(0, 1), classes)
 
 
 @torch.no_grad()
@@ -201,3 +239,14 @@ def lenet(data: Images, epochs: int, seed: int) -> LeNet:
         model = LeNet()
     train_(model, data, epochs, seed=seed)
     return model
+
+
+def vgg19(data: Images, epochs: int, seed: int, width: int) -> VGG19:
+    """A VGG-19, drawn and trained by ``seed``; on the GPU if there is one, whence it comes back."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = VGG19(width)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device, memory_format=torch.channels_last)
+    train_(model, Images(data.images.to(device), data.classes.to(device)), epochs, seed=seed, augmented=True)
+    return model.cpu()

@@ -7,9 +7,10 @@ judged split ("dev") chooses nothing.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 from _algorithms import versions_of
-from _runs import Asked, libraries
+from _runs import Asked, Cell, Log, Run, digest_of, libraries
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
@@ -185,7 +186,7 @@ class TaskModel:
             return load_model(self.source.folder).to(device)
         decides = {"task": self.task, "training": asdict(self.training), "seed": self.seed, "data": self.data.digest}
         decides |= {"source": self.source.digest, "libraries": libraries(), "algorithms": versions_of(["training"])}
-        digest = sha256([json.dumps(decides, sort_keys=True)])[:12]
+        digest = digest_of(decides)[:12]
         folder = self.models / f"{self.source.name}-{self.task}-{self.seed}-{digest}"
         if not folder.is_dir():
             model = with_head(self.task, self.seed, self.source.folder).to(device)
@@ -242,6 +243,60 @@ class TaskModel:
             epochs=epochs,
             seed=self.seed,
             quiet=True,
+        )
+
+
+class TaskExperiment:
+    """What experiments with task models have in common: their models, places in tables, and runs of the log.
+
+    Args:
+        asked: the options; those of ``TRAINING`` are among them.
+    """
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked, self.own, self.source = asked, asked.more, source_of(asked)
+        self.training = training_of(asked)
+
+    def model(self, task: str, seed: int) -> TaskModel:
+        """Trained when it is first used."""
+        training = self.training[task]
+        return TaskModel(
+            self.asked.models, self.source, task_data(task, training, self.asked.task_data), training, seed
+        )
+
+    def models(self) -> Iterator[TaskModel]:
+        """Task by task, seed by seed."""
+        for task, seed in itertools.product(self.asked.tasks, self.asked.seeds):
+            yield self.model(task, seed)
+
+    def place(
+        self,
+        model: TaskModel,
+        method: str,
+        size: str,
+        epochs: int,
+        recipe: Mapping[str, Any],
+        algorithms: tuple[str, ...],
+    ) -> Cell:
+        """A cell; ``algorithms`` besides those of training and scores."""
+        return Cell(
+            task=model.task,
+            model=self.source.name,
+            method=method,
+            size=size,
+            seed=model.seed,
+            epochs=epochs,
+            training=asdict(model.training),
+            recipe=recipe,
+            algorithms=("scores", "training", *algorithms),
+            data=f"{model.data.digest} {self.source.digest}",
+        )
+
+    def runs_of(self, log: Log, chosen: Callable[[Run], bool]) -> list[Run]:
+        """Those of this model and training that are ``chosen``."""
+        training = {task: asdict(one) for task, one in self.training.items()}
+        return log.newest(
+            lambda run: run.model == self.source.name and run.training == training.get(run.task) and chosen(run)
         )
 
 

@@ -12,15 +12,14 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import cache, partial
 from typing import Any
 
 import torch
 from _quick import quick
-from _runs import Asked, Cell, Log, Run, Scores, asked_for, carry_out
+from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
 from _tables import Results, by_method, drop, figure, orderings, paired, publish, told
-from _task_models import TRAINING, TaskModel, block_weights, source_of, task_data, training_of
+from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights
 from torch import Tensor
 
 from kflats import RowFisher, TaskLoss, measure
@@ -31,6 +30,8 @@ METHODS = {"SVD": "svd", "FWSVD": "row-fisher"}
 OWN: dict[str, Any] = {"samples": 512}
 OWN |= TRAINING
 QUICK: dict[str, Any] = {"tasks": "sst2", "seeds": "0,1", "samples": 64, "lr": 2e-3}
+Removals = dict[str, tuple[list[Tensor], list[float]]]
+"""What ``groups`` gives, by the name of a layer."""
 TITLE = "Grouped truncation: which singular values matter"
 
 
@@ -46,25 +47,17 @@ def groups(table: Tensor, left: Tensor | None) -> tuple[list[Tensor], list[float
     return [table @ part.T @ part for part in v.tensor_split(GROUPS)], means
 
 
-class Experiment:
+class Groups(TaskExperiment):
     """The cells of one command."""
 
+    name = "fwsvd_groups"
+
     def __init__(self, asked: Asked) -> None:
-        self.asked, self.own, self.source = asked, asked.more, source_of(asked)
-        self.training = training_of(asked)
-        self.removals = cache(self._removals)
-        self.models: dict[tuple[str, int], TaskModel] = {}
+        super().__init__(asked)
+        self.recipe = {"samples": self.own.samples, "groups": GROUPS}
 
-    def model(self, task: str, seed: int) -> TaskModel:
-        """Trained when it is first used."""
-        if (task, seed) not in self.models:
-            training = self.training[task]
-            data = task_data(task, training, self.asked.task_data)
-            self.models[task, seed] = TaskModel(self.asked.models, self.source, data, training, seed)
-        return self.models[task, seed]
-
-    def _removals(self, task: str, seed: int, method: str) -> dict[str, tuple[list[Tensor], list[float]]]:
-        model = self.model(task, seed)
+    def removals(self, model: TaskModel, method: str) -> Removals:
+        """What ``groups`` gives for each linear layer, by its name."""
         chosen = block_weights(model.model)
         measured = None
         if method == "FWSVD":
@@ -77,9 +70,10 @@ class Experiment:
             found[weight.name] = groups(dense_weight(model.model, weight).float(), left)
         return found
 
-    def compute(self, task: str, seed: int, method: str, group: int) -> Scores:
+    @staticmethod
+    def compute(model: TaskModel, removals: Callable[[], Removals], group: int) -> Scores:
         """The score without one group."""
-        model, removed = self.model(task, seed), self.removals(task, seed, method)
+        removed = removals()
         small = model.copy()
         total = lost = 0.0
         with torch.no_grad():
@@ -99,35 +93,19 @@ class Experiment:
             more={"singular_value": value},
         )
 
-    def cells(self) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
+    def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
         """Task by task, seed by seed."""
-        for task, seed in itertools.product(self.asked.tasks, self.asked.seeds):
-            model = self.model(task, seed)
-            for (method, algorithm), group in itertools.product(METHODS.items(), range(GROUPS)):
-                place = Cell(
-                    task=task,
-                    model=self.source.name,
-                    method=method,
-                    size=f"group {group + 1}",
-                    seed=seed,
-                    epochs=0,
-                    training=asdict(model.training),
-                    recipe={"samples": self.own.samples, "groups": GROUPS},
-                    algorithms=("scores", "training", algorithm),
-                    data=f"{model.data.digest} {self.source.digest}",
-                )
-                yield place, partial(self.compute, task, seed, method, group)
+        for model in self.models():
+            for method, algorithm in METHODS.items():
+                removals = cache(partial(self.removals, model, method))
+                for group in range(GROUPS):
+                    place = self.place(model, method, f"group {group + 1}", 0, self.recipe, (algorithm,))
+                    yield place, partial(self.compute, model, removals, group)
 
     def publish(self, log: Log) -> None:
         """The page and the figure of what has run."""
         asked = self.asked
-        training = {task: asdict(one) for task, one in self.training.items()}
-        recipe = {"samples": self.own.samples, "groups": GROUPS}
-        runs = log.newest(
-            lambda run: (
-                run.model == self.source.name and run.training == training.get(run.task) and run.recipe == recipe
-            )
-        )
+        runs = self.runs_of(log, lambda run: run.recipe == self.recipe)
         results, errors = Results(runs, drop), Results(runs, lambda run: 100 * (run.error or 0.0))
         values = Results(runs, lambda run: run.more["singular_value"])
         sizes = [(f"group {g}", f"{g}") for g in range(1, GROUPS + 1)]
@@ -144,11 +122,11 @@ class Experiment:
         )
         for (title, found), task in itertools.product(shown, asked.tasks):
             parts += [f"## {title}: {task}", by_method(found, list(METHODS), sizes, [task], len(asked.seeds))]
-        picture = asked.results / "fwsvd_groups.png"
+        picture = asked.results / f"{self.name}.png"
         if figure(picture, results, list(METHODS), places, asked.tasks, ("group removed", "drop, points")):
             parts.append(f"![Drop by group]({picture.name})")
         parts += ["## What holds, over paired seeds", self.claims(results, runs, sizes)]
-        publish("fwsvd_groups", TITLE, parts, asked)
+        publish(self.name, TITLE, parts, asked)
 
     def claims(self, results: Results, runs: list[Run], sizes: list[tuple[str, str]]) -> str:
         """FWSVD against SVD for the groups that go first; and the last group against those before it."""
@@ -164,11 +142,7 @@ class Experiment:
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = quick(asked_for(__doc__, "stsb,cola", OWN, argv=argv, quick=QUICK))
-    experiment, log = Experiment(asked), Log(asked.results / "fwsvd_groups.jsonl")
-    if not asked.tables:
-        carry_out(experiment.cells(), log, asked)
-    experiment.publish(log)
+    conduct(Groups(quick(asked_for(__doc__, "stsb,cola", OWN, argv=argv, quick=QUICK))))
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ budget shared by loss, in the parameters that the rank ratio leaves.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from _quick import quick
-from _runs import Asked, Cell, Log, Run, Scores, asked_for, carry_out
+from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
 from _tables import Results, Value, by_method, drop, figure, orderings, publish, told, tuned_drop
-from _task_models import TRAINING, TaskModel, block_weights, source_of, task_data, training_of, with_head
+from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights, with_head
 
 import kflats
 from kflats import SVD, KroneckerFisher, Projections, Recipe, RowFisher, TaskLoss, Uniform
@@ -64,19 +64,15 @@ def compress(model: Any, way: Way, keep: str, batches: list[Any], objective: Obj
     return kflats.compress_(model, names, keep=keep, allocation=way.allocation, quiet=True, **data)
 
 
-class Experiment:
+class Factorized(TaskExperiment):
     """The cells of one command."""
 
-    def __init__(self, asked: Asked) -> None:
-        self.asked, self.own, self.source = asked, asked.more, source_of(asked)
-        self.training = training_of(asked)
-        self.ratios = self.own.ratios.split(",")
+    name = "fwsvd_tasks"
 
-    def model(self, task: str, seed: int) -> TaskModel:
-        """Trained when it is first used."""
-        training = self.training[task]
-        data = task_data(task, training, self.asked.task_data)
-        return TaskModel(self.asked.models, self.source, data, training, seed)
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        self.ratios = self.own.ratios.split(",")
+        self.recipe = {"samples": self.own.samples}
 
     def from_task(self, model: TaskModel, way: Way | None, keep: str) -> Scores:
         """Compress the trained model (or not), judge, train, judge."""
@@ -117,53 +113,27 @@ class Experiment:
             more=sizes,
         )
 
-    def cells(self) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
+    def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
         """Task by task, seed by seed."""
-        paths = self.own.paths.split(",")
-        for task in self.asked.tasks:
-            for seed in self.asked.seeds:
-                model = self.model(task, seed)
-                if self.own.epochs:
-                    yield self.cell(model, NONE, "100%", partial(self.from_task, model, None, ""), ())
-                for ratio in self.ratios:
-                    keep = f"{ratio}% ranks"
-                    for name, way in WAYS.items():
-                        if "task" in paths:
-                            compute = partial(self.from_task, model, way, keep)
-                            yield self.cell(model, name, keep, compute, (way.algorithm,))
-                        if "generic" in paths and self.own.epochs:
-                            compute = partial(self.from_generic, model, way, keep)
-                            yield self.cell(model, name + GENERIC, keep, compute, (way.algorithm,))
-
-    def cell(
-        self, model: TaskModel, name: str, keep: str, compute: Callable[[], Scores], algorithms: tuple[str, ...]
-    ) -> tuple[Cell, Callable[[], Scores]]:
-        """A place and its computation."""
-        place = Cell(
-            task=model.task,
-            model=self.source.name,
-            method=name,
-            size=keep,
-            seed=model.seed,
-            epochs=self.own.epochs,
-            training=asdict(model.training),
-            recipe={"samples": self.own.samples},
-            algorithms=("scores", "training", *algorithms),
-            data=f"{model.data.digest} {self.source.digest}",
-        )
-        return place, compute
+        paths, epochs = self.own.paths.split(","), self.own.epochs
+        for model in self.models():
+            if epochs:
+                place = self.place(model, NONE, "100%", epochs, self.recipe, ())
+                yield place, partial(self.from_task, model, None, "")
+            for ratio in self.ratios:
+                keep = f"{ratio}% ranks"
+                for name, way in WAYS.items():
+                    if "task" in paths:
+                        place = self.place(model, name, keep, epochs, self.recipe, (way.algorithm,))
+                        yield place, partial(self.from_task, model, way, keep)
+                    if "generic" in paths and epochs:
+                        place = self.place(model, name + GENERIC, keep, epochs, self.recipe, (way.algorithm,))
+                        yield place, partial(self.from_generic, model, way, keep)
 
     def publish(self, log: Log) -> None:
         """The page and the figures of what has run."""
         asked, own = self.asked, self.own
-        training = {task: asdict(one) for task, one in self.training.items()}
-        runs = log.newest(
-            lambda run: (
-                run.model == self.source.name
-                and run.training == training.get(run.task)
-                and run.recipe == {"samples": own.samples}
-            )
-        )
+        runs = self.runs_of(log, lambda run: run.recipe == self.recipe)
         ratios = list(dict.fromkeys([*self.ratios, *_ratios(runs)]))
         ratios.sort(key=float)
         sizes = [(f"{ratio}% ranks", f"{ratio} % of ranks") for ratio in ratios]
@@ -189,14 +159,14 @@ class Experiment:
         )
         for when, title, value, names, ordered in views:
             results = Results(runs, value)
-            picture = asked.results / f"fwsvd_tasks_{when}.png"
+            picture = asked.results / f"{self.name}_{when}.png"
             parts += [f"## {title}", by_method(results, names, sizes, asked.tasks, seeds)]
             if figure(picture, results, names, places, asked.tasks, ("% of ranks kept", "drop, points")):
                 parts.append(f"![{title}]({picture.name})")
             parts += ["What holds, over paired seeds:", orderings(results, ordered, sizes, asked.tasks)]
         again = by_method(Results(runs, tuned_drop), [NONE], [("100%", "trained again")], asked.tasks, seeds)
         parts += ["## The original trained again", again]
-        publish("fwsvd_tasks", TITLE, parts, asked)
+        publish(self.name, TITLE, parts, asked)
 
 
 def _ratios(runs: list[Run]) -> list[str]:
@@ -204,11 +174,7 @@ def _ratios(runs: list[Run]) -> list[str]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK))
-    experiment, log = Experiment(asked), Log(asked.results / "fwsvd_tasks.jsonl")
-    if not asked.tables:
-        carry_out(experiment.cells(), log, asked)
-    experiment.publish(log)
+    conduct(Factorized(quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK))))
 
 
 if __name__ == "__main__":

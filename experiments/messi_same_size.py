@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from _quick import quick
-from _runs import Asked, Cell, Log, Scores, asked_for, carry_out
+from _runs import Asked, Cell, Log, Scores, asked_for, conduct
 from _tables import Results, by_method, drop, orderings, publish, told
-from _task_models import TRAINING, TaskModel, source_of, task_data, training_of, with_head
+from _task_models import TRAINING, TaskExperiment, TaskModel, with_head
 from torch import Tensor, nn
 
 from kflats.matrices.layers import FactoredEmbedding
@@ -60,13 +59,15 @@ def place_of_table(model: Any) -> tuple[nn.Module, str]:
     return next((module, name) for module in model.modules() for name, one in module.named_children() if one is table)
 
 
-class Experiment:
+class SameSize(TaskExperiment):
     """The cells of one command."""
 
+    name = "messi_same_size"
+
     def __init__(self, asked: Asked) -> None:
-        self.asked, self.own, self.source = asked, asked.more, source_of(asked)
-        self.training = training_of(asked)
-        self.name = f"MESSI, k = {self.own.k}, j = {self.own.j}"
+        super().__init__(asked)
+        self.flats = f"MESSI, k = {self.own.k}, j = {self.own.j}"
+        self.recipe = {name: getattr(self.own, name) for name in ("width", "k", "j", "restarts")}
         self.trained: dict[tuple[str, int], tuple[Any, float]] = {}
 
     def original(self, model: TaskModel) -> tuple[Any, float]:
@@ -108,37 +109,16 @@ class Experiment:
             more={"share": fit.nbytes / (4 * n * d)},
         )
 
-    def cells(self) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
+    def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
         """Task by task, seed by seed."""
-        for task in self.asked.tasks:
-            for seed in self.asked.seeds:
-                training = self.training[task]
-                data = task_data(task, training, self.asked.task_data)
-                model = TaskModel(self.asked.models, self.source, data, training, seed)
-                for method in (self.name, NOISE):
-                    place = Cell(
-                        task=task,
-                        model=self.source.name,
-                        method=method,
-                        size="same",
-                        seed=seed,
-                        epochs=0,
-                        training=asdict(training),
-                        recipe={name: getattr(self.own, name) for name in ("width", "k", "j", "restarts")},
-                        algorithms=("scores", "training", "svd", "messi"),
-                        data=f"{data.digest} {self.source.digest}",
-                    )
-                    yield place, partial(self.compute, model, method)
+        for model in self.models():
+            for method in (self.flats, NOISE):
+                place = self.place(model, method, "same", 0, self.recipe, ("svd", "messi"))
+                yield place, partial(self.compute, model, method)
 
     def publish(self, log: Log) -> None:
         """The page of what has run."""
-        training = {task: asdict(one) for task, one in self.training.items()}
-        recipe = {name: getattr(self.own, name) for name in ("width", "k", "j", "restarts")}
-        runs = log.newest(
-            lambda run: (
-                run.model == self.source.name and run.training == training.get(run.task) and dict(run.recipe) == recipe
-            )
-        )
+        runs = self.runs_of(log, lambda run: run.recipe == self.recipe)
         gains = Results(runs, lambda run: -(drop(run) or 0.0))
         for run in runs:
             gains.at["the table itself", "same", run.task, run.seed] = 0.0
@@ -148,21 +128,17 @@ class Experiment:
             f"The table takes {', '.join(shares) or 'not run'} of its bytes, labels included. Gains of the main metric "
             "on the dev split in points, mean ± standard deviation over seeds; above 0 is better than the table.",
             told(runs) if runs else "",
-            by_method(gains, [self.name, NOISE], sizes, tasks, len(self.asked.seeds)),
+            by_method(gains, [self.flats, NOISE], sizes, tasks, len(self.asked.seeds)),
             "What holds, over paired seeds:",
             orderings(
-                gains, [(self.name, "the table itself"), (self.name, NOISE)], sizes, tasks, lower_is_better=False
+                gains, [(self.flats, "the table itself"), (self.flats, NOISE)], sizes, tasks, lower_is_better=False
             ),
         ]
-        publish("messi_same_size", TITLE, parts, self.asked)
+        publish(self.name, TITLE, parts, self.asked)
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = quick(asked_for(__doc__, "cola,mrpc", OWN, argv=argv, quick=QUICK))
-    experiment, log = Experiment(asked), Log(asked.results / "messi_same_size.jsonl")
-    if not asked.tables:
-        carry_out(experiment.cells(), log, asked)
-    experiment.publish(log)
+    conduct(SameSize(quick(asked_for(__doc__, "cola,mrpc", OWN, argv=argv, quick=QUICK))))
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ distances in place of their squares. Drops are points (of 100) of the task's mai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from _quick import quick
-from _runs import Asked, Cell, Log, Run, Scores, asked_for, carry_out
+from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
 from _tables import (
     Results,
     Value,
@@ -36,7 +36,7 @@ from _tables import (
     told,
     tuned_drop,
 )
-from _task_models import TRAINING, TaskModel, source_of, task_data, training_of
+from _task_models import TRAINING, TaskExperiment, TaskModel
 
 import kflats
 from kflats import MESSI, SVD, KMeansSVD, Power, Recipe, Uniform
@@ -140,44 +140,28 @@ def kept(rate: str) -> str:
     return f"{100 - float(rate):g}%"
 
 
-class Experiment:
+class Tables(TaskExperiment):
     """The cells of one command."""
 
+    name = "messi_tasks"
+
     def __init__(self, asked: Asked) -> None:
-        own = asked.more
-        self.asked, self.source = asked, source_of(asked)
+        super().__init__(asked)
+        own = self.own
         self.rates = own.rates.split(",")
         self.ks = [int(k) for k in own.ks.split(",")]
         self.tuned = {int(k) for k in own.tuned.split(",")}
-        self.training = training_of(asked)
         kinds = [kind for kind in own.others.split(",") if kind]
         self.others = [other(kind, k, own.restarts) for kind in kinds for k in sorted(self.tuned) if k > 1]
 
-    def model(self, task: str, seed: int) -> TaskModel:
-        """Trained when it is first used."""
-        training = self.training[task]
-        data = task_data(task, training, self.asked.task_data)
-        return TaskModel(self.asked.models, self.source, data, training, seed)
-
     def cell(self, model: TaskModel, by: Way, rate: str, epochs: int) -> tuple[Cell, Callable[[], Scores]]:
         """One cell."""
-        place = Cell(
-            task=model.task,
-            model=self.source.name,
-            method=by.name,
-            size=kept(rate),
-            seed=model.seed,
-            epochs=epochs,
-            training=asdict(model.training),
-            recipe=by.decides,
-            algorithms=("scores", "training", by.algorithm),
-            data=f"{model.data.digest} {self.source.digest}",
-        )
+        place = self.place(model, by.name, kept(rate), epochs, by.decides, (by.algorithm,))
         return place, partial(compressed, model, by.recipe, kept(rate), epochs)
 
     def cells(self, log: Log) -> Iterator[tuple[Cell, Callable[[], Scores]]]:
         """What is compared first: each rate with all seeds. Then what chooses k, and the chosen ones."""
-        epochs, restarts = self.asked.more.epochs, self.asked.more.restarts
+        epochs, restarts = self.own.epochs, self.own.restarts
         first = [*(way(k, restarts) for k in self.ks if k in self.tuned), DEFAULT, *self.others]
         models = {(t, s): self.model(t, s) for t in self.asked.tasks for s in self.asked.seeds}
         for task in self.asked.tasks:
@@ -196,18 +180,12 @@ class Experiment:
 
     def runs(self, log: Log) -> list[Run]:
         """Those of this model, training and number of restarts."""
-        training = {task: asdict(one) for task, one in self.training.items()}
-        restarts = (1, self.asked.more.restarts)
+        restarts, epochs = (1, self.own.restarts), (0, self.own.epochs)
+        return self.runs_of(log, lambda run: run.recipe.get("restarts", 1) in restarts and run.epochs in epochs)
 
-        def same(run: Run) -> bool:
-            return (
-                run.model == self.source.name
-                and run.training == training.get(run.task)
-                and run.recipe.get("restarts", 1) in restarts
-                and run.epochs in (0, self.asked.more.epochs)
-            )
-
-        return log.newest(same)
+    def publish(self, log: Log) -> None:
+        """The page and the figures of what has run."""
+        publish_tables(self, with_chosen(self.runs(log), self.ks))
 
 
 def best_k(runs: list[Run], task: str, size: str, seed: int, ks: list[int]) -> int | None:
@@ -230,11 +208,9 @@ def with_chosen(runs: list[Run], ks: list[int]) -> list[Run]:
     return found
 
 
-def publish_tables(experiment: Experiment, log: Log) -> None:
-    """The page and the figures of what has run."""
-    asked = experiment.asked
-    runs = with_chosen(experiment.runs(log), experiment.ks)
-    name = "messi_tasks"
+def publish_tables(experiment: Tables, runs: list[Run]) -> None:
+    """The page and the figures of ``runs``, among them those of the chosen k."""
+    asked, name = experiment.asked, experiment.name
     rates = sorted(experiment.rates, key=float)
     sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
     places = [(kept(rate), float(rate)) for rate in rates]
@@ -309,11 +285,7 @@ def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...]
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK))
-    experiment, log = Experiment(asked), Log(asked.results / "messi_tasks.jsonl")
-    if not asked.tables:
-        carry_out(experiment.cells(log), log, asked)
-    publish_tables(experiment, log)
+    conduct(Tables(quick(asked_for(__doc__, "cola,mrpc,rte,stsb", OWN, argv=argv, quick=QUICK))))
 
 
 if __name__ == "__main__":

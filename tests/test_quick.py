@@ -21,6 +21,7 @@ import fwsvd_tasks
 import messi_lenet
 import messi_same_size
 import messi_tasks
+import messi_vgg
 import train_small
 from _small_networks import Images, ResNet20, accuracy, train_
 
@@ -118,6 +119,20 @@ def test_messi_lenet(places: Path) -> None:
             assert run["compressed"] < run["tuned"], "training again helps what has lost most"
     assert "not run" not in page
     assert quick(messi_lenet.main, places, "messi_lenet") == (page, runs)
+
+
+@pytest.mark.slow
+def test_messi_vgg(places: Path) -> None:
+    page, runs = quick(messi_vgg.main, places, "messi_vgg")
+    names = {"SVD", "MESSI, k = 2", "k-means, k = 2", "kflats"}
+    assert {(run["method"], run["seed"]) for run in runs} == {(name, seed) for name in names for seed in (0, 1)}
+    for run in runs:
+        assert run["nbytes"] <= 0.1 * 4 * 2 * 512 * 512 + 1
+        assert run["original"] > 0.15, "the network has begun to learn"
+        assert run["tuned"] > run["original"], "the linear layers go on learning"
+    assert "not run" not in page
+    assert len(list((places / "models").glob("vgg19-*.safetensors"))) == 2, "a network for each seed"
+    assert quick(messi_vgg.main, places, "messi_vgg") == (page, runs)
 
 
 @pytest.mark.slow

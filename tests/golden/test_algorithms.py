@@ -33,7 +33,7 @@ pytest.importorskip("seqeval")
 
 from _algorithms import VERSIONS
 from _quick import write_model
-from _small_networks import accuracy, blobs, lenet
+from _small_networks import accuracy, blobs, lenet, vgg19
 from _task_models import with_head
 
 FILE = Path(__file__).with_name("algorithms.json")
@@ -113,6 +113,11 @@ def small_networks(tiny: Path) -> list[float]:
     return [accuracy(model, judged.images, judged.classes), *probes(model.fc2.weight)]
 
 
+def vgg(tiny: Path) -> list[float]:
+    model = vgg19(blobs(192, 0, (3, 1, 1), (3, 32, 32)), 1, 0, 4)
+    return probes(model.head.fc0.weight) + probes(model.features[0].weight.flatten(1))
+
+
 ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "svd": lambda tiny: fitted(SVD()),
     "messi": lambda tiny: fitted(MESSI(k=3, restarts=3)),
@@ -124,6 +129,7 @@ ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "training": training,
     "scores": scores,
     "small networks": small_networks,
+    "vgg": vgg,
 }
 
 
