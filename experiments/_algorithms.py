@@ -21,6 +21,7 @@ VERSIONS: dict[str, int] = {
     "scores": 1,
     "small networks": 1,
     "vgg": 1,
+    "search": 1,
 }
 
 

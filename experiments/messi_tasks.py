@@ -43,6 +43,8 @@ from kflats import MESSI, SVD, KMeansSVD, Power, Recipe, Uniform
 from kflats.common.errors import KflatsError
 
 OURS, CHOSEN = "kflats", "MESSI, k chosen"
+OTHERS = ("k-means", "MESSI l1")
+"""How the names of ``--others`` begin."""
 TITLE = "Embedding tables covered by k flats: scores of tasks"
 OWN: dict[str, Any] = {
     "rates": "40,60,20",
@@ -102,10 +104,10 @@ def other(kind: str, k: int, restarts: int) -> Way:
     """
     decides = {"k": k, "restarts": restarts}
     if kind == "k-means":
-        return Way(f"k-means, k = {k}", Recipe(KMeansSVD(k=k, restarts=restarts), Uniform()), decides, "k-means")
+        return Way(f"{OTHERS[0]}, k = {k}", Recipe(KMeansSVD(k=k, restarts=restarts), Uniform()), decides, "k-means")
     if kind == "l1":
         recipe = Recipe(MESSI(k=k, error=Power(1.0), restarts=restarts), Uniform())
-        return Way(f"MESSI l1, k = {k}", recipe, decides, "messi l1")
+        return Way(f"{OTHERS[1]}, k = {k}", recipe, decides, "messi l1")
     raise KflatsError(f"--others {kind} is not known", hint="k-means or l1, or both with a comma between them")
 
 
@@ -184,8 +186,10 @@ class Tables(TaskExperiment):
         return self.runs_of(log, lambda run: run.recipe.get("restarts", 1) in restarts and run.epochs in epochs)
 
     def publish(self, log: Log) -> None:
-        """The page and the figures of what has run."""
-        publish_tables(self, with_chosen(self.runs(log), self.ks))
+        """The page and the figures of what has run, what other commands asked for among it."""
+        runs = self.runs(log)
+        names = {by.name for by in self.others} | {run.method for run in runs if run.method.startswith(OTHERS)}
+        publish_tables(self, with_chosen(runs, self.ks), sorted(names))
 
 
 def best_k(runs: list[Run], task: str, size: str, seed: int, ks: list[int]) -> int | None:
@@ -208,18 +212,17 @@ def with_chosen(runs: list[Run], ks: list[int]) -> list[Run]:
     return found
 
 
-def publish_tables(experiment: Tables, runs: list[Run]) -> None:
+def publish_tables(experiment: Tables, runs: list[Run], others: list[str]) -> None:
     """The page and the figures of ``runs``, among them those of the chosen k."""
     asked, name = experiment.asked, experiment.name
     rates = sorted(experiment.rates, key=float)
     sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
     places = [(kept(rate), float(rate)) for rate in rates]
-    others = [by.name for by in experiment.others]
     methods = [*map(method_name, sorted(experiment.ks)), CHOSEN, *others, OURS]
     drawn = ["SVD", *(method_name(k) for k in sorted(experiment.tuned) if k > 1), CHOSEN, *others, OURS]
     claims = [(method_name(k), "SVD") for k in sorted(experiment.tuned) if k > 1]
     claims += [(CHOSEN, "SVD"), *((OURS, m) for m in drawn if m != OURS)]
-    for k, kind in ((k, kind) for k in sorted(experiment.tuned) if k > 1 for kind in ("k-means", "MESSI l1")):
+    for k, kind in ((k, kind) for k in sorted(experiment.tuned) if k > 1 for kind in OTHERS):
         if f"{kind}, k = {k}" in others:
             claims.append((method_name(k), f"{kind}, k = {k}"))
     tasks, seeds = asked.tasks, len(asked.seeds)

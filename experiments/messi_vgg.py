@@ -26,7 +26,14 @@ from safetensors.torch import load_file, save_file
 
 from kflats.io.atomic import replaced
 
-OWN: dict[str, Any] = {"saved": "90,80,96,60", "ks": "2,5", "train-epochs": 6, "epochs": 2, "restarts": 10, "width": 16}
+OWN: dict[str, Any] = {
+    "saved": "90,80,96,60,98,99",
+    "ks": "2,5",
+    "train-epochs": 6,
+    "epochs": 2,
+    "restarts": 10,
+    "width": 16,
+}
 QUICK: dict[str, Any] = {"saved": "90", "ks": "2", "train-epochs": 5, "restarts": 2, "width": 4, "seeds": "0,1"}
 
 

@@ -4,6 +4,7 @@ hold there."""
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import fwsvd_groups
 import fwsvd_tasks
 import messi_lenet
 import messi_same_size
+import messi_search
 import messi_tasks
 import messi_vgg
 import train_small
@@ -119,6 +121,28 @@ def test_messi_lenet(places: Path) -> None:
             assert run["compressed"] < run["tuned"], "training again helps what has lost most"
     assert "not run" not in page
     assert quick(messi_lenet.main, places, "messi_lenet") == (page, runs)
+
+
+@pytest.mark.slow
+def test_messi_search(places: Path) -> None:
+    page, runs = quick(messi_search.main, places / "search", "messi_search", "--seeds", "0")
+    at = {run["method"]: run for run in runs}
+    assert set(at) == {"SVD", *messi_search.METHODS.values()}
+    for method in messi_search.METHODS.values():
+        run = at[method]
+        tried = {int(k): score for k, score in run["more"]["tried"].items()}
+        assert set(tried) <= {1, 2, 3, 4}
+        assert tried[run["more"]["k"]] == max(tried.values())
+        assert run["nbytes"] <= 0.4 * run["more"]["bytes_before"]
+    before = at[messi_search.METHODS["before"]]
+    assert before["held_out"]["compressed"] == before["more"]["tried"][str(before["more"]["k"])], "found and made again"
+    assert "not run" not in page
+    again = places / "search again"
+    shutil.copytree(places / "search", again)
+    (again / "results" / "messi_search.jsonl").rename(again / "results" / "messi_tasks.jsonl")
+    same, fewer = quick(messi_search.main, again, "messi_search", "--seeds", "0", "--choose", "before")
+    assert {run["method"] for run in fewer} == {messi_search.METHODS["before"]}, "SVD is in the other log"
+    assert "not run" not in same
 
 
 @pytest.mark.slow

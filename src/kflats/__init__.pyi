@@ -5,6 +5,7 @@ from kflats.codecs import Feedback, Float, Integer, Transform
 from kflats.common.errors import KflatsError
 from kflats.common.release import __version__
 from kflats.common.text_files import read_texts
+from kflats.compress.flats_search import search_flats
 from kflats.compress.pipeline import Prepared, compress_, compress_folder
 from kflats.evaluation.forms import run_as_
 from kflats.evaluation.outputs import fidelity
@@ -97,6 +98,7 @@ __all__ = [
     "run_as_",
     "save",
     "score",
+    "search_flats",
     "task_batches",
     "trim",
     "trim_folder",

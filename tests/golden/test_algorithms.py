@@ -118,6 +118,18 @@ def vgg(tiny: Path) -> list[float]:
     return probes(model.head.fc0.weight) + probes(model.features[0].weight.flatten(1))
 
 
+def search(tiny: Path) -> list[float]:
+    """Which numbers of flats a search tries, and how well each is fitted."""
+    words = torch.nn.Embedding.from_pretrained(table())
+
+    def score(small: torch.nn.Module) -> float:
+        return -float((small.get_submodule("words")(torch.arange(240)) - table()).square().sum())
+
+    holder = torch.nn.ModuleDict({"words": words})
+    found = kflats.search_flats(holder, MESSI(k=None, restarts=1), score, weights=["words"], keep="40%", quiet=True)
+    return [number for k, value in found.scores.items() for number in (k, value)] + [found.k]
+
+
 ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "svd": lambda tiny: fitted(SVD()),
     "messi": lambda tiny: fitted(MESSI(k=3, restarts=3)),
@@ -130,6 +142,7 @@ ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "scores": scores,
     "small networks": small_networks,
     "vgg": vgg,
+    "search": search,
 }
 
 

@@ -28,6 +28,7 @@ from kflats.cli.options import (
     Model,
     Quiet,
     RecipeOptions,
+    SearchOptions,
     Sizes,
     TaskData,
     TrainingOptions,
@@ -129,6 +130,7 @@ def compress(
     budget: BudgetOptions,
     recipe: RecipeOptions,
     data: DataOptions,
+    search: SearchOptions,
     plan: Annotated[
         Path | None,
         typer.Option(metavar="plan.json", exists=True, dir_okay=False, help="Carry out this plan of kflats plan."),
@@ -164,8 +166,9 @@ def compress(
         check_recipe(recipe, counted=data.texts is not None)
     elif extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
         raise conflict("--plan", ", ".join(extra), "leave the option out, or make another plan: kflats plan")
+    scored = search.scored(data, recipe.flats)
     _check_places(out, force, model)
-    read = data.read() | {"proof": not no_proof, "eval_texts": texts_of(eval_texts)}
+    read = data.read() | {"score": scored, "proof": not no_proof, "eval_texts": texts_of(eval_texts)}
     from kflats.compress.pipeline import compress_folder
     from kflats.recipe.recipe import Plan
 

@@ -271,7 +271,9 @@ class RecipeOptions:
     flats: Annotated[
         str | None,
         typer.Option(
-            metavar="K", help="With flats, kmeans-svd and messi: the number of flats, or search: that of least error."
+            metavar="K",
+            help="With flats, kmeans-svd and messi: the number of flats, or search: that of least error, or of the "
+            "best score (--search).",
         ),
     ] = None
     restarts: Annotated[
@@ -418,6 +420,50 @@ def _objective(name: str) -> Objective:
 def texts_of(path: Path | None) -> tuple[str, ...] | None:
     """The texts of a file or folder, marks of tokenised corpora undone; None if none is given."""
     return None if path is None else undo_marks(read_texts(path))[0]
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """The options that say by what numbers of flats are compared."""
+
+    search: Annotated[
+        Literal["error", "task"],
+        typer.Option(
+            help="With --flats search: the number of least error, or of the best score of --task before any training."
+        ),
+    ] = "error"
+    search_split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="With --search task: the split of which 1,000 examples decide (train); best one that the model was "
+            "not trained on, and never the one that judges.",
+        ),
+    ] = None
+
+    def scored(self, data: DataOptions, flats: str | None) -> Callable[[nn.Module, Any], float] | None:
+        """The score that decides, as an argument of ``compress_folder``; None: the error does.
+
+        Raises:
+            KflatsError: a search by task without a task, or without a search.
+        """
+        if self.search == "error":
+            if self.search_split is not None:
+                raise conflict("--search-split", "--search error", "--search task, or leave --search-split out")
+            return None
+        if flats != "search":
+            raise KflatsError("--search task cannot be used without --flats search", hint="--flats search")
+        if data.task is None:
+            raise KflatsError("--search task cannot be used without --task", hint="--task NAME, or --search error")
+        task, folder, split = find_task(data.task), data.task_data, self.search_split or "train"
+
+        def score_of(model: nn.Module, tokenizer: Any) -> float:
+            from kflats.tasks.scoring import score
+
+            found = score(model, tokenizer, task, task_data=folder, split=split, limit=1000, costs=False)
+            return -found.value if found.metric == "perplexity" else found.value
+
+        return score_of
 
 
 @dataclass(frozen=True)

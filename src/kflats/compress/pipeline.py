@@ -17,6 +17,7 @@ from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.compress.fitting import Partial, factorize, measured_once, model_fingerprint, swapped, work_fingerprint
+from kflats.compress.flats_search import best_flats, searched
 from kflats.compress.quality import smallest
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.evaluation.proof import compare, settle_form_
@@ -120,6 +121,7 @@ def compress_folder(
     prepared: Prepared | None = None,
     samples: int = SAMPLES,
     allocation: Allocation = "auto",
+    score: Callable[[nn.Module, Any], float] | None = None,
     trim: int | None = None,
     seed: int = 0,
     run_as: RunAs = "dense",
@@ -147,6 +149,8 @@ def compress_folder(
         keep_statistics: a file to keep them in for later (``Statistics.load``).
         prepared: for several sizes of one model with the same data: one ``Prepared()`` given to each call, so that
             the model is measured once.
+        score: of a model and its tokenizer, higher is better: with ``Flats(k=None)`` or ``MESSI(k=None)`` the number
+            of flats is the one whose model scores best (``search_flats``), not the one of least error. Needs a size.
         trim: keep this many of the commonest tokens first, counted in ``texts``: as ``trimming.trim``. Budgets in per
             cent are then of the trimmed model.
         run_as: the run-time form that the folder loads in, as ``run_as_``. The proof is of this form. "auto": the
@@ -172,6 +176,14 @@ def compress_folder(
         raise KflatsError(
             "the run-time form auto is not supported without a proof", hint="a proof, or a form by name such as int8"
         )
+    if score is not None:
+        searched(method)
+        if quality is not None:
+            raise KflatsError(
+                "a search by score is not supported with a quality",
+                cause="numbers of flats are compared in the same bytes",
+                hint="keep or size",
+            )
     form: RunForm = "dense" if run_as == "auto" else run_as
     data = _read(texts, calibration, objective, statistics, samples)
     batches = any(not isinstance(item, str) for item in data.calibration or ())
@@ -209,6 +221,20 @@ def compress_folder(
             return Partial(out, work_fingerprint(about, decided, seed))
 
         sizes: dict[str, Any] = {"allocation": allocation, "quiet": quiet, "file_bytes": before, "beside": beside}
+        if score is not None and method is not None and budget is not None:
+            tokenizer = data.tokenizer
+            found = best_flats(
+                model,
+                method,
+                lambda small: score(small, tokenizer),
+                budget,
+                data,
+                weights=weights,
+                measured=measured,
+                seed=seed,
+                **sizes,
+            )
+            recipes = _recipes(found.recipe, weights, whole=keep is None)
         judged = data.held_out if eval_texts is None else tuple(eval_texts)
         if quality is None:
             decided = decide(model, recipes, budget, data, measured=measured, **sizes)
