@@ -29,6 +29,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("model",),
     ("io",),
     ("recipe",),
+    ("tables",),
     ("evaluation",),
     ("calibration",),
     ("report",),

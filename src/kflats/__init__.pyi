@@ -34,6 +34,7 @@ from kflats.recipe.budget import Budget, parse_budget
 from kflats.recipe.recipe import Plan, Recipe
 from kflats.recover.recover import recover_, recover_folder
 from kflats.report.report import Report
+from kflats.tables import CodedTable, TableEmbedding, TableEmbeddingBag, compress_table, open_table
 from kflats.tasks.batches import task_batches
 from kflats.tasks.scoring import score
 from kflats.trimming.trimming import Trimmed, trim, trim_folder
@@ -43,6 +44,7 @@ __all__ = [
     "SVD",
     "Auto",
     "Budget",
+    "CodedTable",
     "Entrywise",
     "Feedback",
     "Flats",
@@ -67,6 +69,8 @@ __all__ = [
     "Squared",
     "Statistics",
     "Subspace",
+    "TableEmbedding",
+    "TableEmbeddingBag",
     "TaskLoss",
     "TokenCounts",
     "TokenFisher",
@@ -82,12 +86,14 @@ __all__ = [
     "compare",
     "compress_",
     "compress_folder",
+    "compress_table",
     "export_dense",
     "export_onnx",
     "fidelity",
     "find_weights",
     "load_",
     "measure",
+    "open_table",
     "parse_budget",
     "plan",
     "read_texts",

@@ -26,10 +26,12 @@ from kflats.cli.options import (
     Folder,
     Force,
     Model,
+    OptionalModel,
     Quiet,
     RecipeOptions,
     SearchOptions,
     Sizes,
+    TableOptions,
     TaskData,
     TrainingOptions,
     TrustRemoteCode,
@@ -125,12 +127,13 @@ def plan(
 
 @with_options
 def compress(
-    model: Model,
     out: Folder,
     budget: BudgetOptions,
     recipe: RecipeOptions,
     data: DataOptions,
     search: SearchOptions,
+    table: TableOptions,
+    model: OptionalModel = None,
     plan: Annotated[
         Path | None,
         typer.Option(metavar="plan.json", exists=True, dir_okay=False, help="Carry out this plan of kflats plan."),
@@ -160,7 +163,20 @@ def compress(
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Compress a model into a new folder that loads like any other. Interrupted, the same command resumes."""
+    """Compress a model, or a table, into a new folder. Interrupted, the same command resumes a model."""
+    of_models = given_options(replace(budget, size=None)) + given_options(recipe) + given_options(data)
+    others: dict[str, object] = {
+        "--plan": plan,
+        "--trim": trim,
+        "--eval-texts": eval_texts,
+        "--no-proof": no_proof or None,
+    }
+    others |= {"--search-split": search.search_split, "--search": None if search.search == "error" else "task"}
+    table.check(budget.size, model, of_models + [option for option, value in others.items() if value is not None])
+    if table.table is not None:
+        _compress_table(table, budget.size or "", out, seed=seed, force=force, quiet=quiet)
+        return
+    assert model is not None
     if plan is None:
         budget.check()
         check_recipe(recipe, counted=data.texts is not None)
@@ -180,6 +196,24 @@ def compress(
     report = compress_folder(model, out, trim=trim, seed=seed, run_as=run_as, force=force, quiet=quiet, **read)
     if not quiet:
         typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
+
+
+def _compress_table(options: TableOptions, limit: str, out: Path, *, seed: int, force: bool, quiet: bool) -> None:
+    check_folder(out, force)
+    from kflats.tables import compress_table
+
+    assert options.table is not None
+    layout, name = options.layout or "compact", options.column or ""
+    index = compress_table(
+        options.table, out, size=limit, layout=layout, name=name, seed=seed, force=force, quiet=quiet
+    )
+    if not quiet:
+        total = sum(path.stat().st_size for path in out.iterdir())
+        bits = 8 * total / (index.rows * index.columns)
+        typer.echo(
+            f"{index.rows:,} x {index.columns}, {layout}: {size(total)}, {bits:.3f} bits a number, relative squared "
+            f"error {index.relative_error:.3e}\n\ntable: {out}   (kflats.open_table)"
+        )
 
 
 def _chosen(budget: BudgetOptions, recipe: RecipeOptions, data: DataOptions) -> dict[str, Any]:

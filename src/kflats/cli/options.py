@@ -13,7 +13,7 @@ import inspect
 import logging
 import os
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
@@ -147,6 +147,9 @@ TrustRemoteCode = Annotated[
     ),
 ]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="A local model folder, or a hub name (owner/model).")]
+OptionalModel = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help="A local model folder, or a hub name (owner/model).")
+]
 Folder = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to write.")]
 TEXT_FILES = "plain text, JSON lines, CSV, Parquet, a data set; FILE:COLUMN names a column"
 LARGEST_SEED = 2**31 - 1
@@ -254,6 +257,43 @@ class BudgetOptions:
         if self.quality is not None:
             raise conflict("--quality", "kflats plan", "--size or --keep, or kflats compress --quality")
         one_budget(self.keep, self.size)
+
+
+@dataclass(frozen=True)
+class TableOptions:
+    """The options of a table in files, which is compressed in place of a model; None: not given."""
+
+    table: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="SOURCE",
+            help="compress: a table in place of MODEL: a file or a folder of safetensors, .npy, Parquet or Arrow. "
+            "--size bounds the new folder.",
+        ),
+    ] = None
+    layout: Annotated[
+        Literal["compact", "fast"] | None,
+        typer.Option(
+            help="With --table: compact (entropy coded, the smallest; default), or fast (a fixed rate; random rows "
+            "are read ten times as fast)."
+        ),
+    ] = None
+    column: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="With --table: the tensor or column, where a file has several."),
+    ] = None
+
+    def check(self, size: str | None, model: str | None, others: Sequence[str]) -> None:
+        """Refuse a table with options of models, and options of tables without one."""
+        if self.table is None:
+            if extra := given_options(self):
+                raise conflict(", ".join(extra), "a model", "--table SOURCE, or leave them out")
+            if model is None:
+                raise KflatsError("no model is given", hint="kflats compress MODEL, or --table SOURCE")
+        elif model is not None or others:
+            raise conflict("--table", ", ".join([*(["MODEL"] if model else []), *others]), "--size, --layout, --column")
+        elif size is None:
+            raise KflatsError("a table needs a size", hint='--size "2 bits", or --size 8GB')
 
 
 @dataclass(frozen=True)
@@ -576,7 +616,7 @@ def method_of(options: RecipeOptions, default: str) -> Method:
     return methods.from_name(default if options.method is None else options.method, **values)
 
 
-def given_options(options: BudgetOptions | RecipeOptions) -> list[str]:
+def given_options(options: BudgetOptions | TableOptions | RecipeOptions | DataOptions) -> list[str]:
     """The options that are given, as the user writes them."""
     return ["--" + name.replace("_", "-") for name, value in asdict(options).items() if value is not None]
 

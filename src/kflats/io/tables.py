@@ -25,7 +25,7 @@ _ENDINGS = (".safetensors", ".npy", ".parquet", ".arrow", ".feather")
 _FLOATS = (np.dtype(np.float16), np.dtype(np.float32), np.dtype(np.float64))
 
 
-def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, name: str = "") -> Rows:
+def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *, name: str = "") -> JoinedRows:
     """The rows (n, d) of a table in files, of float16, bfloat16, float32 or float64.
 
     Args:
@@ -49,7 +49,7 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     ...     rows.shape, rows.take(torch.tensor([5, 0])).tolist()
     ((6, 2), [[1.0, 1.0], [0.0, 0.0]])
     """
-    paths = _files(source)
+    paths = table_files(source)
     kinds = {path.suffix for path in paths}
     if len(kinds) > 1:
         raise KflatsError(
@@ -57,8 +57,6 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         )
     opened: dict[str, Callable[[Path, str], Rows]] = {".safetensors": _of_safetensors, ".npy": _of_npy}
     parts = [opened.get(path.suffix, _of_arrow)(path, name) for path in paths]
-    if len(parts) == 1:
-        return parts[0]
     return JoinedRows(parts, [str(path) for path in paths])
 
 
@@ -122,7 +120,8 @@ def _regrouped(pieces: Iterable[Tensor], size: int) -> Iterator[tuple[int, Tenso
         yield first, torch.cat(held)
 
 
-def _files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """The files of a table, as ``open_rows`` finds them."""
     if not isinstance(source, str | os.PathLike):
         paths = [Path(one) for one in source]
     elif Path(source).is_dir():

@@ -1,0 +1,261 @@
+"""Tables of any number of rows, coded in two passes over their rows.
+
+The first pass sums the mean, the Gram matrix and the largest norm, refuses what is not finite, and draws a sample. The
+axes are those of all rows; steps and distributions are those of the sample. The second pass encodes block by block and
+writes file after file. Neither holds more than a block of rows, the sample and d x d numbers.
+
+Sums are those of units of 2^18 rows, added in their order: they do not depend on how the source is cut into files, nor
+on who sums a unit.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kflats.common.errors import KflatsError, is_whole
+from kflats.common.formatting import progress_bar
+from kflats.io.atomic import new_folder
+from kflats.io.tables import JoinedRows, open_rows, table_files
+from kflats.numerics.rows import GRAM_BLOCK
+from kflats.recipe.budget import Budget, parse_budget
+from kflats.tables.compact import CompactCode, Design, finest_step, step_for
+from kflats.tables.fast import FastCode
+from kflats.tables.index import INDEX_BYTES, SHARD_ENTRY, Layout, TableIndex, save_head, shard_name
+from kflats.tables.layout import RowCode
+from kflats.tables.shards import ShardRecord, ShardWriter, file_bytes
+
+_UNIT = 2**18  # rows whose sums are one term of the whole
+_BLOCK = 16384  # rows that are encoded at once; files begin at multiples of it
+_SHARD_ROWS, _SHARD_BYTES = 2**22, 2**31
+_SAMPLE = 32768
+_SEARCHED = 8192  # rows of the sample on which the step is searched
+_AIM, _LEAST = 0.996, 0.98  # of the budget
+_TRIES = 4
+_SEARCHES = 5
+
+
+def compress_table(
+    source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    out: str | os.PathLike[str],
+    *,
+    size: str | Budget,
+    layout: Layout = "compact",
+    name: str = "",
+    seed: int = 0,
+    shard_rows: int | None = None,
+    force: bool = False,
+    quiet: bool = False,
+) -> TableIndex:
+    """Code a table in files into a folder that ``open_table`` reads row by row.
+
+    With a_i the rows less their mean, and V their principal axes (eigenvectors of the Gram matrix of all rows):
+
+        minimise   sum_i || a_i - a^_i ||^2      subject to   bytes of the folder <= size,      a^_i = q(V a_i) V
+
+    Coordinates get bits by reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3).
+
+    Args:
+        source: a file, a folder or several files, as of ``kflats.io.open_rows``: safetensors, ``.npy``, Parquet, Arrow,
+            of float16, bfloat16, float32 or float64.
+        out: the new folder.
+        size: of the folder: "2 bits" a number, or "8GB". It is never exceeded.
+        layout: "compact", entropy coded in lanes of a few rows, the smallest; or "fast", every row in the same bytes,
+            which is read an order of magnitude faster. In equal bytes compact loses less, most below 3 bits a number.
+        name: of the tensor or the column, where a file has several.
+        seed: of the sample.
+        shard_rows: rows a file, a multiple of 16384; by default 2^22, or fewer if they take more than 2 GiB.
+        force: replace ``out``, if it is as kflats wrote it.
+        quiet: show no progress.
+
+    Memory is that of a block of 16384 rows, a sample of 32768, and d x d numbers; time is linear in the rows. The
+    folder is whole or not there: a run that is killed leaves nothing that opens, and the next one removes its files.
+
+    Raises:
+        KflatsError: a source that cannot be read; NaN or infinite numbers, named by file and row; a size that cannot be
+            met; as ``kflats.io.new_folder``.
+    """
+    if layout not in ("compact", "fast"):
+        raise KflatsError(f"layout={layout!r} is not supported", hint='layout="compact" or layout="fast"')
+    if not is_whole(seed, 0):
+        raise KflatsError(f"seed={seed!r} is not supported", hint="a whole number from 0")
+    if shard_rows is not None and (not is_whole(shard_rows, _BLOCK) or shard_rows % _BLOCK):
+        raise KflatsError(f"shard_rows={shard_rows!r} is not supported", hint=f"a multiple of {_BLOCK}")
+    rows = open_rows(source, name=name)
+    n, d = rows.shape
+    budget = _bytes(size, n * d)
+    per_shard = shard_rows or _rows_a_shard(n, budget)
+    with new_folder(out, force, table_files(source)) as folder, progress_bar(quiet=quiet) as show:
+        seen = _first_pass(rows, seed, lambda done: show("measuring", done, n))
+        run = _Run(rows, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n))
+        index = run.whole()
+        index.save(folder)
+    return index
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the first pass learns: ``axes`` (d, d) by falling energy, the sum of squares, a bound of the norms of rows
+    less their mean, and a ``sample`` of rows in these axes."""
+
+    mean: Tensor
+    axes: Tensor
+    squares: float
+    longest: float
+    sample: Tensor
+
+
+def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None]) -> _Seen:
+    n, d = rows.shape
+    count = min(n, _SAMPLE)
+    drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    ids = ((torch.arange(count) + drawn) * (n / count)).to(torch.int64).clamp_max(n - 1)  # one of each n / count rows
+    sample = torch.empty(count, d)
+    shift = next(iter(rows.blocks(GRAM_BLOCK)))[1].mean(0)
+    total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+    unit_total, unit_gram = torch.zeros_like(total), torch.zeros_like(gram)
+    squares = unit_squares = longest = 0.0
+    for start, block in rows.blocks(GRAM_BLOCK):
+        norms = block.square().sum(1)
+        if not math.isfinite(most := float(norms.max())):
+            raise _not_finite(rows, start, block)
+        longest = max(longest, most)
+        here = slice(*torch.searchsorted(ids, torch.tensor([start, start + len(block)])).tolist())
+        sample[here] = block[ids[here] - start].to(torch.float32)
+        near = block - shift
+        unit_total += near.sum(0, dtype=torch.float64)
+        unit_gram += near.T @ near
+        unit_squares += float(norms.sum(dtype=torch.float64))
+        show(start + len(block))
+        if (start + len(block)) % _UNIT == 0 or start + len(block) == n:
+            total, gram, squares = total + unit_total, gram + unit_gram, squares + unit_squares
+            unit_total, unit_gram, unit_squares = torch.zeros_like(total), torch.zeros_like(gram), 0.0
+    mean = total / n
+    axes = torch.linalg.eigh(gram / n - mean.outer(mean)).eigenvectors.T.flip(0).to(torch.float32).contiguous()
+    mean = (mean + shift).to(torch.float32)
+    return _Seen(mean, axes, squares, longest**0.5 + float(mean.norm()), (sample - mean) @ axes.T)
+
+
+def _not_finite(rows: JoinedRows, start: int, block: Tensor) -> KflatsError:
+    bad = (~torch.isfinite(block.square().sum(1))).nonzero().squeeze(1) + start
+    more = f", and {len(bad) - 1} more up to {rows.place(int(bad[-1]))}" if len(bad) > 1 else ""
+    return KflatsError(
+        f"NaN, infinite or huge numbers in {rows.place(int(bad[0]))}{more}",
+        cause=f"a damaged source; rows {start} to {start + len(block)} of the table were read",
+        hint="repair these rows, or leave them out",
+    )
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The second pass, and again where the sample misjudged the size."""
+
+    rows: JoinedRows
+    folder: Path
+    layout: Layout
+    budget: int
+    shard_rows: int
+    seen: _Seen
+    show: Callable[[int], None]
+
+    def whole(self) -> TableIndex:
+        """The table of the budget."""
+        seen, n = self.seen, self.rows.shape[0]
+        shards = -(-n // self.shard_rows)
+        overhead = INDEX_BYTES + shards * SHARD_ENTRY
+        if self.layout == "fast":
+            return self._written(FastCode.of(seen.sample, seen.axes, seen.mean, self._row_bytes(overhead)))
+        room = self.budget - overhead - shards * file_bytes(0, 64)
+        aim, least = _AIM, overhead
+        for attempt in range(_TRIES):
+            code = self._compact(room * aim)
+            if code is None:
+                break
+            index = self._written(code)
+            total = overhead + index.head.bytes + sum(shard.bytes for shard in index.shards)
+            if total <= self.budget and (attempt or total >= _LEAST * self.budget):
+                return index
+            aim, least = aim * _AIM * self.budget / total, total
+        raise self._too_small(least)
+
+    def _row_bytes(self, overhead: int) -> int:
+        n, d = self.rows.shape
+        head = FastCode.head_bytes(d)
+        counts = [min(self.shard_rows, n - first) for first in range(0, n, self.shard_rows)]
+
+        def total(row_bytes: int) -> int:
+            return overhead + head + sum(file_bytes(count * row_bytes) for count in counts)
+
+        row_bytes = min((self.budget - overhead - head) // n, FastCode.most_bytes(d))
+        while row_bytes > 0 and total(row_bytes) > self.budget:
+            row_bytes -= 1
+        if row_bytes < 1:
+            raise self._too_small(total(1))
+        return row_bytes
+
+    def _too_small(self, least: int) -> KflatsError:
+        n, d = self.rows.shape
+        return KflatsError(
+            f"{self.budget:,} bytes cannot hold a table of {n:,} x {d} in the {self.layout} layout",
+            cause=f"{least:,} bytes are needed for what does not depend on the rows, and for the least of them",
+            hint="a larger size",
+        )
+
+    def _compact(self, nbytes: float) -> CompactCode | None:
+        """The code whose head and rows take about ``nbytes``, by the sample; None where no code does."""
+        seen, whole, n = self.seen, self.seen.sample, self.rows.shape[0]
+        few = whole[:: max(1, len(whole) // _SEARCHED)]
+        bits = 8 * (nbytes - CompactCode.about_head(few.shape[1])) / n
+        if bits <= 0:
+            return None
+        # Bits fall by one a live coordinate for each doubling of the step: false position on its logarithm.
+        power, slope = math.log2(step_for(few, bits)), -float(few.shape[1])
+        finest = math.log2(finest_step(whole))
+        power = max(power, finest)
+        before: tuple[float, float] | None = None
+        for _ in range(_SEARCHES):
+            spent = Design.of(few, 2.0**power, seen.longest).row_bits
+            if before is not None and (spent - before[1]) * (power - before[0]) < 0:
+                slope = (spent - before[1]) / (power - before[0])
+            if abs(spent - bits) <= 0.01 * bits:
+                break
+            before = power, spent
+            power = max(finest, power + max(-3.0, min(3.0, (bits - spent) / slope)))
+        code = CompactCode.of(whole, seen.axes, seen.mean, 2.0**power, seen.longest)
+        # Steps that are a little finer or coarser change nothing else.
+        bits = 8 * (nbytes - code.head_bytes) / n
+        return code.scaled(2.0 ** max(finest - power, min(1.0, (bits - code.row_bits(whole)) / slope)))
+
+    def _written(self, code: RowCode) -> TableIndex:
+        """All files of rows, and the head."""
+        n, d = self.rows.shape
+        seen, shards, error = self.seen, list[ShardRecord](), 0.0
+        head = save_head(self.folder, code.tensors())
+        blocks = self.rows.blocks(_BLOCK)
+        for number, first in enumerate(range(0, n, self.shard_rows)):
+            with ShardWriter(self.folder / shard_name(number)) as file:
+                writer = code.writer(file)
+                for _ in range(first, min(first + self.shard_rows, n), _BLOCK):
+                    start, block = next(blocks)
+                    error += writer.add((block.to(torch.float32) - seen.mean) @ seen.axes.T)
+                    self.show(start + len(block))
+                shards.append(writer.finish())
+        return TableIndex(self.layout, n, d, self.shard_rows, error, seen.squares, head, tuple(shards))
+
+
+def _bytes(size: str | Budget, numbers: int) -> int:
+    budget = parse_budget(size, "file")
+    if budget.kind not in ("bits", "bytes"):
+        raise KflatsError(f"size={str(budget)!r} is not supported with a table", hint='"2 bits" a number, or "8GB"')
+    return int(budget.in_bytes(numbers).amount)
+
+
+def _rows_a_shard(rows: int, budget: int) -> int:
+    most = max(_BLOCK, _SHARD_BYTES * rows // max(1, budget))
+    return max(_BLOCK, min(_SHARD_ROWS, 1 << most.bit_length() - 1))

@@ -1,0 +1,212 @@
+"""The fast layout: every row in the same number of bytes, so that a row is found by its number and read at once.
+
+A coordinate in principal axes gets b bits, which stand for 2^b values a step apart around 0. The bits are shared one by
+one: each goes where it lowers the squared error of the sample most. Steps and bits are those of rows in units of their
+scale; the scale of a row is a power of 2^(1/8), and a byte. Where rows are of one length, scales are left out.
+
+Rows are read by a gather of bytes, a shift and a mask for all columns at once, and one matrix product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kflats.common.errors import KflatsError
+from kflats.numerics.coding.packing import Layout, pack, places_of, read_codes
+from kflats.tables.layout import NAMES, Ints, tensor_of
+from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
+
+_MOST_BITS = 9  # bits that lie in two bytes wherever they begin
+_WIDTHS = torch.linspace(0.5, 6.0, 23)  # largest values, in root mean squares, among which that of a step is chosen
+_SAMPLE = 8192  # rows on which steps are chosen
+_OCTAVE = 8  # scales an octave
+_DECODED = 4096  # rows that are decoded at once
+
+
+@dataclass(frozen=True)
+class FastCode:
+    """``bits`` (r,) uint8 and ``steps`` (r,) of the coordinates; ``top``, the largest scale of a row, 0 where rows have
+    none; ``weights`` (r,), by which the scale of a row is found when it is encoded."""
+
+    bits: Tensor
+    steps: Tensor
+    weights: Tensor
+    top: Tensor
+    axes: Tensor
+    mean: Tensor
+
+    batch = _DECODED
+
+    @classmethod
+    def of(cls, sample: Tensor, axes: Tensor, mean: Tensor, row_bytes: int) -> FastCode:
+        """The code of ``row_bytes`` a row that loses least on ``sample`` (m, r), rows in principal axes."""
+        sample = sample[:: max(1, len(sample) // _SAMPLE)]
+        energies = sample.square().mean(0)
+        if float(energies.max()) <= 0:
+            raise KflatsError("the table has no numbers but one row many times", hint="keep that row")
+        # A row that is s times a row of these energies has this scale; coordinates without energy say nothing.
+        weights = torch.where(energies > 1e-6 * energies.max(), 1 / energies.clamp_min(1e-38), 0.0)
+        weights = weights / (weights > 0).sum()
+        ways = []
+        for scaled in (True, False):
+            if 8 * row_bytes > 8 * scaled:
+                scales = (sample.square() @ weights).sqrt() if scaled else torch.ones(len(sample))
+                error, bits, steps = _shared(sample, scales.clamp_min(1e-30), 8 * row_bytes - 8 * scaled)
+                ways.append((error, bits, steps, 2 * scales.max() if scaled else torch.zeros(())))
+        _, bits, steps, top = min(ways, key=lambda way: way[0])
+        return cls(bits, steps, weights, top.view(1).to(torch.float32), axes, mean)
+
+    def __post_init__(self) -> None:
+        if int(self.bits.max()) > _MOST_BITS or not int(self.bits.max()):
+            raise KflatsError("a fixed-rate code with impossible bits", cause="a damaged file")
+
+    @staticmethod
+    def most_bytes(columns: int) -> int:
+        """The most bytes that a row may take."""
+        return 1 + -(-_MOST_BITS * columns // 8)
+
+    @staticmethod
+    def head_bytes(columns: int) -> int:
+        """Bytes of the head, and a little more."""
+        return 4 * (columns * columns + 4 * columns) + NAMES
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows have scales."""
+        return float(self.top) > 0
+
+    @cached_property
+    def layout(self) -> Layout:
+        """Where coordinates lie in a row, after its scale."""
+        return Layout(self.bits, torch.zeros(len(self.bits), dtype=torch.int16))
+
+    @cached_property
+    def row_bytes(self) -> int:
+        """Bytes a row."""
+        return self.layout.row_bytes + self.scaled
+
+    @cached_property
+    def _live(self) -> tuple[Tensor, ...]:
+        """Starts, shifts and masks of the coordinates with bits, the rows of axes times their steps, and what stands
+        for the middle of their values."""
+        live = self.bits.nonzero().squeeze(1)
+        starts, shifts, masks = (part[live] for part in places_of(self.bits))
+        axes = self.axes[live] * self.steps[live].unsqueeze(1)
+        middle = ((1 << self.bits[live].to(torch.int32)) - 1).to(torch.float32) / 2
+        return starts, shifts, masks, axes, -(middle @ axes)
+
+    @cached_property
+    def _scales(self) -> Tensor:
+        """(256,) the scale that each byte stands for; 0 stands for rows of zeros."""
+        scales = self.top * 2 ** ((torch.arange(256) - 255) / _OCTAVE)
+        scales[0] = 0.0
+        return scales
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As ``RowCode.tensors``."""
+        names = ("bits", "steps", "weights", "top", "axes", "mean")
+        return {name: getattr(self, name) for name in names}
+
+    @classmethod
+    def from_tensors(cls, tensors: dict[str, Tensor], columns: int) -> FastCode:
+        """The code that ``tensors`` came from.
+
+        Raises:
+            KflatsError: they are no code of so many columns.
+        """
+        return cls(
+            tensor_of(tensors, "bits", torch.uint8, columns),
+            tensor_of(tensors, "steps", torch.float32, columns),
+            tensor_of(tensors, "weights", torch.float32, columns),
+            tensor_of(tensors, "top", torch.float32, 1),
+            tensor_of(tensors, "axes", torch.float32, columns, columns),
+            tensor_of(tensors, "mean", torch.float32, columns),
+        )
+
+    def writer(self, file: ShardWriter) -> FastWriter:
+        """As ``RowCode.writer``."""
+        return FastWriter(self, file)
+
+    def check(self, shard: Shard, rows: int) -> None:
+        """As ``RowCode.check``."""
+        if not rows * self.row_bytes <= len(shard.data) < rows * self.row_bytes + 8:
+            raise shard.damaged("it has another number of rows")
+
+    def _fetch(self, shard: Shard, rows: Ints) -> Tensor:
+        """(m, row_bytes)."""
+        starts = rows * self.row_bytes
+        shard.check(starts, starts + self.row_bytes)
+        return mapped_rows(shard, self.row_bytes).index_select(0, torch.from_numpy(rows))
+
+    def decode(self, pieces: Sequence[tuple[Shard, Ints]], out: Tensor) -> None:
+        """As ``RowCode.decode``."""
+        packed = torch.cat([self._fetch(shard, rows) for shard, rows in pieces])
+        starts, shifts, masks, axes, middle = self._live
+        codes = read_codes(packed[:, self.scaled :], starts, shifts, masks, 2).to(torch.float32)
+        if self.scaled:
+            torch.addmm(middle, codes.T, axes, out=out)
+            out.mul_(self._scales[packed[:, 0].to(torch.int64)].unsqueeze(1)).add_(self.mean)
+        else:
+            torch.addmm(middle + self.mean, codes.T, axes, out=out)
+
+    def encoded(self, rows: Tensor) -> tuple[Tensor, float]:
+        """(m, row_bytes) uint8 of rows in principal axes, and their squared error."""
+        scale, parts = torch.ones(len(rows), 1), []
+        if self.scaled:
+            wanted = (rows.square() @ self.weights).sqrt()
+            label = (255 + _OCTAVE * (wanted / self.top).clamp_min(1e-38).log2()).round().clamp(0, 255)
+            scale, parts = self._scales[label.to(torch.int64)].unsqueeze(1), [label.to(torch.uint8).unsqueeze(1)]
+        units = torch.where(scale > 0, rows / scale, 0.0) / torch.where(self.bits > 0, self.steps, 1.0)
+        count = (1 << self.bits.to(torch.int32)).to(torch.float32)
+        codes = torch.minimum((units + count / 2).floor().clamp_min_(0), count - 1)
+        values = (codes - (count - 1) / 2) * self.steps * scale
+        error = float((rows - torch.where(self.bits > 0, values, 0.0)).square().sum())
+        return torch.cat([*parts, pack(codes.to(torch.int32), self.layout)], dim=1), error
+
+
+class FastWriter:
+    """Encodes the rows of one file."""
+
+    def __init__(self, code: FastCode, file: ShardWriter) -> None:
+        self.code, self.file = code, file
+
+    def add(self, rows: Tensor) -> float:
+        """As ``RowWriter.add``."""
+        packed, error = self.code.encoded(rows)
+        self.file.add(packed.numpy())
+        return error
+
+    def finish(self) -> ShardRecord:
+        """As ``RowWriter.finish``."""
+        return self.file.finish({})
+
+
+def _shared(sample: Tensor, scales: Tensor, total: int) -> tuple[float, Tensor, Tensor]:
+    """The squared error, and bits (r,) uint8 and steps (r,) of ``total`` bits a row, each bit where it saves most."""
+    squares = scales.square().unsqueeze(1)
+    units = sample / scales.unsqueeze(1)
+    sizes = units.square().mean(0).sqrt()
+    errors, steps = [(units.square() * squares).sum(0)], [torch.zeros_like(sizes)]
+    for bits in range(1, _MOST_BITS + 1):
+        best, chosen = torch.full_like(sizes, torch.inf), torch.zeros_like(sizes)
+        for width in _WIDTHS.tolist():
+            step = (2 * width * sizes / 2**bits).clamp_min(1e-30)
+            code = ((units / step).floor() + 0.5).clamp_(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
+            error = ((units - code * step).square() * squares).sum(0)
+            less = error < best
+            best, chosen = torch.where(less, error, best), torch.where(less, step, chosen)
+        errors.append(torch.minimum(best, errors[-1]))
+        steps.append(chosen)
+    table = torch.stack(errors)
+    bits_of = torch.zeros(len(sizes), dtype=torch.int64)
+    columns = torch.arange(len(sizes))
+    for _ in range(min(total, _MOST_BITS * len(sizes))):
+        at = table[bits_of, columns]
+        saved = torch.where(bits_of < _MOST_BITS, at - table[(bits_of + 1).clamp_max(_MOST_BITS), columns], -1.0)
+        bits_of[saved.argmax()] += 1
+    return float(table[bits_of, columns].sum()), bits_of.to(torch.uint8), torch.stack(steps)[bits_of, columns]

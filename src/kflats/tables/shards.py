@@ -1,0 +1,186 @@
+"""One file of coded rows: written as a stream, mapped when it is read, checked where it is read.
+
+A safetensors file: ``data``, the codes; ``checks``, a CRC-32 of each 8 KiB of them; and the arrays that say where rows
+lie in them. The arrays are checked when the file is opened, the codes of a piece when one of its rows is first asked
+for. Pages of a mapped file belong to the system: they are no private memory of the process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+
+from kflats.common.errors import KflatsError, first_line
+from kflats.common.hashing import crc32
+
+PIECE = 2**13
+"""Bytes of codes under one checksum."""
+_HEADER = 4096  # bytes of a header, known before the lengths that it holds
+_TYPES = {"uint8": "U8", "uint32": "U32", "int64": "I64"}
+
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Array: TypeAlias = npt.NDArray[np.generic]
+_Scalar = TypeVar("_Scalar", bound=np.generic)
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ShardRecord:
+    """What the index of a table says of one file: its bytes, and the checksum of all its arrays but the codes."""
+
+    bytes: int
+    checksum: int
+
+
+class ShardWriter:
+    """Writes one file, piece after piece: at no time is more than a piece of it in memory.
+
+    Args:
+        path: of the new file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "wb")  # noqa: SIM115  (closed by ``finish``, or at the end of a ``with``)
+        self._file.write(bytes(_HEADER))
+        self._bytes, self._checks, self._rest = 0, list[int](), b""
+
+    def add(self, codes: Bytes) -> None:
+        """More codes."""
+        self._put(self._rest + codes.tobytes())
+
+    def _put(self, data: bytes, *, last: bool = False) -> None:
+        whole = len(data) if last else len(data) // PIECE * PIECE
+        view = memoryview(data)
+        self._checks += [zlib.crc32(view[at : min(at + PIECE, whole)]) for at in range(0, whole, PIECE)]
+        self._file.write(view[:whole])
+        self._bytes += whole
+        self._rest = data[whole:]
+
+    def finish(self, arrays: Mapping[str, Array]) -> ShardRecord:
+        """Write the arrays behind the codes, and the header before them."""
+        self._put(self._rest + bytes(-(self._bytes + len(self._rest)) % 8), last=True)
+        behind = {"checks": np.array(self._checks, dtype=np.uint32), **arrays}
+        behind = dict(sorted(behind.items(), key=lambda item: -item[1].dtype.itemsize))
+        header: dict[str, object] = {"data": _entry(np.dtype(np.uint8), self._bytes, 0)}
+        at = self._bytes
+        for name, values in behind.items():
+            header[name] = _entry(values.dtype, len(values), at)
+            self._file.write(values.tobytes())
+            at += values.nbytes
+        text = json.dumps(header, separators=(",", ":")).encode().ljust(_HEADER - 8)
+        self._file.seek(0)
+        self._file.write(struct.pack("<Q", len(text)) + text)
+        self._file.close()
+        return ShardRecord(_HEADER + at, _checksum(behind))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+def file_bytes(codes: int, *arrays: int) -> int:
+    """Bytes of a file with so many bytes of codes, and with ``arrays`` of so many bytes beside the checksums.
+
+    >>> file_bytes(16384, 24)
+    20512
+    """
+    padded = codes + -codes % 8
+    return _HEADER + padded + 4 * -(-padded // PIECE) + sum(arrays)
+
+
+def _entry(dtype: np.dtype[np.generic], count: int, at: int) -> dict[str, object]:
+    return {"dtype": _TYPES[dtype.name], "shape": [count], "data_offsets": [at, at + count * dtype.itemsize]}
+
+
+def _checksum(arrays: Mapping[str, Array]) -> int:
+    named = sorted(arrays.items())
+    return crc32(part for name, values in named for part in (name, np.ascontiguousarray(values).view(np.uint8).data))
+
+
+class Shard:
+    """One file, mapped.
+
+    Args:
+        path: of the file. record: what the index says of it.
+
+    Raises:
+        KflatsError: no such file, a truncated or damaged one; the message names it.
+    """
+
+    def __init__(self, path: Path, record: ShardRecord) -> None:
+        self.path = path
+        try:
+            if (size := os.stat(path).st_size) != record.bytes:
+                raise self.damaged(f"it has {size:,} bytes in place of {record.bytes:,}")
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        except (SafetensorError, OSError) as error:
+            raise self.damaged(first_line(error)) from error
+        if any(tensor.ndim != 1 for tensor in tensors.values()) or not {"data", "checks"} <= tensors.keys():
+            raise self.damaged("other arrays than a shard has")
+        self.codes = tensors.pop("data")
+        self.data: Bytes = self.codes.numpy()
+        self.arrays: dict[str, Array] = {name: tensor.numpy() for name, tensor in tensors.items()}
+        if _checksum(self.arrays) != record.checksum:
+            raise self.damaged("the checksum of its arrays differs")
+        self._checks = self.array("checks", np.uint32, 0)
+        if self.data.dtype != np.uint8 or len(self._checks) != -(-self.data.nbytes // PIECE):
+            raise self.damaged("other arrays than a shard has")
+        self._seen = np.zeros(len(self._checks), dtype=np.bool_)
+
+    def damaged(self, symptom: str) -> KflatsError:
+        """The error that names this file."""
+        return KflatsError(
+            f"{self.path} is damaged: {symptom}",
+            cause="a damaged or truncated file",
+            hint="restore the file or compress the table again",
+        )
+
+    def array(self, name: str, dtype: type[_Scalar], least: int) -> npt.NDArray[_Scalar]:
+        """An array beside the codes, of this type and at least so long.
+
+        Raises:
+            KflatsError: the file has another.
+        """
+        values = self.arrays.get(name)
+        if values is None or values.dtype != dtype or len(values) < least:
+            raise self.damaged(f"the array {name!r} is not that of this table")
+        return values.view(dtype)
+
+    def check(self, starts: Ints, ends: Ints) -> None:
+        """Check the pieces that hold bytes ``starts`` to ``ends`` of the codes, those not checked before.
+
+        Raises:
+            KflatsError: a range that leaves the file, or a checksum that differs.
+        """
+        if len(starts) and (int(starts.min()) < 0 or int(ends.max()) > self.data.nbytes or bool((starts > ends).any())):
+            raise self.damaged("its arrays point outside of its codes")
+        first, last = starts // PIECE, (np.maximum(ends, starts + 1) - 1) // PIECE
+        while len(first):
+            for piece in sorted(set(first[~self._seen[first]].tolist())):
+                view = self.data.data[piece * PIECE : (piece + 1) * PIECE]
+                if zlib.crc32(view) != int(self._checks[piece]):
+                    raise self.damaged(f"a checksum of bytes {piece * PIECE:,} and following of its codes differs")
+                self._seen[piece] = True
+            more = first < last
+            first, last = first[more] + 1, last[more]
+
+
+def mapped_rows(shard: Shard, row_bytes: int) -> torch.Tensor:
+    """(rows, row_bytes) uint8, the codes as rows of equal length; what is left over at the end is padding."""
+    whole = len(shard.codes) // row_bytes
+    rows: torch.Tensor = shard.codes[: whole * row_bytes].view(whole, row_bytes)
+    return rows

@@ -1,0 +1,160 @@
+"""A coded table that is read: rows at any places, decoded when they are asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from kflats.common.errors import KflatsError
+from kflats.tables.compact import CompactCode
+from kflats.tables.fast import FastCode
+from kflats.tables.index import TableIndex, load_head, shard_name
+from kflats.tables.layout import Ints, RowCode, distinct
+from kflats.tables.shards import Shard
+
+_CODES: dict[str, type[CompactCode] | type[FastCode]] = {"compact": CompactCode, "fast": FastCode}
+
+
+class CodedTable:
+    """The rows (n, d) of a folder that ``compress_table`` wrote; ``open_table`` makes it.
+
+    It is also ``Rows``: a source for every method. Files are mapped when a row of them is first asked for. A copy that
+    is sent to another process opens the folder there, so that workers of a DataLoader, forked or spawned, read it.
+
+    Args:
+        folder: of the table. index, code: what its index and its head say.
+    """
+
+    dtype = torch.float32
+    device = torch.device("cpu")
+
+    def __init__(self, folder: Path, index: TableIndex, code: RowCode) -> None:
+        self.folder, self.index = folder, index
+        self.shape = (index.rows, index.columns)
+        self._code, self._shards = code, dict[int, Shard]()
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return open_table, (str(self.folder),)
+
+    def __repr__(self) -> str:
+        n, d = self.shape
+        return f"CodedTable({str(self.folder)!r}, {n} x {d}, {self.index.layout})"
+
+    @overload
+    def rows(self, ids: Tensor | Sequence[int]) -> Tensor: ...
+
+    @overload
+    def rows(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.float32]: ...
+
+    def rows(self, ids: Tensor | npt.NDArray[np.integer] | Sequence[int]) -> Tensor | npt.NDArray[np.float32]:
+        """The rows ``ids`` (...) as (..., d) float32: an array for an array, otherwise a tensor on the device of ids.
+
+        Many rows at once take less time a row: the compact layout decodes them side by side.
+
+        Raises:
+            KflatsError: ids that are no whole numbers or that the table does not have; a missing, truncated or damaged
+                file, which the message names.
+        """
+        if isinstance(ids, np.ndarray):
+            return self._rows(ids.reshape(-1)).view(*ids.shape, self.shape[1]).numpy()
+        given = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=None if len(ids) else torch.int64)
+        rows = self._rows(given.detach().cpu().reshape(-1).numpy())
+        return rows.view(*given.shape, self.shape[1]).to(given.device)
+
+    def take(self, index: Tensor) -> Tensor:
+        """As ``Rows.take``."""
+        return self._rows(index.cpu().numpy())
+
+    def blocks(self, size: int) -> Iterator[tuple[int, Tensor]]:
+        """As ``Rows.blocks``."""
+        for start in range(0, len(self), size):
+            yield start, self._rows(np.arange(start, min(start + size, len(self))))
+
+    def __getitem__(self, row: int) -> Tensor:
+        return self._rows(np.array([row]))[0]
+
+    def __getitems__(self, rows: list[int]) -> list[Tensor]:
+        """The rows of a batch, decoded together; a DataLoader asks for them so."""
+        return list(self._rows(np.array(rows, dtype=np.int64)))
+
+    def _rows(self, ids: npt.NDArray[np.generic]) -> Tensor:
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise KflatsError(f"rows are asked for by whole numbers, not by {ids.dtype}", hint="ids of type int64")
+        whole = ids.astype(np.int64, copy=False)
+        n, d = self.shape
+        if len(whole) and not 0 <= int(whole.min()) <= int(whole.max()) < n:
+            raise KflatsError(
+                f"rows {int(whole.min())} to {int(whole.max())} are not all in a table of {n:,} rows",
+                hint=f"ids from 0 to {n - 1}",
+            )
+        out = torch.empty(len(whole), d)
+        for start in range(0, len(whole), self._code.batch):
+            self._decode(whole[start : start + self._code.batch], out[start : start + self._code.batch])
+        return out
+
+    def _decode(self, ids: Ints, out: Tensor) -> None:
+        numbers = ids // self.index.shard_rows
+        first = int(numbers[0])
+        if bool((numbers == first).all()):
+            self._code.decode([self._piece(first, ids)], out)
+            return
+        order = np.argsort(numbers, kind="stable")
+        used, of = distinct(numbers)
+        pieces = np.split(ids[order], np.cumsum(np.bincount(of))[:-1])
+        parts = [self._piece(number, piece) for number, piece in zip(used.tolist(), pieces, strict=True)]
+        sorted_rows = torch.empty_like(out)
+        self._code.decode(parts, sorted_rows)
+        out[torch.from_numpy(order)] = sorted_rows
+
+    def _piece(self, number: int, ids: Ints) -> tuple[Shard, Ints]:
+        return self._shard(number), ids - number * self.index.shard_rows
+
+    def _shard(self, number: int) -> Shard:
+        if (shard := self._shards.get(number)) is None:
+            shard = Shard(self.folder / shard_name(number), self.index.shards[number])
+            self._code.check(shard, self.index.rows_of(number))
+            self._shards[number] = shard
+        return shard
+
+
+def open_table(path: str | os.PathLike[str]) -> CodedTable:
+    """Open a table that ``compress_table`` wrote. Files are mapped, and only what the asked rows need is decoded.
+
+    Nothing but the index and the head is read here. Private memory is that of the rows that are returned, and some
+    megabytes, for a table of any size; each 8 KiB of codes are checked when a row in them is first asked for.
+
+    Args:
+        path: the folder of the table.
+
+    Choose it for tables that are larger than memory, or that many processes read: the pages of the files are shared.
+    Rows cannot be changed; a layer that trains needs ``nn.Embedding``.
+
+    Raises:
+        KflatsError: no coded table, one of another version, a damaged index or head.
+
+    >>> import tempfile
+    >>> from kflats.tables.compress import compress_table
+    >>> folder = tempfile.mkdtemp()
+    >>> np.save(f"{folder}/rows.npy", np.random.default_rng(0).normal(size=(1000, 16)).astype(np.float32))
+    >>> made = compress_table(f"{folder}/rows.npy", f"{folder}/coded", size="8 bits", layout="fast", quiet=True)
+    >>> table = open_table(f"{folder}/coded")
+    >>> table, table.rows(torch.tensor([[5, 7, 5]])).shape
+    (CodedTable(..., 1000 x 16, fast), torch.Size([1, 3, 16]))
+    """
+    folder = Path(path)
+    index = TableIndex.load(folder)
+    try:
+        code = _CODES[index.layout].from_tensors(load_head(folder, index.head), index.columns)
+    except KflatsError as error:
+        raise error.about(str(folder)) from error
+    return CodedTable(folder, index, code)
