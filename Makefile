@@ -16,6 +16,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 DEMO_OUT ?= demo-out
 DEMO_SIZES ?= 20MB,8MB,6MB
+# Processes that compress; two take 4 GB of memory.
+DEMO_WORKERS ?= 2
 PYTEST_ARGS ?=
 SAMPLE ?=
 SEED ?= 0
@@ -25,11 +27,14 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c constraints.txt \
        $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Where this is set, every process compiles transformers and torch anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test sweep versions release lint format bench clean
 .DELETE_ON_ERROR:
 
 demo: .venv/.demo
-	$(BIN)/kflats demo --out $(DEMO_OUT) --sizes $(DEMO_SIZES) --force
+	$(BIN)/kflats demo --out $(DEMO_OUT) --sizes $(DEMO_SIZES) --workers $(DEMO_WORKERS) --force
 
 # One process a core: small tensors gain nothing from threads, and threads of several processes disturb each other.
 test: .venv/.dev

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeAlias
 
@@ -16,6 +17,7 @@ from kflats.calibration.objectives import Objective, Projections, TaskLoss, desc
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import Update, announce, progress_bar, size
 from kflats.common.texts import check_ids
+from kflats.common.workers import Workers
 from kflats.evaluation.running import Batch, BatchValue, batch_size, device_of, explained, run, take, to_device
 from kflats.importance.protocol import Measured
 from kflats.model.weights import Weight
@@ -36,6 +38,7 @@ def measure(
     objective: Objective | None = None,
     memory_bytes: int = 4_000_000_000,
     quiet: bool = False,
+    workers: Workers | None = None,
 ) -> Statistics:
     """Measure the statistics that importances need, from each single sample's own gradient:
 
@@ -77,6 +80,7 @@ def measure(
         memory_bytes: the largest size of the sums on the model's device, float64: the sums of one block of samples, and
             of all blocks before it. The means are kept on the CPU.
         quiet: no progress bar, and no line on weights that were never reached.
+        workers: who sum the blocks; all of them get the statistics.
 
     Raises:
         KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
@@ -95,13 +99,15 @@ def measure(
     with frozen(model), explained(model, _UNMEASURED), progress_bar(quiet=quiet) as update:
         job = Job(model, weights, kept, wanted, objective)
         blocks = in_blocks(kept)
-        copies = min(len(blocks), 2)  # the sums of all blocks before, and of one block
+        workers = workers or Workers()
+        # The sums of all blocks before, and of one block; of another worker's block.
+        copies = min(len(blocks), 2 if workers.count == 1 else 3)
         means: dict[str, Measured] = {}
         for one_sample in (False, True):
             chosen = [w for w in weights if (w.name in job.without_layout) == one_sample]
             for group in _groups(chosen, wanted, memory_bytes, copies):
                 update("measuring", 0, len(blocks))
-                sums = merge(_summed(job, blocks, group, one_sample, update))
+                sums = merge(_summed(job, blocks, group, one_sample, update, workers))
                 # Before the next group begins, so that the sums of this group are off the device.
                 done = [w for w in group if one_sample or w.name not in job.without_layout]
                 means |= {w.name: measured(w, wanted[w.name], sums.pop(w.name)) for w in done}
@@ -115,12 +121,26 @@ def measure(
 
 
 def _summed(
-    job: Job, blocks: Mapping[int, Block], weights: Sequence[Weight], one_sample: bool, update: Update
+    job: Job, blocks: Mapping[int, Block], weights: Sequence[Weight], one_sample: bool, update: Update, workers: Workers
 ) -> Iterator[tuple[int, dict[str, Sums]]]:
     """(block index, sums by weight) of each block."""
-    for done, (index, block) in enumerate(blocks.items(), start=1):
-        yield index, job.sum(block, weights, one_sample)
-        update("measuring", done, len(blocks))
+    indices = list(blocks)
+
+    def work(place: int) -> tuple[dict[str, Tensor], str]:
+        sums = job.sum(blocks[indices[place]], weights, one_sample)
+        update("measuring", place + 1, len(blocks))
+        tensors = {f"{name}\n{key}": value for name, one in sums.items() for key, value in one.tensors.items()}
+        return tensors, json.dumps([{name: one.counts for name, one in sums.items()}, sorted(job.without_layout)])
+
+    tasks = [f"measuring with samples {index * BLOCK} and on" for index in indices]
+    for index, (tensors, about) in zip(indices, workers.in_turn(tasks, work), strict=True):
+        counts, without_layout = json.loads(about)
+        sums = {name: Sums({}, counts[name]) for name in counts}
+        for name in list(tensors):
+            weight, key = name.split("\n")
+            sums[weight].tensors[key] = job.on_device(tensors.pop(name))
+        job.without_layout |= set(without_layout)
+        yield index, sums
 
 
 class Job:
@@ -208,6 +228,10 @@ class Job:
                 seen += samples
         self.without_layout |= recorder.without_layout
         return {name: one.sums(seen) for name, one in sums.items()}
+
+    def on_device(self, sum_of_block: Tensor) -> Tensor:
+        """Where the sums of this process's own blocks are."""
+        return sum_of_block.to(self._device)
 
     def _losses(self, batch: Batch, first: int) -> Tensor:
         losses = self._objective.losses(self._model, batch, first)

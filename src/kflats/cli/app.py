@@ -43,6 +43,7 @@ from kflats.cli.options import (
     texts_of,
     with_options,
 )
+from kflats.cli.workers import WorkerOptions, joined, start
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
 from kflats.common.release import version
@@ -159,6 +160,8 @@ def compress(
     no_proof: Annotated[
         bool, typer.Option("--no-proof", help="Do not compare outputs, memory and times with the original's.")
     ] = False,
+    *,
+    workers: WorkerOptions,
     force: Force = False,
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -184,6 +187,8 @@ def compress(
         raise conflict("--plan", ", ".join(extra), "leave the option out, or make another plan: kflats plan")
     scored = search.scored(data, recipe.flats)
     _check_places(out, force, model)
+    if start(workers):
+        return
     read = data.read() | {"score": scored, "proof": not no_proof, "eval_texts": texts_of(eval_texts)}
     from kflats.compress.pipeline import compress_folder
     from kflats.recipe.recipe import Plan
@@ -193,8 +198,11 @@ def compress(
     else:
         read |= {"plan": Plan.load(plan), "keep": budget.keep, "size": budget.size}
     quiet_transformers()
-    report = compress_folder(model, out, trim=trim, seed=seed, run_as=run_as, force=force, quiet=quiet, **read)
-    if not quiet:
+    with joined(workers) as crew:
+        report = compress_folder(
+            model, out, trim=trim, seed=seed, run_as=run_as, force=force, quiet=quiet, workers=crew, **read
+        )
+    if not quiet and crew.first:
         typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
 
 
@@ -416,16 +424,25 @@ def export(
         typer.echo(written)
 
 
+@with_options
 def demo(
-    out: Folder = Path("demo-out"), sizes: Sizes = "20MB,8MB,6MB", quiet: Quiet = False, force: Force = False
+    workers: WorkerOptions,
+    out: Folder = Path("demo-out"),
+    sizes: Sizes = "20MB,8MB,6MB",
+    quiet: Quiet = False,
+    force: Force = False,
 ) -> None:
     """Compress the real model of the extra 'demo', compare it with other tools, search with it. Needs no network."""
     check_folder(out, force)
+    if start(workers):
+        return
     from kflats.demo import demo as run_demo
 
     quiet_transformers()
     wanted = [one.strip() for one in sizes.split(",")]
-    run_demo(out, sizes=wanted, force=force, quiet=quiet, show=(lambda text: None) if quiet else typer.echo)
+    with joined(workers) as crew:
+        show = (lambda text: None) if quiet or not crew.first else typer.echo
+        run_demo(out, sizes=wanted, force=force, quiet=quiet, show=show, workers=crew)
 
 
 def _check_places(out: Path, force: bool, *models: str) -> None:

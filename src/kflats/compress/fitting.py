@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.common.errors import KflatsError
-from kflats.common.formatting import progress_bar
+from kflats.common.formatting import Update, progress_bar
 from kflats.common.hashing import sha256
 from kflats.common.release import version
 from kflats.common.schema import JsonObject, decode
+from kflats.common.workers import Packed, Workers
 from kflats.importance.protocol import Weighting
 from kflats.io import annotate_
 from kflats.io.atomic import beside, replaced
@@ -76,43 +77,87 @@ def factorize(
     quiet: bool,
     partial: Partial | None,
     file_limit: int | None = None,
+    workers: Workers | None = None,
 ) -> list[CompressedWeight]:
     """Fit every decision of a plan, or take what an interrupted run left in ``partial``; the model is not changed.
 
     ``file_limit``: bytes of the one weight file that the model will be, header and all. The last weight takes the bytes
     that the others leave of it, if its codes can have any size.
+
+    ``workers`` fit different weights, the largest first, and take those of others from ``partial``, which all of them
+    must see.
     """
-    done: dict[str, CompressedWeight] = {}
-    last = _filler(plan)
-    spare = 0
+    workers = workers or Workers()
+    chosen = [replace(one, recipe=as_cast(one.weight, one.recipe)) for one in plan.decisions]
+    done = {one.weight.name: CompressedWeight(one, None, left_dense(one)) for one in chosen if one.recipe.is_dense}
+    filler = _filler(plan)
+    open_ones = [one for one in chosen if not one.recipe.is_dense]
+    last = [one for one in open_ones if filler is not None and one.weight is filler.weight]
     with progress_bar(quiet=quiet) as update:
-        for place, planned in enumerate(sorted(plan.decisions, key=lambda one: one is last)):
-            name = planned.weight.name
-            update(f"fitting {name}", place, len(plan.decisions))
-            decision = replace(planned, recipe=as_cast(planned.weight, planned.recipe))
-            if decision.recipe.is_dense:
-                done[name] = CompressedWeight(decision, None, left_dense(decision))
-                continue
-            if planned is last:
-                room = None if file_limit is None else _room_in_file(model, done, decision, file_limit)
-                room = room or decision.budget_bytes + spare
-                decision = replace(decision, budget_bytes=min(room, decision.weight.nbytes))
-            stored = partial.get(name) if partial else None
-            one = None if stored is None else _restored(decision, *stored)
-            if one is None:
-
-                def show(phase: str, iteration: int, objective: float, name: str = name, place: int = place) -> None:
-                    value = f", objective {objective:.6g}" if objective else ""
-                    update(f"{name}: {phase}, step {iteration}{value}", place, len(plan.decisions))
-
-                one = _fit(model, decision, data, seed, not plan.budget.counts_labels, show)
-                if partial and one.matrix is not None:
-                    meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
-                    shift = {} if one.bias_shift is None else {_SHIFT: one.bias_shift}
-                    partial.put(name, one.matrix.tensors() | shift, meta)
-            done[name] = one
-            spare += decision.budget_bytes - one.report.bytes_after
+        fits = _Fits(model, plan, data, seed, partial, update, workers)
+        fits.add_to_(done, [one for one in open_ones if one not in last])
+        for decision in last:
+            made = [one for one in done.values() if one.matrix is not None]
+            spare = sum(one.decision.budget_bytes - one.report.bytes_after for one in made)
+            room = None if file_limit is None else _room_in_file(model, done, decision, file_limit)
+            room = room or decision.budget_bytes + spare
+            fits.add_to_(done, [replace(decision, budget_bytes=min(room, decision.weight.nbytes))])
     return [done[decision.weight.name] for decision in plan.decisions]
+
+
+@dataclass(frozen=True)
+class _Fits:
+    """What the fits of one plan share."""
+
+    model: nn.Module
+    plan: Plan
+    data: CalibrationData
+    seed: int
+    partial: Partial | None
+    update: Update
+    workers: Workers
+
+    def add_to_(self, done: dict[str, CompressedWeight], decisions: Sequence[Decision]) -> None:
+        """Carry out these decisions and add them to ``done``."""
+        order = sorted(range(len(decisions)), key=lambda index: -math.prod(decisions[index].weight.shape))
+        before, tasks = len(done), [f"fitting {one.weight.name}" for one in decisions]
+        packed = Packed[CompressedWeight](
+            lambda one: one.decision.weight.name, lambda index, name: self._of_another(decisions[index])
+        )
+        made = self.workers.divided(
+            tasks, lambda index: self._one(decisions[index], before + order.index(index)), packed, order
+        )
+        done.update({one.decision.weight.name: one for one in made})
+
+    def _one(self, decision: Decision, place: int) -> CompressedWeight:
+        name, total = decision.weight.name, len(self.plan.decisions)
+        self.update(f"fitting {name}", place, total)
+        stored = self.partial.get(name) if self.partial else None
+        restored = None if stored is None else _restored(decision, *stored)
+        if restored is not None:
+            return restored
+
+        def show(phase: str, iteration: int, objective: float) -> None:
+            value = f", objective {objective:.6g}" if objective else ""
+            self.update(f"{name}: {phase}, step {iteration}{value}", place, total)
+
+        one = _fit(self.model, decision, self.data, self.seed, not self.plan.budget.counts_labels, show)
+        if self.partial and one.matrix is not None:
+            meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
+            shift = {} if one.bias_shift is None else {_SHIFT: one.bias_shift}
+            self.partial.put(name, one.matrix.tensors() | shift, meta)
+        return one
+
+    def _of_another(self, decision: Decision) -> CompressedWeight:
+        stored = self.partial.get(decision.weight.name) if self.partial else None
+        made = None if stored is None else _restored(decision, *stored)
+        if made is None:
+            raise KflatsError(
+                f"{decision.weight.name}, which another worker fitted, cannot be read",
+                cause="the workers do not see one folder, or its file is damaged",
+                hint="an output in a folder that all workers see",
+            )
+        return made
 
 
 def swapped(
@@ -249,21 +294,32 @@ def _gained_numbers(weight: Weight, shift: Tensor | None) -> int:
 
 
 def measured_once(
-    model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], data: CalibrationData, partial: Partial, quiet: bool
+    model: nn.Module,
+    recipes: Sequence[tuple[Weight, Recipe]],
+    data: CalibrationData,
+    partial: Partial,
+    quiet: bool,
+    workers: Workers | None = None,
 ) -> CalibrationData:
-    """The data with its statistics: measured, or what an interrupted run measured of the same."""
+    """The data with its statistics: measured, by all ``workers``, or what an interrupted run measured of the same."""
+    workers = workers or Workers()
     needs = needed(recipes)
     if not needs or data.statistics is not None:
         return data
     fields = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
     name = sha256([partial.fingerprint, fields])[:24]
     path = partial.folder / f"statistics-{name}.safetensors"
+    kept: Statistics | None = None
     if path.is_file() and not path.is_symlink():
         with suppress(KflatsError):  # damaged: measured again
-            return replace(data, statistics=Statistics.load(path))
-    data = data.measured(model, recipes, quiet)
+            kept = Statistics.load(path)
+    workers.agree("what an interrupted run measured", {"statistics": str(kept is not None)})
+    if kept is not None:
+        return replace(data, statistics=kept)
+    data = data.measured(model, recipes, quiet, workers)
     assert data.statistics is not None
-    data.statistics.save(path)
+    if workers.first:
+        data.statistics.save(path)
     return data
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce
 from kflats.common.texts import SAMPLES, Tokenizer
+from kflats.common.workers import Packed, Workers
 from kflats.compress.fitting import factorize, swapped
 from kflats.evaluation.running import Batch
 from kflats.methods import Flats, Method
@@ -110,8 +111,9 @@ def best_flats(
     measured: Measure | None = None,
     seed: int = 0,
     quiet: bool = False,
+    workers: Workers | None = None,
 ) -> FlatsSearch:
-    """As ``search_flats``, with data that were gathered."""
+    """As ``search_flats``, with data that were gathered; one of the ``workers`` scores each model for all."""
     chosen, method = searched(recipe)
     if list(counts) != sorted({*counts}) or not counts or counts[0] < 1:
         raise KflatsError(f"a search among {tuple(counts)} flats is not supported", hint="rising whole numbers from 1")
@@ -135,15 +137,21 @@ def best_flats(
                 beside=beside,
                 quiet=quiet,
                 measured=None if known is not data else measured,
+                workers=workers,
             )
             fitted = factorize(model, decided.plan, decided.data, seed, quiet, None)
         except KflatsError as error:  # each flat stores a basis: these bytes hold fewer flats
             refused.append(error)
             return -math.inf
         known = decided.data
-        small = copy.deepcopy(model)
-        swapped(small, decided.plan, fitted, seed)
-        found = score(small)
+
+        def scored(_: int) -> float:
+            small = copy.deepcopy(model)
+            swapped(small, decided.plan, fitted, seed)
+            return score(small)
+
+        as_text = Packed[float](repr, lambda _, text: float(text))
+        found = (workers or Workers()).divided([f"scoring {k} flats"], scored, as_text)[0]
         announce(f"{k} flat{'s' * (k > 1)}: score {found:.4f}", quiet=quiet)
         return found
 

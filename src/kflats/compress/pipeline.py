@@ -16,6 +16,7 @@ from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
+from kflats.common.workers import Workers
 from kflats.compress.fitting import Partial, factorize, measured_once, model_fingerprint, swapped, work_fingerprint
 from kflats.compress.flats_search import best_flats, searched
 from kflats.compress.quality import smallest
@@ -129,6 +130,7 @@ def compress_folder(
     quiet: bool = False,
     proof: bool = False,
     eval_texts: Sequence[str] | None = None,
+    workers: Workers | None = None,
 ) -> Report:
     """Compress a model folder (or hub name) into a new folder that transformers loads after ``import kflats``.
 
@@ -159,6 +161,8 @@ def compress_folder(
         proof: compare the folder with the original at the end (``kflats.compare``), and write the result into its
             report and its card. The folder is whole before: interrupted, it lacks the proof alone.
         eval_texts: to compare on. None: texts that were held out, or the sentences of the package.
+        workers: who divide measuring, planning and fitting (docs/scale.md); each of them makes the same call. All of
+            them get the report; the first writes the folder, whose bytes do not depend on how many they are.
 
     Raises:
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
@@ -166,6 +170,8 @@ def compress_folder(
     """
     check_quality(quality, keep or plan, size)
     check_run_form(run_as, auto=True)
+    workers = workers or Workers()
+    quiet = quiet or not workers.first
     if plan is None and keep is size is None and quality is None:
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
@@ -196,7 +202,7 @@ def compress_folder(
         )
     named = _recipes(method, weights, whole=keep is None)
     recipes = plan or named
-    with new_folder(out, force, [folder]) as aside:
+    with new_folder(out, force, [folder], workers) as aside:
         model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
@@ -206,6 +212,7 @@ def compress_folder(
             before -= trimmed.report.saved
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
+        workers.agree("the model, the data or its files", {"fingerprint": about, "output": os.fspath(aside)})
         if prepared is not None and prepared.data is not None:
             if prepared.about != about:
                 raise KflatsError(
@@ -215,12 +222,13 @@ def compress_folder(
             data = prepared.data
 
         def measured(pairs: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
-            return measured_once(model, pairs, data, Partial(out, about), quiet)
+            return measured_once(model, pairs, data, Partial(out, about), quiet, workers)
 
         def finished(decided: Decided) -> Partial:
             return Partial(out, work_fingerprint(about, decided, seed))
 
         sizes: dict[str, Any] = {"allocation": allocation, "quiet": quiet, "file_bytes": before, "beside": beside}
+        sizes |= {"workers": workers}
         if score is not None and method is not None and budget is not None:
             tokenizer = data.tokenizer
             found = best_flats(
@@ -242,7 +250,7 @@ def compress_folder(
             changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
             _check_size(before + sum(one.budget_bytes - one.weight.nbytes for one in changed), before, limit)
             room = None if limit is None else limit - beside
-            done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room)
+            done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
         else:
             sentences = packaged_texts("judge") if judged is None else judged
             judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
@@ -255,6 +263,9 @@ def compress_folder(
         report = swapped(model, decided.plan, done, seed, _called(source), beside)
         set_run_form_(model, form)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
+        workers.meet()  # the others have read what they need of the unfinished run
+        if not workers.first:
+            return report
         save_model(model, aside / weights_folder(folder).relative_to(folder))
         if trimmed is None:
             copy_companions(folder, aside)

@@ -13,6 +13,7 @@ from torch import nn
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import announce, size
 from kflats.common.run_forms import RunForm
+from kflats.common.workers import Packed, Workers
 from kflats.compress.fitting import CompressedWeight, Partial, factorize, swapped
 from kflats.evaluation.outputs import Judge
 from kflats.model.run_as import set_run_form_
@@ -59,6 +60,7 @@ def smallest(
     file_bytes: int,
     beside: int,
     quiet: bool,
+    workers: Workers,
 ) -> tuple[Decided, list[CompressedWeight], int]:
     """The plan of the smallest size whose model keeps ``quality`` by ``judge``, what it fitted, and that size in bytes.
 
@@ -82,13 +84,19 @@ def smallest(
             beside=beside,
             quiet=quiet,
             measured=None if known else measured,
+            workers=workers,
         )
         known = decided.data
-        fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), nbytes - beside)
-        small = copy.deepcopy(model)
-        swapped(small, decided.plan, fitted, seed)
-        set_run_form_(small, run_as)
-        loss = judge(small).loss
+        fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), nbytes - beside, workers)
+
+        def judged(_: int) -> float:
+            small = copy.deepcopy(model)
+            swapped(small, decided.plan, fitted, seed)
+            set_run_form_(small, run_as)
+            return judge(small).loss
+
+        # One worker judges: the same number decides for all of them what is tried next.
+        loss = workers.divided([f"judging {size(nbytes)}"], judged, Packed(repr, lambda _, text: float(text)))[0]
         announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
         return loss, (decided, fitted)
 

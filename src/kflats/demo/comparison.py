@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce, plain, size, table
 from kflats.common.texts import Tokenizer, packaged_texts
+from kflats.common.workers import Workers
 from kflats.compress.pipeline import Prepared, compress_folder
 from kflats.demo.gptq import in_four_bits
 from kflats.demo.packaged import packaged_model
@@ -83,6 +84,7 @@ def demo(
     force: bool = False,
     quiet: bool = False,
     show: Callable[[str], None] = lambda _: None,
+    workers: Workers | None = None,
 ) -> None:
     """Compress the packaged model, compare it with other ways to ship it, and search sentences with it.
 
@@ -95,6 +97,7 @@ def demo(
         force: replace a folder of an earlier demo.
         quiet: no progress bar.
         show: called with each part of the result as soon as it is computed; the command line prints it.
+        workers: who compress together; the first alone compares.
 
     Raises:
         KflatsError: the model or an extra is not installed; ``out`` exists; no size, or one that cannot be met.
@@ -102,13 +105,18 @@ def demo(
     if not sizes:
         raise KflatsError("the demo needs a size", hint="one such as 8MB")
     source, searched = packaged_model(), sizes[min(1, len(sizes) - 1)]
-    with new_folder(out, force, [source]) as folder, tempfile.TemporaryDirectory() as place:
+    workers = workers or Workers()
+    with new_folder(out, force, [source], workers) as folder, tempfile.TemporaryDirectory() as place:
         prepared = Prepared()
         for wanted in sizes:
             show(f"kflats compress all-MiniLM-L6-v2 --size {wanted} --out {Path(out) / wanted}")
-            report = compress_folder(source, folder / wanted, size=wanted, prepared=prepared, quiet=quiet)
-            if wanted == searched:
+            report = compress_folder(
+                source, folder / wanted, size=wanted, prepared=prepared, quiet=quiet, workers=workers
+            )
+            if wanted == searched and workers.first:
                 render(report, folder / "report")
+        if not workers.first:
+            return
         tokenizer = load_tokenizer(source)
         ways = _ways(source, Path(place), tokenizer, quiet, show)
         ways += [in_torch(f"kflats --size {one}", weight_file_bytes(folder / one), folder / one) for one in sizes]

@@ -23,12 +23,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256_of_file
 from kflats.common.schema import Json, decode, read_json
+
+if TYPE_CHECKING:  # it imports torch, which refusals of arguments do without
+    from kflats.common.workers import Workers
 
 MANIFEST = "kflats_manifest.json"
 _FORMAT, _VERSION = "kflats-manifest", 1
@@ -161,7 +165,9 @@ def fsync(path: Path) -> None:
 
 
 @contextmanager
-def new_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequence[Path] = ()) -> Iterator[Path]:
+def new_folder(
+    out: str | os.PathLike[str], force: bool = False, sources: Sequence[Path] = (), workers: Workers | None = None
+) -> Iterator[Path]:
     """A folder to write in, which becomes ``out`` at the end. ``out`` is complete and durable, or does not appear.
 
     The folder gets a manifest (``kflats_manifest.json``): size and SHA-256 of every file. ``force`` replaces only a
@@ -174,6 +180,7 @@ def new_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequen
         out: path of the new folder.
         force: replace an existing folder that kflats wrote.
         sources: folders that are read. ``out`` must be none of them, hold none of them, and lie in none of them.
+        workers: of whom the first makes the folder. The others get its path, write nothing in it, and may leave first.
 
     Raises:
         KflatsError: ``out`` exists, is no folder, holds files that kflats did not write or that were changed, overlaps
@@ -181,11 +188,17 @@ def new_folder(out: str | os.PathLike[str], force: bool = False, sources: Sequen
     """
     out = _goal(out, sources)
     aside = beside(out, "new")
+    if workers is not None and not workers.first:
+        workers.meet()
+        yield aside
+        return
     with explained(out), locked(out):
         _recover(out)
         _check_free(out, force)
         aside.mkdir()
         try:
+            if workers is not None:
+                workers.meet()
             yield aside
             _write(aside, {name: _entry(path) for name, path in _files(aside).items()})
             _make_durable(aside)

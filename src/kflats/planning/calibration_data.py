@@ -22,6 +22,7 @@ from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
 from kflats.common.texts import SAMPLES, check_texts, token_limit
+from kflats.common.workers import Workers
 from kflats.evaluation.running import (
     Batch,
     device_of,
@@ -171,7 +172,11 @@ class CalibrationData:
         return list(text_batches(spaced, self.tokenizer, max_length=token_limit(self.tokenizer, LONG[1], model)))
 
     def measured(
-        self, model: nn.Module, recipes: Sequence[tuple[Weight, Recipe]], quiet: bool = True
+        self,
+        model: nn.Module,
+        recipes: Sequence[tuple[Weight, Recipe]],
+        quiet: bool = True,
+        workers: Workers | None = None,
     ) -> CalibrationData:
         """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed."""
         needs = needed(recipes)
@@ -191,7 +196,10 @@ class CalibrationData:
             drawn = drawn_windows(self.tokenizer, samples=self.samples, model=model)
             announce(f"no texts: {drawn.summary}", quiet=quiet)
             data = replace(self, windows=drawn)
-        statistics = measure(model, weights, data.batches(model), needs=needs, objective=self.objective, quiet=quiet)
+        batches = data.batches(model)
+        statistics = measure(
+            model, weights, batches, needs=needs, objective=self.objective, quiet=quiet, workers=workers
+        )
         return replace(self, statistics=statistics)
 
     def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:

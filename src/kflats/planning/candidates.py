@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
+from typing import cast
 
 from torch import nn
 
-from kflats.codecs import CODECS, Candidate, Table
+from kflats.codecs import CODECS, Candidate, Codec, Table
 from kflats.common.formatting import number
+from kflats.common.workers import Packed
 from kflats.importance.protocol import Weighting
 from kflats.methods import SVD, KeepDense, Method
 from kflats.model.weights import Weight
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.knapsack import Choice, Options
-from kflats.recipe.recipe import Decision, Recipe, as_cast
+from kflats.recipe.recipe import Decision, Recipe, as_cast, from_json, to_json
 
 _FEW = 10  # outputs of a small head
 _LOPSIDED = 10  # inputs to an output
@@ -154,13 +158,38 @@ class WeightCandidates:
         )
 
 
+def passed_on(items: Sequence[WeightCosts], data: CalibrationData) -> Packed[WeightCandidates]:
+    """How the candidates of a weight pass to other workers, who keep them in ``data`` for other budgets."""
+
+    def pack(made: WeightCandidates) -> str:
+        ways = [
+            [to_json(one.method), to_json(one.codec), one.nbytes, one.error, one.note, one.error_kind]
+            for one in made.candidates
+        ]
+        return json.dumps([ways, made.bias, made.total])
+
+    def unpack(index: int, text: str) -> WeightCandidates:
+        ways, bias, total = json.loads(text)
+        made = tuple(
+            Candidate(cast(Method, from_json(method)), cast(Codec, from_json(codec)), *rest)
+            for method, codec, *rest in ways
+        )
+        return WeightCandidates(items[index], data.candidates(_key(items[index]), lambda: made), bias, total)
+
+    return Packed(pack, unpack)
+
+
+def _key(item: WeightCosts) -> str:
+    return f"{item.weight.name} {item.recipe}"
+
+
 def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData) -> WeightCandidates:
     """All ways to store one weight by its recipe."""
     recipe, table, full = item.recipe, data.table(model, item.weight, item.recipe), item.full
     total = float(table.spectrum[0])
     if recipe.is_coded or recipe.chooses:
         pairs_only = item.weight.places[0].role == "conv2d"
-        ways = data.candidates(f"{item.weight.name} {recipe}", lambda: candidates(recipe, table, pairs_only=pairs_only))
+        ways = data.candidates(_key(item), lambda: candidates(recipe, table, pairs_only=pairs_only))
         return WeightCandidates(item, ways, item.bias_bytes(data), total)
     method = recipe.method
     pair = method.produces == "pair"

@@ -11,6 +11,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.common.texts import SAMPLES, Tokenizer
+from kflats.common.workers import Workers
 from kflats.evaluation.running import Batch
 from kflats.model.weights import Weight, find_weight
 from kflats.planning.calibration_data import CalibrationData, gather
@@ -99,6 +100,7 @@ def decide(
     beside: int = 0,
     quiet: bool = True,
     measured: Measure | None = None,
+    workers: Workers | None = None,
 ) -> Decided:
     """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights.
 
@@ -106,6 +108,7 @@ def decide(
         budget: None is for a ``Plan`` only, which has its own.
         beside: bytes of other modules' weight files, which belong to the whole model and are left as they are.
         measured: how the data gets its statistics; default: by measuring.
+        workers: who list the ways to store each weight.
     """
     measured = measured or (lambda pairs: data.measured(model, pairs, quiet))
     if isinstance(recipes, Plan):
@@ -121,7 +124,7 @@ def decide(
         allowed.stored_bytes([weight for weight, _ in pairs], file_bytes or total, itemsize=1)
     data = measured(pairs)
     items = [WeightCosts(s.weight, s.recipe, s.named, allowed.counts_labels, _note(s, data)) for s in selected]
-    decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total, quiet)
+    decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total, quiet, workers)
     return Decided(Plan(decisions, allowed, total, shared_by), data, pairs)
 
 

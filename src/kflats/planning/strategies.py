@@ -15,11 +15,12 @@ from torch import nn
 from kflats.codecs import Integer
 from kflats.common.errors import KflatsError, KflatsWarning, NoGradientSignalError
 from kflats.common.formatting import progress_bar, size, visible
+from kflats.common.workers import Workers
 from kflats.methods import KeepDense
 from kflats.model.weights import dense_weight
 from kflats.numerics.rows import TensorRows
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.candidates import WeightCosts, weight_candidates
+from kflats.planning.candidates import WeightCandidates, WeightCosts, passed_on, weight_candidates
 from kflats.planning.knapsack import Choice, allocate
 from kflats.planning.selection import weighting_form
 from kflats.recipe.budget import Allocation, Budget
@@ -40,12 +41,14 @@ def share_out(
     allocation: Allocation,
     file_bytes: int,
     quiet: bool = True,
+    workers: Workers | None = None,
 ) -> tuple[tuple[Decision, ...], str]:
     """Decide the bytes of every weight; also how they were shared, "uniform" or "loss".
 
     Args:
         file_bytes: all weight files, for budgets that bound those.
         quiet: no progress bar.
+        workers: who list the ways to store each weight.
 
     Raises:
         KflatsError: a budget that cannot be met, or shared by errors that cannot be compared.
@@ -67,7 +70,7 @@ def share_out(
     _check_kind(budget, open_items, fixed, itemsizes)
     by_loss = _by_loss(open_items, allocation)
     if budget.kind == "ranks":
-        shared = _at_ranks(model, open_items, budget.amount, data, by_loss, quiet)
+        shared = _at_ranks(model, open_items, budget.amount, data, by_loss, quiet, workers)
     else:
         allowed = budget.stored_bytes([item.weight for item in items], file_bytes, itemsizes.pop())
         rest = allowed - sum(_cost(item, fixed[item.weight.name]) for item in items if item.weight.name in fixed)
@@ -78,7 +81,7 @@ def share_out(
                 hint="a larger budget, Integer(bits=8), or Auto()",
             )
         shared = (
-            _least_loss(model, open_items, rest, data, quiet)
+            _least_loss(model, open_items, rest, data, quiet, workers)
             if by_loss
             else equal_shares(model, open_items, rest, data)
         )
@@ -254,7 +257,12 @@ def split(allowed: int, sizes: Sequence[int]) -> list[int]:
 
 
 def _least_loss(
-    model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData, quiet: bool
+    model: nn.Module,
+    items: Sequence[WeightCosts],
+    allowed: int,
+    data: CalibrationData,
+    quiet: bool,
+    workers: Workers | None,
 ) -> Decisions:
     """Bytes where they save most loss; weights that no gradient reached get an equal share of bytes.
 
@@ -268,11 +276,14 @@ def _least_loss(
     unjudged, equal = _best_in_shares(model, unjudged, part, data)
     part -= sum(decision.budget_bytes for decision in equal.values())
     equal |= equal_shares(model, [replace(i, note=_UNJUDGED) for i in unjudged], part, data) if unjudged else {}
-    weights = []
+    tasks = [f"planning {item.weight.name}" for item in judged]
     with progress_bar(quiet=quiet) as update:
-        for place, item in enumerate(judged):
-            update(f"planning {item.weight.name}", place, len(judged))
-            weights.append(weight_candidates(model, item, data))
+
+        def listed(index: int) -> WeightCandidates:
+            update(tasks[index], index, len(judged))
+            return weight_candidates(model, judged[index], data)
+
+        weights = (workers or Workers()).divided(tasks, listed, passed_on(judged, data))
     rest = allowed - sum(decision.budget_bytes for decision in equal.values())
     choices = allocate([weight.options(relative) for weight in weights], rest)
     chosen = [weight.decision(choice) for weight, choice in zip(weights, choices, strict=True)]
@@ -315,7 +326,13 @@ def _topped_up(decisions: Decisions, spare: int) -> Decisions:
 
 
 def _at_ranks(
-    model: nn.Module, items: Sequence[WeightCosts], ratio: float, data: CalibrationData, by_loss: bool, quiet: bool
+    model: nn.Module,
+    items: Sequence[WeightCosts],
+    ratio: float,
+    data: CalibrationData,
+    by_loss: bool,
+    quiet: bool,
+    workers: Workers | None,
 ) -> Decisions:
     """The same share of the full rank for each weight (FWSVD's rank ratio); by loss, the sum of their bytes."""
     decisions = {}
@@ -328,5 +345,6 @@ def _at_ranks(
             else item.left_dense(f"dense: {name} takes {size(nbytes)} of {size(item.dense)}, so it would not shrink")
         )
     if by_loss:
-        return _least_loss(model, items, sum(_cost(item, decisions[item.weight.name]) for item in items), data, quiet)
+        allowed = sum(_cost(item, decisions[item.weight.name]) for item in items)
+        return _least_loss(model, items, allowed, data, quiet, workers)
     return decisions

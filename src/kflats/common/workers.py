@@ -1,0 +1,329 @@
+"""Several processes that carry out one command together and divide its tasks.
+
+Each worker runs the whole program; where tasks do not depend on each other, each task is done by one worker. What comes
+out does not depend on how many there are: a task's result depends on its input alone, and sums are taken in a fixed
+order. ``torchrun`` (or ``kflats compress --workers``) starts the processes; torch.distributed connects them.
+
+Tasks and small results pass through the key-value store of the process group, tensors by broadcasts of gloo. Each
+worker counts up a key of its own every second, so that the others know a stopped worker from a slow one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.metadata import version
+from typing import Generic, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kflats.common.errors import KflatsError
+from kflats.common.formatting import announce
+
+PATIENCE = 120.0
+"""Seconds without a sign of life after which a worker counts as lost."""
+_BEAT = 1.0
+_POLL = 0.02
+_LIBRARIES = ("kflats", "torch", "numpy", "safetensors", "transformers", "tokenizers", "constriction")
+
+Result = TypeVar("Result")
+
+
+class Store(Protocol):
+    """What ``torch.distributed.Store`` does here."""
+
+    def add(self, key: str, amount: int) -> int:
+        """The sum of all amounts that were added to ``key``, with this one."""
+        ...
+
+    def set(self, key: str, value: str) -> None:
+        """Give ``key`` a value."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``, which is there."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of ``keys`` are there."""
+        ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        """Give ``key`` a value if it has the ``expected`` one, or none and that is empty; the value it has then."""
+        ...
+
+
+@dataclass(frozen=True)
+class Packed(Generic[Result]):
+    """How a result passes from the worker that made it to the others: as text.
+
+    Args:
+        pack: the text of a result. unpack: the result of task ``index`` from its text.
+    """
+
+    pack: Callable[[Result], str]
+    unpack: Callable[[int, str], Result]
+
+
+@dataclass
+class Workers:
+    """The workers of this command, as one of them sees them; ``Workers()`` is a process alone.
+
+    Every worker must make the same calls in the same order.
+
+    Args:
+        rank: of this worker; the first is 0, and alone writes the output. count: of all.
+        store: what connects them; None for a process alone.
+        patience: seconds without a sign of life after which a worker counts as lost.
+        broadcast: sends a tensor of the worker of a rank to all others, who give one of its shape.
+
+    >>> doubled = Packed(str, lambda index, text: int(text))
+    >>> Workers().divided(["a", "b"], lambda index: 2 * index, doubled)
+    [0, 2]
+    """
+
+    rank: int = 0
+    count: int = 1
+    store: Store | None = None
+    patience: float = PATIENCE
+    broadcast: Callable[[Tensor, int], object] = dist.broadcast
+    _stage: int = 0
+    _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
+
+    @property
+    def first(self) -> bool:
+        """Whether this worker shows progress and writes the output."""
+        return self.rank == 0
+
+    def divided(
+        self, tasks: Sequence[str], work: Callable[[int], Result], packed: Packed[Result], order: Sequence[int] = ()
+    ) -> list[Result]:
+        """The results of all tasks, in their order; each task is done by the worker that is free first.
+
+        Args:
+            tasks: what each does, for messages. work: does the task of an index. packed: how its result passes.
+            order: in which tasks are begun, such as the longest first; default: their own.
+
+        Raises:
+            LostWorkerError: a worker is lost, or failed.
+        """
+        order = order or range(len(tasks))
+        if self.store is None:
+            alone = {index: work(index) for index in order}
+            return [alone[index] for index in range(len(tasks))]
+        stage = self._begun()
+        own: dict[int, Result] = {}
+        while (place := self.store.add(f"{stage}/next", 1) - 1) < len(tasks):
+            index = order[place]
+            self.store.set(f"{stage}/{index}/by", str(self.rank))
+            own[index] = work(index)
+            self.store.set(f"{stage}/{index}", packed.pack(own[index]))
+        results = []
+        for index, task in enumerate(tasks):
+            text = None if index in own else self._text(f"{stage}/{index}", task, f"{stage}/{index}/by")
+            results.append(own[index] if text is None else packed.unpack(index, text))
+        return results
+
+    def in_turn(
+        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]]
+    ) -> Iterator[tuple[dict[str, Tensor], str]]:
+        """The results of all tasks in their order, each at every worker, where they are tensors and a text: worker i
+        does the tasks i, i + count, ... At a time a worker holds its own result and another's.
+
+        Raises:
+            LostWorkerError: as ``divided``.
+        """
+        stage = self._begun()
+        for start in range(0, len(tasks), self.count):
+            round_of = range(start, min(start + self.count, len(tasks)))
+            own = start + self.rank
+            made = work(own) if own in round_of else ({}, "")
+            if self.store is None:
+                yield made
+                continue
+            if own in round_of:
+                described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in made[0].items()]
+                self.store.set(f"{stage}/{own}/by", str(self.rank))
+                self.store.set(f"{stage}/{own}", json.dumps([described, made[1]]))
+            for index in round_of:
+                described, text = json.loads(self._text(f"{stage}/{index}", tasks[index], owner=index - start))
+                tensors = {}
+                for name, dtype, shape in described:
+                    here = made[0][name] if index == own else torch.empty(shape, dtype=getattr(torch, dtype))
+                    sent = here.cpu().contiguous()
+                    with self._explained(index - start):
+                        self.broadcast(sent, index - start)
+                    tensors[name] = here if index == own else sent
+                yield tensors, text
+                del tensors, here, sent
+            del made
+
+    def meet(self) -> None:
+        """Wait until every worker is here."""
+        if self.store is None:
+            return
+        stage = self._begun()
+        self.store.set(f"{stage}/{self.rank}", "")
+        for rank in range(self.count):
+            self._text(f"{stage}/{rank}", "coming here", owner=rank)
+
+    def agree(self, what: str, values: Mapping[str, str], *, refused: bool = True) -> None:
+        """Check that all workers have the same ``values``.
+
+        Args:
+            what: they are, for the message. refused: False: differences are announced, and the run goes on.
+
+        Raises:
+            KflatsError: a difference.
+        """
+        if self.store is None:
+            return
+        stage = self._begun()
+        self.store.set(f"{stage}/{self.rank}", json.dumps(dict(values)))
+        for rank in range(1, self.count):
+            theirs = json.loads(self._text(f"{stage}/{rank}", "beginning", owner=rank))
+            firsts = json.loads(self._text(f"{stage}/0", "beginning", owner=0))
+            unlike = [f"{key} {firsts[key]} and {theirs.get(key)}" for key in firsts if firsts[key] != theirs.get(key)]
+            if unlike and refused:
+                raise KflatsError(
+                    f"workers 0 and {rank} differ in {what}: {'; '.join(unlike)}",
+                    cause="results could then depend on which worker does what",
+                    hint="equal machines and versions, or --allow-unlike-workers",
+                )
+            if unlike:
+                announce(f"workers 0 and {rank} differ in {what}: {'; '.join(unlike)}", quiet=not self.first)
+
+    def failed(self, message: str) -> bool:
+        """Tell the others that this worker stops with an error; whether it is the first to say so."""
+        return self.store is None or self.store.compare_set("failed", "", message).decode() == message
+
+    def _begun(self) -> str:
+        self._stage += 1
+        return f"stage {self._stage}"
+
+    def _text(self, key: str, task: str, by: str = "", owner: int = 0) -> str:
+        """The value of ``key``, once it is there."""
+        assert self.store is not None
+        checked = time.monotonic()
+        while not self.store.check([key]):
+            time.sleep(_POLL)
+            if time.monotonic() - checked >= _BEAT:
+                checked = time.monotonic()
+                if self.store.check(["failed"]):
+                    raise LostWorkerError(KflatsError("another worker failed", hint="see what it says"), said=True)
+                known = by and self.store.check([by])
+                self._check_alive(int(self.store.get(by)) if known else owner, task)
+        return str(self.store.get(key).decode())
+
+    def _check_alive(self, rank: int, task: str) -> None:
+        assert self.store is not None
+        now, key = time.monotonic(), f"alive/{rank}"
+        beats = int(self.store.get(key)) if self.store.check([key]) else 0
+        last, since = self._seen.get(rank, (-1, now))
+        if beats != last:
+            self._seen[rank] = beats, now
+        elif now - since > self.patience:
+            raise LostWorkerError(
+                KflatsError(
+                    f"worker {rank} is lost: no sign of life for {now - since:.0f} s ({task})",
+                    cause="it was stopped or killed, or its machine or network failed",
+                    hint="the same command again, which resumes",
+                )
+            )
+
+    @contextmanager
+    def _explained(self, rank: int) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            what = f"worker {rank} is lost: {str(error).splitlines()[0]}"
+            raise LostWorkerError(KflatsError(what, hint="the same command again, which resumes")) from error
+
+
+class LostWorkerError(Exception):
+    """Another worker does not go on. It is no ``KflatsError``, which a search over sizes takes for one of a size.
+
+    Args:
+        error: what the user reads. said: whether that worker has said why.
+    """
+
+    def __init__(self, error: KflatsError, *, said: bool = False) -> None:
+        super().__init__(str(error))
+        self.error, self.said = error, said
+
+
+@contextmanager
+def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterator[Workers]:
+    """The workers that torchrun started, connected while the context lasts; alone without torchrun.
+
+    Args:
+        patience: seconds without a sign of life after which a worker counts as lost. allow_unlike: workers with other
+            versions, threads or instruction sets are announced and not refused.
+
+    Raises:
+        KflatsError: workers that differ, or cannot be reached; a worker is lost, or failed.
+
+    >>> with joined() as workers:
+    ...     workers.count
+    1
+    """
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1 or "RANK" not in os.environ:
+        yield Workers(patience=patience)
+        return
+    limit = timedelta(seconds=max(patience, 10.0))
+    try:
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.rendezvous import rendezvous
+
+        whole, rank, count = next(iter(rendezvous("env://", timeout=limit)))
+        dist.init_process_group("gloo", store=whole, rank=rank, world_size=count, timeout=limit)
+    except (RuntimeError, ValueError, StopIteration) as error:
+        raise KflatsError(
+            f"the workers could not connect: {str(error).splitlines()[0]}",
+            hint="torchrun --nproc-per-node N -m kflats compress ..., or kflats compress --workers N",
+        ) from error
+    store = PrefixStore("kflats", whole)
+    workers, ended = Workers(rank, count, store, patience), threading.Event()
+    beating = threading.Thread(target=_beat, args=(store, rank, ended), daemon=True)
+    beating.start()
+    try:
+        workers.agree("versions or machines", _surroundings(), refused=not allow_unlike)
+        yield workers
+    except LostWorkerError as lost:
+        raise lost.error from lost
+    finally:
+        ended.set()
+        beating.join()
+        with suppress(RuntimeError):
+            dist.destroy_process_group()
+
+
+def _beat(store: Store, rank: int, ended: threading.Event) -> None:
+    with suppress(RuntimeError):  # the worker that holds the store is gone
+        store.add(f"alive/{rank}", 1)
+        while not ended.wait(_BEAT):
+            store.add(f"alive/{rank}", 1)
+
+
+def _surroundings() -> dict[str, str]:
+    """What the last digits of results depend on."""
+    versions = {}
+    for name in _LIBRARIES:
+        with suppress(ImportError):
+            versions[name] = version(name)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return versions | {
+        "Python": platform.python_version(),
+        "processor": f"{platform.machine()} {capability}",
+        "threads": str(torch.get_num_threads()),
+    }
