@@ -99,10 +99,17 @@ def parameters_kept(report: Any) -> int:
     return int(report.bytes_after) // 4
 
 
-def parsed(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The options, ``--write FOLDER`` among them, and as ``command`` the command line without its folders."""
+def parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, quick: Mapping[str, Any]) -> argparse.Namespace:
+    """The options, ``--write FOLDER`` among them, and as ``command`` the command line without its folders.
+
+    Args:
+        argv: the command line; None: that of the process. quick: what ``--quick`` changes of all defaults, by name.
+    """
     parser.add_argument("--write", type=Path, help="folder for the table (.md) and its data (.json)")
-    asked = parser.parse_args()
+    parser.add_argument("--quick", action="store_true", help="little of everything: tries the whole command")
+    if "--quick" in (sys.argv[1:] if argv is None else argv):
+        parser.set_defaults(**quick)
+    asked = parser.parse_args(argv)
     words = ["python", f"experiments/{Path(sys.argv[0]).name}"]
     for action in parser._actions:
         value = getattr(asked, action.dest, None)

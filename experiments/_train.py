@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from _quick import write_model, write_task
 
 from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
@@ -72,11 +73,24 @@ def arguments_of_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--source", type=Path, help="the generic model's folder; default: the packaged MiniLM")
 
 
+def quick_models_(asked: argparse.Namespace, tasks: str) -> None:
+    """With ``--quick``, a tiny random model and generated tasks in place of those that the options name."""
+    if not asked.quick:
+        return
+    asked.data, asked.source = asked.cache / "quick-data", asked.cache / "quick-model"
+    if not asked.source.is_dir():
+        write_model(asked.source)
+    for task in tasks.split(","):
+        write_task(asked.data, task)
+
+
 def task_model(task: str, asked: argparse.Namespace) -> TaskModel:
     """The model that the options ask for, from the cache or trained now."""
     if task not in SHORT and not asked.full:
         raise KflatsError(f"no short training is known for the task {task!r}", hint=f"--full, or {', '.join(SHORT)}")
     chosen = {"split": SHORT.get(task, {}).get("split", "train")} if asked.full else SHORT[task]
+    if asked.quick:
+        chosen |= {"lr": 2e-3, "batch": 16, "epochs": 5}
     return fine_tuned(task, asked.cache, data=asked.data, seed=asked.seed, source=asked.source, **chosen)
 
 

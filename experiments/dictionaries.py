@@ -40,14 +40,17 @@ def one(name: str, rate: float, a: Tensor, asked: argparse.Namespace) -> dict[st
     return {"kept": share, "nonzeros": nonzeros, **errors([(a[judged], codes @ learnt)])}
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"rates": "0.6", "methods": "SVD,dictionary 512", "judged": 20, "taught": 600, "passes": 1}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser)
     parser.set_defaults(rates="0.41,0.6,0.8,0.9", methods="SVD,flats," + ",".join(f"dictionary {k}" for k in ATOMS))
     parser.add_argument("--judged", type=int, default=1000, help="rows to judge on")
     parser.add_argument("--taught", type=int, default=10_000, help="rows that dictionaries learn from")
     parser.add_argument("--passes", type=int, default=3, help="over those rows")
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
     a = embedding_table()
     names, rates = asked.methods.split(","), [float(rate) for rate in asked.rates.split(",")]
     rows = []

@@ -11,12 +11,13 @@ all-MiniLM-L6-v2, the proved constants, the ratios that the search meets, and th
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from dataclasses import dataclass, replace
 
 import torch
-from _results import embedding_table, markdown
+from _results import embedding_table, markdown, parsed, publish
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
@@ -213,10 +214,18 @@ def on_random_matrices(trials: int = 60) -> str:
     return markdown(["p", "matrices", "least ratio met (>= 1)", "greatest / r^abs(1-p/2) (<= 1)", "held"], lines)
 
 
-def main() -> None:
-    print(on_the_table(embedding_table()))
-    print()
-    print(on_random_matrices())
+QUICK = {"every": 100, "columns": 12, "trials": 3}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--every", type=int, default=1, help="of the table's rows, every such one")
+    parser.add_argument("--columns", type=int, default=384, help="of the table")
+    parser.add_argument("--trials", type=int, default=60, help="random matrices for each p")
+    asked = parsed(parser, argv, QUICK)
+    table = embedding_table()[:: asked.every, : asked.columns].contiguous()
+    body = f"{on_the_table(table)}\n\n{on_random_matrices(asked.trials)}"
+    publish("distortion", "Distortion of ellipsoids", body, {}, asked)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import copy
 from dataclasses import dataclass
 
 import torch
-from _results import markdown
+from _results import markdown, parsed
 from torch import Tensor
 
 from kflats.calibration.counting import text_batches
@@ -187,11 +187,14 @@ def low_rank(way: str, a: Tensor, fisher: Tensor, rank: int) -> Tensor:
     return found.coordinates @ found.basis
 
 
-def main() -> None:
+QUICK = {"samples": 2, "rank": 20}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--samples", type=int, default=64, help="texts that F is measured on")
     parser.add_argument("--rank", type=int, default=127)
-    asked = parser.parse_args()
+    asked = parsed(parser, argv, QUICK)
     folder = packaged_model()
     original, tokenizer, texts = load_model(folder).eval(), load_tokenizer(folder), list(packaged_texts("count"))
     names = [w.name for w in find_weights(original) if ".encoder." in f".{w.name}" and w.places[0].role == "linear"]

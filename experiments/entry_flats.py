@@ -22,10 +22,11 @@ flat) and ``Flats(error=Power(1))`` are what kflats offers.
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 
 import torch
-from _results import markdown
+from _results import markdown, parsed
 from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
@@ -232,9 +233,14 @@ def planted(k: int = 3, rank: int = 3, d: int = 60, n: int = 250, rate: float = 
     return [clean, torch.where(wrong, 20 * float(clean.std()) * torch.randn(clean.shape, generator=gen), clean), truth]
 
 
-def main() -> None:
+QUICK = {"seeds": 1}
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=5)
     lines = []
-    for seed in range(5):
+    for seed in range(parsed(parser, argv, QUICK).seeds):
         _, spoilt, truth = planted(seed=seed)
         fits = [entry_flats(spoilt, 3, 3), fit_flats(spoilt, 3, rank=3, error=Power(1)), fit_flats(spoilt, 3, rank=3)]
         lines.append([seed, *(f"{adjusted_rand_score(truth.numpy(), fit.labels.numpy()):.3f}" for fit in fits)])

@@ -11,16 +11,20 @@ from __future__ import annotations
 import argparse
 import time
 
-from _train import SHORT, arguments_of_models, task_model
+from _results import parsed
+from _train import SHORT, arguments_of_models, quick_models_, task_model
 
 from kflats.tasks.scoring import score
 
+QUICK = {"tasks": "cola"}
 
-def main() -> None:
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     arguments_of_models(parser)
     parser.add_argument("--tasks", default=",".join(SHORT))
-    asked = parser.parse_args()
+    asked = parsed(parser, argv, QUICK)
+    quick_models_(asked, asked.tasks)
     for name in asked.tasks.split(","):
         began = time.monotonic()
         made = task_model(name, asked)

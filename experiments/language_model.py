@@ -115,12 +115,15 @@ def divergence(original: Any, other: Any, ids: Tensor) -> tuple[float, float]:
     return total / count, same / count
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"keeps": "60%", "texts": 4, "length": 24}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--keeps", default="90%,80%,60%,45%")
     parser.add_argument("--texts", type=int, default=128, help="texts to calibrate on, and as many to judge on")
     parser.add_argument("--length", type=int, default=192)
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
     original = llama(weights_folder() / "stories260K.bin")
     pieces = words(weights_folder() / "tok512.bin", original.config.vocab_size)
     greedy = original.generate(torch.tensor([[BOS]]), do_sample=False, max_new_tokens=60)[0, 1:]

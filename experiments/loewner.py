@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from _results import embedding_table, markdown
+from _results import embedding_table, markdown, parsed, publish
 from distortion import distortion_found
 from torch import Tensor
 
@@ -201,11 +201,14 @@ def _cut_both(shape: Tensor, slope: Tensor, depth: float) -> Tensor:
     return (new + new.T) / 2
 
 
-def main() -> None:
+QUICK = {"rows": 60}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=2000)
-    table = embedding_table()
-    small = table[:: max(1, len(table) // parser.parse_args().rows), :8].contiguous()
+    asked, table = parsed(parser, argv, QUICK), embedding_table()
+    small = table[:: max(1, len(table) // asked.rows), :8].contiguous()
     ways = {"Lewis": Lewis(), "A1, mirrored cuts": Loewner(), "A1 as printed": Loewner("1/d")}
     lines, fastest = [], 0.0
     for name, way in ways.items():
@@ -219,7 +222,7 @@ def main() -> None:
             + [f"{ellipsoid.bound:.4g}", f"{ratio:.4f}"]
         )
     head = [f"{len(small)} x 8, p = 1", "steps", "time", "x Lewis", "proved constant", "distortion met"]
-    print(markdown(head, lines))
+    publish("loewner", "Algorithm A1 beside Lewis weights", markdown(head, lines), {"rows": lines}, asked)
 
 
 if __name__ == "__main__":

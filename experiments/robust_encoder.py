@@ -73,13 +73,16 @@ def wanted(name: str, rate: float) -> bool:
     return rate <= 0.5 or name in BEYOND
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"pairs": 20, "rates": "0.41", "methods": "SVD,magnitude csr"}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser)
     parser.set_defaults(rates="0.15,0.28,0.41,0.6,0.8")
     parser.add_argument("--weights", choices=("embeddings", "linear"), default="embeddings")
     parser.add_argument("--pairs", type=int, default=500, help="sentence pairs of STS-B (dev) to judge on, of 1500")
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
     source = packaged_model()
     model, tokenizer = load_model(source), load_tokenizer(source)
     judge = Judge(model, tokenizer, asked.pairs)

@@ -24,13 +24,16 @@ from kflats import find_weights
 METHODS = [HALF, "SVD", *FAMILIES, *L1_PCA, "robust pca", *PRUNED, *SYNFLOW]
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"networks": "lenet", "rates": "0.41", "methods": "SVD,ellipsoid 1,magnitude bitmap"}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser)
     parser.set_defaults(rates="0.15,0.28,0.41,0.6,0.8")
     parser.add_argument("--networks", default="lenet,resnet20")
     parser.add_argument("--judged", type=int, default=2000, help="test images of CIFAR-10 to judge on (MNIST: all)")
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
     names = asked.methods.split(",") if asked.methods else METHODS
     rows: list[dict[str, Any]] = []
     parts: list[str] = []

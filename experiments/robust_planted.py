@@ -57,14 +57,17 @@ def measured(name: str, case: str, n: int, d: int, seed: int) -> dict[str, Any]:
     return {"clean": clean, **errors([(spoilt, made)]), "note": note}
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"rows": 60, "columns": 24, "seeds": 1}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", required=True, type=Path, help="where finished parts are kept")
     parser.add_argument("--rows", type=int, default=2000)
     parser.add_argument("--columns", type=int, default=100)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--methods", help=f"comma-separated; default: {','.join(METHODS)}")
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
     names = asked.methods.split(",") if asked.methods else METHODS
     rows = []
     for case in CASES:

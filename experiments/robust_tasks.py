@@ -19,7 +19,7 @@ from _results import kept, markdown, parsed, publish
 from _robust import HALF, PRUNED, SYNFLOW, Known, options, row_weights_of
 from _robust_tables import STORED, sweep, unfinished
 from _sentences import sentences
-from _train import SHORT, TaskModel, arguments_of_models, task_model
+from _train import SHORT, TaskModel, arguments_of_models, quick_models_, task_model
 from baselines.synflow import encoder_flow
 from task_scores import constant
 from torch import nn
@@ -51,20 +51,26 @@ def judged(model: nn.Module, made: TaskModel, task: str, asked: argparse.Namespa
     return {"score": 100 * found.value, "metric": found.metric, "n": found.n}
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"tasks": "cola", "rates": "0.41", "methods": "SVD,ellipsoid 1,magnitude bitmap"}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser, seed=False)
     arguments_of_models(parser)
     parser.add_argument("--tasks", default=",".join(SHORT))
     parser.add_argument("--judged", type=int, default=0, help="judge on this many dev examples only (0: all)")
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
+    quick_models_(asked, asked.tasks)
     names = asked.methods.split(",") if asked.methods else METHODS
     if max(map(float, asked.rates.split(","))) > 0.5:
         names = [name for name in names if name != HALF]
     rows: list[dict[str, Any]] = []
     about: dict[str, dict[str, Any]] = {}
-    tokenizer = load_tokenizer(asked.source or packaged_model())
-    row_weights = row_weights_of(tokenizer, len(tokenizer), sentences("wikitext2"))
+    row_weights = {}
+    if any(" + " in name for name in names):
+        tokenizer = load_tokenizer(asked.source or packaged_model())
+        row_weights = row_weights_of(tokenizer, len(tokenizer), sentences("wikitext2"))
     for task in asked.tasks.split(","):
         made = task_model(task, asked)
         settings = {"model": made.folder.name, "judged": asked.judged}

@@ -30,7 +30,7 @@ from _results import (
     publish,
     variants,
 )
-from _train import SHORT, TaskModel, arguments_of_models, task_model
+from _train import SHORT, TaskModel, arguments_of_models, quick_models_, task_model
 
 from kflats import compress_, find_weights, measure
 from kflats.tasks.batches import load_examples, task_batches
@@ -136,13 +136,17 @@ def one(bench: Bench, variant: Variant, ratio: str = "") -> dict[str, Any]:
     }
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"tasks": "cola,stsb", "samples": 32}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     options(parser)
     parser.add_argument("--tasks", default=",".join(SHORT))
     parser.add_argument("--methods", default=METHODS)
     parser.add_argument("--ratio", default="33%")
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
+    quick_models_(asked, asked.tasks)
     chosen = variants(asked.methods.split(","))
     rows: list[dict[str, Any]] = []
     about: dict[str, Any] = {}

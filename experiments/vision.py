@@ -48,12 +48,15 @@ def network(name: str) -> nn.Module:
     return model.eval()
 
 
-def main() -> None:
+QUICK: dict[str, Any] = {"networks": "lenet", "samples": 64, "judged": 100}
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", default="lenet,resnet20")
     parser.add_argument("--samples", type=int, default=512, help="training images to calibrate on")
     parser.add_argument("--judged", type=int, default=2000, help="test images of CIFAR-10 to judge on (MNIST: all)")
-    asked = parsed(parser)
+    asked = parsed(parser, argv, QUICK)
     rows: list[dict[str, Any]] = []
     about = []
     for name in asked.networks.split(","):
