@@ -22,6 +22,7 @@ VERSIONS: dict[str, int] = {
     "small networks": 1,
     "vgg": 1,
     "search": 1,
+    "robust": 1,
 }
 
 

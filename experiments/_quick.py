@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from _runs import Asked
+from _runs import SHARED, Asked
+from _shared_layers import write_shared
 
 from kflats.common.errors import KflatsError
 from kflats.io import new_folder
@@ -23,10 +24,13 @@ def quick(asked: Asked) -> Asked:
         return asked
     folder = asked.models.parent / "quick"
     source = asked.source
-    if source is None:
-        source = str(folder / "tiny")
-        if not Path(source).is_dir():
-            write_model(Path(source))
+    if source in (None, SHARED):
+        tiny = folder / "tiny"
+        if not tiny.is_dir():
+            write_model(tiny)
+        if source == SHARED and not (folder / "tiny-shared").is_dir():
+            write_shared(tiny, folder / "tiny-shared")
+        source = str(tiny if source is None else folder / "tiny-shared")
     data = folder / "data"
     for task in asked.tasks:
         if not (data / find_task(task).folder / "train.tsv").is_file():

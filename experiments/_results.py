@@ -33,6 +33,7 @@ from _common import kept as kept
 from _common import markdown as markdown
 from _common import part as part
 from _sentences import data_folder as data_folder
+from _sentences import sentences as sentences
 
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 ENCODER = "bert.encoder.layer.*"

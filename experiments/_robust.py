@@ -241,13 +241,17 @@ def _synflow(
     return found
 
 
-def row_weights_of(tokenizer: Any, rows: int, texts: Sequence[str]) -> dict[str, Tensor]:
-    """What " + zipf" (no text at all) and " + counts" (public text, none of the task's) weigh rows by."""
+def row_weights_of(tokenizer: Any, rows: int, texts: Sequence[str] | None) -> dict[str, Tensor]:
+    """What " + zipf" (no text at all) and, where there are texts, " + counts" (public ones, none of the task's) weigh
+    rows by."""
     from kflats.calibration.counting import count_tokens, zipf_prior
     from kflats.importance import TokenCounts, ZipfPrior
 
-    measured = Measured(rows, count_tokens(texts, tokenizer, rows), zipf_prior(tokenizer, rows))
-    found = {"zipf": ZipfPrior().weigh(measured).left, "counts": TokenCounts().weigh(measured).left}
+    counts = None if texts is None else count_tokens(texts, tokenizer, rows)
+    measured = Measured(rows, counts, zipf_prior(tokenizer, rows))
+    found = {"zipf": ZipfPrior().weigh(measured).left}
+    if texts is not None:
+        found["counts"] = TokenCounts().weigh(measured).left
     return {name: weights for name, weights in found.items() if weights is not None}
 
 

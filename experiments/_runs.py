@@ -27,6 +27,8 @@ from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
 
 ROOT = Path(__file__).resolve().parents[1]
+SHARED = "shared"
+"""The ``--source`` that is made from the packaged model: one block, used for all."""
 LIBRARIES = ("torch", "transformers")
 """The libraries whose versions decide a result."""
 
@@ -222,7 +224,10 @@ def asked_for(
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", default=tasks, help="comma-separated names")
     parser.add_argument("--seeds", default=seeds, help="comma-separated; seeds are paired between methods")
-    parser.add_argument("--source", help="folder or hub name of the model; default: the packaged MiniLM")
+    parser.add_argument(
+        "--source",
+        help="folder or hub name of the model; default: the packaged MiniLM; 'shared': its first block used for all",
+    )
     parser.add_argument("--task-data", help='folder of tasks, or "hub"; default: $KFLATS_DATA, else the hub')
     parser.add_argument("--quick", action="store_true", help="tiny models and generated data: tries the whole command")
     parser.add_argument("--resume", action="store_true", help="keep finished runs; without it all are run again")

@@ -232,11 +232,11 @@ def told(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def publish(name: str, title: str, parts: Sequence[str], asked: Asked) -> Path:
-    """Write the page of an experiment beside its log, and print it."""
+def publish(name: str, title: str, parts: Sequence[str], asked: Asked, log: str | None = None) -> Path:
+    """Write the page of an experiment beside its log (of the same name, if it has no other), and print it."""
     body = "\n\n".join(part for part in parts if part)
-    page = asked.results / f"{name}.md"
+    page, log = asked.results / f"{name}.md", log or name
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(f"# {title}\n\n    {asked.command}\n\nMade from [{name}.jsonl]({name}.jsonl).\n\n{body}\n", "utf-8")
+    page.write_text(f"# {title}\n\n    {asked.command}\n\nMade from [{log}.jsonl]({log}.jsonl).\n\n{body}\n", "utf-8")
     print(body, flush=True)
     return page

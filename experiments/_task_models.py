@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from _algorithms import versions_of
-from _runs import Asked, Cell, Log, Run, digest_of, libraries
+from _runs import SHARED, Asked, Cell, Log, Run, digest_of, libraries
+from _shared_layers import write_shared
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
@@ -138,9 +139,14 @@ class Source:
 
 
 def source_of(asked: Asked) -> Source:
-    """The folder or hub name that the options name, or the packaged MiniLM."""
+    """The folder or hub name that the options name, the packaged MiniLM, or one that shares its blocks."""
     if asked.source is None:
         return Source(Path(packaged_model()), "MiniLM")
+    if asked.source == SHARED:
+        folder = asked.models / "MiniLM-shared"
+        if not folder.is_dir():
+            write_shared(Path(packaged_model()), folder)
+        return Source(folder, folder.name)
     return Source(Path(resolve_model(asked.source)), Path(asked.source).name)
 
 
@@ -250,12 +256,19 @@ class TaskExperiment:
     """What experiments with task models have in common: their models, places in tables, and runs of the log.
 
     Args:
-        asked: the options; those of ``TRAINING`` are among them.
+        name: of the log. asked: the options; those of ``TRAINING`` are among them.
     """
+
+    name: str
 
     def __init__(self, asked: Asked) -> None:
         self.asked, self.own, self.source = asked, asked.more, source_of(asked)
         self.training = training_of(asked)
+
+    @property
+    def page(self) -> str:
+        """The name of page and pictures: that of the log, and of the model if it is another than the usual one."""
+        return self.name if self.source.name in ("MiniLM", "tiny") else f"{self.name}_{self.source.name}"
 
     def model(self, task: str, seed: int) -> TaskModel:
         """Trained when it is first used."""

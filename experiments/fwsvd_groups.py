@@ -122,11 +122,11 @@ class Groups(TaskExperiment):
         )
         for (title, found), task in itertools.product(shown, asked.tasks):
             parts += [f"## {title}: {task}", by_method(found, list(METHODS), sizes, [task], len(asked.seeds))]
-        picture = asked.results / f"{self.name}.png"
+        picture = asked.results / f"{self.page}.png"
         if figure(picture, results, list(METHODS), places, asked.tasks, ("group removed", "drop, points")):
             parts.append(f"![Drop by group]({picture.name})")
         parts += ["## What holds, over paired seeds", self.claims(results, runs, sizes)]
-        publish(self.name, TITLE, parts, asked)
+        publish(self.page, TITLE, parts, asked, self.name)
 
     def claims(self, results: Results, runs: list[Run], sizes: list[tuple[str, str]]) -> str:
         """FWSVD against SVD for the groups that go first; and the last group against those before it."""

@@ -3,11 +3,13 @@ plain SVD at every rank ratio without fine-tuning, and above it or near the orig
 
     python experiments/fwsvd_tasks.py --resume                                             # tables 1 to 3
     python experiments/fwsvd_tasks.py --ratios 10,20,33,45,60 --epochs 0 --tasks cola,stsb --resume      # figure 5
+    python experiments/fwsvd_tasks.py --source shared --paths task --tasks cola,stsb --resume        # shared parameters
     python experiments/fwsvd_tasks.py --source bert-base-uncased --lr 2e-5 --task-data hub \
         --tasks conll2003,cola,mnli,mrpc,qnli,qqp,sst2,stsb --resume                       # path 2 of a large model
 
 A model trained on a task is compressed and trained again with the same settings: the paper's path 2 from a large
-model, path 3 from one that is compact already, as the packaged MiniLM is. "generic first" compresses the generic
+model, path 3 from one that is compact already, as the packaged MiniLM is, or whose blocks share their parameters like
+ALBERT's: ``--source shared`` uses MiniLM's first block for all and trains it. "generic first" compresses the generic
 model without labels, by random projections of its sentence vectors on the task's texts, and then trains it once. "no
 compression" is the original trained again, for comparison. "kflats" is ``KroneckerFisher`` of the logits with one
 budget shared by loss, in the parameters that the rank ratio leaves.
@@ -159,14 +161,14 @@ class Factorized(TaskExperiment):
         )
         for when, title, value, names, ordered in views:
             results = Results(runs, value)
-            picture = asked.results / f"{self.name}_{when}.png"
+            picture = asked.results / f"{self.page}_{when}.png"
             parts += [f"## {title}", by_method(results, names, sizes, asked.tasks, seeds)]
             if figure(picture, results, names, places, asked.tasks, ("% of ranks kept", "drop, points")):
                 parts.append(f"![{title}]({picture.name})")
             parts += ["What holds, over paired seeds:", orderings(results, ordered, sizes, asked.tasks)]
         again = by_method(Results(runs, tuned_drop), [NONE], [("100%", "trained again")], asked.tasks, seeds)
         parts += ["## The original trained again", again]
-        publish(self.name, TITLE, parts, asked)
+        publish(self.page, TITLE, parts, asked, self.name)
 
 
 def _ratios(runs: list[Run]) -> list[str]:

@@ -134,7 +134,7 @@ class SameSize(TaskExperiment):
                 gains, [(self.flats, "the table itself"), (self.flats, NOISE)], sizes, tasks, lower_is_better=False
             ),
         ]
-        publish(self.name, TITLE, parts, self.asked)
+        publish(self.page, TITLE, parts, self.asked, self.name)
 
 
 def main(argv: list[str] | None = None) -> None:

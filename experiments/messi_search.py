@@ -113,13 +113,13 @@ class Search(TaskExperiment):
             ("after", f"After {self.own.epochs} epochs of fine-tuning (figure 11)", tuned_drop),
         )
         for when, title, value in views:
-            results, picture = Results(runs, value), asked.results / f"{self.name}_{when}.png"
+            results, picture = Results(runs, value), asked.results / f"{self.page}_{when}.png"
             parts += [f"## {title}", by_method(results, methods, sizes, tasks, seeds)]
             if figure(picture, results, methods, places, tasks, ("% of the table saved", "drop, points")):
                 parts.append(f"![{title}]({picture.name})")
             parts += ["What holds, over paired seeds:", orderings(results, claims, sizes, tasks)]
         parts += ["## What was tried", tried(runs)]
-        publish(self.name, TITLE, parts, asked)
+        publish(self.page, TITLE, parts, asked, self.name)
 
 
 def tried(runs: list[Run]) -> str:

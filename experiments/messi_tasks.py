@@ -214,7 +214,7 @@ def with_chosen(runs: list[Run], ks: list[int]) -> list[Run]:
 
 def publish_tables(experiment: Tables, runs: list[Run], others: list[str]) -> None:
     """The page and the figures of ``runs``, among them those of the chosen k."""
-    asked, name = experiment.asked, experiment.name
+    asked, name = experiment.asked, experiment.page
     rates = sorted(experiment.rates, key=float)
     sizes = [(kept(rate), f"{rate} % saved") for rate in rates]
     places = [(kept(rate), float(rate)) for rate in rates]
@@ -244,7 +244,7 @@ def publish_tables(experiment: Tables, runs: list[Run], others: list[str]) -> No
         parts += ["What holds, over paired seeds:", orderings(results, claims, sizes, tasks)]
     parts += ["## The best of each size (table 1)", table_1(runs, sizes, tasks, seeds)]
     parts += ["## Half of the loss", halves(runs, sizes, tasks, drawn)]
-    publish(name, TITLE, parts, asked)
+    publish(name, TITLE, parts, asked, experiment.name)
 
 
 def table_1(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...], seeds: int) -> str:

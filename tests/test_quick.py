@@ -24,6 +24,7 @@ import messi_same_size
 import messi_search
 import messi_tasks
 import messi_vgg
+import robust_scores
 import train_small
 from _small_networks import Images, ResNet20, accuracy, train_
 
@@ -33,12 +34,12 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("quick")
 
 
-def quick(main: Any, places: Path, name: str, *words: str) -> tuple[str, list[dict[str, Any]]]:
+def quick(main: Any, places: Path, name: str, *words: str, page: str = "") -> tuple[str, list[dict[str, Any]]]:
     """The page and the runs of a command."""
     results = places / "results"
     main(["--quick", "--resume", "--results", str(results), "--models", str(places / "models"), *words])
     lines = (results / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
-    return (results / f"{name}.md").read_text(encoding="utf-8"), [json.loads(line) for line in lines]
+    return (results / f"{page or name}.md").read_text(encoding="utf-8"), [json.loads(line) for line in lines]
 
 
 @pytest.mark.slow
@@ -89,6 +90,37 @@ def test_fwsvd_tasks(places: Path) -> None:
     assert {run["size"] for run in more[len(runs) :]} == {"10% ranks", "60% ranks"}
     assert "60 % of ranks" in page
     assert "33 % of ranks" in page, "one log serves the tables and figure 5"
+
+
+@pytest.mark.slow
+def test_fwsvd_tasks_of_a_model_that_shares_its_layers(places: Path) -> None:
+    words = ("--seeds", "0", "--source", "shared", "--paths", "task")
+    page, runs = quick(fwsvd_tasks.main, places / "shared", "fwsvd_tasks", *words, page="fwsvd_tasks_tiny-shared")
+    at = {run["method"]: run for run in runs}
+    assert set(at) == {"no compression", "SVD", "FWSVD", "kflats"}
+    assert {run["model"] for run in runs} == {"tiny-shared"}
+    assert at["SVD"]["more"]["before"] == 4 * 32 * 32 + 2 * 32 * 64, "one block's layers, however often it is used"
+    for way in ("SVD", "FWSVD", "kflats"):
+        assert at[way]["more"]["parameters"] <= at["SVD"]["more"]["parameters"] < at[way]["more"]["before"]
+    assert "tiny-shared" in page
+    assert "(fwsvd_tasks.jsonl)" in page
+
+
+def test_a_shared_block_that_is_used_once_is_the_block_of_the_original(tmp_path: Path) -> None:
+    import transformers
+    from _quick import tokenizer
+    from _shared_layers import write_shared
+
+    sizes = {"vocab_size": 605, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 64}
+    bert = transformers.BertModel(transformers.BertConfig(**sizes, num_hidden_layers=1)).eval()
+    bert.save_pretrained(tmp_path / "bert")
+    tokenizer().save_pretrained(tmp_path / "bert")
+    write_shared(tmp_path / "bert", tmp_path / "shared")
+    shared = transformers.AlbertModel.from_pretrained(tmp_path / "shared").eval()
+    ids = torch.arange(5, 25).reshape(2, 10)
+    with torch.no_grad():
+        for one, other in zip(bert(ids)[:2], shared(ids)[:2], strict=True):
+            torch.testing.assert_close(one, other)
 
 
 @pytest.mark.slow
@@ -143,6 +175,22 @@ def test_messi_search(places: Path) -> None:
     same, fewer = quick(messi_search.main, again, "messi_search", "--seeds", "0", "--choose", "before")
     assert {run["method"] for run in fewer} == {messi_search.METHODS["before"]}, "SVD is in the other log"
     assert "not run" not in same
+
+
+@pytest.mark.slow
+def test_robust_scores(places: Path) -> None:
+    page, runs = quick(robust_scores.main, places, "robust_scores")
+    names = {"SVD", "ellipsoid 1", "magnitude bitmap", "SVD + zipf"}
+    places_run = {(run["task"], run["method"], run["seed"]) for run in runs}
+    assert places_run == {(task, name, seed) for task in ("sst2", "wnli") for name in names for seed in (0, 1)}
+    at = {(run["task"], run["method"], run["seed"]): run for run in runs}
+    for task in ("sst2", "wnli"):
+        svd, ellipsoid, weighed = (at[task, name, 0] for name in ("SVD", "ellipsoid 1", "SVD + zipf"))
+        assert svd["error"] <= min(ellipsoid["error"], weighed["error"]), "no other rank has fewer squares"
+        assert max(run["nbytes"] for run in runs) <= 0.59 * 4 * 605 * 32
+    assert "not run" not in page
+    assert "wnli, which is in no average" in page
+    assert "mean" not in page.split("## What holds")[1], "one task has no mean, and WNLI is not counted"
 
 
 @pytest.mark.slow
@@ -219,6 +267,7 @@ def test_other_models_go_end_to_end(kind: str, places: Path) -> None:
         places / f"{kind}-places",
         "messi_tasks",
         *("--tasks", "sst2", "--rates", "60", "--seeds", "0", "--source", str(folder), "--original-epochs", "1"),
+        page=f"messi_tasks_{kind}",
     )
     assert {run["method"] for run in runs} == {"SVD", "MESSI, k = 3", "kflats"}
     assert {run["model"] for run in runs} == {kind}

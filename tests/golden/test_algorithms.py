@@ -31,8 +31,10 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("seqeval")
 
+import robust_scores
 from _algorithms import VERSIONS
 from _quick import write_model
+from _robust import Known, approximations
 from _small_networks import accuracy, blobs, lenet, vgg19
 from _task_models import with_head
 
@@ -130,6 +132,14 @@ def search(tiny: Path) -> list[float]:
     return [number for k, value in found.scores.items() for number in (k, value)] + [found.k]
 
 
+def robust(tiny: Path) -> list[float]:
+    """One probe of each method; all of them have one version."""
+    known = Known({"zipf": torch.linspace(1, 3, 240)})
+    names = [name for name in robust_scores.METHODS if not name.startswith("synflow") and "counts" not in name]
+    made = [next(approximations(name, table(), [0.41], known)).matrix for name in names]
+    return [probes(matrix)[0] for matrix in made]
+
+
 ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "svd": lambda tiny: fitted(SVD()),
     "messi": lambda tiny: fitted(MESSI(k=3, restarts=3)),
@@ -143,6 +153,7 @@ ALGORITHMS: dict[str, Callable[[Path], list[float]]] = {
     "small networks": small_networks,
     "vgg": vgg,
     "search": search,
+    "robust": robust,
 }
 
 
