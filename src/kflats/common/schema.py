@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -158,7 +159,7 @@ class _Decoder:
             )
         if missing := sorted(n for n, f in fields.items() if n not in data and f.default is dataclasses.MISSING):
             raise KflatsError(f"{where} lacks {missing[:5]}", cause="a damaged file, or one of another kflats")
-        hints = get_type_hints(kind)
+        hints = _hints(kind)
         return kind(**{name: self.value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
 
     def _named(self, members: tuple[Any, ...], data: Json, where: str) -> Any:
@@ -172,6 +173,11 @@ class _Decoder:
         if kind is None or not isinstance(value := self._record(kind, fields, where), members):
             raise _wrong(where, f"one of {', '.join(sorted(own))}" if own else f"a {members[0].__name__}", data)
         return value
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _wrong(where: str, expected: str, data: Json) -> KflatsError:

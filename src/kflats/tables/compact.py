@@ -39,7 +39,7 @@ _WIDE_BITS = 17
 _STATE_BITS, _PLACE_BITS = 4.0, 8 + 64 / _GROUP  # of a lane beside its integers: its state, and where it lies
 _ARRAYS = ("offsets", "floor", "odd", "beyond")
 _ENCODED = 32768  # rows that are encoded at once
-_DECODED = 2**21  # numbers that are decoded at once
+_DECODED = 2**20  # numbers that are decoded at once
 
 
 def lane_rows(columns: int) -> int:
@@ -355,7 +355,8 @@ class CompactWriter:
 def usual(sample: Tensor) -> Tensor:
     """The rows of a sample without those that are far longer than all others: distributions are not made for them."""
     norms = sample.norm(dim=1)
-    return sample[norms <= _FAR * norms.quantile(0.998)]
+    most = norms.quantile(0.998)
+    return sample[norms <= _FAR * most] if float(most) > 0 else sample
 
 
 def finest_step(sample: Tensor) -> float:

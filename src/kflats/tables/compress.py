@@ -178,7 +178,7 @@ class _Run:
             if code is None:
                 break
             index = self._written(code)
-            total = overhead + index.head.bytes + sum(shard.bytes for shard in index.shards)
+            total = overhead + index.nbytes
             if total <= self.budget and (attempt or total >= _LEAST * self.budget):
                 return index
             aim, least = aim * _AIM * self.budget / total, total
@@ -246,7 +246,8 @@ class _Run:
                     error += writer.add((block.to(torch.float32) - seen.mean) @ seen.axes.T)
                     self.show(start + len(block))
                 shards.append(writer.finish())
-        return TableIndex(self.layout, n, d, self.shard_rows, error, seen.squares, head, tuple(shards))
+        parts = tuple(shard.bytes for shard in shards), tuple(shard.checksum for shard in shards)
+        return TableIndex(self.layout, n, d, self.shard_rows, error, seen.squares, head, *parts)
 
 
 def _bytes(size: str | Budget, numbers: int) -> int:

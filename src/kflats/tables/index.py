@@ -1,7 +1,7 @@
 """The index of a coded table, ``table.json``, and its head, ``head.safetensors``: all that is read when it is opened.
 
     {"format": "kflats-table", "version": 1, "layout": "fast", "rows": 20000000, "columns": 64, "shard_rows": 4194304,
-     "squared_error": ..., "squared_sum": ..., "head": {...}, "shards": [{"bytes": ..., "checksum": ...}, ...],
+     "squared_error": ..., "squared_sum": ..., "head": {...}, "shard_bytes": [...], "shard_checksums": [...],
      "checksum": ...}
 
 The files of the rows are ``rows-00000.safetensors`` and following, each of ``shard_rows`` rows, the last of what is
@@ -44,7 +44,7 @@ class TableIndex:
     Args:
         layout: how rows are stored. rows, columns: the shape. shard_rows: rows a file.
         squared_error, squared_sum: sums over all rows of the squared error and of the squared numbers.
-        head: bytes and checksum of the head. shards: those of the files of rows.
+        head: bytes and checksum of the head. shard_bytes, shard_checksums: those of the files of rows.
 
     Raises:
         KflatsError: numbers that do not belong together.
@@ -57,17 +57,28 @@ class TableIndex:
     squared_error: float
     squared_sum: float
     head: ShardRecord
-    shards: tuple[ShardRecord, ...]
+    shard_bytes: tuple[int, ...]
+    shard_checksums: tuple[int, ...]
 
     def __post_init__(self) -> None:
         whole = is_whole(self.rows, 1, _MOST_ROWS) and is_whole(self.columns, 1, _MOST_COLUMNS)
-        if not whole or self.shard_rows < 1 or len(self.shards) != -(-self.rows // self.shard_rows):
+        counts = {len(self.shard_bytes), len(self.shard_checksums)}
+        if not whole or self.shard_rows < 1 or counts != {-(-self.rows // self.shard_rows)}:
             raise KflatsError("an index of a table with impossible numbers", cause="a damaged file")
 
     @property
     def relative_error(self) -> float:
         """The sum of squared errors by the sum of squares."""
         return self.squared_error / self.squared_sum if self.squared_sum else 0.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the head and of the files of rows."""
+        return self.head.bytes + sum(self.shard_bytes)
+
+    def shard(self, number: int) -> ShardRecord:
+        """What is known of the file of this number."""
+        return ShardRecord(self.shard_bytes[number], self.shard_checksums[number])
 
     def rows_of(self, number: int) -> int:
         """Rows in the file of this number."""

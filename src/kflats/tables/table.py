@@ -121,7 +121,7 @@ class CodedTable:
 
     def _shard(self, number: int) -> Shard:
         if (shard := self._shards.get(number)) is None:
-            shard = Shard(self.folder / shard_name(number), self.index.shards[number])
+            shard = Shard(self.folder / shard_name(number), self.index.shard(number))
             self._code.check(shard, self.index.rows_of(number))
             self._shards[number] = shard
         return shard
