@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from kflats.io.atomic import replaced
 
 OWN: dict[str, Any] = {
-    "saved": "90,80,96,60,98,99",
+    "saved": "90,80,96,60,98",
     "ks": "2,5",
     "train-epochs": 6,
     "epochs": 2,
