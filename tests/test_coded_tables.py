@@ -315,6 +315,7 @@ def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
         (["--table", "x.npy"], "a table needs a size"),
         (["MODEL", "--table", "x.npy", "--size", "9kB"], "--table cannot be used with MODEL"),
         (["--table", "x.npy", "--keep", "5%", "--flats", "3", "--trim", "9"], "with --keep, --flats, --trim"),
+        (["--table", "x.npy", "--size", "9kB", "--workers", "2"], "--table cannot be used with --workers"),
         (["MODEL", "--layout", "fast"], "--layout cannot be used with a model"),
         ([], "no model is given"),
     ],

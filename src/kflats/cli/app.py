@@ -173,6 +173,7 @@ def compress(
         "--trim": trim,
         "--eval-texts": eval_texts,
         "--no-proof": no_proof or None,
+        "--workers": workers.workers,
     }
     others |= {"--search-split": search.search_split, "--search": None if search.search == "error" else "task"}
     table.check(budget.size, model, of_models + [option for option, value in others.items() if value is not None])

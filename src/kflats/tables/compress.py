@@ -172,7 +172,7 @@ class _Run:
         if self.layout == "fast":
             return self._written(FastCode.of(seen.sample, seen.axes, seen.mean, self._row_bytes(overhead)))
         room = self.budget - overhead - shards * file_bytes(0, 64)
-        aim, least = _AIM, overhead
+        aim, least = _AIM, self.budget - room + CompactCode.about_head(self.rows.shape[1])
         for attempt in range(_TRIES):
             code = self._compact(room * aim)
             if code is None:
