@@ -102,6 +102,8 @@ def test_rows_are_those_of_the_whole(table: CodedTable) -> None:
         assert np.array_equal(array, rows.numpy())
     assert torch.equal(table.rows([3, 1]), table.rows(torch.tensor([3, 1])))
     assert torch.equal(table[7], table.rows([7])[0])
+    with pytest.raises(IndexError):
+        table[N]
 
 
 def test_the_error_is_that_of_the_rows(table: CodedTable) -> None:

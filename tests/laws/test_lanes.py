@@ -66,6 +66,7 @@ def test_damaged_bytes_decode_to_something() -> None:
 def test_a_code_with_impossible_numbers_is_refused() -> None:
     code = drawn_code(3, 2, 2, 0)
     wrong = {"contexts": code.contexts + 90, "frequencies": code.frequencies + 1, "shifts": code.shifts + 9, "main": 4}
+    wrong["rows"] = 2**40
     for name, value in wrong.items():
         with pytest.raises(KflatsError, match="impossible numbers"):
             LaneCode(**{**vars(code), name: value})

@@ -81,6 +81,8 @@ class CodedTable:
             yield start, self._rows(np.arange(start, min(start + size, len(self))))
 
     def __getitem__(self, row: int) -> Tensor:
+        if not 0 <= row < len(self):
+            raise IndexError(f"row {row} of a table of {len(self):,} rows")  # which ends a loop over the rows
         return self._rows(np.array([row]))[0]
 
     def __getitems__(self, rows: list[int]) -> list[Tensor]:

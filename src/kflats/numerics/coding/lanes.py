@@ -29,7 +29,7 @@ from kflats.common.errors import KflatsError
 PRECISION = 12
 MOST_SYMBOLS = 256
 MOST_SHIFT = 8
-_MOST_CONTEXTS = 2**8
+_MOST_CONTEXTS, _MOST_ROWS = 2**8, 2**12
 _LEAST = 2**24  # of a state between two symbols, once a byte has been written
 _MASK = np.uint32(2**PRECISION - 1)
 _SCALAR = 24
@@ -98,7 +98,7 @@ class LaneCode:
             and ((self.shifts >= 0) & (self.shifts <= MOST_SHIFT)).all()
             and ((self.contexts >= 0) & (self.contexts < count)).all()
             and 1 <= classes <= int((self.frequencies[0] > 0).sum())
-            and self.rows >= 1
+            and 1 <= self.rows <= _MOST_ROWS
             and 0 <= self.main <= columns
             and 0 <= self.first_wide <= classes
         ):
