@@ -43,7 +43,7 @@ from kflats.cli.options import (
     texts_of,
     with_options,
 )
-from kflats.cli.workers import WorkerOptions, joined, start
+from kflats.cli.workers import WorkerOptions, is_first, is_started, joined, start
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
 from kflats.common.release import version
@@ -474,12 +474,17 @@ def complain(message: str) -> None:
     Console(stderr=True, soft_wrap=True).print(Text.assemble(("kflats: ", "bold red"), visible(message)))
 
 
+def _warn(warning: str) -> None:
+    if is_first():
+        complain(f"warning: {warning}")
+
+
 class _Group(TyperGroup):
     """Turns errors that the user can mend into a message and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            with only_own_words(lambda warning: complain(f"warning: {warning}")):
+            with only_own_words(_warn):
                 return super().invoke(ctx)
         except (KflatsError, OSError) as error:
             if isinstance(error, OSError):
@@ -492,7 +497,8 @@ class _Group(TyperGroup):
         except KeyboardInterrupt as error:
             resumes = ctx.invoked_subcommand in ("compress", "recover")
             note = str(error) or ("the same command resumes where it stopped" if resumes else "")
-            complain("interrupted" + (f"; {note}" if note else ""))
+            if is_first() and not is_started():
+                complain("interrupted" + (f"; {note}" if note else ""))
             raise typer.Exit(130) from None
 
 

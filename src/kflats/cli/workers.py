@@ -17,6 +17,8 @@ from kflats.common.errors import KflatsError
 if TYPE_CHECKING:
     from kflats.common.workers import Workers
 
+_RUN = "kflats"
+
 
 @dataclass(frozen=True)
 class WorkerOptions:
@@ -65,7 +67,7 @@ def start(options: WorkerOptions) -> bool:
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=options.workers,
-        run_id="kflats",
+        run_id=_RUN,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,
@@ -86,6 +88,16 @@ def start(options: WorkerOptions) -> bool:
     except SignalException:
         raise KeyboardInterrupt from None
     return True
+
+
+def is_first() -> bool:
+    """Whether this process is alone, or the first of several, which alone repeats what all of them would say."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def is_started() -> bool:
+    """Whether another process of kflats started this one (``start``), and says itself how it ended."""
+    return os.environ.get("TORCHELASTIC_RUN_ID") == _RUN
 
 
 @contextmanager

@@ -259,7 +259,8 @@ def compress_folder(
             )
         if prepared is not None:
             prepared.about, prepared.data = about, decided.data
-        _keep(decided, keep_statistics)
+        if workers.first:
+            _keep(decided, keep_statistics)
         report = swapped(model, decided.plan, done, seed, _called(source), beside)
         set_run_form_(model, form)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
