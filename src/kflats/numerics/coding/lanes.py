@@ -114,8 +114,8 @@ class LaneCode:
         """(slot - c) * 2^16 + f of each slot of each context, (K * 2^12,)."""
         frequencies = self.frequencies.astype(np.uint32)
         before = np.cumsum(frequencies, 1, dtype=np.uint32) - frequencies
-        slot = np.arange(len(frequencies) << PRECISION, dtype=np.uint32) & _MASK
-        entries: Slots = (slot << np.uint32(16)) + self._of_slots(frequencies - (before << np.uint32(16)))
+        entries: Slots = self._of_slots(frequencies - (before << np.uint32(16)))
+        entries.reshape(-1, 2**PRECISION)[:] += np.arange(2**PRECISION, dtype=np.uint32) << np.uint32(16)
         return entries
 
     @cached_property
