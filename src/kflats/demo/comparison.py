@@ -43,7 +43,7 @@ QUERIES = (
 )
 _FOUND = 3
 _SHAPES = ((1, 20), (32, 30))
-_TURNS = 9
+_TURNS, _SECONDS = 9, 20.0  # of each shape: without units for it, bfloat16 takes seconds a batch
 _PARAGRAPH = 6  # sentences
 _COLUMNS = ("shipped as", "file", "memory", "1 x 20", "32 x 30", "sentences", "5th perc.", "paragraphs", "5th perc.")
 
@@ -181,7 +181,7 @@ def _compared(ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, qu
         before = vectors(runs[ways[0].name], tokenizer, texts)
         near.append({name: fidelity_of(before, vectors(runs[name], tokenizer, texts)) for name in runs})
     contestants = [_Ready(way.name, runs[way.name]) for way in ways if way.footprint is not None]
-    timed, _ = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS)
+    timed, _ = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS, seconds=_SECONDS)
     memory = {way.name: way.footprint().memory_bytes for way in ways if way.footprint is not None}
     lines = []
     for way in ways:
