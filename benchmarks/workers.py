@@ -4,6 +4,9 @@
 as are named in the last column. Seconds from the start of the command to its end, imports and all; "speed-up" against
 one process. CPU seconds are those of all workers together.
 
+The last line is what the machine allows: as many commands of one process each, at once, which divide nothing and wait
+for nothing. They share caches and memory; "speed-up" is then how many times as much work is done in a second.
+
     python benchmarks/workers.py --write benchmarks/results/workers.md
 """
 
@@ -23,25 +26,45 @@ from _common import arguments, publish, table
 from kflats.demo import packaged_model
 
 
+def command(out: Path, size: str, workers: int) -> list[str]:
+    """Of the main job."""
+    asked = [str(packaged_model()), "--out", str(out), "--size", size, "--workers", str(workers)]
+    return [sys.executable, "-m", "kflats", "compress", *asked, "--no-proof", "--quiet"]
+
+
+def took(commands: list[list[str]]) -> tuple[float, float]:
+    """Seconds by the clock, and of all CPUs, of commands at once."""
+    before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    running = [subprocess.Popen(each, env=os.environ | {"OMP_NUM_THREADS": "1"}) for each in commands]
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise SystemExit("a command failed")
+    seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+
 def main() -> None:
     options = arguments(__doc__, size="8MB", counts="1,2")
     lines: list[dict[str, object]] = []
-    found: list[tuple[float, str]] = []
-    cores = len(os.sched_getaffinity(0))
+    alone, digests, cores = 0.0, set[str](), len(os.sched_getaffinity(0))
+    counts = [int(count) for count in options.counts.split(",")]
+
+    def show(name: str, of_one: int, times: tuple[float, float], folders: list[Path]) -> None:
+        digests.update(hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest() for out in folders)
+        line: dict[str, object] = {"workers": name, "seconds": f"{times[0]:.0f}", "CPU seconds": f"{times[1]:.0f}"}
+        line |= {"speed-up": f"{of_one * alone / times[0]:.2f}", "same bytes": len(digests) == 1, "cores": cores}
+        lines.append(line)
+        print(line, flush=True)
+
     with tempfile.TemporaryDirectory() as place:
-        for count in map(int, options.counts.split(",")):
+        for count in counts:
             out = Path(place) / f"workers-{count}"
-            command = [sys.executable, "-m", "kflats", "compress", str(packaged_model()), "--size", options.size]
-            command += ["--out", str(out), "--workers", str(count), "--no-proof", "--quiet"]
-            before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-            subprocess.run(command, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-            seconds, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-            spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-            found.append((seconds, hashlib.sha256((out / "model.safetensors").read_bytes()).hexdigest()))
-            line: dict[str, object] = {"workers": count, "seconds": f"{seconds:.0f}", "CPU seconds": f"{spent:.0f}"}
-            line |= {"speed-up": f"{found[0][0] / seconds:.2f}", "same bytes": found[-1][1] == found[0][1]}
-            lines.append(line | {"cores": cores})
-            print(lines[-1], flush=True)
+            times = took([command(out, options.size, count)])
+            alone = alone or times[0]
+            show(str(count), 1, times, [out])
+        folders = [Path(place) / f"alone-{i}" for i in range(counts[-1])]
+        times = took([command(out, options.size, 1) for out in folders])
+        show(f"{counts[-1]} commands at once", counts[-1], times, folders)
     publish("The time to compress a whole encoder with several workers", table(lines), options)
 
 

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +27,8 @@ from kflats.io import open_rows
 from kflats.numerics.rows import all_rows
 from kflats.tables.compact import CompactCode
 from kflats.tables.compress import _BLOCK
+from kflats.tables.index import Layout, shard_name
+from kflats.tables.shards import ShardWriter
 
 LAYOUTS = ("compact", "fast")
 N = 2 * _BLOCK + 1011
@@ -241,6 +246,7 @@ def test_layers_are_those_of_the_whole_table(table: CodedTable) -> None:
     assert (layer.num_embeddings, layer.embedding_dim) == (N, D)
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # where there is one core
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_of_a_loader_read_it(small: CodedTable, start: str) -> None:
     whole = small.rows(torch.arange(700))  # files are mapped in the parent already
@@ -317,7 +323,6 @@ def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
         (["--table", "x.npy"], "a table needs a size"),
         (["MODEL", "--table", "x.npy", "--size", "9kB"], "--table cannot be used with MODEL"),
         (["--table", "x.npy", "--keep", "5%", "--flats", "3", "--trim", "9"], "with --keep, --flats, --trim"),
-        (["--table", "x.npy", "--size", "9kB", "--workers", "2"], "--table cannot be used with --workers"),
         (["MODEL", "--layout", "fast"], "--layout cannot be used with a model"),
         ([], "no model is given"),
     ],
@@ -389,7 +394,7 @@ print(private() - before)
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_run_leaves_nothing_that_opens(layout: str, tmp_path: Path) -> None:
-    """At any moment; and the next run ends as if there had been none before."""
+    """At any moment; and in the end there is what a run without interruption makes."""
     source = saved(drawn(150_000, 16), tmp_path / "x.npy")
 
     def compressing(out: Path) -> str:
@@ -415,6 +420,86 @@ def test_a_killed_run_leaves_nothing_that_opens(layout: str, tmp_path: Path) -> 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole", "x.npy"]
     for path in whole.iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_interrupted_run_is_taken_up(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files that are finished and whole are taken over, damaged ones and those of other rows or options are not."""
+    source, written = saved(drawn(70_000, 8), tmp_path / "x.npy"), list[str]()
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    begin = ShardWriter.__init__
+    most = 0
+
+    def counting(self: ShardWriter, path: Path) -> None:
+        if len(written) == most:
+            raise KeyboardInterrupt
+        written.append(f"{path.name.split('.')[1]}.safetensors")  # it is .rows-00000.safetensors.PID.tmp
+        begin(self, path)
+
+    def compressing(folder: Path, files: int, **options: Any) -> list[str]:
+        """The files that are written until the last of so many is begun."""
+        nonlocal most
+        written.clear()
+        most = files
+        with suppress(KeyboardInterrupt):
+            given = {"size": "6 bits", "layout": layout, "shard_rows": _BLOCK, "quiet": True, "seed": 0, **options}
+            compress_table(source, folder, **given)
+        return list(written)
+
+    monkeypatch.setattr(ShardWriter, "__init__", counting)
+    names = [shard_name(number) for number in range(5)]
+    assert compressing(whole, 99) == names
+    assert compressing(out, 3) == names[:3]
+    assert not out.exists()
+    kept = sorted(tmp_path.glob(".out.kflats-partial/*/*.safetensors"))
+    assert [path.name for path in kept] == names[:3]
+    assert compressing(out, 0) == []  # the three are whole, and the fourth is not begun
+    data = bytearray(kept[1].read_bytes())
+    data[5000] ^= 1  # among the codes
+    kept[1].write_bytes(data)
+    kept[2].with_suffix(".json").write_text("{}")
+    assert compressing(out, 99) == [names[1], *names[2:]]
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole", "x.npy"]
+    for options in ({"seed": 1}, {"size": "5 bits"}, {"shard_rows": 2 * _BLOCK}):
+        shutil.rmtree(out)
+        assert compressing(out, 2) == names[:2]
+        others = compressing(out, 99, **options)
+        assert others[:2] == names[:2]  # begun anew
+    shutil.rmtree(out)
+    assert compressing(out, 2) == names[:2]
+    rows, times = np.load(source), source.stat()
+    np.save(source, rows[[1, 0, *range(2, len(rows))]])  # two change places, size and time stay
+    os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert compressing(out, 99) == names
+    if layout == "compact":  # codes that were counted and did not suit are not counted again
+        source, size = saved(drawn(20_000, 8), tmp_path / "short.npy"), "20kB"
+        tries = len(compressing(tmp_path / "third", 99, size=size, shard_rows=None))
+        assert tries > 2
+        assert len(compressing(tmp_path / "fourth", tries - 1, size=size, shard_rows=None)) == tries - 1
+        assert len(compressing(tmp_path / "fourth", 99, size=size, shard_rows=None)) == 1
+
+
+def test_a_short_table_has_a_size_or_leaves_nothing(tmp_path: Path) -> None:
+    """An axis or a lane more is a large part of its file: what fits in fewer bytes fits in more."""
+    source, out = saved(drawn(20_000, 8), tmp_path / "x.npy"), tmp_path / "out"
+
+    def error(nbytes: int) -> float:
+        """1 where no code fits."""
+        with suppress(KflatsError):
+            index = compress_table(source, out, size=f"{nbytes}B", quiet=True)
+            assert sum(path.stat().st_size for path in out.iterdir()) <= nbytes
+            shutil.rmtree(out)
+            return index.relative_error
+        assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
+        return 1.0
+
+    errors = [error(nbytes) for nbytes in (12_000, 16_000, 20_000, 22_000, 23_000, 40_000)]
+    assert errors[0] == 1.0
+    assert all(after <= 1.01 * before for before, after in pairwise(errors))
+    assert errors[-1] < 0.1 * errors[2] < 0.01
 
 
 def test_open_rows_names_its_file(tmp_path: Path) -> None:

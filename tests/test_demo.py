@@ -37,15 +37,19 @@ def cosines(pattern: str, text: str) -> list[float]:
 @pytest.mark.slow
 def test_the_demo_runs_offline(tmp_path: Path, minilm: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "TRANSFORMERS_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", OFFLINE, str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr
+    check_demo([sys.executable, "-c", OFFLINE, str(tmp_path / "out")], tmp_path / "out", environment)
+
+
+@pytest.mark.slow
+def test_two_workers_show_the_same(tmp_path: Path, minilm: Path) -> None:
     out = tmp_path / "out"
+    command = [sys.executable, "-m", "kflats", "demo", "--sizes", "8MB", "--workers", "2", "--out", str(out)]
+    check_demo(command, out, os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def check_demo(command: list[str], out: Path, environment: dict[str, str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stderr
     report = Report.load(out / "8MB")
     assert 0.99 * 8e6 <= weight_file_bytes(out / "8MB") <= 8e6
     assert sum(one.bytes_after for one in report.weights) < 8e6
@@ -58,6 +62,7 @@ def test_the_demo_runs_offline(tmp_path: Path, minilm: Path) -> None:
         for name in ("original, float32", "bfloat16", "onnxruntime, int8", "GPTQ, 4 bits", "kflats --size 8MB")
     }
     assert lines["original, float32"] == [1.0] * 4
+    assert all(value > 0.999 for value in lines["bfloat16"])
     assert all(a > b for a, b in zip(lines["kflats --size 8MB"], lines["onnxruntime, int8"], strict=True))
     assert all(a > b for a, b in zip(lines["kflats --size 8MB"], lines["GPTQ, 4 bits"], strict=True))
     for name, values in lines.items():

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.calibration import collect
+from kflats import SVD, Recipe, compress_
+from kflats.calibration import accumulators, collect
 from kflats.calibration.accumulators import Accumulator, measured
 from kflats.calibration.collect import measure
 from kflats.calibration.counting import text_batches
@@ -871,3 +872,21 @@ def test_a_batch_that_cannot_be_divided_counts_as_one_sample() -> None:
     assert bool((both.of("second").row_fisher > 0).all())
     with pytest.raises(KflatsError, match="cannot be run on these inputs alone"):
         measure(model, find_weights(model), [{**batch, "sides": torch.tensor([[9, 9]])}], needs=needs, quiet=True)
+
+
+def test_many_outputs_have_the_diagonal_of_their_gram(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And compress by it: the head of a large vocabulary has no Gram that fits into memory."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 40))
+    batches = [{"input": torch.randn(9, 6), "labels": torch.randint(40, (9,))} for _ in range(3)]
+    weights, needs = find_weights(model), KroneckerFisher.needs
+    whole = measure(model, weights, batches, needs=needs, quiet=True)
+    monkeypatch.setattr(accumulators, "WIDEST", 20)
+    found = measure(model, weights, batches, needs=needs, quiet=True)
+    assert torch.equal(whole.of("0").output_gram, found.of("0").output_gram)
+    squares = found.of("2").output_gram
+    torch.testing.assert_close(squares, whole.of("2").output_gram.diagonal(), rtol=1e-4, atol=1e-9)
+    weighting = KroneckerFisher().weigh(found.of("2"))
+    assert weighting.right is not None
+    torch.testing.assert_close(weighting.right, squares + 1e-3 * squares.mean())
+    report = compress_(model, {"2": Recipe(SVD(), KroneckerFisher())}, keep="60%", statistics=found, quiet=True)
+    assert 0 < report.weights[0].error < 1

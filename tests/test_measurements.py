@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from kflats.calibration.collect import measure
-from kflats.calibration.measurements import FIELDS, Statistics
+from kflats.calibration.measurements import FIELDS, Statistics, Sums, merge
 from kflats.common.errors import KflatsError
+from kflats.importance.protocol import Measured
 from kflats.model.weights import find_weights
 
 ALL = frozenset(FIELDS)
@@ -86,3 +87,22 @@ def test_damaged_statistics_are_refused(tmp_path: Path) -> None:
         Statistics.load(path)
     with pytest.raises(KflatsError, match=r"cannot be read.*No such file"):
         Statistics.load(tmp_path / "nothing")
+
+
+def test_weights_that_share_a_tensor_are_saved_and_read_apart(tmp_path: Path) -> None:
+    gram, path = torch.eye(3, dtype=torch.float64), tmp_path / "statistics.safetensors"
+    Statistics({"a": Measured(3, input_gram=gram), "b": Measured(3, input_gram=gram)}, 1).save(path)
+    first, second = (Statistics.load(path).of(name).input_gram for name in "ab")
+    assert first is not None
+    first.add_(1)  # what is read may be changed
+    assert second is not None
+    assert torch.equal(second, gram)
+    mapped = Statistics.load(path, mapped=True).of("a").input_gram
+    assert mapped is not None
+    assert torch.equal(mapped, gram)
+
+
+def test_blocks_of_other_weights_are_not_merged() -> None:
+    sums = [{name: Sums({"reads": torch.ones(1)}, {}) for name in names} for names in ("ab", "a")]
+    with pytest.raises(KflatsError, match="block 1 of the statistics has other weights"):
+        merge(enumerate(sums))

@@ -394,7 +394,7 @@ class Heads(nn.Module):
         return out
 
 
-def test_layers_that_read_one_tensor_round_it_once(tmp_path: Path) -> None:
+def test_layers_that_read_one_tensor_are_one_product(tmp_path: Path) -> None:
     model = Heads()
     for name in ("a", "b"):
         matrix = with_feedback_steps(24, 32)
@@ -403,10 +403,95 @@ def test_layers_that_read_one_tensor_round_it_once(tmp_path: Path) -> None:
         swap_(model, find_weight(model, name), matrix, matrix_rows="out_features")
     x = torch.randn(3, 32)
     made = in_integers(model, tmp_path, x)
-    assert count(made.path, "MatMulInteger") == 3
-    assert count(made.path, "Round") == 2
+    assert [numbers.shape for numbers, _ in factors(made.path)] == [(32, 48), (24, 8)]
     with torch.no_grad():
         assert float((run(made.path, x) - model(x)).norm()) < 0.03 * float(model(x).norm())
+
+
+def test_the_runtime_computes_gelu_in_one_pass(tmp_path: Path) -> None:
+    model, x = Reads(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 5), nn.GELU("tanh")), torch.randn(3, 8)
+    made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(str(made.path), options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert sum("Gelu" in kind for kind in kinds) == 1
+    assert kinds.count("Tanh") == 1  # of the other kind, which it computes step by step
+    with torch.no_grad():
+        torch.testing.assert_close(run(made.path, x), model(x))
+
+
+class Writes(Heads):
+    """Heads that write into what they read, or into what a layer gave."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.a, self.b, self.what = nn.Linear(32, 24, bias=False), nn.Linear(32, 24, bias=False), what
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        first: Tensor = self.a(x)
+        if self.what == "input":
+            x.add_(1.5)
+        elif self.what == "output":
+            first.relu_()
+            return first - self.a(x)
+        else:
+            return (first.view(-1, 8) * self.b(x).view(-1, 8)).view(-1, 24)
+        out: Tensor = first + self.b(x)
+        return out
+
+
+@pytest.mark.parametrize("what", ["input", "output", "view"])
+def test_layers_that_read_one_tensor_may_write_in_place(what: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Writes(what), torch.randn(3, 32)
+    made = in_integers(model, tmp_path, x)
+    with torch.no_grad():
+        assert float((run(made.path, x) - model(x)).norm()) < 0.04 * float(model(x).norm())
+
+
+class Wide(nn.Module):
+    """GELU in another type than the model's."""
+
+    def __init__(self, approximate: str) -> None:
+        super().__init__()
+        self.layer, self.approximate = nn.Linear(8, 8), approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.gelu(self.layer(x).double(), approximate=self.approximate).float()
+
+
+def test_gelu_in_double_precision(tmp_path: Path) -> None:
+    model, x = Wide("tanh"), torch.randn(3, 8)
+    made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
+    with torch.no_grad():
+        torch.testing.assert_close(run(made.path, x), model(x))
+
+
+class Normed(nn.Module):
+    """A layer around which its input is added, and normalised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(16, 16), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.layer(x) + x)
+        return out
+
+
+def test_the_runtime_does_not_fuse_sums_with_norms(tmp_path: Path) -> None:
+    model, x = Normed(), torch.randn(2, 3, 16)
+    made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
+    options = onnxruntime.SessionOptions()
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    onnxruntime.InferenceSession(str(made.path), options, providers=["CPUExecutionProvider"])
+    kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
+    assert "SkipLayerNormalization" not in kinds
+    assert kinds.count("LayerNormalization") == 1
+    with torch.no_grad():
+        torch.testing.assert_close(run(made.path, x), model(x))
 
 
 def test_what_stays_in_float_is_said(tmp_path: Path) -> None:

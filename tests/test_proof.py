@@ -359,7 +359,7 @@ class Unavailable:
 class Slow(TorchModel):
     def build(self) -> Any:
         run = super().build()
-        return lambda batch: [run(batch) for _ in range(4)]
+        return lambda batch: [run(batch) for _ in range(30)]
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "bart classifier", "vit", "whisper"])

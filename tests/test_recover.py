@@ -391,6 +391,7 @@ def test_a_headless_encoder_comes_nearer_to_its_teacher() -> None:
         ({"batch": 0}, "batch=0"),
         ({"patience": 0}, "patience=0"),
         ({"seed": -1}, "seed=-1"),
+        ({"precision": "float16"}, "precision='float16' is not known"),
         ({"split": "nowhere"}, "no split 'nowhere'"),
         ({"eval_split": "nowhere"}, "no split 'nowhere'"),
         ({"eval_split": [one_batch()]}, "evaluated on one of its splits"),
@@ -455,6 +456,18 @@ def run(*arguments: object) -> Any:
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
+
+
+def test_products_in_bfloat16_learn_as_well_and_parameters_stay_float32(data: Path, tiny_tokenizer: Any) -> None:
+    settings = {**FAST, "tokenizer": tiny_tokenizer, "task_data": data, "epochs": 6, "patience": None, "seed": 1}
+    models, done = [small(), small()], []
+    for model, precision in zip(models, ("float32", "bfloat16"), strict=True):
+        done.append(recover_(model, "sst2", precision=precision, **settings))
+    assert all(one.after is not None and one.after > 0.9 for one in done)
+    assert not same(values(models[0]), values(models[1]))
+    assert {p.dtype for p in models[1].parameters()} == {torch.float32}
+    losses = [[epoch.loss for epoch in one.epochs] for one in done]
+    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=0.3, atol=0.02)
 
 
 def test_a_folder_is_recovered_twice_over(folder: Path, data: Path, tmp_path: Path) -> None:

@@ -189,7 +189,9 @@ def test_transform_codes_use_their_bytes_beside_long_rows(factor, method) -> Non
         left = (made.matrix.dense().detach() - given).norm(dim=1)
         errors.append(float(left[8:].square().sum()))
         assert bool((left <= 0.02 * given.norm(dim=1)).all())
-    assert errors[1] <= 1.1 * errors[0]
+    # 1.02 to 1.11 over seeds, and EM of k flats finds other clusters on other processors. With one step for all rows
+    # it is 286 and more.
+    assert errors[1] <= 1.3 * errors[0]
 
 
 def test_transform_codes_lose_less_in_the_bytes_of_others() -> None:

@@ -331,7 +331,7 @@ def test_compiled_by_inductor():
     compiled = torch.compile(net, fullgraph=True, dynamic=True)
     with torch.no_grad():
         for ids in batches(net.emb.matrix):
-            torch.testing.assert_close(compiled(ids), net(ids))
+            torch.testing.assert_close(compiled(ids), net(ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # torch.export on itself
@@ -344,7 +344,7 @@ def test_exported_with_dynamic_batch_and_length(name):
     program = torch.export.export(net, (inputs[0],), dynamic_shapes=shapes)
     assert not [node for node in program.graph.nodes if "kflats" in str(node.target)]
     for ids in inputs:
-        torch.testing.assert_close(program.module()(ids), net(ids))
+        torch.testing.assert_close(program.module()(ids), net(ids), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit itself
@@ -355,7 +355,7 @@ def test_traced_graph_does_not_freeze_the_ids_it_saw(name):
     inputs = batches(net.emb.matrix)
     traced = torch.jit.trace(net, (inputs[0],))
     for ids in inputs:
-        torch.testing.assert_close(traced(ids), net(ids))
+        torch.testing.assert_close(traced(ids), net(ids), rtol=1e-4, atol=1e-4)  # fused kernels round otherwise
 
 
 # Files and refusals -----------------------------------------------------------------------------

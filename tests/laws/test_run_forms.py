@@ -16,6 +16,7 @@ from kflats import SVD, Integer, KeepDense, Recipe, Transform, run_as_
 from kflats.common.errors import KflatsError
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.evaluation import forms
+from kflats.matrices import running
 from kflats.matrices.layers import FactoredHead, FactoredLinear
 from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
 from kflats.model.run_as import running_as
@@ -145,6 +146,15 @@ def test_inputs_of_unlike_size_are_evened_out_by_the_steps_of_feedback() -> None
     assert errors[1] < 0.3 * errors[0]
 
 
+def test_every_number_is_rounded_to_the_nearest_step() -> None:
+    gen = torch.Generator().manual_seed(0)  # more numbers than are rounded at a time
+    weight, scales = torch.randn(700, 300, generator=gen), 0.5 + torch.rand(300, generator=gen)
+    product = IntegerProduct.of(weight, scales)
+    steps, numbers = product.steps.unsqueeze(1), product.numbers.T.to(torch.float32)
+    assert bool(((numbers * steps - weight / scales).abs() <= 0.50001 * steps).all())
+    assert numbers.abs().amax(1).unique().tolist() == [integer_limit()]
+
+
 def test_axes_of_few_coordinates_stay_two_factors() -> None:
     pytest.importorskip("constriction")
     for keep, count in (("4%", 2), ("30%", 1)):
@@ -208,6 +218,19 @@ def test_a_machine_without_products_of_integers_runs_the_other_forms(
 def test_int8_is_refused_where_it_has_no_kernel() -> None:
     with pytest.raises(KflatsError, match="int8 is not supported on meta"):
         IntegerProduct.of(torch.empty(8, 8, device="meta"), torch.ones(8))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 17])
+def test_parts_of_a_batch_are_multiplied_as_the_whole(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the last part is one row of a transposed batch, which torch multiplies wrongly as it is."""
+    product = IntegerProduct.of(torch.randn(24, 64), torch.rand(64) + 0.5)
+    for x in (torch.randn(rows, 64), torch.randn(64, rows).T, torch.randn(1, 64, rows).transpose(1, 2)):
+        whole = product(x.contiguous().clone())
+        for most in (1, 64, 128, 2**19):
+            monkeypatch.setattr(running, "_MULTIPLIED", most)
+            torch.testing.assert_close(product(x), whole, rtol=0, atol=0)
+            near = x.reshape(-1, 64) @ (product.numbers.float() * product.steps * product.scales.unsqueeze(1))
+            assert float((product(x).reshape(near.shape) - near).norm()) < 0.05 * float(near.norm())
 
 
 def test_an_unknown_form_is_refused() -> None:

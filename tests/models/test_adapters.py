@@ -122,6 +122,7 @@ def test_torchao_on_low_rank_coordinates() -> None:
 
 
 def test_torchao_cannot_quantize_codes_or_factored_layers() -> None:
+    pytest.importorskip("torchao", minversion="0.18")  # 0.16 quantizes some of them, and fails in other words
     ao = pytest.importorskip("torchao.quantization")
     for kind, wanted in (("coded", FactoredEmbedding), ("flats", FactoredEmbedding), ("low_rank", FactoredLinear)):
         model = build(kind)

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 pytest.importorskip("sentence_transformers")
 pytest.importorskip("constriction")
 
+from sentence_modules import sentence_modules
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, StaticEmbedding
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import kflats
@@ -40,6 +40,7 @@ from kflats.io.static import StaticModel, StreamedMatrix
 from kflats.matrices.coded import from_integers
 from kflats.recipe.recipe import as_recipe
 
+Normalize, StaticEmbedding = sentence_modules().Normalize, sentence_modules().StaticEmbedding
 WORDS = 600
 TEXTS = ["word3 word8 word599", "word40", "word7 word7 word500 word2 word31 word77"]
 
@@ -209,7 +210,9 @@ def test_other_forms_are_read_back(recipe: Any, keep: str, tmp_path: Path) -> No
     model = load_model(tmp_path / "small")
     assert isinstance(model, StaticModel)
     means = vectors_of(model, load_tokenizer(tmp_path / "small"), TEXTS)
-    assert torch.allclose(sentence_vectors(tmp_path / "small"), means, atol=1e-6)
+    found = sentence_vectors(tmp_path / "small")
+    # Up to 5.2, sentence-transformers gives the vectors of a table of float16 in float16.
+    assert torch.allclose(found.float(), means, atol=1e-6 if found.dtype == torch.float32 else 1e-3)
     assert (tmp_path / "small" / "config.json").is_file() == (keep == "60%")
 
 

@@ -237,9 +237,9 @@ class _outputs_kept:
         self._folder, self._batch, self._save = folder, batch, pipeline.save_model
 
     def __enter__(self) -> None:
-        def save(model: Any, aside: Any) -> None:
+        def save(model: Any, aside: Any, **settings: Any) -> None:
             given = _given(model.eval(), self._batch)
-            self._save(model, aside)
+            self._save(model, aside, **settings)
             torch.save(given, self._folder / "before.pt")
 
         pipeline.save_model = save

@@ -27,6 +27,9 @@ from kflats.numerics.statistics import (
 )
 
 GRADIENTS = frozenset({ROW, COLUMN, "output_gram", "fisher_gram"})
+WIDEST = 16384
+"""Outputs of a layer from which on errors of different outputs count apart: the Gram of a head of 128,000 words would
+take 131 GB."""
 _UNFOLDED = 1 << 23  # numbers of a convolution's unfolded input at once
 
 
@@ -58,16 +61,18 @@ def _kept(weight: Weight, needs: frozenset[str]) -> tuple[dict[str, int], dict[s
     inputs = bool(needs & {"input_gram", "input_mean"})
     # A tied head: its inputs are (d,), its outputs (n,).
     tied = "head" in roles and bool(needs & {"input_gram", "output_gram"})
+    apart = outputs and d > WIDEST
     vectors = {
         ROW: (n, ROW in needs),
         COLUMN: (d, COLUMN in needs),
         "reads": (n, lookup),
         "fisher_reads": (n, lookup and fisher),
         "logits": (n, tied and outputs),
+        "output squares": (d, apart),
     }
     grams = {
         "inputs": (n, inputs and not lookup),
-        "outputs": (d, outputs),
+        "outputs": (d, outputs and not apart),
         "hidden": (d, tied),
         "fisher": (n + 1, fisher and not lookup),
     }
@@ -140,6 +145,8 @@ class Accumulator:
                     self._fisher_total += float(wide(g).square().sum(dtype=torch.float64))
             if "outputs" in self._moments:
                 self._moments["outputs"].add(_reached(g.flatten(0, 1)))
+            if "output squares" in self._vectors:
+                self._vectors["output squares"] += wide(g).square().sum((0, 1), dtype=torch.float64)
 
     def sums(self, samples: int) -> Sums:
         """The sums of the block of ``samples`` samples; the accumulator cannot be used afterwards."""
@@ -204,6 +211,8 @@ def measured(weight: Weight, needs: frozenset[str], sums: Sums) -> Measured:
         means["fisher_gram"] = tensors["fisher_reads"] / total
     if "outputs gram" in tensors:
         means["output_gram"] = _gram(sums, "outputs", samples)
+    elif "output squares" in tensors:
+        means["output_gram"] = tensors["output squares"].div_(samples)
     if "hidden gram" in tensors:
         _tie(means, sums)
     for key, value in means.items():

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
@@ -12,14 +15,27 @@ from torch import Tensor, nn
 from kflats.calibration.accumulators import GRADIENTS, Accumulator, Inputs, measured
 from kflats.calibration.counting import BLOCK
 from kflats.calibration.hooks import ALONE, ActivationRecorder, Layout, find_layouts, frozen, places
+from kflats.calibration.layers import Chain, Pass, Step, longest_list
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import Update, announce, progress_bar, size
+from kflats.common.memory import unused_bytes
 from kflats.common.texts import check_ids
 from kflats.common.workers import Workers
-from kflats.evaluation.running import Batch, BatchValue, batch_size, device_of, explained, run, take, to_device
+from kflats.evaluation.running import (
+    Batch,
+    BatchValue,
+    batch_size,
+    device_of,
+    explained,
+    is_encoder_decoder,
+    run,
+    take,
+    to_device,
+)
 from kflats.importance.protocol import Measured
+from kflats.io.mapped import Spill
 from kflats.model.weights import Weight
 
 Block: TypeAlias = list[tuple[int, Batch]]
@@ -36,16 +52,18 @@ def measure(
     *,
     needs: Mapping[str, frozenset[str]] | frozenset[str],
     objective: Objective | None = None,
-    memory_bytes: int = 4_000_000_000,
+    memory_bytes: int | None = None,
     quiet: bool = False,
     workers: Workers | None = None,
+    scratch: str | os.PathLike[str] | None = None,
 ) -> Statistics:
     """Measure the statistics that importances need, from each single sample's own gradient:
 
         row_fisher      I_i  = sum_j  mean_s (dL_s / dM_ij)^2           (FWSVD, Hsu et al., ICLR 2022, eq. 3, 5)
         column_fisher   the same over rows
         input_gram      mean over positions of x x'; input_mean comes with it
-        output_gram     mean over samples of sum_t g_t g_t'             (K-FAC, Martens and Grosse 2015)
+        output_gram     mean over samples of sum_t g_t g_t'             (K-FAC, Martens and Grosse 2015); of layers of
+                        more than 16,384 outputs its diagonal
         fisher_gram     sum_s D_s D_s' / sum ||g_t||^2, D_s = sum_t x_t g_t': positions add before squaring
         counts          how often a table's rows are read
 
@@ -57,8 +75,9 @@ def measure(
     whose input does not keep samples along its first axis (a table of positions) is run sample by sample. A batch that
     the model runs on as a whole alone (patches of all images in one row) counts as one sample. A model whose output has
     other parts than samples (frames, codebooks) is run sample by sample, too. Sums beyond ``memory_bytes`` are measured
-    in several passes. A few hundred samples are enough: a Gram of fewer positions than
-    neurons has a low rank, and importances damp it.
+    layer by layer, where the model is a chain of layers (``calibration.layers``): inputs of all layers go to disk, and
+    each layer is run again. Other models, and several workers, make several passes. A few hundred samples are enough: a
+    Gram of fewer positions than neurons has a low rank, and importances damp it.
 
     A table tied to an output head has two terms, reads (x) gradients and logit gradients (x) hidden states. With
     output_gram, both Grams are those of the nearest single product, and the input's Gram has sum 1. With input_gram
@@ -78,9 +97,12 @@ def measure(
         objective: the loss whose gradients are taken; by default ``TaskLoss()`` if batches have labels, otherwise
             ``Projections()``.
         memory_bytes: the largest size of the sums on the model's device, float64: the sums of one block of samples, and
-            of all blocks before it. The means are kept on the CPU.
+            of all blocks before it. None: 4 GB, or a quarter of what this process may still take, if that is less; a
+            weight that takes more is measured alone.
         quiet: no progress bar, and no line on weights that were never reached.
         workers: who sum the blocks; all of them get the statistics.
+        scratch: a folder for the means, which are then mapped files and read-only (writing into them ends the process),
+            and for inputs of layers. None: the means are in memory, and the inputs in a temporary folder.
 
     Raises:
         KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
@@ -96,21 +118,45 @@ def measure(
     """
     wanted = _wanted(weights, needs)
     kept = _checked(batches, model)
-    with frozen(model), explained(model, _UNMEASURED), progress_bar(quiet=quiet) as update:
+    blocks, workers = in_blocks(kept), workers or Workers()
+    # The sums of all blocks before, and of one block; of another worker's block.
+    copies = min(len(blocks), 2 if workers.count == 1 else 3)
+    room = _least_room(workers) if memory_bytes is None else memory_bytes
+
+    def groups(some: Sequence[Weight]) -> Iterator[list[Weight]]:
+        return _groups(some, wanted, room, copies, refuse=memory_bytes is not None)
+
+    several = workers.count == 1 and len(list(groups(weights))) > 1
+    # A decoder's layers read which tokens the encoder was given, which is known while the encoder runs.
+    layers = longest_list(model) if several and not is_encoder_decoder(model) else ()
+    if scratch is not None:
+        Path(scratch).mkdir(parents=True, exist_ok=True)
+    spill = None if scratch is None else Spill(Path(scratch) / "measured")
+    if layers and not _is_chain(model, layers, weights, kept, wanted, objective):
+        layers = ()
+    with (
+        frozen(model, layers),
+        explained(model, _UNMEASURED),
+        progress_bar(quiet=quiet) as update,
+        tempfile.TemporaryDirectory(dir=scratch, prefix="layers-") as inputs,
+    ):
         job = Job(model, weights, kept, wanted, objective)
-        blocks = in_blocks(kept)
-        workers = workers or Workers()
-        # The sums of all blocks before, and of one block; of another worker's block.
-        copies = min(len(blocks), 2 if workers.count == 1 else 3)
         means: dict[str, Measured] = {}
         for one_sample in (False, True):
             chosen = [w for w in weights if (w.name in job.without_layout) == one_sample]
-            for group in _groups(chosen, wanted, memory_bytes, copies):
-                update("measuring", 0, len(blocks))
-                sums = merge(_summed(job, blocks, group, one_sample, update, workers))
+            chain = None if one_sample or not layers else job.chain(layers, Spill(inputs), chosen)
+            if chain is None:
+                passes: Iterator[Pass] = (Pass("measuring", group) for group in groups(chosen))
+            else:
+                passes = chain.passes(blocks, chosen, groups)
+            for one in passes:
+                update(one.what, 0, len(blocks))
+                sums = merge(_summed(job, blocks, one, one_sample, update, workers))
                 # Before the next group begins, so that the sums of this group are off the device.
-                done = [w for w in group if one_sample or w.name not in job.without_layout]
-                means |= {w.name: measured(w, wanted[w.name], sums.pop(w.name)) for w in done}
+                done = [w for w in one.weights if one_sample or w.name not in job.without_layout]
+                for w in done:
+                    mean = measured(w, wanted[w.name], sums.pop(w.name))
+                    means[w.name] = mean if spill is None else mean.kept_by(spill.kept)
     by_name = {w.name: means[w.name] for w in weights}
     unreached = tuple(name for name, one in by_name.items() if wanted[name] and _is_unreached(one))
     if unreached:
@@ -121,16 +167,16 @@ def measure(
 
 
 def _summed(
-    job: Job, blocks: Mapping[int, Block], weights: Sequence[Weight], one_sample: bool, update: Update, workers: Workers
+    job: Job, blocks: Mapping[int, Block], one: Pass, one_sample: bool, update: Update, workers: Workers
 ) -> Iterator[tuple[int, dict[str, Sums]]]:
     """(block index, sums by weight) of each block."""
     indices = list(blocks)
 
     def work(place: int) -> tuple[dict[str, Tensor], str]:
-        sums = job.sum(blocks[indices[place]], weights, one_sample)
-        update("measuring", place + 1, len(blocks))
-        tensors = {f"{name}\n{key}": value for name, one in sums.items() for key, value in one.tensors.items()}
-        return tensors, json.dumps([{name: one.counts for name, one in sums.items()}, sorted(job.without_layout)])
+        sums = job.sum(blocks[indices[place]], one.weights, one_sample, one.step)
+        update(one.what, place + 1, len(blocks))
+        tensors = {f"{name}\n{key}": value for name, of in sums.items() for key, value in of.tensors.items()}
+        return tensors, json.dumps([{name: of.counts for name, of in sums.items()}, sorted(job.without_layout)])
 
     tasks = [f"measuring with samples {index * BLOCK} and on" for index in indices]
     for index, (tensors, about) in zip(indices, workers.in_turn(tasks, work), strict=True):
@@ -159,7 +205,7 @@ class Job:
         objective: Objective | None,
     ) -> None:
         self._model, self._wanted, self._device = model, wanted, device_of(model)
-        gradients = any(fields & GRADIENTS for fields in wanted.values())
+        self._gradients = gradients = any(fields & GRADIENTS for fields in wanted.values())
         chosen: Objective = objective_of(batches, objective) if gradients else Projections()
         first = to_device(batches[0], self._device)
         if isinstance(chosen, TaskLoss):
@@ -175,6 +221,7 @@ class Job:
             counts.append(losses.numel())
             return losses
 
+        self._first = first
         self._layouts: dict[int, Layout] = {}
         self._whole = self._joined = False
         try:
@@ -192,9 +239,26 @@ class Job:
         modules = places(model, weights)
         self.without_layout = {w.name for module, w, _ in modules if alone or self._layouts.get(id(module)) == ALONE}
 
-    def sum(self, block: Block, weights: Sequence[Weight], one_sample: bool) -> dict[str, Sums]:
+    def chain(self, layers: Sequence[nn.Module], spill: Spill, weights: Sequence[Weight]) -> Chain | None:
+        """The model as a chain of ``layers``; None where it is none."""
+        chain = Chain(self._model, layers, self._gradients, self._run, spill)
+        one = take(self._first, torch.tensor([0]))
+        return chain if chain.holds(one, weights, self._losses) else None
+
+    def _run(self, batch: Batch, first: int) -> Tensor | None:
+        """The losses, or None if no gradients are needed; without a backward pass."""
+        there = to_device(batch, self._device)
+        with torch.set_grad_enabled(self._gradients):
+            if self._gradients:
+                return self._losses(there, first)
+            run(self._model, there)
+            return None
+
+    def sum(
+        self, block: Block, weights: Sequence[Weight], one_sample: bool, step: Step | None = None
+    ) -> dict[str, Sums]:
         """The sums of one block. Names of weights that have to be run with one sample at a time are added to
-        ``without_layout``."""
+        ``without_layout``. ``step``: what runs the part of the model that these weights are in; None: all of it."""
         inputs = Inputs()
         sums = {w.name: Accumulator(w, self._wanted[w.name], self._device, inputs) for w in weights}
         gradients = frozenset(name for name, one in sums.items() if one.wants_gradients)
@@ -216,7 +280,9 @@ class Job:
                 parts = [take(there, torch.tensor([s])) for s in range(samples)] if alone else [there]
                 for place, batch in enumerate(parts, first):
                     recorder.start(batch, 1 if self._whole else batch_size(batch))
-                    if gradients:
+                    if step is not None:
+                        step(batch, place)
+                    elif gradients:
                         losses = self._losses(batch, place)
                         if losses.requires_grad:
                             # The sum, not the mean: then each activation's gradient is that of its own sample's loss.
@@ -250,6 +316,29 @@ class Job:
                 hint="the model in float32, or another checkpoint",
             )
         return losses
+
+
+def _is_chain(
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    weights: Sequence[Weight],
+    batches: Sequence[Batch],
+    wanted: Mapping[str, frozenset[str]],
+    objective: Objective | None,
+) -> bool:
+    """Whether ``model`` runs, and is a chain, where ``layers`` are widened one by one: it may read their types."""
+    with frozen(model, layers), tempfile.TemporaryDirectory() as folder:
+        try:
+            return Job(model, weights, batches, wanted, objective).chain(layers, Spill(folder), weights) is not None
+        except (KflatsError, RuntimeError, TypeError, ValueError, IndexError):
+            return False
+
+
+def _least_room(workers: Workers) -> int:
+    """Bytes for sums where the caller names none: of the worker with the least memory, for all must choose alike."""
+    own = min(4_000_000_000, unused_bytes() // 4)
+    tasks = [f"choosing memory for sums, worker {rank}" for rank in range(workers.count)]
+    return min(int(text) for _, text in workers.in_turn(tasks, lambda _: ({}, str(own))))
 
 
 def in_blocks(batches: Sequence[Batch]) -> dict[int, Block]:
@@ -311,14 +400,14 @@ def _checked(batches: Iterable[Batch], model: nn.Module) -> tuple[dict[str, Batc
 
 
 def _groups(
-    weights: Sequence[Weight], wanted: Mapping[str, frozenset[str]], memory_bytes: int, copies: int
+    weights: Sequence[Weight], wanted: Mapping[str, frozenset[str]], memory_bytes: int, copies: int, *, refuse: bool
 ) -> Iterator[list[Weight]]:
-    """Weights whose sums fit into memory together, in the model's order."""
+    """Weights whose sums fit into memory together, in the model's order. ``refuse``: a weight that does not fit."""
     group: list[Weight] = []
     used = 0
     for weight in weights:
         cost = copies * Accumulator.nbytes(weight, wanted[weight.name])
-        if cost > memory_bytes:
+        if cost > memory_bytes and refuse:
             raise KflatsError(
                 f"the statistics of {weight.name} take {size(cost)}, and {size(memory_bytes)} are allowed",
                 hint="fewer weights, a larger memory_bytes, or RowFisher() for this one",
@@ -334,5 +423,6 @@ def _groups(
 
 def _is_unreached(one: Measured) -> bool:
     """Whether no sample reached the weight: sums of squares are zero then, and so are the diagonals of Grams."""
-    squares = [one.row_fisher, one.column_fisher, None if one.output_gram is None else one.output_gram.diagonal()]
+    outputs = one.output_gram if one.output_gram is None or one.output_gram.ndim == 1 else one.output_gram.diagonal()
+    squares = [one.row_fisher, one.column_fisher, outputs]
     return one.positions == 0 or any(values is not None and not bool(values.any()) for values in squares)

@@ -9,7 +9,7 @@ on three.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -53,6 +53,7 @@ class Layout:
 
 
 ALONE = Layout(None)
+_COLUMNS = 32  # of an input, by which runs of a model are compared
 
 
 def by_sample(x: Tensor, samples: int, trailing: int) -> Tensor:
@@ -101,8 +102,10 @@ def find_layouts(
         seen: dict[int, list[Tensor]] = {}
 
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any, seen: Any = seen) -> None:
-            # Copies: later layers may overwrite them.
-            seen.setdefault(id(module), []).append(entering(args, kwargs).detach().clone())
+            # Copies: later layers may overwrite them. A part of the columns: inputs of all layers are kept.
+            entered = entering(args, kwargs).detach()
+            step = max(1, entered.shape[-1] // _COLUMNS) if entered.is_floating_point() and entered.ndim else 1
+            seen.setdefault(id(module), []).append(entered[..., ::step].clone())
 
         with ExitStack() as stack, torch.no_grad():
             for module, _ in roles.values():
@@ -212,12 +215,12 @@ class LayerCall:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
+def frozen(model: nn.Module, layers: Sequence[nn.Module] = ()) -> Iterator[None]:
     """Eval mode without gradients of parameters, and without caches of keys and states; on exit, modes, types, settings
     and ``requires_grad`` are as they were before.
 
     Parameters in float16 are float32 inside, and float16 autocast is off: gradients of single samples underflow and
-    overflow float16.
+    overflow float16. Those of ``layers`` are float32 while the layer runs, so that one layer at a time takes memory.
     """
     before = [(p, p.requires_grad) for p in model.parameters()]
     # A cache takes memory, and xLSTM's is written in place, where backward still needs it.
@@ -226,10 +229,14 @@ def frozen(model: nn.Module) -> Iterator[None]:
     kind = device_of(model).type
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) != torch.float16
     # A caller's inference mode would forbid gradients here.
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    outside = {id(p) for m in model.modules() if id(m) not in inside for p in m._parameters.values() if p is not None}
+    own = {id(p) for layer in layers for p in layer.parameters()} - outside
     with (
         evaluating(model),
         torch.inference_mode(False),
-        widened(model, torch.float16),
+        _widened_while_called(layers, own),
+        widened(model, torch.float16, changed=False, without=own),
         torch.autocast(kind, enabled=autocast),
     ):
         try:
@@ -243,6 +250,36 @@ def frozen(model: nn.Module) -> Iterator[None]:
                 config.use_cache = True
             for p, required in before:
                 p.requires_grad_(required)
+
+
+@contextmanager
+def _widened_while_called(layers: Sequence[nn.Module], own: Set[int]) -> Iterator[None]:
+    """Inside, parameters of ``layers`` in float16 are float32 in calls of the layer: those whose ids are in ``own``."""
+    narrow = {
+        id(layer): [
+            (module, key, p)
+            for module in layer.modules()
+            for key, p in module._parameters.items()
+            if p is not None and p.dtype == torch.float16 and id(p) in own
+        ]
+        for layer in layers
+    }
+
+    def widen(layer: nn.Module, args: object) -> None:
+        # New objects: a recorded graph keeps those of its own call. A parameter of two modules stays one.
+        wide = {id(p): nn.Parameter(p.detach().float(), requires_grad=False) for _, _, p in narrow[id(layer)]}
+        for module, key, p in narrow[id(layer)]:
+            module._parameters[key] = wide[id(p)]
+
+    def restore(layer: nn.Module, args: object, output: object) -> None:
+        for module, key, p in narrow[id(layer)]:
+            module._parameters[key] = p
+
+    with ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(widen).remove)
+            stack.callback(layer.register_forward_hook(restore, always_call=True).remove)
+        yield
 
 
 class ActivationRecorder:
@@ -337,7 +374,8 @@ class ActivationRecorder:
             self._on_input(call, entered)
             if name not in self._gradients or not torch.is_grad_enabled():
                 return None
-            connected = output
+            # A view would lose its hook where the model writes into it, as in y = linear(x); y += x.
+            connected = output.clone() if output._is_view() else output
             if not output.requires_grad:
                 # No earlier layer requires gradients. Adding a zero that does gives the output one.
                 if self._anchor.device != output.device:

@@ -7,8 +7,9 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from kflats.common.hashing import sha256
 from kflats.common.schema import Json, check_version
 from kflats.importance.protocol import Measured
 from kflats.io.atomic import replaced
+from kflats.io.mapped import mapped_tensors, read_header
 
 FIELDS = ("counts", "row_fisher", "column_fisher", "input_gram", "input_mean", "output_gram", "fisher_gram")
 """The statistics that can be measured (``Measured`` says what they are)."""
@@ -67,10 +69,15 @@ class Statistics:
         """
         weights: list[Json] = []
         tensors: dict[str, Tensor] = {}
+        seen: set[int] = set()
         for i, (name, one) in enumerate(self.measured.items()):
             kept = {key: value for key in FIELDS if (value := getattr(one, key)) is not None}
-            # Copies: safetensors refuses two names for one tensor.
-            tensors |= {f"{i}.{key}": value.detach().cpu().clone().contiguous() for key, value in kept.items()}
+            for key, value in kept.items():
+                stored = value.detach().cpu().contiguous()
+                # safetensors refuses two names for one piece of memory.
+                place = stored.untyped_storage().data_ptr()
+                tensors[f"{i}.{key}"] = stored.clone() if place in seen and stored.numel() else stored
+                seen.add(place)
             numbers = {key: getattr(one, key) for key in ("rows", "columns", "samples", "positions", "head")}
             weights.append({"name": name, **numbers})
         note = json.dumps(
@@ -87,17 +94,20 @@ class Statistics:
             save_file(tensors, aside, metadata={"kflats_statistics": note, "sha256": _digest(note, tensors)})
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Statistics:
+    def load(cls, path: str | os.PathLike[str], *, mapped: bool = False) -> Statistics:
         """The statistics in a file that ``save`` wrote.
+
+        Args:
+            mapped: their tensors stay on disk and are read-only: writing into them ends the process.
 
         Raises:
             KflatsError: no such file, a file of another kind or version, or one that was changed.
         """
         try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (OSError, SafetensorError) as error:
+            with Path(path).open("rb") as file:
+                metadata, _ = read_header(file, Path(path))
+            tensors = mapped_tensors(path)
+        except (OSError, KflatsError) as error:
             raise KflatsError(
                 f"the statistics {path} cannot be read: {error}",
                 hint="a file that Statistics.save or --statistics wrote",
@@ -112,9 +122,11 @@ class Statistics:
         check_version(note["version"], _VERSION, "statistics")
         measured = {}
         for i, numbers in enumerate(note["weights"]):
-            kept = {key: tensors[f"{i}.{key}"] for key in FIELDS if f"{i}.{key}" in tensors}
+            found: dict[str, Any] = {key: tensors[f"{i}.{key}"] for key in FIELDS if f"{i}.{key}" in tensors}
+            if not mapped:
+                found = {key: tensor.clone() for key, tensor in found.items()}
             name = numbers.pop("name")
-            measured[name] = Measured(**numbers, **kept)
+            measured[name] = Measured(**numbers, **found)
         return cls(measured, note["samples"], note["objective"], note["fingerprint"], tuple(note["unreached"]))
 
     def __str__(self) -> str:
@@ -167,6 +179,10 @@ def merge(blocks: Iterable[tuple[int, dict[str, Sums]]]) -> dict[str, Sums]:
             raise KflatsError(
                 f"block {index} of the statistics comes after block {last}",
                 hint="merge blocks by increasing index, each once",
+            )
+        if last >= 0 and total.keys() != sums.keys():
+            raise KflatsError(
+                f"block {index} of the statistics has other weights than those before", hint="blocks of equal weights"
             )
         last = index
         for name in sums:

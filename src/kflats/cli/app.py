@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -46,6 +46,7 @@ from kflats.cli.options import (
 from kflats.cli.workers import WorkerOptions, is_first, is_started, joined, start
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
+from kflats.common.memory import available_bytes, is_out_of_memory
 from kflats.common.release import version
 from kflats.common.run_forms import RunAs
 from kflats.io.atomic import check_file, check_folder
@@ -54,6 +55,9 @@ from kflats.tasks.task import find_task
 
 _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
 Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed model: a folder or a hub name.")]
+
+if TYPE_CHECKING:
+    from kflats.common.workers import Workers
 
 
 def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
@@ -166,19 +170,21 @@ def compress(
     quiet: Quiet = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Compress a model, or a table, into a new folder. Interrupted, the same command resumes a model."""
+    """Compress a model, or a table, into a new folder. Interrupted, the same command resumes."""
     of_models = given_options(replace(budget, size=None)) + given_options(recipe) + given_options(data)
     others: dict[str, object] = {
         "--plan": plan,
         "--trim": trim,
         "--eval-texts": eval_texts,
         "--no-proof": no_proof or None,
-        "--workers": workers.workers,
     }
     others |= {"--search-split": search.search_split, "--search": None if search.search == "error" else "task"}
     table.check(budget.size, model, of_models + [option for option, value in others.items() if value is not None])
     if table.table is not None:
-        _compress_table(table, budget.size or "", out, seed=seed, force=force, quiet=quiet)
+        check_folder(out, force)
+        if not start(workers):
+            with joined(workers) as crew:
+                _compress_table(table, budget.size or "", out, seed=seed, force=force, quiet=quiet, crew=crew)
         return
     assert model is not None
     if plan is None:
@@ -207,16 +213,17 @@ def compress(
         typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
 
 
-def _compress_table(options: TableOptions, limit: str, out: Path, *, seed: int, force: bool, quiet: bool) -> None:
-    check_folder(out, force)
+def _compress_table(
+    options: TableOptions, limit: str, out: Path, *, seed: int, force: bool, quiet: bool, crew: Workers
+) -> None:
     from kflats.tables import compress_table
 
     assert options.table is not None
     layout, name = options.layout or "compact", options.column or ""
     index = compress_table(
-        options.table, out, size=limit, layout=layout, name=name, seed=seed, force=force, quiet=quiet
+        options.table, out, size=limit, layout=layout, name=name, seed=seed, force=force, quiet=quiet, workers=crew
     )
-    if not quiet:
+    if not quiet and crew.first:
         total = sum(path.stat().st_size for path in out.iterdir())
         bits = 8 * total / (index.rows * index.columns)
         typer.echo(
@@ -493,6 +500,13 @@ class _Group(TyperGroup):
                 hint = "another path, or free space and the permissions for this one"
                 error = KflatsError(f"{error.filename} cannot be used", cause=(error.strerror or "").lower(), hint=hint)
             complain(error.on_command_line())
+            raise typer.Exit(2) from None
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            why = f"{size(available_bytes())} are there for this process; others may take some of them"
+            hint = "a machine with more memory; kflats compress resumes where it stopped"
+            complain(KflatsError("the memory does not suffice", cause=why, hint=hint).on_command_line())
             raise typer.Exit(2) from None
         except KeyboardInterrupt as error:
             resumes = ctx.invoked_subcommand in ("compress", "recover")

@@ -433,7 +433,7 @@ class DataOptions:
         if known and self.statistics is not None:
             from kflats.calibration.measurements import Statistics
 
-            statistics = Statistics.load(self.statistics)
+            statistics = Statistics.load(self.statistics, mapped=True)
 
         def examples(model: nn.Module, tokenizer: Any) -> Any:
             from kflats.tasks.batches import task_batches
@@ -526,6 +526,10 @@ class TrainingOptions:
     lr: Annotated[float, typer.Option(help="Adam's first step size.")] = 2e-5
     epochs: Annotated[int, typer.Option(help="The largest number of epochs.")] = 3
     patience: Annotated[int, typer.Option(help="Stop after this number of epochs without a better score.")] = 2
+    precision: Annotated[
+        Literal["float32", "bfloat16"],
+        typer.Option(help="Of products; bfloat16 is faster on a processor with units for it, slower elsewhere."),
+    ] = "float32"
     temperature: Annotated[float, typer.Option(help="With --teacher: the temperature of its outputs.")] = 2.0
     labels_weight: Annotated[
         float, typer.Option(help="With --teacher: the weight of the labels' loss beside the teacher's, 0 to 1.")

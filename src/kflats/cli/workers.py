@@ -61,8 +61,9 @@ def start(options: WorkerOptions) -> bool:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.workers)))
+    from kflats.common.workers import cores
+
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // options.workers)))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -76,8 +77,9 @@ def start(options: WorkerOptions) -> bool:
     try:
         elastic_launch(config, sys.executable)("-m", "kflats", *sys.argv[1:])
     except ChildFailedError as error:
-        # A worker that failed by itself has said why; the others were ended because of it.
-        first = min(error.failures.values(), key=lambda failure: failure.timestamp)
+        # A worker that failed by itself has said why; the others were ended because of it. One that was ended from
+        # outside says nothing, and the others, which miss it, may have failed before it is found.
+        first = min(error.failures.values(), key=lambda failure: (failure.exitcode >= 0, failure.timestamp))
         if first.exitcode >= 0:
             raise typer.Exit(first.exitcode) from None
         raise KflatsError(

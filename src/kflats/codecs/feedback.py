@@ -121,7 +121,7 @@ class Feedback(Codec):
     def candidates(self, method: Method, table: Table) -> Iterator[Candidate]:
         """Codes at a few c, and candidates between each two of them, with errors under the damped Grams. Those whose
         integers will follow paths are made without them, and their error is corrected."""
-        if float(table.spectrum[0]) <= 0:
+        if table.total <= 0:
             return
         source = _Source.of(table.rows, table.weighting, self.damping)
         measured: list[Candidate] = []

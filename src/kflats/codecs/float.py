@@ -58,7 +58,7 @@ class Float(Codec):
             cost = method.cost((n, d), 0, kind.itemsize)
             if cost < table.nbytes:  # values that overflow the type make the error infinite: no candidate
                 whole = method.fit(Problem(table.rows, cost, kind.itemsize, table.weighting)).matrix.to(kind)
-                error = weighted_error(table.rows, whole, table.weighting, float(table.spectrum[0])).error
+                error = weighted_error(table.rows, whole, table.weighting, table.total).error
                 yield Candidate(method, self, cost, error, f"all numbers in {str(kind).removeprefix('torch.')}")
             return
         errors = method.errors(table.rows, table.weighting, table.spectrum)

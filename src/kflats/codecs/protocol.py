@@ -28,13 +28,19 @@ class Table:
     Args:
         rows: (n, d) as the method is given them, transposed where the recipe asks for it.
         weighting: of these rows. dtype: of the weight.
-        spectrum: (min(n, d) + 1,) float64, the weighted squared error of an SVD of rank 0, 1, ...
+        spectrum: (min(n, d) + 1,) float64, the weighted squared error of an SVD of rank 0, 1, ...; its first number
+            alone for methods that keep the matrix dense, which have no ranks.
     """
 
     rows: Rows
     weighting: Weighting
     dtype: torch.dtype
     spectrum: Tensor
+
+    @property
+    def total(self) -> float:
+        """The weighted squared error of storing nothing."""
+        return float(self.spectrum[0])
 
     @property
     def numbers(self) -> int:

@@ -175,7 +175,7 @@ class RowScaleCodec(Codec, Protocol):
             stored = self.encode(method, problem, table.dtype)
         except KflatsError:  # the scales of a small matrix may take more bytes than the matrix
             return
-        error = weighted_error(table.rows, stored.matrix, table.weighting, float(table.spectrum[0])).error
+        error = weighted_error(table.rows, stored.matrix, table.weighting, table.total).error
         yield Candidate(method, self, stored.nbytes, error, f"{8 * stored.nbytes / table.numbers:.2f} bits a number")
 
     def _ranks(self, method: Method, table: Table) -> Iterator[Candidate]:
@@ -192,13 +192,13 @@ class RowScaleCodec(Codec, Protocol):
 
     def _lost(self, method: Method, table: Table) -> float:
         """The share of the energy kept by a rank that rounding loses, measured on an SVD of all ranks."""
-        if float(table.spectrum[0]) <= 0:
+        if table.total <= 0:
             return 0.0
         shape, itemsize = table.rows.shape, table.dtype.itemsize
         # The room is doubled because the header is most of a small file.
         room = 2 * (self.memory_bytes(shape, itemsize, min(shape)) + self.min_bytes(method, shape, itemsize))
         stored = self.encode(SVD(), Problem(table.rows, room, itemsize, table.weighting), table.dtype)
-        return min(1.0, weighted_error(table.rows, stored.matrix, table.weighting, float(table.spectrum[0])).relative)
+        return min(1.0, weighted_error(table.rows, stored.matrix, table.weighting, table.total).relative)
 
     # Encoding ---------------------------------------------------------------------------------------
 

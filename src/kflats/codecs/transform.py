@@ -101,11 +101,11 @@ class Transform(Codec):
         apart where all coordinates have bits. Between two steps the logarithm of the error is interpolated linearly in
         the bytes (D ~ 2^(-2 R)).
         """
-        if float(table.spectrum[0]) > 0:
+        if table.total > 0:
             yield from between(self._counted(method, table), table.numbers)
 
     def _counted(self, method: Method, table: Table) -> list[Candidate]:
-        size = math.sqrt(float(table.spectrum[0]) / table.numbers)
+        size = math.sqrt(table.total / table.numbers)
         counted: list[Candidate] = []
         kind = "relative error" + (
             "" if method.prefix_optimal else " of one flat" if method.produces == "clusters" else " of squares"

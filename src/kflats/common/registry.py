@@ -67,14 +67,6 @@ class Registry(Generic[T]):
         """The arguments of ``make(name)``."""
         return tuple(inspect.signature(self.make(name)).parameters)
 
-    def kind(self, class_name: str) -> type[T] | None:
-        """The class with this name, None where no installed package has one.
-
-        Raises:
-            KflatsError: a package that announces one cannot be imported.
-        """
-        return next((kind for kind in self.all_kinds() if kind.__name__ == class_name), None)
-
     def _announced(self) -> tuple[EntryPoint, ...]:
         return tuple(entry for entry in announced(self.axis) if entry.name not in self.names)
 

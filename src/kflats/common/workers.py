@@ -156,16 +156,21 @@ class Workers:
                 self.store.set(f"{stage}/{own}", json.dumps([described, made[1]]))
             for index in round_of:
                 described, text = json.loads(self._text(f"{stage}/{index}", tasks[index], owner=index - start))
-                tensors = {}
-                for name, dtype, shape in described:
-                    here = made[0][name] if index == own else torch.empty(shape, dtype=getattr(torch, dtype))
-                    sent = here.cpu().contiguous()
-                    with self._explained(index - start):
-                        self.broadcast(sent, index - start)
-                    tensors[name] = here if index == own else sent
-                yield tensors, text
-                del tensors, here, sent
+                yield self._sent(described, made[0] if index == own else {}, index - start), text
             del made
+
+    def _sent(
+        self, described: list[tuple[str, str, list[int]]], own: dict[str, Tensor], rank: int
+    ) -> dict[str, Tensor]:
+        """The tensors of worker ``rank``, at every worker: names, dtypes and shapes as ``described``."""
+        tensors = {}
+        for name, dtype, shape in described:
+            here = own[name] if name in own else torch.empty(shape, dtype=getattr(torch, dtype))
+            sent = here.cpu().contiguous()
+            with self._explained(rank):
+                self.broadcast(sent, rank)
+            tensors[name] = here if name in own else sent
+        return tensors
 
     def meet(self) -> None:
         """Wait until every worker is here."""
@@ -306,6 +311,15 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
         beating.join()
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def cores() -> int:
+    """The cores that this process may run on.
+
+    >>> cores() > 0
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _beat(store: Store, rank: int, ended: threading.Event) -> None:

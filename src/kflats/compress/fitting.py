@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -26,12 +25,13 @@ from kflats.common.workers import Packed, Workers
 from kflats.importance.protocol import Weighting
 from kflats.io import annotate_
 from kflats.io.atomic import beside, replaced
+from kflats.io.mapped import Spill, mapped_tensors, read_header
 from kflats.io.saving import header_bytes
-from kflats.matrices.registry import CodedMatrix, Matrix, matrix_from_spec
+from kflats.matrices.registry import CodedMatrix, Matrix, matrix_of
 from kflats.methods.protocol import Problem
 from kflats.model.run_as import forget_losses_
 from kflats.model.swap import swap_, unchanged_on_error
-from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices
+from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices, parameter
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData, needed
@@ -41,6 +41,8 @@ from kflats.recipe.recipe import Decision, Plan, Recipe, as_cast, to_json
 from kflats.report.report import Report, WeightReport, analyse, left_dense, stored_bytes
 
 _SHIFT = "bias shift"
+_SVD_SIDE = 768
+"""Reports compare weights with an SVD that takes seconds: those that are stored by no axes, up to this side."""
 _CODES = ("codes", "weight", "shrink", "basis_scale")
 
 
@@ -122,7 +124,7 @@ class _Fits:
         order = sorted(range(len(decisions)), key=lambda index: -math.prod(decisions[index].weight.shape))
         before, tasks = len(done), [f"fitting {one.weight.name}" for one in decisions]
         packed = Packed[CompressedWeight](
-            lambda one: one.decision.weight.name, lambda index, name: self._of_another(decisions[index])
+            lambda one: one.decision.weight.name, lambda index, name: self._written(decisions[index])
         )
         made = self.workers.divided(
             tasks, lambda index: self._one(decisions[index], before + order.index(index)), packed, order
@@ -146,26 +148,35 @@ class _Fits:
             meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
             shift = {} if one.bias_shift is None else {_SHIFT: one.bias_shift}
             self.partial.put(name, one.matrix.tensors() | shift, meta)
+            del one  # what was written takes its place, and stays on disk
+            return self._written(decision)
         return one
 
-    def _of_another(self, decision: Decision) -> CompressedWeight:
+    def _written(self, decision: Decision) -> CompressedWeight:
         stored = self.partial.get(decision.weight.name) if self.partial else None
         made = None if stored is None else _restored(decision, *stored)
         if made is None:
             raise KflatsError(
-                f"{decision.weight.name}, which another worker fitted, cannot be read",
-                cause="the workers do not see one folder, or its file is damaged",
-                hint="an output in a folder that all workers see",
+                f"{decision.weight.name}, which was fitted and written, cannot be read",
+                cause="a failing disk, or several workers that do not see one folder",
+                hint="an output on another disk, in a folder that all workers see",
             )
         return made
 
 
 def swapped(
-    model: nn.Module, plan: Plan, done: list[CompressedWeight], seed: int, name: str = "", beside: int = 0
+    model: nn.Module,
+    plan: Plan,
+    done: list[CompressedWeight],
+    seed: int,
+    name: str = "",
+    beside: int = 0,
+    spill: Spill | None = None,
 ) -> Report:
     """Swap what was fitted into ``model``, in place; after an error it is as it was. Returns the report of the run.
 
-    ``beside``: bytes of other modules' weight files, which belong to the whole model and stay as they are.
+    ``beside``: bytes of other modules' weight files, which belong to the whole model and stay as they are. ``spill``:
+    where the numbers of parameters that their modules read go; None: they stay in memory.
     """
     before = stored_bytes(model) + beside
     with unchanged_on_error(model):
@@ -173,6 +184,9 @@ def swapped(
             if one.matrix is not None:
                 rows = one.decision.recipe.matrix_rows
                 swap_(model, one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
+                table = parameter(model, one.decision.weight.name)
+                if spill is not None and table is not None:
+                    table.data = spill.kept({"dense": table.data})["dense"]
         forget_losses_(model)
         annotate_(model)
     return Report(
@@ -236,8 +250,7 @@ def _fit(
 ) -> CompressedWeight:
     weight, recipe = decision.weight, decision.recipe
     turned = recipe.matrix_rows == "out_features"
-    table = data.table(model, weight, recipe)
-    rows, weighting = table.rows, table.weighting
+    rows, weighting = data.matrix(model, weight, recipe)
     nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
     dtype = recipe.torch_dtype(weight.dtype)
     problem = Problem(rows, nbytes, dtype.itemsize, weighting, free_labels, seed, progress)
@@ -254,7 +267,9 @@ def _fit(
             hint="a smaller budget, or cast the model to that type",
         )
     shift = _bias_shift(rows, matrix, weighting, turned) if weight.places[0].role != "embedding" else None
-    report = analyse(decision, rows, factored, weighting, table.spectrum, _gained_numbers(weight, shift))
+    beside_svd = recipe.method.produces != "dense" or min(rows.shape) <= _SVD_SIDE
+    tails = data.spectrum(model, weight, recipe) if beside_svd else None
+    report = analyse(decision, rows, factored, weighting, tails, _gained_numbers(weight, shift))
     return CompressedWeight(decision, matrix, report, shift)
 
 
@@ -275,13 +290,9 @@ def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, An
     """A finished weight from an interrupted run; None if it does not fit, and it is fitted again."""
     try:
         report: WeightReport = decode(WeightReport, meta["report"], "report")
-        shift = tensors.get(_SHIFT)
-        matrix = matrix_from_spec(meta["spec"], dtype=tensors["weight"].dtype, device="cpu")
-        with torch.no_grad():
-            for name, tensor in matrix.tensors().items():
-                tensor.copy_(tensors[name])
-        matrix.refresh()
-    except (KflatsError, KeyError, IndexError, RuntimeError):
+        shift = tensors.pop(_SHIFT, None)
+        matrix = matrix_of(meta["spec"], tensors)
+    except (KflatsError, KeyError):
         return None
     shape = decision.weight.shape
     fits = matrix.shape == (shape[::-1] if decision.recipe.matrix_rows == "out_features" else shape)
@@ -312,11 +323,11 @@ def measured_once(
     kept: Statistics | None = None
     if path.is_file() and not path.is_symlink():
         with suppress(KflatsError):  # damaged: measured again
-            kept = Statistics.load(path)
+            kept = Statistics.load(path, mapped=True)
     workers.agree("what an interrupted run measured", {"statistics": str(kept is not None)})
     if kept is not None:
         return replace(data, statistics=kept)
-    data = data.measured(model, recipes, quiet, workers)
+    data = data.measured(model, recipes, quiet, workers, partial.folder if workers.first else None)
     assert data.statistics is not None
     if workers.first:
         data.statistics.save(path)
@@ -365,17 +376,17 @@ class Partial:
         self.fingerprint = fingerprint
 
     def get(self, name: str) -> tuple[dict[str, Tensor], JsonObject] | None:
-        """Tensors and meta that ``put`` stored under ``name``, or None."""
+        """Tensors, mapped, and meta that ``put`` stored under ``name``; None where there are none, or damaged ones."""
         path = self._path(name)
         if path.is_symlink() or not path.is_file():
             return None
         try:
-            with safe_open(path, framework="pt") as file:
-                header = file.metadata() or {}
-                tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            with path.open("rb") as file:
+                header, _ = read_header(file, path)
+            tensors = mapped_tensors(path)
             if header["digest"] == self._digest(name, header["meta"], tensors):
                 return tensors, json.loads(header["meta"])
-        except (SafetensorError, OSError, KeyError, ValueError):
+        except (KflatsError, OSError, KeyError, ValueError):
             pass
         return None
 
@@ -386,7 +397,7 @@ class Partial:
             KflatsError: the disk is full, or the folder cannot be written.
         """
         path = self._path(name)
-        stored = {key: tensor.detach().cpu().contiguous().clone() for key, tensor in tensors.items()}
+        stored = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         text = json.dumps(meta, allow_nan=False)
         header = {"meta": text, "digest": self._digest(name, text, stored)}
         with replaced(path) as aside:

@@ -14,6 +14,7 @@ from torch import nn
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.memory import available_bytes, return_memory_when_freed
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.common.workers import Workers
@@ -25,6 +26,7 @@ from kflats.evaluation.proof import compare, settle_form_
 from kflats.evaluation.running import Batch
 from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
+from kflats.io.mapped import Spill
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
@@ -40,6 +42,12 @@ from kflats.trimming.trimming import write_vocabulary
 
 Calibration: TypeAlias = Iterable[Any] | Callable[[nn.Module, Any], Iterable[Any]] | None
 """Texts or batches to measure with, or a function that makes batches for a model and its tokenizer."""
+
+
+_MANY, _ROOM = 8, 4_000_000_000
+"""Memory is given back as soon as it is free, unless a folder fits into it so many times, and it has so many bytes."""
+_SHARD, _SHARD_BYTES = "5GB", 5_000_000_000  # of one weight file, as the hub's largest models have them
+_SHARD_HEADER = 256  # bytes of a header but for its tensors
 
 
 @dataclass
@@ -202,8 +210,10 @@ def compress_folder(
         )
     named = _recipes(method, weights, whole=keep is None)
     recipes = plan or named
+    if available_bytes() < max(_ROOM, _MANY * weight_file_bytes(folder)):
+        return_memory_when_freed()
     with new_folder(out, force, [folder], workers) as aside:
-        model, before, beside = load_model(folder), weight_file_bytes(folder), module_bytes(folder)
+        model, before, beside = load_model(folder, mapped=True), weight_file_bytes(folder), module_bytes(folder)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
@@ -249,7 +259,7 @@ def compress_folder(
             limit = _file_limit(decided.plan, before)
             changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
             _check_size(before + sum(one.budget_bytes - one.weight.nbytes for one in changed), before, limit)
-            room = None if limit is None else limit - beside
+            room = None if limit is None else limit - beside - limit // _SHARD_BYTES * _SHARD_HEADER
             done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
         else:
             sentences = packaged_texts("judge") if judged is None else judged
@@ -261,13 +271,14 @@ def compress_folder(
             prepared.about, prepared.data = about, decided.data
         if workers.first:
             _keep(decided, keep_statistics)
-        report = swapped(model, decided.plan, done, seed, _called(source), beside)
+        spill = Spill(Partial(out, about).folder / "saved")
+        report = swapped(model, decided.plan, done, seed, _called(source), beside, spill if workers.first else None)
         set_run_form_(model, form)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
         workers.meet()  # the others have read what they need of the unfinished run
         if not workers.first:
             return report
-        save_model(model, aside / weights_folder(folder).relative_to(folder))
+        save_model(model, aside / weights_folder(folder).relative_to(folder), spill=spill, shard=_SHARD)
         if trimmed is None:
             copy_companions(folder, aside)
         else:
@@ -318,7 +329,7 @@ def plan_folder(
     budget, folder = one_budget(keep, size), resolve_model(source)
     recipes = _recipes(method, weights, whole=keep is None)
     data = _read(texts, calibration, objective, statistics, samples)
-    model = load_model(folder)
+    model = load_model(folder, mapped=True)
     _check_fresh(folder, model, whole=keep is None)
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)

@@ -6,20 +6,25 @@ compared on and searched.
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce, plain, size, table
 from kflats.common.texts import Tokenizer, packaged_texts
-from kflats.common.workers import Workers
+from kflats.common.workers import Packed, Workers, cores
 from kflats.compress.pipeline import Prepared, compress_folder
 from kflats.demo.gptq import in_four_bits
 from kflats.demo.packaged import packaged_model
@@ -28,6 +33,7 @@ from kflats.demo.ways import Way, as_onnx, in_onnxruntime, in_torch, vectors
 from kflats.evaluation.forms import run_as_
 from kflats.evaluation.latency import Latency, Run, latencies
 from kflats.evaluation.outputs import Fidelity, fidelity_of, load_tokenizer, weight_file_bytes
+from kflats.evaluation.proof import Footprint
 from kflats.io import load_model
 from kflats.io.atomic import new_folder
 from kflats.planning.calibration_data import CalibrationData
@@ -107,7 +113,7 @@ def demo(
     source, searched = packaged_model(), sizes[min(1, len(sizes) - 1)]
     workers = workers or Workers()
     with new_folder(out, force, [source], workers) as folder, tempfile.TemporaryDirectory() as place:
-        prepared = Prepared()
+        prepared, others = Prepared(), folder / ".others"  # which all workers see
         for wanted in sizes:
             show(f"kflats compress all-MiniLM-L6-v2 --size {wanted} --out {Path(out) / wanted}")
             report = compress_folder(
@@ -115,10 +121,11 @@ def demo(
             )
             if wanted == searched and workers.first:
                 render(report, folder / "report")
+        tokenizer = load_tokenizer(source)
+        announce("bfloat16, onnxruntime and GPTQ make their own", quiet=quiet or not workers.first)
+        ways = _ways(source, others, tokenizer, show, workers)
         if not workers.first:
             return
-        tokenizer = load_tokenizer(source)
-        ways = _ways(source, Path(place), tokenizer, quiet, show)
         ways += [in_torch(f"kflats --size {one}", weight_file_bytes(folder / one), folder / one) for one in sizes]
         ways += _in_integers(f"kflats --size {searched}, run as int8", folder / searched, Path(place), show)
         lines = _compared(ways, load_model(source), tokenizer, quiet)
@@ -129,6 +136,7 @@ def demo(
         show("\n".join(_as_text(one, searched) for one in searches))
         points = [_point(line) for line in lines[1:] if "run as" not in line.way.name]
         write_page(folder, _COLUMNS, rows, [line.ours for line in lines], draw(points), searches, searched)
+        shutil.rmtree(others)
     made = Path(out).resolve()
     folders = ", ".join(str(made / one) for one in sizes)
     show(f"\nmodels: {folders}\npage:   {made / PAGE}\nreport: {made / 'report' / REPORT_PAGE}")
@@ -139,23 +147,58 @@ def _point(line: Line) -> Point:
     return Point(name, line.way.nbytes, loss, "kflats" if line.ours else "")
 
 
-def _ways(source: Path, place: Path, tokenizer: Tokenizer, quiet: bool, show: Callable[[str], None]) -> list[Way]:
+def _ways(source: Path, place: Path, tokenizer: Tokenizer, show: Callable[[str], None], workers: Workers) -> list[Way]:
     """The original, and what other tools make of it. One whose package is missing is left out, and said so."""
-    original = load_model(source)
-    ways = [in_torch("original, float32", weight_file_bytes(source), source)]
-    announce("bfloat16, onnxruntime and GPTQ make their own", quiet=quiet)
-    load_model(source).bfloat16().save_pretrained(place / "bfloat16")
-    ways.append(in_torch("bfloat16", weight_file_bytes(place / "bfloat16"), place / "bfloat16"))
-    try:
-        as_onnx(source, place / "int8.onnx", settings={})
-        ways.append(in_onnxruntime("onnxruntime, int8", place / "int8.onnx"))
-    except KflatsError as error:
-        show(f"onnxruntime, int8: {first_line(error)}")
-    data = CalibrationData(packaged_texts("count"), tokenizer).windowed(original)
-    batches = [{k: v for k, v in batch.items() if isinstance(v, Tensor)} for batch in data.batches(original)]
-    rounded, nbytes = in_four_bits(original, batches)
-    rounded.save_pretrained(place / "gptq")
-    return [*ways, in_torch("GPTQ, 4 bits", nbytes, place / "gptq", kernel=False)]
+    place.mkdir(exist_ok=True)
+
+    def in_bfloat16() -> int:
+        _save(load_model(source).bfloat16(), place / "bfloat16")
+        return weight_file_bytes(place / "bfloat16")
+
+    def by_gptq() -> int:
+        original = load_model(source)
+        data = CalibrationData(packaged_texts("count"), tokenizer).windowed(original)
+        batches = [{k: v for k, v in batch.items() if isinstance(v, Tensor)} for batch in data.batches(original)]
+        rounded, nbytes = in_four_bits(original, batches)
+        _save(rounded, place / "gptq")
+        return nbytes
+
+    makers: dict[str, Callable[[], int]] = {
+        "bfloat16": in_bfloat16,
+        "onnxruntime, int8": lambda: as_onnx(source, place / "int8.onnx", settings={}),
+        "GPTQ, 4 bits": by_gptq,
+    }
+    names = list(makers)
+
+    def make(index: int) -> tuple[int, str]:
+        try:
+            return makers[names[index]](), ""
+        except KflatsError as error:
+            return 0, first_line(error)
+
+    packed = Packed[tuple[int, str]](json.dumps, lambda _, text: (json.loads(text)[0], json.loads(text)[1]))
+    longest_first = range(len(names))[::-1]
+    made = dict(zip(names, workers.divided(names, make, packed, longest_first), strict=True))
+    for name, (_, missing) in made.items():
+        if missing and workers.first:
+            show(f"{name}: {missing}")
+    ways = {
+        "bfloat16": in_torch("bfloat16", made["bfloat16"][0], place / "bfloat16"),
+        "GPTQ, 4 bits": in_torch("GPTQ, 4 bits", made["GPTQ, 4 bits"][0], place / "gptq", kernel=False),
+    }
+    if not made["onnxruntime, int8"][1]:
+        ways["onnxruntime, int8"] = in_onnxruntime("onnxruntime, int8", place / "int8.onnx")
+    original = in_torch("original, float32", weight_file_bytes(source), source)
+    return [original, *(ways[name] for name in names if name in ways and not made[name][1])]
+
+
+def _save(model: Any, folder: Path) -> None:
+    """``save_pretrained`` writes in the first of several workers alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model.config.dtype = model.dtype  # in which it is loaded
+    model.config.save_pretrained(folder)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def _in_integers(name: str, folder: Path, place: Path, show: Callable[[str], None]) -> list[Way]:
@@ -176,18 +219,27 @@ def _compared(ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, qu
     paragraphs = [" ".join(sentences[i : i + _PARAGRAPH]) for i in range(0, len(sentences), _PARAGRAPH)]
     announce("comparing: outputs, memory of fresh processes, times in turns", quiet=quiet)
     runs = {way.name: way.build() for way in ways}
-    near = []
+    near, threads = [], torch.get_num_threads()
+    torch.set_num_threads(cores())  # the other workers have left
     for texts in (sentences, paragraphs):
         before = vectors(runs[ways[0].name], tokenizer, texts)
         near.append({name: fidelity_of(before, vectors(runs[name], tokenizer, texts)) for name in runs})
+    torch.set_num_threads(threads)
     contestants = [_Ready(way.name, runs[way.name]) for way in ways if way.footprint is not None]
     timed, _ = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS, seconds=_SECONDS)
-    memory = {way.name: way.footprint().memory_bytes for way in ways if way.footprint is not None}
+    measured = {way.name: way.footprint for way in ways if way.footprint is not None}
+    with ThreadPoolExecutor(2) as pool:  # a process that runs beside it does not change the memory of another
+        found = pool.map(_called, measured.values())
+        memory = {name: made.memory_bytes for name, made in zip(measured, found, strict=True)}
     lines = []
     for way in ways:
         times = tuple(one for one in timed if one.name == way.name)
         lines.append(Line(way, near[0][way.name], near[1][way.name], memory.get(way.name), times))
     return lines
+
+
+def _called(footprint: Callable[[], Footprint]) -> Footprint:
+    return footprint()
 
 
 @dataclass(frozen=True)

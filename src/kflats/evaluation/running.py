@@ -8,7 +8,7 @@ this module distinguishes encoders, decoders and encoder-decoders.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from traceback import walk_tb
 from typing import Any, Literal, TypeAlias, get_args
@@ -151,13 +151,19 @@ def evaluating(*models: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def widened(model: nn.Module, *dtypes: torch.dtype) -> Iterator[bool]:
+def widened(model: nn.Module, *dtypes: torch.dtype, changed: bool, without: Collection[int] = ()) -> Iterator[bool]:
     """Inside, parameters and buffers of the types ``dtypes`` are float32; afterwards they have their own types again.
+
+    Args:
+        changed: whether their numbers change inside, so that they are rounded afterwards. Otherwise the tensors of
+            before return, which may be mapped files.
+        without: ids of parameters that stay as they are.
 
     Yields:
         Whether a parameter was widened.
     """
-    parameters = [(p, p.dtype) for p in model.parameters() if p.dtype in dtypes]
+    wide = [p for p in model.parameters() if p.dtype in dtypes and id(p) not in without]
+    parameters = [(p, p.dtype, None if changed else p.data) for p in wide]
     buffers = [
         (module, name, buffer)
         for module in model.modules()
@@ -167,7 +173,7 @@ def widened(model: nn.Module, *dtypes: torch.dtype) -> Iterator[bool]:
     tables = [m for m in model.modules() if isinstance(m, FactoredEmbedding) and m.out_dtype in dtypes]
     outs = [table.out_dtype for table in tables]
     try:
-        for p, _ in parameters:
+        for p in wide:
             p.data = p.data.float()
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.float()
@@ -175,10 +181,10 @@ def widened(model: nn.Module, *dtypes: torch.dtype) -> Iterator[bool]:
             table.out_dtype = torch.float32
         yield bool(parameters)
     finally:
-        for p, dtype in parameters:
-            p.data = p.data.to(dtype)
+        for p, dtype, narrow in parameters:
+            p.data = p.data.to(dtype) if narrow is None else narrow
         for module, name, buffer in buffers:
-            module._buffers[name] = module.get_buffer(name).to(buffer.dtype)
+            module._buffers[name] = module.get_buffer(name).to(buffer.dtype) if changed else buffer
         for table, out in zip(tables, outs, strict=True):
             table.out_dtype = out
 

@@ -12,7 +12,8 @@ lies below that limit, 32767. With integers up to 127 it could be 64770.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,60 +28,92 @@ from kflats.model.swap import swap_
 from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights
 
 WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
-_MIDDLE = 128
+_MIDDLE, _MIDDLE_ROUNDED = 128, 128.5
 _LEAST = 1e-30
 _SMALL_TABLE = 100_000  # numbers: an embedding of fewer is quicker and hardly larger as it is
 _UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
 
 
-@torch.library.custom_op("kflats::integer_matmul", mutates_args=())
-def integer_matmul(whole: Tensor, numbers: Tensor) -> Tensor:
-    """``(*b, in)`` whole numbers in float32 times ``(in, out)`` int8, exact on every CPU. In a file: MatMulInteger."""
+@torch.library.custom_op("kflats::rounded_matmul", mutates_args=())
+def rounded_matmul(rows: Tensor, numbers: Tensor) -> Tensor:
+    """``(*b, in)`` float32 up to 127, rounded, times ``(in, out)`` int8, exact. In a file: MatMulInteger."""
+    whole = (rows.nan_to_num() + _MIDDLE_ROUNDED).floor() - _MIDDLE
     return (whole.double() @ numbers.double()).float()
 
 
-@integer_matmul.register_fake
-def _shape(whole: Tensor, numbers: Tensor) -> Tensor:
-    return whole.new_empty(*whole.shape[:-1], numbers.shape[1])
+@rounded_matmul.register_fake
+def _shape(rows: Tensor, numbers: Tensor) -> Tensor:
+    return rows.new_empty(*rows.shape[:-1], numbers.shape[1])
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """What ``torch.onnx.export`` writes for the operator of this module."""
+    """What ``torch.onnx.export`` writes for the operator of this module, and for GELU in the form that onnxruntime
+    recognises and computes in one pass."""
     op = needed("onnxscript", "kflats[onnx]", "export to ONNX").opset18
 
-    def written(whole: object, numbers: object) -> object:
-        shifted = op.Cast(op.Add(whole, op.Constant(value_float=float(_MIDDLE))), to=_UINT8)
+    def rounded(rows: object, numbers: object) -> object:
+        # A cast drops the fraction, so that half a unit more rounds to the nearest.
+        shifted = op.Cast(op.Add(rows, op.Constant(value_float=_MIDDLE_ROUNDED)), to=_UINT8)
         middle = op.Cast(op.Constant(value_int=_MIDDLE), to=_UINT8)
         return op.Cast(op.MatMulInteger(shifted, numbers, middle), to=_FLOAT)
 
-    return {torch.ops.kflats.integer_matmul.default: written}
+    def gelu(x: object, approximate: str = "none") -> object:
+        def number(value: float) -> object:
+            return op.CastLike(op.Constant(value_float=value), x)
+
+        if approximate == "tanh":
+            inner = op.Add(x, op.Mul(number(0.044715), op.Mul(x, op.Mul(x, x))))
+            part = op.Tanh(op.Mul(number(math.sqrt(2 / math.pi)), inner))
+        else:
+            part = op.Erf(op.Div(x, number(math.sqrt(2))))
+        return op.Mul(number(0.5), op.Mul(x, op.Add(part, number(1.0))))
+
+    return {torch.ops.kflats.rounded_matmul.default: rounded, torch.ops.aten.gelu.default: gelu}
 
 
-class Integers(nn.Module):
-    """The product of a linear layer, ``(*b, in)`` -> ``(*b, out)``. A token with NaN or infinity has no finite output.
+class Joint:
+    """The products of layers that read one tensor, computed at once when the first of them is called.
 
     Args:
-        product: its integers and steps.
+        products: of each layer, with equal scales.
         scales: (in,), by which inputs are multiplied; None: all of them are 1.
     """
 
-    def __init__(self, product: IntegerProduct, scales: Tensor | None) -> None:
+    def __init__(self, products: Sequence[IntegerProduct], scales: Tensor | None) -> None:
+        self.numbers = torch.cat([product.numbers for product in products], dim=1)
+        self.steps = torch.cat([product.steps for product in products])
+        self.sizes = [len(product.steps) for product in products]
+        self.scales = scales
+        self._read: Tensor | None = None
+        self._version: int | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+
+    def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
+        """``(*b, in)`` -> ``(*b, out)`` for each layer. A token with NaN or infinity has no finite output."""
+        # The model may write into ``x`` between two calls, which its version shows; an inference tensor has none.
+        version = None if x.is_inference() else x._version
+        if version is None or x is not self._read or version != self._version:
+            rows = x if self.scales is None else x * self.scales
+            # onnxruntime's maximum skips NaN, its sum does not. A row of zeros gives 0 / 0, and any integer times 0.
+            sizes = rows.abs().amax(-1, keepdim=True) / INPUT_LIMIT + rows.sum(-1, keepdim=True) * 0.0
+            out = rounded_matmul(rows / sizes, self.numbers) * sizes * self.steps
+            self._read, self._version = x, version
+            self._outputs = out.split(self.sizes, dim=-1) if len(self.sizes) > 1 else (out,)
+        return self._outputs
+
+
+class Integers(nn.Module):
+    """Layer ``index`` of a ``Joint``: ``(*b, in)`` -> ``(*b, out)``."""
+
+    def __init__(self, joint: Joint, index: int) -> None:
         super().__init__()
-        self.numbers: Tensor
-        self.steps: Tensor
-        self.scales: Tensor | None
-        self.register_buffer("numbers", product.numbers)
-        self.register_buffer("steps", product.steps)
-        self.register_buffer("scales", scales)
+        self.joint, self.index = joint, index
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``kflats.matrices.running.Product``."""
-        rows = x if self.scales is None else x * self.scales
-        # onnxruntime's maximum skips NaN, its sum does not.
-        seen = rows.sum(-1, keepdim=True) * 0.0 + _LEAST
-        sizes = rows.abs().amax(-1, keepdim=True) / INPUT_LIMIT + seen
-        out: Tensor = integer_matmul((rows / sizes).round(), self.numbers) * sizes * self.steps
-        return out if bias is None else out + bias
+        out = self.joint.outputs(x)[self.index]
+        # A tensor of its own: the model may write into it.
+        return out.clone(memory_format=torch.contiguous_format) if bias is None else out + bias
 
 
 def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]:
@@ -126,9 +159,9 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         found = {name: part for name in names if (part := parts[name]) is not None}
         scales = torch.stack([own.log() for _, own in found.values()]).mean(0).exp()
         shared = None if bool((scales == 1).all()) else scales
-        for name, (matrix, _) in found.items():
-            product = IntegerProduct.of(matrix, scales, WEIGHT_LIMIT)
-            layers[name].register_module("recorded", Integers(product, shared))
+        joint = Joint([IntegerProduct.of(matrix, scales, WEIGHT_LIMIT) for matrix, _ in found.values()], shared)
+        for index, name in enumerate(found):
+            layers[name].register_module("recorded", Integers(joint, index))
     return (*floats, *(name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)))
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol, runtime_checkable
+from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,7 +29,8 @@ class Measured:
         input_mean: (n,) mean over positions of x.
         fisher_gram: (n + 1, n + 1) sum_s D_s D_s' / sum ||g_t||^2, D_s = sum_t [x_t; 1] g_t' the gradient of L_s by
             the weight, and by the bias in its last row; or (n,) sum ||g_t||^2 of each row, where inputs are one-hot.
-        output_gram: (d, d) mean over samples of sum_t g_t g_t', g_t the gradient of L_s at position t's output.
+        output_gram: (d, d) mean over samples of sum_t g_t g_t', g_t the gradient of L_s at position t's output; or
+            (d,), its diagonal, of a layer with more than 16,384 outputs.
         samples, positions: numbers of both.
         columns: d.
     """
@@ -46,6 +48,18 @@ class Measured:
     samples: int = 0
     positions: int = 0
     columns: int = 0
+
+    def kept_by(self, keep: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Measured:
+        """The same statistics, with the tensors that ``keep`` gives for its own, by name.
+
+        >>> Measured(1, counts=torch.ones(1)).kept_by(lambda own: {name: t + 1 for name, t in own.items()}).counts
+        tensor([2.])
+        """
+        own = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        first = {id(value): name for name, value in reversed(own.items())}  # two statistics may be one tensor
+        kept = keep({name: own[name] for name in first.values()})
+        changes: dict[str, Any] = {name: kept[first[id(value)]] for name, value in own.items()}
+        return replace(self, **changes)
 
 
 Side = Literal["identity", "diagonal", "full"]
@@ -98,6 +112,11 @@ class Weighting:
     right: Tensor | None = None
     mean: Tensor | None = None
     loss_units: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(t.numel() * t.element_size() for t in (self.left, self.right, self.mean) if t is not None)
 
     @property
     def form(self) -> WeightingForm:

@@ -141,6 +141,7 @@ class KroneckerFisher(Importance):
         damping: share of each Gram's mean diagonal that is added to its diagonal.
 
     Choose it for linear layers: among the closed forms it loses least, and its values can be compared between layers.
+    Limit: of a layer with more than 16,384 outputs, such as the head of a large vocabulary, S is its diagonal.
     """
 
     centred: bool = True
@@ -168,8 +169,11 @@ class KroneckerFisher(Importance):
         if not _reached(left, self.unreached):  # every input is the same, and the bias takes all of the error
             return Weighting()
         right = _damped(outputs, self.damping)
-        shift = torch.full_like(right.diagonal(), _NEGATIVE * float(right.diagonal().sum())).diag()
-        if bool(torch.linalg.cholesky_ex(right + shift).info):
+        if right.ndim == 1:
+            return Weighting(left=left, right=right, mean=mean, loss_units=True)
+        shifted = right.clone()
+        shifted.diagonal().add_(_NEGATIVE * float(right.diagonal().sum()))
+        if bool(torch.linalg.cholesky_ex(shifted).info):
             right = _damped(_nearest_gram(outputs), self.damping)
         return Weighting(left=left, right=right, mean=mean, loss_units=True)
 
@@ -229,7 +233,9 @@ def _input_side(gram: Tensor, cross: Tensor | None, mean: Tensor | None, damping
         return _floored(gram, damping)
     if cross is not None and mean is not None:
         # For inputs that hardly vary (the first [CLS]) the difference is rounding of either sign.
-        gram = gram - torch.outer(cross.to(gram), mean.to(gram)) + torch.diag(_ROUNDING * gram.diagonal())
+        centred = torch.outer(cross.to(gram), mean.to(gram))  # one matrix and not four: they may be most of the memory
+        torch.sub(gram, centred, out=centred).diagonal().add_(_ROUNDING * gram.diagonal())
+        gram = centred
     return _damped(gram, damping)
 
 
@@ -246,6 +252,6 @@ def _damped(gram: Tensor, damping: float) -> Tensor:
     gram = gram.to(torch.float64)
     if gram.ndim == 1:
         return gram + damping * gram.mean()
-    gram = (gram + gram.T) / 2
-    shift = damping * float(gram.diagonal().mean())
-    return gram + shift * torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    damped: Tensor = (gram + gram.T).div_(2)
+    damped.diagonal().add_(damping * float(damped.diagonal().mean()))
+    return damped

@@ -190,7 +190,8 @@ def new_folder(
     aside = beside(out, "new")
     if workers is not None and not workers.first:
         workers.meet()
-        yield aside
+        with explained(out):
+            yield aside
         return
     with explained(out), locked(out):
         _recover(out)

@@ -13,7 +13,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from types import MethodType
@@ -29,8 +29,9 @@ from kflats.common.errors import KflatsError, KflatsWarning, first_line
 from kflats.common.hashing import crc32
 from kflats.common.release import needed, version
 from kflats.common.run_forms import FormLoss, RunForm
-from kflats.common.schema import JsonObject, decode
+from kflats.common.schema import JsonObject
 from kflats.io.atomic import manifest_follows, replaced
+from kflats.io.mapped import Spill, TensorEntry, mapped_tensors, read_header
 from kflats.io.sources import read_config, static_folder, trusts_remote_code, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_static, write_static
 from kflats.matrices.coded import CodedMatrix, read_geometry
@@ -63,16 +64,6 @@ plug-in takes the entry out before transformers looks for files.
 CHECKSUMS = "kflats_checksums"
 DIGITS = 8
 """Characters of the metadata that the checksum of one tensor takes."""
-_LONGEST = 100_000_000  # bytes of a header, as the format allows
-
-
-@dataclass(frozen=True)
-class TensorEntry:
-    """A tensor in the header of a safetensors file: its type ("F32"), its shape, and where its bytes begin and end."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
 
 
 def stamp_(path: str | os.PathLike[str]) -> None:
@@ -98,7 +89,7 @@ def stamp_(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     with replaced(path) as aside:
         with path.open("rb") as source, aside.open("wb") as target:
-            metadata, entries = _read_header(source, path)
+            metadata, entries = read_header(source, path)
             begin = source.tell()
             target.write(_header(metadata, entries, "".join(_checksums(source, entries))))
             source.seek(begin)
@@ -123,7 +114,7 @@ def header_bytes(tensors: Mapping[str, tuple[str, Sequence[int]]], data_bytes: i
 def _check_tensors(path: Path) -> int:
     """How many tensors have no checksum: none, or all of a file that another program wrote."""
     with path.open("rb") as file:
-        metadata, entries = _read_header(file, path)
+        metadata, entries = read_header(file, path)
         stored = metadata.get(CHECKSUMS)
         if stored is None:
             return len(entries)
@@ -175,21 +166,6 @@ def _header(metadata: Mapping[str, str], entries: Mapping[str, TensorEntry], che
     return len(text).to_bytes(8, "little") + text
 
 
-def _read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, TensorEntry]]:
-    """Metadata and tensors of a file, which then stands where the header ends."""
-    length = int.from_bytes(file.read(8), "little")
-    try:
-        header = json.loads(file.read(length) if length <= _LONGEST else b"")
-        size = os.fstat(file.fileno()).st_size - file.tell()
-        metadata = dict(header.pop("__metadata__", {}))
-        entries: dict[str, TensorEntry] = decode(dict[str, TensorEntry], header, "header")
-        if all(a <= b <= size for a, b in (entry.data_offsets for entry in entries.values())):
-            return metadata, entries
-    except (ValueError, AttributeError, TypeError):
-        pass
-    raise KflatsError(f"{path} cannot be read", hint="fetch the file again, or compress the model again")
-
-
 def _checksums(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> list[str]:
     """The checksum of every tensor, in the order of names; ``file`` stands where the header ends."""
     begin, checksums = file.tell(), []
@@ -232,6 +208,18 @@ def save_pretrained(
     Raises:
         KflatsError: ``state_dict`` has other codes than the model.
     """
+    _save_pretrained(self, save_directory, is_main_process, state_dict, *rest, **settings)
+
+
+def _save_pretrained(
+    self: Any,
+    save_directory: str | os.PathLike[str],
+    is_main_process: bool = True,
+    state_dict: dict[str, Tensor] | None = None,
+    *rest: Any,
+    spill: Spill | None = None,
+    **settings: Any,
+) -> None:
     config, before, described = self.config, _versions(save_directory), None
     rank = torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank()
     writes = is_main_process and not rank and not settings.get("distributed_checkpoint")
@@ -247,7 +235,7 @@ def save_pretrained(
         if writes:
             state_dict = dict(self.state_dict() if state_dict is None else state_dict)
             put_matrices_(state_dict, self)
-            put_streams_(state_dict, described)
+            put_streams_(state_dict, described, spill)
         config.quantization_config = described
     try:
         own_names = {"save_original_format": False} if described is not None else {}
@@ -272,7 +260,7 @@ def _write_stop(path: Path) -> None:
             aside.write_text(json.dumps(config | {STOP_KEY: STOP}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:
+def put_streams_(tensors: dict[str, Tensor], description: JsonObject, spill: Spill | None = None) -> None:
     """Replace the integers of each coded matrix in ``tensors`` by a stream, and write its size into ``description``.
 
     Codes stay at fixed rates, which take more bytes and load alike, where constriction is not installed, and where
@@ -281,6 +269,7 @@ def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:
     Args:
         tensors: the state of a model.
         description: of the same model, from ``describe``.
+        spill: where streams go until they are saved; None: they stay in memory.
 
     Raises:
         KflatsError: the state has other integers than the described model.
@@ -306,7 +295,8 @@ def put_streams_(tensors: dict[str, Tensor], description: JsonObject) -> None:
         for key, value in own.items():
             if not value.is_floating_point():
                 del tensors[names[key]]
-        tensors[names["codes"]] = encode(matrix)
+        stream = {"codes": encode(matrix)}
+        tensors[names["codes"]] = (stream if spill is None else spill.kept(stream))["codes"]
         entry["stream"] = {"version": STREAM_VERSION, "bytes": len(tensors[names["codes"]])}
 
 
@@ -449,12 +439,20 @@ def annotate_(model: nn.Module) -> None:
             del part.config.quantization_config
 
 
-def save_model(model: Any, folder: str | os.PathLike[str]) -> None:
+def save_model(
+    model: Any, folder: str | os.PathLike[str], *, spill: Spill | None = None, shard: str | None = None
+) -> None:
     """Save a transformers model, or a static one, into ``folder``, annotated: codes as streams, and a checksum of every
-    tensor. A static model without factors is saved as its library does it."""
+    tensor. A static model without factors is saved as its library does it.
+
+    Args:
+        spill: where streams go until all are there; None: they stay in memory.
+        shard: the most bytes of one weight file ("5GB"), as transformers takes it; None: its default.
+    """
     if not isinstance(model, StaticModel):
         annotate_(model)
-        save_pretrained(model, folder)
+        limits: dict[str, Any] = {} if shard is None else {"max_shard_size": shard}
+        _save_pretrained(model, folder, spill=spill, **limits)
     elif (described := describe(model)) is None:
         write_static(model, Path(folder))
     else:
@@ -490,7 +488,7 @@ def note_losses_(folder: str | os.PathLike[str], losses: Sequence[FormLoss], run
         aside.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def load_model(folder: str | os.PathLike[str], *, pickled: bool = False) -> Any:
+def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped: bool = False) -> Any:
     """The transformers model of a local folder, of the class its config names (else ``AutoModel``), in its own dtype.
 
     Only safetensors are read. Code from the folder is run only inside ``trusting_remote_code``. A static model becomes
@@ -498,6 +496,8 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False) -> Any:
 
     Args:
         pickled: also read torch's pickles where there is nothing else. transformers reads tensors alone of them.
+        mapped: the weights stay on disk, read-only (``kflats.io.mapped``), for who only reads them or puts others in
+            their places. A class that transformers alone can find, and a static model, are loaded as always.
 
     Raises:
         KflatsError: transformers is missing, the folder holds no model, or an adapter, or a model that another library
@@ -523,6 +523,8 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False) -> Any:
             kind = transformers.AutoModel
         if not hasattr(config, "quantization_config"):  # otherwise the plug-in checks them
             check_files(where.glob("*.safetensors"), warns=False)
+            if mapped and safe and not kind.__name__.startswith("AutoModel"):
+                return _mapped_model(kind, config, where, transformers)
         return kind.from_pretrained(
             where, dtype="auto", use_safetensors=safe, trust_remote_code=trusts_remote_code(), local_files_only=True
         )
@@ -534,6 +536,28 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False) -> Any:
             cause="a damaged folder, or an architecture that this transformers does not have",
             hint="restore the folder, or install another transformers",
         ) from error
+
+
+def _mapped_model(kind: Any, config: Any, folder: Path, transformers: Any) -> Any:
+    """The model of class ``kind`` with the tensors of ``folder``, mapped; transformers renames and ties them."""
+    state: dict[str, Tensor] = {}
+    for path in _shards(folder):
+        state |= mapped_tensors(path)
+    model = kind.from_pretrained(None, config=config, state_dict=state, dtype="auto")
+    if model.can_generate() and (folder / "generation_config.json").is_file():
+        model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return model
+
+
+def _shards(folder: Path) -> list[Path]:
+    """The weight files that transformers reads: one, or those that an index names."""
+    one, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if one.is_file() or not index.is_file():
+        return [one] if one.is_file() else sorted(folder.glob("*.safetensors"))
+    named = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+    if outside := [name for name in named if Path(name).name != name]:
+        raise KflatsError(f"{index} names {outside[0]!r}, outside of the folder", cause="a damaged or tampered file")
+    return [folder / name for name in sorted(set(named))]
 
 
 def load_static(folder: str | os.PathLike[str]) -> StaticModel:

@@ -93,3 +93,7 @@ class StaticEmbedding(_Dense):  # type: ignore[misc]
                 hint="kflats export --dense of its folder",
             )
         save_model(self.embedding.static, output_path)
+
+
+kflats = StaticEmbedding
+"""Up to 5.2, sentence-transformers saves the name of a class's module, and looks in that module for its last part."""

@@ -100,6 +100,15 @@ class JoinedRows:
             rows[mine] = self.parts[number].take(index[mine] - self.firsts[number]).to(self.dtype)
         return rows
 
+    def between(self, first: int, last: int, size: int) -> Iterator[tuple[int, Tensor]]:
+        """Rows ``first`` to ``last`` in blocks of ``size``, each with the number of its first row in the whole.
+
+        >>> [(a, len(block)) for a, block in JoinedRows([TensorRows(torch.zeros(9, 1))], [""]).between(2, 7, 4)]
+        [(2, 4), (6, 1)]
+        """
+        for start in range(first, last, size):
+            yield start, self.take(torch.arange(start, min(start + size, last)))
+
     def place(self, row: int) -> str:
         """Where a row comes from, for errors."""
         number = int(np.searchsorted(self.firsts, row, side="right")) - 1
@@ -193,6 +202,7 @@ class _ArrowRows:
     def __init__(self, path: Path, file: Any, column: str, counts: list[int]) -> None:
         self._path, self._file, self._column = path, file, column
         self._firsts = [0, *accumulate(counts)]
+        self._held: tuple[int, Tensor] | None = None  # the group that was read last: rows are asked for in their order
         if not self._firsts[-1]:
             raise KflatsError(f"{path} holds no rows", hint="a table of one row at least")
         first = self._group(next(i for i, count in enumerate(counts) if count))
@@ -214,12 +224,16 @@ class _ArrowRows:
         return rows
 
     def _checked(self, number: int) -> Tensor:
+        if self._held is not None and self._held[0] == number:
+            return self._held[1]
+        self._held = None  # one group at a time
         group = self._group(number)
         if len(group) and group.shape[1] != self.shape[1]:
             raise KflatsError(
                 f"{self._path}: lists of {group.shape[1]} numbers after lists of {self.shape[1]}",
                 hint="lists of one length",
             )
+        self._held = number, group
         return group
 
     def _group(self, number: int) -> Tensor:

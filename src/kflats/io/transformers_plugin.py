@@ -28,6 +28,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.common.errors import KflatsError
+from kflats.common.memory import return_memory_now
 from kflats.io.saving import STOP_KEY, check_files, guard_saving_
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
@@ -106,7 +107,8 @@ class KflatsQuantizer(HfQuantizer):
         self._own_names = _has_own_names(model, files, self._shapes)
         return model
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
+        # transformers gives the model from 5.18 or so on.
         # These rules rename what transformers or others saved under older names. Some of them, made for whole names of
         # one class, take own names apart: those of a base model that are read from the folder of a task model.
         return [] if self._own_names else weight_conversions
@@ -139,6 +141,7 @@ class KflatsQuantizer(HfQuantizer):
         _let_go_of_files(model, [module for _, module in self._modules])
         model.config.quantization_config = self.quantization_config.to_dict()
         _take_marks_off(model)
+        return_memory_now()
         return model
 
     def is_serializable(self, **_: Any) -> bool:

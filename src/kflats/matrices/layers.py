@@ -8,6 +8,7 @@ loading and training cannot separate the two.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
+from kflats.common.memory import return_memory_now
 from kflats.common.run_forms import RunForm
 from kflats.matrices.base import Matrix, is_recording, refresh_after_load
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
@@ -82,6 +84,10 @@ class HoldsMatrix:
         )
 
 
+_LARGE = 2**18
+"""Numbers of a matrix from which on it pays to return to the system what making a product took."""
+
+
 class _Multiplies(HoldsMatrix):
     """The base of layers that multiply their inputs by a matrix, in a run-time form."""
 
@@ -118,6 +124,8 @@ class _Multiplies(HoldsMatrix):
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
             with torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
                 self._ready = key, matrix.product(self.run_form, x.dtype, transposed=transposed)
+            if math.prod(matrix.shape) >= _LARGE:
+                return_memory_now()
         return self._ready[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

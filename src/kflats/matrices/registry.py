@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from kflats.common.errors import KflatsError
 from kflats.common.schema import decode
@@ -30,6 +32,7 @@ __all__ = [
     "RankGroup",
     "label_dtype",
     "matrix_from_spec",
+    "matrix_of",
     "order_dtype",
     "weight_shape",
 ]
@@ -97,6 +100,36 @@ def matrix_from_spec(spec: object, *, dtype: torch.dtype, device: torch.device |
         case kind:
             raise KflatsError(f"unknown kind of matrix {str(kind)[:40]!r}", hint="pip install -U kflats")
     return matrix if torch.device(device).type == "meta" else matrix.to_empty(device=device)
+
+
+def matrix_of(spec: object, tensors: Mapping[str, torch.Tensor]) -> Matrix:
+    """The Matrix of the geometry that ``Matrix.spec`` wrote with these tensors, which are adopted, not copied.
+
+    Raises:
+        KflatsError: as ``matrix_from_spec``; tensors of other names, shapes or types; integers that contradict the
+            geometry.
+
+    >>> m = LowRankMatrix(torch.ones(4, 1), torch.ones(1, 2))
+    >>> matrix_of(m.spec(), m.tensors()).dense().shape
+    torch.Size([4, 2])
+    """
+    if "weight" not in tensors:
+        raise KflatsError("a matrix without its weight", cause=_DAMAGED)
+    matrix = matrix_from_spec(spec, dtype=tensors["weight"].dtype)
+    empty = matrix.tensors()
+    for name in sorted(empty.keys() | tensors.keys()):
+        wanted, there = (
+            (t.dtype, tuple(t.shape)) if (t := of.get(name)) is not None else "absent" for of in (empty, tensors)
+        )
+        if wanted != there:
+            raise KflatsError(f"{name!r} of a matrix is {there}, not {wanted}", cause=_DAMAGED)
+    for name, tensor in tensors.items():
+        if name in matrix._parameters:
+            matrix._parameters[name] = nn.Parameter(tensor)
+        else:
+            matrix._buffers[name] = tensor
+    matrix.refresh()
+    return matrix
 
 
 def _shape(form: _Dense) -> tuple[int, int]:

@@ -28,6 +28,10 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 
 _LEAST = 1e-30
+_AT_ONCE = 2**16
+"""Numbers that are rounded at a time, so that no copies of the whole matrix are made."""
+_MULTIPLIED = 2**19
+"""Inputs or outputs at a time: memory of a much larger new tensor takes longer to get from the system than to fill."""
 _PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (64, 384, 64))
 """Rows, inputs and outputs of the products by which a CPU is tried: they reach its different kernels."""
 
@@ -123,21 +127,41 @@ class IntegerProduct:
         if weight.device.type != "cpu":
             kind = weight.device.type
             raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint="the run-time form bfloat16")
-        scaled = weight / scales
-        steps = scaled.abs().amax(1).clamp_min(_LEAST) / (most or integer_limit())
-        numbers = scaled.div_(steps.unsqueeze(1)).round_().to(torch.int8)
-        # Copied: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
-        return cls(numbers.T.clone(memory_format=torch.contiguous_format), steps, scales)
+        limit, at_once = most or integer_limit(), max(1, _AT_ONCE // max(1, len(scales)))
+        steps = weight.new_empty(len(weight))
+        # A new tensor: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
+        numbers = torch.empty(len(scales), len(weight), dtype=torch.int8)
+        for first in range(0, len(weight), at_once):
+            rows = slice(first, first + at_once)
+            scaled = weight[rows] / scales
+            steps[rows] = scaled.abs().amax(1).clamp_min(_LEAST) / limit
+            numbers[:, rows] = scaled.div_(steps[rows].unsqueeze(1)).round_().T
+        return cls(numbers, steps, scales)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``Product``. A token with NaN or infinity has outputs that are not finite."""
-        rows = x.reshape(-1, x.shape[-1]) * self.scales
-        sizes = rows.abs().amax(1, keepdim=True).clamp_min_(_LEAST).div_(integer_limit())
-        whole = rows.div_(sizes).round_().to(torch.int8)
-        sums = torch._int_mm(whole, self.numbers) if len(whole) else whole.new_empty(0, len(self.steps))
-        out = sums.to(torch.float32).mul_(sizes)
+        inputs = x.reshape(-1, x.shape[-1])
+        out = x.new_empty(len(inputs), len(self.steps), dtype=torch.float32)
+        learns = bias is not None and torch.is_grad_enabled() and bias.requires_grad
         # One pass fewer over the outputs, where no gradient of a bias must pass.
-        added = None if bias is None or (torch.is_grad_enabled() and bias.requires_grad) else bias.to(torch.float32)
-        out = out.mul_(self.steps) if added is None else torch.addcmul(added, out, self.steps, out=out)
-        out = out if bias is None or added is not None else out + bias
+        added = None if bias is None or learns else bias.to(torch.float32)
+        at_once = max(1, _MULTIPLIED // max(1, *self.numbers.shape))
+        for first in range(0, len(inputs), at_once):
+            rows = slice(first, first + at_once)
+            self._multiply(inputs[rows], added, out[rows])
+        out = out + bias if bias is not None and learns else out
         return out.to(x.dtype).reshape(*x.shape[:-1], len(self.steps))
+
+    def _multiply(self, x: Tensor, added: Tensor | None, out: Tensor) -> None:
+        """Write the outputs of some tokens into ``out``, which holds the sums of integers first."""
+        rows = x * self.scales
+        largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
+        sizes = largest.clamp_min_(_LEAST).div_(integer_limit())
+        # A row of a transposed batch keeps strides that torch calls contiguous, and that torch 2.13 multiplies wrongly.
+        whole = rows.div_(sizes).round_().to(torch.int8, memory_format=torch.contiguous_format)
+        sums = torch._int_mm(whole, self.numbers, out=out.view(torch.int32))
+        out.copy_(sums).mul_(sizes)
+        if added is None:
+            out.mul_(self.steps)
+        else:
+            torch.addcmul(added, out, self.steps, out=out)

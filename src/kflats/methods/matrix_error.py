@@ -14,7 +14,7 @@ from torch import Tensor
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix
 from kflats.numerics.loss import Loss
-from kflats.numerics.rows import GRAM_BLOCK, Rows, as_rows, slices
+from kflats.numerics.rows import Rows, as_rows, check_finite, gram_block, slices
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, row_weights: Ten
     source = as_rows(rows)
     weights = torch.ones(source.shape[0], dtype=torch.float64) if row_weights is None else row_weights
     error = total = 0.0
-    for here, block in slices(source, GRAM_BLOCK):
+    for here, block in slices(source, gram_block(source)):
         w = weights[here].to(block.device, torch.float64)
         error += float(w @ norm.costs(_residual(here, block, matrix)).to(w))
         total += float(w @ norm.costs(block).to(w))
@@ -106,7 +106,8 @@ def norm_error(rows: Rows | Tensor, matrix: Matrix, norm: Norm, row_weights: Ten
 @torch.no_grad()
 def row_errors(rows: Rows | Tensor, matrix: Matrix) -> Tensor:
     """(n,) squared distance of each row to its stored form, ||a_i - m_i||^2, by blocks."""
-    blocks = slices(as_rows(rows), GRAM_BLOCK)
+    source = as_rows(rows)
+    blocks = slices(source, gram_block(source))
     errors = (_residual(here, block, matrix).square().sum(1, dtype=torch.float64) for here, block in blocks)
     return torch.cat([part.cpu() for part in errors])
 
@@ -130,10 +131,26 @@ def weighted_error(
     source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
     coupled = weighting.left is not None and weighting.left.ndim == 2
     error = whole = 0.0
-    for here, block in slices(source, source.shape[0] if coupled else GRAM_BLOCK):
+    for here, block in slices(source, source.shape[0] if coupled else gram_block(source)):
         error += _cost(_residual(here, block, matrix), here, weighting)
         whole += _cost(block, here, weighting) if total is None else 0.0
     return MatrixError(error, whole if total is None else total)
+
+
+@torch.no_grad()
+def weighted_total(rows: Rows | Tensor, weighting: Weighting | None = None) -> float:
+    """|| L A R ||_F^2 in float64: what ``weighted_error`` compares with.
+
+    Raises:
+        KflatsError: rows that are not finite.
+
+    >>> weighted_total(torch.tensor([[1.0, 0.0], [1.0, 2.0]]), Weighting(left=torch.tensor([1.0, 3.0])))
+    16.0
+    """
+    source, weighting = as_rows(rows), (weighting or Weighting()).to(as_rows(rows).device)
+    check_finite(source)
+    size = source.shape[0] if weighting.left is not None and weighting.left.ndim == 2 else gram_block(source)
+    return max(0.0, sum(_cost(block, here, weighting) for here, block in slices(source, size)))
 
 
 def _residual(here: slice, block: Tensor, matrix: Matrix) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows, WidenedRows, all_rows, slices
+from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows, WidenedRows, all_rows, gram_block, slices
 
 _STRIPS = 4  # stripes of columns in a halved product: the fastest of 2..6 at 384 columns
 _WIDE = 128  # columns; with fewer, one whole product is as fast
@@ -30,7 +30,7 @@ def cluster_grams(rows: Rows, labels: Tensor, k: int, weights: Tensor | None = N
     """
     d = rows.shape[1]
     grams = torch.zeros(k, d, d, dtype=torch.float64, device=rows.device)
-    for start, block in rows.blocks(GRAM_BLOCK):
+    for start, block in rows.blocks(gram_block(rows)):
         here = labels[start : start + len(block)]
         _add(grams, block, here, None if weights is None else weights[start : start + len(block)], 1.0, halved)
     return torch.triu(grams) + torch.triu(grams, 1).transpose(1, 2) if halved else grams
@@ -204,7 +204,7 @@ _PANEL = 128  # columns of a Gram at once: wide enough for a fast product
 
 def row_lengths(rows: Rows) -> Tensor:
     """(n,) Euclidean lengths, in float64."""
-    parts = [torch.linalg.vector_norm(block.to(torch.float64), dim=1) for _, block in rows.blocks(GRAM_BLOCK)]
+    parts = [torch.linalg.vector_norm(block.to(torch.float64), dim=1) for _, block in rows.blocks(gram_block(rows))]
     return torch.cat(parts)
 
 
@@ -227,7 +227,7 @@ def narrow(rows: Rows) -> tuple[Rows, Tensor | None]:
 def scaled_gram(rows: Rows, factors: Tensor | None = None) -> Tensor:
     """(d, d) A' diag(factors)^2 A, products and sums in float64."""
     total = torch.zeros(rows.shape[1], rows.shape[1], dtype=torch.float64, device=rows.device)
-    for here, block in slices(rows, GRAM_BLOCK):
+    for here, block in slices(rows, gram_block(rows)):
         wide = block.to(torch.float64)
         if factors is not None:
             wide = wide * factors[here].unsqueeze(1)

@@ -22,6 +22,9 @@ BLOCK = 1024
 GRAM_BLOCK = 8192
 """Rows per Gram block: long enough that adding the float64 sum costs little beside the product."""
 
+_GRAM_NUMBERS = 2**23
+"""Numbers of a Gram block at most: of wide rows it has fewer."""
+
 _SMALL_NORM = 1e-10  # below it squares may vanish, and the norm with them, so that single values must be checked
 
 
@@ -168,6 +171,15 @@ def slices(rows: Rows, size: int | None = None) -> Iterator[tuple[slice, Tensor]
         yield slice(start, start + len(block)), block
 
 
+def gram_block(rows: Rows) -> int:
+    """Rows of a block of work that costs many operations a number: ``GRAM_BLOCK``, fewer of rows beyond 1,024 columns.
+
+    >>> gram_block(TensorRows(torch.zeros(1, 384))), gram_block(TensorRows(torch.zeros(1, 8192)))
+    (8192, 1024)
+    """
+    return min(GRAM_BLOCK, max(1, _GRAM_NUMBERS // rows.shape[1]))
+
+
 def all_rows(rows: Rows) -> Tensor:
     """The whole matrix (n, d) in memory, in float64."""
     return rows.take(torch.arange(rows.shape[0], device=rows.device)).to(torch.float64)
@@ -239,7 +251,7 @@ def check_finite(rows: Rows) -> None:
         KflatsError: with the first bad row's number.
     """
     largest = 0.0
-    for start, block in rows.blocks(GRAM_BLOCK):
+    for start, block in rows.blocks(gram_block(rows)):
         # A norm is finite only if every entry is, and their squares.
         norm = float(torch.linalg.vector_norm(block))
         largest = max(largest, norm)
@@ -259,7 +271,7 @@ def check_finite(rows: Rows) -> None:
     if largest > _SMALL_NORM:
         return
     smallest = torch.finfo(rows.dtype).tiny ** 0.5
-    values = max((float(block.abs().max()) for _, block in rows.blocks(GRAM_BLOCK)), default=0.0)
+    values = max((float(block.abs().max()) for _, block in rows.blocks(gram_block(rows))), default=0.0)
     if 0 < values < smallest:
         raise KflatsError(
             f"the matrix has no value larger than {values:.1e}, too small to be squared",

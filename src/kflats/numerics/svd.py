@@ -29,13 +29,13 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 from kflats.numerics.gram import gram_of, least_squares, top_eigenvectors
 from kflats.numerics.rows import (
-    GRAM_BLOCK,
     MetricRows,
     Rows,
     all_rows,
     check_rank,
     check_weights,
     checked_rows,
+    gram_block,
     slices,
 )
 
@@ -264,7 +264,7 @@ def weighted_spectrum(matrix: Tensor | Rows, *, left: Tensor | None = None, righ
 def project(rows: Rows, basis: Tensor) -> Tensor:
     """Coordinates (n, r) of all rows by ``basis`` (r, d): rows times its transpose, by blocks."""
     out = torch.empty(rows.shape[0], basis.shape[0], dtype=rows.dtype, device=rows.device)
-    for here, block in slices(rows, GRAM_BLOCK):
+    for here, block in slices(rows, gram_block(rows)):
         torch.matmul(block, basis.T, out=out[here])
     return out
 
@@ -295,7 +295,7 @@ def _small_problem(rows: Rows, left: Tensor | None, right: Tensor | None) -> _Sm
             return project(rows, basis.to(rows.dtype)), basis
         coordinates, decoder = project(rows, metric.encoder(basis).T.to(rows.dtype)), metric.decoder(basis)
         if metric.is_singular and n >= d:  # a wide matrix needs no completion: its own rows span the basis
-            pairs = ((coordinates[here], block) for here, block in slices(rows, GRAM_BLOCK))
+            pairs = ((coordinates[here], block) for here, block in slices(rows, gram_block(rows)))
             decoder = metric.completed(decoder, least_squares(pairs, *decoder.shape))
         return coordinates, decoder
 

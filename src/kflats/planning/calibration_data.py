@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
+from kflats.common.memory import available_bytes
 from kflats.common.texts import SAMPLES, check_texts, token_limit
 from kflats.common.workers import Workers
 from kflats.evaluation.running import (
@@ -36,12 +38,34 @@ from kflats.evaluation.running import (
 )
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
+from kflats.methods.matrix_error import weighted_total
 from kflats.model.weights import Weight, dense_weight
 from kflats.numerics.rows import TensorRows
 from kflats.recipe.recipe import Recipe, to_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+class Recent:
+    """The weightings that were asked for last, as many as a sixteenth of the memory holds."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Weighting] = {}
+        self._most = available_bytes() // 16
+
+    def get(self, key: str) -> Weighting | None:
+        """The weighting, which is then the last to go; None where it is not kept."""
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._kept[key] = found
+        return found
+
+    def put(self, key: str, weighting: Weighting) -> None:
+        """Keep a weighting; those asked for longest ago go."""
+        self._kept[key] = weighting
+        while len(self._kept) > 1 and sum(one.nbytes for one in self._kept.values()) > self._most:
+            del self._kept[next(iter(self._kept))]
 
 
 @dataclass(frozen=True)
@@ -60,8 +84,8 @@ class CalibrationData:
             all used.
         windows: what ``windowed`` cut the texts into; ``texts`` are then the windows that may be counted.
 
-    Token counts, weightings, spectra and candidates are computed once and kept here; ``dataclasses.replace`` begins
-    without them.
+    Token counts, spectra and candidates are computed once and kept here, and as many weightings as fit into memory;
+    ``dataclasses.replace`` begins without them.
     """
 
     texts: tuple[str, ...] | None = None
@@ -73,7 +97,7 @@ class CalibrationData:
     windows: Windows | None = None
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _read: dict[int, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
-    _weightings: dict[str, Weighting] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _weightings: Recent = field(default_factory=lambda: Recent(), init=False, compare=False, repr=False)
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
     _candidates: dict[str, tuple[Candidate, ...]] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -177,8 +201,10 @@ class CalibrationData:
         recipes: Sequence[tuple[Weight, Recipe]],
         quiet: bool = True,
         workers: Workers | None = None,
+        scratch: Path | None = None,
     ) -> CalibrationData:
-        """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed."""
+        """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed.
+        ``scratch``: a folder for what shall not stay in memory (``measure``)."""
         needs = needed(recipes)
         if not needs:
             others = media_of(model) not in ((), ("input_ids",))
@@ -198,32 +224,39 @@ class CalibrationData:
             data = replace(self, windows=drawn)
         batches = data.batches(model)
         statistics = measure(
-            model, weights, batches, needs=needs, objective=self.objective, quiet=quiet, workers=workers
+            model,
+            weights,
+            batches,
+            needs=needs,
+            objective=self.objective,
+            quiet=quiet,
+            workers=workers,
+            scratch=scratch,
         )
         return replace(self, statistics=statistics)
 
     def weigh(self, weight: Weight, recipe: Recipe) -> Weighting:
-        """The weighting of the errors of ``weight``'s own matrix, whose rows are inputs. Computed once for each weight
-        and importance; do not change its tensors.
+        """The weighting of the errors of ``weight``'s own matrix, whose rows are inputs. Kept for each weight and
+        importance while it fits into memory; do not change its tensors.
 
         Raises:
             KflatsError: as the importance; the message names the weight.
         """
         key = f"{weight.name} {to_json(recipe.importance)}"
-        if key not in self._weightings:
+        known = self._weightings.get(key)
+        if known is None:
             try:
-                self._weightings[key] = recipe.importance.weigh(self._measured(weight, recipe))
+                known = recipe.importance.weigh(self._measured(weight, recipe))
             except KflatsError as error:
                 raise error.about(weight.name) from error
-        return self._weightings[key]
+            self._weightings.put(key, known)
+        return known
 
-    def table(self, model: nn.Module, weight: Weight, recipe: Recipe) -> Table:
-        """The matrix of ``weight`` as the method of ``recipe`` takes it, with its weighting and the errors of its SVD.
-
-        The errors are computed once for each weight, importance and side.
+    def matrix(self, model: nn.Module, weight: Weight, recipe: Recipe) -> tuple[TensorRows, Weighting]:
+        """The matrix of ``weight`` as the method of ``recipe`` takes it, with its weighting.
 
         Raises:
-            KflatsError: a model without values, values that are not finite; as ``weigh``.
+            KflatsError: a model without values; as ``weigh``.
         """
         matrix, weighting = dense_weight(model, weight), self.weigh(weight, recipe)
         if matrix.is_meta:
@@ -234,14 +267,37 @@ class CalibrationData:
             )
         if recipe.matrix_rows == "out_features":
             matrix, weighting = matrix.T, weighting.transposed()
-        rows, weighting = TensorRows(matrix), weighting.to(matrix.device)
-        key = f"{weight.name} {to_json(recipe.importance)} {recipe.matrix_rows}"
+        return TensorRows(matrix), weighting.to(matrix.device)
+
+    def table(self, model: nn.Module, weight: Weight, recipe: Recipe) -> Table:
+        """``matrix``, with the errors of its SVD (``Table.spectrum``).
+
+        Raises:
+            KflatsError: as ``matrix``; values that are not finite.
+        """
+        ranks = recipe.chooses or recipe.method.produces != "dense"
+        spectrum = self.spectrum(model, weight, recipe, ranks=ranks)
+        return Table(*self.matrix(model, weight, recipe), getattr(torch, weight.dtype), spectrum)
+
+    def spectrum(self, model: nn.Module, weight: Weight, recipe: Recipe, *, ranks: bool = True) -> Tensor:
+        """The errors of the SVD of ``matrix`` of every rank, or without ``ranks`` of rank 0 alone, which takes no SVD:
+        computed once for each weight, importance and side.
+
+        Raises:
+            KflatsError: as ``matrix``; values that are not finite.
+        """
+        key = f"{weight.name} {to_json(recipe.importance)} {recipe.matrix_rows} {ranks}"
         if key not in self._spectra:
+            rows, weighting = self.matrix(model, weight, recipe)
             try:
-                self._spectra[key] = SVD().spectrum(rows, weighting).cpu().clamp_min(0)
+                self._spectra[key] = (
+                    SVD().spectrum(rows, weighting).cpu().clamp_min(0)
+                    if ranks
+                    else torch.tensor([weighted_total(rows, weighting)], dtype=torch.float64)
+                )
             except KflatsError as error:
                 raise error.about(weight.name) from error
-        return Table(rows, weighting, getattr(torch, weight.dtype), self._spectra[key])
+        return self._spectra[key]
 
     def candidates(self, key: str, make: Callable[[], tuple[Candidate, ...]]) -> tuple[Candidate, ...]:
         """The ways to store a weight that ``make`` lists, listed once for each ``key``: other budgets choose from the

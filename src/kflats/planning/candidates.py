@@ -161,9 +161,17 @@ class WeightCandidates:
 def passed_on(items: Sequence[WeightCosts], data: CalibrationData) -> Packed[WeightCandidates]:
     """How the candidates of a weight pass to other workers, who keep them in ``data`` for other budgets."""
 
+    values: dict[str, Method | Codec] = {}  # a weight has thousands of candidates, of a few values
+
+    def value(text: str) -> Method | Codec:
+        if text not in values:
+            values[text] = cast(Method | Codec, from_json(json.loads(text)))
+        return values[text]
+
     def pack(made: WeightCandidates) -> str:
         ways = [
-            [to_json(one.method), to_json(one.codec), one.nbytes, one.error, one.note, one.error_kind]
+            [json.dumps(to_json(one.method)), json.dumps(to_json(one.codec))]
+            + [one.nbytes, one.error, one.note, one.error_kind]
             for one in made.candidates
         ]
         return json.dumps([ways, made.bias, made.total])
@@ -171,8 +179,7 @@ def passed_on(items: Sequence[WeightCosts], data: CalibrationData) -> Packed[Wei
     def unpack(index: int, text: str) -> WeightCandidates:
         ways, bias, total = json.loads(text)
         made = tuple(
-            Candidate(cast(Method, from_json(method)), cast(Codec, from_json(codec)), *rest)
-            for method, codec, *rest in ways
+            Candidate(cast(Method, value(method)), cast(Codec, value(codec)), *rest) for method, codec, *rest in ways
         )
         return WeightCandidates(items[index], data.candidates(_key(items[index]), lambda: made), bias, total)
 
@@ -186,7 +193,7 @@ def _key(item: WeightCosts) -> str:
 def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData) -> WeightCandidates:
     """All ways to store one weight by its recipe."""
     recipe, table, full = item.recipe, data.table(model, item.weight, item.recipe), item.full
-    total = float(table.spectrum[0])
+    total = table.total
     if recipe.is_coded or recipe.chooses:
         pairs_only = item.weight.places[0].role == "conv2d"
         ways = data.candidates(_key(item), lambda: candidates(recipe, table, pairs_only=pairs_only))

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -181,8 +182,10 @@ def kind_called(name: str) -> type:
     Raises:
         KflatsError: no class has this name, in kflats or in a package that announces one.
     """
-    for registry in AXES.values():
-        if kind := registry.kind(name):
+    own = (kind for registry in AXES.values() for kind in registry.kinds)
+    announced = (kind for registry in AXES.values() for kind in registry.all_kinds())
+    for kind in chain(own, announced):  # those of other packages last: finding them reads what is installed
+        if kind.__name__ == name:
             return kind
     known = [kind.__name__ for registry in AXES.values() for kind in registry.all_kinds()]
     raise KflatsError(

@@ -134,6 +134,7 @@ def _check_equal(ours: Tensor, theirs: Tensor) -> None:
         )
 
 
+PRECISIONS = ("float32", "bfloat16")
 CHOICES = ("all", "bases", "coordinates", "factors")
 
 
@@ -235,6 +236,8 @@ class Schedule:
         epochs: the largest number of epochs.
         patience: number of epochs without a better value after which training stops; None: all epochs run.
         seed: seed of the order of examples and of dropout.
+        precision: of products, forward and backward, "float32" or "bfloat16" (``torch.autocast``). Parameters, Adam's
+            moments and evaluations stay float32. bfloat16 is faster on a processor with units for it, slower elsewhere.
 
     Raises:
         KflatsError: a value out of range.
@@ -249,8 +252,11 @@ class Schedule:
     epochs: int = 3
     patience: int | None = 2
     seed: int = 0
+    precision: str = "float32"
 
     def __post_init__(self) -> None:
+        if self.precision not in PRECISIONS:
+            raise KflatsError(f"precision={self.precision!r} is not known", hint=f"one of: {', '.join(PRECISIONS)}")
         if self.train not in CHOICES:
             raise KflatsError(f"train={self.train!r} is not known", hint=f"one of: {', '.join(CHOICES)}")
         if not (self.lr > 0 and math.isfinite(self.lr)):

@@ -144,6 +144,7 @@ def recover_(
     max_length: int = 128,
     limit: int | None = None,
     seed: int = 0,
+    precision: str = "float32",
     folder: str | os.PathLike[str] | None = None,
     quiet: bool = False,
 ) -> Recovery:
@@ -170,6 +171,7 @@ def recover_(
         lr, batch, epochs: settings of the optimisation (``kflats.recover.problem.Schedule``).
         patience: number of epochs without a better value after which training stops; None: never.
         seed: seed of the order, of dropout and of the sample.
+        precision: "bfloat16" takes products in bfloat16 (``kflats.recover.problem.Schedule``).
         folder: where checkpoints are kept, so that the same call resumes after an interruption. They remain there,
             each run's in a folder of its own, named by its settings, model and examples. None: no checkpoints are kept.
         quiet: no progress bar.
@@ -192,7 +194,7 @@ def recover_(
             f"recovery is not supported with {type(model).__name__}",
             hint="a transformers model, such as the one inside of a SentenceTransformer",
         )
-    schedule = Schedule(train, lr, batch, epochs, patience, seed)
+    schedule = Schedule(train, lr, batch, epochs, patience, seed, precision)
     objective = Objective(teacher, temperature, labels_weight)
     if not isinstance(task, str | Task):
         others = None if isinstance(eval_split, str) else eval_split
@@ -220,7 +222,7 @@ def recover_(
         own_randomness(device),
         running_as(model, "dense"),
         # Adam's steps are smaller than the resolution of 16 bits, and its epsilon is 0 there.
-        widened(model, torch.float16, torch.bfloat16) as rounded,
+        widened(model, torch.float16, torch.bfloat16, changed=True) as rounded,
         only(model, train) as chosen,
         unchanged_on_failure(chosen) as start,
     ):

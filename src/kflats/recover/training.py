@@ -98,6 +98,7 @@ def run(
         trainer = RecoveryTrainer(
             objective,
             data,
+            schedule.precision,
             model=model,
             args=arguments,
             train_dataset=data.rows,
@@ -158,11 +159,13 @@ class RecoveryTrainer(Trainer):
     Args:
         objective: (model, batch) -> loss.
         data: its ``evaluate`` is called after every epoch with ``eval_strategy="epoch"``.
+        precision: of products, as ``Schedule``.
         rest: as ``transformers.Trainer``.
     """
 
-    def __init__(self, objective: Objective, data: TrainingData, **rest: Any) -> None:
+    def __init__(self, objective: Objective, data: TrainingData, precision: str, **rest: Any) -> None:
         self.objective: Objective = objective
+        self.precision = precision
         self.data = data
         super().__init__(**rest)
 
@@ -173,7 +176,8 @@ class RecoveryTrainer(Trainer):
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
         """The loss of the task, or the distance to the teacher's outputs."""
-        loss = self.objective(model, inputs)
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.precision == "bfloat16"):
+            loss = self.objective(model, inputs)
         if not torch.isfinite(loss):
             raise KflatsError(
                 f"the loss is {loss.item()} after {self.state.global_step} steps",

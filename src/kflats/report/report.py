@@ -82,12 +82,13 @@ class WeightReport:
     """The report of one weight; the module defines the errors.
 
     ``method``, ``importance`` and ``codec`` are the JSON forms of the recipe's values. ``spectrum`` holds the
-    eigenvalues of the weighted Gram matrix, descending, with sum 1. ``matrix_rows`` is the side of a linear layer that
-    the matrix has as rows. ``condition`` is the largest entry beside the identity block of an interpolative form, None
-    for other forms. ``own`` is the error in the method's own norm, None if that is the squared error. ``bytes_after``
-    are bytes in a file, ``memory_bytes`` those of all parameters and buffers of the loaded weight: entropy-coded
-    integers and the index of the rows take more in memory. ``stored`` is "dense" (unchanged), another type of all
-    numbers ("float16"), "factors" or "integers".
+    eigenvalues of the weighted Gram matrix, descending, with sum 1. It is empty, and ``svd_error`` None, for a large
+    weight that is stored without axes: they would take longer than its codes. ``matrix_rows`` is the side of a linear
+    layer that the matrix has as rows. ``condition`` is the largest entry beside the identity block of an interpolative
+    form, None for other forms. ``own`` is the error in the method's own norm, None if that is the squared error.
+    ``bytes_after`` are bytes in a file, ``memory_bytes`` those of all parameters and buffers of the loaded weight:
+    entropy-coded integers and the index of the rows take more in memory. ``stored`` is "dense" (unchanged), another
+    type of all numbers ("float16"), "factors" or "integers".
     """
 
     name: str
@@ -102,7 +103,7 @@ class WeightReport:
     values_after: int
     error: float
     error_unweighted: float
-    svd_error: float
+    svd_error: float | None
     spectrum: tuple[float, ...] = ()
     bands: tuple[BandReport, ...] = ()
     seconds: float = 0.0
@@ -217,7 +218,7 @@ class Report:
                 *before_after(w.bytes_before, w.bytes_after),
                 w.kept,
                 number(w.error),
-                number(w.svd_error),
+                "-" if w.svd_error is None else number(w.svd_error),
                 number(w.error_unweighted),
                 *(_own_columns(w) if self.has_own else []),
             ]
@@ -381,12 +382,12 @@ _CUT_OFF = "the fit reached its limit of iterations (max_iterations)"
 
 
 def analyse(
-    decision: Decision, rows: Rows, factored: Factored, weighting: Weighting, tails: Tensor, gained: int = 0
+    decision: Decision, rows: Rows, factored: Factored, weighting: Weighting, tails: Tensor | None, gained: int = 0
 ) -> WeightReport:
     """Measure ``factored`` against its ``rows`` under ``weighting``.
 
     Args:
-        tails: the squared error of the weighted SVD of every rank.
+        tails: the squared error of the weighted SVD of every rank; None where it was not computed.
         gained: numbers of a bias that the layer did not have before.
     """
     matrix, weight = factored.matrix, decision.weight
@@ -396,9 +397,11 @@ def analyse(
     norm2 = squared_norms(rows).cpu().to(torch.float64)
     by_rows = weighting.kinds <= {"rows"}
     error = (
-        _ratio(w @ dist2, w @ norm2) if by_rows else weighted_error(rows, matrix, weighting, float(tails[0])).relative
+        _ratio(w @ dist2, w @ norm2)
+        if by_rows
+        else weighted_error(rows, matrix, weighting, None if tails is None else float(tails[0])).relative
     )
-    eigenvalues = (tails[:-1] - tails[1:]).clamp_min(0)
+    eigenvalues = torch.empty(0) if tails is None else (tails[:-1] - tails[1:]).clamp_min(0)
     total = float(eigenvalues.sum())
     itemsize = weight.nbytes // (n * d) if decision.recipe.is_coded else matrix.weight.element_size()
     rank = min(factored.nbytes // itemsize // (n + d), len(eigenvalues))
@@ -413,7 +416,7 @@ def analyse(
         values_after=matrix.num_values + gained,
         error=error,
         error_unweighted=_ratio(dist2.sum(), norm2.sum()),
-        svd_error=_ratio(tails[rank], tails[0]),
+        svd_error=None if tails is None else _ratio(tails[rank], tails[0]),
         spectrum=tuple(float(v) / total if total else 0.0 for v in eigenvalues),
         bands=tuple(
             BandReport(

@@ -5,15 +5,18 @@ axes are those of all rows; steps and distributions are those of the sample. The
 writes file after file. Neither holds more than a block of rows, the sample and d x d numbers.
 
 Sums are those of units of 2^18 rows, added in their order: they do not depend on how the source is cut into files, nor
-on who sums a unit.
+on who sums a unit. Several workers sum different units, and write different files.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,14 +24,16 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError, is_whole
 from kflats.common.formatting import progress_bar
-from kflats.io.atomic import new_folder
+from kflats.common.workers import Packed, Workers
+from kflats.io.atomic import new_folder, replaced
 from kflats.io.tables import JoinedRows, open_rows, table_files
 from kflats.numerics.rows import GRAM_BLOCK
 from kflats.recipe.budget import Budget, parse_budget
 from kflats.tables.compact import CompactCode, Design, finest_step, step_for
 from kflats.tables.fast import FastCode
-from kflats.tables.index import INDEX_BYTES, SHARD_ENTRY, Layout, TableIndex, save_head, shard_name
+from kflats.tables.index import INDEX_BYTES, SHARD_ENTRY, Layout, TableIndex, save_head
 from kflats.tables.layout import RowCode
+from kflats.tables.partial import Part, PartialTable
 from kflats.tables.shards import ShardRecord, ShardWriter, file_bytes
 
 _UNIT = 2**18  # rows whose sums are one term of the whole
@@ -52,6 +57,7 @@ def compress_table(
     shard_rows: int | None = None,
     force: bool = False,
     quiet: bool = False,
+    workers: Workers | None = None,
 ) -> TableIndex:
     """Code a table in files into a folder that ``open_table`` reads row by row.
 
@@ -73,13 +79,16 @@ def compress_table(
         shard_rows: rows a file, a multiple of 16384; by default 2^22, or fewer if they take more than 2 GiB.
         force: replace ``out``, if it is as kflats wrote it.
         quiet: show no progress.
+        workers: who divide both passes (docs/scale.md); each of them makes the same call, and sees ``out`` and
+            ``source``, or a copy of it. The bytes do not depend on how many they are.
 
     Memory is that of a block of 16384 rows, a sample of 32768, and d x d numbers; time is linear in the rows. The
-    folder is whole or not there: a run that is killed leaves nothing that opens, and the next one removes its files.
+    folder is whole or not there. A run that is killed leaves its finished files of rows in ``.NAME.kflats-partial``
+    beside ``out``: the same command reads the source once more, and takes over those whose bytes are as they were.
 
     Raises:
         KflatsError: a source that cannot be read; NaN or infinite numbers, named by file and row; a size that cannot be
-            met; as ``kflats.io.new_folder``.
+            met; workers whose codes differ; as ``kflats.io.new_folder``.
     """
     if layout not in ("compact", "fast"):
         raise KflatsError(f"layout={layout!r} is not supported", hint='layout="compact" or layout="fast"')
@@ -91,55 +100,76 @@ def compress_table(
     n, d = rows.shape
     budget = _bytes(size, n * d)
     per_shard = shard_rows or _rows_a_shard(n, budget)
-    with new_folder(out, force, table_files(source)) as folder, progress_bar(quiet=quiet) as show:
-        seen = _first_pass(rows, seed, lambda done: show("measuring", done, n))
-        run = _Run(rows, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n))
+    workers = workers or Workers()
+    asked = {"rows": f"{n} x {d}", "bytes": str(budget), "layout": layout, "seed": str(seed), "file": str(per_shard)}
+    workers.agree("the table or its options", asked)
+    with (
+        new_folder(out, force, table_files(source), workers) as folder,
+        progress_bar(quiet=quiet or not workers.first) as show,
+    ):
+        seen = _first_pass(rows, seed, lambda done: show("measuring", done, n), workers)
+        kept = partial(PartialTable, Path(out).expanduser().resolve(), seen.checksums, per_shard)
+        run = _Run(rows, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n), workers, kept)
         index = run.whole()
-        index.save(folder)
+        if workers.first:
+            index.save(folder)
     return index
 
 
 @dataclass(frozen=True)
 class _Seen:
     """What the first pass learns: ``axes`` (d, d) by falling energy, the sum of squares, a bound of the norms of rows
-    less their mean, and a ``sample`` of rows in these axes."""
+    less their mean, a ``sample`` of rows in these axes, and the ``checksums`` of all rows, unit by unit."""
 
     mean: Tensor
     axes: Tensor
     squares: float
     longest: float
     sample: Tensor
+    checksums: tuple[int, ...]
 
 
-def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None]) -> _Seen:
+def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None], workers: Workers) -> _Seen:
     n, d = rows.shape
     count = min(n, _SAMPLE)
     drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ids = ((torch.arange(count) + drawn) * (n / count)).to(torch.int64).clamp_max(n - 1)  # one of each n / count rows
-    sample = torch.empty(count, d)
-    shift = next(iter(rows.blocks(GRAM_BLOCK)))[1].mean(0)
+    shift = next(rows.between(0, min(n, GRAM_BLOCK), GRAM_BLOCK))[1].mean(0)
+
+    def sums(unit: int) -> tuple[dict[str, Tensor], str]:
+        total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
+        first, last = unit * _UNIT, min((unit + 1) * _UNIT, n)
+        mine = ids[(ids >= first) & (ids < last)]
+        sample, squares, longest, checksum = torch.empty(len(mine), d), 0.0, 0.0, 0
+        for start, block in rows.between(first, last, GRAM_BLOCK):
+            norms = block.square().sum(1)
+            if not math.isfinite(most := float(norms.max())):
+                raise _not_finite(rows, start, block)
+            longest = max(longest, most)
+            checksum = zlib.crc32(block.contiguous().numpy().data, checksum)
+            here = slice(*torch.searchsorted(mine, torch.tensor([start, start + len(block)])).tolist())
+            sample[here] = block[mine[here] - start].to(torch.float32)
+            near = block - shift
+            total += near.sum(0, dtype=torch.float64)
+            gram += near.T @ near
+            squares += float(norms.sum(dtype=torch.float64))
+            show(start + len(block))
+        return {"total": total, "gram": gram, "sample": sample}, json.dumps([squares, longest, checksum])
+
     total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
-    unit_total, unit_gram = torch.zeros_like(total), torch.zeros_like(gram)
-    squares = unit_squares = longest = 0.0
-    for start, block in rows.blocks(GRAM_BLOCK):
-        norms = block.square().sum(1)
-        if not math.isfinite(most := float(norms.max())):
-            raise _not_finite(rows, start, block)
-        longest = max(longest, most)
-        here = slice(*torch.searchsorted(ids, torch.tensor([start, start + len(block)])).tolist())
-        sample[here] = block[ids[here] - start].to(torch.float32)
-        near = block - shift
-        unit_total += near.sum(0, dtype=torch.float64)
-        unit_gram += near.T @ near
-        unit_squares += float(norms.sum(dtype=torch.float64))
-        show(start + len(block))
-        if (start + len(block)) % _UNIT == 0 or start + len(block) == n:
-            total, gram, squares = total + unit_total, gram + unit_gram, squares + unit_squares
-            unit_total, unit_gram, unit_squares = torch.zeros_like(total), torch.zeros_like(gram), 0.0
+    samples, squares, longest, checksums = list[Tensor](), 0.0, 0.0, list[int]()
+    tasks = [f"measuring rows {a} and on" for a in range(0, n, _UNIT)]
+    for tensors, numbers in workers.in_turn(tasks, sums):
+        total, gram = total + tensors["total"], gram + tensors["gram"]
+        samples.append(tensors["sample"])
+        unit_squares, most, checksum = json.loads(numbers)
+        checksums.append(checksum)
+        squares, longest = squares + unit_squares, max(longest, most)
     mean = total / n
     axes = torch.linalg.eigh(gram / n - mean.outer(mean)).eigenvectors.T.flip(0).to(torch.float32).contiguous()
     mean = (mean + shift).to(torch.float32)
-    return _Seen(mean, axes, squares, longest**0.5 + float(mean.norm()), (sample - mean) @ axes.T)
+    reach, sample = longest**0.5 + float(mean.norm()), (torch.cat(samples) - mean) @ axes.T
+    return _Seen(mean, axes, squares, reach, sample, tuple(checksums))
 
 
 def _not_finite(rows: JoinedRows, start: int, block: Tensor) -> KflatsError:
@@ -163,6 +193,8 @@ class _Run:
     shard_rows: int
     seen: _Seen
     show: Callable[[int], None]
+    workers: Workers
+    kept: Callable[[RowCode], PartialTable]
 
     def whole(self) -> TableIndex:
         """The table of the budget."""
@@ -170,19 +202,31 @@ class _Run:
         shards = -(-n // self.shard_rows)
         overhead = INDEX_BYTES + shards * SHARD_ENTRY
         if self.layout == "fast":
-            return self._written(FastCode.of(seen.sample, seen.axes, seen.mean, self._row_bytes(overhead)))
+            fast = FastCode.of(seen.sample, seen.axes, seen.mean, self._row_bytes(overhead))
+            files, _ = self._agreed(fast)
+            return self._taken(self._written(fast, files), files)
         room = self.budget - overhead - shards * file_bytes(0, 64)
-        aim, least = _AIM, self.budget - room + CompactCode.about_head(self.rows.shape[1])
-        for attempt in range(_TRIES):
-            code = self._compact(room * aim)
-            if code is None:
-                break
-            index = self._written(code)
-            total = overhead + index.nbytes
-            if total <= self.budget and (attempt or total >= _LEAST * self.budget):
-                return index
-            aim, least = aim * _AIM * self.budget / total, total
-        raise self._too_small(least)
+        small, reached = None, 0  # the largest code that fits so far, and its bytes
+        aim, least, totals = _AIM, self.budget - room + CompactCode.about_head(self.rows.shape[1]), list[int]()
+        while len(totals) < _TRIES and (code := self._compact(room * aim)) is not None:
+            files, total = self._agreed(code)
+            if total is None:
+                index = self._written(code, files)
+                total = overhead + index.nbytes
+                if reached < total <= self.budget and (totals or total >= _LEAST * self.budget):
+                    return self._taken(index, files)
+                if self.workers.first:
+                    files.reject(total)
+            if reached < total <= self.budget:
+                small, reached = code, total
+            totals.append(total)
+            aim *= _AIM * self.budget / total
+        if small is not None:  # a short table: all other codes are too large, by an axis more or a lane more
+            files, _ = self._agreed(small)
+            return self._taken(self._written(small, files), files)
+        if totals and self.workers.first:
+            files.remove_all()
+        raise self._too_small(min(totals, default=least))
 
     def _row_bytes(self, overhead: int) -> int:
         n, d = self.rows.shape
@@ -232,22 +276,60 @@ class _Run:
         bits = 8 * (nbytes - code.head_bytes) / n
         return code.scaled(2.0 ** max(finest - power, min(1.0, (bits - code.row_bits(whole)) / slope)))
 
-    def _written(self, code: RowCode) -> TableIndex:
+    def _agreed(self, code: RowCode) -> tuple[PartialTable, int | None]:
+        """The files in this code, and what their bytes were if these did not suit: the same for all workers, whenever
+        each of them comes here."""
+        files = self.kept(code)
+        packed = Packed[tuple[str, int | None]](json.dumps, lambda _, text: (json.loads(text)[0], json.loads(text)[1]))
+        (said,) = self.workers.divided(["reading notes"], lambda _: (files.folder.name, files.rejected()), packed)
+        if said[0] != files.folder.name:
+            raise KflatsError(
+                "the workers made different codes of one table",
+                cause="other versions of libraries, another kind of processor, or another number of threads",
+                hint="equal workers, or one worker",
+            )
+        return files, said[1]
+
+    def _taken(self, index: TableIndex, kept: PartialTable) -> TableIndex:
+        if self.workers.first:
+            kept.move_to(self.folder, len(index.shard_bytes))
+        return index
+
+    def _written(self, code: RowCode, kept: PartialTable) -> TableIndex:
         """All files of rows, and the head."""
         n, d = self.rows.shape
-        seen, shards, error = self.seen, list[ShardRecord](), 0.0
-        head = save_head(self.folder, code.tensors())
-        blocks = self.rows.blocks(_BLOCK)
-        for number, first in enumerate(range(0, n, self.shard_rows)):
-            with ShardWriter(self.folder / shard_name(number)) as file:
-                writer = code.writer(file)
-                for _ in range(first, min(first + self.shard_rows, n), _BLOCK):
-                    start, block = next(blocks)
-                    error += writer.add((block.to(torch.float32) - seen.mean) @ seen.axes.T)
-                    self.show(start + len(block))
-                shards.append(writer.finish())
-        parts = tuple(shard.bytes for shard in shards), tuple(shard.checksum for shard in shards)
-        return TableIndex(self.layout, n, d, self.shard_rows, error, seen.squares, head, *parts)
+        firsts = range(0, n, self.shard_rows)
+        if self.workers.first:
+            kept.remove_others()
+        tasks = ["writing the head", *(f"encoding rows {first} and on" for first in firsts)]
+
+        def work(index: int) -> Part:
+            return self._shard(code, index - 1, kept) if index else Part(save_head(self.folder, code.tensors()), 0.0)
+
+        packed = Packed[Part](
+            lambda made: json.dumps([made.record.bytes, made.record.checksum, made.error]),
+            lambda _, text: Part(ShardRecord(*json.loads(text)[:2]), json.loads(text)[2]),
+        )
+        head, *made = self.workers.divided(tasks, work, packed)
+        parts = tuple(part.record.bytes for part in made), tuple(part.record.checksum for part in made)
+        error = math.fsum(part.error for part in made)
+        return TableIndex(self.layout, n, d, self.shard_rows, error, self.seen.squares, head.record, *parts)
+
+    def _shard(self, code: RowCode, number: int, kept: PartialTable) -> Part:
+        """One file of rows, written or taken over."""
+        first, seen, error = number * self.shard_rows, self.seen, 0.0
+        last = min(first + self.shard_rows, self.rows.shape[0])
+        if (there := kept.get(number)) is not None:
+            self.show(last)
+            return there
+        with replaced(kept.path(number)) as aside, ShardWriter(aside) as file:
+            writer = code.writer(file)
+            for start, block in self.rows.between(first, last, _BLOCK):
+                error += writer.add((block.to(torch.float32) - seen.mean) @ seen.axes.T)
+                self.show(start + len(block))
+            part = Part(writer.finish(), error)
+        kept.put(number, part)
+        return part
 
 
 def _bytes(size: str | Budget, numbers: int) -> int:

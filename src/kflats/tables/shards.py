@@ -178,6 +178,15 @@ class Shard:
             more = first < last
             first, last = first[more] + 1, last[more]
 
+    def check_all(self) -> None:
+        """Check every byte of the codes.
+
+        Raises:
+            KflatsError: a checksum that differs.
+        """
+        pieces = np.arange(len(self._checks), dtype=np.int64) * PIECE
+        self.check(pieces, np.minimum(pieces + PIECE, self.data.nbytes))
+
 
 def mapped_rows(shard: Shard, row_bytes: int) -> torch.Tensor:
     """(rows, row_bytes) uint8, the codes as rows of equal length; what is left over at the end is padding."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from kflats.common.errors import KflatsError
 
 MOST_BITS = 15
+_AT_ONCE = 2**22  # integers that are packed at a time
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,14 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     Raises:
         KflatsError: a level outside its column's range.
     """
+    packed = torch.empty(len(levels), layout.row_bytes, dtype=torch.uint8, device=levels.device)
+    step = max(1, _AT_ONCE // max(1, levels.shape[1]))
+    for first in range(0, len(levels), step):
+        packed[first : first + step] = _packed(levels[first : first + step], layout)
+    return packed
+
+
+def _packed(levels: Tensor, layout: Layout) -> Tensor:
     # Columns first: a column is then one contiguous block, which is checked, shifted and added as a whole.
     codes = (levels.to(torch.int32) - layout.low.to(torch.int32)).T.contiguous()
     starts, shifts, _ = places_of(layout.bits)
@@ -92,7 +101,7 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
     packed = torch.zeros(layout.row_bytes + 3, len(levels), dtype=torch.uint8, device=levels.device)
     for byte in range(span):
         packed.index_add_(0, starts + byte, (spread >> 8 * byte).to(torch.uint8))
-    return packed[: layout.row_bytes].T.contiguous()
+    return packed[: layout.row_bytes].T
 
 
 def unpack(packed: Tensor, layout: Layout) -> Tensor:

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.numerics.rows import GRAM_BLOCK, Rows, slices
+from kflats.numerics.rows import Rows, slices
+
+_IN_CACHE = 2**18  # numbers that are rounded at a time
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,13 @@ def absmax_code(rows: Rows, bits: int, groups: int, dtype: torch.dtype) -> Round
         size = -(-d // groups)
         return torch.nn.functional.pad(block, (0, groups * size - d)).view(len(block), groups, size)
 
-    wanted = torch.cat([grouped(block).abs().amax(2) for _, block in rows.blocks(GRAM_BLOCK)])
+    size = max(1, _IN_CACHE // d)
+    wanted = torch.cat([grouped(block).abs().amax(2) for _, block in rows.blocks(size)])
     scales = scales_of(wanted.to(torch.float64) / most, dtype)
-    wide, levels = scales.wide, torch.empty(n, d, dtype=torch.int8)
-    for here, block in slices(rows, GRAM_BLOCK):
-        padded = grouped(block).to(torch.float64)
-        step = wide[here].unsqueeze(2)
-        q = torch.where(step > 0, padded / step, torch.zeros_like(padded)).round().clamp(-most, most)
+    steps = torch.where(scales.wide > 0, scales.wide, torch.inf).unsqueeze(2)  # of a group of zeros
+    levels = torch.empty(n, d, dtype=torch.int8)
+    for here, block in slices(rows, size):
+        q = (grouped(block).to(torch.float64) / steps[here]).round_().clamp_(-most, most)
         levels[here] = q.flatten(1)[:, :d].to(torch.int8)
     return RoundedRows(levels, scales)
 

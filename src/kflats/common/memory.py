@@ -1,0 +1,74 @@
+"""How much memory this process may take, and how it gives memory back."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+_M_MMAP_THRESHOLD = -3  # of malloc.h in glibc
+_RETURNED = 2**20
+"""Bytes of a block from which on it returns to the system when it is freed."""
+
+
+def available_bytes() -> int:
+    """The machine's memory, or the limit that was set for this process (``ulimit -d`` or ``-v``) if that is less.
+
+    What other processes take is not counted: a limit that depends on it would differ from run to run.
+
+    >>> available_bytes() > 0
+    True
+    """
+    found = [2**34]  # where the system does not say
+    if hasattr(os, "sysconf") and {"SC_PAGE_SIZE", "SC_PHYS_PAGES"} <= os.sysconf_names.keys():
+        known = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")  # -1: not known
+        found = [known[0] * known[1]] if min(known) > 0 else found
+    if sys.platform != "win32":
+        import resource
+
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+        found += [limit for limit in limits if limit != resource.RLIM_INFINITY]
+    return min(found)
+
+
+def unused_bytes() -> int:
+    """``available_bytes`` less the private memory of this process (Linux; elsewhere nothing is subtracted)."""
+    private = 0
+    with suppress(OSError, ValueError, IndexError):
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        private = 1024 * int(status.split("RssAnon:")[1].split()[0])
+    return max(0, available_bytes() - private)
+
+
+def return_memory_when_freed() -> None:
+    """From now on, let blocks of a megabyte or more return to the system when they are freed (glibc alone needs this).
+
+    It keeps freed blocks of up to 32 MB for later ones, which then leave gaps between them: after a pass over Gram
+    matrices the process has several times the memory that it uses. The price: the pages of each new block are zeroed.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _RETURNED)
+
+
+def return_memory_now() -> None:
+    """Return to the system now what is freed (glibc alone needs this; a millisecond).
+
+    Blocks that stay in use lie between those that were freed, and without this keep their memory with the process:
+    making a layer ready to run takes several times the memory of what it keeps.
+    """
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory could not be had: Python's own, or torch's.
+
+    >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("a shape"))
+    (True, False)
+    """
+    said = ("allocate memory", "out of memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in said)

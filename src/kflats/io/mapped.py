@@ -1,0 +1,147 @@
+"""Tensors of safetensors files that stay on disk: the system reads a page when it is asked for, and may drop it again.
+
+The mappings are read-only and shared. So they are no private memory of the process, and they count neither against its
+heap nor against a limit of it; ``safetensors.safe_open`` maps files as private and writable memory, which counts.
+Writing into such a tensor ends the process: whoever changes a model in place loads it in the ordinary way.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kflats.common.errors import KflatsError
+from kflats.common.hashing import sha256
+from kflats.common.schema import decode
+from kflats.io.atomic import replaced
+
+_LONGEST = 100_000_000  # bytes of a header, as the format allows
+_TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The types of tensors that kflats reads; the format has others, of models that are quantized already."""
+MAPPED_TYPES = frozenset(_TYPES.values())
+"""The same as torch has them."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor in the header of a safetensors file: its type ("F32"), its shape, and where its bytes begin and end."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, str], dict[str, TensorEntry]]:
+    """Metadata and tensors of a file, which then stands where the header ends.
+
+    Raises:
+        KflatsError: no safetensors file, or a truncated one.
+    """
+    length = int.from_bytes(file.read(8), "little")
+    try:
+        header = json.loads(file.read(length) if length <= _LONGEST else b"")
+        size = os.fstat(file.fileno()).st_size - file.tell()
+        metadata = dict(header.pop("__metadata__", {}))
+        entries: dict[str, TensorEntry] = decode(dict[str, TensorEntry], header, "header")
+        if all(a <= b <= size for a, b in (entry.data_offsets for entry in entries.values())):
+            return metadata, entries
+    except (ValueError, AttributeError, TypeError):
+        pass
+    raise KflatsError(f"{path} cannot be read", hint="fetch the file again, or compress the model again")
+
+
+def mapped_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, read-only. The file stays mapped as long as one of them lives.
+
+    Raises:
+        KflatsError: no safetensors file, a truncated one, a type that kflats does not read, or a tensor whose bytes are
+            not those of its shape.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/a.safetensors"
+    >>> save_file({"a": torch.arange(3), "none": torch.ones(0, 2)}, path)
+    >>> {name: tensor.tolist() for name, tensor in mapped_tensors(path).items()}
+    {'a': [0, 1, 2], 'none': []}
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            _, entries = read_header(file, path)
+            begin = file.tell()
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise KflatsError(f"{path} cannot be read: {error.strerror}", hint="restore the file") from error
+    return {name: _tensor(data, begin, entry, f"the tensor {name!r} in {path}") for name, entry in entries.items()}
+
+
+def _tensor(data: mmap.mmap, begin: int, entry: TensorEntry, what: str) -> Tensor:
+    first, end = entry.data_offsets
+    dtype = _TYPES.get(entry.dtype)
+    if dtype is None:
+        raise KflatsError(f"{what} is of type {entry.dtype}, which is not supported", hint="float32, bfloat16, float16")
+    if end - first != prod(entry.shape) * dtype.itemsize:
+        raise KflatsError(f"{what} has other bytes than its shape", cause="a damaged file", hint="fetch the file again")
+    if first == end:
+        return torch.empty(entry.shape, dtype=dtype)
+    with warnings.catch_warnings():  # that the buffer is not writable is what is wanted
+        warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
+        flat = torch.frombuffer(data, dtype=dtype, count=prod(entry.shape), offset=begin + first)
+    return flat.view(entry.shape)
+
+
+class Spill:
+    """A folder into which tensors go that shall not stay in memory.
+
+    Args:
+        folder: made if it is missing; whoever named it removes it.
+
+    >>> import tempfile
+    >>> Spill(tempfile.mkdtemp()).kept({"a": torch.ones(2)})
+    {'a': tensor([1., 1.])}
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self._files = 0
+
+    def kept(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The same tensors, mapped. They are compared with the given ones before those may go.
+
+        Raises:
+            KflatsError: a full disk, or a disk that does not return what was written.
+        """
+        self._files += 1
+        path = self.folder / f"spilled-{self._files}.safetensors"
+        stored = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        with replaced(path) as aside:
+            save_file(stored, aside)
+        mapped = mapped_tensors(path)
+        if _digest(mapped) != _digest(stored):
+            raise KflatsError(f"{path} does not hold what was written", cause="a failing disk", hint="another disk")
+        return mapped
+
+
+def _digest(tensors: Mapping[str, Tensor]) -> str:
+    return sha256(part for item in sorted(tensors.items()) for part in item)

@@ -1,0 +1,276 @@
+"""Models whose numbers stay on disk: mapped weights, and measuring layer by layer, equal to what memory holds."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES, VOCABULARY, is_t5
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from kflats import compress_folder
+from kflats.calibration import collect, layers
+from kflats.calibration.accumulators import Accumulator
+from kflats.calibration.collect import measure
+from kflats.common.errors import KflatsError
+from kflats.common.workers import Workers
+from kflats.io.mapped import mapped_tensors
+from kflats.io.saving import load_model
+from kflats.model.weights import find_weights
+
+FIELDS = frozenset({"row_fisher", "column_fisher", "input_gram", "input_mean", "output_gram", "fisher_gram", "counts"})
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "int64", "int16", "uint8", "bool"])
+@pytest.mark.parametrize("padding", range(0, 8, 3))
+def test_mapped_tensors_are_those_of_the_file(dtype: str, padding: int, tmp_path: Path) -> None:
+    """Also where tensors do not begin at a multiple of their size, as older writers leave them."""
+    path, kind = tmp_path / "a.safetensors", getattr(torch, dtype)
+    save_file({"a": torch.arange(12).to(kind).view(3, 4), "none": torch.ones(0, 3), "one": torch.tensor(1.5)}, path)
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    path.write_bytes(
+        (length + padding).to_bytes(8, "little") + data[8 : 8 + length] + b" " * padding + data[8 + length :]
+    )
+    expected, found = load_file(path), mapped_tensors(path)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert all(found[name].dtype == expected[name].dtype for name in found)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"a": torch.ones(3, 4)}, path)
+    whole = path.read_bytes()
+    for damaged, message in (
+        (whole[:-1], "cannot be read"),
+        (whole.replace(b"[3,4]", b"[3,5]"), "other bytes than its shape"),
+        (whole.replace(b"F32", b"F9X"), "of type F9X, which is not supported"),
+        (b"", "cannot be read"),
+    ):
+        path.write_bytes(damaged)
+        with pytest.raises(KflatsError, match=message):
+            mapped_tensors(path)
+    with pytest.raises(KflatsError, match="No such file"):
+        mapped_tensors(tmp_path / "absent.safetensors")
+
+
+@pytest.mark.parametrize("damage", ["truncated", "absent", "not finite"])
+def test_a_damaged_shard_is_named_and_nothing_is_written(damage: str, tmp_path: Path) -> None:
+    ARCHITECTURES["llama"].make(False).save_pretrained(tmp_path / "model", max_shard_size="20KB")
+    shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
+    message = shard.name
+    if damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-100])
+    elif damage == "absent":
+        shard.unlink()
+    else:
+        tensors = load_file(shard)
+        name = next(key for key, tensor in tensors.items() if tensor.ndim == 2)
+        tensors[name][1, 2] = torch.nan
+        save_file(tensors, shard, metadata={"format": "pt"})
+        message = f"{name.removesuffix('.weight')}: the matrix has NaN or infinite values"
+    with pytest.raises(KflatsError, match=re.escape(message)):
+        compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "albert"])
+def test_a_mapped_model_is_the_model(name: str, tied: bool, tmp_path: Path) -> None:
+    ARCHITECTURES[name].make(tied).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    plain, mapped = load_model(tmp_path), load_model(tmp_path, mapped=True)
+    assert type(mapped) is type(plain)
+    first, second = plain.state_dict(), mapped.state_dict()
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    shared = [len({p.data_ptr() for p in model.parameters()}) for model in (plain, mapped)]
+    assert shared[0] == shared[1]
+
+
+def test_generation_settings_and_shards(tmp_path: Path) -> None:
+    model = ARCHITECTURES["llama"].make(False)
+    model.generation_config.max_new_tokens = 7
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert load_model(tmp_path, mapped=True).generation_config.max_new_tokens == 7
+    index = tmp_path / "model.safetensors.index.json"
+    note = json.loads(index.read_text())
+    note["weight_map"] = {name: f"../{file}" for name, file in note["weight_map"].items()}
+    index.write_text(json.dumps(note))
+    with pytest.raises(KflatsError, match="outside of the folder"):
+        load_model(tmp_path, mapped=True)
+
+
+def batches(model: Any = None, count: int = 3) -> list[dict[str, torch.Tensor]]:
+    """Batches of several lengths, with padding; a block of 64 samples ends inside."""
+    made = []
+    for seed in range(count):
+        draw = torch.Generator().manual_seed(seed)
+        ids = torch.randint(5, VOCABULARY, (40, 5 + seed), generator=draw)
+        mask = torch.ones_like(ids)
+        mask[::3, -2:] = 0
+        batch = {"input_ids": ids, "attention_mask": mask}
+        made.append(batch | {"decoder_input_ids": ids} if model is not None and is_t5(model) else batch)
+    return made
+
+
+def measured_in_little_memory(model: Any, weights: list[Any], some: Any, needs: frozenset[str], folder: Path) -> Any:
+    """Memory for the sums of the largest weight alone."""
+    least = 2 * max(Accumulator.nbytes(weight, needs) for weight in weights)
+    return measure(model, weights, some, needs=needs, memory_bytes=least, quiet=True, scratch=folder)
+
+
+def assert_same_statistics(first: Any, second: Any) -> None:
+    assert first.measured.keys() == second.measured.keys()
+    assert first.unreached == second.unreached
+    for name, one in first.measured.items():
+        other = second.of(name)
+        for field, value in vars(one).items():
+            same = (
+                torch.equal(value, getattr(other, field))
+                if isinstance(value, torch.Tensor)
+                else value == getattr(other, field)
+            )
+            assert same, (name, field)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "gemma3", "qwen2", "roberta"])
+def test_layer_by_layer_is_the_same_to_the_bit(
+    name: str, tied: bool, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ARCHITECTURES[name].make(tied).to(dtype)
+    weights = find_weights(model)
+    whole = measure(model, weights, batches(model), needs=FIELDS, quiet=True)
+    runs: list[int] = []
+    run_layer = layers.Chain._run_layer
+    monkeypatch.setattr(layers.Chain, "_run_layer", lambda self, k, trace: runs.append(k) or run_layer(self, k, trace))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = measured_in_little_memory(model, weights, batches(model), FIELDS, tmp_path)
+    assert set(runs) == {0, 1}  # it was measured layer by layer
+    assert_same_statistics(whole, found)
+    assert all(torch.equal(value, before[key]) and value.dtype == dtype for key, value in model.state_dict().items())
+    assert not list(tmp_path.glob("layers-*"))
+
+
+def test_inputs_alone_need_no_backward_pass(tmp_path: Path) -> None:
+    model = ARCHITECTURES["llama"].make(False)
+    weights, needs = find_weights(model), frozenset({"input_gram", "input_mean"})
+    whole = measure(model, weights, batches(model), needs=needs, quiet=True)
+    assert_same_statistics(whole, measured_in_little_memory(model, weights, batches(model), needs, tmp_path))
+
+
+class Skipping(nn.Module):
+    """Reads the output of the first layer at the end, too: no chain."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        states = [self.words(input_ids)]
+        for layer in self.layers:
+            states.append(layer(states[-1]).tanh() if self.training else layer(states[-1]))
+        return self.head(states[-1] + states[1])
+
+
+@pytest.mark.parametrize("name", ["t5", "albert", "skipping"])
+def test_what_is_no_chain_is_measured_in_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Skipping() if name == "skipping" else ARCHITECTURES[name].make(False)
+    weights = find_weights(model)
+    some = [{"input_ids": one["input_ids"]} for one in batches()] if name == "skipping" else batches(model)
+    monkeypatch.setattr(layers.Chain, "passes", None)  # called by none of them
+    whole = measure(model, weights, some, needs=FIELDS, quiet=True)
+    assert_same_statistics(whole, measured_in_little_memory(model, weights, some, FIELDS, tmp_path))
+
+
+class Block(nn.Module):
+    """A layer that may be called with more than the state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, state: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        state = self.linear(state)
+        if extra is None:
+            return state
+        return state * extra.real if extra.is_complex() else state + extra
+
+
+class Unusual(nn.Module):
+    """A model whose layers look like a chain; ``way`` says what else it does."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.words, self.head = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 3)
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.last = nn.Linear(16, 16)
+        if way == "shares":
+            self.last.weight = self.layers[0].linear.weight
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        state, seen = self.words(input_ids), []
+        extra = {"counts": torch.ones(1), "complex": torch.polar(torch.ones(16), torch.arange(16.0))}.get(self.way)
+        for layer in self.layers:
+            if self.way == "casts":
+                state = state.to(self.layers[0].linear.weight.dtype)
+            state = layer(state) if extra is None else layer(state, extra)
+            seen.append(state)
+            if self.way == "counts":
+                extra += 1
+        if self.way == "writes":
+            state.mul_(2.0)
+        return self.head(self.last(sum(seen) if self.way == "sums" else state))
+
+
+@pytest.mark.parametrize("needs", [FIELDS, frozenset({"input_gram"})], ids=["all", "inputs"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("way", ["plain", "sums", "writes", "counts", "complex", "casts", "shares"])
+def test_unusual_models_are_measured_as_a_whole_would_be(
+    way: str, dtype: torch.dtype, needs: frozenset[str], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = Unusual(way).to(dtype)
+    weights = find_weights(model)
+    some = [{"input_ids": one["input_ids"]} for one in batches()]
+    whole = measure(model, weights, some, needs=needs, quiet=True)
+    assert not whole.unreached
+    assert_same_statistics(whole, measured_in_little_memory(model, weights, some, needs, tmp_path))
+    assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+def test_a_decoder_knows_the_mask_of_its_encoder(tmp_path: Path) -> None:
+    sizes = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    config = transformers.BartConfig(vocab_size=VOCABULARY, encoder_layers=2, decoder_layers=3, **sizes, **heads)
+    torch.manual_seed(0)
+    model, ids = transformers.BartModel(config).eval(), torch.arange(24).view(4, 6) % VOCABULARY
+    masks = torch.ones(2, 4, 6, dtype=torch.int64)
+    masks[0, :, 4:] = masks[1, :, 3:] = 0
+    some = [{"input_ids": ids, "decoder_input_ids": ids, "attention_mask": masks[0]}]
+    some[0]["decoder_attention_mask"] = masks[1]
+    weights, needs = find_weights(model), frozenset({"input_gram"})
+    whole = measure(model, weights, some, needs=needs, quiet=True)
+    assert_same_statistics(whole, measured_in_little_memory(model, weights, some, needs, tmp_path))
+
+
+def test_all_workers_choose_by_the_least_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Told(Workers):
+        def in_turn(self, tasks: Any, work: Any) -> Any:
+            return iter([*(work(0) for _ in tasks[1:]), ({}, "1000")])
+
+    monkeypatch.setattr(collect, "unused_bytes", lambda: 8000)
+    assert collect._least_room(Workers()) == 2000
+    assert collect._least_room(Told(count=3)) == 1000
