@@ -54,6 +54,7 @@ class Training:
     Args:
         epochs, lr, batch, max_length: of the optimisation. split: the training split.
         limit: how many examples at most, drawn by seed 0. held_out: the share of them that nothing is trained on.
+        precision: of products while training, as ``kflats.recover_``; scores are always float32's.
     """
 
     epochs: int = 3
@@ -63,16 +64,17 @@ class Training:
     split: str = "train"
     limit: int = 0
     held_out: float = 0.1
+    precision: str = "float32"
 
 
-TRAINING = {"lr": 1e-4, "limit": 0, "train-split": "train", "original-epochs": 0}
+TRAINING = {"lr": 1e-4, "limit": 0, "train-split": "train", "original-epochs": 0, "precision": "float32"}
 """The options of experiments with task models; ``original-epochs`` 0: 3, or as in ``EPOCHS``."""
 
 
 def training_of(asked: Asked) -> dict[str, Training]:
     """How each task's model is trained, by the options ``TRAINING``."""
     own = asked.more
-    common = Training(lr=own.lr, limit=own.limit, split=own.train_split)
+    common = Training(lr=own.lr, limit=own.limit, split=own.train_split, precision=own.precision)
     if asked.quick:
         common = replace(common, epochs=5, batch=16, max_length=24)
         return dict.fromkeys(asked.tasks, common)
@@ -248,6 +250,7 @@ class TaskModel:
             batch=self.training.batch,
             epochs=epochs,
             seed=self.seed,
+            precision=self.training.precision,
             quiet=True,
         )
 

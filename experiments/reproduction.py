@@ -470,7 +470,7 @@ Numbers are drops of the task's metric in points (less is better), of the first 
 paired difference over seeds with its 95 % interval. **holds** and **refuted** mean that the interval excludes 0, "open"
 that it does not, or that there is one seed; of twenty ties one is expected to look like a difference. Sizes are what is
 kept. The interval covers the chance of training, not that of the judged examples. What each command needs and
-takes: [experiments](../experiments/README.md)."""
+takes: [experiments](../experiments/README.md). Runs whose table names `--precision bfloat16` were trained with it."""
 
 
 def page(results: Path = RESULTS) -> str:
