@@ -252,8 +252,10 @@ def encode(matrix: CodedMatrix) -> Tensor:
         labels = tensors["labels"][a:b]
         put(labels, encode_symbols([labels.to(torch.int32).numpy()], [_label_model(geometry)]))
     free = _free_bits_of(geometry, tensors, tables)
-    context: _Static | _Paths = _Static(models_of(tables))
-    if free is not None:
+    context: _Static | _Paths
+    if free is None:
+        context = _Static(models_of(tables))
+    else:
         for a, b in _bit_blocks(geometry, BLOCK):
             plain = np.packbits(free[a:b].numpy(), axis=1).tobytes()
             head.put("<I", crc32([plain]))
@@ -391,10 +393,12 @@ class _Source:
                 raise damaged(f"the checksum of the classes of rows {a} to {b} differs")
         if labels:
             tensors["labels"] = torch.cat(labels)
-        context: _Static | _Paths = _Static(models_of(tables))
+        context: _Static | _Paths
         if number == PATHS:
             free = _read_free_bits(head, body, geometry, most)
             context = _Paths.of(tables, geometry, tensors.get("labels"), free)
+        else:
+            context = _Static(models_of(tables))
         blocks, many = {}, _rows_a_block(geometry, most)
         for c, a, b in _row_blocks(geometry, most):
             coded, size, checksum = head.get("<BII")
@@ -539,13 +543,19 @@ class _Groups:
 
     def levels(self, parts: list[Integers], layout: Layout, rows: int) -> Tensor:
         """The integers (rows, r) int32 of these symbols."""
-        levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, rows)
-        symbols = np.concatenate(parts) * self.every + self.remainders
+        symbols = np.concatenate(parts)
+        if self.every > 1:
+            symbols *= self.every
+            symbols += self.remainders
         if self.order is not None:
             placed = np.empty_like(symbols)
             placed[self.order] = symbols
             symbols = placed
-        levels[self.columns] = torch.from_numpy(symbols).view(len(self.columns), rows)
+        coded = torch.from_numpy(symbols).view(len(self.columns), rows)
+        if self.order is not None and len(coded) == len(layout.low):
+            return coded.T  # columns stand in order, and all have bits
+        levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, rows)
+        levels[self.columns] = coded
         return levels.T
 
 
@@ -593,9 +603,9 @@ class _Paths:
         kinds = (4 * contexts[columns].numpy().astype(np.uint16)[:, None] + remainders).reshape(-1)
         order = np.argsort(kinds, kind="stable")
         counts = np.bincount(kinds, minlength=len(self.models))
-        used = counts.nonzero()[0].tolist()
-        of_each = remainders.reshape(-1)[order].astype(np.int32)
-        return _Groups(columns, order, of_each, 4, counts[used].tolist(), [self.models[k] for k in used])
+        used = counts.nonzero()[0]
+        of_each = np.repeat(used.astype(np.int32) % 4, counts[used])
+        return _Groups(columns, order, of_each, 4, counts[used].tolist(), [self.models[k] for k in used.tolist()])
 
 
 def _rows_by_class(geometry: CodedGeometry, labels: Tensor | None) -> list[Tensor]:

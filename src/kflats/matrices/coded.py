@@ -498,8 +498,8 @@ class CodedMatrix(Matrix):
                 numbers = self._tile(c, a, packed, None if ordered is None else ordered[a:b], tables).whole()
                 by_flat.setdefault(flat, []).append(_padded(numbers, self.geometry.parts[flat][1]))
         # Half precision only at the end: it may hold the numbers of a row and not its small coordinates.
-        parts = [self._project(flat, torch.cat(numbers, dim=1).T) for flat, numbers in by_flat.items()]
-        return self._ended(torch.cat(parts), dtype)
+        parts = [self._project(flat, _joined(numbers, 1).T) for flat, numbers in by_flat.items()]
+        return self._ended(_joined(parts, 0), dtype)
 
     def _tile(self, c: int, first: int, packed: Tensor, rows: Tensor | None, tables: Sequence[Tensor]) -> Tile:
         """(m, bytes) of class ``c`` as numbers; ``rows``: their row numbers, where each row has scales."""
@@ -630,7 +630,8 @@ class CodedMatrix(Matrix):
         """(..., columns in use) -> (..., d), in the coordinates' type."""
         basis, used = self._bases(coordinates.dtype)[flat], coordinates.shape[-1]
         if basis is None:
-            return F.pad(coordinates, (0, self.geometry.rank - used))
+            missing = self.geometry.rank - used
+            return F.pad(coordinates, (0, missing)) if missing else coordinates
         return coordinates @ basis[:used]
 
 
@@ -657,7 +658,12 @@ def _product_type(x: Tensor) -> torch.dtype:
 
 def _padded(numbers: Tensor, rank: int) -> Tensor:
     """(columns in use, m) -> (rank, m), zeros at the end."""
-    return F.pad(numbers, (0, 0, 0, rank - numbers.shape[0]))
+    return F.pad(numbers, (0, 0, 0, rank - numbers.shape[0])) if numbers.shape[0] < rank else numbers
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    """One after the other; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=dim)
 
 
 def limited(numbers: Tensor, dtype: torch.dtype) -> Tensor:
