@@ -17,6 +17,7 @@ pytest.importorskip("accelerate")
 pytest.importorskip("scipy")
 pytest.importorskip("matplotlib")
 
+import all_runs
 import fwsvd_groups
 import fwsvd_tasks
 import messi_lenet
@@ -271,3 +272,24 @@ def test_other_models_go_end_to_end(kind: str, places: Path) -> None:
     )
     assert {run["method"] for run in runs} == {"SVD", "MESSI, k = 3", "kflats"}
     assert {run["model"] for run in runs} == {kind}
+
+
+@pytest.mark.slow
+def test_all_runs_ends_in_time_and_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["--quick", "--only", "messi_same_size.py,messi_vgg.py"]
+    words += ["--results", str(tmp_path / "results"), "--models", str(tmp_path / "models")]
+    assert all_runs.main([*words, "--minutes", "0"]) == 0
+    assert capfd.readouterr().out.count("the time is over") == 2
+    pages = [tmp_path / "results" / f"{name}.md" for name in ("messi_same_size", "messi_vgg")]
+    assert all("not run" in page.read_text(encoding="utf-8") for page in pages)
+    assert all_runs.main([*words, "--minutes", "30"]) == 0
+    assert "the time is over" not in capfd.readouterr().out
+    assert all(page.with_suffix(".jsonl").is_file() for page in pages)
+    assert "not run" not in pages[1].read_text(encoding="utf-8")
+
+
+def test_all_runs_names_every_logged_experiment() -> None:
+    logged = {
+        path.name for path in all_runs.HERE.glob("*.py") if "(TaskExperiment)" in path.read_text(encoding="utf-8")
+    }
+    assert logged <= {command[0] for command in all_runs.COMMANDS} == {command[0] for command in all_runs.QUICK}
