@@ -239,6 +239,9 @@ class StreamedMatrix(CodedMatrix):
         places = (self.position[rows] - sizes.cumsum(0)[of]) // blocks.source.rows_a_block
         self._decode(blocks, set(zip(of.tolist(), places.tolist(), strict=True)))
 
+    def _decoded_table(self) -> Tensor | None:
+        return super()._decoded_table() if self._blocks is None else None
+
     def _check_ready(self) -> None:
         if (blocks := self._blocks) is not None:
             self._decode(blocks, blocks.left)

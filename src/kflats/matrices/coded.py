@@ -5,6 +5,7 @@ Its sizes without its numbers are a ``CodedGeometry``. A file states them, and t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -202,6 +203,8 @@ def contradiction(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> str:
 
 
 TILE = 2**20  # numbers that are decoded at a time
+_SMALL = 2**18
+"""Numbers of a table that is kept decoded: of positions or types, whose lookups would take a tenth of a short text."""
 MANY = 1024
 """Rows of an input from which on a small matrix is put together before it is multiplied by."""
 _BASIS_UNIT = 128.0
@@ -322,6 +325,8 @@ class CodedMatrix(Matrix):
         self._prepare(index)
         flat = index.reshape(-1)
         dtype = dtype or self.weight.dtype
+        if (table := self._decoded_table()) is not None:
+            return self._ended(F.embedding(index, table), dtype)
         # The sorted form gathers bytes in blocks, but makes calls for every class: few rows are quicker without it.
         if is_recording() or index.device.type != "cpu" or flat.numel() < FEW:
             out = self._recorded_rows(flat, dtype)
@@ -588,6 +593,21 @@ class CodedMatrix(Matrix):
             self._known = key, replace(made, less=less, centers=centers)
         return self._known[1]
 
+    def _decoded_table(self) -> Tensor | None:
+        """All rows of a small matrix, kept from its first lookup on; None for a larger one, and in calls that are
+        recorded or whose gradients reach the scales."""
+        if math.prod(self.shape) > _SMALL or is_recording():
+            return None
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters.values() if p is not None):
+            return None
+        known = self._lookup()
+        if known.table is None:
+            with torch.inference_mode(False), torch.no_grad():
+                known = replace(known, table=self._whole(self._wide))
+            assert self._known is not None
+            self._known = self._known[0], known
+        return known.table
+
     def _new_lookup(self) -> Lookup:
         classes, device = self.geometry.classes, self.get_buffer("codes").device
         begin, rows_before, bytes_before = [], 0, 0
@@ -640,7 +660,7 @@ class Lookup:
     """Row p of all rows in class order, of class c, begins at byte ``begin[c] + p row_bytes[c]`` of the codes.
 
     ``begin``, ``row_bytes``: (C,). ``less``, ``centers``, ``scales``: (C, r) as ``_tables`` gives them; None where all
-    are zero.
+    are zero. ``table``: all rows, where they are kept.
     """
 
     begin: Tensor
@@ -648,6 +668,7 @@ class Lookup:
     less: Tensor | None
     centers: Tensor | None
     scales: Tensor
+    table: Tensor | None = None
 
 
 def _product_type(x: Tensor) -> torch.dtype:
