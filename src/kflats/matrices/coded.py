@@ -554,10 +554,9 @@ class CodedMatrix(Matrix):
         """(m, groups) -> (m, r)."""
         return scales.repeat_interleave(self.geometry.group, dim=1)[:, : self.geometry.rank]
 
-    def _coordinates(self, index: Tensor) -> Tensor:
+    def _coordinates(self, index: Tensor, known: Lookup) -> Tensor:
         """(t,) rows -> (t, r) coordinates: one gather for all classes, in plain operators whose sizes are known."""
-        geometry, codes = self.geometry, self.get_buffer("codes")
-        labels, known = self._get("labels"), self._lookup()
+        geometry, codes, labels = self.geometry, self.get_buffer("codes"), self._get("labels")
         place = self.position.index_select(0, index).to(torch.int64)
         label = torch.zeros_like(place) if labels is None else labels.index_select(0, index).to(torch.int64)
         begin = known.begin.index_select(0, label) + place * known.row_bytes.index_select(0, label)
@@ -615,23 +614,24 @@ class CodedMatrix(Matrix):
             begin.append(bytes_before - rows_before * row_bytes)
             rows_before, bytes_before = rows_before + rows, bytes_before + rows * row_bytes
         sizes = torch.tensor([row_bytes for _, row_bytes in classes], device=device)
-        return Lookup(torch.tensor(begin, device=device), sizes, *self._tables())
+        return Lookup(torch.tensor(begin, device=device), sizes, *self._tables(), self._bases(self._wide))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_known": None}
 
     def _recorded_rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) rows -> (t, d), in plain operators whose sizes are known."""
-        coordinates = self._coordinates(index)
+        known = self._lookup()
+        coordinates = self._coordinates(index, known)
         if not self.geometry.flats:
-            return self._ended(self._project(0, coordinates), dtype)
+            return self._ended(self._project(0, coordinates, known.bases), dtype)
         labels = self._get("labels")
         flat_of = torch.tensor(self.geometry.flat_of, device=index.device)
         flats = flat_of[torch.zeros_like(index) if labels is None else labels.index_select(0, index).to(torch.int64)]
         products = []
         for flat, (_, rank) in enumerate(self.geometry.flats):
             own = torch.where((flats == flat).unsqueeze(1), coordinates[:, :rank], 0.0)
-            products.append(self._project(flat, own))
+            products.append(self._project(flat, own, known.bases))
         return self._ended(sum(products[1:], start=products[0]), dtype)
 
     def _every_row(self, x: Tensor) -> Tensor:
@@ -646,9 +646,9 @@ class CodedMatrix(Matrix):
             return [None]
         return [part.to(dtype) * (1.0 / _BASIS_UNIT) for part in basis.split([rank for _, rank in self.geometry.parts])]
 
-    def _project(self, flat: int, coordinates: Tensor) -> Tensor:
-        """(..., columns in use) -> (..., d), in the coordinates' type."""
-        basis, used = self._bases(coordinates.dtype)[flat], coordinates.shape[-1]
+    def _project(self, flat: int, coordinates: Tensor, bases: Sequence[Tensor | None] | None = None) -> Tensor:
+        """(..., columns in use) -> (..., d), in the coordinates' type; ``bases``: where they are known."""
+        basis, used = (bases or self._bases(coordinates.dtype))[flat], coordinates.shape[-1]
         if basis is None:
             missing = self.geometry.rank - used
             return F.pad(coordinates, (0, missing)) if missing else coordinates
@@ -660,7 +660,7 @@ class Lookup:
     """Row p of all rows in class order, of class c, begins at byte ``begin[c] + p row_bytes[c]`` of the codes.
 
     ``begin``, ``row_bytes``: (C,). ``less``, ``centers``, ``scales``: (C, r) as ``_tables`` gives them; None where all
-    are zero. ``table``: all rows, where they are kept.
+    are zero. ``bases``: of each flat, as ``_bases`` gives them. ``table``: all rows, where they are kept.
     """
 
     begin: Tensor
@@ -668,6 +668,7 @@ class Lookup:
     less: Tensor | None
     centers: Tensor | None
     scales: Tensor
+    bases: list[Tensor | None]
     table: Tensor | None = None
 
 
