@@ -61,7 +61,10 @@ def test_forms(text: str, kind: str, amount: float) -> None:
         ("nan%", "keeps nothing"),
         ("nan", "ambiguous"),
         ("inf MB", "larger than any model"),
-        ("101%", "more than the original"),
+        ("101%", "more than the original.*101%, larger allowed"),
+        ("201%, larger allowed", "more than twice the original"),
+        ("103% of all files, larger allowed", "not supported"),
+        ("50% ranks, larger allowed", "not supported"),
         ("1e300 GB", "larger than any model"),
         ("1e999999999 MB", "is not a budget"),
         ("", "is not a budget"),
@@ -112,6 +115,8 @@ def test_values_check_themselves(arguments: tuple[object, ...]) -> None:
     st.builds(lambda n: Budget("fraction", float(f"{n}e-5")), st.integers(1, 10**5)),
     st.builds(lambda n: Budget("bytes", n, "file"), st.integers(1, 2**50)),
     st.builds(lambda n: Budget("fraction", n / 16, "file"), st.integers(1, 16)),
+    st.builds(lambda n: Budget("fraction", n / 16, larger=True), st.integers(1, 32)),
+    st.builds(lambda n: Budget("params", n, larger=True), st.integers(1, 2**50)),
 ))  # fmt: skip
 def test_text_round_trip(budget: Budget) -> None:
     assert parse_budget(str(budget)) == budget

@@ -236,6 +236,24 @@ def test_a_file_budget_bounds_the_weight_files(tiny_folder, tmp_path, share):
     assert limit - (300 + 16) * 4 - (32 + 16) * 4 - 2 * 2 * 250 < after <= limit
 
 
+def test_a_larger_budget_is_kept_where_it_is_asked_for(tiny_folder, tmp_path):
+    from kflats.io import load_model
+
+    words, method, out = TWO[:1], MESSI(k=2, restarts=1), tmp_path / "larger"
+    keep = "106%, larger allowed"  # two flats of 15 dimensions, of a table of 16 columns
+    with pytest.raises(KflatsError, match="larger allowed"):
+        compress_folder(tiny_folder, out, keep="106%", method=method, weights=words, quiet=True)
+    report = compress_folder(tiny_folder, out, keep=keep, method=method, weights=words, quiet=True)
+    (weight,) = report.weights
+    assert weight.bytes_before < weight.bytes_after <= 1.06 * weight.bytes_before
+    rows = load_model(tiny_folder).embeddings.word_embeddings.weight.detach()
+    left = load_model(out).embeddings.word_embeddings.matrix.dense().detach() - rows
+    assert float(left.square().sum() / rows.square().sum()) == pytest.approx(weight.error, rel=1e-2, abs=1e-9)
+    made = plan(load_model(tiny_folder), dict.fromkeys(words, method), keep=keep)
+    made.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == made
+
+
 def test_equal_input_gives_equal_files(tiny_folder, tmp_path):
     for name in ("a", "b"):
         compress_folder(tiny_folder, tmp_path / name, keep="50%", texts=TEXTS, seed=1, quiet=True)

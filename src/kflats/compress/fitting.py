@@ -37,6 +37,7 @@ from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData, needed
 from kflats.planning.candidates import bias_bytes
 from kflats.planning.decide import Decided
+from kflats.recipe.budget import Budget
 from kflats.recipe.recipe import Decision, Plan, Recipe, as_cast, to_json
 from kflats.report.report import Report, WeightReport, analyse, left_dense, stored_bytes
 
@@ -143,7 +144,7 @@ class _Fits:
             value = f", objective {objective:.6g}" if objective else ""
             self.update(f"{name}: {phase}, step {iteration}{value}", place, total)
 
-        one = _fit(self.model, decision, self.data, self.seed, not self.plan.budget.counts_labels, show)
+        one = _fit(self.model, decision, self.data, self.seed, self.plan.budget, show)
         if self.partial and one.matrix is not None:
             meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
             shift = {} if one.bias_shift is None else {_SHIFT: one.bias_shift}
@@ -246,9 +247,9 @@ def _table_name(place: WeightUse) -> str:
 
 
 def _fit(
-    model: nn.Module, decision: Decision, data: CalibrationData, seed: int, free_labels: bool, progress: Progress
+    model: nn.Module, decision: Decision, data: CalibrationData, seed: int, budget: Budget, progress: Progress
 ) -> CompressedWeight:
-    weight, recipe = decision.weight, decision.recipe
+    weight, recipe, free_labels = decision.weight, decision.recipe, not budget.counts_labels
     turned = recipe.matrix_rows == "out_features"
     rows, weighting = data.matrix(model, weight, recipe)
     nbytes = decision.budget_bytes - bias_bytes(weight, recipe, weighting, not free_labels)
@@ -261,7 +262,10 @@ def _fit(
     matrix = factored.matrix
     if not free_labels and factored.nbytes > nbytes:
         raise AssertionError(f"{weight.name}: {factored.nbytes} bytes exceed the budget of {nbytes}")
-    if not (recipe.is_coded or recipe.is_cast) and matrix.num_values >= weight.shape[0] * weight.shape[1]:
+    if (
+        not (recipe.is_coded or recipe.is_cast or budget.larger)
+        and matrix.num_values >= weight.shape[0] * weight.shape[1]
+    ):
         raise KflatsError(
             f"{weight.name}: a budget of {decision.budget_bytes:,} bytes holds the whole table in {dtype}",
             hint="a smaller budget, or cast the model to that type",

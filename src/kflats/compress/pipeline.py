@@ -258,7 +258,8 @@ def compress_folder(
             decided = decide(model, recipes, budget, data, measured=measured, **sizes)
             limit = _file_limit(decided.plan, before)
             changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
-            _check_size(before + sum(one.budget_bytes - one.weight.nbytes for one in changed), before, limit)
+            grown = sum(one.budget_bytes - one.weight.nbytes for one in changed)
+            _check_size(before + grown, before, limit, decided.plan.budget)
             room = None if limit is None else limit - beside - limit // _SHARD_BYTES * _SHARD_HEADER
             done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
         else:
@@ -283,7 +284,7 @@ def compress_folder(
             copy_companions(folder, aside)
         else:
             write_vocabulary(trimmed, folder, aside)
-        _check_size(weight_file_bytes(aside), before, limit)
+        _check_size(weight_file_bytes(aside), before, limit, decided.plan.budget)
         report.save(aside / REPORT_FILE)
         files = weight_file_bytes(folder), weight_file_bytes(aside)
         used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
@@ -416,9 +417,9 @@ def _file_limit(plan: Plan, before: int) -> int | None:
     return int(budget.amount * before if budget.kind == "fraction" else budget.amount)
 
 
-def _check_size(after: int, before: int, limit: int | None) -> None:
+def _check_size(after: int, before: int, limit: int | None, budget: Budget) -> None:
     """Refuse weight files of ``after`` bytes if that is more than ``before``, or more than ``limit``."""
-    if after > before:
+    if after > before and not budget.larger:
         raise KflatsError(
             f"the new weight files take {after:,} bytes, more than the original's {before:,}",
             cause="the model was stored in a narrower type than it was loaded in",

@@ -83,7 +83,7 @@ def share_out(
         shared = (
             _least_loss(model, open_items, rest, data, quiet, workers)
             if by_loss
-            else equal_shares(model, open_items, rest, data)
+            else equal_shares(model, open_items, rest, data, budget.most)
         )
     decisions = fixed | shared
     if not by_loss:
@@ -193,8 +193,14 @@ def _counted(model: nn.Module, items: Sequence[WeightCosts], allowed: int) -> li
     return counted
 
 
-def equal_shares(model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData) -> Decisions:
-    """The same share of bytes for each. A weight of a pattern stays dense if its share is too small for its recipe."""
+def equal_shares(
+    model: nn.Module, items: Sequence[WeightCosts], allowed: int, data: CalibrationData, most: int = 1
+) -> Decisions:
+    """The same share of bytes for each. A weight of a pattern stays dense if its share is too small for its recipe.
+
+    Args:
+        most: times the bytes that a weight takes now.
+    """
     decisions: Decisions = {}
     items = _counted(model, items, allowed)
     for item in items:
@@ -220,7 +226,9 @@ def equal_shares(model: nn.Module, items: Sequence[WeightCosts], allowed: int, d
                 hint="a larger budget, or fewer weights",
             )
         sizes = [item.dense for item in rest]
-        shares = dict(zip((item.weight.name for item in rest), split(min(allowed, sum(sizes)), sizes), strict=True))
+        shares = dict(
+            zip((item.weight.name for item in rest), split(min(allowed, most * sum(sizes)), sizes), strict=True)
+        )
         stuck = [item for item in rest if shares[item.weight.name] < least[item.weight.name]]
         if not stuck:
             return decisions | {

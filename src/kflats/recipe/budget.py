@@ -3,7 +3,8 @@
 A size counts stored bytes, row labels included; 1 MB is 1e6 bytes and 1 MiB is 2**20. A count of
 parameters counts stored numbers, so labels come on top. A share of ranks keeps that share of every weight's
 full rank (FWSVD's rank ratio): a square layer then takes twice that share of its bytes. With ``scope="file"``
-the size bounds all weight files of the model instead of the named weights.
+the size bounds all weight files of the model instead of the named weights. "103%, larger allowed" asks for more than
+the named weights take now (MESSI's table 2 covers a table by flats of its own size, and labels come on top).
 """
 
 from __future__ import annotations
@@ -43,10 +44,13 @@ _SYNTAX = re.compile(
 )
 _FORMS = 'a budget as "60%" (of the named weights, kept), "12MB" (12e6 bytes), "5.2M params" or "33% ranks"'
 _FILES = " of all files"
+_LARGER = ", larger allowed"
 _HEADER_ENTRY = 78
 """Bytes that one more tensor may add to a safetensors header, its name not counted."""
 _MORE_ENTRIES = 3
 _MOST = 2**62  # no model has more bytes
+_LARGEST = 2
+"""How many times the present bytes a larger budget may be."""
 _METADATA = 128
 """Bytes of a header that say who wrote the file, with a checksum, and of its end, which is padded."""
 
@@ -56,9 +60,11 @@ class Budget:
     """How much may be kept: see the module's text.
 
     Args:
-        kind: "fraction" or "ranks" (amount in 0..1), "bytes", "params" or "bits" (a number of all weight files).
+        kind: "fraction" or "ranks" (amount in 0..1, a larger fraction up to 2), "bytes", "params" or "bits" (a number
+            of all weight files).
         amount: how much of it; whole for bytes and params.
         scope: "weights" (the named ones) or "file" (all weight files).
+        larger: it may be more than the named weights take now, up to twice as much.
 
     >>> str(Budget("fraction", 0.6)), str(Budget("bytes", 12_000_000)), str(Budget("params", 5_200_000))
     ('60%', '12MB', '5.2M params')
@@ -69,6 +75,7 @@ class Budget:
     kind: str
     amount: float
     scope: str = "weights"
+    larger: bool = False
 
     def __post_init__(self) -> None:
         if self.kind not in ("fraction", "bytes", "params", "ranks", "bits") or self.scope not in ("weights", "file"):
@@ -76,11 +83,17 @@ class Budget:
         if not 0 < self.amount < _MOST:  # nan lands here as well
             many = "is larger than any model" if self.amount >= _MOST else "keeps nothing"
             raise KflatsError(f"a budget of {self.amount} {self.kind} {many}", hint=_FORMS)
-        if self.kind in ("fraction", "ranks") and self.amount > 1:
+        if self.larger and (self.scope == "file" or self.kind not in ("fraction", "bytes", "params")):
             raise KflatsError(
-                f"a budget of {self} is more than the original",
+                f"a budget of {self} is not supported", cause="a larger size is for named weights", hint=_FORMS
+            )
+        if self.kind in ("fraction", "ranks") and self.amount > self.most:
+            able = self.kind == "fraction" and self.scope == "weights" and not self.larger
+            asked = f'. "{self}{_LARGER}" if the weights shall grow' if able and self.amount <= _LARGEST else ""
+            raise KflatsError(
+                f"a budget of {self} is more than {'twice ' if self.larger else ''}the original",
                 cause="a budget says what is kept, not a factor",
-                hint="at most 100%; '40% compression' in the papers is a budget of 60%",
+                hint="at most 100%; '40% compression' in the papers is a budget of 60%" + asked,
             )
         if self.kind in ("bytes", "params") and self.amount != int(self.amount):
             raise KflatsError(f"a budget of {self.amount} {self.kind} is not a whole number", hint=_FORMS)
@@ -91,12 +104,17 @@ class Budget:
             raise KflatsError("bits a number are not supported for named weights", hint='size="2 bits", or keep="6%"')
 
     @property
+    def most(self) -> int:
+        """The largest share of the present bytes that it may ask for."""
+        return _LARGEST if self.larger else 1
+
+    @property
     def counts_labels(self) -> bool:
         """Whether row labels must fit as well: for sizes yes, for a count of parameters no."""
         return self.kind != "params"
 
     def __str__(self) -> str:
-        files = " of all files" if self.scope == "file" else ""
+        files = _FILES if self.scope == "file" else _LARGER if self.larger else ""
         if self.kind == "fraction":
             return f"{100 * self.amount:.15g}%{files}"
         if self.kind == "ranks":
@@ -107,7 +125,7 @@ class Budget:
         # Only where three decimals say it exactly, so that the text parses back to this budget.
         prefix, scale = next((p, s) for p, s in prefixes if amount >= s and amount * 1000 % s == 0)
         amount /= scale
-        return f"{amount:f}{prefix}B{files}" if self.kind == "bytes" else f"{amount:f}{prefix} params"
+        return f"{amount:f}{prefix}B{files}" if self.kind == "bytes" else f"{amount:f}{prefix} params{files}"
 
     def in_bytes(self, numbers: int) -> Budget:
         """This budget with bits a number turned into bytes; ``numbers`` of the whole model.
@@ -148,7 +166,7 @@ class Budget:
             allowed = int(Decimal(repr(self.amount)) * total)
         else:
             allowed = int(self.amount) * (itemsize if self.kind == "params" else 1)
-        if allowed > total:
+        if allowed > self.most * total:
             raise KflatsError(
                 f"a budget of {self} ({allowed:,} bytes) is more than {whose} take now ({total:,} bytes)",
                 hint="a smaller budget, which counts the named weights or all weight files",
@@ -159,7 +177,7 @@ class Budget:
                 f"everything else takes {rest:,} of {total:,} bytes",
                 hint="a larger budget, or name more weights",
             )
-        return min(allowed - rest, original)
+        return min(allowed - rest, self.most * original)
 
 
 def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
@@ -167,8 +185,8 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
 
     Args:
         text: "60%"; "12MB" (kB, MB, GB: powers of 1000; KiB, MiB, GiB: powers of 1024; B);
-            "5.2M params" (k, M, G, or none); "33% ranks". "... of all files" means scope "file". A ``Budget`` is handed
-            back as it is.
+            "5.2M params" (k, M, G, or none); "33% ranks". "... of all files" means scope "file"; "..., larger allowed"
+            more than the weights take now. A ``Budget`` is handed back as it is.
         scope: "weights" or "file".
 
     Raises:
@@ -183,6 +201,7 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
     if isinstance(text, Budget):
         return text
     size = text.strip() if isinstance(text, str) else ""
+    larger, size = size.endswith(_LARGER), size.removesuffix(_LARGER)
     if size.endswith(_FILES):
         size, scope = size.removesuffix(_FILES), "file"
     if (match := _SYNTAX.fullmatch(size)) is None:
@@ -197,7 +216,8 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
     kind, scale = _UNITS[unit, noun]
     amount = Decimal(match[1]) * scale
     # Sizes are rounded down: a budget is never exceeded.
-    return Budget(kind, int(amount) if kind in ("bytes", "params") and amount.is_finite() else float(amount), scope)
+    whole = kind in ("bytes", "params") and amount.is_finite()
+    return Budget(kind, int(amount) if whole else float(amount), scope, larger)
 
 
 def one_budget(keep: str | Budget | None, size: str | Budget | None) -> Budget:

@@ -236,7 +236,7 @@ class Plan:
                 problem = f"the plan names {weight.name!r} twice"
             elif len(weight.shape) != 2 or min(weight.shape) < 1 or weight.nbytes % math.prod(weight.shape):
                 problem = f"{weight.name!r} of shape {weight.shape} cannot take {weight.nbytes:,} bytes"
-            elif not 0 < nbytes <= weight.nbytes:
+            elif not 0 < nbytes <= self.budget.most * weight.nbytes:
                 problem = f"{weight.name!r} takes {weight.nbytes:,} bytes and cannot be given {nbytes:,}"
         if problem:
             raise KflatsError(problem, cause="a damaged or hand-edited plan", hint="make the plan again: kflats plan")
