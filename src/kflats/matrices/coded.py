@@ -601,7 +601,7 @@ class CodedMatrix(Matrix):
             return None
         known = self._lookup()
         if known.table is None:
-            with torch.inference_mode(False), torch.no_grad():
+            with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.position.device.type, enabled=False):
                 known = replace(known, table=self._whole(self._wide))
             assert self._known is not None
             self._known = self._known[0], known
