@@ -17,7 +17,8 @@ from kflats.common.errors import KflatsError
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.evaluation import forms
 from kflats.matrices import running
-from kflats.matrices.layers import FactoredHead, FactoredLinear
+from kflats.matrices.coded import from_integers
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.running import DenseProduct, IntegerProduct, integer_limit
 from kflats.model.run_as import running_as
 
@@ -81,6 +82,28 @@ def test_codes_are_what_multiplies_after_they_change() -> None:
         halves = model.to(torch.bfloat16)(x.to(torch.bfloat16))
         assert halves.dtype == torch.bfloat16
         assert float((halves.float() - other(x)).norm()) < 0.03 * float(other(x).norm())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_evaluations_follow_training(fused: bool) -> None:
+    """What products and lookups keep is made anew after a step of any optimizer; a fused one raises no version."""
+    draws = torch.Generator().manual_seed(0)
+    integers, steps = torch.randint(-7, 8, (64, 16), generator=draws), torch.rand(64, generator=draws) + 0.5
+    model, table = net(), FactoredEmbedding(from_integers([integers], None, steps, scales="row"))
+    optimizer = torch.optim.AdamW([*model.parameters(), *table.parameters()], lr=0.1, fused=fused)
+    few, many = torch.arange(3), torch.arange(64).repeat(9)
+
+    def evaluated(model: nn.Module, table: nn.Module) -> list[Tensor]:
+        with torch.no_grad():
+            return [model(inputs()), table(few), table(many)]
+
+    before = evaluated(model, table)
+    (model(inputs()).square().sum() + table(many).square().sum()).backward()
+    optimizer.step()
+    after = evaluated(model, table)
+    expected = evaluated(copy.deepcopy(model), copy.deepcopy(table))
+    assert all(torch.equal(one, other) for one, other in zip(after, expected, strict=True))
+    assert not any(torch.equal(one, other) for one, other in zip(after, before, strict=True))
 
 
 def test_gradients_are_those_of_the_codes() -> None:

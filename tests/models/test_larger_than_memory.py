@@ -14,6 +14,7 @@ from architectures import ARCHITECTURES, VOCABULARY, is_t5
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+import kflats
 from kflats import compress_folder
 from kflats.calibration import collect, layers
 from kflats.calibration.accumulators import Accumulator
@@ -202,7 +203,7 @@ class Block(nn.Module):
         self.linear = nn.Linear(16, 16)
 
     def forward(self, state: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
-        state = self.linear(state)
+        state = self.inner = self.linear(state)
         if extra is None:
             return state
         return state * extra.real if extra.is_complex() else state + extra
@@ -219,6 +220,8 @@ class Unusual(nn.Module):
         self.last = nn.Linear(16, 16)
         if way == "shares":
             self.last.weight = self.layers[0].linear.weight
+        for layer in self.layers:
+            layer.linear = self.layers[0].linear if way == "one module" else layer.linear
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         state, seen = self.words(input_ids), []
@@ -232,12 +235,18 @@ class Unusual(nn.Module):
                 extra += 1
         if self.way == "writes":
             state.mul_(2.0)
+        if self.way == "again":
+            state = self.layers[0].linear(state)
+        if self.way == "inside":
+            state = state + self.layers[0].inner
         return self.head(self.last(sum(seen) if self.way == "sums" else state))
 
 
 @pytest.mark.parametrize("needs", [FIELDS, frozenset({"input_gram"})], ids=["all", "inputs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("way", ["plain", "sums", "writes", "counts", "complex", "casts", "shares"])
+@pytest.mark.parametrize(
+    "way", ["plain", "sums", "writes", "counts", "complex", "casts", "shares", "one module", "again", "inside"]
+)
 def test_unusual_models_are_measured_as_a_whole_would_be(
     way: str, dtype: torch.dtype, needs: frozenset[str], tmp_path: Path
 ) -> None:
@@ -249,6 +258,69 @@ def test_unusual_models_are_measured_as_a_whole_would_be(
     assert not whole.unreached
     assert_same_statistics(whole, measured_in_little_memory(model, weights, some, needs, tmp_path))
     assert {p.dtype for p in model.parameters()} == {dtype}
+
+
+class HiddenStates:
+    """An objective that reads the outputs of all layers."""
+
+    def losses(self, model: nn.Module, batch: Any, first: int = 0) -> torch.Tensor:
+        states = model(**batch, output_hidden_states=True).hidden_states
+        return torch.stack([state.square().sum((1, 2)) for state in states[1:]]).sum(0)
+
+
+class RunsTwice:
+    """An objective that runs the model once more, without gradients."""
+
+    def losses(self, model: nn.Module, batch: Any, first: int = 0) -> torch.Tensor:
+        found: torch.Tensor = model(**batch).logits.square().sum((1, 2))
+        with torch.no_grad():
+            model(**batch)
+        return found
+
+
+@pytest.mark.parametrize("objective", [HiddenStates(), RunsTwice()], ids=lambda value: type(value).__name__)
+def test_objectives_that_read_layers_are_measured_as_a_whole_would_be(objective: Any, tmp_path: Path) -> None:
+    model = ARCHITECTURES["bert"].make(False)
+    weights, needs = find_weights(model), frozenset({"row_fisher", "output_gram"})
+    weights = [weight for weight in weights if "pooler" not in weight.name]
+    least = 2 * max(Accumulator.nbytes(weight, needs) for weight in weights)
+    options: dict[str, Any] = {"needs": needs, "objective": objective, "quiet": True}
+    whole = measure(model, weights, batches(model), **options)
+    some = measure(model, weights, batches(model), **options, memory_bytes=least, scratch=tmp_path)
+    for weight in weights:  # positions of a run without gradients count in one way and not in the other
+        assert torch.equal(whole.of(weight.name).row_fisher, some.of(weight.name).row_fisher), weight.name
+        assert torch.equal(whole.of(weight.name).output_gram, some.of(weight.name).output_gram), weight.name
+
+
+def test_an_interruption_leaves_a_model_in_float16_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Unusual("plain").half()
+    before, calls = dict(model.named_parameters()), list[int]()
+
+    def interrupted(state: torch.Tensor, extra: torch.Tensor | None = None) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 3:
+            raise KeyboardInterrupt
+        return Block.forward(model.layers[1], state, extra)
+
+    monkeypatch.setattr(model.layers[1], "forward", interrupted)
+    some = [{"input_ids": one["input_ids"]} for one in batches()]
+    with pytest.raises(KeyboardInterrupt):
+        measured_in_little_memory(model, find_weights(model), some, FIELDS, tmp_path)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_code_of_the_caller_gets_weights_that_it_may_write(tmp_path: Path) -> None:
+    ARCHITECTURES["bert"].make(False).save_pretrained(tmp_path / "source")
+
+    def writing(model: nn.Module, tokenizer: Any) -> list[dict[str, torch.Tensor]]:
+        for parameter in model.parameters():
+            parameter.data.mul_(1.0)
+        return batches()
+
+    options: dict[str, Any] = {"method": kflats.SVD(), "weights": ["linear"], "keep": "50%", "quiet": True}
+    compress_folder(tmp_path / "source", tmp_path / "out", calibration=writing, proof=False, **options)
+    assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_a_decoder_knows_the_mask_of_its_encoder(tmp_path: Path) -> None:

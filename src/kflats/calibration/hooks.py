@@ -279,6 +279,7 @@ def _widened_while_called(layers: Sequence[nn.Module], own: Set[int]) -> Iterato
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(widen).remove)
             stack.callback(layer.register_forward_hook(restore, always_call=True).remove)
+            stack.callback(restore, layer, None, None)  # torch calls no hook after a KeyboardInterrupt
         yield
 
 

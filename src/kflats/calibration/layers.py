@@ -12,6 +12,7 @@ The numbers are those of a pass through the whole model: each layer computes the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -111,11 +112,12 @@ class Chain:
         Args:
             batch: one to try. losses: of it, with gradients in any case.
         """
-        if any(self._home(weight) is None for weight in weights):
+        uses = Counter(id(module) for layer in self._layers for module in layer.modules())
+        if max(uses.values()) > 1 or any(self._home(weight) is None for weight in weights):
             return False
         inner = {id(p) for layer in self._layers for p in layer.parameters()}
         outer = [p for p in self._model.parameters() if id(p) not in inner and p.is_floating_point()]
-        states: list[Tensor] = []
+        entered, states = list[Tensor](), list[Tensor]()
         fits = True
 
         def enter(k: int, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
@@ -125,7 +127,10 @@ class Chain:
             others = [leaf for leaf in leaves if leaf is not state]
             fits &= k == len(states) and state is not None and not any(leaf.requires_grad for leaf in others)
             fits &= all(leaf.dtype in MAPPED_TYPES for leaf in leaves)
-            return torch.zeros(()) if state is None else state.detach()
+            if state is None:
+                return torch.zeros(())
+            entered.append(state.detach().requires_grad_())
+            return entered[-1].clone()  # a layer may write into its input
 
         def leave(k: int, state: Tensor) -> Tensor:
             states.append(state.detach().requires_grad_())
@@ -140,13 +145,29 @@ class Chain:
                 return False
             if not given.requires_grad:  # nothing reads any output
                 return True
-            found = torch.autograd.grad(given.sum(), states, allow_unused=True)
-            return all(gradient is None for gradient in found[:-1])
+            # Nothing reads what a layer is given or computes inside, but through the last output.
+            found = torch.autograd.grad(given.sum(), [*entered, *states[:-1]], allow_unused=True)
+            return all(gradient is None for gradient in found) and self._leaves_out(
+                states[-1].detach(), given, lambda: losses(batch, 0)
+            )
         except (_NoChain, KflatsError, RuntimeError, TypeError, ValueError, IndexError):
             return False  # it is measured in passes through the whole model
         finally:
             for p in outer:
                 p.requires_grad_(False)
+
+    def _leaves_out(self, last: Tensor, given: Tensor, run: Callable[[], Tensor | None]) -> bool:
+        """Whether the model without its layers gives the losses that it has, and calls no module inside a layer.
+
+        Args:
+            last: the output of the last layer. given: the losses. run: runs the model once more.
+        """
+        called: list[nn.Module] = []
+        with ExitStack() as stack, self._left_out(last, []):
+            for module in (module for layer in self._layers for module in layer.modules()):
+                stack.callback(module.register_forward_hook(lambda module, *_: called.append(module)).remove)
+            again = run()
+        return again is not None and not called and torch.equal(again, given)
 
     def passes(
         self,
@@ -301,7 +322,8 @@ class Chain:
         """Inside, the first layer gives ``last``, and the others what they are given; ``entered`` receives h_0."""
 
         def first(state: Tensor) -> Tensor:
-            entered.append(state)
+            if torch.is_grad_enabled() or not self._gradients:  # an objective may run the model without, too
+                entered.append(state)
             return last
 
         replaced = {

@@ -213,7 +213,8 @@ def compress_folder(
     if available_bytes() < max(_ROOM, _MANY * weight_file_bytes(folder)):
         return_memory_when_freed()
     with new_folder(out, force, [folder], workers) as aside:
-        model, before, beside = load_model(folder, mapped=True), weight_file_bytes(folder), module_bytes(folder)
+        model = load_model(folder, mapped=_is_own(calibration) and _is_own(objective))
+        before, beside = weight_file_bytes(folder), module_bytes(folder)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
@@ -330,7 +331,7 @@ def plan_folder(
     budget, folder = one_budget(keep, size), resolve_model(source)
     recipes = _recipes(method, weights, whole=keep is None)
     data = _read(texts, calibration, objective, statistics, samples)
-    model = load_model(folder, mapped=True)
+    model = load_model(folder, mapped=_is_own(calibration) and _is_own(objective))
     _check_fresh(folder, model, whole=keep is None)
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
@@ -373,6 +374,11 @@ def _read(
     return (
         replace(data, texts=read) if data.texts is None and read and len(read) == len(data.calibration or ()) else data
     )
+
+
+def _is_own(value: object) -> bool:
+    """Whether no code of another author is in it, which may write into the model: mapped weights are read-only."""
+    return str(getattr(value, "__module__", "kflats")).startswith("kflats")
 
 
 def _with_batches(data: CalibrationData, model: nn.Module, calibration: Calibration) -> CalibrationData:

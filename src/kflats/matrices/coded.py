@@ -584,7 +584,8 @@ class CodedMatrix(Matrix):
         parameters = [p for p in self._parameters.values() if p is not None]
         if is_recording() or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._new_lookup()
-        key = [(p.data_ptr(), p.dtype, p.device, 0 if p.is_inference() else p._version) for p in parameters]
+        tensors = [*parameters, self.get_buffer("codes")]
+        key = [(t.data_ptr(), t.dtype, t.device, 0 if t.is_inference() else t._version) for t in tensors]
         if self._known is None or self._known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 made = self._new_lookup()
@@ -595,9 +596,12 @@ class CodedMatrix(Matrix):
     def _decoded_table(self) -> Tensor | None:
         """All rows of a small matrix, kept from its first lookup on; None for a larger one, and in calls that are
         recorded or whose gradients reach the scales."""
-        if math.prod(self.shape) > _SMALL or is_recording():
+        if is_recording():
             return None
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters.values() if p is not None):
+            self._known = None  # fused optimizers of torch change scales without a new version
+            return None
+        if math.prod(self.shape) > _SMALL:
             return None
         known = self._lookup()
         if known.table is None:

@@ -102,6 +102,8 @@ class _Multiplies(HoldsMatrix):
         product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
         if product is None and not is_recording():
             learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
+            if learns:  # fused optimizers of torch change factors without a new version
+                self._ready = None
             product = None if learns and self.run_form != "int8" else self._product(x, transposed)
             graded = learns or (torch.is_grad_enabled() and x.requires_grad)
             if graded and product is not None and self.run_form == "int8":
