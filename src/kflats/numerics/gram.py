@@ -231,7 +231,7 @@ def scaled_gram(rows: Rows, factors: Tensor | None = None) -> Tensor:
         wide = block.to(torch.float64)
         if factors is not None:
             wide = wide * factors[here].unsqueeze(1)
-        total += lower_gram(wide)
+        add_lower_gram_(total, wide)
     mirror_(total)
     return total
 
@@ -243,10 +243,17 @@ def lower_gram(x: Tensor, y: Tensor | None = None) -> Tensor:
     """
     n = x.shape[1]
     lower = x.new_zeros(n, n)
+    add_lower_gram_(lower, x, y)
+    return lower
+
+
+def add_lower_gram_(total: Tensor, x: Tensor, y: Tensor | None = None) -> None:
+    """Add ``lower_gram`` to ``total`` (n, n) in place, without another matrix of that size; also where ``total`` is
+    float64 and X is not."""
+    n = x.shape[1]
     for start in range(0, n, _PANEL):
         end = min(start + _PANEL, n)
-        lower[start:, start:end] = x[:, start:].T @ (x if y is None else y)[:, start:end]
-    return lower
+        total[start:, start:end] += x[:, start:].T @ (x if y is None else y)[:, start:end]
 
 
 def mirror_(total: Tensor) -> None:

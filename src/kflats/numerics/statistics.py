@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kflats.numerics.gram import lower_gram
+from kflats.numerics.gram import add_lower_gram_, lower_gram
 
 _ROWS = 1024  # rows worth a product of their own; fewer wait, since adding up takes as long as 100 rows
 
@@ -32,7 +32,7 @@ class Products:
         """(lower Gram, sum) of the rows of all ``parts``."""
         same = len(parts) == len(self._parts) and all(a is b for a, b in zip(parts, self._parts, strict=True))
         if not same or self._found is None:
-            rows = torch.cat(parts) if len(parts) > 1 else parts[0]
+            rows = _joined(parts)
             self._parts, self._found = parts, (lower_gram(rows), rows.sum(0))
         return self._found
 
@@ -73,12 +73,15 @@ class Moments:
         return self._gram, self._sum
 
     def _flush(self) -> None:
-        if self._others:
-            self._gram += lower_gram(torch.cat(self._waiting), torch.cat(self._others))
-        elif self._waiting:
-            gram, total = (self._products or Products()).of(self._waiting)
+        if self._waiting and self._products is not None and not self._others:
+            gram, total = self._products.of(self._waiting)
             self._gram += gram
             self._sum += total
+        elif self._waiting:
+            rows, others = _joined(self._waiting), _joined(self._others) if self._others else None
+            add_lower_gram_(self._gram, rows, others)
+            if others is None:
+                self._sum += rows.sum(0)
         self._waiting, self._others = [], []
 
 
@@ -90,16 +93,29 @@ def gradient_rows(x: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     positions are fewer than neurons.
 
     Args:
-        x: (B, T, n) what enters. g: (B, T, d) the gradient of each sample's loss by its outputs.
+        x: (B, T, n) what enters; the rows may share its memory. g: (B, T, d) the gradient of each sample's loss by its
+            outputs.
     """
     reached = torch.linalg.vector_norm(wide(g), dim=(0, 2)) != 0  # a loss may read one position
-    x, g = _together(wide(x[:, reached]), wide(g[:, reached]))
+    if not bool(reached.all()):
+        x, g = x[:, reached], g[:, reached]
+    x, g = _together(wide(x), wide(g))
     positions, n, d = x.shape[1], x.shape[2], g.shape[2]
     if positions * (positions * (n + d) + n * n) < (positions + n) * n * d:
         live = torch.linalg.vector_norm(g, dim=2) != 0  # padding adds nothing
-        return x[live], torch.bmm(torch.bmm(g, g.mT), x)[live]
+        return _chosen(x, live), _chosen(torch.bmm(torch.bmm(g, g.mT), x), live)
     rows = torch.bmm(g.mT, x).flatten(0, 1)
     return rows, rows
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """The rows of all ``parts``, without a copy of a single one."""
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _chosen(x: Tensor, live: Tensor) -> Tensor:
+    """The rows (P, n) of ``x`` (B, T, n) where ``live`` (B, T), without a copy of all."""
+    return x.flatten(0, 1) if bool(live.all()) else x[live]
 
 
 def nearest_product(pairs: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
