@@ -37,7 +37,7 @@ class Memory:
     def __init__(self, count: int, seed: int) -> None:
         self.values: dict[str, str] = {}
         self.lock, self.random = threading.Lock(), random.Random(seed)
-        self.sent: dict[tuple[int, int], Tensor] = {}
+        self.sent: dict[tuple[str, int, int], Tensor] = {}
         self.count = count
 
     def delay(self) -> None:
@@ -66,12 +66,13 @@ class Memory:
                 self.values[key] = desired
         return self.values[key].encode()
 
-    def broadcasts(self, rank: int) -> Callable[[Tensor, int], object]:
+    def sending(self, how: str, rank: int) -> Callable[[Tensor, int], object]:
+        """To all, or to the first; worker ``rank`` calls it."""
         calls = Counter[int]()
 
-        def broadcast(tensor: Tensor, src: int) -> None:
+        def send(tensor: Tensor, src: int) -> None:
             self.delay()
-            key, calls[src] = (src, calls[src]), calls[src] + 1
+            key, calls[src] = (how, src, calls[src]), calls[src] + 1
             if src == rank:
                 self.sent[key] = tensor.clone()
                 return
@@ -79,13 +80,16 @@ class Memory:
                 time.sleep(0.0005)
             tensor.copy_(self.sent[key])
 
-        return broadcast
+        return send
 
 
 def together(count: int, seed: int, work: Callable[[Workers], object]) -> list[object]:
     """What ``work`` gives each of ``count`` workers, which are threads."""
     store = Memory(count, seed)
-    crew = [Workers(rank, count, store, 30.0, store.broadcasts(rank)) for rank in range(count)]
+    crew = [
+        Workers(rank, count, store, 30.0, store.sending("to all", rank), store.sending("to the first", rank))
+        for rank in range(count)
+    ]
     with ThreadPoolExecutor(count) as pool:
         return list(pool.map(work, crew))
 
@@ -106,9 +110,16 @@ def test_results_do_not_depend_on_workers_nor_on_when_they_come(seed: int) -> No
 
         first = workers.divided(TASKS, squared, NUMBERS, order)
         again = workers.divided(TASKS[:2], squared, NUMBERS)
-        sums = list(workers.in_turn(TASKS, summed))
+
+        def listed(**how: bool) -> list[tuple[str, dict[str, object]]]:
+            results = workers.in_turn(TASKS, summed, **how)
+            return [(text, {name: t.tolist() for name, t in tensors.items()}) for tensors, text in results]
+
+        whole = listed()
+        gathered = listed(gathered=True)
         workers.meet()
-        return first, again, [(text, {name: t.tolist() for name, t in tensors.items()}) for tensors, text in sums]
+        assert gathered == [(text, tensors if workers.first else {}) for text, tensors in whole]
+        return first, again, whole
 
     alone = one(Workers())
     done.clear()

@@ -18,7 +18,7 @@ from kflats.calibration.hooks import ALONE, ActivationRecorder, Layout, find_lay
 from kflats.calibration.layers import Chain, Pass, Step, longest_list
 from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprint, merge
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, NotFiniteError
 from kflats.common.formatting import Update, announce, progress_bar, size
 from kflats.common.memory import unused_bytes
 from kflats.common.texts import check_ids
@@ -101,8 +101,9 @@ def measure(
             weight that takes more is measured alone.
         quiet: no progress bar, and no line on weights that were never reached.
         workers: who sum the blocks; all of them get the statistics.
-        scratch: a folder for the means, which are then mapped files and read-only (writing into them ends the process),
-            and for inputs of layers. None: the means are in memory, and the inputs in a temporary folder.
+        scratch: a folder for inputs of layers, and for the means where the sums do not fit into memory together: they
+            are then mapped files and read-only (writing into them ends the process). None: the means are in memory, and
+            the inputs in a temporary folder.
 
     Raises:
         KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
@@ -126,12 +127,12 @@ def measure(
     def groups(some: Sequence[Weight]) -> Iterator[list[Weight]]:
         return _groups(some, wanted, room, copies, refuse=memory_bytes is not None)
 
-    several = workers.count == 1 and len(list(groups(weights))) > 1
+    several = len(list(groups(weights))) > 1
     # A decoder's layers read which tokens the encoder was given, which is known while the encoder runs.
-    layers = longest_list(model) if several and not is_encoder_decoder(model) else ()
+    layers = longest_list(model) if several and workers.count == 1 and not is_encoder_decoder(model) else ()
     if scratch is not None:
         Path(scratch).mkdir(parents=True, exist_ok=True)
-    spill = None if scratch is None else Spill(Path(scratch) / "measured")
+    spill = None if scratch is None or not several else Spill(Path(scratch) / "measured")
     if layers and not _is_chain(model, layers, weights, kept, wanted, objective):
         layers = ()
     with (
@@ -155,7 +156,7 @@ def measure(
                 # Before the next group begins, so that the sums of this group are off the device.
                 done = [w for w in one.weights if one_sample or w.name not in job.without_layout]
                 for w in done:
-                    mean = measured(w, wanted[w.name], sums.pop(w.name))
+                    mean = _mean(w, wanted[w.name], sums.pop(w.name), workers)
                     means[w.name] = mean if spill is None else mean.kept_by(spill.kept)
     by_name = {w.name: means[w.name] for w in weights}
     unreached = tuple(name for name, one in by_name.items() if wanted[name] and _is_unreached(one))
@@ -169,7 +170,7 @@ def measure(
 def _summed(
     job: Job, blocks: Mapping[int, Block], one: Pass, one_sample: bool, update: Update, workers: Workers
 ) -> Iterator[tuple[int, dict[str, Sums]]]:
-    """(block index, sums by weight) of each block."""
+    """(block index, sums by weight) of each block; the first worker alone has the tensors."""
     indices = list(blocks)
 
     def work(place: int) -> tuple[dict[str, Tensor], str]:
@@ -179,7 +180,7 @@ def _summed(
         return tensors, json.dumps([{name: of.counts for name, of in sums.items()}, sorted(job.without_layout)])
 
     tasks = [f"measuring with samples {index * BLOCK} and on" for index in indices]
-    for index, (tensors, about) in zip(indices, workers.in_turn(tasks, work), strict=True):
+    for index, (tensors, about) in zip(indices, workers.in_turn(tasks, work, gathered=True), strict=True):
         counts, without_layout = json.loads(about)
         sums = {name: Sums({}, counts[name]) for name in counts}
         for name in list(tensors):
@@ -187,6 +188,18 @@ def _summed(
             sums[weight].tensors[key] = job.on_device(tensors.pop(name))
         job.without_layout |= set(without_layout)
         yield index, sums
+
+
+def _mean(weight: Weight, needs: frozenset[str], sums: Sums, workers: Workers) -> Measured:
+    """The means of a weight, which the first worker makes of its ``sums``, at every worker."""
+
+    def work(_: int) -> tuple[dict[str, Tensor], str]:
+        made = vars(measured(weight, needs, sums))
+        tensors = {name: value for name, value in made.items() if isinstance(value, Tensor)}
+        return tensors, json.dumps({name: value for name, value in made.items() if name not in tensors})
+
+    ((tensors, numbers),) = workers.in_turn([f"measuring {weight.name}"], work)
+    return Measured(**(json.loads(numbers) | tensors))
 
 
 class Job:
@@ -310,7 +323,7 @@ class Job:
             )
         finite = torch.isfinite(losses.detach())
         if not bool(finite.all()):
-            raise KflatsError(
+            raise NotFiniteError(
                 f"the loss of sample {first + int((~finite).nonzero()[0])} is NaN or infinite",
                 cause="training that diverged, half precision that overflows, or NaN among the labels",
                 hint="the model in float32, or another checkpoint",

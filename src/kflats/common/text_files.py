@@ -148,11 +148,11 @@ def _column(rows: Iterator[Any], column: str | None, path: Path) -> Iterator[str
     names = list(dict.fromkeys(name for row in tables for name in row if isinstance(name, str)))
     if column is not None and column not in names:
         raise KflatsError(f"{path} has no column {column!r}", hint=f"one of: {', '.join(names) or 'none'}")
-    chosen = column or _chosen(names, tables, path)
+    chosen, may_be_quoted = column or _chosen(names, tables, path), _suffix(path) == ".tsv"
     for row in chain(first, rows):
         value = row.get(chosen) if isinstance(row, Mapping) else row
         if isinstance(value, str):
-            quoted = _suffix(path) == ".tsv" and len(value) > 1 and value[0] == value[-1] == '"'
+            quoted = may_be_quoted and len(value) > 1 and value[0] == value[-1] == '"'
             yield value[1:-1].replace('""', '"') if quoted else value
 
 

@@ -85,6 +85,7 @@ class Workers:
         store: what connects them; None for a process alone.
         patience: seconds without a sign of life after which a worker counts as lost.
         broadcast: sends a tensor of the worker of a rank to all others, who give one of its shape.
+        gather: sends a tensor of the worker of a rank to the first, who gives one of its shape; both call it.
 
     >>> doubled = Packed(str, lambda index, text: int(text))
     >>> Workers().divided(["a", "b"], lambda index: 2 * index, doubled)
@@ -96,6 +97,7 @@ class Workers:
     store: Store | None = None
     patience: float = PATIENCE
     broadcast: Callable[[Tensor, int], object] = dist.broadcast
+    gather: Callable[[Tensor, int], object] = field(default_factory=lambda: _to_first)
     _stage: int = 0
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -134,10 +136,14 @@ class Workers:
         return results
 
     def in_turn(
-        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]]
+        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]], *, gathered: bool = False
     ) -> Iterator[tuple[dict[str, Tensor], str]]:
         """The results of all tasks in their order, each at every worker, where they are tensors and a text: worker i
         does the tasks i, i + count, ... At a time a worker holds its own result and another's.
+
+        Args:
+            tasks: what each does, for messages. work: does the task of an index.
+            gathered: the first worker alone gets the tensors, the others none.
 
         Raises:
             LostWorkerError: as ``divided``.
@@ -156,19 +162,28 @@ class Workers:
                 self.store.set(f"{stage}/{own}", json.dumps([described, made[1]]))
             for index in round_of:
                 described, text = json.loads(self._text(f"{stage}/{index}", tasks[index], owner=index - start))
-                yield self._sent(described, made[0] if index == own else {}, index - start), text
+                rank, tensors = index - start, made[0] if index == own else {}
+                if not gathered:
+                    tensors = self._sent(described, tensors, rank, self.broadcast)
+                elif rank and self.rank in (0, rank):
+                    tensors = self._sent(described, tensors, rank, self.gather)
+                yield tensors if self.first or not gathered else {}, text
             del made
 
     def _sent(
-        self, described: list[tuple[str, str, list[int]]], own: dict[str, Tensor], rank: int
+        self,
+        described: list[tuple[str, str, list[int]]],
+        own: dict[str, Tensor],
+        rank: int,
+        send: Callable[[Tensor, int], object],
     ) -> dict[str, Tensor]:
-        """The tensors of worker ``rank``, at every worker: names, dtypes and shapes as ``described``."""
+        """The tensors of worker ``rank``, where they are sent: names, dtypes and shapes as ``described``."""
         tensors = {}
         for name, dtype, shape in described:
             here = own[name] if name in own else torch.empty(shape, dtype=getattr(torch, dtype))
             sent = here.cpu().contiguous()
             with self._explained(rank):
-                self.broadcast(sent, rank)
+                send(sent, rank)
             tensors[name] = here if name in own else sent
         return tensors
 
@@ -311,6 +326,13 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
         beating.join()
         with suppress(RuntimeError):
             dist.destroy_process_group()
+
+
+def _to_first(tensor: Tensor, rank: int) -> None:
+    if dist.get_rank() == rank:
+        dist.send(tensor, 0)
+    else:
+        dist.recv(tensor, rank)
 
 
 def cores() -> int:

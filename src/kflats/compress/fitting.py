@@ -333,9 +333,10 @@ def measured_once(
         return replace(data, statistics=kept)
     data = data.measured(model, recipes, quiet, workers, partial.folder if workers.first else None)
     assert data.statistics is not None
-    if workers.first:
-        data.statistics.save(path)
-    return data
+    if not workers.first:
+        return data
+    data.statistics.save(path)
+    return replace(data, statistics=Statistics.load(path, mapped=True))
 
 
 def model_fingerprint(folder: Path, data: CalibrationData, trim: int | None) -> str:

@@ -285,13 +285,14 @@ def _least_loss(
     part -= sum(decision.budget_bytes for decision in equal.values())
     equal |= equal_shares(model, [replace(i, note=_UNJUDGED) for i in unjudged], part, data) if unjudged else {}
     tasks = [f"planning {item.weight.name}" for item in judged]
+    largest_first = sorted(range(len(judged)), key=lambda index: -math.prod(judged[index].shape))
     with progress_bar(quiet=quiet) as update:
 
         def listed(index: int) -> WeightCandidates:
-            update(tasks[index], index, len(judged))
+            update(tasks[index], largest_first.index(index), len(judged))
             return weight_candidates(model, judged[index], data)
 
-        weights = (workers or Workers()).divided(tasks, listed, passed_on(judged, data))
+        weights = (workers or Workers()).divided(tasks, listed, passed_on(judged, data), largest_first)
     rest = allowed - sum(decision.budget_bytes for decision in equal.values())
     choices = allocate([weight.options(relative) for weight in weights], rest)
     chosen = [weight.decision(choice) for weight, choice in zip(weights, choices, strict=True)]
