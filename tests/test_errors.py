@@ -12,7 +12,7 @@ from kflats.common.errors import KflatsError
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 PYTHON = re.compile(r"(?<![-\w])[A-Za-z_]\w*=|\w\(|kflats\.\w|(?<!kflats)\[\w+\]|\b(True|False|None)\b")
 """A keyword argument, a call, a name of the package, a list, or a constant: advice that only Python can follow."""
-KINDS = ("KflatsError", "NoGradientSignalError")
+KINDS = ("KflatsError", "NoGradientSignalError", "NotFiniteError")
 
 
 def reached() -> Iterator[tuple[str, ast.Module]]:

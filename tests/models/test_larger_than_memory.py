@@ -66,7 +66,7 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_shard_is_named_and_nothing_is_written(damage: str, tmp_path: Path) -> None:
     ARCHITECTURES["llama"].make(False).save_pretrained(tmp_path / "model", max_shard_size="20KB")
     shard = sorted((tmp_path / "model").glob("*.safetensors"))[1]
-    message = shard.name
+    messages = [shard.name]
     if damage == "truncated":
         shard.write_bytes(shard.read_bytes()[:-100])
     elif damage == "absent":
@@ -74,10 +74,11 @@ def test_a_damaged_shard_is_named_and_nothing_is_written(damage: str, tmp_path: 
     else:
         tensors = load_file(shard)
         name = next(key for key, tensor in tensors.items() if tensor.ndim == 2)
-        tensors[name][1, 2] = torch.nan
+        tensors[name][1:4, 2] = torch.nan
         save_file(tensors, shard, metadata={"format": "pt"})
-        message = f"{name.removesuffix('.weight')}: the matrix has NaN or infinite values"
-    with pytest.raises(KflatsError, match=re.escape(message)):
+        messages = [f"{name.removesuffix('.weight')}: the matrix has NaN or infinite values"]
+        messages += [f"NaN or infinity in rows 1 to 3 of {name!r} in {shard.name}"]
+    with pytest.raises(KflatsError, match=".*".join(map(re.escape, messages))):
         compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

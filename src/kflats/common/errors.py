@@ -65,6 +65,10 @@ class NoGradientSignalError(KflatsError):
     """No gradient reached a weight: all statistics measured of it are zero."""
 
 
+class NotFiniteError(KflatsError):
+    """Numbers of a weight, or what the model makes of them, are NaN or infinite."""
+
+
 def as_options(advice: str) -> str:
     """``advice`` whose arguments and values in Python are written as options of the command line.
 

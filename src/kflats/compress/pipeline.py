@@ -27,6 +27,7 @@ from kflats.evaluation.running import Batch
 from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
 from kflats.io.mapped import Spill
+from kflats.io.saving import damage_named
 from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
@@ -212,7 +213,7 @@ def compress_folder(
     recipes = plan or named
     if available_bytes() < max(_ROOM, _MANY * weight_file_bytes(folder)):
         return_memory_when_freed()
-    with new_folder(out, force, [folder], workers) as aside:
+    with new_folder(out, force, [folder], workers) as aside, damage_named(folder):
         model = load_model(folder, mapped=_is_own(calibration) and _is_own(objective))
         before, beside = weight_file_bytes(folder), module_bytes(folder)
         _check_fresh(folder, model, whole=keep is None and plan is None)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.common.errors import KflatsError, first_line
+from kflats.common.errors import KflatsError, NotFiniteError, first_line
 from kflats.common.texts import Tokenizer, batches_by_length, pad_id, padded_batch, tokenize_texts
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.weights import is_sentence_transformer, vocabulary_end
@@ -82,7 +82,7 @@ def encode(
 def check_finite(outputs: Tensor) -> None:
     """Raises KflatsError for outputs that hold NaN or infinity."""
     if not torch.isfinite(outputs).all():
-        raise KflatsError(
+        raise NotFiniteError(
             "the model's outputs are not finite", hint="the model in float32, or another copy of its weights"
         )
 

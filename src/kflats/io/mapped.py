@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -27,6 +27,7 @@ from kflats.common.schema import decode
 from kflats.io.atomic import replaced
 
 _LONGEST = 100_000_000  # bytes of a header, as the format allows
+_AT_ONCE = 2**22  # numbers that are looked at together
 _TYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -109,6 +110,26 @@ def _tensor(data: mmap.mmap, begin: int, entry: TensorEntry, what: str) -> Tenso
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
         flat = torch.frombuffer(data, dtype=dtype, count=prod(entry.shape), offset=begin + first)
     return flat.view(entry.shape)
+
+
+def not_finite(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:
+    """Where safetensors files hold NaN or infinity: file, tensor and rows. All of them are read.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/a.safetensors"
+    >>> save_file({"words": torch.tensor([[1.0, 2.0], [torch.nan, 1.0], [0.0, torch.inf]])}, path)
+    >>> list(not_finite([path]))
+    ["rows 1 to 2 of 'words' in a.safetensors"]
+    """
+    for path in map(Path, paths):
+        for name, tensor in mapped_tensors(path).items():
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            rows = tensor.reshape(len(tensor) if tensor.ndim else 1, -1)
+            parts = rows.split(max(1, _AT_ONCE // max(1, rows.shape[1])))
+            bad = torch.cat([~torch.isfinite(part).all(1) for part in parts]).nonzero().flatten().tolist()
+            if bad:
+                yield f"rows {bad[0]} to {bad[-1]} of {name!r} in {path.name}"
 
 
 class Spill:

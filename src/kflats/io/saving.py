@@ -12,9 +12,11 @@ import mmap
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from types import MethodType
 from typing import Any, BinaryIO, cast
@@ -25,13 +27,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.codecs.streams import STREAM_VERSION, encode
-from kflats.common.errors import KflatsError, KflatsWarning, first_line
+from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, first_line
 from kflats.common.hashing import crc32
 from kflats.common.release import needed, version
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import JsonObject
 from kflats.io.atomic import manifest_follows, replaced
-from kflats.io.mapped import Spill, TensorEntry, mapped_tensors, read_header
+from kflats.io.mapped import Spill, TensorEntry, mapped_tensors, not_finite, read_header
 from kflats.io.sources import read_config, static_folder, trusts_remote_code, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_static, write_static
 from kflats.matrices.coded import CodedMatrix, read_geometry
@@ -547,6 +549,21 @@ def _mapped_model(kind: Any, config: Any, folder: Path, transformers: Any) -> An
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model
+
+
+@contextmanager
+def damage_named(folder: Path) -> Iterator[None]:
+    """Inside, an error of numbers that are not finite says where in the files of ``folder`` such numbers are."""
+    try:
+        yield
+    except NotFiniteError as error:
+        found: list[str] = []
+        with suppress(KflatsError):  # a type of numbers that is not read
+            found += islice(not_finite(_shards(weights_folder(folder))), 3)
+        if not found:
+            raise
+        cause = f"NaN or infinity in {', and in '.join(found)}"
+        raise NotFiniteError(error.symptom, cause=cause, hint="fetch these files again") from error
 
 
 def _shards(folder: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, NotFiniteError
 
 BLOCK = 1024
 """Rows per E-step block: the block and its coordinates stay in cache (measured best of 256..16384)."""
@@ -248,7 +248,7 @@ def check_finite(rows: Rows) -> None:
     of zeros passes.
 
     Raises:
-        KflatsError: with the first bad row's number.
+        KflatsError: with the first bad row's number; ``NotFiniteError`` for NaN and infinity.
     """
     largest = 0.0
     for start, block in rows.blocks(gram_block(rows)):
@@ -257,16 +257,16 @@ def check_finite(rows: Rows) -> None:
         largest = max(largest, norm)
         if not math.isfinite(norm):
             bad = (~torch.isfinite(block).all(dim=1)).nonzero()
-            fault, cure = (
-                f"values as large as {float(block.abs().max()):.1e}, too large to be squared",
-                "scale them down",
-            )
             if len(bad):
-                fault, cure = f"NaN or infinite values, first in row {start + int(bad[0])}", "replace them"
+                raise NotFiniteError(
+                    f"the matrix has NaN or infinite values, first in row {start + int(bad[0])}",
+                    cause="diverged training or a damaged checkpoint",
+                    hint="load another checkpoint, or replace them",
+                )
             raise KflatsError(
-                f"the matrix has {fault}",
+                f"the matrix has values as large as {float(block.abs().max()):.1e}, too large to be squared",
                 cause="diverged training or a damaged checkpoint",
-                hint=f"load another checkpoint, or {cure}",
+                hint="load another checkpoint, or scale them down",
             )
     if largest > _SMALL_NORM:
         return
