@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kflats.common import workers as workers_module
 from kflats.common.errors import KflatsError
 from kflats.common.workers import LostWorkerError, Packed, Workers
 from kflats.tables import compress, compress_table
@@ -87,7 +88,7 @@ def together(count: int, seed: int, work: Callable[[Workers], object]) -> list[o
     """What ``work`` gives each of ``count`` workers, which are threads."""
     store = Memory(count, seed)
     crew = [
-        Workers(rank, count, store, 30.0, store.sending("to all", rank), store.sending("to the first", rank))
+        Workers(rank, count, store, 30.0, True, store.sending("to all", rank), store.sending("to the first", rank))
         for rank in range(count)
     ]
     with ThreadPoolExecutor(count) as pool:
@@ -138,9 +139,13 @@ def test_a_worker_without_a_sign_of_life_is_named() -> None:
         together(2, 0, one)
 
 
-def test_a_slow_worker_is_waited_for() -> None:
+def test_a_slow_worker_is_waited_for_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(workers_module, "_SLOW", 1.5)
+
     def one(workers: Workers) -> None:
-        workers.patience = 2.5
+        workers.patience, workers.quiet = 2.5, not workers.first
         assert workers.store is not None
         for _ in range(30 if workers.rank else 0):
             time.sleep(0.1)
@@ -148,6 +153,7 @@ def test_a_slow_worker_is_waited_for() -> None:
         workers.meet()
 
     together(2, 0, one)
+    assert capsys.readouterr().err.count("waiting for worker 1 (coming here)") == 1
 
 
 def test_workers_that_differ_are_refused_or_named(capsys: pytest.CaptureFixture[str]) -> None:

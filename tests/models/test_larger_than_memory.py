@@ -21,6 +21,7 @@ from kflats.calibration.accumulators import Accumulator
 from kflats.calibration.collect import measure
 from kflats.common.errors import KflatsError
 from kflats.common.workers import Workers
+from kflats.io import saving
 from kflats.io.mapped import mapped_tensors
 from kflats.io.saving import load_model
 from kflats.model.weights import find_weights
@@ -81,6 +82,25 @@ def test_a_damaged_shard_is_named_and_nothing_is_written(damage: str, tmp_path: 
     with pytest.raises(KflatsError, match=".*".join(map(re.escape, messages))):
         compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_disk_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ARCHITECTURES["llama"].make(False).save_pretrained(tmp_path / "model")
+    whole = saving.stamp_
+
+    def damaged(path: Path) -> None:
+        whole(path)
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+
+    monkeypatch.setattr(saving, "stamp_", damaged)
+    with pytest.raises(KflatsError, match="does not hold what was written"):
+        compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
+    assert not (tmp_path / "small").exists()
+    monkeypatch.undo()
+    compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])

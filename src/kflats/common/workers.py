@@ -32,6 +32,7 @@ from kflats.common.formatting import announce
 PATIENCE = 120.0
 """Seconds without a sign of life after which a worker counts as lost."""
 _BEAT = 1.0
+_SLOW = 15.0  # seconds for which nothing is said of who is waited for
 _POLL = 0.02
 _LIBRARIES = ("kflats", "torch", "numpy", "safetensors", "transformers", "tokenizers", "constriction")
 
@@ -84,6 +85,7 @@ class Workers:
         rank: of this worker; the first is 0, and alone writes the output. count: of all.
         store: what connects them; None for a process alone.
         patience: seconds without a sign of life after which a worker counts as lost.
+        quiet: False: says on stderr which worker is waited for, and for what.
         broadcast: sends a tensor of the worker of a rank to all others, who give one of its shape.
         gather: sends a tensor of the worker of a rank to the first, who gives one of its shape; both call it.
 
@@ -96,6 +98,7 @@ class Workers:
     count: int = 1
     store: Store | None = None
     patience: float = PATIENCE
+    quiet: bool = True
     broadcast: Callable[[Tensor, int], object] = dist.broadcast
     gather: Callable[[Tensor, int], object] = field(default_factory=lambda: _to_first)
     _stage: int = 0
@@ -233,7 +236,8 @@ class Workers:
     def _text(self, key: str, task: str, by: str = "", owner: int = 0) -> str:
         """The value of ``key``, once it is there."""
         assert self.store is not None
-        checked = time.monotonic()
+        began = checked = time.monotonic()
+        said = False
         while not self.store.check([key]):
             time.sleep(_POLL)
             if time.monotonic() - checked >= _BEAT:
@@ -241,7 +245,11 @@ class Workers:
                 if self.store.check(["failed"]):
                     raise LostWorkerError(KflatsError("another worker failed", hint="see what it says"), said=True)
                 known = by and self.store.check([by])
-                self._check_alive(int(self.store.get(by)) if known else owner, task)
+                rank = int(self.store.get(by)) if known else owner
+                self._check_alive(rank, task)
+                if not said and checked - began >= _SLOW:
+                    said = True
+                    announce(f"waiting for worker {rank} ({task})", quiet=self.quiet)
         return str(self.store.get(key).decode())
 
     def _check_alive(self, rank: int, task: str) -> None:

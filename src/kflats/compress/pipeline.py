@@ -180,7 +180,7 @@ def compress_folder(
     check_quality(quality, keep or plan, size)
     check_run_form(run_as, auto=True)
     workers = workers or Workers()
-    quiet = quiet or not workers.first
+    workers.quiet = quiet = quiet or not workers.first
     if plan is None and keep is size is None and quality is None:
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)

@@ -176,8 +176,26 @@ def _checksums(file: BinaryIO, entries: Mapping[str, TensorEntry]) -> list[str]:
             entry = entries[name]
             first, end = (begin + offset for offset in entry.data_offsets)
             with data[first:end] as part:
-                checksums.append(f"{crc32([f'{name} {entry.dtype} {list(entry.shape)} ', part]):08x}")
+                checksums.append(_checksum(name, entry, part))
         return checksums
+
+
+def _checksum(name: str, entry: TensorEntry, data: memoryview | Tensor) -> str:
+    return f"{crc32([f'{name} {entry.dtype} {list(entry.shape)} ', data]):08x}"
+
+
+def _check_written(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Compare what a file holds with the tensors that were saved, by name."""
+    with path.open("rb") as file:
+        _, entries = read_header(file, path)
+        for name, found in zip(sorted(entries), _checksums(file, entries), strict=True):
+            own = tensors.get(name)
+            if own is None or type(own) not in (Tensor, nn.Parameter) or own.is_meta:
+                continue  # offloaded or sharded: not in memory as a whole
+            if _checksum(name, entries[name], own) != found:
+                raise KflatsError(
+                    f"{path} does not hold what was written: {name}", cause="a failing disk", hint="another disk"
+                )
 
 
 def guard_saving_(model: nn.Module) -> None:
@@ -239,6 +257,7 @@ def _save_pretrained(
             put_matrices_(state_dict, self)
             put_streams_(state_dict, described, spill)
         config.quantization_config = described
+    saved = dict(state_dict or {})  # transformers empties its own
     try:
         own_names = {"save_original_format": False} if described is not None else {}
         type(self).save_pretrained(self, save_directory, is_main_process, state_dict, *rest, **own_names | settings)
@@ -249,6 +268,8 @@ def _save_pretrained(
         for path, written in _versions(save_directory).items():
             if before.get(path) != written:
                 stamp_(path)
+                if described is not None:
+                    _check_written(path, saved)
         _write_stop(Path(save_directory) / "config.json")
 
 

@@ -101,6 +101,7 @@ def compress_table(
     budget = _bytes(size, n * d)
     per_shard = shard_rows or _rows_a_shard(n, budget)
     workers = workers or Workers()
+    workers.quiet = quiet or not workers.first
     asked = {"rows": f"{n} x {d}", "bytes": str(budget), "layout": layout, "seed": str(seed), "file": str(per_shard)}
     workers.agree("the table or its options", asked)
     with (
