@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import random
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -352,6 +354,24 @@ def test_a_stopped_worker_ends_the_run_with_a_message(tiny_folder: Path, tmp_pat
     assert process.returncode == 2
     assert "worker 1 is lost" in message
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("bash") is None, reason="limits one worker by ulimit")
+def test_under_torchrun_a_worker_that_cannot_write_ends_the_run(
+    alone: bytes, tiny_folder: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "small"
+    single = shlex.join([*COMMAND, str(tiny_folder), "--out", str(out), *OPTIONS])
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python", "bash", "-c"]
+    limited = f"if [ $RANK = 0 ]; then ulimit -f 2; fi; exec {single}"  # files of at most 2 KiB
+    full = subprocess.run([*torchrun, limited], env=SURROUNDINGS, capture_output=True, text=True)
+    assert full.returncode
+    assert full.stderr.count("file too large") == 1
+    assert not out.exists()
+    subprocess.run([*torchrun, single], env=SURROUNDINGS, check=True, capture_output=True)
+    assert weights_of(out) == alone
+    assert [path.name for path in tmp_path.iterdir()] == ["small"]
 
 
 @pytest.mark.slow

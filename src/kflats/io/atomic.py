@@ -38,7 +38,7 @@ MANIFEST = "kflats_manifest.json"
 _FORMAT, _VERSION = "kflats-manifest", 1
 _PRIVATE = 0o600
 _SHOWN = 5  # names of files in one message
-_PLAIN = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+_PLAIN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
 
 
 @contextmanager
