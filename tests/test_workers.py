@@ -26,6 +26,11 @@ from torch import Tensor
 from kflats.common import workers as workers_module
 from kflats.common.errors import KflatsError
 from kflats.common.workers import LostWorkerError, Packed, Workers
+from kflats.methods import SVD
+from kflats.model.weights import find_weights
+from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.candidates import WeightCosts, passed_on, weight_candidates
+from kflats.recipe.recipe import Recipe
 from kflats.tables import compress, compress_table
 from kflats.tables.index import Layout
 from kflats.tables.shards import Bytes, ShardWriter
@@ -166,6 +171,17 @@ def test_workers_that_differ_are_refused_or_named(capsys: pytest.CaptureFixture[
         together(2, 0, one(True))
     together(2, 0, one(False))
     assert capsys.readouterr().err.count("differ in versions") == 1
+
+
+def test_what_one_worker_listed_another_does_not_compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"layer": torch.nn.Linear(12, 8)})
+    (weight,), recipe = find_weights(model), Recipe(SVD())
+    item, own, others = WeightCosts(weight, recipe, False, True), CalibrationData(), CalibrationData()
+    listed = weight_candidates(model, item, own)
+    assert passed_on([item], others).unpack(0, passed_on([item], own).pack(listed)) == listed
+    monkeypatch.setattr(SVD, "spectrum", None)
+    assert torch.equal(others.spectrum(model, weight, recipe), own.spectrum(model, weight, recipe))
 
 
 def test_an_error_stops_the_others_and_is_said_once() -> None:

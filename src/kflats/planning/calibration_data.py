@@ -299,6 +299,14 @@ class CalibrationData:
                 raise error.about(weight.name) from error
         return self._spectra[key]
 
+    def spectra_of(self, weight: Weight) -> dict[str, list[float]]:
+        """What ``spectrum`` computed of ``weight``, for ``take_spectra`` of another worker."""
+        return {key: found.tolist() for key, found in self._spectra.items() if key.startswith(f"{weight.name} ")}
+
+    def take_spectra(self, spectra: Mapping[str, list[float]]) -> None:
+        """Keep what another worker computed."""
+        self._spectra.update({key: torch.tensor(found, dtype=torch.float64) for key, found in spectra.items()})
+
     def candidates(self, key: str, make: Callable[[], tuple[Candidate, ...]]) -> tuple[Candidate, ...]:
         """The ways to store a weight that ``make`` lists, listed once for each ``key``: other budgets choose from the
         same."""

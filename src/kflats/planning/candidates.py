@@ -159,7 +159,8 @@ class WeightCandidates:
 
 
 def passed_on(items: Sequence[WeightCosts], data: CalibrationData) -> Packed[WeightCandidates]:
-    """How the candidates of a weight pass to other workers, who keep them in ``data`` for other budgets."""
+    """How the candidates of a weight pass to other workers, who keep them in ``data`` for other budgets, and its
+    spectra for reports."""
 
     values: dict[str, Method | Codec] = {}  # a weight has thousands of candidates, of a few values
 
@@ -174,10 +175,11 @@ def passed_on(items: Sequence[WeightCosts], data: CalibrationData) -> Packed[Wei
             + [one.nbytes, one.error, one.note, one.error_kind]
             for one in made.candidates
         ]
-        return json.dumps([ways, made.bias, made.total])
+        return json.dumps([ways, made.bias, made.total, data.spectra_of(made.item.weight)])
 
     def unpack(index: int, text: str) -> WeightCandidates:
-        ways, bias, total = json.loads(text)
+        ways, bias, total, spectra = json.loads(text)
+        data.take_spectra(spectra)
         made = tuple(
             Candidate(cast(Method, value(method)), cast(Codec, value(codec)), *rest) for method, codec, *rest in ways
         )
