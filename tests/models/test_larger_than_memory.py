@@ -21,6 +21,7 @@ from kflats.calibration.accumulators import Accumulator
 from kflats.calibration.collect import measure
 from kflats.common.errors import KflatsError
 from kflats.common.workers import Workers
+from kflats.compress import pipeline
 from kflats.io import saving
 from kflats.io.mapped import mapped_tensors
 from kflats.io.saving import load_model
@@ -82,6 +83,21 @@ def test_a_damaged_shard_is_named_and_nothing_is_written(damage: str, tmp_path: 
     with pytest.raises(KflatsError, match=".*".join(map(re.escape, messages))):
         compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ARCHITECTURES["llama"].make(False).save_pretrained(tmp_path / "model")
+    found = []
+    for name in ("whole", "shards"):
+        compress_folder(tmp_path / "model", tmp_path / name, keep="50%", weights=("all",), proof=False, quiet=True)
+        found.append(load_model(tmp_path / name).state_dict())
+        monkeypatch.setattr(pipeline, "_SHARD", "10KB")
+    index = json.loads((tmp_path / "shards" / "model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "shards").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files
+    assert len(files) > 2
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
 def test_a_disk_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
