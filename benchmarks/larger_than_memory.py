@@ -8,7 +8,7 @@ half as many layers show whether the time of a weight depends on how many there 
 "private memory" is the most of the pages that belong to the process alone (RssAnon), sampled. "allowed" is the largest
 weight in float32, or three Grams of its inputs in float64 if that is more, and 700 MB.
 
-transformers imports torchao, scipy and accelerate where they are installed, which takes 125 MB of private memory.
+transformers imports torchao, scipy and accelerate where they are installed, which takes private memory.
 ``--python`` runs kflats in another environment, such as one of ``pip install 'kflats[hf,codes]'`` alone; which of the
 three are in it stands under the table.
 
