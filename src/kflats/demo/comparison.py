@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -128,11 +127,10 @@ def demo(
             return
         ways += [in_torch(f"kflats --size {one}", weight_file_bytes(folder / one), folder / one) for one in sizes]
         ways += _in_integers(f"kflats --size {searched}, run as int8", folder / searched, Path(place), show)
-        lines = _compared(ways, load_model(source), tokenizer, quiet)
+        lines, encoders = _compared(ways, load_model(source), tokenizer, quiet)
         rows = [line.cells() for line in lines]
         show(f"\n{plain(table(_COLUMNS, rows))}\n")
-        small = next(line.way for line in lines if line.way.name == f"kflats --size {searched}")
-        searches = _searches(lines[0].way, small, tokenizer)
+        searches = _searches(encoders[ways[0].name], encoders[f"kflats --size {searched}"], tokenizer)
         show("\n".join(_as_text(one, searched) for one in searches))
         points = [_point(line) for line in lines[1:] if "run as" not in line.way.name]
         write_page(folder, _COLUMNS, rows, [line.ours for line in lines], draw(points), searches, searched)
@@ -213,17 +211,27 @@ def _in_integers(name: str, folder: Path, place: Path, show: Callable[[str], Non
         return []
 
 
-def _compared(ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, quiet: bool) -> list[Line]:
-    """What each way costs and loses; the first is what the others are compared with."""
+@dataclass(frozen=True)
+class _Encoder:
+    """A way that is built, and the vectors of the package's sentences by it."""
+
+    runs: Run
+    sentences: Tensor
+
+
+def _compared(
+    ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, quiet: bool
+) -> tuple[list[Line], dict[str, _Encoder]]:
+    """What each way costs and loses; the first is what the others are compared with. Also all of them, by name."""
     sentences = packaged_texts("judge")
     paragraphs = [" ".join(sentences[i : i + _PARAGRAPH]) for i in range(0, len(sentences), _PARAGRAPH)]
     announce("comparing: outputs, memory of fresh processes, times in turns", quiet=quiet)
     runs = {way.name: way.build() for way in ways}
-    near, threads = [], torch.get_num_threads()
+    near, read, threads = [], [], torch.get_num_threads()
     torch.set_num_threads(cores())  # the other workers have left
     for texts in (sentences, paragraphs):
-        before = vectors(runs[ways[0].name], tokenizer, texts)
-        near.append({name: fidelity_of(before, vectors(runs[name], tokenizer, texts)) for name in runs})
+        read.append({name: vectors(runs[name], tokenizer, texts) for name in runs})
+        near.append({name: fidelity_of(read[-1][ways[0].name], made) for name, made in read[-1].items()})
     torch.set_num_threads(threads)
     contestants = [_Ready(way.name, runs[way.name]) for way in ways if way.footprint is not None]
     timed, _ = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS, seconds=_SECONDS)
@@ -235,7 +243,7 @@ def _compared(ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, qu
     for way in ways:
         times = tuple(one for one in timed if one.name == way.name)
         lines.append(Line(way, near[0][way.name], near[1][way.name], memory.get(way.name), times))
-    return lines
+    return lines, {name: _Encoder(runs[name], read[0][name]) for name in runs}
 
 
 def _called(footprint: Callable[[], Footprint]) -> Footprint:
@@ -254,13 +262,12 @@ class _Ready:
         return self.ready
 
 
-def _searches(original: Way, small: Way, tokenizer: Tokenizer) -> list[Search]:
+def _searches(original: _Encoder, small: _Encoder, tokenizer: Tokenizer) -> list[Search]:
     """What both find for every query."""
     sentences = packaged_texts("judge")
     both = []
-    for way in (original, small):
-        encoded = partial(vectors, way.build(), tokenizer)
-        scores = encoded(QUERIES) @ encoded(sentences).T
+    for encoder in (original, small):
+        scores = vectors(encoder.runs, tokenizer, QUERIES) @ encoder.sentences.T
         best: torch.return_types.topk = scores.topk(_FOUND, dim=1)
         both.append(
             [

@@ -459,8 +459,8 @@ def designed(made: Rounded, labels: Tensor) -> Quantizer:
     each, magnitudes = contexts[labels], made.levels.abs().to(torch.int64)
     places = (each * len(KNOTS) + nearest_knot()[magnitudes]).flatten()
     counts = torch.bincount(places, minlength=number * len(KNOTS)).view(number, len(KNOTS)).to(torch.float64)
-    live = magnitudes > 0
-    beyond = torch.zeros(number, dtype=torch.float64).index_add_(0, each[live], magnitudes[live] - sizes[live])
+    gaps = (magnitudes - sizes).masked_fill_(magnitudes == 0, 0.0)
+    beyond = torch.bincount(each.flatten(), gaps.flatten(), minlength=number)
     shrink = (beyond / counts[:, 1:].sum(1).clamp_min(1.0)).clamp(0.0, 0.45)
     most = torch.zeros(number, dtype=torch.int64)
     most.scatter_reduce_(0, each.flatten(), magnitudes.flatten(), "amax")
