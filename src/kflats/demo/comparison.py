@@ -133,7 +133,16 @@ def demo(
         searches = _searches(encoders[ways[0].name], encoders[f"kflats --size {searched}"], tokenizer)
         show("\n".join(_as_text(one, searched) for one in searches))
         points = [_point(line) for line in lines[1:] if "run as" not in line.way.name]
-        write_page(folder, _COLUMNS, rows, [line.ours for line in lines], draw(points), searches, searched)
+        write_page(
+            folder,
+            _COLUMNS,
+            rows,
+            [line.ours for line in lines],
+            draw(points),
+            searches,
+            searched,
+            len(packaged_texts("judge")),
+        )
         shutil.rmtree(others)
     made = Path(out).resolve()
     folders = ", ".join(str(made / one) for one in sizes)

@@ -77,12 +77,13 @@ def draw(points: Sequence[Point]) -> Picture:
                     color=INK,
                     fontsize=8,
                 )
-        axes.margins(0.18, 0.12)
+        axes.margins(0.2, 0.12)
         axes.set_xticks([5, 10, 20, 50])
         axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g} MB"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_xlabel("weight files")
-        axes.set_ylabel("1 - cosine to the original")
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}" if y > 2e-4 else f"{y:.4f}"))
+        axes.set_ylabel("loss: 1 - cosine to the original")
         axes.legend(frameon=False, loc="lower left", fontsize=8)
 
     said = "; ".join(f"{point.name}: {size(point.nbytes)}, {number(point.loss)}" for point in points)
@@ -97,16 +98,17 @@ def write_page(
     picture: Picture,
     searches: Sequence[Search],
     searched: str,
+    count: int,
 ) -> None:
     """Write the page and its picture into ``folder``.
 
     Args:
         columns, rows: of the table. ours: which rows kflats made.
-        searches: what the original and the model of the size ``searched`` found.
+        searches: what the original and the model of the size ``searched`` found, of ``count`` sentences.
     """
     (folder / PICTURE).write_bytes(picture.png)
     lines = list(zip(rows, ours, strict=True))
     page = template("demo.html").render(
-        columns=columns, lines=lines, picture=picture, searches=searches, searched=searched
+        columns=columns, lines=lines, picture=picture, searches=searches, searched=searched, count=count
     )
     (folder / PAGE).write_text(page, encoding="utf-8", errors="backslashreplace")
