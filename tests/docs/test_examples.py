@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -111,6 +112,20 @@ def test_modules_that_a_page_names_exist(page: Path) -> None:
     roots = [ROOT, ROOT / "src", ROOT / "src" / "kflats", ROOT / "benchmarks", ROOT / "experiments"]
     named = re.findall(r"`([a-z_/]+\.py)`", page.read_text(encoding="utf-8").partition("### Renamed")[0])
     assert [name for name in named if not any((root / name).is_file() for root in roots)] == []
+
+
+def test_extras_and_oldest_versions_are_those_of_the_metadata() -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        project = tomllib.load(file)["project"]
+    extras = project["optional-dependencies"]
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    named = re.findall(r"^\| `(\w+)` \|", index, re.M)
+    assert set(named) == set(extras)
+    ranges = [f"Python{project['requires-python']}", *project["dependencies"], *extras["hf"]]
+    oldest = dict(one.split(">=") for one in ranges)
+    wanted = ", ".join(f"{name} {oldest[name]}" for name in ("Python", "torch", "transformers"))
+    for page in (index, (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert f"{wanted}, or newer" in page
 
 
 def test_something_is_tested() -> None:
