@@ -146,10 +146,10 @@ def page(
 _INTRODUCTION = """# Architectures
 
 Every model type of the installed transformers whose config has an Auto model, as a tiny model with random weights:
-inspected, compressed, saved, loaded in another process, trained for a step, saved again. There are four ways to compress;
-not every type went through all of them, and the column *not run* counts those that did not. What a tiny model proves is
-that nothing breaks; it says nothing about quality. The log was resumed while defects that it showed were mended: what had
-held before was not run again.
+inspected, compressed, saved, loaded in another process, trained for a step, saved again. There are four ways to
+compress; not every type went through all of them, and the column *not run* counts those that did not. What a tiny model
+proves is that nothing breaks; it says nothing about quality. The log was resumed while defects that it showed were
+mended: what had held before was not run again.
 
     python tests/sweep/sweep.py run --log sweep.jsonl --resume
     python tests/sweep/sweep.py table sweep.jsonl > docs/architectures.md

@@ -101,7 +101,8 @@ def walk_(
     def put_(inputs: list[Tensor], *layers: nn.Linear) -> None:
         rows = torch.cat([x[mask] for x, mask in zip(inputs, real, strict=True)])
         mean = rows.mean(0)
-        gram = (rows - mean).T @ (rows - mean) / len(rows)
+        rows -= mean
+        gram = rows.T @ rows / len(rows)
         for layer in layers:
             weight, shift = code(names[id(layer)], gram, mean)
             layer.weight.copy_(weight)
