@@ -57,16 +57,16 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
         middle = op.Cast(op.Constant(value_int=_MIDDLE), to=_UINT8)
         return op.Cast(op.MatMulInteger(shifted, numbers, middle), to=_FLOAT)
 
-    def gelu(x: object, approximate: str = "none") -> object:
+    def gelu(self: object, approximate: str = "none") -> object:  # by torch's name, which its exporter looks for
         def number(value: float) -> object:
-            return op.CastLike(op.Constant(value_float=value), x)
+            return op.CastLike(op.Constant(value_float=value), self)
 
         if approximate == "tanh":
-            inner = op.Add(x, op.Mul(number(0.044715), op.Mul(x, op.Mul(x, x))))
+            inner = op.Add(self, op.Mul(number(0.044715), op.Mul(self, op.Mul(self, self))))
             part = op.Tanh(op.Mul(number(math.sqrt(2 / math.pi)), inner))
         else:
-            part = op.Erf(op.Div(x, number(math.sqrt(2))))
-        return op.Mul(number(0.5), op.Mul(x, op.Add(part, number(1.0))))
+            part = op.Erf(op.Div(self, number(math.sqrt(2))))
+        return op.Mul(number(0.5), op.Mul(self, op.Add(part, number(1.0))))
 
     return {torch.ops.kflats.rounded_matmul.default: rounded, torch.ops.aten.gelu.default: gelu}
 
