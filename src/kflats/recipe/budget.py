@@ -194,9 +194,9 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
             might be a share kept, a share removed, or bytes.
 
     >>> parse_budget("12MB")
-    Budget(kind='bytes', amount=12000000, scope='weights')
+    Budget(kind='bytes', amount=12000000, scope='weights', larger=False)
     >>> parse_budget("33% ranks")
-    Budget(kind='ranks', amount=0.33, scope='weights')
+    Budget(kind='ranks', amount=0.33, scope='weights', larger=False)
     """
     if isinstance(text, Budget):
         return text
