@@ -184,7 +184,9 @@ def test_the_cut_of_the_source_changes_no_byte(layout: str, tmp_path: Path) -> N
 
 def test_a_coded_table_is_rows(table: CodedTable) -> None:
     """Other methods read it as they read any source."""
-    assert torch.equal(torch.cat([block for _, block in table.blocks(5000)]), all_rows(table).float())
+    blocks = torch.cat([block for _, block in table.blocks(5000)])
+    # Products of other sizes are taken by other kernels, which round differently.
+    torch.testing.assert_close(blocks, all_rows(table).float(), rtol=1e-5, atol=1e-5)
     ids = torch.tensor([5, 1])
     assert torch.equal(table.take(ids), table.rows(ids))
 
