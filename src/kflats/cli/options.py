@@ -528,7 +528,7 @@ class TrainingOptions:
     patience: Annotated[int, typer.Option(help="Stop after this number of epochs without a better score.")] = 2
     precision: Annotated[
         Literal["float32", "bfloat16"],
-        typer.Option(help="Of products; bfloat16 is faster on a processor with units for it, slower elsewhere."),
+        typer.Option(help="Of products; bfloat16 is faster on some processors, slower on others."),
     ] = "float32"
     temperature: Annotated[float, typer.Option(help="With --teacher: the temperature of its outputs.")] = 2.0
     labels_weight: Annotated[

@@ -39,9 +39,9 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     | "int8" | integers; the inputs of each token are rounded to 8 bits | 1 |
     | "compact" | codes that are decoded in every call | 0 |
 
-    Choose "bfloat16" on CPUs with units for it, where it takes about .6 of the time of the original in float32. Choose
-    "int8" for the least time, about .5, on CPUs with VNNI units and where a cosine .001 to .002 lower is allowed.
-    Choose "compact" where memory is short; one sentence then takes four times as long.
+    Choose "bfloat16" on CPUs where it is faster than float32; not all CPUs with units for it are such. Choose
+    "int8" for the least time, .5 to .8 of float32's, on CPUs with VNNI units and where a cosine .001 to .002 lower is
+    allowed. Choose "compact" where memory is short; one sentence then takes four to six times as long.
 
     A form is made at the first call. Recorded graphs (``torch.compile``, export), and calls whose gradients reach the
     codes' scales, use the codes in every form; call a model under ``torch.inference_mode()`` to run it. Embeddings read

@@ -237,7 +237,7 @@ class Schedule:
         patience: number of epochs without a better value after which training stops; None: all epochs run.
         seed: seed of the order of examples and of dropout.
         precision: of products, forward and backward, "float32" or "bfloat16" (``torch.autocast``). Parameters, Adam's
-            moments and evaluations stay float32. bfloat16 is faster on a processor with units for it, slower elsewhere.
+            moments and evaluations stay float32. bfloat16 is faster on some processors, slower on others.
 
     Raises:
         KflatsError: a value out of range.
