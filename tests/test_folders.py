@@ -413,7 +413,10 @@ def test_damaged_weights_are_made_again(damage: str, tmp_path: Path) -> None:
         path.symlink_to(tmp_path / "elsewhere")
     name = "others" if damage == "swapped" else "words"
     assert partial.get(name) is None
-    if damage != "folder":
+    if damage == "folder":
+        with pytest.raises(KflatsError, match="is a directory"):
+            partial.put(name, TENSORS, {})
+    else:
         partial.put(name, TENSORS, {})
         assert partial.get(name) is not None
 

@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
@@ -78,6 +80,19 @@ def test_a_folder_with_flats(tiny_folder: Path, tmp_path: Path) -> None:
         wanted = model(ids, attention_mask=mask, token_type_ids=types).last_hidden_state
     torch.testing.assert_close(run(made.path, ids, mask, types), wanted, rtol=1e-4, atol=1e-4)
     assert 300 * 16 not in initialisers(made.path).values()  # no dense table
+
+
+def test_attention_is_recorded_as_two_products_and_a_softmax(tiny_folder: Path, tmp_path: Path) -> None:
+    """torch's operator is recorded with a test of all scores for NaN. The caller's model keeps its own attention."""
+    model = transformers.AutoModel.from_pretrained(tiny_folder)
+    assert model.config._attn_implementation == "sdpa"
+    path = export_onnx(model, tmp_path / "model.onnx").path
+    assert model.config._attn_implementation == "sdpa"
+    assert (count(path, "Softmax"), count(path, "IsNaN")) == (model.config.num_hidden_layers, 0)
+    broken = patch.object(torch.onnx, "export", side_effect=ValueError)
+    with broken, pytest.raises(KflatsError, match="cannot be recorded"):
+        export_onnx(model, tmp_path / "again.onnx")
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.slow

@@ -133,6 +133,22 @@ def test_a_mapped_model_is_the_model(name: str, tied: bool, tmp_path: Path) -> N
     assert shared[0] == shared[1]
 
 
+def test_what_a_model_writes_when_it_is_loaded_is_a_copy(tmp_path: Path) -> None:
+    """Chinese-CLIP sets the rows of padding tokens to zero; one that writes into the file would end the process."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+    config = transformers.ChineseCLIPTextConfig(vocab_size=40, max_position_embeddings=32, **sizes)
+    model = transformers.ChineseCLIPTextModel(config)
+    for p in model.parameters():
+        nn.init.ones_(p)
+    model.save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    plain, mapped = load_model(tmp_path).state_dict(), load_model(tmp_path, mapped=True).state_dict()
+    assert not mapped["embeddings.word_embeddings.weight"][0].any()
+    assert plain.keys() == mapped.keys()
+    assert all(torch.equal(plain[key], mapped[key]) for key in plain)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
 def test_generation_settings_and_shards(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].make(False)
     model.generation_config.max_new_tokens = 7

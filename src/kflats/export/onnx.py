@@ -230,6 +230,21 @@ def _silent() -> Iterator[None]:
             logging.disable(before)
 
 
+@contextmanager
+def _attention_by_products(model: nn.Module) -> Iterator[None]:
+    """Attention by two products and a softmax, in place of torch's operator: that is recorded with a test of every
+    score for NaN and a selection by it: two more passes over the scores of all heads."""
+    before = [(part, part.config._attn_implementation) for _, part in pretrained_models(model)]
+    try:
+        for part, implementation in before:
+            if implementation == "sdpa":
+                part.set_attn_implementation("eager")
+        yield
+    finally:
+        for part, implementation in before:  # outermost first: a model sets those in it, too
+            part.set_attn_implementation(implementation)
+
+
 def _record(graph: _Graph, path: Path) -> None:
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
     from onnxscript.optimizer import fold_constants, optimize, remove_unused_nodes
@@ -237,7 +252,7 @@ def _record(graph: _Graph, path: Path) -> None:
     example = graph.example
     shapes = tuple({axis: torch.export.Dim(name) for axis, name in axes.items()} for axes in graph.axes)
     try:
-        with _silent():
+        with _silent(), _attention_by_products(graph.model):
             program = torch.onnx.export(
                 graph,
                 tuple(example),

@@ -38,13 +38,14 @@ MANIFEST = "kflats_manifest.json"
 _FORMAT, _VERSION = "kflats-manifest", 1
 _PRIVATE = 0o600
 _SHOWN = 5  # names of files in one message
-_PLAIN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST}
+_PLAIN = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+_PLAIN |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
     """Raise an error of the disk inside as a KflatsError where its cause is plain: a full disk, no permission, a file
-    in the place of a folder. ``path`` is what is written."""
+    in the place of a folder or a folder in the place of a file. ``path`` is what is written."""
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -2,7 +2,8 @@
 
 The mappings are read-only and shared. So they are no private memory of the process, and they count neither against its
 heap nor against a limit of it; ``safetensors.safe_open`` maps files as private and writable memory, which counts.
-Writing into such a tensor ends the process: whoever changes a model in place loads it in the ordinary way.
+Writing into such a tensor ends the process: whoever changes a model in place loads it in the ordinary way, and
+``copied_if_written`` copies what a library writes into.
 """
 
 from __future__ import annotations
@@ -11,15 +12,16 @@ import json
 import mmap
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
@@ -110,6 +112,63 @@ def _tensor(data: mmap.mmap, begin: int, entry: TensorEntry, what: str) -> Tenso
         warnings.filterwarnings("ignore", message="The given buffer is not writable", category=UserWarning)
         flat = torch.frombuffer(data, dtype=dtype, count=prod(entry.shape), offset=begin + first)
     return flat.view(entry.shape)
+
+
+_Loaded = TypeVar("_Loaded")
+
+
+def copied_if_written(load: Callable[[], _Loaded], tensors: dict[str, Tensor]) -> _Loaded:
+    """What ``load`` returns. It may write into mapped ``tensors``: it then begins again, with a copy of that tensor.
+
+    Models of transformers do: some set the row of the padding token to zero when they are loaded.
+
+    >>> import tempfile
+    >>> path = tempfile.mkdtemp() + "/a.safetensors"
+    >>> save_file({"a": torch.ones(2, 2), "b": torch.ones(1)}, path)
+    >>> tensors = mapped_tensors(path)
+    >>> copied_if_written(lambda: [tensors["a"][0].zero_(), tensors["a"] + tensors["b"]], tensors)[1].tolist()
+    [[1.0, 1.0], [2.0, 2.0]]
+    """
+    mapped = dict(tensors)
+    while True:
+        try:
+            with _Watched(mapped):
+                return load()
+        except _WrittenError as error:
+            tensors[error.name] = mapped.pop(error.name).clone()
+
+
+class _WrittenError(Exception):
+    """An operation is about to write into a tensor of this name."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.name = name
+
+
+class _Watched(TorchDispatchMode):
+    """Inside, an operation that would write into one of ``tensors``, or a view of it, raises ``_WrittenError``."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = kwargs.get(argument.name) if place >= len(args) else args[place]
+                for one in given if isinstance(given, list | tuple) else (given,):
+                    name = self._names.get(one.untyped_storage().data_ptr()) if _has_memory(one) else None
+                    if name is not None:
+                        raise _WrittenError(name)
+        return func(*args, **kwargs)
+
+
+def _has_memory(value: object) -> bool:
+    return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided
 
 
 def not_finite(paths: Iterable[str | os.PathLike[str]]) -> Iterator[str]:

@@ -33,7 +33,7 @@ from kflats.common.release import needed, version
 from kflats.common.run_forms import FormLoss, RunForm
 from kflats.common.schema import JsonObject
 from kflats.io.atomic import manifest_follows, replaced
-from kflats.io.mapped import Spill, TensorEntry, mapped_tensors, not_finite, read_header
+from kflats.io.mapped import Spill, TensorEntry, copied_if_written, mapped_tensors, not_finite, read_header
 from kflats.io.sources import read_config, static_folder, trusts_remote_code, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_static, write_static
 from kflats.matrices.coded import CodedMatrix, read_geometry
@@ -566,7 +566,9 @@ def _mapped_model(kind: Any, config: Any, folder: Path, transformers: Any) -> An
     state: dict[str, Tensor] = {}
     for path in _shards(folder):
         state |= mapped_tensors(path)
-    model = kind.from_pretrained(None, config=config, state_dict=state, dtype="auto")
+    model = copied_if_written(
+        lambda: kind.from_pretrained(None, config=config, state_dict=dict(state), dtype="auto"), state
+    )
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model

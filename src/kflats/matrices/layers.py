@@ -38,10 +38,14 @@ class HoldsMatrix:
         """False at a tied place, which borrows another layer's matrix."""
         return cast(bool, self.__dict__["_owns_matrix"])
 
-    def _take(self, matrix: Matrix, *, own: bool) -> None:
+    out_dtype: torch.dtype | None = None
+    """The type that the model computes in, where the matrix is stored in another."""
+
+    def _take(self, matrix: Matrix, *, own: bool, dtype: torch.dtype | None = None) -> None:
         # Not a registered child: its tensors would appear under two names.
         self.__dict__["_matrix"] = matrix
         self.__dict__["_owns_matrix"] = own
+        self.__dict__["out_dtype"] = dtype
         if own:
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 self.__dict__[table] = getattr(matrix, table)
@@ -53,10 +57,22 @@ class HoldsMatrix:
         shown: Tensor | None = self.__dict__.get("_shown")
         return self.matrix.weight if shown is None else shown
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self.out_dtype is not None:
+            self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
+        return super()._apply(fn, recurse)  # type: ignore[misc]
+
     @property
     def dense_shape(self) -> tuple[int, ...]:
         """The shape of the dense table that this layer stands for."""
         return self.matrix.shape
+
+    def _of_out_dtype(self, table: Tensor) -> Tensor:
+        """``table``, or NaN of its shape in the type that the model computes in, of one number's memory: models cast
+        what they give a layer to the type of its weight (T5, SAM), and float16 would reach the layers after it."""
+        if self.out_dtype in (None, table.dtype):
+            return table
+        return mark_initialized(table.new_full((1,), math.nan, dtype=self.out_dtype).expand(table.shape))
 
     @contextmanager
     def shown_dense(self) -> Iterator[None]:
@@ -132,7 +148,7 @@ class _Multiplies(HoldsMatrix):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._ready = None
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        return super()._apply(fn, recurse)
 
     def refresh(self) -> None:
         """As for other layers."""
@@ -188,16 +204,11 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
             )
         self.padding_idx = cast(int, None if padding_idx is None else padding_idx % self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
-        self.sparse, self.scale, self.out_dtype = False, scale, dtype
-        self._take(matrix, own=own)
+        self.sparse, self.scale = False, scale
+        self._take(matrix, own=own, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Nothing: a factored table has no random start."""
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if self.out_dtype is not None:
-            self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
-        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         """``(*b,)`` token ids -> ``(*b, d)``: rows of the matrix, times ``scale`` where the model scales its
@@ -222,7 +233,7 @@ class FactoredLinear(_Multiplies, nn.Module):
 
     ``matrix_rows="out_features"`` says that M's rows are output neurons (M is torch's own (out, in) weight), and
     the layer computes x @ M.T instead. The state dict holds ``weight``, ``basis``, ``labels`` of the
-    matrix and ``bias``.
+    matrix and ``bias``. ``dtype``: as of ``FactoredEmbedding``; the output has x's type.
 
     Raises:
         KflatsError: ``matrix_rows`` is neither of the two, or the bias has the wrong length.
@@ -235,14 +246,27 @@ class FactoredLinear(_Multiplies, nn.Module):
     bias: nn.Parameter | None
     gained_bias = False  # True where the layer it stands for has no bias
 
-    def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, matrix_rows: str = "in_features") -> None:
+    def __init__(
+        self,
+        matrix: Matrix,
+        bias: Tensor | None = None,
+        *,
+        matrix_rows: str = "in_features",
+        dtype: torch.dtype | None = None,
+    ) -> None:
         nn.Module.__init__(self)
         check_matrix_rows(matrix_rows)
         self.matrix_rows = matrix_rows
         self.in_features, self.out_features = matrix.shape if matrix_rows == "in_features" else matrix.shape[::-1]
         check_bias(bias, self.out_features)
-        self._take(matrix, own=True)
+        self._take(matrix, own=True, dtype=dtype)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    @property
+    def weight(self) -> Tensor:
+        """As for other layers; where the model computes in another type, NaN of that type. ``matrix`` has the
+        numbers."""
+        return self._of_out_dtype(super().weight)
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -331,6 +355,7 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         like: the layer to stand in for; its geometry is read, its tensors are not.
         bias: (out,).
         matrix_rows: "in_features" (rows of M are the numbers of a patch, channel by channel) or "out_features".
+        dtype: as of ``FactoredEmbedding``; the output has x's type.
 
     Raises:
         KflatsError: a grouped convolution, flats, another shape, or a bias of the wrong length.
@@ -346,7 +371,13 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     gained_bias = False  # True where the layer it stands for has no bias
 
     def __init__(
-        self, matrix: Matrix, like: nn.Conv2d, bias: Tensor | None = None, *, matrix_rows: str = "in_features"
+        self,
+        matrix: Matrix,
+        like: nn.Conv2d,
+        bias: Tensor | None = None,
+        *,
+        matrix_rows: str = "in_features",
+        dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
         check_matrix_rows(matrix_rows)
@@ -370,8 +401,14 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
                 cause=f"its shape must be {expected} with inputs as rows, or the reverse with outputs as rows",
             )
         check_bias(bias, self.out_channels)
-        self._take(matrix, own=True)
+        self._take(matrix, own=True, dtype=dtype)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    @property
+    def weight(self) -> Tensor:
+        """As for other layers; where the model computes in another type, NaN of that type. ``matrix`` has the
+        numbers."""
+        return self._of_out_dtype(super().weight)
 
     @property
     def dense_shape(self) -> tuple[int, ...]:

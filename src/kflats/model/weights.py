@@ -248,7 +248,7 @@ def factored_layers(model: nn.Module) -> Iterator[tuple[str, FactoredLayer]]:
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """The type that ``model`` computes in. Its factors may be stored in another type."""
     for _, layer in factored_layers(model):
-        if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
+        if layer.out_dtype is not None:
             return layer.out_dtype
     factored = {id(t) for _, layer in factored_layers(model) for t in layer.matrix.tensors().values()}
     own: torch.dtype | None = None
