@@ -5,9 +5,10 @@ For each token x, with the integers K, steps b and scales s of the run-time form
     a = max |x s| / 127,      y = a b (round(x s / a) K),      |K| <= 63
 
 onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are recorded as round(x s / a) + 128, with
-128 as their zero point. On x86 CPUs without VNNI units its kernels add pairs of such products in 16 bits, and limit the
-sum in silence (``pmaddubsw``, in QgemmU8X8KernelAvx2 and its relatives). The largest sum here, 2 * 255 * 63 = 32130,
-lies below that limit, 32767. With integers up to 127 it could be 64770.
+128 as their zero point: QuantizeLinear with a step for each token, one pass over the inputs. On x86 CPUs without VNNI
+units its kernels add pairs of such products in 16 bits, and limit the sum in silence (``pmaddubsw``, in
+QgemmU8X8KernelAvx2 and its relatives). The largest sum here, 2 * 255 * 63 = 32130, lies below that limit, 32767. With
+integers up to 127 it could be 64770.
 """
 
 from __future__ import annotations
@@ -28,34 +29,48 @@ from kflats.model.swap import swap_
 from kflats.model.weights import Weight, dense_weight, factored_layers, find_weights
 
 WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
-_MIDDLE, _MIDDLE_ROUNDED = 128, 128.5
+_MIDDLE = 128
 _LEAST = 1e-30
 _SMALL_TABLE = 100_000  # numbers: an embedding of fewer is quicker and hardly larger as it is
 _UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
 
 
-@torch.library.custom_op("kflats::rounded_matmul", mutates_args=())
-def rounded_matmul(rows: Tensor, numbers: Tensor) -> Tensor:
-    """``(*b, in)`` float32 up to 127, rounded, times ``(in, out)`` int8, exact. In a file: MatMulInteger."""
-    whole = (rows.nan_to_num() + _MIDDLE_ROUNDED).floor() - _MIDDLE
-    return (whole.double() @ numbers.double()).float()
+@torch.library.custom_op("kflats::rounded", mutates_args=())
+def rounded(rows: Tensor, sizes: Tensor) -> Tensor:
+    """(m, in) uint8, ``rows`` (m, in) divided by ``sizes`` (m,), rounded, and 128 more. In a file: QuantizeLinear."""
+    whole = (rows / sizes.unsqueeze(1)).nan_to_num().round().clamp(-_MIDDLE, INPUT_LIMIT)
+    return (whole + _MIDDLE).to(torch.uint8)
 
 
-@rounded_matmul.register_fake
-def _shape(rows: Tensor, numbers: Tensor) -> Tensor:
-    return rows.new_empty(*rows.shape[:-1], numbers.shape[1])
+@rounded.register_fake
+def _as_rows(rows: Tensor, sizes: Tensor) -> Tensor:
+    return torch.empty_like(rows, dtype=torch.uint8)
+
+
+@torch.library.custom_op("kflats::integer_matmul", mutates_args=())
+def integer_matmul(whole: Tensor, numbers: Tensor) -> Tensor:
+    """(m, in) uint8 less 128, times ``numbers`` (in, out) int8: float32, exact. In a file: MatMulInteger."""
+    return ((whole.double() - _MIDDLE) @ numbers.double()).float()
+
+
+@integer_matmul.register_fake
+def _as_outputs(whole: Tensor, numbers: Tensor) -> Tensor:
+    return whole.new_empty(whole.shape[0], numbers.shape[1], dtype=torch.float32)
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
-    """What ``torch.onnx.export`` writes for the operator of this module, and for GELU in the form that onnxruntime
+    """What ``torch.onnx.export`` writes for the operators of this module, and for GELU in the form that onnxruntime
     recognises and computes in one pass."""
     op = needed("onnxscript", "kflats[onnx]", "export to ONNX").opset18
 
-    def rounded(rows: object, numbers: object) -> object:
-        # A cast drops the fraction, so that half a unit more rounds to the nearest.
-        shifted = op.Cast(op.Add(rows, op.Constant(value_float=_MIDDLE_ROUNDED)), to=_UINT8)
-        middle = op.Cast(op.Constant(value_int=_MIDDLE), to=_UINT8)
-        return op.Cast(op.MatMulInteger(shifted, numbers, middle), to=_FLOAT)
+    def middle() -> object:
+        return op.Cast(op.Constant(value_int=_MIDDLE), to=_UINT8)
+
+    def quantized(rows: object, sizes: object) -> object:
+        return op.QuantizeLinear(rows, sizes, op.Expand(middle(), op.Shape(sizes)), axis=0)
+
+    def product(whole: object, numbers: object) -> object:
+        return op.Cast(op.MatMulInteger(whole, numbers, middle()), to=_FLOAT)
 
     def gelu(self: object, approximate: str = "none") -> object:  # by torch's name, which its exporter looks for
         def number(value: float) -> object:
@@ -68,11 +83,15 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
             part = op.Erf(op.Div(self, number(math.sqrt(2))))
         return op.Mul(number(0.5), op.Mul(self, op.Add(part, number(1.0))))
 
-    return {torch.ops.kflats.rounded_matmul.default: rounded, torch.ops.aten.gelu.default: gelu}
+    return {
+        torch.ops.kflats.rounded.default: quantized,
+        torch.ops.kflats.integer_matmul.default: product,
+        torch.ops.aten.gelu.default: gelu,
+    }
 
 
 class Joint:
-    """The products of layers that read one tensor, computed at once when the first of them is called.
+    """The products of layers that read one tensor, which is rounded once, when the first of them is called.
 
     Args:
         products: of each layer, with equal scales.
@@ -80,26 +99,26 @@ class Joint:
     """
 
     def __init__(self, products: Sequence[IntegerProduct], scales: Tensor | None) -> None:
-        self.numbers = torch.cat([product.numbers for product in products], dim=1)
-        self.steps = torch.cat([product.steps for product in products])
-        self.sizes = [len(product.steps) for product in products]
-        self.scales = scales
+        self.products, self.scales = products, scales
         self._read: Tensor | None = None
         self._version: int | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self._rounded: tuple[Tensor, Tensor]
 
-    def outputs(self, x: Tensor) -> tuple[Tensor, ...]:
-        """``(*b, in)`` -> ``(*b, out)`` for each layer. A token with NaN or infinity has no finite output."""
+    def output(self, x: Tensor, index: int) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)`` of a layer. A token with NaN or infinity has no finite output."""
         # The model may write into ``x`` between two calls, which its version shows; an inference tensor has none.
         version = None if x.is_inference() else x._version
         if version is None or x is not self._read or version != self._version:
-            rows = x if self.scales is None else x * self.scales
+            rows = (x if self.scales is None else x * self.scales).reshape(-1, x.shape[-1])
+            largest = torch.maximum(rows.amax(1), -rows.amin(1))
             # onnxruntime's maximum skips NaN, its sum does not. A row of zeros gives 0 / 0, and any integer times 0.
-            sizes = rows.abs().amax(-1, keepdim=True) / INPUT_LIMIT + rows.sum(-1, keepdim=True) * 0.0
-            out = rounded_matmul(rows / sizes, self.numbers) * sizes * self.steps
+            sizes = largest / INPUT_LIMIT + rows.sum(1) * 0.0
             self._read, self._version = x, version
-            self._outputs = out.split(self.sizes, dim=-1) if len(self.sizes) > 1 else (out,)
-        return self._outputs
+            self._rounded = rounded(rows, sizes), sizes.unsqueeze(1)
+        whole, each = self._rounded
+        product = self.products[index]
+        out: Tensor = integer_matmul(whole, product.numbers) * each * product.steps
+        return out.reshape(*x.shape[:-1], len(product.steps))
 
 
 class Integers(nn.Module):
@@ -111,9 +130,8 @@ class Integers(nn.Module):
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``kflats.matrices.running.Product``."""
-        out = self.joint.outputs(x)[self.index]
-        # A tensor of its own: the model may write into it.
-        return out.clone(memory_format=torch.contiguous_format) if bias is None else out + bias
+        out = self.joint.output(x, self.index)
+        return out if bias is None else out + bias
 
 
 def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]:
