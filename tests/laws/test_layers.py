@@ -245,12 +245,13 @@ def test_a_weight_shows_the_type_that_the_model_computes_in():
     kernel = LowRankMatrix(torch.randn(27, 2).half(), torch.randn(2, 5).half())
     conv = FactoredConv2d(kernel, nn.Conv2d(3, 5, 3), dtype=torch.float32)
     linear = FactoredLinear(LowRankMatrix(torch.randn(8, 2).half(), torch.randn(2, 3).half()), dtype=torch.float32)
-    for layer, shape in ((conv, (27, 2)), (linear, (8, 2))):
+    for layer, shape in ((conv, (5, 3, 3, 3)), (linear, (8, 2))):
         assert (layer.weight.dtype, tuple(layer.weight.shape)) == (torch.float32, shape)
         assert layer.weight.isnan().all()  # no other numbers than those of the matrix
         assert layer.matrix.weight.dtype == layer.state_dict()["weight"].dtype == torch.float16
         assert copy.deepcopy(layer).double().weight.dtype == F64
-        assert layer.half().weight is layer.matrix.weight
+        assert layer.half().weight.dtype == torch.float16
+    assert linear.weight is linear.matrix.weight
     none = LowRankMatrix(torch.ones(8, 0).half(), torch.ones(0, 3).half())
     assert FactoredLinear(none, dtype=F64).weight.dtype == F64
 

@@ -53,9 +53,17 @@ class HoldsMatrix:
 
     @property
     def weight(self) -> Tensor:
-        """The first factor (coordinates), for code that reads a layer's dtype or device."""
+        """For code that reads a layer's dtype, device or number of rows: the first factor (coordinates), with a line
+        for each row of a table. Of convolutions, and of linear layers whose model computes in another type, NaN of the
+        shape and type that this code expects: ``matrix`` has the numbers. While a model is loaded it is the parameter.
+        """
         shown: Tensor | None = self.__dict__.get("_shown")
-        return self.matrix.weight if shown is None else shown
+        if shown is not None:
+            return shown
+        return self.matrix.weight if self.matrix.weight.is_meta else self._weight()
+
+    def _weight(self) -> Tensor:
+        return self.matrix.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         if self.out_dtype is not None:
@@ -67,12 +75,23 @@ class HoldsMatrix:
         """The shape of the dense table that this layer stands for."""
         return self.matrix.shape
 
-    def _of_out_dtype(self, table: Tensor) -> Tensor:
-        """``table``, or NaN of its shape in the type that the model computes in, of one number's memory: models cast
-        what they give a layer to the type of its weight (T5, SAM), and float16 would reach the layers after it."""
-        if self.out_dtype in (None, table.dtype):
+    def _stand_in(self, shape: tuple[int, ...]) -> Tensor:
+        """NaN of this shape, of one number's memory, in the type that the model computes in: models cast what they
+        give a layer to the type of its weight (T5, SAM), and float16 would reach the layers after it."""
+        table = self.matrix.weight
+        return mark_initialized(table.new_full((1,), math.nan, dtype=self.out_dtype or table.dtype).expand(shape))
+
+    def _with_lines(self) -> Tensor:
+        """The first factor with n lines, as many as the matrix has rows: models read the number of positions there
+        (CLIP), and transformers the length of a head's bias.
+
+        One-dimensional coordinates are shown as a view that repeats their first number n times, and not as a new
+        tensor: PEFT takes two layers for tied only where their weights begin at the same place in memory.
+        """
+        table, n = self.matrix.weight, self.matrix.shape[0]
+        if table.ndim == 2:
             return table
-        return mark_initialized(table.new_full((1,), math.nan, dtype=self.out_dtype).expand(table.shape))
+        return mark_initialized(table[:1].expand(n) if table.numel() else table.new_empty(n, 0))
 
     @contextmanager
     def shown_dense(self) -> Iterator[None]:
@@ -207,6 +226,10 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
         self.sparse, self.scale = False, scale
         self._take(matrix, own=own, dtype=dtype)
 
+    def _weight(self) -> Tensor:
+        # The parameter itself, but for the scales of few classes.
+        return self.matrix.weight if len(self.matrix.weight) >= self.num_embeddings else self._with_lines()
+
     def reset_parameters(self) -> None:
         """Nothing: a factored table has no random start."""
 
@@ -262,11 +285,9 @@ class FactoredLinear(_Multiplies, nn.Module):
         self._take(matrix, own=True, dtype=dtype)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
-    @property
-    def weight(self) -> Tensor:
-        """As for other layers; where the model computes in another type, NaN of that type. ``matrix`` has the
-        numbers."""
-        return self._of_out_dtype(super().weight)
+    def _weight(self) -> Tensor:
+        table = self.matrix.weight
+        return table if self.out_dtype in (None, table.dtype) else self._stand_in(tuple(table.shape))
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -294,19 +315,8 @@ class FactoredHead(_Multiplies, nn.Module):
 
     bias: nn.Parameter | None
 
-    @property
-    def weight(self) -> Tensor:
-        """As for other layers, but always with n lines: transformers pads the bias to that length.
-
-        One-dimensional coordinates are shown as a view that repeats their first number n times, and not as a new
-        tensor: PEFT takes two layers for tied only where their weights begin at the same place in memory.
-        """
-        table = super().weight
-        if table.ndim == 2:
-            return table
-        return mark_initialized(
-            table[:1].expand(self.out_features) if table.numel() else table.new_empty(self.out_features, 0)
-        )
+    def _weight(self) -> Tensor:
+        return self._with_lines()
 
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)
@@ -404,11 +414,8 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         self._take(matrix, own=True, dtype=dtype)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
 
-    @property
-    def weight(self) -> Tensor:
-        """As for other layers; where the model computes in another type, NaN of that type. ``matrix`` has the
-        numbers."""
-        return self._of_out_dtype(super().weight)
+    def _weight(self) -> Tensor:
+        return self._stand_in(self.dense_shape)
 
     @property
     def dense_shape(self) -> tuple[int, ...]:

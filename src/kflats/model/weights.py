@@ -33,7 +33,6 @@ READ_DIRECTLY = "it is part of a layer that reads the dense tensor directly, as 
 # shape of a kernel. BLOOM's read slices where a checkpoint asks for slow, exact products, and call elsewhere.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _READ_WHOLE = ("MobileBertLMPredictionHead", "PerceiverTextPreprocessor", "VectorQuantizer", "WavLMAttention")
-_READ_TOO = {"ViltEmbeddings": ("patch_embeddings.projection",)}
 _CALLED = ("BloomAttention", "BloomMLP")
 _LIBRARIES = ("torch.", "builtins", "abc", "typing", "transformers.modeling_utils", "transformers.generation")
 _NO_FORWARD = ("__", "_init", "init", "reset", "tie", "_tie", "resize", "_resize", "set_", "from_", "_prune", "prune")
@@ -426,7 +425,7 @@ def _read_by(module: nn.Module, tokens: set[int]) -> Iterator[nn.Module]:
         yield module
     elif not name.endswith(_CALLED):
         reads = _reads_of(type(module))
-        for path in sorted({*reads, *_READ_TOO.get(name, ())}):
+        for path in sorted(reads):
             inner = submodule(module, path)
             if inner is not None and (id(inner) not in tokens or "forward" in reads.get(path, ())):
                 yield inner
