@@ -5,13 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
-from kflats import MESSI, SVD, Auto, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts, Uniform
+from kflats import MESSI, SVD, Auto, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts, Uniform, compress_
+from kflats.codecs import Table
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.importance import InputGram, KroneckerFisher, RowFisher, TwoSided
-from kflats.model.weights import find_weight
+from kflats.importance.protocol import Weighting
+from kflats.model.weights import find_weight, find_weights
+from kflats.numerics.rows import TensorRows
 from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.candidates import candidates
 from kflats.planning.selection import select, weighting_form
 
 MEASURED = CalibrationData(calibration=("a text",))
@@ -201,3 +206,17 @@ def test_a_recipe_of_other_rows_is_refused() -> None:
 
 def _weight():
     return find_weight(nn.ModuleDict({"a": nn.Linear(3, 4)}), "a")
+
+
+def test_the_weight_whose_type_is_taken_for_the_models_keeps_it(tiny_model) -> None:
+    """transformers reads ``model.dtype`` from the first parameter, and models cast their inputs to it."""
+    model = tiny_model("bert")
+    assert [weight.name for weight in find_weights(model) if weight.leads] == ["embeddings.word_embeddings"]
+    assert not any(weight.leads for weight in find_weights(nn.Sequential(nn.Linear(8, 8))))
+    rows = TensorRows(torch.randn(64, 16))
+    table = Table(rows, Weighting(), torch.float32, SVD().spectrum(rows, Weighting()))
+    for own_type in (False, True):
+        ways = candidates(Recipe(Auto()), table, own_type=own_type)
+        assert any(way.codec.torch_dtype(torch.float32) == torch.float16 for way in ways) == (not own_type)
+    compress_(model, {"all": Auto()}, keep="70%", quiet=True)
+    assert model.dtype == torch.float32

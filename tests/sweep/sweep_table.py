@@ -146,12 +146,10 @@ def page(
 _INTRODUCTION = """# Architectures
 
 Every model type of the installed transformers whose config has an Auto model, as a tiny model with random weights:
-inspected, compressed, saved, loaded in another process, trained for a step, saved again. There are four ways to
-compress; not every type went through all of them, and the column *not run* counts those that did not. What a tiny model
-proves is that nothing breaks; it says nothing about quality. The log was resumed while defects that it showed were
-mended: what had held before was not run again.
+inspected, compressed in four ways, saved, loaded in another process, trained for a step, saved again. What a tiny model
+proves is that nothing breaks; it says nothing about quality.
 
-    python tests/sweep/sweep.py run --log sweep.jsonl --resume
+    python tests/sweep/sweep.py run --log sweep.jsonl
     python tests/sweep/sweep.py table sweep.jsonl > docs/architectures.md
 
 Run with {versions}.
@@ -167,7 +165,7 @@ the other tables say what came of them:
     python tests/sweep/sweep.py table again.jsonl --onto docs/architectures.md"""
 _WORDS = """
 *held*: every stage that was run did what it should, or there was nothing to do. *refused*: kflats said that it cannot
-do a stage, and why. *failed*: a traceback, other outputs, a lost tie, more than a minute of processor time, or 4 GB.
+do a stage, and why. *failed*: a traceback, other outputs, a lost tie, more than two minutes of processor time, or 4 GB.
 
 ## Stages
 """

@@ -5,10 +5,9 @@ For each token x, with the integers K, steps b and scales s of the run-time form
     a = max |x s| / 127,      y = a b (round(x s / a) K),      |K| <= 63
 
 onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are recorded as round(x s / a) + 128, with
-128 as their zero point: QuantizeLinear with a step for each token, one pass over the inputs. On x86 CPUs without VNNI
-units its kernels add pairs of such products in 16 bits, and limit the sum in silence (``pmaddubsw``, in
-QgemmU8X8KernelAvx2 and its relatives). The largest sum here, 2 * 255 * 63 = 32130, lies below that limit, 32767. With
-integers up to 127 it could be 64770.
+128 as their zero point: QuantizeLinear, one pass over x s / a. On x86 CPUs without VNNI units its kernels add pairs of
+such products in 16 bits, and limit the sum in silence (``pmaddubsw``, in QgemmU8X8KernelAvx2 and its relatives). The
+largest sum here, 2 * 255 * 63 = 32130, lies below that limit, 32767. With integers up to 127 it could be 64770.
 """
 
 from __future__ import annotations
@@ -36,26 +35,25 @@ _UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
 
 
 @torch.library.custom_op("kflats::rounded", mutates_args=())
-def rounded(rows: Tensor, sizes: Tensor) -> Tensor:
-    """(m, in) uint8, ``rows`` (m, in) divided by ``sizes`` (m,), rounded, and 128 more. In a file: QuantizeLinear."""
-    whole = (rows / sizes.unsqueeze(1)).nan_to_num().round().clamp(-_MIDDLE, INPUT_LIMIT)
-    return (whole + _MIDDLE).to(torch.uint8)
+def rounded(rows: Tensor) -> Tensor:
+    """uint8, ``rows`` up to 127 rounded, and 128 more. In a file: QuantizeLinear."""
+    return (rows.nan_to_num().round().clamp(-_MIDDLE, INPUT_LIMIT) + _MIDDLE).to(torch.uint8)
 
 
 @rounded.register_fake
-def _as_rows(rows: Tensor, sizes: Tensor) -> Tensor:
+def _as_rows(rows: Tensor) -> Tensor:
     return torch.empty_like(rows, dtype=torch.uint8)
 
 
 @torch.library.custom_op("kflats::integer_matmul", mutates_args=())
 def integer_matmul(whole: Tensor, numbers: Tensor) -> Tensor:
-    """(m, in) uint8 less 128, times ``numbers`` (in, out) int8: float32, exact. In a file: MatMulInteger."""
+    """``(*b, in)`` uint8 less 128, times ``(in, out)`` int8: float32, exact. In a file: MatMulInteger."""
     return ((whole.double() - _MIDDLE) @ numbers.double()).float()
 
 
 @integer_matmul.register_fake
 def _as_outputs(whole: Tensor, numbers: Tensor) -> Tensor:
-    return whole.new_empty(whole.shape[0], numbers.shape[1], dtype=torch.float32)
+    return whole.new_empty(*whole.shape[:-1], numbers.shape[1], dtype=torch.float32)
 
 
 def translations() -> dict[Callable[..., object], Callable[..., object]]:
@@ -66,8 +64,9 @@ def translations() -> dict[Callable[..., object], Callable[..., object]]:
     def middle() -> object:
         return op.Cast(op.Constant(value_int=_MIDDLE), to=_UINT8)
 
-    def quantized(rows: object, sizes: object) -> object:
-        return op.QuantizeLinear(rows, sizes, op.Expand(middle(), op.Shape(sizes)), axis=0)
+    def quantized(rows: object) -> object:
+        # Not with the sizes as steps along an axis, which would save the division: OpenVINO 2026.4 does not read that.
+        return op.QuantizeLinear(rows, op.Constant(value_float=1.0), middle())
 
     def product(whole: object, numbers: object) -> object:
         return op.Cast(op.MatMulInteger(whole, numbers, middle()), to=_FLOAT)
@@ -109,16 +108,16 @@ class Joint:
         # The model may write into ``x`` between two calls, which its version shows; an inference tensor has none.
         version = None if x.is_inference() else x._version
         if version is None or x is not self._read or version != self._version:
-            rows = (x if self.scales is None else x * self.scales).reshape(-1, x.shape[-1])
-            largest = torch.maximum(rows.amax(1), -rows.amin(1))
+            rows = x if self.scales is None else x * self.scales
+            largest = torch.maximum(rows.amax(-1, keepdim=True), -rows.amin(-1, keepdim=True))
             # onnxruntime's maximum skips NaN, its sum does not. A row of zeros gives 0 / 0, and any integer times 0.
-            sizes = largest / INPUT_LIMIT + rows.sum(1) * 0.0
+            sizes = largest / INPUT_LIMIT + rows.sum(-1, keepdim=True) * 0.0
             self._read, self._version = x, version
-            self._rounded = rounded(rows, sizes), sizes.unsqueeze(1)
-        whole, each = self._rounded
+            self._rounded = rounded(rows / sizes), sizes
+        whole, sizes = self._rounded
         product = self.products[index]
-        out: Tensor = integer_matmul(whole, product.numbers) * each * product.steps
-        return out.reshape(*x.shape[:-1], len(product.steps))
+        out: Tensor = integer_matmul(whole, product.numbers) * sizes * product.steps
+        return out
 
 
 class Integers(nn.Module):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dis import get_instructions
 from inspect import unwrap
 from types import FunctionType
@@ -64,7 +64,8 @@ class Weight:
     """One matrix M and all its places; ``name`` is the first place, which owns the factors after a swap.
 
     ``shape`` is M's, with inputs as rows; ``nbytes`` counts M once, whatever its ties. ``bias`` says whether the layer
-    has a bias. A layer without one that gains a bias pays for it (d numbers).
+    has a bias. A layer without one that gains a bias pays for it (d numbers). ``leads`` says whether M is the first
+    floating-point parameter of a transformers model, whose type transformers takes for the model's (``model.dtype``).
     """
 
     name: str
@@ -73,6 +74,7 @@ class Weight:
     dtype: str
     nbytes: int
     bias: bool = False
+    leads: bool = False
 
 
 def find_weights(model: nn.Module) -> tuple[Weight, ...]:
@@ -101,12 +103,18 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
                 if not role and (found := _as_parameter(f"{name}.{key}".removeprefix("."), module, key)) is not None:
                     raw[one] = found
     sources = {source.removesuffix(".weight") for source in _ties(model).values()}
+    first = (_first_floating(part) for _, part in pretrained_models(model))
+    leading = {same.get(id(p), id(p)) for p in first if p is not None}
     weights = [
-        found
+        replace(found, leads=one in leading)
         for one, users in uses.items()
         if (found := _as_weight(users, sources) or (raw.get(one) if len(users) == 1 else None)) is not None
     ]
     return tuple(w for w in weights if _is_saved(model, w))
+
+
+def _first_floating(model: nn.Module) -> nn.Parameter | None:
+    return next((p for p in model.parameters() if p.is_floating_point()), None)
 
 
 def find_weight(model: nn.Module, name: str) -> Weight:

@@ -198,7 +198,8 @@ def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData
     total = table.total
     if recipe.is_coded or recipe.chooses:
         pairs_only = item.weight.places[0].role == "conv2d"
-        ways = data.candidates(_key(item), lambda: candidates(recipe, table, pairs_only=pairs_only))
+        own_type = item.weight.leads and recipe.chooses
+        ways = data.candidates(_key(item), lambda: candidates(recipe, table, pairs_only=pairs_only, own_type=own_type))
         return WeightCandidates(item, ways, item.bias_bytes(data), total)
     method = recipe.method
     pair = method.produces == "pair"
@@ -217,11 +218,14 @@ def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData
     return WeightCandidates(item, tuple(ranks), item.bias_bytes(data), total)
 
 
-def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tuple[Candidate, ...]:
+def candidates(
+    recipe: Recipe, table: Table, *, pairs_only: bool = False, own_type: bool = False
+) -> tuple[Candidate, ...]:
     """Ways to store ``table`` by the codec of ``recipe``, or by all codecs if its method chooses.
 
     Args:
         pairs_only: without integers and without several flats, because a convolution becomes two convolutions.
+        own_type: without floating-point types other than the table's.
 
     >>> import torch
     >>> from kflats.methods import SVD, Auto
@@ -241,6 +245,7 @@ def candidates(recipe: Recipe, table: Table, *, pairs_only: bool = False) -> tup
         candidate
         for one in ways
         if not (pairs_only and (one.is_coded or one.method.produces == "clusters"))
+        and not (own_type and one.torch_dtype(table.dtype) != table.dtype)
         and table.weighting.kinds <= one.codec.accepts(one.method)
         for candidate in one.codec.candidates(one.method, table)
     ]
