@@ -33,7 +33,7 @@ from kflats.codecs.transform import from_codes
 from kflats.common.errors import KflatsError
 from kflats.evaluation.running import encode
 from kflats.export.integers import INPUT_LIMIT, WEIGHT_LIMIT
-from kflats.export.onnx import FILE, INTEGER_FILE, OnnxExport, export_onnx
+from kflats.export.onnx import FILE, INTEGER_FILE, OnnxExport, _attention_by_products, export_onnx
 from kflats.io import load_model
 from kflats.io.atomic import differences
 from kflats.matrices.coded import CodedMatrix, from_integers
@@ -93,6 +93,17 @@ def test_attention_is_recorded_as_two_products_and_a_softmax(tiny_folder: Path, 
     with broken, pytest.raises(KflatsError, match="cannot be recorded"):
         export_onnx(model, tmp_path / "again.onnx")
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_parts_of_a_model_keep_attention_of_their_own() -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.CLIPConfig(text_config=sizes, vision_config=sizes | {"image_size": 8, "patch_size": 4})
+    model = transformers.CLIPModel(config)
+    model.set_attn_implementation({"": "sdpa", "text_config": "sdpa", "vision_config": "flex_attention"})
+    found = [model.config, model.text_model.config, model.vision_model.config]
+    with _attention_by_products(model):
+        assert [one._attn_implementation for one in found] == ["eager", "eager", "flex_attention"]
+    assert [one._attn_implementation for one in found] == ["sdpa", "sdpa", "flex_attention"]
 
 
 @pytest.mark.slow

@@ -11,11 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.evaluation.running import widened
-from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import FlatsMatrix, LowRankMatrix, Matrix
-from kflats.model.swap import restore_, swap_
-from kflats.model.weights import compute_dtype, find_weight
 
 F64 = torch.float64
 
@@ -238,38 +235,6 @@ def test_the_output_type_follows_the_model(table):
     ids = torch.tensor([3, 1])
     for change, expected in (("bfloat16", torch.bfloat16), ("double", F64), ("half", torch.float16)):
         assert getattr(layer, change)()(ids).dtype == layer.weight.dtype == expected
-
-
-def test_a_weight_shows_the_type_that_the_model_computes_in():
-    """Models cast inputs to the type of a weight; the layer after a float16 one would get float16."""
-    kernel = LowRankMatrix(torch.randn(27, 2).half(), torch.randn(2, 5).half())
-    conv = FactoredConv2d(kernel, nn.Conv2d(3, 5, 3), dtype=torch.float32)
-    linear = FactoredLinear(LowRankMatrix(torch.randn(8, 2).half(), torch.randn(2, 3).half()), dtype=torch.float32)
-    for layer, shape in ((conv, (5, 3, 3, 3)), (linear, (8, 2))):
-        assert (layer.weight.dtype, tuple(layer.weight.shape)) == (torch.float32, shape)
-        assert layer.weight.isnan().all()  # no other numbers than those of the matrix
-        assert layer.matrix.weight.dtype == layer.state_dict()["weight"].dtype == torch.float16
-        assert copy.deepcopy(layer).double().weight.dtype == F64
-        assert layer.half().weight.dtype == torch.float16
-    assert linear.weight is linear.matrix.weight
-    none = LowRankMatrix(torch.ones(8, 0).half(), torch.ones(0, 3).half())
-    assert FactoredLinear(none, dtype=F64).weight.dtype == F64
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_a_model_that_casts_inputs_to_its_weights_runs_with_float16_factors(dtype: torch.dtype):
-    class Casts(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return self[1](self[0](x.to(self[0].weight.dtype)))
-
-    model = Casts(nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 4, dtype=dtype))
-    weight = find_weight(model, "0")
-    swap_(model, weight, LowRankMatrix(torch.randn(6, 2).half(), torch.randn(2, 8).half()))
-    with widened(model, torch.float16, changed=False):
-        assert model(torch.full((2, 6), 1e5)).isfinite().all()
-    assert compute_dtype(model) == dtype
-    restore_(model)
-    assert model[0].weight.dtype == dtype
 
 
 def test_linear_in_both_orientations(make):

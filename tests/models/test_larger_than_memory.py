@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.workers import Workers
 from kflats.compress import pipeline
 from kflats.io import saving
-from kflats.io.mapped import mapped_tensors
+from kflats.io.mapped import copied_if_written, mapped_tensors
 from kflats.io.saving import load_model
 from kflats.model.weights import find_weights
 
@@ -131,6 +132,30 @@ def test_a_mapped_model_is_the_model(name: str, tied: bool, tmp_path: Path) -> N
     assert all(torch.equal(first[key], second[key]) for key in first)
     shared = [len({p.data_ptr() for p in model.parameters()}) for model in (plain, mapped)]
     assert shared[0] == shared[1]
+
+
+def test_writes_into_mapped_tensors_go_into_copies(tmp_path: Path) -> None:
+    """Also of several operators, of many tensors, and where the loader hides errors; each load is done anew."""
+    names = [f"t{i}" for i in range(20)]
+    save_file({name: torch.ones(2, 3) for name in [*names, "kept"]}, tmp_path / "a.safetensors")
+    loads = []
+
+    def load() -> list[torch.Tensor]:
+        loads.append(1)
+        for name in names[:17]:
+            with suppress(Exception):
+                tensors[name][0].zero_()
+        torch._foreach_mul_([tensors[name] for name in names[17:19]], 2)
+        torch.add(tensors["kept"], 1, out=tensors[names[19]])
+        return [tensors[name] for name in [*names, "kept"]]
+
+    tensors = mapped_tensors(tmp_path / "a.safetensors")
+    before = tensors["kept"]
+    found = copied_if_written(load, tensors)
+    assert [float(one.sum()) for one in found] == [3.0] * 17 + [12.0] * 3 + [6.0]
+    assert len(loads) == 2
+    assert found[-1] is before
+    assert float(load_file(tmp_path / "a.safetensors")["t0"].sum()) == 6
 
 
 def test_what_a_model_writes_when_it_is_loaded_is_a_copy(tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError, NotFiniteError, first_line
 from kflats.common.texts import Tokenizer, batches_by_length, pad_id, padded_batch, tokenize_texts
-from kflats.model.weights import factored_layers, is_sentence_transformer, vocabulary_end
+from kflats.matrices.layers import FactoredEmbedding
+from kflats.model.weights import is_sentence_transformer, vocabulary_end
 
 BatchValue: TypeAlias = Tensor | bool | int | float | str | None
 Batch: TypeAlias = Mapping[str, BatchValue]
@@ -169,23 +170,23 @@ def widened(model: nn.Module, *dtypes: torch.dtype, changed: bool, without: Coll
         for name, buffer in module._buffers.items()
         if buffer is not None and buffer.dtype in dtypes
     ]
-    layers = [layer for _, layer in factored_layers(model) if layer.out_dtype in dtypes]
-    outs = [layer.out_dtype for layer in layers]
+    tables = [m for m in model.modules() if isinstance(m, FactoredEmbedding) and m.out_dtype in dtypes]
+    outs = [table.out_dtype for table in tables]
     try:
         for p in wide:
             p.data = p.data.float()
         for module, name, buffer in buffers:
             module._buffers[name] = buffer.float()
-        for layer in layers:
-            layer.out_dtype = torch.float32
+        for table in tables:
+            table.out_dtype = torch.float32
         yield bool(parameters)
     finally:
         for p, dtype, narrow in parameters:
             p.data = p.data.to(dtype) if narrow is None else narrow
         for module, name, buffer in buffers:
             module._buffers[name] = module.get_buffer(name).to(buffer.dtype) if changed else buffer
-        for layer, out in zip(layers, outs, strict=True):
-            layer.out_dtype = out
+        for table, out in zip(tables, outs, strict=True):
+            table.out_dtype = out
 
 
 def batch_size(batch: Batch) -> int:

@@ -234,15 +234,24 @@ def _silent() -> Iterator[None]:
 def _attention_by_products(model: nn.Module) -> Iterator[None]:
     """Attention by two products and a softmax, in place of torch's operator: that is recorded with a test of every
     score for NaN and a selection by it: two more passes over the scores of all heads."""
-    before = [(part, part.config._attn_implementation) for _, part in pretrained_models(model)]
+    # ``set_attn_implementation`` sets those of other parts, too, which may have attention of their own.
+    configs = [config for _, part in pretrained_models(model) for config in _with_parts(part.config)]
+    ours = [config for config in configs if config._attn_implementation_internal == "sdpa"]
     try:
-        for part, implementation in before:
-            if implementation == "sdpa":
-                part.set_attn_implementation("eager")
+        for config in ours:
+            config._attn_implementation_internal = "eager"
         yield
     finally:
-        for part, implementation in before:  # outermost first: a model sets those in it, too
-            part.set_attn_implementation(implementation)
+        for config in ours:
+            config._attn_implementation_internal = "sdpa"
+
+
+def _with_parts(config: Any) -> Iterator[Any]:
+    """A config of transformers, and those in it."""
+    yield config
+    for name in config.sub_configs:
+        if (part := getattr(config, name, None)) is not None:
+            yield from _with_parts(part)
 
 
 def _record(graph: _Graph, path: Path) -> None:

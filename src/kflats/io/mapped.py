@@ -118,9 +118,10 @@ _Loaded = TypeVar("_Loaded")
 
 
 def copied_if_written(load: Callable[[], _Loaded], tensors: dict[str, Tensor]) -> _Loaded:
-    """What ``load`` returns. It may write into mapped ``tensors``: it then begins again, with a copy of that tensor.
+    """What ``load`` returns. It may write into mapped ``tensors``: these become copies, and it is called again.
 
-    Models of transformers do: some set the row of the padding token to zero when they are loaded.
+    Models of transformers write: some set the row of the padding token to zero when they are loaded. Limit: a write by
+    another thread, or through a view of numpy, still ends the process.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/a.safetensors"
@@ -131,40 +132,40 @@ def copied_if_written(load: Callable[[], _Loaded], tensors: dict[str, Tensor]) -
     """
     mapped = dict(tensors)
     while True:
-        try:
-            with _Watched(mapped):
-                return load()
-        except _WrittenError as error:
-            tensors[error.name] = mapped.pop(error.name).clone()
-
-
-class _WrittenError(Exception):
-    """An operation is about to write into a tensor of this name."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(name)
-        self.name = name
+        with _Watched(mapped) as watched:
+            loaded = load()
+        if not watched.written:
+            return loaded
+        del loaded
+        tensors |= {name: mapped.pop(name).clone() for name in watched.written}
 
 
 class _Watched(TorchDispatchMode):
-    """Inside, an operation that would write into one of ``tensors``, or a view of it, raises ``_WrittenError``."""
+    """Inside, operations that would write into one of ``tensors``, or a view of it, do nothing; ``written`` has the
+    names of these."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+        self.written = set[str]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for place, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                given = kwargs.get(argument.name) if place >= len(args) else args[place]
-                for one in given if isinstance(given, list | tuple) else (given,):
-                    name = self._names.get(one.untyped_storage().data_ptr()) if _has_memory(one) else None
-                    if name is not None:
-                        raise _WrittenError(name)
-        return func(*args, **kwargs)
+        places = (
+            kwargs.get(argument.name) if place >= len(args) else args[place]
+            for place, argument in enumerate(func._schema.arguments)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        )
+        changed = [one for given in places for one in (given if isinstance(given, list | tuple) else (given,))]
+        storages = {one.untyped_storage().data_ptr() for one in changed if _has_memory(one)}
+        names = {self._names[storage] for storage in storages & self._names.keys()}
+        if not names:
+            return func(*args, **kwargs)
+        self.written |= names
+        returned = len(func._schema.returns)
+        return None if not returned else changed[0] if returned == 1 else tuple(changed)
 
 
 def _has_memory(value: object) -> bool:

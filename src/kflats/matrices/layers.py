@@ -38,14 +38,10 @@ class HoldsMatrix:
         """False at a tied place, which borrows another layer's matrix."""
         return cast(bool, self.__dict__["_owns_matrix"])
 
-    out_dtype: torch.dtype | None = None
-    """The type that the model computes in, where the matrix is stored in another."""
-
-    def _take(self, matrix: Matrix, *, own: bool, dtype: torch.dtype | None = None) -> None:
+    def _take(self, matrix: Matrix, *, own: bool) -> None:
         # Not a registered child: its tensors would appear under two names.
         self.__dict__["_matrix"] = matrix
         self.__dict__["_owns_matrix"] = own
-        self.__dict__["out_dtype"] = dtype
         if own:
             for table in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
                 self.__dict__[table] = getattr(matrix, table)
@@ -53,45 +49,14 @@ class HoldsMatrix:
 
     @property
     def weight(self) -> Tensor:
-        """For code that reads a layer's dtype, device or number of rows: the first factor (coordinates), with a line
-        for each row of a table. Of convolutions, and of linear layers whose model computes in another type, NaN of the
-        shape and type that this code expects: ``matrix`` has the numbers. While a model is loaded it is the parameter.
-        """
+        """The first factor (coordinates), for code that reads a layer's dtype or device."""
         shown: Tensor | None = self.__dict__.get("_shown")
-        if shown is not None:
-            return shown
-        return self.matrix.weight if self.matrix.weight.is_meta else self._weight()
-
-    def _weight(self) -> Tensor:
-        return self.matrix.weight
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        if self.out_dtype is not None:
-            self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
-        return super()._apply(fn, recurse)  # type: ignore[misc]
+        return self.matrix.weight if shown is None else shown
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
         """The shape of the dense table that this layer stands for."""
         return self.matrix.shape
-
-    def _stand_in(self, shape: tuple[int, ...]) -> Tensor:
-        """NaN of this shape, of one number's memory, in the type that the model computes in: models cast what they
-        give a layer to the type of its weight (T5, SAM), and float16 would reach the layers after it."""
-        table = self.matrix.weight
-        return mark_initialized(table.new_full((1,), math.nan, dtype=self.out_dtype or table.dtype).expand(shape))
-
-    def _with_lines(self) -> Tensor:
-        """The first factor with n lines, as many as the matrix has rows: models read the number of positions there
-        (CLIP), and transformers the length of a head's bias.
-
-        One-dimensional coordinates are shown as a view that repeats their first number n times, and not as a new
-        tensor: PEFT takes two layers for tied only where their weights begin at the same place in memory.
-        """
-        table, n = self.matrix.weight, self.matrix.shape[0]
-        if table.ndim == 2:
-            return table
-        return mark_initialized(table[:1].expand(n) if table.numel() else table.new_empty(n, 0))
 
     @contextmanager
     def shown_dense(self) -> Iterator[None]:
@@ -167,7 +132,7 @@ class _Multiplies(HoldsMatrix):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._ready = None
-        return super()._apply(fn, recurse)
+        return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def refresh(self) -> None:
         """As for other layers."""
@@ -223,15 +188,16 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
             )
         self.padding_idx = cast(int, None if padding_idx is None else padding_idx % self.num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = None, 2.0, False
-        self.sparse, self.scale = False, scale
-        self._take(matrix, own=own, dtype=dtype)
-
-    def _weight(self) -> Tensor:
-        # The parameter itself, but for the scales of few classes.
-        return self.matrix.weight if len(self.matrix.weight) >= self.num_embeddings else self._with_lines()
+        self.sparse, self.scale, self.out_dtype = False, scale, dtype
+        self._take(matrix, own=own)
 
     def reset_parameters(self) -> None:
         """Nothing: a factored table has no random start."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        if self.out_dtype is not None:
+            self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
+        return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def forward(self, input: Tensor) -> Tensor:
         """``(*b,)`` token ids -> ``(*b, d)``: rows of the matrix, times ``scale`` where the model scales its
@@ -256,7 +222,7 @@ class FactoredLinear(_Multiplies, nn.Module):
 
     ``matrix_rows="out_features"`` says that M's rows are output neurons (M is torch's own (out, in) weight), and
     the layer computes x @ M.T instead. The state dict holds ``weight``, ``basis``, ``labels`` of the
-    matrix and ``bias``. ``dtype``: as of ``FactoredEmbedding``; the output has x's type.
+    matrix and ``bias``.
 
     Raises:
         KflatsError: ``matrix_rows`` is neither of the two, or the bias has the wrong length.
@@ -269,25 +235,14 @@ class FactoredLinear(_Multiplies, nn.Module):
     bias: nn.Parameter | None
     gained_bias = False  # True where the layer it stands for has no bias
 
-    def __init__(
-        self,
-        matrix: Matrix,
-        bias: Tensor | None = None,
-        *,
-        matrix_rows: str = "in_features",
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, matrix_rows: str = "in_features") -> None:
         nn.Module.__init__(self)
         check_matrix_rows(matrix_rows)
         self.matrix_rows = matrix_rows
         self.in_features, self.out_features = matrix.shape if matrix_rows == "in_features" else matrix.shape[::-1]
         check_bias(bias, self.out_features)
-        self._take(matrix, own=True, dtype=dtype)
+        self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-
-    def _weight(self) -> Tensor:
-        table = self.matrix.weight
-        return table if self.out_dtype in (None, table.dtype) else self._stand_in(tuple(table.shape))
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -315,8 +270,19 @@ class FactoredHead(_Multiplies, nn.Module):
 
     bias: nn.Parameter | None
 
-    def _weight(self) -> Tensor:
-        return self._with_lines()
+    @property
+    def weight(self) -> Tensor:
+        """As for other layers, but always with n lines: transformers pads the bias to that length.
+
+        One-dimensional coordinates are shown as a view that repeats their first number n times, and not as a new
+        tensor: PEFT takes two layers for tied only where their weights begin at the same place in memory.
+        """
+        table = super().weight
+        if table.ndim == 2:
+            return table
+        return mark_initialized(
+            table[:1].expand(self.out_features) if table.numel() else table.new_empty(self.out_features, 0)
+        )
 
     def __init__(self, matrix: Matrix, bias: nn.Parameter | None = None) -> None:
         nn.Module.__init__(self)
@@ -365,7 +331,6 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
         like: the layer to stand in for; its geometry is read, its tensors are not.
         bias: (out,).
         matrix_rows: "in_features" (rows of M are the numbers of a patch, channel by channel) or "out_features".
-        dtype: as of ``FactoredEmbedding``; the output has x's type.
 
     Raises:
         KflatsError: a grouped convolution, flats, another shape, or a bias of the wrong length.
@@ -381,13 +346,7 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
     gained_bias = False  # True where the layer it stands for has no bias
 
     def __init__(
-        self,
-        matrix: Matrix,
-        like: nn.Conv2d,
-        bias: Tensor | None = None,
-        *,
-        matrix_rows: str = "in_features",
-        dtype: torch.dtype | None = None,
+        self, matrix: Matrix, like: nn.Conv2d, bias: Tensor | None = None, *, matrix_rows: str = "in_features"
     ) -> None:
         nn.Module.__init__(self)
         check_matrix_rows(matrix_rows)
@@ -411,11 +370,8 @@ class FactoredConv2d(HoldsMatrix, nn.Module):
                 cause=f"its shape must be {expected} with inputs as rows, or the reverse with outputs as rows",
             )
         check_bias(bias, self.out_channels)
-        self._take(matrix, own=True, dtype=dtype)
+        self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
-
-    def _weight(self) -> Tensor:
-        return self._stand_in(self.dense_shape)
 
     @property
     def dense_shape(self) -> tuple[int, ...]:

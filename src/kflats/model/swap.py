@@ -334,7 +334,7 @@ def unchanged_on_error(model: nn.Module) -> Iterator[None]:
 
 def _table_dtype(layer: FactoredLayer, computed: torch.dtype) -> torch.dtype:
     """The type of the table that ``layer`` stands for, in a model that computes in ``computed``."""
-    if layer.out_dtype is not None or isinstance(layer, FactoredEmbedding):
+    if isinstance(layer, FactoredEmbedding):
         return layer.out_dtype or layer.matrix.weight.dtype
     return computed if layer.bias is None or isinstance(layer, FactoredHead) else layer.bias.dtype
 
@@ -443,8 +443,6 @@ def _dense_layer_for(name: str, layer: FactoredLayer, table: nn.Parameter) -> nn
 def _new_layer(
     place: WeightUse, module: nn.Module, matrix: Matrix, rows: str, scale: float | None, *, own: bool
 ) -> FactoredLayer:
-    computed = cast(Tensor, module.weight).dtype
-    dtype = None if computed == matrix.weight.dtype else computed
     if isinstance(module, nn.Embedding):
         own_scale = embedding_scale(module)
         if own_scale is not None and math.isnan(own_scale):
@@ -453,12 +451,19 @@ def _new_layer(
                     f"the scale of the embedding {place.name!r} is unknown", cause="the model is on the meta device"
                 )
             own_scale = scale
-        return FactoredEmbedding(matrix, padding_idx=module.padding_idx, scale=own_scale, own=own, dtype=dtype)
+        out = module.weight.dtype
+        return FactoredEmbedding(
+            matrix,
+            padding_idx=module.padding_idx,
+            scale=own_scale,
+            own=own,
+            dtype=None if out == matrix.weight.dtype else out,
+        )
     if place.role == "head":
         return FactoredHead(matrix)
     if isinstance(module, nn.Conv2d):
-        return FactoredConv2d(matrix, module, matrix_rows=rows, dtype=dtype)
-    return FactoredLinear(matrix, matrix_rows=rows, dtype=dtype)
+        return FactoredConv2d(matrix, module, matrix_rows=rows)
+    return FactoredLinear(matrix, matrix_rows=rows)
 
 
 def _decode_stream(layer: FactoredLayer, state: dict[str, Any], prefix: str, *_: Any) -> None:

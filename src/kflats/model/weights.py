@@ -29,14 +29,16 @@ FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv
 READ_DIRECTLY = "it is part of a layer that reads the dense tensor directly, as torch's own transformer layers do"
 
 # These modules read the tensors of layers inside them directly and never call the layers: torch's fused kernels, and
-# modules of transformers whose tensors others read. ``_reads_of`` finds those that read single layers; ViLT unpacks the
-# shape of a kernel. BLOOM's read slices where a checkpoint asks for slow, exact products, and call elsewhere.
+# modules of transformers whose tensors others read. ``_reads_of`` finds those that read single layers, or the shape of
+# their weight, as CLIP reads its number of positions. BLOOM's read slices where a checkpoint asks for slow, exact
+# products, and call elsewhere.
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _READ_WHOLE = ("MobileBertLMPredictionHead", "PerceiverTextPreprocessor", "VectorQuantizer", "WavLMAttention")
 _CALLED = ("BloomAttention", "BloomMLP")
 _LIBRARIES = ("torch.", "builtins", "abc", "typing", "transformers.modeling_utils", "transformers.generation")
 _NO_FORWARD = ("__", "_init", "init", "reset", "tie", "_tie", "resize", "_resize", "set_", "from_", "_prune", "prune")
-_PROPERTIES = (".dtype", ".device", ".shape", ".size", ".ndim", ".dim", ".requires_grad", ".is_meta", ".numel")
+_SAME = (".device", ".requires_grad", ".is_meta")
+"""Properties that factors have in common with the tensor that they stand for."""
 
 _RAW, _NARROW = 4096, 4  # numbers of a parameter, and the shorter side of its matrix, from which it is a weight
 
@@ -64,8 +66,11 @@ class Weight:
     """One matrix M and all its places; ``name`` is the first place, which owns the factors after a swap.
 
     ``shape`` is M's, with inputs as rows; ``nbytes`` counts M once, whatever its ties. ``bias`` says whether the layer
-    has a bias. A layer without one that gains a bias pays for it (d numbers). ``leads`` says whether M is the first
-    floating-point parameter of a transformers model, whose type transformers takes for the model's (``model.dtype``).
+    has a bias. A layer without one that gains a bias pays for it (d numbers).
+
+    ``type_is_read`` says whether inputs are cast to M's type: by a module that reads it (``self.wo.weight.dtype``), or
+    because M is the first floating-point parameter of a transformers model, whose type is ``model.dtype``. With factors
+    in half precision, layers in float32 would get half precision.
     """
 
     name: str
@@ -74,7 +79,7 @@ class Weight:
     dtype: str
     nbytes: int
     bias: bool = False
-    leads: bool = False
+    type_is_read: bool = False
 
 
 def find_weights(model: nn.Module) -> tuple[Weight, ...]:
@@ -103,18 +108,20 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
                 if not role and (found := _as_parameter(f"{name}.{key}".removeprefix("."), module, key)) is not None:
                     raw[one] = found
     sources = {source.removesuffix(".weight") for source in _ties(model).values()}
-    first = (_first_floating(part) for _, part in pretrained_models(model))
-    leading = {same.get(id(p), id(p)) for p in first if p is not None}
+    typed = {same.get(one, one) for one in _types_read(model)}
     weights = [
-        replace(found, leads=one in leading)
+        replace(found, type_is_read=one in typed)
         for one, users in uses.items()
         if (found := _as_weight(users, sources) or (raw.get(one) if len(users) == 1 else None)) is not None
     ]
     return tuple(w for w in weights if _is_saved(model, w))
 
 
-def _first_floating(model: nn.Module) -> nn.Parameter | None:
-    return next((p for p in model.parameters() if p.is_floating_point()), None)
+def _types_read(model: nn.Module) -> set[int]:
+    """The parameters (ids) whose type is read."""
+    first = [next(filter(Tensor.is_floating_point, part.parameters()), None) for _, part in pretrained_models(model)]
+    read = [parameter(module, f"{path}.weight") for _, module in _held(model) for path in _reads_of(type(module)).types]
+    return {id(p) for p in first + read if p is not None}
 
 
 def find_weight(model: nn.Module, name: str) -> Weight:
@@ -255,7 +262,7 @@ def factored_layers(model: nn.Module) -> Iterator[tuple[str, FactoredLayer]]:
 def compute_dtype(model: nn.Module) -> torch.dtype:
     """The type that ``model`` computes in. Its factors may be stored in another type."""
     for _, layer in factored_layers(model):
-        if layer.out_dtype is not None:
+        if isinstance(layer, FactoredEmbedding) and layer.out_dtype is not None:
             return layer.out_dtype
     factored = {id(t) for _, layer in factored_layers(model) for t in layer.matrix.tensors().values()}
     own: torch.dtype | None = None
@@ -432,44 +439,57 @@ def _read_by(module: nn.Module, tokens: set[int]) -> Iterator[nn.Module]:
     if isinstance(module, _FUSED) or name.endswith(_READ_WHOLE):
         yield module
     elif not name.endswith(_CALLED):
-        reads = _reads_of(type(module))
+        reads = _reads_of(type(module)).methods
         for path in sorted(reads):
             inner = submodule(module, path)
-            if inner is not None and (id(inner) not in tokens or "forward" in reads.get(path, ())):
+            if inner is not None and (id(inner) not in tokens or "forward" in reads[path]):
                 yield inner
 
 
-def _reads_of(kind: type[nn.Module]) -> dict[str, set[str]]:
-    """The paths of the modules inside a ``kind`` whose ``weight`` its methods read, as ``self.out_proj.weight``; and
-    the names of these methods.
+@dataclass(frozen=True)
+class _Reads:
+    """What methods of a class read of the ``weight`` of modules inside it, as ``self.out_proj.weight``.
+
+    ``methods``: by the path of a module the names of those that read its numbers or its shape. ``types``: the paths of
+    those whose type is read.
+    """
+
+    methods: dict[str, set[str]]
+    types: set[str]
+
+
+def _reads_of(kind: type[nn.Module]) -> _Reads:
+    """What the methods of a ``kind`` read.
 
     >>> class Scores(nn.Module):
     ...     def forward(self, x):
     ...         return self.first(x) @ self.second.weight.to(self.first.weight.dtype)
     >>> _reads_of(Scores)
-    {'second': {'forward'}}
+    _Reads(methods={'second': {'forward'}}, types={'first'})
     """
     if kind not in _READS:
-        found: dict[str, set[str]] = {}
+        found = _Reads({}, set())
         for base in kind.__mro__:
             for name, method in {} if base.__module__.startswith(_LIBRARIES) else vars(base).items():
                 if isinstance(method, FunctionType) and not name.startswith(_NO_FORWARD):
-                    for path in _paths_read(unwrap(method)):
-                        found.setdefault(path, set()).add(name)
+                    paths, types = _paths_read(unwrap(method))
+                    found.types.update(types)
+                    for path in paths:
+                        found.methods.setdefault(path, set()).add(name)
         _READS[kind] = found
     return _READS[kind]
 
 
-_READS: dict[type[nn.Module], dict[str, set[str]]] = {}
+_READS: dict[type[nn.Module], _Reads] = {}
 """What ``_reads_of`` found; the methods of a class do not change."""
 
 
-def _paths_read(method: Callable[..., Any]) -> set[str]:
-    """Each path between ``self`` and ``weight``, unless only a property of the tensor is asked for."""
+def _paths_read(method: Callable[..., Any]) -> tuple[set[str], set[str]]:
+    """Each path between ``self`` and a ``weight`` whose numbers or shape are read, and whose type is."""
+    read, types = set[str](), set[str]()
     code = getattr(method, "__code__", None)
     if code is None or "weight" not in code.co_names:
-        return set()
-    read: set[str] = set()
+        return read, types
     path: list[str] | None = None
     before = ""  # isinstance(self.wo.weight, Tensor) reads no number
     for step in get_instructions(code):
@@ -479,12 +499,14 @@ def _paths_read(method: Callable[..., Any]) -> set[str]:
             path.append(step.argval)
             continue
         inner, found, rest = ".".join(path or ()).partition(".weight")
-        if found and not rest.startswith(_PROPERTIES):
+        if found and rest.startswith(".dtype"):
+            types.add(inner)
+        elif found and not rest.startswith(_SAME):
             read.add(inner)
         loads_self = step.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) and step.argrepr.split(", ")[-1] == "self"
         path = [] if loads_self and before != "isinstance" else None
         before = str(step.argval)
-    return read
+    return read, types
 
 
 def _is_scaled(kind: type) -> bool:

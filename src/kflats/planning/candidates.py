@@ -10,7 +10,7 @@ from typing import cast
 
 from torch import nn
 
-from kflats.codecs import CODECS, Candidate, Codec, Table
+from kflats.codecs import CODECS, Candidate, Codec, Float, Table
 from kflats.common.formatting import number
 from kflats.common.workers import Packed
 from kflats.importance.protocol import Weighting
@@ -198,7 +198,7 @@ def weight_candidates(model: nn.Module, item: WeightCosts, data: CalibrationData
     total = table.total
     if recipe.is_coded or recipe.chooses:
         pairs_only = item.weight.places[0].role == "conv2d"
-        own_type = item.weight.leads and recipe.chooses
+        own_type = item.weight.type_is_read
         ways = data.candidates(_key(item), lambda: candidates(recipe, table, pairs_only=pairs_only, own_type=own_type))
         return WeightCandidates(item, ways, item.bias_bytes(data), total)
     method = recipe.method
@@ -225,7 +225,7 @@ def candidates(
 
     Args:
         pairs_only: without integers and without several flats, because a convolution becomes two convolutions.
-        own_type: without floating-point types other than the table's.
+        own_type: where the method chooses, with the table's own floating-point type in place of float16.
 
     >>> import torch
     >>> from kflats.methods import SVD, Auto
@@ -241,11 +241,12 @@ def candidates(
             offer for codec in CODECS.all_kinds() for offer in codec.automatic(table.rows.shape, table.weighting.form)
         )
         ways = [replace(recipe, method=method, codec=codec) for method, codec in offers]
+        if own_type:
+            ways = [one if one.is_coded else replace(one, codec=Float()) for one in ways]
     listed = [
         candidate
         for one in ways
         if not (pairs_only and (one.is_coded or one.method.produces == "clusters"))
-        and not (own_type and one.torch_dtype(table.dtype) != table.dtype)
         and table.weighting.kinds <= one.codec.accepts(one.method)
         for candidate in one.codec.candidates(one.method, table)
     ]
