@@ -52,10 +52,11 @@ class KeepDense(Method):
 class Auto(Method):
     """The way to store each weight that loses least for its bytes, chosen for all weights together.
 
-    The candidates are transform codes of many sizes, integers of 8 and 4 bits, all numbers in float16, low-rank pairs
-    in float16, and the weight unchanged. In a table with 300 times as many rows as
-    columns a transform code has up to 8 flats. The error of a candidate is measured by encoding, that of a pair by the
-    spectrum, both under the importance; then bytes go where they save most. A plan names the chosen methods and codecs.
+    The candidates are transform codes and integers with error feedback of many sizes, integers of 8 and 4 bits, all
+    numbers in float16, low-rank pairs in float16, and the weight unchanged. Where the model casts inputs to the type of
+    a weight, pairs have that type, and not float16. In a table with 300 times as many rows as columns a transform code
+    has up to 8 flats. The error of a candidate is measured by encoding, that of a pair by the spectrum, both under the
+    importance; then bytes go where they save most. A plan names the chosen methods and codecs.
 
     Choose it for a budget in bytes over a whole model.
     """
