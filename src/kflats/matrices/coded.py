@@ -203,6 +203,8 @@ def contradiction(geometry: CodedGeometry, tensors: dict[str, Tensor]) -> str:
 
 
 TILE = 2**20  # numbers that are decoded at a time
+_PIECE = 2**17
+"""Numbers that are decoded at a time where all rows are wanted: what that takes is small beside the rows."""
 _SMALL = 2**18
 """Numbers of a table that is kept decoded: of positions or types, whose lookups would take a tenth of a short text."""
 MANY = 1024
@@ -486,8 +488,14 @@ class CodedMatrix(Matrix):
     def _whole(self, dtype: torch.dtype) -> Tensor:
         """All rows, as ``rows`` gives them."""
         position = self.position
-        ordered = self._sorted_rows(torch.arange(len(position), dtype=position.dtype, device=position.device), dtype)
-        return ordered if self._get("labels") is None else ordered.index_select(0, position)
+        whole = torch.empty(self.shape, dtype=dtype, device=position.device)
+        order = None if self._get("labels") is None else inverse_of(position)
+        many = max(1, _PIECE // max(1, *self.shape[1:], self.geometry.rank))
+        for first in range(0, len(position), many):
+            piece = slice(first, min(first + many, len(position)))
+            places = torch.arange(piece.start, piece.stop, dtype=position.dtype, device=position.device)
+            whole[piece if order is None else order[piece]] = self._sorted_rows(places, dtype)
+        return whole
 
     def _sorted_rows(self, places: Tensor, dtype: torch.dtype) -> Tensor:
         """(t,) ascending places in class order -> (t, d)."""
