@@ -79,7 +79,7 @@ def test_what_is_found() -> None:
         ("shifted", "Shifted is a subclass"),
         ("marked", "parameters beside its table: mark"),
         ("twice", "Twice"),
-        ("fused.layers.0.linear1", "reads the dense tensor directly"),
+        ("fused.layers.0.linear1", "reads its numbers or its shape itself"),
         ("norm", "LayerNorm"),
     ]:
         with pytest.raises(KflatsError, match=reason):

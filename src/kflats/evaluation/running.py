@@ -494,9 +494,10 @@ def _drawn(model: nn.Module, media: Sequence[Medium], count: int, tokens: int, s
         text = config.get_text_config()
         positions = getattr(text, "max_position_embeddings", None)  # XLNet's is -1: it has no table of positions
         length = min(tokens, positions) if isinstance(positions, int) and positions > 0 else tokens
-        ids = torch.randint(0, text.vocab_size, (count, length), generator=draws)
+        known = _vocabulary_size(model, text)
+        ids = torch.randint(0, known, (count, length), generator=draws)
         if isinstance(end := getattr(text, "eos_token_id", None), int) and is_encoder_decoder(model):
-            ids = torch.where(ids == end, (end + 1) % text.vocab_size, ids)
+            ids = torch.where(ids == end, (end + 1) % known, ids)
             ids[:, -1] = end  # classifiers of encoder-decoders read the one end of each text
         columns[medium] = ids
     if "input_ids" not in columns and is_encoder_decoder(model) and has_language_head(model):
@@ -546,6 +547,21 @@ def _config(model: nn.Module, medium: Medium) -> Any:
         inner = (getattr(config, name, None) for name in ("vision_config", "audio_config", "encoder"))
         config = next((one for one in inner if hasattr(one, "to_dict")), config)
     return config
+
+
+def _vocabulary_size(model: nn.Module, config: Any) -> int:
+    """How many tokens a model knows, by its ``config``, or else by its table of tokens.
+
+    Raises:
+        KflatsError: neither says so.
+    """
+    known = getattr(config, "vocab_size", None)
+    known = (
+        known if known is not None else getattr(vocabulary_end(model, "get_input_embeddings"), "num_embeddings", None)
+    )
+    if not isinstance(known, int) or known < 1:
+        raise KflatsError(f"the number of tokens of {type(model).__name__} is unknown", hint="texts and a tokenizer")
+    return known
 
 
 def _shape(config: Any, medium: Medium) -> tuple[int, ...]:

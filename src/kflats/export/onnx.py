@@ -196,8 +196,9 @@ def export_onnx(
 
 
 def _written(graph: _Graph, path: Path, tolerance: float, wanted: list[Tensor]) -> tuple[float, float | None]:
-    _record(graph, path)
-    return _check(graph, path, tolerance, wanted)
+    with _attention_by_products(graph.model):
+        _record(graph, path)
+        return _check(graph, path, tolerance, wanted)
 
 
 def _complete(source: Path, folder: Path, inner: Path, file: Path) -> None:
@@ -261,7 +262,7 @@ def _record(graph: _Graph, path: Path) -> None:
     example = graph.example
     shapes = tuple({axis: torch.export.Dim(name) for axis, name in axes.items()} for axes in graph.axes)
     try:
-        with _silent(), _attention_by_products(graph.model):
+        with _silent():
             program = torch.onnx.export(
                 graph,
                 tuple(example),

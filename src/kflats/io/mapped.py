@@ -132,17 +132,28 @@ def copied_if_written(load: Callable[[], _Loaded], tensors: dict[str, Tensor]) -
     """
     mapped = dict(tensors)
     while True:
-        with _Watched(mapped) as watched:
-            loaded = load()
-        if not watched.written:
-            return loaded
-        del loaded
+        with Watched(mapped) as watched:
+            try:
+                loaded = load()
+                if not watched.written:
+                    return loaded
+                del loaded
+            except Exception:
+                if not watched.written:  # otherwise it missed what was not written
+                    raise
         tensors |= {name: mapped.pop(name).clone() for name in watched.written}
 
 
-class _Watched(TorchDispatchMode):
+class Watched(TorchDispatchMode):
     """Inside, operations that would write into one of ``tensors``, or a view of it, do nothing; ``written`` has the
-    names of these."""
+    names of these. Limit: of a write that an operation does not declare nothing is noticed.
+
+    >>> table = torch.ones(2, 2)
+    >>> with Watched({"table": table}) as watched:
+    ...     found = table[0].mul_(3) + 1
+    >>> watched.written, table.tolist(), found.tolist()
+    ({'table'}, [[1.0, 1.0], [1.0, 1.0]], [2.0, 2.0])
+    """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -569,6 +569,8 @@ def _mapped_model(kind: Any, config: Any, folder: Path, transformers: Any) -> An
     model = copied_if_written(
         lambda: kind.from_pretrained(None, config=config, state_dict=dict(state), dtype="auto"), state
     )
+    for module in model.modules():  # what a run may change
+        module._buffers.update({name: None if t is None else t.clone() for name, t in module._buffers.items()})
     if model.can_generate() and (folder / "generation_config.json").is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
     return model

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from dis import get_instructions
@@ -26,7 +27,7 @@ from kflats.matrices.registry import Matrix
 
 FactoredLayer = FactoredEmbedding | FactoredHead | FactoredLinear | FactoredConv2d
 
-READ_DIRECTLY = "it is part of a layer that reads the dense tensor directly, as torch's own transformer layers do"
+READ_DIRECTLY = "the model reads its numbers or its shape itself, as torch's own transformer layers do"
 
 # These modules read the tensors of layers inside them directly and never call the layers: torch's fused kernels, and
 # modules of transformers whose tensors others read. ``_reads_of`` finds those that read single layers, or the shape of
@@ -35,7 +36,7 @@ READ_DIRECTLY = "it is part of a layer that reads the dense tensor directly, as 
 _FUSED = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 _READ_WHOLE = ("MobileBertLMPredictionHead", "PerceiverTextPreprocessor", "VectorQuantizer", "WavLMAttention")
 _CALLED = ("BloomAttention", "BloomMLP")
-_LIBRARIES = ("torch.", "builtins", "abc", "typing", "transformers.modeling_utils", "transformers.generation")
+_LIBRARIES = ("torch.", "builtins.", "abc.", "typing.", "transformers.modeling_utils.", "transformers.generation.")
 _NO_FORWARD = ("__", "_init", "init", "reset", "tie", "_tie", "resize", "_resize", "set_", "from_", "_prune", "prune")
 _SAME = (".device", ".requires_grad", ".is_meta")
 """Properties that factors have in common with the tensor that they stand for."""
@@ -119,9 +120,19 @@ def find_weights(model: nn.Module) -> tuple[Weight, ...]:
 
 def _types_read(model: nn.Module) -> set[int]:
     """The parameters (ids) whose type is read."""
-    first = [next(filter(Tensor.is_floating_point, part.parameters()), None) for _, part in pretrained_models(model)]
+    first = [one for _, part in pretrained_models(model) for one in _first_of(part, model)]
     read = [parameter(module, f"{path}.weight") for _, module in _held(model) for path in _reads_of(type(module)).types]
     return {id(p) for p in first + read if p is not None}
+
+
+def _first_of(part: nn.Module, model: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameter of ``part`` that its type is read from, now and where layers outside of it own those before."""
+    outside = Counter(id(p) for module in model.modules() for p in module._parameters.values())
+    outside.subtract(id(p) for module in part.modules() for p in module._parameters.values())
+    for one in filter(Tensor.is_floating_point, part.parameters()):
+        yield one
+        if not outside[id(one)]:
+            return
 
 
 def find_weight(model: nn.Module, name: str) -> Weight:
@@ -470,7 +481,7 @@ def _reads_of(kind: type[nn.Module]) -> _Reads:
     if kind not in _READS:
         found = _Reads({}, set())
         for base in kind.__mro__:
-            for name, method in {} if base.__module__.startswith(_LIBRARIES) else vars(base).items():
+            for name, method in {} if f"{base.__module__}.".startswith(_LIBRARIES) else vars(base).items():
                 if isinstance(method, FunctionType) and not name.startswith(_NO_FORWARD):
                     paths, types = _paths_read(unwrap(method))
                     found.types.update(types)

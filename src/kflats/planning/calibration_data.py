@@ -27,15 +27,16 @@ from kflats.common.texts import SAMPLES, check_texts, token_limit
 from kflats.common.workers import Workers
 from kflats.evaluation.running import (
     Batch,
+    collate,
     device_of,
-    evaluating,
+    drawn_samples,
     explained,
     media_of,
     read_together,
-    run,
     spoken_media,
     to_device,
 )
+from kflats.evaluation.trial import Trial, tried
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.methods.matrix_error import weighted_total
@@ -96,6 +97,7 @@ class CalibrationData:
     samples: int = SAMPLES
     windows: Windows | None = None
     _counts: dict[int, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _trials: dict[int, Trial] = field(default_factory=dict, init=False, compare=False, repr=False)
     _read: dict[int, bool] = field(default_factory=dict, init=False, compare=False, repr=False)
     _weightings: Recent = field(default_factory=lambda: Recent(), init=False, compare=False, repr=False)
     _spectra: dict[str, Tensor] = field(default_factory=dict, init=False, compare=False, repr=False)
@@ -114,21 +116,49 @@ class CalibrationData:
     def draws(self, model: nn.Module) -> bool:
         """Whether ``model`` is measured with ``drawn_windows``: it reads token ids alone, and nothing else is given.
 
-        Some models read boxes or codes of their own beside the ids: one window is tried. Where the model cannot read
-        it, a warning says so.
+        Some models read boxes or codes of their own beside the ids: one run is tried. Where the model cannot read them
+        alone, a warning says so.
         """
         if self.measurable or self.tokenizer is None or media_of(model) != ("input_ids",):
             return False
         if id(model) not in self._read:
-            drawn = replace(self, windows=drawn_windows(self.tokenizer, samples=1, model=model))
+            failed = self.trial(model).failed
             try:
-                with explained(model, ""), evaluating(model), torch.no_grad():
-                    run(model, to_device(drawn.batches(model)[0], device_of(model)))
-                self._read[id(model)] = True
+                with explained(model, ""):
+                    drawn_windows(self.tokenizer, samples=1, model=model)
             except KflatsError as error:
-                warnings.warn(KflatsWarning(f"nothing is measured: {error.symptom}"), stacklevel=2)
-                self._read[id(model)] = False
+                failed = failed or error
+            if failed is not None:
+                warnings.warn(KflatsWarning(f"nothing is measured: {failed.symptom}"), stacklevel=2)
+            self._read[id(model)] = failed is None
         return self._read[id(model)]
+
+    def trial(self, model: nn.Module) -> Trial:
+        """What one run shows of ``model``: on the first batch, or on drawn inputs of a transformers model.
+
+        Raises:
+            KflatsError: the model changes its own weights when it runs.
+        """
+        if id(model) not in self._trials:
+            try:
+                batch = self._first(model)
+                found = Trial() if batch is None else tried(model, to_device(batch, device_of(model)))
+            except KflatsError as error:
+                found = Trial(failed=error)
+            self._trials[id(model)] = found
+        found = self._trials[id(model)]
+        if found.written:
+            raise KflatsError(
+                f"{type(model).__name__} is not supported because it changes its own weights when it runs: "
+                + ", ".join(found.written[:3]),
+                cause="the changed weights would be saved, and changed again when they are loaded",
+                hint="a setting of its config.json that leaves them as they are (RWKV: rescale_every 0)",
+            )
+        return found
+
+    def _first(self, model: nn.Module) -> Batch | None:
+        given = next((item for item in self.calibration or () if not isinstance(item, str)), None)
+        return given or (collate(drawn_samples(model, 1), 0) if media_of(model) else None)
 
     @property
     def held_out(self) -> tuple[str, ...] | None:

@@ -16,7 +16,7 @@ from kflats.evaluation.running import Batch
 from kflats.model.weights import Weight, find_weight
 from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.candidates import WeightCosts
-from kflats.planning.selection import Selected, check, select
+from kflats.planning.selection import Selected, check, check_calls, select
 from kflats.planning.strategies import check_allocation, share_out
 from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.recipe import Plan, Recipe, Recipes
@@ -138,6 +138,7 @@ def _checked(model: nn.Module, plan: Plan, budget: Budget | None, data: Calibrat
         raise KflatsError("no weight is named", hint="kflats inspect MODEL lists what can be")
     for decision in resolved.decisions:
         check(decision.weight, decision.recipe, data)
+        check_calls(decision.weight, decision.recipe, data.trial(model))
     return resolved
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,13 +12,14 @@ from typing import Any
 
 from torch import nn
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.evaluation.trial import Trial
 from kflats.importance import KroneckerFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.importance.protocol import WeightingForm
 from kflats.io.static import StaticModel
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.methods import SVD, Flats, Method
-from kflats.model.weights import Weight, factored_layers, find_weight, find_weights, spellings
+from kflats.model.weights import READ_DIRECTLY, Weight, factored_layers, find_weight, find_weights, spellings
 from kflats.planning.calibration_data import CalibrationData
 from kflats.recipe.recipe import Recipe, Recipes, as_recipe, brief
 
@@ -54,7 +56,7 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
 
     Raises:
         KflatsError: names or patterns that mean nothing, a weight named twice, a recipe that cannot be carried out
-            for its layer, an importance without its data.
+            for its layer, an importance without its data, a named layer whose tensor the model reads itself.
     """
     if not isinstance(recipes, Mapping):
         recipes = {token_embedding(model).name: recipes}
@@ -70,16 +72,34 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
                 raise KflatsError(f"{name!r} is named twice", cause="two of the names are places of one tied weight")
             if other is None or rank >= other[2]:
                 named[weight.name] = (weight, recipe, rank)
-    selected = []
+    selected, trial, left = [], data.trial(model), list[str]()
     for weight, recipe, rank in named.values():
         chosen = None if recipe is None else as_recipe(recipe)
         if chosen is None or (chosen.chooses and chosen is not recipe):
             chosen = _default(model, weight, data, None if chosen is None else chosen.method)
         if weight.places[0].role == "parameter" and chosen.importance.needs and rank != _NAME:
             chosen = replace(chosen, importance=Uniform())  # no layer calls it, so nothing is measured of it
+        try:
+            check_calls(weight, chosen, trial)
+        except KflatsError:
+            if rank == _NAME:
+                raise
+            left.append(weight.name)
+            continue
         check(weight, chosen, data)
-        selected.append(Selected(weight, chosen, rank == _NAME))
+        typed = replace(weight, type_is_read=True) if _is_among(weight, trial.typed) else weight
+        selected.append(Selected(typed, chosen, rank == _NAME))
+    if left:
+        names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+        warnings.warn(KflatsWarning(f"not compressed: {names}, because {READ_DIRECTLY}"), stacklevel=2)
+    if not selected:
+        raise KflatsError("nothing is left to compress", hint="kflats inspect MODEL lists the weights")
     return tuple(selected)
+
+
+def _is_among(weight: Weight, parameters: frozenset[str]) -> bool:
+    """Whether ``parameters`` name the tensor of a layer; one of the role "parameter" is dense in memory."""
+    return any(f"{place.name}.weight" in parameters for place in weight.places if place.role != "parameter")
 
 
 def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
@@ -134,6 +154,16 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
         )
     if recipe.importance.needs and not data.measurable and data.tokenizer is None:
         raise KflatsError(f"{who} of {weight.name!r} needs calibration data", hint="texts=..., batches or statistics")
+
+
+def check_calls(weight: Weight, recipe: Recipe, trial: Trial) -> None:
+    """Refuse factors for a layer whose tensor the model was seen to read itself.
+
+    Raises:
+        KflatsError: such a layer.
+    """
+    if _is_among(weight, trial.read) and not (recipe.is_dense or recipe.is_cast):
+        raise KflatsError(f"{weight.name!r} cannot be factored", cause=READ_DIRECTLY)
 
 
 def weighting_form(recipe: Recipe, weight: Weight) -> WeightingForm:

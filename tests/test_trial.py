@@ -1,0 +1,207 @@
+"""One run before anything is planned: reads of weights that no code analysis sees, and models that change their own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    RwkvConfig,
+    RwkvForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from kflats import SVD, Auto, Recipe, compress_, compress_folder
+from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.evaluation.trial import tried
+from kflats.matrices.layers import FactoredEmbedding, FactoredLinear
+from kflats.model.weights import find_weights
+from kflats.planning.calibration_data import CalibrationData
+from kflats.planning.selection import select
+
+IDS = torch.randint(0, 300, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+class Config(PretrainedConfig):
+    model_type = "reads"
+
+
+class Plain(PreTrainedModel):
+    """Tokens, one layer, two layers in a list, and what a subclass does after them."""
+
+    config_class = Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.words, self.fc = nn.Embedding(300, 64), nn.Linear(64, 64)
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+        self.post_init()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.words
+
+    def forward(self, input_ids: Tensor, **_: object) -> Tensor:
+        x = self.fc(self.words(input_ids))
+        for layer in self.layers:
+            x = layer(x)
+        return self.tail(x)
+
+    def tail(self, x: Tensor) -> Tensor:
+        return x
+
+
+class InAVariable(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        fc = self.fc
+        return F.linear(x, fc.weight)
+
+
+class InALambda(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        return (lambda: x / self.fc.weight.shape[1])()
+
+
+class InAProperty(Plain):
+    @property
+    def width(self) -> int:
+        return self.fc.weight.shape[1]
+
+    def tail(self, x: Tensor) -> Tensor:
+        return x / self.width
+
+
+class AsAnArgument(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        return _scaled(x, self.fc)
+
+
+class ByName(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        return x / self.get_parameter("fc.weight").size(1)
+
+
+class FromAList(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        return x / self.layers[1].weight.shape[1]
+
+
+class Tokens(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        return x / self.words.weight.shape[1]
+
+
+class TypeInAVariable(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        fc = self.fc
+        return x.to(fc.weight.dtype)
+
+
+class Halving(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.fc.weight.div_(2)
+        return x
+
+
+def _scaled(x: Tensor, layer: nn.Linear) -> Tensor:
+    return x / layer.weight.shape[1]
+
+
+def model(kind: type[Plain]) -> Any:
+    torch.manual_seed(0)
+    return kind(Config()).eval()
+
+
+READS = {
+    InAVariable: "fc",
+    InALambda: "fc",
+    InAProperty: "fc",
+    AsAnArgument: "fc",
+    ByName: "fc",
+    FromAList: "layers.1",
+    Tokens: "words",
+}
+
+
+@pytest.mark.parametrize(("kind", "read"), READS.items(), ids=[kind.__name__ for kind in READS])
+def test_what_a_run_reads_stays_dense_and_the_rest_is_factored(kind: type[Plain], read: str) -> None:
+    changed = model(kind)
+    assert tried(changed, {"input_ids": IDS}).read == {f"{read}.weight"}
+    with pytest.warns(KflatsWarning, match=read):
+        compress_(changed, {"all": Recipe(SVD())}, keep="60%", quiet=True)
+    dense = {name for name, part in changed.named_modules() if type(part) in (nn.Linear, nn.Embedding)}
+    assert dense == {read}
+    with pytest.raises(KflatsError, match="reads its numbers or its shape itself"):
+        compress_(model(kind), {read: Recipe(SVD())}, keep="60%", quiet=True)
+
+
+def test_nothing_is_read_where_layers_are_called() -> None:
+    trial = tried(model(Plain), {"input_ids": IDS})
+    assert (trial.read, trial.written, trial.failed) == (frozenset(), (), None)
+
+
+def test_a_type_that_a_run_reads_is_known_to_the_plan() -> None:
+    changed = model(TypeInAVariable)
+    assert tried(changed, {"input_ids": IDS}).typed == {"fc.weight"}
+    chosen = select(changed, {"linear": Auto()}, CalibrationData())
+    assert {one.weight.name for one in chosen if one.weight.type_is_read} == {"fc"}
+
+
+def test_a_model_that_changes_its_weights_is_refused_and_unchanged() -> None:
+    changed = model(Halving)
+    before = changed.fc.weight.clone()
+    with pytest.raises(KflatsError, match=r"changes its own weights when it runs: fc\.weight"):
+        compress_(changed, {"all": Recipe(SVD())}, keep="60%", quiet=True)
+    assert torch.equal(changed.fc.weight, before)
+
+
+def test_rwkv_in_a_folder(tmp_path: Path) -> None:
+    """Its weights are mapped read-only: a write would end the process."""
+    sizes = {"vocab_size": 300, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 3}
+    RwkvForCausalLM(RwkvConfig(rescale_every=1, **sizes)).save_pretrained(tmp_path / "writes")
+    with pytest.raises(KflatsError, match="changes its own weights"):
+        compress_folder(tmp_path / "writes", tmp_path / "small", size="60%", quiet=True)
+    assert not (tmp_path / "small").exists()
+
+
+def test_a_module_given_to_a_head_stays_dense() -> None:
+    """DeBERTa's new head multiplies by the table of tokens, which it is given."""
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    deberta = DebertaV2ForMaskedLM(DebertaV2Config(vocab_size=300, legacy=False, **sizes)).eval()
+    with pytest.warns(KflatsWarning, match="word_embeddings"):
+        compress_(deberta, {"all": Recipe(SVD())}, keep="60%", quiet=True)
+    assert type(deberta.get_input_embeddings()) is nn.Embedding
+    assert bool(deberta(input_ids=IDS).logits.isfinite().all())
+
+
+def test_every_part_of_a_model_keeps_its_type() -> None:
+    """The encoder borrows the table of tokens: its type is that of its first own parameter."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_kv": 16, "d_ff": 128, "num_layers": 2, "num_heads": 4}
+    t5 = T5ForConditionalGeneration(T5Config(vocab_size=300, decoder_start_token_id=0, **sizes)).eval()
+    compress_(t5, {"all": Auto()}, keep="40%", quiet=True)
+    assert any(isinstance(part, FactoredEmbedding | FactoredLinear) for part in t5.modules())
+    assert (t5.dtype, t5.encoder.dtype, t5.decoder.dtype) == (torch.float32,) * 3
+
+
+class Reading(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.fc.weight
+
+
+def test_names_of_own_modules_may_begin_like_those_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Reading, "__module__", "abcnet")
+    assert find_weights(Reading()) == ()
