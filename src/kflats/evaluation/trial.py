@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from kflats.common.errors import KflatsError
-from kflats.evaluation.running import Batch, evaluating, explained, run
+from kflats.common.errors import KflatsError, first_line
+from kflats.evaluation.running import Batch, evaluating, run
 from kflats.io.mapped import Watched
 
 _ATTRIBUTES = ("device", "grad", "is_cuda", "is_meta", "layout", "ndim", "requires_grad")
@@ -78,10 +78,11 @@ def tried(model: nn.Module, batch: Batch) -> Trial:
         stack.enter_context(watched)
         stack.enter_context(reads)
         try:
-            with explained(model, ""):
-                run(model, batch)
-        except KflatsError as error:
-            failed = error
+            run(model, batch)
+        except Exception as error:  # whatever the model's own code raises for inputs that are not enough for it
+            failed = KflatsError(
+                f"{type(model).__name__} cannot be run on these inputs alone: {first_line(error)[:200]}"
+            )
     written = tuple(sorted(watched.written))
     read, typed = (frozenset(n for n, p in named.items() if id(p) in of) for of in (reads.read, reads.typed))
     return Trial(read, typed, written, None if written else failed)
