@@ -128,12 +128,18 @@ def libraries() -> dict[str, str]:
 
 
 def commit() -> str:
-    """The checkout's commit, with "-dirty" after it if tracked files differ; "unknown" outside of a checkout."""
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=9", "--exclude=*"]
+    """The checkout's commit, with "-dirty" after it if tracked files differ, but for the results that runs write;
+    "unknown" outside of a checkout."""
+    git = ("git", "-C", str(ROOT))
+    changed = (*git, "status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)experiments/results")
     try:
-        return subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+        found, differs = (
+            subprocess.run(asked, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+            for asked in ((*git, "rev-parse", "--short=9", "HEAD"), changed)
+        )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
+    return f"{found}-dirty" if differs else found
 
 
 class Log:

@@ -81,7 +81,8 @@ def tried(model: nn.Module, batch: Batch) -> Trial:
             run(model, batch)
         except Exception as error:  # whatever the model's own code raises for inputs that are not enough for it
             failed = KflatsError(
-                f"{type(model).__name__} cannot be run on these inputs alone: {first_line(error)[:200]}"
+                f"{type(model).__name__} cannot be run on these inputs alone: {first_line(error)[:200]}",
+                cause="a model that reads several things at once, or texts that it cannot read",
             )
     written = tuple(sorted(watched.written))
     read, typed = (frozenset(n for n, p in named.items() if id(p) in of) for of in (reads.read, reads.typed))
