@@ -196,25 +196,6 @@ def test_a_damaged_file_is_refused_or_right(original: Any, tmp_path: Path) -> No
     assert refused >= 35
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_two_threads_decode_the_same_and_find_damage(original: Any, tmp_path: Path) -> None:
-    original.save_pretrained(tmp_path)
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert torch.equal(run(load_model(tmp_path)), run(original))
-        path = tmp_path / "model.safetensors"
-        tensors = load_file(path)
-        for name in (name for name in tensors if name.endswith("codes")):
-            damaged = tensors | {name: tensors[name].clone()}
-            damaged[name][len(tensors[name]) // 2] ^= 1
-            save_file(damaged, path, metadata={"format": "pt"})
-            with pytest.raises(KflatsError, match="damaged"):
-                load_model(tmp_path)
-    finally:
-        torch.set_num_threads(before)
-
-
 @pytest.mark.filterwarnings("ignore:.* have no checksum")
 @pytest.mark.parametrize("key", ["codes", "labels", "bits", "low", "centers", "contexts", "basis"])
 def test_damaged_fixed_rate_codes_are_refused(key: str, original: Any, tmp_path: Path) -> None:

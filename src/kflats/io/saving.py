@@ -38,7 +38,7 @@ from kflats.io.sources import read_config, static_folder, trusts_remote_code, we
 from kflats.io.static import StaticModel, StreamedMatrix, decode_all, read_static, write_static
 from kflats.matrices.coded import CodedMatrix, read_geometry
 from kflats.matrices.registry import Matrix
-from kflats.model.description import Module, describe, finish_all_, match, read_description, swap_described_
+from kflats.model.description import Module, describe, match, read_description, swap_described_
 from kflats.model.parameters import forget_changed_, put_matrices_
 from kflats.model.run_as import LOSSES
 from kflats.model.swap import unchanged_on_error
@@ -398,14 +398,14 @@ def _load(model: nn.Module, path: Path, file: Any) -> None:
     _check_shapes(
         {name: tuple(t.shape) for name, t in state.items()}, shapes | {a: shapes[n] for a, n in shared.items()}
     )
-    for name, _, matrix in chosen:
+    for name, module, matrix in chosen:
         for key, tensor in matrix.tensors().items():
             stored = file.get_tensor(f"{name}.{key}")
             if stored.is_floating_point() != tensor.is_floating_point():
                 raise KflatsError(f"{name}.{key} is of type {stored.dtype} in the file", cause="a damaged file")
             tensor.copy_(stored)
             del state[f"{name}.{key}"]
-    finish_all_((module, matrix) for _, module, matrix in chosen)
+        module.finish_(matrix)
     for name, tensor in state.items():
         tensor.copy_(file.get_tensor(shared.get(name, name)))
 

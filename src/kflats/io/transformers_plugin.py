@@ -32,15 +32,7 @@ from kflats.common.memory import return_memory_now
 from kflats.io.saving import STOP_KEY, check_files, guard_saving_
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
-from kflats.model.description import (
-    Description,
-    Module,
-    describe,
-    finish_all_,
-    match,
-    read_description,
-    swap_described_,
-)
+from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
 from kflats.model.parameters import decode_, end_loading_, shown_dense
 from kflats.model.swap import untie_
 from kflats.model.weights import QUANT_METHOD, FactoredLayer, factored_layers, pretrained_models, spellings, stored_name
@@ -141,13 +133,11 @@ class KflatsQuantizer(HfQuantizer):
             there, here = tuple(tensor.shape), self._shapes.get(name)
             if here is not None and there != here:
                 raise _wrong_size(name, there, here)
-        raw = {name for name, module in self._modules if module.places[0].role == "parameter"}
-        finish_all_(
-            (module, end_loading_(model, n) if n in raw else cast(FactoredLayer, model.get_submodule(n)).matrix)
-            for n, module in self._modules
-        )
-        for name in raw:
-            decode_(model, name)
+        for name, module in self._modules:
+            raw = module.places[0].role == "parameter"
+            module.finish_(end_loading_(model, name) if raw else cast(FactoredLayer, model.get_submodule(name)).matrix)
+            if raw:
+                decode_(model, name)
         _let_go_of_files(model, [module for _, module in self._modules])
         model.config.quantization_config = self.quantization_config.to_dict()
         _take_marks_off(model)

@@ -16,8 +16,6 @@ torch folder keeps it in the header of ``model.safetensors``.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -145,27 +143,6 @@ class Module:
             check_version(self.stream.version, STREAM_VERSION, "codes")
             expect_(matrix, self.stream.bytes)
         return matrix
-
-
-def finish_all_(filled: Iterable[tuple[Module, Matrix]]) -> None:
-    """``Module.finish_`` of many, two at a time where torch may use several threads.
-
-    The decoder of a stream keeps Python's lock for about half of the time: a third thread would wait.
-
-    Raises:
-        KflatsError: as ``Module.finish_``; of the first one that is damaged.
-    """
-
-    @torch.no_grad()  # of its thread
-    def finish_(module: Module, matrix: Matrix) -> None:
-        module.finish_(matrix)
-
-    pool = ThreadPoolExecutor(min(2, torch.get_num_threads()))
-    try:
-        for done in [pool.submit(finish_, *one) for one in filled]:
-            done.result()
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 @dataclass(frozen=True)
