@@ -58,15 +58,17 @@ def compared(
     sizes: Sequence[str],
     tasks: Sequence[str],
     models: Sequence[str] = USUAL,
+    *,
+    beside: str = "",
 ) -> Callable[[Path], str]:
     """Whether ``better`` loses less than ``worse``: a line for each task and size that has run, a count of the rest.
 
     Args:
-        name: of the log. sizes: what is kept, as logged.
+        name: of the log. sizes: what is kept, as logged. beside: the log of an experiment that has runs of ``worse``.
     """
 
     def ours(results: Path) -> str:
-        runs = runs_of(results, name, models)
+        runs = runs_of(results, name, models) + (runs_of(results, beside, models) if beside else [])
         found = Results(with_chosen(runs, KS) if CHOSEN in (better, worse) else runs, value)
         told, missing = [], 0
         for task in tasks:
@@ -272,7 +274,7 @@ MESSI = [
         "appendix D, figure 11",
         "The best of the numbers of flats that a search tries loses less than SVD",
         "a figure (DistilBERT)",
-        compared("messi_search", "MESSI, k searched", "SVD", tuned_drop, SIZES, ("cola", "mrpc")),
+        compared("messi_search", "MESSI, k searched", "SVD", tuned_drop, SIZES, ("cola", "mrpc"), beside="messi_tasks"),
         "python experiments/messi_search.py --resume (chosen on held-out training examples)",
     ),
     Claim(
