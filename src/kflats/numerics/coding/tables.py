@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ _SIXTEENTHS = (
 """2^(24 - k / 16), rounded."""
 
 
-_FREQUENCIES = torch.tensor([_SIXTEENTHS[cost % 16] >> (cost // 16) for cost in range(MOST + 1)])
+_FREQUENCIES = np.array([_SIXTEENTHS[cost % 16] >> (cost // 16) for cost in range(MOST + 1)], dtype=np.int64)
 """Of a symbol, by its cost."""
 
 
@@ -97,9 +99,11 @@ class Tables:
 
 def _interpolated(costs: Tensor, width: int) -> Tensor:
     """(..., knots) -> (..., width) int64, the frequency of one symbol of each magnitude."""
+    # Some thousand short tables are read when a model is loaded: an operation of numpy takes a fifth of one of torch.
     left, right, before, behind = (part[:width] for part in _between_knots())
-    wide = costs.to("cpu", torch.int64)
-    return _FREQUENCIES[(wide[..., left] * before + wide[..., right] * behind) // (before + behind)]
+    wide = costs.cpu().numpy().astype(np.int64)
+    cost = (wide[..., left] * before + wide[..., right] * behind) // (before + behind)
+    return torch.from_numpy(_FREQUENCIES[cost])
 
 
 def knots_up_to(reach: int) -> int:
@@ -116,13 +120,13 @@ _STARTS = (0, *((left + right + 1) // 2 for left, right in pairwise(KNOTS)), FAR
 
 
 @cache
-def _between_knots() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _between_knots() -> tuple[npt.NDArray[np.int64], ...]:
     """Of every magnitude the knots on both sides, and the parts of each in its cost; a knot stands for itself."""
-    j, knots = torch.arange(FARTHEST + 1), torch.tensor(KNOTS)
-    right = torch.bucketize(j, knots)
-    left = (right - 1).clamp_min(0)
+    j, knots = np.arange(FARTHEST + 1), np.array(KNOTS)
+    right = np.searchsorted(knots, j)
+    left = np.maximum(right - 1, 0)
     at = knots[right] == j
-    return left, right, torch.where(at, 0, knots[right] - j), torch.where(at, 1, j - knots[left])
+    return left, right, np.where(at, 0, knots[right] - j), np.where(at, 1, j - knots[left])
 
 
 @cache
