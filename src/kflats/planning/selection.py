@@ -79,11 +79,9 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
             chosen = _default(model, weight, data, None if chosen is None else chosen.method)
         if weight.places[0].role == "parameter" and chosen.importance.needs and rank != _NAME:
             chosen = replace(chosen, importance=Uniform())  # no layer calls it, so nothing is measured of it
-        try:
+        if rank == _NAME:
             check_calls(weight, chosen, trial)
-        except KflatsError:
-            if rank == _NAME:
-                raise
+        elif is_read(weight, chosen, trial):
             left.append(weight.name)
             continue
         check(weight, chosen, data)
@@ -156,13 +154,18 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
         raise KflatsError(f"{who} of {weight.name!r} needs calibration data", hint="texts=..., batches or statistics")
 
 
+def is_read(weight: Weight, recipe: Recipe, trial: Trial) -> bool:
+    """Whether the model was seen to read the tensor of this layer itself, so that it cannot have the recipe's form."""
+    return _is_among(weight, trial.read) and not (recipe.is_dense or recipe.is_cast)
+
+
 def check_calls(weight: Weight, recipe: Recipe, trial: Trial) -> None:
     """Refuse factors for a layer whose tensor the model was seen to read itself.
 
     Raises:
         KflatsError: such a layer.
     """
-    if _is_among(weight, trial.read) and not (recipe.is_dense or recipe.is_cast):
+    if is_read(weight, recipe, trial):
         raise KflatsError(f"{weight.name!r} cannot be factored", cause=READ_DIRECTLY)
 
 
