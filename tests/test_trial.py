@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,8 @@ from torch.nn import functional as F
 from transformers import (
     DebertaV2Config,
     DebertaV2ForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     RwkvConfig,
@@ -112,6 +116,35 @@ class Halving(Plain):
         return x
 
 
+class Replacing(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        self.fc.weight = nn.Parameter(self.fc.weight.detach() / 2)
+        return x
+
+
+class ReplacingNumbers(Plain):
+    def tail(self, x: Tensor) -> Tensor:
+        self.fc.weight.data = self.fc.weight.data / 2
+        return x
+
+
+class Counting(Plain):
+    """Each run changes a buffer, an attribute and the state of torch's draws, and would change its input."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.register_buffer("runs", torch.zeros(()))
+        self.last = ""
+
+    def forward(self, input_ids: Tensor, **more: object) -> Tensor:
+        self.runs += 1
+        self.last = "run"
+        torch.rand(1)
+        found = super().forward(input_ids)
+        input_ids.zero_()
+        return found
+
+
 def _scaled(x: Tensor, layer: nn.Linear) -> Tensor:
     return x / layer.weight.shape[1]
 
@@ -156,21 +189,130 @@ def test_a_type_that_a_run_reads_is_known_to_the_plan() -> None:
     assert {one.weight.name for one in chosen if one.weight.type_is_read} == {"fc"}
 
 
-def test_a_model_that_changes_its_weights_is_refused_and_unchanged() -> None:
-    changed = model(Halving)
+@pytest.mark.parametrize("kind", [Halving, Replacing, ReplacingNumbers])
+def test_a_model_that_changes_its_weights_is_refused_and_unchanged(kind: type[Plain]) -> None:
+    changed = model(kind)
     before = changed.fc.weight.clone()
     with pytest.raises(KflatsError, match=r"changes its own weights when it runs: fc\.weight"):
         compress_(changed, {"all": Recipe(SVD())}, keep="60%", quiet=True)
     assert torch.equal(changed.fc.weight, before)
 
 
-def test_rwkv_in_a_folder(tmp_path: Path) -> None:
+def test_the_run_leaves_the_model_the_batch_and_the_draws_as_they_were() -> None:
+    counting, ids, state = model(Counting), IDS.clone(), torch.get_rng_state()
+    batch = {"input_ids": ids}
+    tried(counting, batch)
+    assert (float(counting.runs), counting.last) == (0.0, "")
+    assert torch.equal(ids, IDS)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not any(module._forward_hooks for module in counting.modules())
+
+
+@pytest.mark.parametrize("how", [{"size": "60%"}, {"quality": 0.5}, {"keep": "60%", "trim": 100}])
+def test_rwkv_in_a_folder(tmp_path: Path, tiny_tokenizer: Any, how: dict[str, Any]) -> None:
     """Its weights are mapped read-only: a write would end the process."""
     sizes = {"vocab_size": 300, "hidden_size": 64, "attention_hidden_size": 64, "num_hidden_layers": 3}
     RwkvForCausalLM(RwkvConfig(rescale_every=1, **sizes)).save_pretrained(tmp_path / "writes")
+    tiny_tokenizer.save_pretrained(tmp_path / "writes")
     with pytest.raises(KflatsError, match="changes its own weights"):
-        compress_folder(tmp_path / "writes", tmp_path / "small", size="60%", quiet=True)
+        compress_folder(tmp_path / "writes", tmp_path / "small", quiet=True, **how)
     assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile imports what torch itself calls old
+@pytest.mark.parametrize("wrapped", [nn.DataParallel, lambda inner: nn.Sequential(inner), torch.compile])
+def test_a_model_inside_of_another_is_tried(wrapped: Callable[[nn.Module], nn.Module]) -> None:
+    outer = wrapped(model(InAVariable))
+    with pytest.warns(KflatsWarning, match=r"\.fc, because"):
+        compress_(outer, {"all": Recipe(SVD())}, keep="60%", quiet=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_models_in_half_precision_are_tried_in_their_type(dtype: torch.dtype) -> None:
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first, second = self.a, self.b
+            return first(x) @ second.weight
+
+    found = CalibrationData(calibration=({"x": torch.ones(2, 64, dtype=dtype)},)).trial(Layers().to(dtype))
+    assert (found.read, found.failed) == ({"b.weight"}, None)
+
+
+def test_a_hook_that_reads_its_layer_is_seen() -> None:
+    hooked = model(Plain)
+    hooked.fc.register_forward_hook(lambda layer, _, output: output / layer.weight.norm())
+    assert tried(hooked, {"input_ids": IDS}).read == {"fc.weight"}
+
+
+def test_a_layer_with_a_forward_of_its_own_stays_dense() -> None:
+    own = model(Plain)
+    forward = own.fc.forward
+    own.fc.forward = lambda x: 2 * forward(x)
+    assert "fc" not in {weight.name for weight in find_weights(own)}
+
+
+def test_modules_without_a_config_are_not_tried() -> None:
+    """What they read is not known; neither are their names those of transformers."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.fc = nn.Embedding(50, 64), nn.Linear(64, 64)
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.fc(self.words(input_ids))
+
+    compress_(reads := Reads(), {"fc": Recipe(SVD())}, keep="60%", quiet=True)
+    assert isinstance(reads.fc, FactoredLinear)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, and of transformers' mask
+def test_a_run_of_flex_attention_leaves_dynamo_as_it_was() -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(vocab_size=300, attn_implementation="flex_attention", **sizes)).eval()
+    assert CalibrationData().trial(llama).failed is None
+    with torch.no_grad():
+        assert bool(llama(input_ids=IDS).logits.isfinite().all())
+
+
+def test_sparse_parameters_and_norms_of_embeddings_are_no_reason_to_refuse() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.fc = nn.Embedding(50, 64, max_norm=1.0), nn.Linear(64, 64)
+            self.sparse = nn.Parameter(torch.eye(64).to_sparse(), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.fc(self.words(x) + torch.sparse.mm(self.sparse, torch.ones(64, 1)).T)
+
+    mixed = Mixed()
+    before = mixed.words.weight.clone()
+    compress_(mixed, {"fc": Recipe(SVD())}, keep="60%", calibration=[{"x": IDS % 50}], quiet=True)
+    assert isinstance(mixed.fc, FactoredLinear)
+    assert torch.equal(mixed.words.weight, before)
+
+
+def test_layers_beside_a_traced_module_are_found() -> None:
+    beside = nn.ModuleDict({"fc": nn.Linear(64, 64)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        beside["traced"] = torch.jit.trace(nn.Linear(64, 4), torch.ones(1, 64))
+    assert [weight.name for weight in find_weights(beside)] == ["fc"]
+
+
+def test_type_and_device_of_a_weight_are_no_read_of_its_numbers() -> None:
+    class Casting(Plain):
+        def tail(self, x: Tensor) -> Tensor:
+            fc = self.fc
+            return x.to(fc.weight)
+
+    found = tried(model(Casting), {"input_ids": IDS})
+    assert (found.read, found.typed) == (frozenset(), {"fc.weight"})
 
 
 @pytest.mark.filterwarnings("ignore:not compressed")  # with transformers 5.17 a tie says the same

@@ -214,10 +214,13 @@ def compress_folder(
     if available_bytes() < max(_ROOM, _MANY * weight_file_bytes(folder)):
         return_memory_when_freed()
     with new_folder(out, force, [folder], workers) as aside, damage_named(folder):
-        model = load_model(folder, mapped=_is_own(calibration) and _is_own(objective))
+        mapped = _is_own(calibration) and _is_own(objective)
+        model = load_model(folder, mapped=mapped)
         before, beside = weight_file_bytes(folder), module_bytes(folder)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
+        if mapped and (trim is not None or quality is not None):
+            data.trial(model)  # before it is run unwatched: a write into a mapped weight would end the process
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)

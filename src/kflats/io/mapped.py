@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeGuard, TypeVar
 
 import torch
 from safetensors.torch import save_file
@@ -147,6 +147,7 @@ def copied_if_written(load: Callable[[], _Loaded], tensors: dict[str, Tensor]) -
 class Watched(TorchDispatchMode):
     """Inside, operations that would write into one of ``tensors``, or a view of it, do nothing; ``written`` has the
     names of these. Limit: of a write that an operation does not declare nothing is noticed.
+    Rows that ``max_norm`` of an embedding would scale stay as they are, and are not named.
 
     >>> table = torch.ones(2, 2)
     >>> with Watched({"table": table}) as watched:
@@ -155,31 +156,38 @@ class Watched(TorchDispatchMode):
     ({'table'}, [[1.0, 1.0], [1.0, 1.0]], [2.0, 2.0])
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in tensors.items() if tensor.numel()}
+        there = {name: tensor for name, tensor in tensors.items() if has_memory(tensor) and tensor.numel()}
+        self._names = {tensor.untyped_storage().data_ptr(): name for name, tensor in there.items()}
         self.written = set[str]()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if not isinstance(func, torch._ops.OpOverload):  # an operator that calls functions, as flex_attention
+            return func(*args, **kwargs)
         places = (
             kwargs.get(argument.name) if place >= len(args) else args[place]
             for place, argument in enumerate(func._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         )
         changed = [one for given in places for one in (given if isinstance(given, list | tuple) else (given,))]
-        storages = {one.untyped_storage().data_ptr() for one in changed if _has_memory(one)}
+        storages = {one.untyped_storage().data_ptr() for one in changed if has_memory(one)}
         names = {self._names[storage] for storage in storages & self._names.keys()}
         if not names:
             return func(*args, **kwargs)
-        self.written |= names
+        if func is not torch.ops.aten.embedding_renorm_.default:  # rows of max_norm: the same each time
+            self.written |= names
         returned = len(func._schema.returns)
         return None if not returned else changed[0] if returned == 1 else tuple(changed)
 
 
-def _has_memory(value: object) -> bool:
+def has_memory(value: object) -> TypeGuard[Tensor]:
+    """Whether ``value`` is a tensor of numbers one after the other in memory: none of the meta device, none sparse."""
     return isinstance(value, Tensor) and not value.is_meta and value.layout == torch.strided
 
 

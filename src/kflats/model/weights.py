@@ -202,6 +202,10 @@ def role_of(module: nn.Module) -> tuple[str, str]:
     kind = type(module)
     if isinstance(module, FactoredLayer):
         return "", "it is factored already"
+    if isinstance(module, torch.jit.ScriptModule):
+        return "", "torch.jit has compiled it"
+    if "forward" in module.__dict__ and not hasattr(module, "_hf_hook"):  # accelerate's hooks carry over
+        return "", f"this {kind.__name__} has a forward of its own"
     weight = module._parameters.get("weight")
     dimensions = 4 if isinstance(module, nn.Conv2d) else 2
     if not isinstance(weight, nn.Parameter) or weight.ndim != dimensions or not weight.is_floating_point():

@@ -27,16 +27,14 @@ from kflats.common.texts import SAMPLES, check_texts, token_limit
 from kflats.common.workers import Workers
 from kflats.evaluation.running import (
     Batch,
-    collate,
     device_of,
-    drawn_samples,
     explained,
     media_of,
     read_together,
     spoken_media,
     to_device,
 )
-from kflats.evaluation.trial import Trial, tried
+from kflats.evaluation.trial import Trial, tried, tried_on_drawn
 from kflats.importance.protocol import Measured, Weighting
 from kflats.methods import SVD
 from kflats.methods.matrix_error import weighted_total
@@ -140,9 +138,9 @@ class CalibrationData:
             KflatsError: the model changes its own weights when it runs.
         """
         if id(model) not in self._trials:
+            given = next((item for item in self.calibration or () if not isinstance(item, str)), None)
             try:
-                batch = self._first(model)
-                found = Trial() if batch is None else tried(model, to_device(batch, device_of(model)))
+                found = tried_on_drawn(model) if given is None else tried(model, to_device(given, device_of(model)))
             except KflatsError as error:
                 found = Trial(failed=error)
             self._trials[id(model)] = found
@@ -155,10 +153,6 @@ class CalibrationData:
                 hint="a setting of its config.json that leaves them as they are (RWKV: rescale_every 0)",
             )
         return found
-
-    def _first(self, model: nn.Module) -> Batch | None:
-        given = next((item for item in self.calibration or () if not isinstance(item, str)), None)
-        return given or (collate(drawn_samples(model, 1), 0) if media_of(model) else None)
 
     @property
     def held_out(self) -> tuple[str, ...] | None:

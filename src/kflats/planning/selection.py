@@ -87,8 +87,10 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         check(weight, chosen, data)
         typed = replace(weight, type_is_read=True) if _is_among(weight, trial.typed) else weight
         selected.append(Selected(typed, chosen, rank == _NAME))
+    names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
+    if left and not selected:
+        raise KflatsError(f"nothing is left to compress: not {names}", cause=READ_DIRECTLY)
     if left:
-        names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
         warnings.warn(KflatsWarning(f"not compressed: {names}, because {READ_DIRECTLY}"), stacklevel=2)
     if not selected:
         raise KflatsError("nothing is left to compress", hint="kflats inspect MODEL lists the weights")
