@@ -147,8 +147,7 @@ _INTRODUCTION = """# Architectures
 
 Every model type of the installed transformers whose config has an Auto model, as a tiny model with random weights:
 inspected, compressed in four ways, saved, loaded in another process, trained for a step, saved again. What a tiny model
-proves is that nothing breaks; it says nothing about quality. The log was resumed after changes, with the types that
-they concern: of each type the last run counts.
+proves is that nothing breaks; it says nothing about quality. Of each type the last run in the log counts.
 
     python tests/sweep/sweep.py run --log sweep.jsonl --resume
     python tests/sweep/sweep.py table sweep.jsonl > docs/architectures.md
