@@ -271,13 +271,29 @@ def test_modules_without_a_config_are_not_tried() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch, and of transformers' mask
-def test_a_run_of_flex_attention_leaves_dynamo_as_it_was() -> None:
+def test_a_run_of_flex_attention_is_tried() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(vocab_size=300, attn_implementation="flex_attention", **sizes)).eval()
     assert CalibrationData().trial(llama).failed is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile imports what torch itself calls old
+def test_what_is_compiled_runs_compiled_after_the_trial() -> None:
+    """Compiled inside of a mode, dynamo keeps that it cannot compile it."""
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    plain = model(Plain)
+    compiled = torch.compile(plain, fullgraph=True, backend=backend)
+    assert tried(compiled, {"input_ids": IDS}).failed is None
+    assert not graphs
     with torch.no_grad():
-        assert bool(llama(input_ids=IDS).logits.isfinite().all())
+        assert torch.equal(compiled(input_ids=IDS), plain(input_ids=IDS))
+    assert len(graphs) == 1
 
 
 def test_sparse_parameters_and_norms_of_embeddings_are_no_reason_to_refuse() -> None:
