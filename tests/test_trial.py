@@ -208,6 +208,23 @@ def test_the_run_leaves_the_model_the_batch_and_the_draws_as_they_were() -> None
     assert not any(module._forward_hooks for module in counting.modules())
 
 
+class Interrupted(Counting):
+    def tail(self, x: Tensor) -> Tensor:
+        self.fc.weight.data = self.fc.weight.data / 2
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_leaves_the_model_as_it_was() -> None:
+    stopped = model(Interrupted).train()
+    runs, before = stopped.runs, stopped.fc.weight.clone()
+    with pytest.raises(KeyboardInterrupt):
+        tried(stopped, {"input_ids": IDS})
+    assert stopped.runs is runs
+    assert (float(runs), stopped.last, stopped.training) == (0.0, "", True)
+    assert torch.equal(stopped.fc.weight, before)
+    assert not any(module._forward_hooks for module in stopped.modules())
+
+
 @pytest.mark.parametrize("how", [{"size": "60%"}, {"quality": 0.5}, {"keep": "60%", "trim": 100}])
 def test_rwkv_in_a_folder(tmp_path: Path, tiny_tokenizer: Any, how: dict[str, Any]) -> None:
     """Its weights are mapped read-only: a write would end the process."""

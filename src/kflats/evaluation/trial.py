@@ -142,7 +142,17 @@ def _kept(model: nn.Module) -> Iterator[_Kept]:
     entries = [(held, dict(held)) for module, _ in before for held in (module._parameters, module._modules)]
     clones: dict[int, Tensor] = {}
     devices = sorted({p.device.index or 0 for p in named.values() if p.device.type == "cuda"})
+
+    def put_back() -> None:
+        for held, entry in entries:
+            held.clear()
+            held.update(entry)  # type: ignore[arg-type]
+        for module, attributes in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+
     with ExitStack() as stack:
+        stack.callback(put_back)  # also after an interruption
         stack.enter_context(evaluating(model))
         stack.enter_context(torch.no_grad())
         stack.enter_context(torch.random.fork_rng(devices))
@@ -165,12 +175,6 @@ def _kept(model: nn.Module) -> Iterator[_Kept]:
                     changed.add(name)
                     named[name].data = table
             kept.written |= watched.written | changed
-    for held, entry in entries:
-        held.clear()
-        held.update(entry)  # type: ignore[arg-type]
-    for module, attributes in before:
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
 
 
 class _Reads(TorchFunctionMode):

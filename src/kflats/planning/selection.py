@@ -89,7 +89,7 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         selected.append(Selected(typed, chosen, rank == _NAME))
     names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
     if left and not selected:
-        raise KflatsError(f"nothing is left to compress: not {names}", cause=READ_DIRECTLY)
+        raise KflatsError(f"{names} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
     if left:
         warnings.warn(KflatsWarning(f"not compressed: {names}, because {READ_DIRECTLY}"), stacklevel=2)
     if not selected:
