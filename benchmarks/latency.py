@@ -2,8 +2,8 @@
 
 all-MiniLM-L6-v2 in float32, bfloat16, compiled, by onnxruntime (float; int8 by default, and per channel with reduced
 range), by torchao (int8), rounded by GPTQ (4 bits, groups of 64), and compressed by kflats to 8 MB: in each run-time
-form, and as an ONNX file of integers. For GPTQ there is no kernel on a CPU: its line is the float32 model with its
-numbers.
+form, with the whole model in bfloat16, and as an ONNX file of integers. For GPTQ there is no kernel on a CPU: its line
+is the float32 model with its numbers.
 
 Memory is that of a fresh process: its peak after the first output minus its peak after the imports. The original's file
 is mapped, and rows of its table that no text has are not read. Times are ratios to float32 of batches of 20, 30 and 128
@@ -14,13 +14,15 @@ of 150 paragraphs of WikiText-2 (test). A last line has those of the ONNX file o
     python benchmarks/latency.py --write benchmarks/results/latency.md
     python benchmarks/latency.py --quick 1        # small shapes, few turns: does everything run?
 
-``--compressed DIR`` takes a folder of kflats that is there.
+``--compressed DIR`` takes a folder of kflats that is there. ``--onednn AVX512_CORE_VNNI`` keeps torch's library for
+products from the units for bfloat16 and from AMX, as on CPUs that have none (its variable ONEDNN_MAX_CPU_ISA).
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -113,6 +115,7 @@ def ways(compressed: Path, windows: int = 512) -> list[Way]:
         *tools(packaged_model()),
         Way("GPTQ, 4 bits", partial(gptq, windows), of_torch, timed=False),
         *(Way(f"kflats, {form}", partial(in_form, compressed, form), of_torch) for form in get_args(RunForm)),
+        Way("kflats, the model in bfloat16", partial(in_form, compressed, "dense"), of_torch_in_bfloat16),
         Way(INTEGERS, partial(as_integers, compressed), of_onnx, "onnxruntime"),
     ]
 
@@ -130,6 +133,10 @@ def in_form(compressed: Path, form: RunForm, folder: Path) -> int:
 
 def of_torch(folder: Path) -> Run:
     return partial(run, load_model(folder).eval())
+
+
+def of_torch_in_bfloat16(folder: Path) -> Run:
+    return partial(run, load_model(folder).bfloat16().eval())
 
 
 def of_compiled(folder: Path) -> Run:
@@ -202,7 +209,9 @@ def in_a_process(way: Way, place: Path, compressed: Path) -> tuple[int, float]:
 
 
 def main() -> None:
-    options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="")
+    options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="", onednn="")
+    if options.onednn:  # read when its first product is made; processes that are started inherit it
+        os.environ["ONEDNN_MAX_CPU_ISA"] = options.onednn
     if options.alone:
         way = next(one for one in ways(Path(options.compressed)) if one.name == options.alone)
         alone(way, way.at(Path(options.place)))

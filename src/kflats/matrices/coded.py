@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +51,7 @@ INTEGERS = {
     "column_steps": torch.int8,
 }
 """Types of the stored integers."""
+_Tables: TypeAlias = tuple[Tensor | None, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -207,6 +208,8 @@ _PIECE = 2**17
 """Numbers that are decoded at a time where all rows are wanted: what that takes is small beside the rows."""
 _SMALL = 2**18
 """Numbers of a table that is kept decoded: of positions or types, whose lookups would take a tenth of a short text."""
+_A_CLASS = 20
+"""Rows a class from which on it is quicker to read a batch class by class."""
 MANY = 1024
 """Rows of an input from which on a small matrix is put together before it is multiplied by."""
 _BASIS_UNIT = 128.0
@@ -329,12 +332,16 @@ class CodedMatrix(Matrix):
         dtype = dtype or self.weight.dtype
         if (table := self._decoded_table()) is not None:
             return self._ended(F.embedding(index, table), dtype)
-        # The sorted form gathers bytes in blocks, but makes calls for every class: few rows are quicker without it.
         if is_recording() or index.device.type != "cpu" or flat.numel() < FEW:
             out = self._recorded_rows(flat, dtype)
         else:
-            values, inverse = distinct(self.position.index_select(0, flat))
-            out = self._sorted_rows(values, dtype).index_select(0, inverse)
+            values, inverse = distinct(flat)
+            # The sorted form gathers bytes in blocks, but makes calls for every class: few rows are quicker without it.
+            if len(values) < _A_CLASS * len(self.geometry.classes):
+                out = self._recorded_rows(values, dtype).index_select(0, inverse)
+            else:
+                places, order = self.position.index_select(0, values).sort()
+                out = self._sorted_rows(places, dtype).index_select(0, inverse_of(order).index_select(0, inverse))
         return out.reshape(*index.shape, self.shape[1])
 
     def vecmat(self, x: Tensor) -> Tensor:
@@ -473,12 +480,12 @@ class CodedMatrix(Matrix):
         most, first = max(1, TILE // max(1, geometry.rank)), 0
         final = geometry.basis != "int8" and dtype == self.weight.dtype
         by_row = inverse_of(self.position) if geometry.scales == "row" else None
-        for c, (rows, _) in enumerate(geometry.classes):
-            packed = geometry.part(self.get_buffer("codes"), c)
+        for c, flat in enumerate(geometry.flat_of):
+            rows, packed = geometry.classes[c][0], geometry.part(self.get_buffer("codes"), c)
             for a in range(0, rows, most):
                 part = packed[a : a + most]
                 at = None if by_row is None else by_row[first + a : first + a + len(part)]
-                yield self._tile(c, first + a, part, at, tables).as_type(dtype, final=final)
+                yield self._tile(flat, c, first + a, part, at, tables).as_type(dtype, final=final)
             first += rows
 
     def _ended(self, numbers: Tensor, dtype: torch.dtype) -> Tensor:
@@ -508,20 +515,22 @@ class CodedMatrix(Matrix):
             a, b = cuts[c], cuts[c + 1]
             if a < b:
                 packed = self.geometry.part(self.get_buffer("codes"), c).index_select(0, places[a:b] - starts[c])
-                numbers = self._tile(c, a, packed, None if ordered is None else ordered[a:b], tables).whole()
+                at = None if ordered is None else ordered[a:b]
+                numbers = self._tile(flat, c, a, packed, at, tables).whole()
                 by_flat.setdefault(flat, []).append(_padded(numbers, self.geometry.parts[flat][1]))
-        # Half precision only at the end: it may hold the numbers of a row and not its small coordinates.
-        parts = [self._project(flat, _joined(numbers, 1).T) for flat, numbers in by_flat.items()]
+        # float16 only at the end: it may hold the numbers of a row and not its small coordinates. bfloat16 has the
+        # range of float32, its products are summed in float32, and CPUs with units for it take a fifth of the time.
+        kind = dtype if dtype == torch.bfloat16 else self._wide
+        parts = [self._project(flat, _joined(numbers, 1).T.to(kind)) for flat, numbers in by_flat.items()]
         return self._ended(_joined(parts, 0), dtype)
 
-    def _tile(self, c: int, first: int, packed: Tensor, rows: Tensor | None, tables: Sequence[Tensor]) -> Tile:
+    def _tile(self, flat: int, c: int, first: int, packed: Tensor, rows: Tensor | None, tables: _Tables) -> Tile:
         """(m, bytes) of class ``c`` as numbers; ``rows``: their row numbers, where each row has scales."""
-        how, flat = self.readings[c], self.geometry.flat_of[c]
-        less, centers, scales = (table[c, : how.used] for table in tables)
+        how, (less, centers, each) = self.readings[c], tables
         q = how.integers(packed, self.fields[:, c], self._wide)
-        if self._is_shrunk():
-            q = q.sub_(q.sign().mul_(less.unsqueeze(1)))
-        middle = centers if how.centered else None
+        if less is not None:
+            q = q.sub_(q.sign().mul_(less[c, : how.used].unsqueeze(1)))
+        middle, scales = centers[c, : how.used] if how.centered else None, each[c, : how.used]
         by_class = scales if self.geometry.scales == "class" or self.geometry.basis != "identity" else None
         if rows is None:
             return Tile(flat, first, q, None, by_class, middle)
@@ -538,8 +547,8 @@ class CodedMatrix(Matrix):
             return True
         return (torch.is_grad_enabled() and shrink.requires_grad) or bool(shrink.detach().any())
 
-    def _tables(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Three tables, (C, r) each: shrink, center and scale of every class and column."""
+    def _tables(self) -> _Tables:
+        """Three tables, (C, r) each: shrink (None where it is 0), center and scale of every class and column."""
         geometry, dtype = self.geometry, self._wide
         centers, contexts = self.get_buffer("centers").to(dtype), self.get_buffer("contexts").to(torch.int32)
         scales = self._spread(self._scales()) if geometry.scales == "class" else torch.ones_like(centers)
@@ -550,6 +559,8 @@ class CodedMatrix(Matrix):
             scales = scales * torch.cat(each)
         if geometry.basis == "diagonal":
             scales = scales * 2.0 ** (self.get_buffer("column_steps").to(dtype) / STEPS_AN_OCTAVE)
+        if not self._is_shrunk():
+            return None, centers, scales
         less = self.get_parameter("shrink").to(dtype).index_select(0, contexts.reshape(-1)).view(contexts.shape)
         return less, centers, scales
 

@@ -31,7 +31,8 @@ class HoldsMatrix:
     @property
     def matrix(self) -> Matrix:
         """The Matrix behind this layer."""
-        return cast(Matrix, self.__dict__["_matrix"])
+        matrix: Matrix = self.__dict__["_matrix"]
+        return matrix
 
     @property
     def owns_matrix(self) -> bool:
@@ -120,8 +121,10 @@ class _Multiplies(HoldsMatrix):
     def _product(self, x: Tensor, transposed: bool) -> Product | None:
         """What multiplies ``x``; made anew after the matrix has changed."""
         matrix = self.matrix
-        known = (p for p in matrix._parameters.values() if p is not None)  # quicker than ``parameters()``
-        key = (self.run_form, x.dtype, [(p.data_ptr(), 0 if p.is_inference() else p._version) for p in known])
+        key: list[object] = [self.run_form, x.dtype]
+        for p in matrix._parameters.values():  # quicker than ``parameters()``
+            if p is not None:
+                key += p.data_ptr(), 0 if p.is_inference() else p._version
         if self._ready is None or self._ready[0] != key:
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
             with torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
