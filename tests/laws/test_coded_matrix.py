@@ -193,15 +193,16 @@ def assert_same_gradients(matrix: nn.Module, ours: Tensor, theirs: Tensor, *inpu
 
 
 def test_every_operation_is_that_of_the_dense_matrix(make, monkeypatch):
-    for tile, many in ((2**20, 1024), (2**20, 1), (24, 1024), (1, 1024)):
+    for tile, many, a_class in ((2**20, 1024, 20), (2**20, 1, 0), (24, 1024, 0), (1, 1024, 0)):
         monkeypatch.setattr(coded, "TILE", tile)
         monkeypatch.setattr(coded, "MANY", many)
+        monkeypatch.setattr(coded, "_A_CLASS", a_class)
         matrix = make()
         n, d = matrix.shape
         dense = definition(matrix)
         torch.testing.assert_close(matrix.dense(), dense)
         gen = torch.Generator().manual_seed(1)
-        for shape in ((), (0,), (3, 5), (40, 20)):  # the last is decoded class by class
+        for shape in ((), (0,), (3, 5), (40, 20)):  # the last is decoded class by class where ``a_class`` is 0
             ids = torch.randint(0, n, shape, generator=gen)
             ours = matrix.rows(ids)
             assert ours.shape == (*shape, d)
@@ -223,7 +224,9 @@ def test_an_index_outside_is_an_error(make):
                 matrix.rows(torch.tensor([0] * count + [bad]))
 
 
-def test_smaller_types_lose_no_integer(make):
+@pytest.mark.parametrize("a_class", [0, 20])
+def test_smaller_types_lose_no_integer(make, a_class, monkeypatch):
+    monkeypatch.setattr(coded, "_A_CLASS", a_class)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         matrix = make(dtype=dtype)
         exact = definition(copy.deepcopy(matrix).double()).detach()
