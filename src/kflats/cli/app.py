@@ -150,9 +150,9 @@ def compress(
     run_as: Annotated[
         RunAs,
         typer.Option(
-            help="How coded layers multiply once the folder is loaded: dense (as fast as the original), bfloat16 "
-            "(faster on some CPUs), int8, compact (the least memory), or auto, the fastest on this machine that "
-            "loses at most .002 more than dense."
+            help="How coded layers multiply once the folder is loaded: dense (nearly as fast as the original), "
+            "bfloat16 (faster on some CPUs), int8, compact (the least memory), or auto, the fastest on this machine "
+            "that loses at most .002 more than dense."
         ),
     ] = "dense",
     eval_texts: Annotated[

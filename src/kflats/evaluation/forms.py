@@ -40,9 +40,10 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     | "compact" | codes that are decoded in every call | 0 |
 
     Choose "bfloat16" on CPUs where it is faster than float32; not all CPUs with units for it are such. Choose
-    "int8" for little time, .4 to .8 of float32's, on CPUs with VNNI units and where a cosine .001 to .002 lower is
-    allowed. Choose "compact" where memory is short; one sentence then takes four to six times as long. On CPUs with
-    matrix units for bfloat16 (AMX) no form is as fast in batches as the whole model in that type: ``model.bfloat16()``.
+    "int8" for little time, on one core .4 to .8 of float32's, on CPUs with VNNI units and where a cosine .001 to .002
+    lower is allowed. Choose "compact" where memory is short; one sentence then takes four to six times as long. On CPUs
+    with matrix units for bfloat16 (AMX) no form is as fast in batches on one core as the whole model in that type:
+    ``model.bfloat16()``.
 
     A form is made at the first call. Recorded graphs (``torch.compile``, export), and calls whose gradients reach the
     codes' scales, use the codes in every form; call a model under ``torch.inference_mode()`` to run it. Embeddings read

@@ -140,7 +140,8 @@ class KroneckerFisher(Importance):
         centred: the bias, which reads a constant input, takes the part of the error that it can take.
         damping: share of each Gram's mean diagonal that is added to its diagonal.
 
-    Choose it for linear layers: among the closed forms it loses least, and its values can be compared between layers.
+    Choose it for linear layers: with a budget shared by loss it lost least of the closed forms on task models and the
+    encoder, and its values can be compared between layers.
     Limit: of a layer with more than 16,384 outputs, such as the head of a large vocabulary, S is its diagonal.
     """
 
