@@ -79,13 +79,13 @@ def publish(title: str, body: str, options: argparse.Namespace) -> None:
     changed = (f'--{k} "{v}"' for k, v in given.items() if v != options.usual[k] and os.sep not in str(v))
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     command = " ".join(["python", script, *changed, f"--write benchmarks/results/{options.write.name}"])
-    cpu = f"{platform.machine()} with {', '.join([torch.backends.cpu.get_cpu_capability(), *matrix_units()])}"
+    cpu = f"{platform.machine()} with {', '.join([torch.backends.cpu.get_cpu_capability(), *cpu_units()])}"
     about = f"torch {torch.__version__}, {torch.get_num_threads()} threads, {cpu}"
     options.write.parent.mkdir(parents=True, exist_ok=True)
     options.write.write_text(f"# {title}\n\n    {command}\n\n{about}\n\n{body}\n", encoding="utf-8")
 
 
-def matrix_units() -> list[str]:
+def cpu_units() -> list[str]:
     """What this CPU has for integers and bfloat16, by the names that Linux gives; nothing where it gives none."""
     info = Path("/proc/cpuinfo")
     flags = set(info.read_text(encoding="ascii", errors="replace").split()) if info.is_file() else set()

@@ -1,8 +1,9 @@
 """Tables, orderings and figures of a log of runs; where a cell has no run, it says "not run".
 
-Seeds are paired between methods. An interval is that of the mean of paired differences over seeds (Student's t, 95 %,
-by SciPy). It covers the chance of training and of starts, not that of the judged examples. An ordering is claimed only
-if its interval excludes 0; of twenty ties one is expected to look like a difference.
+Runs are paired between methods where they compressed the same model: one seed trains slightly different models on two
+kinds of CPU, which their scores before compression tell apart. An interval is that of the mean of paired differences
+(Student's t, 95 %, by SciPy). It covers the chance of training and of starts, not that of the judged examples. An
+ordering is claimed only if its interval excludes 0; of twenty ties one is expected to look like a difference.
 """
 
 from __future__ import annotations
@@ -71,30 +72,34 @@ def paired(first: Mapping[object, float], second: Mapping[object, float]) -> Pai
     return Paired(mean, float(low), float(high), len(differences))
 
 
+def model_of(run: Run) -> tuple[int, float]:
+    """What tells the trained model of a run from others of its task: the seed, and the score before compression."""
+    return run.seed, round(run.original, 6)
+
+
 class Results:
-    """Runs by method, size, task and seed.
+    """Runs by method, size, task and model (``model_of``).
 
     Args:
         runs: of one experiment. value: what is looked at.
     """
 
     def __init__(self, runs: Sequence[Run], value: Value) -> None:
-        self.at: dict[tuple[str, str, str, int], float] = {}
+        self.at: dict[tuple[str, str, str, tuple[int, float]], float] = {}
         for run in runs:
             found = value(run)
             if found is not None:
-                self.at[run.method, run.size, run.task, run.seed] = found
+                self.at[run.method, run.size, run.task, model_of(run)] = found
 
-    def by_seed(self, method: str, size: str, task: str) -> dict[object, float]:
+    def by_model(self, method: str, size: str, task: str) -> dict[tuple[int, float], float]:
         """The values of one cell."""
-        return {s: v for (m, z, t, s), v in self.at.items() if (m, z, t) == (method, size, task)}
+        return {model: v for (m, z, t, model), v in self.at.items() if (m, z, t) == (method, size, task)}
 
     def average(self, method: str, size: str, tasks: Sequence[str]) -> dict[object, float]:
-        """The mean over ``tasks`` for each seed that has all of them."""
-        of = [self.by_seed(method, size, task) for task in tasks]
-        if not of:
-            return {}
-        return {s: statistics.fmean(one[s] for one in of) for s in of[0] if all(s in one for one in of)}
+        """The mean over ``tasks`` for each seed that has all of them, by the models of all."""
+        of = [{model[0]: (model, v) for model, v in self.by_model(method, size, task).items()} for task in tasks]
+        shared = [[one[seed] for one in of] for seed in (of[0] if of else ()) if all(seed in one for one in of)]
+        return {tuple(model for model, _ in each): statistics.fmean(v for _, v in each) for each in shared}
 
     def cell(self, method: str, size: str, tasks: Sequence[str], seeds: int) -> str:
         """Mean and standard deviation over seeds; how many seeds, where not all have run."""
@@ -179,13 +184,13 @@ def figure(
     """
     import matplotlib.pyplot as plt
 
-    drawn = [task for task in tasks if any(results.by_seed(m, s, task) for m in methods for s, _ in sizes)]
+    drawn = [task for task in tasks if any(results.by_model(m, s, task) for m in methods for s, _ in sizes)]
     if not drawn:
         return False
     fig, panels = plt.subplots(1, len(drawn), figsize=(3.4 * len(drawn) + 1.6, 3.2), squeeze=False)
     for panel, task in zip(panels[0], drawn, strict=True):
         for method in methods:
-            points = [(x, list(results.by_seed(method, size, task).values())) for size, x in sorted(sizes, key=_place)]
+            points = [(x, list(results.by_model(method, size, task).values())) for size, x in sorted(sizes, key=_place)]
             points = [(x, values) for x, values in points if values]
             if points:
                 panel.errorbar(
@@ -222,9 +227,11 @@ def told(runs: Sequence[Run]) -> str:
         of = [run for run in runs if run.task == task]
         scores = {run.seed: 100 * run.original for run in of}
         training = "; ".join(dict.fromkeys(", ".join(f"{k} {v}" for k, v in run.training.items()) for run in of))
+        differ = len({model_of(run) for run in of}) - len(scores)
         lines.append(
             f"- {task}: {of[0].metric} {spread(list(scores.values()), len(scores))} before, "
             f"{len(scores)} seed{'s' * (len(scores) > 1)}; {training}"
+            + ("; not all runs of a seed are of one model, and those of different models are not paired" * (differ > 0))
         )
     made = sorted({", ".join(f"{name} {number}" for name, number in run.libraries.items()) for run in runs})
     hours = sum(run.seconds for run in runs) / 3600

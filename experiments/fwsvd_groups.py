@@ -134,7 +134,7 @@ class Groups(TaskExperiment):
         lines = [orderings(results, [("FWSVD", "SVD")], tail, self.asked.tasks)]
         last, before = f"group {GROUPS}", f"group {GROUPS - 1}"
         for task, method in itertools.product(self.asked.tasks, METHODS):
-            found = paired(results.by_seed(method, last, task), results.by_seed(method, before, task))
+            found = paired(results.by_model(method, last, task), results.by_model(method, before, task))
             if found is not None:
                 verdict = "nothing is claimed" if not found.decides else "holds" if found.mean > 0 else "is REFUTED"
                 lines.append(f"- {method}, {task}: the last group costs more than the one before: {found}; {verdict}.")

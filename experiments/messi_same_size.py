@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from _quick import quick
 from _runs import Asked, Cell, Log, Scores, asked_for, conduct
-from _tables import Results, by_method, drop, orderings, publish, told
+from _tables import Results, by_method, drop, model_of, orderings, publish, told
 from _task_models import TRAINING, TaskExperiment, TaskModel, with_head
 from torch import Tensor, nn
 
@@ -121,7 +121,7 @@ class SameSize(TaskExperiment):
         runs = self.runs_of(log, lambda run: run.recipe == self.recipe)
         gains = Results(runs, lambda run: -(drop(run) or 0.0))
         for run in runs:
-            gains.at["the table itself", "same", run.task, run.seed] = 0.0
+            gains.at["the table itself", "same", run.task, model_of(run)] = 0.0
         sizes, tasks = [("same", "gain")], self.asked.tasks
         shares = sorted({f"{run.more['share']:.2%}" for run in runs})
         parts = [

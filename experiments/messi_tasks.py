@@ -270,8 +270,8 @@ def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...]
     before = Results(runs, drop)
     lines = []
     for (size, shown), task in ((size, task) for size in sizes for task in tasks):
-        ours = before.by_seed(OURS, size, task)
-        others = {m: before.by_seed(m, size, task) for m in theirs}
+        ours = before.by_model(OURS, size, task)
+        others = {m: before.by_model(m, size, task) for m in theirs}
         others = {m: {s: v / 2 for s, v in by.items()} for m, by in others.items() if by and set(by) >= set(ours)}
         if not ours or not others:
             continue

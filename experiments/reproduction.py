@@ -73,7 +73,7 @@ def compared(
         told, missing = [], 0
         for task in tasks:
             for size in sizes:
-                both = [found.by_seed(method, size, task) for method in (better, worse)]
+                both = [found.by_model(method, size, task) for method in (better, worse)]
                 gap = paired(both[1], both[0])
                 if gap is None:
                     missing += 1
@@ -97,18 +97,18 @@ def halves(results: Path) -> str:
         for size in ("80%", "60%", "40%"):
             before, after = Results(runs, drop), Results(runs, tuned_drop)
             methods = ["SVD", *(f"MESSI, k = {k}" for k in KS[1:])]
-            ours, theirs = before.by_seed("kflats", size, task), {m: before.by_seed(m, size, task) for m in methods}
+            ours, theirs = before.by_model("kflats", size, task), {m: before.by_model(m, size, task) for m in methods}
             theirs = {m: by for m, by in theirs.items() if by and by.keys() >= ours.keys()}
             if not ours or not theirs:
                 continue
             best = min(theirs, key=lambda m: sum(theirs[m][s] for s in ours))
             half = paired({s: theirs[best][s] / 2 for s in ours}, ours)
-            best_after = {m: after.by_seed(m, size, task) for m in methods}
+            best_after = {m: after.by_model(m, size, task) for m in methods}
             best_after = {m: by for m, by in best_after.items() if by}
             told_after = ""
-            if best_after and after.by_seed("kflats", size, task):
+            if best_after and after.by_model("kflats", size, task):
                 first = min(best_after, key=lambda m: sum(best_after[m].values()) / len(best_after[m]))
-                ahead = paired(best_after[first], after.by_seed("kflats", size, task))
+                ahead = paired(best_after[first], after.by_model("kflats", size, task))
                 told_after = f"; after fine-tuning {ahead} ahead of {first}"
             verdict = "open" if half is None or not half.decides else "holds" if half.mean > 0 else "refuted"
             told.append(f"{task}, {size}: half of {best}'s drop less ours is {half}: **{verdict}**{told_after}")

@@ -19,7 +19,7 @@ import _algorithms
 import _runs
 from _quick import write_task
 from _runs import Asked, Cell, Log, Scores, asked_for, carry_out
-from _tables import Results, by_method, drop, orderings, paired, tuned_drop
+from _tables import Results, by_method, drop, orderings, paired, told, tuned_drop
 from _task_models import Training, task_data
 
 CELL = Cell("cola", "tiny", "SVD", "60%", 0, 2, {"lr": 1e-4}, {"k": 1}, ("svd", "scores"), "data")
@@ -136,7 +136,24 @@ def test_tables_say_what_was_not_run_and_orderings_what_the_interval_allows(tmp_
         said, ("holds.", "is REFUTED.", "nothing is claimed.", "nothing is claimed."), strict=True
     ):
         assert line.endswith(verdict)
-    assert Results(runs, tuned_drop).by_seed("SVD", "60%", "cola") == pytest.approx({0: 5.0, 1: 5.0, 2: 5.0})
+    found = Results(runs, tuned_drop).by_model("SVD", "60%", "cola")
+    assert {seed: value for (seed, _), value in found.items()} == pytest.approx({0: 5.0, 1: 5.0, 2: 5.0})
+
+
+def test_runs_of_different_models_are_not_paired(tmp_path: Path) -> None:
+    lost = {("SVD", 0): 10.0, ("SVD", 1): 12.0, ("MESSI", 0): 5.0, ("MESSI", 1): 6.5}
+    runs = log_of(tmp_path, lost).newest()
+    assert "not paired" not in told(runs)
+    other = [dataclasses.replace(run, original=0.6) if (run.method, run.seed) == ("SVD", 1) else run for run in runs]
+    assert "not paired" in told(other)
+    results = Results(other, drop)
+    assert len(results.by_model("SVD", "60%", "cola")) == 2
+    said = orderings(results, [("MESSI", "SVD")], [("60%", "")], ["cola"])
+    assert "+5.00 (1 seed, no interval)" in said
+    both = [*other, *(dataclasses.replace(run, task="mrpc") for run in runs)]
+    assert "mean of tasks, : +5.00 (1 seed" in orderings(
+        Results(both, drop), [("MESSI", "SVD")], [("60%", "")], ["cola", "mrpc"]
+    )
 
 
 def test_the_parts_of_a_training_set_share_nothing_and_follow_no_seed_of_a_run(tmp_path: Path) -> None:

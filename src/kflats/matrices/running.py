@@ -31,7 +31,8 @@ _LEAST = 1e-30
 _AT_ONCE = 2**16
 """Numbers that are rounded at a time, so that no copies of the whole matrix are made."""
 _MULTIPLIED = 2**18
-"""Inputs or outputs at a time: memory of a much larger new tensor takes longer to get from the system than to fill."""
+"""Inputs or outputs at a time. A block of outputs then stays in the cache, and memory of a much larger new tensor takes
+longer to get from the system than to fill."""
 _PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (64, 384, 64))
 """Rows, inputs and outputs of the products by which a CPU is tried: they reach its different kernels."""
 
