@@ -171,6 +171,25 @@ def test_int8_of_another_kind_of_cpu_is_not_taken(folder: Path, timed: Any) -> N
         assert fastest(model, (LOSSES[0], FormLoss("int8", 0.01, 0.02, integers)), 0.002, quiet=True) == chosen
 
 
+def test_a_form_that_fails_at_one_shape_is_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its times at the other shapes are no mean over all."""
+
+    def given(contestants: Any, model: Any, **settings: Any) -> tuple[list[Latency], dict[str, str]]:
+        made = [("dense", 1, 1.0), ("int8", 1, 0.1), ("dense", 32, 1.0)]
+        return [Latency(name, 1, ratio, ratio, ratio, 1, count, 1, 1) for name, count, ratio in made[:failing]], {
+            "32 x 1": "no kernel"
+        }
+
+    monkeypatch.setattr(forms, "latencies", given)
+    monkeypatch.setattr(forms, "_fastest_here", {})
+    failing = 3
+    assert fastest(coded(folder), LOSSES, 0.1, quiet=True) == "dense"
+    monkeypatch.setattr(forms, "_fastest_here", {})
+    failing = 0
+    with pytest.raises(KflatsError, match=r"does not run on drawn inputs.*32 x 1: no kernel"):
+        fastest(coded(folder), LOSSES, 0.1, quiet=True)
+
+
 @pytest.mark.parametrize("wrong", [-0.1, float("nan"), float("inf"), "1%"])
 def test_what_is_no_loss_is_refused(folder: Path, wrong: Any) -> None:
     with pytest.raises(KflatsError, match="is no loss"):

@@ -387,6 +387,35 @@ def test_a_shape_that_the_model_cannot_read_is_left_out(tiny: Callable[[str], An
     assert "padding token" in reasons["4 x 9"]
 
 
+class ShortOnly(TorchModel):
+    """A runtime without a kernel for long texts."""
+
+    def build(self) -> Any:
+        ready = super().build()
+
+        def read(batch: Any) -> object:
+            if batch["input_ids"].shape[1] > 10:
+                raise RuntimeError("no kernel for long texts")
+            return ready(batch)
+
+        return read
+
+
+def test_a_shape_that_one_contestant_cannot_run_is_timed_for_the_others(tiny: Callable[[str], Any]) -> None:
+    """torch's attention in bfloat16 has no kernel for long texts on some CPU settings."""
+    model = tiny("bert")
+    original, short = TorchModel("original", model), ShortOnly("short", model)
+    timed, reasons = latencies([original, short, TorchModel("same", model)], model, shapes=[(1, 9), (1, 20)], turns=1)
+    assert [(one.name, one.tokens) for one in timed] == [
+        *(("original", 9), ("short", 9), ("same", 9)),
+        *(("original", 20), ("same", 20)),
+    ]
+    assert reasons == {"short, 1 x 20": "no kernel for long texts"}
+    timed, reasons = latencies([short, original], model, shapes=[(1, 9), (1, 20)], turns=1)
+    assert [(one.name, one.tokens) for one in timed] == [("short", 9), ("original", 9)]
+    assert set(reasons) == {"1 x 20"}
+
+
 def test_baselines_that_are_not_installed_say_so(
     tiny: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -105,7 +105,8 @@ def fastest(model: nn.Module, losses: tuple[FormLoss, ...], most_loss: float, *,
     """The fastest form of ``model`` here, of those that lose at most ``most_loss`` more than "dense"; see ``run_as_``.
 
     Raises:
-        KflatsError: no losses, or a ``most_loss`` that is no number from 0 on.
+        KflatsError: no losses, a ``most_loss`` that is no number from 0 on, or a model that does not run on drawn
+            inputs.
     """
     if not (isinstance(most_loss, int | float) and 0 <= most_loss < math.inf):
         raise KflatsError(f"most_loss={most_loss!r} is no loss", hint="a number from 0 on, such as .002")
@@ -147,7 +148,13 @@ def _is_here(model: nn.Module, one: FormLoss) -> bool:
 
 
 def _times(model: nn.Module, forms: list[RunForm]) -> dict[RunForm, float]:
-    """Times as multiples of those of the first form: the geometric mean over shapes. Forms that fail are left out."""
+    """Times as multiples of those of the first form: the geometric mean over shapes.
+
+    Forms that fail at a shape which the first form runs are left out.
+
+    Raises:
+        KflatsError: the first form does not run on drawn inputs.
+    """
     if len(forms) == 1:
         return dict.fromkeys(forms, 1.0)
     runner = next(
@@ -163,6 +170,13 @@ def _times(model: nn.Module, forms: list[RunForm]) -> dict[RunForm, float]:
         contestants.append(TorchModel(form, copy.deepcopy(runner)))
         set_run_form_(contestants[-1].model, form)
     shapes = _SHAPES if medium_of(runner) == "input_ids" else DRAWN_SHAPES
-    timed, _ = latencies(contestants, runner, shapes=shapes, turns=_TURNS, seconds=_SECONDS)
+    timed, reasons = latencies(contestants, runner, shapes=shapes, turns=_TURNS, seconds=_SECONDS)
     each = {form: [one.ratio for one in timed if one.name == form] for form in forms}
-    return {form: math.prod(ratios) ** (1 / len(ratios)) for form, ratios in each.items() if ratios}
+    count = len(each[forms[0]])
+    if count == 0:
+        raise KflatsError(
+            "the run-time form auto is not supported for this model, because it does not run on drawn inputs",
+            cause="; ".join(f"{where}: {why}" for where, why in reasons.items()),
+            hint="name a form",
+        )
+    return {form: math.prod(ratios) ** (1 / count) for form, ratios in each.items() if len(ratios) == count}

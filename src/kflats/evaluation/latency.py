@@ -107,7 +107,8 @@ def latencies(
         turns: counted turns of a shape; fewer after ``seconds``, but at least three.
 
     Returns:
-        A latency for each shape and contestant; and by name or shape why others cannot run here.
+        A latency for each shape and contestant; and by name, shape or both ("bfloat16, 32 x 128") why others cannot run
+        here. Nothing is timed at a shape that the first cannot run.
     """
     runs: dict[str, Run] = {}
     reasons: dict[str, str] = {}
@@ -126,10 +127,29 @@ def latencies(
                 return [], reasons  # nothing to compare with
         for (samples, _), batch in zip(shapes, inputs, strict=True):
             tokens = batch["input_ids"].shape[1] if "input_ids" in batch else 0
-            with _or_reason(f"{samples} x {tokens}", reasons):
+            where = f"{samples} x {tokens}"
+            with _or_reason(where, reasons):
                 ready_runs = {name: partial(each, batch) for name, each in runs.items()}
-                timed += take_turns(ready_runs, turns, (samples, tokens), device, seconds=seconds)
+                take = partial(take_turns, turns=turns, shape=(samples, tokens), device=device, seconds=seconds)
+                try:
+                    timed += take(ready_runs)
+                except Exception:
+                    timed += take(_able(ready_runs, where, reasons))
     return timed, reasons
+
+
+def _able(
+    runs: Mapping[str, Callable[[], object]], where: str, reasons: dict[str, str]
+) -> dict[str, Callable[[], object]]:
+    """The runs that raise no error. An error of the first is raised: the others are compared with it."""
+    first, *others = runs
+    runs[first]()
+    able = {first: runs[first]}
+    for name in others:
+        with _or_reason(f"{name}, {where}", reasons):
+            runs[name]()
+            able[name] = runs[name]
+    return able
 
 
 def take_turns(
