@@ -5,6 +5,8 @@ own, under a limit of its private memory (``RLIMIT_DATA``), and without one, whi
 half as many layers show whether the time of a weight depends on how many there are.
 
 "measured" has 16 texts of 120 words drawn by Zipf's law: inputs and gradients, layer by layer, activations on disk.
+"wide" has the same texts, measures inputs alone, and stores integers with feedback. A matrix in each of its two layers
+has 12,288 inputs; their Gram matrix takes 1.2 GB.
 "private memory" is the most of the pages that belong to the process alone (RssAnon), sampled. "allowed" is the largest
 weight in float32, or three Grams of its inputs in float64 if that is more, and 700 MB.
 
@@ -14,6 +16,7 @@ three are in it stands under the table.
 
     python benchmarks/larger_than_memory.py --write benchmarks/results/larger_than_memory.md
     python benchmarks/larger_than_memory.py --measured 1 --write benchmarks/results/larger_than_memory_measured.md
+    python benchmarks/larger_than_memory.py --wide 1 --write benchmarks/results/larger_than_memory_wide.md
     python benchmarks/larger_than_memory.py --quick 1         # small folders
 """
 
@@ -157,7 +160,7 @@ def imported_too(python: str) -> str:
 
 
 def main() -> None:
-    options = arguments(__doc__, quick=0, measured=0, python=sys.executable)
+    options = arguments(__doc__, quick=0, measured=0, wide=0, python=sys.executable)
     small = bool(options.quick)
     plain = Shape(4, 256, 704, 2000) if small else Shape(36, 2560, 6912, 32000)
     half = Shape(plain.layers // 2, plain.hidden, plain.inner, plain.vocabulary)
@@ -173,6 +176,14 @@ def main() -> None:
         cases = [
             ("4 bits, measured", read, calibrated, 1_200_000_000),
             ("4 bits, measured", read, calibrated, None),
+        ]
+    if options.wide:
+        broad = Shape(2, 64, 1024, 2000) if small else Shape(2, 256, 12288, 2000)
+        feedback = ["--method", "keep-dense", "--codec", "feedback", "--size", "30%", "--weights", "all"]
+        calibrated = [*feedback, "--importance", "input-gram", "--samples", "16"]
+        cases = [
+            ("feedback, measured, wide", broad, calibrated, 2_000_000_000),
+            ("feedback, measured, wide", broad, calibrated, None),
         ]
     lines: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory() as place:

@@ -143,25 +143,31 @@ class Feedback(Codec):
         check_finite(problem.rows)
         if problem.weighting.form.left == "diagonal":
             check_weights(problem.row_weights, problem.rows.shape[0])
+        # Factors of Gram matrices may be most of the memory: a source lives no longer than its codes are made.
         source = _Source.of(problem.rows, problem.weighting, self.damping)
         guess, how = _guessed(source, problem.nbytes, dtype)
 
-        def on_grid() -> _Code:
+        def on_grid(source: _Source) -> _Code:
             return _at_size(source, problem.nbytes, dtype, guess.c, how, source.rounding)
 
         if not _takes_paths(problem.rows.shape, problem.nbytes):
-            best = on_grid()
+            best = on_grid(source)
         else:
-            # In the order of the matrix, paths lose more where most rows or columns hardly count.
-            paths = source.along_paths(problem.weighting, self.damping)
-            grid = on_grid() if 8 * problem.nbytes < _GUESSED_WELL * source.matrix.numel() else None
+            grid = on_grid(source) if 8 * problem.nbytes < _GUESSED_WELL * source.matrix.numel() else None
             c = max(source.finest, (grid or guess).c / 2)  # at equal rates steps of paths are half as large
-            first = paths.path_rounding(paths.likely(c, dtype, None), dtype)
-            best = _at_size(paths, problem.nbytes, dtype, c, first, paths.path_rounding)
+            del source
+            best = self._along_paths(problem, dtype, c)
             if grid is None and best.error > _CLEARLY * guess.error:
-                grid = on_grid()
+                grid = on_grid(_Source.of(problem.rows, problem.weighting, self.damping))
             best = min(best, grid or best, key=lambda code: code.error)
         return Factored(best.matrix, stored_bytes=best.nbytes)
+
+    def _along_paths(self, problem: Problem, dtype: torch.dtype, c: float) -> _Code:
+        """The code whose integers follow paths, by tries that begin at ``c``."""
+        # In the order of the matrix, paths lose more where most rows or columns hardly count.
+        source = _Source.of(problem.rows, problem.weighting, self.damping, paths=True)
+        first = source.path_rounding(source.likely(c, dtype, None), dtype)
+        return _at_size(source, problem.nbytes, dtype, c, first, source.path_rounding)
 
     @classmethod
     def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
@@ -215,16 +221,9 @@ class _Source:
     size: float
 
     @classmethod
-    def of(cls, given: Rows, weighting: Weighting, damping: float) -> _Source:
+    def of(cls, given: Rows, weighting: Weighting, damping: float, *, paths: bool = False) -> _Source:
+        """``paths``: in the order of the matrix, for integers that follow paths."""
         matrix = torch.cat([block for _, block in given.blocks(GRAM_BLOCK)]).detach().to("cpu", torch.float32)
-        return cls._of(matrix, weighting, damping, paths=False)
-
-    def along_paths(self, weighting: Weighting, damping: float) -> _Source:
-        """The same in the order of the matrix, for integers that follow paths."""
-        return self._of(self.matrix, weighting, damping, paths=True)
-
-    @classmethod
-    def _of(cls, matrix: Tensor, weighting: Weighting, damping: float, *, paths: bool) -> _Source:
         n, d = matrix.shape
         rows = side_of(weighting.left, n, damping, ordered=not paths)
         columns = side_of(weighting.right, d, damping, ordered=not paths)

@@ -32,6 +32,7 @@ from kflats.io.sources import copy_companions, module_bytes, resolve_model, weig
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
 from kflats.model.weights import Weight, factored_layers, held_matrices
+from kflats.numerics.large import large_matrices_in
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
@@ -213,7 +214,7 @@ def compress_folder(
     recipes = plan or named
     if available_bytes() < max(_ROOM, _MANY * weight_file_bytes(folder)):
         return_memory_when_freed()
-    with new_folder(out, force, [folder], workers) as aside, damage_named(folder):
+    with new_folder(out, force, [folder], workers) as aside, damage_named(folder), large_matrices_in(aside):
         mapped = _is_own(calibration) and _is_own(objective)
         model = load_model(folder, mapped=mapped)
         before, beside = weight_file_bytes(folder), module_bytes(folder)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError, NoGradientSignalError, check_arguments, is_number
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
+from kflats.numerics.large import all_finite, factorize_, stripes, symmetric, zero_matrix
 
 Unreached = Literal["refuse", "uniform"]
 """For a weight that no gradient reached: an error, or the same weight for every row."""
@@ -172,9 +173,9 @@ class KroneckerFisher(Importance):
         right = _damped(outputs, self.damping)
         if right.ndim == 1:
             return Weighting(left=left, right=right, mean=mean, loss_units=True)
-        shifted = right.clone()
+        shifted = zero_matrix(len(right), len(right), device=right.device).copy_(right)
         shifted.diagonal().add_(_NEGATIVE * float(right.diagonal().sum()))
-        if bool(torch.linalg.cholesky_ex(shifted).info):
+        if not factorize_(shifted):
             right = _damped(_nearest_gram(outputs), self.damping)
         return Weighting(left=left, right=right, mean=mean, loss_units=True)
 
@@ -201,7 +202,7 @@ def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
             cause="there is no calibration data, or the statistics were measured for another importance",
             hint="texts, or statistics measured for this importance",
         )
-    if not bool(torch.isfinite(value).all()):
+    if not all_finite(value):
         raise KflatsError(
             f"the measured {what.replace('_', ' ')} holds NaN or infinity",
             cause="the loss is not finite, or squares overflow half precision",
@@ -211,7 +212,7 @@ def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
 
 
 def _reached(value: Tensor, unreached: Unreached) -> bool:
-    if bool((value != 0).any()):
+    if bool(value.any()):
         return True
     if unreached == "refuse":
         raise NoGradientSignalError(
@@ -234,8 +235,10 @@ def _input_side(gram: Tensor, cross: Tensor | None, mean: Tensor | None, damping
         return _floored(gram, damping)
     if cross is not None and mean is not None:
         # For inputs that hardly vary (the first [CLS]) the difference is rounding of either sign.
-        centred = torch.outer(cross.to(gram), mean.to(gram))  # one matrix and not four: they may be most of the memory
-        torch.sub(gram, centred, out=centred).diagonal().add_(_ROUNDING * gram.diagonal())
+        centred, cross, mean = zero_matrix(len(gram), len(gram), device=gram.device), cross.to(gram), mean.to(gram)
+        for part in stripes(gram):
+            centred[part] = gram[part] - torch.outer(cross[part], mean)
+        centred.diagonal().add_(_ROUNDING * gram.diagonal())
         gram = centred
     return _damped(gram, damping)
 
@@ -253,6 +256,6 @@ def _damped(gram: Tensor, damping: float) -> Tensor:
     gram = gram.to(torch.float64)
     if gram.ndim == 1:
         return gram + damping * gram.mean()
-    damped: Tensor = (gram + gram.T).div_(2)
+    damped = symmetric(gram)
     damped.diagonal().add_(damping * float(damped.diagonal().mean()))
     return damped

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.numerics.large import zero_matrix
 from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows, WidenedRows, all_rows, gram_block, slices
 
 _STRIPS = 4  # stripes of columns in a halved product: the fastest of 2..6 at 384 columns
@@ -242,7 +243,7 @@ def lower_gram(x: Tensor, y: Tensor | None = None) -> Tensor:
     X'Y must be symmetric.
     """
     n = x.shape[1]
-    lower = x.new_zeros(n, n)
+    lower = zero_matrix(n, n, x.dtype, x.device)
     add_lower_gram_(lower, x, y)
     return lower
 

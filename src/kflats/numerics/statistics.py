@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.gram import add_lower_gram_, lower_gram
+from kflats.numerics.large import zero_matrix
 
 _ROWS = 1024  # rows worth a product of their own; fewer wait, since adding up takes as long as 100 rows
 
@@ -44,7 +45,7 @@ class Moments:
     """
 
     def __init__(self, n: int, products: Products | None, device: torch.device) -> None:
-        self._gram = torch.zeros(n, n, dtype=torch.float64, device=device)
+        self._gram = zero_matrix(n, n, device=device)
         self._sum = torch.zeros(n, dtype=torch.float64, device=device)
         self._products = products
         self._waiting: list[Tensor] = []

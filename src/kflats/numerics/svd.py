@@ -28,6 +28,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.gram import gram_of, least_squares, top_eigenvectors
+from kflats.numerics.large import all_finite, stripes, symmetric
 from kflats.numerics.rows import (
     MetricRows,
     Rows,
@@ -178,22 +179,21 @@ def scaled_metric(gram: Tensor, size: int, side: str, what: str) -> tuple[Tensor
             hint=f"({size},) or ({size}, {size})",
         )
     wide = gram.detach().to(torch.float64)
-    if not bool(torch.isfinite(wide).all()):
+    if not all_finite(wide):
         raise KflatsError(f"the {side} metric has NaN or infinite values", cause="an importance measure went wrong")
     diagonal = wide if wide.ndim == 1 else wide.diagonal()
     if bool((diagonal < 0).any()):
         raise KflatsError(f"the {side} metric has negative values", cause="it is not a Gram matrix")
     if wide.ndim == 2:
-        largest = float(wide.abs().max())
-        if float((wide - wide.T).abs().max()) > _ASYMMETRY * largest:
+        largest = max(float(wide[part].abs().max()) for part in stripes(wide))
+        if max(float((wide[part] - wide[:, part].T).abs().max()) for part in stripes(wide)) > _ASYMMETRY * largest:
             raise KflatsError(f"the {side} metric is not symmetric", cause="it is not a Gram matrix")
-        wide = (wide + wide.T) / 2
     if float(diagonal.sum()) <= 0:
         raise KflatsError(
             f"a {side} metric of zeros judges nothing", cause="the data never touched this matrix", hint="more data"
         )
     scale = 4.0 ** math.floor(math.log(float(diagonal.mean()), 4))
-    return wide / scale, scale
+    return wide / scale if wide.ndim == 1 else symmetric(wide).div_(scale), scale
 
 
 @dataclass(frozen=True)

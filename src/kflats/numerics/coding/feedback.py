@@ -29,6 +29,7 @@ from kflats.common.errors import KflatsError
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE, TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_of
 from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding
+from kflats.numerics.large import all_finite, factorize_, permuted, stripes, turn_, zero_matrix
 
 _JITTER = 1e-8
 """Share of a Gram's mean diagonal that is added until its factor has no smaller pivots; ten times more each time."""
@@ -81,29 +82,40 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
     if gram is None:
         return Side(natural, torch.ones(size, dtype=torch.float64), None)
     gram = gram.detach().to("cpu", torch.float64)
-    if not bool(torch.isfinite(gram).all()):
+    if not all_finite(gram):
         raise KflatsError("a metric holds NaN or infinity", cause="statistics of a model whose loss is not finite")
     diagonal = gram if gram.ndim == 1 else gram.diagonal()
     if float(diagonal.min()) < 0:
         raise KflatsError("a metric has a negative diagonal", cause="it is no Gram matrix")
     if not bool(gram.any()):
         return side_of(None, size)
-    if gram.ndim == 1 or not bool((gram - gram.diagonal().diag()).any()):
+    if gram.ndim == 1 or not _couples(gram):
         return Side(natural, diagonal.sqrt(), None)
     order = torch.argsort(diagonal, stable=True) if ordered else natural
     most_first = order.flip(0)
-    sorted_gram = gram[most_first][:, most_first]
-    sorted_gram.diagonal().add_(damping * float(diagonal.mean()))
+    mean = float(diagonal.mean())
+    added = diagonal[most_first] + damping * mean
     for power in range(_JITTERS):
-        sorted_gram.diagonal().add_((0.0 if power == 0 else _JITTER * 10**power) * float(diagonal.mean()))
-        factor, failed = torch.linalg.cholesky_ex(sorted_gram)
-        pivots = factor.diagonal()
-        if not int(failed) and float(pivots.min()) > _LEAST_PIVOT * float(pivots.max()):
+        # One matrix in memory: the Gram in the order of the factor, which becomes the factor, and then the couplings.
+        factor = permuted(gram.T, most_first)
+        added += (0.0 if power == 0 else _JITTER * 10**power) * mean
+        factor.diagonal().copy_(added)
+        if not factorize_(factor):
+            continue
+        pivots = factor.diagonal().clone()
+        if float(pivots.min()) > _LEAST_PIVOT * float(pivots.max()):
             scale = torch.empty(size, dtype=torch.float64)
             scale[most_first] = pivots
-            couplings = (factor.T / pivots.unsqueeze(1)).flip(0, 1).tril(-1)
-            return Side(order, scale, couplings.contiguous())
+            turn_(factor.div_(pivots.unsqueeze(1)))
+            return Side(order, scale, factor.tril_(-1))
     raise KflatsError("a metric is no Gram matrix", cause="one of its directions has a negative weight")
+
+
+def _couples(gram: Tensor) -> bool:
+    """Whether a number beside the diagonal is not 0."""
+    return any(
+        int(gram[part].count_nonzero()) > int(gram[part].diagonal(part.start).count_nonzero()) for part in stripes(gram)
+    )
 
 
 @dataclass(frozen=True)
@@ -247,7 +259,10 @@ def _in_steps(side: Side, steps: Tensor, dtype: torch.dtype) -> Tensor | None:
     if side.couplings is None:
         return None
     ordered = steps[side.order].to(torch.float64)
-    return (side.couplings * ordered / ordered.unsqueeze(1)).to(dtype)
+    made = zero_matrix(len(ordered), len(ordered), dtype)
+    for part in stripes(made):
+        made[part] = side.couplings[part] * ordered / ordered[part].unsqueeze(1)
+    return made
 
 
 @dataclass(frozen=True)
@@ -398,9 +413,12 @@ def _one_thread() -> Iterator[None]:
 def _tiles(of: Tensor, size: int) -> Tensor:
     """(tall, wide, size, size), with zeros beyond the matrix."""
     tall, wide = (-(-count // size) for count in of.shape)
-    whole = of.new_zeros(tall * size, wide * size)
-    whole[: of.shape[0], : of.shape[1]] = of
-    return whole.view(tall, size, wide, size).transpose(1, 2).contiguous()
+    made = zero_matrix(tall * wide, size * size, of.dtype).view(tall, wide, size, size)
+    for r in range(tall):
+        for c in range(wide):
+            block = of[r * size : (r + 1) * size, c * size : (c + 1) * size]
+            made[r, c, : block.shape[0], : block.shape[1]] = block
+    return made
 
 
 def _anti_diagonal(of: Tensor, s: int) -> Tensor:

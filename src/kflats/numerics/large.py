@@ -1,0 +1,152 @@
+"""Square matrices that may be most of the memory: where they lie, and operations that make no second one.
+
+The Gram matrix of n inputs takes 8 n^2 bytes, of 28,672 inputs 6.6 GB. Inside of ``large_matrices_in`` those that take
+more than a quarter of what the process may still take lie in files without a name, which are mapped into memory: their
+pages are no private memory, and the system writes them to disk when it needs room. The numbers are the same on both
+ways.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from math import isqrt
+
+import torch
+from torch import Tensor
+
+from kflats.common.errors import KflatsError
+from kflats.common.memory import unused_bytes
+
+_AT_ONCE = 1 << 20  # numbers of a temporary: a matrix of 1,024 x 1,024 is one stripe
+_TILE = isqrt(_AT_ONCE)
+_SMALL = 1 << 26  # bytes of a matrix that is in memory in any case
+_CPU = torch.device("cpu")
+_folder: ContextVar[str | None] = ContextVar("folder of large matrices", default=None)
+
+
+@contextmanager
+def large_matrices_in(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """Inside, ``zero_matrix`` may put large matrices into ``folder``, which exists. Nothing is left there: the files
+    have no names, and the system removes them with the last tensor, or with the process."""
+    before = _folder.set(os.fspath(folder))
+    try:
+        yield
+    finally:
+        _folder.reset(before)
+
+
+def zero_matrix(
+    rows: int, columns: int, dtype: torch.dtype = torch.float64, device: torch.device | None = None
+) -> Tensor:
+    """(rows, columns) zeros, in a file where the module's first lines say so.
+
+    Raises:
+        KflatsError: no room on the disk.
+
+    >>> with large_matrices_in("."):
+    ...     zero_matrix(1, 2).tolist()
+    [[0.0, 0.0]]
+    """
+    nbytes, folder, device = rows * columns * dtype.itemsize, _folder.get(), device or _CPU
+    if device.type != "cpu" or folder is None or nbytes <= max(_SMALL, unused_bytes() // 4):
+        return torch.zeros(rows, columns, dtype=dtype, device=device)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            if hasattr(os, "posix_fallocate"):  # a full disk would end the process when a page is written
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            else:
+                file.truncate(nbytes)
+            data = mmap.mmap(file.fileno(), nbytes)
+    except OSError as error:
+        raise KflatsError(
+            f"a matrix of {nbytes:,} bytes does not fit into {folder}: {error.strerror}",
+            hint="more memory, an output on a disk with more room, or an importance without Gram matrices",
+        ) from error
+    return torch.frombuffer(data, dtype=dtype).view(rows, columns)
+
+
+def stripes(matrix: Tensor) -> Iterator[slice]:
+    """Rows of a matrix, as many at once as make a temporary of 8 MB in float64.
+
+    >>> [(part.start, part.stop) for part in stripes(torch.empty(5, 1 << 19, device="meta"))]
+    [(0, 2), (2, 4), (4, 5)]
+    """
+    height = max(1, _AT_ONCE // max(1, matrix.shape[-1]))
+    for start in range(0, len(matrix), height):
+        yield slice(start, min(start + height, len(matrix)))
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether no number of a vector or matrix is NaN or infinite, without a copy of it.
+
+    >>> all_finite(torch.ones(2, 2)), all_finite(torch.tensor([1.0, torch.inf]))
+    (True, False)
+    """
+    if values.ndim < 2:
+        return bool(torch.isfinite(values).all())
+    return all(bool(torch.isfinite(values[part]).all()) for part in stripes(values))
+
+
+def symmetric(matrix: Tensor) -> Tensor:
+    """(M + M') / 2 in float64, in memory of its own.
+
+    >>> symmetric(torch.tensor([[1.0, 2.0], [4.0, 3.0]])).tolist()
+    [[1.0, 3.0], [3.0, 3.0]]
+    """
+    made = zero_matrix(len(matrix), len(matrix), device=matrix.device)
+    n = len(matrix)
+    for first in range(0, n, _TILE):
+        rows = slice(first, first + _TILE)
+        for second in range(first, n, _TILE):
+            columns = slice(second, second + _TILE)
+            half = (matrix[rows, columns].to(torch.float64) + matrix[columns, rows].T.to(torch.float64)).div_(2)
+            made[rows, columns] = half
+            made[columns, rows] = half.T
+    return made
+
+
+def permuted(matrix: Tensor, order: Tensor) -> Tensor:
+    """``matrix`` (n, n) with rows and columns in this order (n,), in float64 and memory of its own.
+
+    >>> permuted(torch.tensor([[1.0, 2.0], [2.0, 3.0]]), torch.tensor([1, 0])).tolist()
+    [[3.0, 2.0], [2.0, 1.0]]
+    """
+    made = zero_matrix(len(matrix), len(matrix), device=matrix.device)
+    for part in stripes(matrix):
+        made[part] = matrix[order[part]][:, order]
+    return made
+
+
+def factorize_(gram: Tensor) -> bool:
+    """Overwrite a symmetric matrix, of which the upper triangle is read, by R, upper triangular, with R'R = it; zeros
+    below. False: it has a direction that is not positive, and its numbers are lost.
+
+    >>> gram = torch.tensor([[4.0, 2.0], [2.0, 5.0]])
+    >>> factorize_(gram), gram.tolist(), factorize_(-torch.eye(2))
+    (True, [[2.0, 1.0], [0.0, 2.0]], False)
+    """
+    lower, failed = gram.mT, torch.empty((), dtype=torch.int32, device=gram.device)
+    torch.linalg.cholesky_ex(lower, out=(lower, failed))  # column by column, as LAPACK wants it: no copy is made
+    return not int(failed)
+
+
+def turn_(matrix: Tensor) -> None:
+    """Reverse the order of rows and of columns in place, of a matrix whose rows lie one after the other.
+
+    >>> matrix = torch.arange(6).view(2, 3)
+    >>> turn_(matrix)
+    >>> matrix.tolist()
+    [[5, 4, 3], [2, 1, 0]]
+    """
+    flat = matrix.view(-1)
+    for first in range(0, len(flat) // 2, _AT_ONCE):
+        end = min(first + _AT_ONCE, len(flat) // 2)
+        head, tail = flat[first:end], flat[len(flat) - end : len(flat) - first]
+        swapped = head.flip(0)
+        head.copy_(tail.flip(0))
+        tail.copy_(swapped)
