@@ -14,8 +14,10 @@ import pytest
 from kflats import demo as demo_module
 from kflats.common.errors import KflatsError
 from kflats.demo import packaged_model
-from kflats.demo.comparison import QUERIES
-from kflats.evaluation.outputs import weight_file_bytes
+from kflats.demo.comparison import QUERIES, Line
+from kflats.demo.ways import in_torch
+from kflats.evaluation.latency import Latency
+from kflats.evaluation.outputs import Fidelity, weight_file_bytes
 from kflats.report.report import Report
 
 OFFLINE = """
@@ -77,6 +79,17 @@ def test_the_model_is_found_without_importing_its_package(minilm: Path) -> None:
     program = "import sys; from kflats import demo; demo.packaged_model(); print(demo.PACKAGE in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "False", done.stderr
+
+
+@pytest.mark.parametrize("ran", [(), ((1, 20),), ((32, 30),), ((1, 20), (32, 30))])
+def test_each_time_stands_in_its_own_column(ran: tuple[tuple[int, int], ...], tmp_path: Path) -> None:
+    """Some runtimes have no kernel for a batch, and some for no text at all."""
+    near = Fidelity(0.99, 0.98, None, 8, None, 0)
+    times = tuple(Latency("one", 1.0, shape[0] / 10, 1, 1, 3, *shape, 1) for shape in ran)
+    cells = Line(in_torch("one", 45_000_000, tmp_path), near, near, None, times).cells()
+    shown = {(1, 20): "0.10", (32, 30): "3.20"}
+    assert cells[3:5] == [shown[shape] if shape in ran else "-" for shape in shown]
+    assert len(cells) == 9
 
 
 def test_a_missing_model_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

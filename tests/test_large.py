@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kflats import SVD, Feedback, InputGram, KeepDense, KroneckerFisher, Recipe, Transform, compress_folder
 from kflats.common.errors import KflatsError
+from kflats.common.memory import is_out_of_memory
 from kflats.importance.protocol import Measured
 from kflats.numerics import large
 from kflats.numerics.coding.feedback import side_of
@@ -149,6 +151,23 @@ def test_few_matrices_as_large_as_the_gram_are_made(
     assert counted.count == most
 
 
+@pytest.mark.usefixtures("small_pieces")
+def test_one_factor_at_a_time_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Gram of few rows has a factor only after a few tries."""
+    made: list[weakref.ref[Tensor]] = []
+
+    def noted(matrix: Tensor, order: Tensor) -> Tensor:
+        assert all(one() is None for one in made)
+        found = permuted(matrix, order)
+        made.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr("kflats.numerics.coding.feedback.permuted", noted)
+    rows = torch.randn(5, 48, dtype=torch.float64)
+    side_of(rows.T @ rows, 48)
+    assert len(made) > 1
+
+
 def test_a_large_matrix_lies_in_a_file_that_leaves_nothing(in_files: list[int], tmp_path: Path) -> None:
     assert not in_files
     inside = zero_matrix(3, 2)  # outside of the context: in memory
@@ -179,9 +198,61 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(
     monkeypatch.setattr(os, "posix_fallocate", full)
     with (
         large_matrices_in(tmp_path),
-        pytest.raises(KflatsError, match=r"a matrix of 48 bytes does not fit into .*: No space left on device"),
+        pytest.raises(OSError, match="No space left on device") as raised,
     ):
         zero_matrix(3, 2)
+    assert raised.value.filename == str(tmp_path)
+
+
+@pytest.mark.usefixtures("in_files")
+@pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, None])
+def test_a_disk_that_reserves_no_room_is_written_with_zeros(
+    number: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(number, "not here")
+
+    if number is None:
+        monkeypatch.delattr(os, "posix_fallocate")
+    else:
+        monkeypatch.setattr(os, "posix_fallocate", refused)
+    monkeypatch.setattr(large, "_ZEROS", bytes(7))
+    with large_matrices_in(tmp_path / "new"):
+        made = zero_matrix(3, 2)
+    assert made.tolist() == [[0.0, 0.0]] * 3
+    made[2, 1] = 1
+
+
+@pytest.mark.usefixtures("in_files")
+def test_a_process_that_may_map_no_more_is_short_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOMEM, "no memory")
+
+    monkeypatch.setattr(large.mmap, "mmap", refused)
+    with large_matrices_in(tmp_path), pytest.raises(MemoryError) as raised:
+        zero_matrix(3, 2)
+    assert is_out_of_memory(raised.value)
+
+
+@pytest.mark.usefixtures("in_files")
+@pytest.mark.parametrize("first", [1, 60])
+def test_a_full_disk_is_no_size_that_is_too_small(
+    first: int, tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A search by quality would otherwise go on with a larger size."""
+    reserve, calls = os.posix_fallocate, []
+
+    def full_once(*given: Any) -> None:
+        calls.append(given)
+        if len(calls) == first:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*given)
+
+    monkeypatch.setattr(os, "posix_fallocate", full_once)
+    with pytest.raises(KflatsError, match="no space left on device"):
+        compress_folder(tiny_folder, tmp_path / "out", quality=0.98, proof=False, quiet=True)
+    assert len(calls) == first
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.evaluation.proof import compare, settle_form_
 from kflats.evaluation.running import Batch
 from kflats.io import load_model, save_model
+from kflats.io.atomic import beside as beside_out
 from kflats.io.atomic import new_folder
 from kflats.io.mapped import Spill
 from kflats.io.saving import damage_named
@@ -33,6 +34,7 @@ from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
 from kflats.model.weights import Weight, factored_layers, held_matrices
 from kflats.numerics.large import large_matrices_in
+from kflats.numerics.svd import forget_metric
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
@@ -214,7 +216,11 @@ def compress_folder(
     recipes = plan or named
     if available_bytes() < max(_ROOM, _MANY * weight_file_bytes(folder)):
         return_memory_when_freed()
-    with new_folder(out, force, [folder], workers) as aside, damage_named(folder), large_matrices_in(aside):
+    with (
+        new_folder(out, force, [folder], workers) as aside,
+        damage_named(folder),
+        large_matrices_in(beside_out(Path(out).expanduser().resolve(), "partial")),
+    ):
         mapped = _is_own(calibration) and _is_own(objective)
         model = load_model(folder, mapped=mapped)
         before, beside = weight_file_bytes(folder), module_bytes(folder)
@@ -280,6 +286,7 @@ def compress_folder(
             _keep(decided, keep_statistics)
         spill = Spill(Partial(out, about).folder / "saved")
         report = swapped(model, decided.plan, done, seed, _called(source), beside, spill if workers.first else None)
+        forget_metric()
         set_run_form_(model, form)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
         workers.meet()  # the others have read what they need of the unfinished run

@@ -60,7 +60,7 @@ class Line:
     Args:
         sentences, paragraphs: cosines of their vectors to the original's.
         memory: bytes of a fresh process, its peak after the first output less its peak after the imports.
-        times: of one text of 20 tokens and of 32 of 30, as multiples of the original's; none where no kernel runs it.
+        times: of one text of 20 tokens and of 32 of 30, as multiples of the original's; none that no kernel runs.
     """
 
     way: Way
@@ -76,7 +76,8 @@ class Line:
 
     def cells(self) -> list[str]:
         """As text, in the order of the columns."""
-        times = [f"{one.ratio:.2f}" for one in self.times] or ["-"] * len(_SHAPES)
+        ratios = {(one.samples, one.tokens): f"{one.ratio:.2f}" for one in self.times}
+        times = [ratios.get(shape, "-") for shape in _SHAPES]
         cosines = [f"{v:.4f}" for near in (self.sentences, self.paragraphs) for v in (near.mean_cosine, near.p5_cosine)]
         memory = "-" if self.memory is None else size(self.memory)
         return [self.way.name, size(self.way.nbytes), memory, *times, *cosines]
@@ -127,7 +128,7 @@ def demo(
             return
         ways += [in_torch(f"kflats --size {one}", weight_file_bytes(folder / one), folder / one) for one in sizes]
         ways += _in_integers(f"kflats --size {searched}, run as int8", folder / searched, Path(place), show)
-        lines, encoders = _compared(ways, load_model(source), tokenizer, quiet)
+        lines, encoders = _compared(ways, load_model(source), tokenizer, quiet, show)
         rows = [line.cells() for line in lines]
         show(f"\n{plain(table(_COLUMNS, rows))}\n")
         searches = _searches(encoders[ways[0].name], encoders[f"kflats --size {searched}"], tokenizer)
@@ -229,7 +230,7 @@ class _Encoder:
 
 
 def _compared(
-    ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, quiet: bool
+    ways: Sequence[Way], original: nn.Module, tokenizer: Tokenizer, quiet: bool, show: Callable[[str], None]
 ) -> tuple[list[Line], dict[str, _Encoder]]:
     """What each way costs and loses; the first is what the others are compared with. Also all of them, by name."""
     sentences = packaged_texts("judge")
@@ -243,7 +244,9 @@ def _compared(
         near.append({name: fidelity_of(read[-1][ways[0].name], made) for name, made in read[-1].items()})
     torch.set_num_threads(threads)
     contestants = [_Ready(way.name, runs[way.name]) for way in ways if way.footprint is not None]
-    timed, _ = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS, seconds=_SECONDS)
+    timed, reasons = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS, seconds=_SECONDS)
+    for what, why in reasons.items():
+        show(f"not timed: {what}: {why}")
     measured = {way.name: way.footprint for way in ways if way.footprint is not None}
     with ThreadPoolExecutor(2) as pool:  # a process that runs beside it does not change the memory of another
         found = pool.map(_called, measured.values())

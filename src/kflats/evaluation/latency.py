@@ -11,7 +11,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
@@ -108,7 +108,8 @@ def latencies(
 
     Returns:
         A latency for each shape and contestant; and by name, shape or both ("bfloat16, 32 x 128") why others cannot run
-        here. Nothing is timed at a shape that the first cannot run.
+        here. Nothing is timed at a shape that the first contestant cannot run, nor of one that cannot run the first
+        shape.
     """
     runs: dict[str, Run] = {}
     reasons: dict[str, str] = {}
@@ -127,29 +128,29 @@ def latencies(
                 return [], reasons  # nothing to compare with
         for (samples, _), batch in zip(shapes, inputs, strict=True):
             tokens = batch["input_ids"].shape[1] if "input_ids" in batch else 0
-            where = f"{samples} x {tokens}"
-            with _or_reason(where, reasons):
-                ready_runs = {name: partial(each, batch) for name, each in runs.items()}
-                take = partial(take_turns, turns=turns, shape=(samples, tokens), device=device, seconds=seconds)
-                try:
-                    timed += take(ready_runs)
-                except Exception:
-                    timed += take(_able(ready_runs, where, reasons))
+            where, able = f"{samples} x {tokens}", {name: partial(each, batch) for name, each in runs.items()}
+            while next(iter(runs)) in able:
+                errors: dict[str, str] = {}
+                noted = {name: partial(_noted, name, each, errors) for name, each in able.items()}
+                with suppress(_NotRunError):
+                    timed += take_turns(noted, turns, (samples, tokens), device, seconds=seconds)
+                    break
+                for name, why in errors.items():
+                    del able[name]
+                    reasons[where if name == next(iter(runs)) else f"{name}, {where}"] = why
     return timed, reasons
 
 
-def _able(
-    runs: Mapping[str, Callable[[], object]], where: str, reasons: dict[str, str]
-) -> dict[str, Callable[[], object]]:
-    """The runs that raise no error. An error of the first is raised: the others are compared with it."""
-    first, *others = runs
-    runs[first]()
-    able = {first: runs[first]}
-    for name in others:
-        with _or_reason(f"{name}, {where}", reasons):
-            runs[name]()
-            able[name] = runs[name]
-    return able
+class _NotRunError(Exception):
+    """A contestant cannot run a batch."""
+
+
+def _noted(name: str, run: Callable[[], object], errors: dict[str, str]) -> None:
+    """Run it; its error goes into ``errors`` as text, so that what it holds is free before others are timed again."""
+    with _or_reason(name, errors):
+        run()
+    if name in errors:
+        raise _NotRunError
 
 
 def take_turns(

@@ -208,7 +208,7 @@ def _measured(value: Tensor | None, who: str, what: str) -> Tensor:
             cause="the loss is not finite, or squares overflow half precision",
             hint="measure with the model in float32",
         )
-    return value
+    return value.detach()
 
 
 def _reached(value: Tensor, unreached: Unreached) -> bool:

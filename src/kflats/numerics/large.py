@@ -8,6 +8,7 @@ ways.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -15,24 +16,26 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from math import isqrt
+from typing import IO
 
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
 from kflats.common.memory import unused_bytes
 
 _AT_ONCE = 1 << 20  # numbers of a temporary: a matrix of 1,024 x 1,024 is one stripe
 _TILE = isqrt(_AT_ONCE)
 _SMALL = 1 << 26  # bytes of a matrix that is in memory in any case
 _CPU = torch.device("cpu")
+_ZEROS = bytes(1 << 20)
+_NOT_SUPPORTED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 _folder: ContextVar[str | None] = ContextVar("folder of large matrices", default=None)
 
 
 @contextmanager
 def large_matrices_in(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Inside, ``zero_matrix`` may put large matrices into ``folder``, which exists. Nothing is left there: the files
-    have no names, and the system removes them with the last tensor, or with the process."""
+    """Inside, ``zero_matrix`` may put large matrices into ``folder``, which is made where it is needed. The files have
+    no names, and the system removes them with the last tensor, or with the process."""
     before = _folder.set(os.fspath(folder))
     try:
         yield
@@ -46,7 +49,8 @@ def zero_matrix(
     """(rows, columns) zeros, in a file where the module's first lines say so.
 
     Raises:
-        KflatsError: no room on the disk.
+        OSError: no room on the disk. A search that tries several sizes must not take it for a size that is too small.
+        MemoryError: the process may map no more.
 
     >>> with large_matrices_in("."):
     ...     zero_matrix(1, 2).tolist()
@@ -55,19 +59,31 @@ def zero_matrix(
     nbytes, folder, device = rows * columns * dtype.itemsize, _folder.get(), device or _CPU
     if device.type != "cpu" or folder is None or nbytes <= max(_SMALL, unused_bytes() // 4):
         return torch.zeros(rows, columns, dtype=dtype, device=device)
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            if hasattr(os, "posix_fallocate"):  # a full disk would end the process when a page is written
-                os.posix_fallocate(file.fileno(), 0, nbytes)
-            else:
-                file.truncate(nbytes)
+    os.makedirs(folder, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        try:
+            _reserve(file, nbytes)
+        except OSError as error:
+            raise OSError(error.errno, os.strerror(error.errno or 0), folder) from error
+        try:
             data = mmap.mmap(file.fileno(), nbytes)
-    except OSError as error:
-        raise KflatsError(
-            f"a matrix of {nbytes:,} bytes does not fit into {folder}: {error.strerror}",
-            hint="more memory, an output on a disk with more room, or an importance without Gram matrices",
-        ) from error
+        except OSError as error:
+            raise MemoryError(f"cannot allocate memory: {nbytes:,} bytes of a file cannot be mapped") from error
     return torch.frombuffer(data, dtype=dtype).view(rows, columns)
+
+
+def _reserve(file: IO[bytes], nbytes: int) -> None:
+    """Make the file so long, of blocks that the disk has: a full disk would end the process when a page is written."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+            return
+        except OSError as error:
+            if error.errno not in _NOT_SUPPORTED:
+                raise
+    for start in range(0, nbytes, len(_ZEROS)):
+        file.write(_ZEROS[: nbytes - start])
+    file.flush()
 
 
 def stripes(matrix: Tensor) -> Iterator[slice]:

@@ -126,6 +126,11 @@ def _metric(right: Tensor, version: int, d: int, floor: float) -> Metric:
     return Metric(vectors * root, (vectors / root).T, scale)
 
 
+def forget_metric() -> None:
+    """Free the metric of the weight that was last asked for."""
+    _metric.cache_clear()
+
+
 def _roots(gram: Tensor, floor: float) -> tuple[Tensor, Tensor]:
     """The roots of the eigenvalues of a right metric, floored, and its eigenvectors as columns."""
     values, vectors = torch.linalg.eigh(gram)
@@ -185,8 +190,9 @@ def scaled_metric(gram: Tensor, size: int, side: str, what: str) -> tuple[Tensor
     if bool((diagonal < 0).any()):
         raise KflatsError(f"the {side} metric has negative values", cause="it is not a Gram matrix")
     if wide.ndim == 2:
-        largest = max(float(wide[part].abs().max()) for part in stripes(wide))
-        if max(float((wide[part] - wide[:, part].T).abs().max()) for part in stripes(wide)) > _ASYMMETRY * largest:
+        largest = max((float(wide[part].abs().max()) for part in stripes(wide)), default=0.0)
+        uneven = (float((wide[part] - wide[:, part].T).abs().max()) for part in stripes(wide))
+        if max(uneven, default=0.0) > _ASYMMETRY * largest:
             raise KflatsError(f"the {side} metric is not symmetric", cause="it is not a Gram matrix")
     if float(diagonal.sum()) <= 0:
         raise KflatsError(

@@ -100,14 +100,13 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
         factor = permuted(gram.T, most_first)
         added += (0.0 if power == 0 else _JITTER * 10**power) * mean
         factor.diagonal().copy_(added)
-        if not factorize_(factor):
-            continue
-        pivots = factor.diagonal().clone()
+        pivots = factor.diagonal().clone() if factorize_(factor) else torch.zeros(size)
         if float(pivots.min()) > _LEAST_PIVOT * float(pivots.max()):
             scale = torch.empty(size, dtype=torch.float64)
             scale[most_first] = pivots
             turn_(factor.div_(pivots.unsqueeze(1)))
             return Side(order, scale, factor.tril_(-1))
+        del factor  # before the next one is made
     raise KflatsError("a metric is no Gram matrix", cause="one of its directions has a negative weight")
 
 
