@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import kflats
 from kflats import MESSI, SVD, Flats, KMeansSVD
 from kflats.cli.app import app
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, NotWrittenError
 from kflats.compress.flats_search import COUNTS, by_halving, search_flats
 from kflats.methods import Method
 from kflats.report.report import Report
@@ -68,6 +68,15 @@ def test_the_best_of_all_that_were_tried_is_chosen_and_can_be_made_again(model: 
 
 def test_of_equal_scores_the_fewest_flats_win(model: nn.Module) -> None:
     assert search_flats(model, Flats(k=None), lambda small: 1.0, counts=(2, 3, 4), **WAY).k == 2
+
+
+def test_a_full_disk_is_no_number_of_flats_that_is_refused(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise NotWrittenError("the disk is full")
+
+    monkeypatch.setattr("kflats.compress.flats_search.factorize", full)
+    with pytest.raises(NotWrittenError, match="the disk is full"):
+        search_flats(model, MESSI(k=None, restarts=1), lambda _: 0.0, keep="50%", quiet=True)
 
 
 def test_numbers_for_which_the_bytes_are_too_few_are_passed_over(model: nn.Module) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import kflats
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, NoGradientSignalError, NotFiniteError, NotWrittenError
 from kflats.compress import fitting, pipeline
 from kflats.compress.quality import smallest_size
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.io import load_model
+from kflats.io.atomic import explained
 
 CURVES: dict[str, Callable[[float], float]] = {
     "squares": lambda bits: 4 * 4.0**-bits,
@@ -53,6 +58,41 @@ def test_sizes_that_hold_nothing_are_passed_over() -> None:
     assert 900 <= best.nbytes <= 2000
     with pytest.raises(KflatsError, match="too small"):
         smallest_size(lambda nbytes: attempt(min(nbytes, 100)), 0.9, 1000, 0, 4000)
+
+
+@pytest.mark.parametrize("kind", [NotWrittenError, NotFiniteError, NoGradientSignalError])
+def test_what_no_size_mends_ends_the_search(kind: type[KflatsError]) -> None:
+    """A full disk was taken for a size that is too small, and the folder became larger without a word."""
+    tried: list[int] = []
+
+    def attempt(nbytes: int) -> tuple[float, int]:
+        tried.append(nbytes)
+        if len(tried) == 1:
+            raise kind("not here").about("a weight")
+        return 0.001, nbytes
+
+    with pytest.raises(kind, match="a weight: not here"):
+        smallest_size(attempt, 0.9, 1000, 0, 4000)
+    assert len(tried) == 1
+
+
+def test_a_disk_that_is_full_for_a_moment_makes_no_larger_folder(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put, calls = fitting.Partial.put, []
+
+    def full_once(self: fitting.Partial, name: str, *given: Any) -> None:
+        calls.append(name)
+        if len(calls) == 1:
+            with explained(self.folder):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        put(self, name, *given)
+
+    monkeypatch.setattr(fitting.Partial, "put", full_once)
+    settings: dict[str, Any] = {"quality": 0.98, "proof": False, "quiet": True}
+    with pytest.raises(NotWrittenError, match="no space left on device"):
+        kflats.compress_folder(tiny_folder, tmp_path / "out", **settings)
+    assert len(calls) == 1
 
 
 def test_a_quality_that_no_size_keeps() -> None:

@@ -57,6 +57,10 @@ class KflatsError(ValueError):
         return type(self)(f"{name}: {self.symptom}", cause=self.cause, hint=self.hint)
 
 
+class NotWrittenError(KflatsError):
+    """A file cannot be written: the disk is full, or does not allow it. Another size would not change that."""
+
+
 class KflatsWarning(UserWarning):
     """What a caller should know of work that goes on."""
 

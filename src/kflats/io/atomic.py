@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, NotWrittenError
 from kflats.common.hashing import sha256_of_file
 from kflats.common.schema import Json, decode, read_json
 
@@ -44,7 +44,7 @@ _PLAIN |= {errno.ENOTDIR, errno.EISDIR, errno.EEXIST}
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Raise an error of the disk inside as a KflatsError where its cause is plain: a full disk, no permission, a file
+    """Raise an error of the disk inside as NotWrittenError where its cause is plain: a full disk, no permission, a file
     in the place of a folder or a folder in the place of a file. ``path`` is what is written."""
     try:
         yield
@@ -56,7 +56,7 @@ def explained(path: Path) -> Iterator[None]:
         if number not in _PLAIN and not (missing and {where, where.parent} & set(path.parents)):
             raise  # an error about another file may have another cause
         again = "free some space and run the same command again; kflats compress keeps finished weights"
-        raise KflatsError(
+        raise NotWrittenError(
             f"{path} cannot be written, and what was there before is untouched",
             cause=f"{os.strerror(number).lower()}, at {where}",
             hint=again if number in (errno.ENOSPC, errno.EDQUOT) else "another place for the output",
