@@ -60,7 +60,7 @@ def test_sizes_that_hold_nothing_are_passed_over() -> None:
         smallest_size(lambda nbytes: attempt(min(nbytes, 100)), 0.9, 1000, 0, 4000)
 
 
-@pytest.mark.parametrize("kind", [NotWrittenError, NotFiniteError, NoGradientSignalError])
+@pytest.mark.parametrize("kind", [NotWrittenError, NoGradientSignalError])
 def test_what_no_size_mends_ends_the_search(kind: type[KflatsError]) -> None:
     """A full disk was taken for a size that is too small, and the folder became larger without a word."""
     tried: list[int] = []
@@ -74,6 +74,15 @@ def test_what_no_size_mends_ends_the_search(kind: type[KflatsError]) -> None:
     with pytest.raises(kind, match="a weight: not here"):
         smallest_size(attempt, 0.9, 1000, 0, 4000)
     assert len(tried) == 1
+
+
+def test_outputs_that_are_not_finite_are_those_of_a_size_that_is_too_small() -> None:
+    def attempt(nbytes: int) -> tuple[float, int]:
+        if nbytes < 900:
+            raise NotFiniteError("the outputs overflow")
+        return 0.001, nbytes
+
+    assert smallest_size(attempt, 0.9, 1000, 0, 4000).nbytes >= 900
 
 
 def test_a_disk_that_is_full_for_a_moment_makes_no_larger_folder(

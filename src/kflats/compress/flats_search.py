@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kflats.common.errors import KflatsError, NoGradientSignalError, NotFiniteError, NotWrittenError
+from kflats.common.errors import KflatsError, NoGradientSignalError, NotWrittenError
 from kflats.common.formatting import announce
 from kflats.common.texts import SAMPLES, Tokenizer
 from kflats.common.workers import Packed, Workers
@@ -140,7 +140,7 @@ def best_flats(
                 workers=workers,
             )
             fitted = factorize(model, decided.plan, decided.data, seed, quiet, None)
-        except (NotWrittenError, NotFiniteError, NoGradientSignalError):
+        except (NotWrittenError, NoGradientSignalError):
             raise  # no number of flats mends these
         except KflatsError as error:  # each flat stores a basis: these bytes hold fewer flats
             refused.append(error)

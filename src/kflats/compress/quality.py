@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from kflats.common.errors import KflatsError, NoGradientSignalError, NotFiniteError, NotWrittenError
+from kflats.common.errors import KflatsError, NoGradientSignalError, NotWrittenError
 from kflats.common.formatting import announce, size
 from kflats.common.run_forms import RunForm
 from kflats.common.workers import Packed, Workers
@@ -139,7 +139,7 @@ def smallest_size(
     for _ in range(_TRIES):
         try:
             loss, fitted = attempt(nbytes)
-        except (NotWrittenError, NotFiniteError, NoGradientSignalError):
+        except (NotWrittenError, NoGradientSignalError):
             raise  # no size mends these
         except KflatsError:  # small models need more bytes for labels and scales than this size has
             if nbytes == most:
