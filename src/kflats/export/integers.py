@@ -8,6 +8,10 @@ onnxruntime multiplies unsigned bytes by signed ones fastest, so the inputs are 
 128 as their zero point: QuantizeLinear, one pass over x s / a. On x86 CPUs without VNNI units its kernels add pairs of
 such products in 16 bits, and limit the sum in silence (``pmaddubsw``, in QgemmU8X8KernelAvx2 and its relatives). The
 largest sum here, 2 * 255 * 63 = 32130, lies below that limit, 32767. With integers up to 127 it could be 64770.
+
+On CPUs with AMX onnxruntime 1.21 to 1.24 computes wrong sums of matrices whose number of outputs is no multiple of 16
+(github.com/microsoft/onnxruntime/issues/26324 shows it for a convolution), unless there are at most 16. Such matrices
+get outputs of zeros, which are cut off again.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ from kflats.model.weights import Weight, dense_weight, factored_layers, find_wei
 
 WEIGHT_LIMIT, INPUT_LIMIT = 63, 127
 _MIDDLE = 128
+_OUTPUTS = 16
 _LEAST = 1e-30
 _SMALL_TABLE = 100_000  # numbers: an embedding of fewer is quicker and hardly larger as it is
 _UINT8, _FLOAT = 2, 1  # of onnx.TensorProto
@@ -99,6 +104,7 @@ class Joint:
 
     def __init__(self, products: Sequence[IntegerProduct], scales: Tensor | None) -> None:
         self.products, self.scales = products, scales
+        self._numbers = [_whole_tiles(product.numbers) for product in products]
         self._read: Tensor | None = None
         self._version: int | None = None
         self._rounded: tuple[Tensor, Tensor]
@@ -116,8 +122,17 @@ class Joint:
             self._rounded = rounded(rows / sizes), sizes
         whole, sizes = self._rounded
         product = self.products[index]
-        out: Tensor = integer_matmul(whole, product.numbers) * sizes * product.steps
+        sums = integer_matmul(whole, self._numbers[index])
+        if sums.shape[-1] > len(product.steps):
+            sums = sums[..., : len(product.steps)]
+        out: Tensor = sums * sizes * product.steps
         return out
+
+
+def _whole_tiles(numbers: Tensor) -> Tensor:
+    """``(in, out)`` with outputs of zeros behind them, where their number asks for it."""
+    missing = -numbers.shape[1] % _OUTPUTS if numbers.shape[1] > _OUTPUTS else 0
+    return numbers if missing == 0 else torch.nn.functional.pad(numbers, (0, missing))
 
 
 class Integers(nn.Module):

@@ -133,9 +133,9 @@ class KroneckerFisher(Importance):
         min over b of  trace([E; b]' G [E; b])  =  trace(E' (G_11 - G_12 G_21 / G_22) E)    at  b = -(G_21 / G_22) E
 
     D_s is the gradient of sample s by the weight. Its positions t add before squaring: an error of a layer often points
-    the same way at all positions, and later layers add these errors up. G counts that; in a text of 100 tokens it makes
-    some layers 10 to 80 times as important as others. (K-FAC's G, sum ||g_t||^2 x_t x_t', leaves the cross terms of
-    positions out.) trace(G) trace(S) is the layer's Fisher information, and G's diagonal is that of ``RowFisher``.
+    the same way at all positions, and later layers add these errors up. G counts that. (K-FAC's G,
+    sum ||g_t||^2 x_t x_t', leaves the cross terms of positions out.) trace(G) trace(S) is the layer's Fisher
+    information, and G's diagonal is that of ``RowFisher``.
 
     Args:
         centred: the bias, which reads a constant input, takes the part of the error that it can take.
