@@ -143,7 +143,7 @@ def factorize_(gram: Tensor) -> bool:
     below. False: it has a direction that is not positive, and its numbers are lost.
 
     >>> gram = torch.tensor([[4.0, 2.0], [2.0, 5.0]])
-    >>> factorize_(gram), gram.tolist(), factorize_(-torch.eye(2))
+    >>> factorize_(gram), gram.round(decimals=4).tolist(), factorize_(-torch.eye(2))
     (True, [[2.0, 1.0], [0.0, 2.0]], False)
     """
     lower, failed = gram.mT, torch.empty((), dtype=torch.int32, device=gram.device)
