@@ -42,6 +42,8 @@ _HEADS = {"token": "TokenClassification", "language": "CausalLM"}
 EPOCHS = {"rte": 6, "mrpc": 4, "wnli": 4}
 """Epochs of the originals of tasks with few examples; 3 for all others, as in FWSVD. After 3 epochs of RTE the packaged
 MiniLM is still near chance."""
+LIMITS = dict.fromkeys(("sst2", "conll2003", "qnli", "qqp", "mnli"), 10_000)
+"""Training examples of tasks that have more."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Training:
 
     Args:
         epochs, lr, batch, max_length: of the optimisation. split: the training split.
-        limit: how many examples at most, drawn by seed 0. held_out: the share of them that nothing is trained on.
+        limit: how many examples at most, drawn by seed 0; 0: all. held_out: the share of them that nothing is trained on.
         precision: of products while training, as ``kflats.recover_``; scores are always float32's.
     """
 
@@ -68,7 +70,8 @@ class Training:
 
 
 TRAINING = {"lr": 1e-4, "limit": 0, "train-split": "train", "original-epochs": 0, "precision": "float32"}
-"""The options of experiments with task models; ``original-epochs`` 0: 3, or as in ``EPOCHS``."""
+"""The options of experiments with task models. ``original-epochs`` 0: 3, or as in ``EPOCHS``; ``limit`` 0: all examples,
+or as in ``LIMITS``."""
 
 
 def training_of(asked: Asked) -> dict[str, Training]:
@@ -78,7 +81,10 @@ def training_of(asked: Asked) -> dict[str, Training]:
     if asked.quick:
         common = replace(common, epochs=5, batch=16, max_length=24)
         return dict.fromkeys(asked.tasks, common)
-    return {task: replace(common, epochs=own.original_epochs or EPOCHS.get(task, 3)) for task in asked.tasks}
+    return {
+        task: replace(common, epochs=own.original_epochs or EPOCHS.get(task, 3), limit=own.limit or LIMITS.get(task, 0))
+        for task in asked.tasks
+    }
 
 
 @dataclass(frozen=True)

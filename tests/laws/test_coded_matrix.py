@@ -385,7 +385,8 @@ def test_resized_drops_the_last_rows_and_never_adds_one(make):
         matrix = make()
         if n <= matrix.shape[0]:
             found = matrix.resized(n)
-            assert torch.equal(found.dense(), matrix.dense()[:n])
+            # A product of fewer rows may sum in another order.
+            torch.testing.assert_close(found.dense(), matrix.dense()[:n])
             assert found.shape == (n, D)
             with torch.no_grad():
                 found.weight.add_(1)

@@ -186,7 +186,8 @@ def test_resized_keeps_rows_and_appends_the_mean_of_a_band(make):
         found = matrix.resized(n)
         kept = min(n, matrix.shape[0])
         assert found.shape == (n, matrix.shape[1])
-        assert torch.equal(found.dense()[:kept], matrix.dense()[:kept])
+        # A product of fewer rows may sum in another order.
+        torch.testing.assert_close(found.dense()[:kept], matrix.dense()[:kept])
         if change > 0:
             rows = matrix.dense()
             if isinstance(matrix, FlatsMatrix):
