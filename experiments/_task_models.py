@@ -55,7 +55,8 @@ class Training:
 
     Args:
         epochs, lr, batch, max_length: of the optimisation. split: the training split.
-        limit: how many examples at most, drawn by seed 0; 0: all. held_out: the share of them that nothing is trained on.
+        limit: how many examples at most, drawn by seed 0; 0: all.
+        held_out: the share of them that nothing is trained on.
         precision: of products while training, as ``kflats.recover_``; scores are always float32's.
     """
 
@@ -70,8 +71,8 @@ class Training:
 
 
 TRAINING = {"lr": 1e-4, "limit": 0, "train-split": "train", "original-epochs": 0, "precision": "float32"}
-"""The options of experiments with task models. ``original-epochs`` 0: 3, or as in ``EPOCHS``; ``limit`` 0: all examples,
-or as in ``LIMITS``."""
+"""The options of experiments with task models. ``original-epochs`` 0: 3, or as in ``EPOCHS``; ``limit`` 0: all, or
+as in ``LIMITS``."""
 
 
 def training_of(asked: Asked) -> dict[str, Training]:
