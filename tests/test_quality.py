@@ -12,7 +12,13 @@ from typing import Any
 import pytest
 
 import kflats
-from kflats.common.errors import KflatsError, NoGradientSignalError, NotFiniteError, NotWrittenError
+from kflats.common.errors import (
+    DoesNotFitError,
+    KflatsError,
+    NoGradientSignalError,
+    NotFiniteError,
+    NotWrittenError,
+)
 from kflats.compress import fitting, pipeline
 from kflats.compress.quality import smallest_size
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
@@ -51,7 +57,7 @@ def test_the_smallest_size_that_keeps_a_quality(name: str, quality: float) -> No
 def test_sizes_that_hold_nothing_are_passed_over() -> None:
     def attempt(nbytes: int) -> tuple[float, int]:
         if nbytes < 900:
-            raise KflatsError("too small")
+            raise DoesNotFitError("too small")
         return (0.0 if nbytes == 4000 else 0.001), nbytes
 
     best = smallest_size(attempt, 0.9, 1000, 0, 4000)
@@ -60,7 +66,7 @@ def test_sizes_that_hold_nothing_are_passed_over() -> None:
         smallest_size(lambda nbytes: attempt(min(nbytes, 100)), 0.9, 1000, 0, 4000)
 
 
-@pytest.mark.parametrize("kind", [NotWrittenError, NoGradientSignalError])
+@pytest.mark.parametrize("kind", [KflatsError, NoGradientSignalError, NotFiniteError, NotWrittenError])
 def test_what_no_size_mends_ends_the_search(kind: type[KflatsError]) -> None:
     """A full disk was taken for a size that is too small, and the folder became larger without a word."""
     tried: list[int] = []
@@ -76,13 +82,22 @@ def test_what_no_size_mends_ends_the_search(kind: type[KflatsError]) -> None:
     assert len(tried) == 1
 
 
-def test_outputs_that_are_not_finite_are_those_of_a_size_that_is_too_small() -> None:
-    def attempt(nbytes: int) -> tuple[float, int]:
-        if nbytes < 900:
-            raise NotFiniteError("the outputs overflow")
-        return 0.001, nbytes
+def test_outputs_that_are_not_finite_are_those_of_a_size_that_is_too_small(
+    tiny_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged, losses = Judge.__call__, list[float]()
 
-    assert smallest_size(attempt, 0.9, 1000, 0, 4000).nbytes >= 900
+    def overflowing_once(self: Judge, model: Any) -> Any:
+        found = judged(self, model)
+        losses.append(found.loss)
+        if len(losses) == 1:
+            raise NotFiniteError("the outputs overflow")
+        return found
+
+    monkeypatch.setattr(Judge, "__call__", overflowing_once)
+    kflats.compress_folder(tiny_folder, tmp_path / "out", quality=0.9, proof=False, quiet=True)
+    assert len(losses) > 1
+    assert losses[1] < losses[0], "the size was doubled"
 
 
 def test_a_disk_that_is_full_for_a_moment_makes_no_larger_folder(

@@ -18,7 +18,7 @@ from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
 from kflats.codecs.streams import stored_bytes
 from kflats.codecs.transform import between
-from kflats.common.errors import KflatsError, is_number
+from kflats.common.errors import DoesNotFitError, KflatsError, is_number
 from kflats.importance.protocol import Weighting, WeightingForm
 from kflats.matrices.coded import STEPS_AN_OCTAVE, CodedMatrix, from_integers
 from kflats.methods.keep_dense import KeepDense
@@ -343,7 +343,7 @@ def _at_size(
             break
     if best is None:
         assert code is not None
-        raise KflatsError(
+        raise DoesNotFitError(
             f"a budget of {budget:,} bytes cannot hold codes of this matrix",
             cause=f"its distributions and steps alone take about {code.nbytes:,} bytes",
             hint="a larger budget",

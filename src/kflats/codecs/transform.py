@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
 from kflats.codecs.streams import coded, stored_bytes
-from kflats.common.errors import KflatsError, check_arguments, is_whole
+from kflats.common.errors import DoesNotFitError, check_arguments, is_whole
 from kflats.importance.protocol import WeightingForm
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix
@@ -154,7 +154,7 @@ def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dt
             break
         try:
             matrix = _on_flats(rows, _labels(method, problem, k), codec, problem, dtype)
-        except KflatsError:  # the axes of k flats need more bytes than there are
+        except DoesNotFitError:  # the axes of k flats need more bytes than there are
             break
         if (less := weighted_error(rows, matrix, weighting).error) >= error:
             break
@@ -179,7 +179,7 @@ def _labels(method: Method, problem: Problem, k: int) -> Tensor:
     if k == 1:
         return torch.zeros(n, dtype=torch.int64)
     if n < 2 * k:
-        raise KflatsError(
+        raise DoesNotFitError(
             f"{k} flats are not supported with {n} rows", cause="each takes two rows", hint="fewer flats, or SVD()"
         )
     rank = max(1, min(_axes_with_bits(method, problem, k), d // 2))

@@ -61,6 +61,10 @@ class NotWrittenError(KflatsError):
     """A file cannot be written: the disk is full, or does not allow it. Another size would not change that."""
 
 
+class DoesNotFitError(KflatsError):
+    """Bytes are too few for a matrix, or rows for a number of flats. More bytes, or fewer flats, may do."""
+
+
 class KflatsWarning(UserWarning):
     """What a caller should know of work that goes on."""
 

@@ -278,7 +278,7 @@ class Workers:
 
 
 class LostWorkerError(Exception):
-    """Another worker does not go on. It is no ``KflatsError``, which a search over sizes takes for one of a size.
+    """Another worker does not go on. It is no ``KflatsError``, which only this worker would report.
 
     Args:
         error: what the user reads. said: whether that worker has said why.

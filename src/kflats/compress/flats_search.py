@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kflats.common.errors import KflatsError, NoGradientSignalError, NotWrittenError
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.common.formatting import announce
 from kflats.common.texts import SAMPLES, Tokenizer
 from kflats.common.workers import Packed, Workers
@@ -117,7 +117,7 @@ def best_flats(
     chosen, method = searched(recipe)
     if list(counts) != sorted({*counts}) or not counts or counts[0] < 1:
         raise KflatsError(f"a search among {tuple(counts)} flats is not supported", hint="rising whole numbers from 1")
-    refused: list[KflatsError] = []
+    refused: list[DoesNotFitError] = []
     known = data
 
     def with_count(k: int) -> Recipe:
@@ -140,9 +140,7 @@ def best_flats(
                 workers=workers,
             )
             fitted = factorize(model, decided.plan, decided.data, seed, quiet, None)
-        except (NotWrittenError, NoGradientSignalError):
-            raise  # no number of flats mends these
-        except KflatsError as error:  # each flat stores a basis: these bytes hold fewer flats
+        except DoesNotFitError as error:  # each flat stores a basis: these bytes hold fewer flats
             refused.append(error)
             return -math.inf
         known = decided.data

@@ -33,7 +33,7 @@ from kflats.io.sources import copy_companions, module_bytes, resolve_model, weig
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
 from kflats.model.weights import Weight, factored_layers, held_matrices
-from kflats.numerics.large import large_matrices_in
+from kflats.numerics.large_matrices import large_matrices_in
 from kflats.numerics.svd import forget_metric
 from kflats.planning.calibration_data import CalibrationData, gather, needed
 from kflats.planning.decide import Decided, decide

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from kflats.common.errors import KflatsError, NoGradientSignalError, NotWrittenError
+from kflats.common.errors import DoesNotFitError, KflatsError, NotFiniteError
 from kflats.common.formatting import announce, size
 from kflats.common.run_forms import RunForm
 from kflats.common.workers import Packed, Workers
@@ -93,10 +93,17 @@ def smallest(
             small = copy.deepcopy(model)
             swapped(small, decided.plan, fitted, seed)
             set_run_form_(small, run_as)
-            return judge(small).loss
+            try:
+                return judge(small).loss
+            except NotFiniteError:  # coarse weights may overflow where finer ones do not
+                return math.inf
 
         # One worker judges: the same number decides for all of them what is tried next.
         loss = workers.divided([f"judging {size(nbytes)}"], judged, Packed(repr, lambda _, text: float(text)))[0]
+        if loss == math.inf:
+            raise DoesNotFitError(
+                f"at {nbytes:,} bytes the outputs are NaN or infinite", hint="a lower quality, or a size"
+            )
         announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
         return loss, (decided, fitted)
 
@@ -115,7 +122,8 @@ def smallest_size(
     tries has the allowed loss.
 
     Args:
-        attempt: fits at a size in bytes; gives the loss of the outputs, and what was fitted.
+        attempt: fits at a size in bytes; gives the loss of the outputs, and what was fitted. ``DoesNotFitError`` is
+            that of a size that is too small; any other error ends the search.
         numbers: how many numbers share the size. beside: bytes of all else in the files.
         most: bytes of the original, which bound the size.
 
@@ -139,9 +147,7 @@ def smallest_size(
     for _ in range(_TRIES):
         try:
             loss, fitted = attempt(nbytes)
-        except (NotWrittenError, NoGradientSignalError):
-            raise  # no size mends these
-        except KflatsError:  # small models need more bytes for labels and scales than this size has
+        except DoesNotFitError:  # small models need more bytes for labels and scales than this size has
             if nbytes == most:
                 raise
             too_small, nbytes = nbytes, min(2 * nbytes, most)

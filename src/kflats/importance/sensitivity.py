@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError, NoGradientSignalError, check_arguments, is_number
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm
-from kflats.numerics.large import all_finite, factorize_, stripes, symmetric, zero_matrix
+from kflats.numerics.large_matrices import all_finite, factorize_, stripes, symmetric, zero_matrix
 
 Unreached = Literal["refuse", "uniform"]
 """For a weight that no gradient reached: an error, or the same weight for every row."""

@@ -18,7 +18,7 @@ from typing import ClassVar, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError, check_value
+from kflats.common.errors import DoesNotFitError, KflatsError, check_value
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix, label_dtype
 from kflats.methods.matrix_error import Norm
@@ -110,7 +110,7 @@ def check_accepts(name: str, accepts: frozenset[str], weighting: Weighting) -> N
 def refuse_bytes(problem: Problem, least: int, what: str) -> KflatsError:
     """The error for a budget below the ``least`` bytes that ``what`` takes."""
     n, d = problem.rows.shape
-    return KflatsError(
+    return DoesNotFitError(
         f"a budget of {problem.nbytes:,} bytes cannot hold {what} for a {n} x {d} matrix",
         cause=f"that takes {least:,} bytes",
         hint="a larger budget" + (", or fewer flats" if "flats" in what else ""),

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 
-from kflats.common.errors import KflatsError, check_arguments, is_whole
+from kflats.common.errors import DoesNotFitError, check_arguments, is_whole
 from kflats.matrices.registry import InterpolativeMatrix, LowRankMatrix, order_dtype
 from kflats.methods.flats import from_flats, spent, too_few
 from kflats.methods.protocol import ClusterMethod, Factored, Method, PairMethod, Problem
@@ -114,7 +114,7 @@ class KMeansSVD(ClusterMethod):
         rows, k = problem.rows, self.k
         n, d = rows.shape
         if k > n:
-            raise KflatsError(
+            raise DoesNotFitError(
                 f"k={k} is not supported with {n} rows", cause="each cluster has a row", hint=f"k from 1 to {n}"
             )
         rank = min(problem.values(k) // (n + k * d), n, d)

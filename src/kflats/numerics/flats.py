@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError
 from kflats.numerics.gram import (
     axes_of_few,
     cluster_grams,
@@ -182,7 +182,7 @@ def fill(spectra: Tensor, costs: Tensor, budget: int, *, floor: int = 1) -> Fill
     floor = min(floor, d)
     used = int(costs.sum()) * floor
     if used > budget:
-        raise KflatsError(
+        raise DoesNotFitError(
             f"a budget of {budget:,} numbers cannot hold {k} flats of rank {floor} ({used:,} numbers)",
             hint="a larger budget, or fewer flats",
         )

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.numerics.large import zero_matrix
+from kflats.numerics.large_matrices import zero_matrix
 from kflats.numerics.rows import GRAM_BLOCK, Rows, ScaledRows, TensorRows, WidenedRows, all_rows, gram_block, slices
 
 _STRIPS = 4  # stripes of columns in a halved product: the fastest of 2..6 at 384 columns

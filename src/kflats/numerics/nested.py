@@ -35,7 +35,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.numerics.fit import FILL_SAMPLE, Seeds, draw_sample, fit_flats
 from kflats.numerics.flats import Stopping, WeightedRows, affordable, assign, update_grams, weighted_rows
 from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
@@ -374,7 +374,7 @@ def _maximise(
     energy = torch.stack([captured(flat, part) for flat, part in zip(ordered, parts, strict=True)])
     filling = spend(energy, table, budget - kept_exactly)
     if filling is None:
-        raise KflatsError(
+        raise DoesNotFitError(
             f"a budget of {budget:,} numbers cannot hold {k} flats of rank 1", hint="a larger budget, or fewer flats"
         )
     total = float(grams.diagonal(dim1=1, dim2=2).sum())

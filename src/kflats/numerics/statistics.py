@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kflats.numerics.gram import add_lower_gram_, lower_gram
-from kflats.numerics.large import zero_matrix
+from kflats.numerics.large_matrices import zero_matrix
 
 _ROWS = 1024  # rows worth a product of their own; fewer wait, since adding up takes as long as 100 rows
 

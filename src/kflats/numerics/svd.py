@@ -28,7 +28,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.gram import gram_of, least_squares, top_eigenvectors
-from kflats.numerics.large import all_finite, stripes, symmetric
+from kflats.numerics.large_matrices import all_finite, stripes, symmetric
 from kflats.numerics.rows import (
     MetricRows,
     Rows,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.common.formatting import size
 
 _ROUNDS = 8
@@ -74,7 +74,7 @@ def allocate(weights: Sequence[Options], budget: int) -> list[Choice]:
     least = sum(table[0].cost for table in tables)
     if least > budget:
         dear = max(tables, key=lambda table: table[0].cost)[0]
-        raise KflatsError(
+        raise DoesNotFitError(
             f"a budget of {budget:,} bytes cannot hold the least of all {len(weights)} weights",
             cause=f"rank 1 or the coarsest codes take {least:,} bytes, {size(dear.cost)} of them for {dear.name!r}",
             hint="a larger budget, or fewer weights",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from kflats.codecs import Integer
-from kflats.common.errors import KflatsError, KflatsWarning, NoGradientSignalError
+from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, NoGradientSignalError
 from kflats.common.formatting import progress_bar, size, visible
 from kflats.common.workers import Workers
 from kflats.methods import KeepDense
@@ -75,7 +75,7 @@ def share_out(
         allowed = budget.stored_bytes([item.weight for item in items], file_bytes, itemsizes.pop())
         rest = allowed - sum(_cost(item, fixed[item.weight.name]) for item in items if item.weight.name in fixed)
         if rest < 0:
-            raise KflatsError(
+            raise DoesNotFitError(
                 f"a budget of {budget} ({allowed:,} bytes) is spent on weights that stay dense or are stored in a type",
                 cause=f"{', '.join(visible(name) for name in list(fixed)[:3])} take {allowed - rest:,} bytes",
                 hint="a larger budget, Integer(bits=8), or Auto()",
@@ -212,7 +212,7 @@ def equal_shares(
         decisions[item.weight.name] = decision
         allowed -= decision.budget_bytes
     if decisions and allowed < 0:
-        raise KflatsError(
+        raise DoesNotFitError(
             f"{', '.join(visible(name) for name in list(decisions)[:3])}: codes of a fixed rate take {-allowed:,} "
             "bytes more than the budget has",
             hint="a larger budget, or Transform(), which takes any size",
@@ -221,7 +221,7 @@ def equal_shares(
     least = {item.weight.name: 0 if item.named else item.least + item.bias_bytes(data) for item in rest}
     while rest or allowed < 0:
         if allowed < 1:
-            raise KflatsError(
+            raise DoesNotFitError(
                 "the budget is spent on weights that stay dense; nothing is left for the others",
                 hint="a larger budget, or fewer weights",
             )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Literal
 
-from kflats.common.errors import KflatsError, is_number
+from kflats.common.errors import DoesNotFitError, KflatsError, is_number
 
 if TYPE_CHECKING:
     from kflats.model.weights import Weight
@@ -172,7 +172,7 @@ class Budget:
                 hint="a smaller budget, which counts the named weights or all weight files",
             )
         if allowed <= rest:
-            raise KflatsError(
+            raise DoesNotFitError(
                 f"a budget of {self} ({allowed:,} bytes) keeps nothing of the named weights: "
                 f"everything else takes {rest:,} of {total:,} bytes",
                 hint="a larger budget, or name more weights",

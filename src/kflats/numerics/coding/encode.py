@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError
 from kflats.numerics.coding.clusters import cluster_rows
 from kflats.numerics.coding.frame import CodedBasis, Frame, Source, source_of
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, design
@@ -324,7 +324,7 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
             rise = math.log2(fits[0] / fine[0]) / (fine[1] - fits[1])
         step = max(finest, step * 2 ** max(-1.0, min(1.0, rise * (size - aim * budget))))
     if best is None:
-        raise KflatsError(
+        raise DoesNotFitError(
             f"a budget of {budget:,} bytes cannot hold codes of this matrix",
             cause=f"the least that was found takes {size:,} bytes",
             hint="a larger budget, or fewer classes",
@@ -364,7 +364,7 @@ def _search(sources: Sequence[Source], budget: int, beside: int) -> tuple[list[C
         if high - low < 1e-3:
             break
     if size > budget and (least := estimates(coarse)[1]) > budget:
-        raise KflatsError(
+        raise DoesNotFitError(
             f"a budget of {budget:,} bytes cannot hold the {math.ceil(least):,} that labels and scales alone need",
             hint="a larger budget, fewer classes, or leave this matrix to a cheaper codec",
         )

@@ -29,7 +29,7 @@ from kflats.common.errors import KflatsError
 from kflats.numerics.coding.quantizers import CONTEXTS_AN_OCTAVE, TRADE, Quantizer
 from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_of
 from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding
-from kflats.numerics.large import all_finite, factorize_, permuted, stripes, turn_, zero_matrix
+from kflats.numerics.large_matrices import all_finite, factorize_, permuted, stripes, turn_, zero_matrix
 
 _JITTER = 1e-8
 """Share of a Gram's mean diagonal that is added until its factor has no smaller pivots; ten times more each time."""

@@ -18,10 +18,10 @@ from kflats import SVD, Feedback, InputGram, KeepDense, KroneckerFisher, Recipe,
 from kflats.common.errors import KflatsError
 from kflats.common.memory import is_out_of_memory
 from kflats.importance.protocol import Measured
-from kflats.numerics import large
+from kflats.numerics import large_matrices
 from kflats.numerics.coding.feedback import side_of
 from kflats.numerics.gram import lower_gram
-from kflats.numerics.large import (
+from kflats.numerics.large_matrices import (
     all_finite,
     factorize_,
     large_matrices_in,
@@ -39,8 +39,8 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporaries of 64 numbers, so that matrices of a few rows are in many pieces."""
-    monkeypatch.setattr(large, "_AT_ONCE", 64)
-    monkeypatch.setattr(large, "_TILE", 8)
+    monkeypatch.setattr(large_matrices, "_AT_ONCE", 64)
+    monkeypatch.setattr(large_matrices, "_TILE", 8)
 
 
 @pytest.fixture
@@ -52,8 +52,8 @@ def in_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
         made.append(nbytes)
         os.ftruncate(descriptor, nbytes)
 
-    monkeypatch.setattr(large, "_SMALL", 0)
-    monkeypatch.setattr(large, "unused_bytes", lambda: 0)
+    monkeypatch.setattr(large_matrices, "_SMALL", 0)
+    monkeypatch.setattr(large_matrices, "unused_bytes", lambda: 0)
     monkeypatch.setattr(os, "posix_fallocate", reserve)
     return made
 
@@ -184,7 +184,7 @@ def test_a_large_matrix_lies_in_a_file_that_leaves_nothing(in_files: list[int], 
 
 
 def test_what_fits_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(large.tempfile, "TemporaryFile", lambda **_: pytest.fail("a file was made"))
+    monkeypatch.setattr(large_matrices.tempfile, "TemporaryFile", lambda **_: pytest.fail("a file was made"))
     with large_matrices_in(tmp_path):
         assert zero_matrix(1000, 1000).shape == (1000, 1000)
 
@@ -216,7 +216,7 @@ def test_a_disk_that_reserves_no_room_is_written_with_zeros(
         monkeypatch.delattr(os, "posix_fallocate")
     else:
         monkeypatch.setattr(os, "posix_fallocate", refused)
-    monkeypatch.setattr(large, "_ZEROS", bytes(7))
+    monkeypatch.setattr(large_matrices, "_ZEROS", bytes(7))
     with large_matrices_in(tmp_path / "new"):
         made = zero_matrix(3, 2)
     assert made.tolist() == [[0.0, 0.0]] * 3
@@ -228,7 +228,7 @@ def test_a_process_that_may_map_no_more_is_short_of_memory(tmp_path: Path, monke
     def refused(*_: object) -> None:
         raise OSError(errno.ENOMEM, "no memory")
 
-    monkeypatch.setattr(large.mmap, "mmap", refused)
+    monkeypatch.setattr(large_matrices.mmap, "mmap", refused)
     with large_matrices_in(tmp_path), pytest.raises(MemoryError) as raised:
         zero_matrix(3, 2)
     assert is_out_of_memory(raised.value)
