@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.streams import coded
-from kflats.common.errors import DoesNotFitError, KflatsError, check_arguments, is_whole
+from kflats.common.errors import KflatsError, check_arguments, is_whole
 from kflats.importance.protocol import WeightingForm
 from kflats.matrices.coded import MAX_CLASSES, CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix, tables_of
@@ -173,7 +173,7 @@ class RowScaleCodec(Codec, Protocol):
         problem = Problem(table.rows, table.nbytes, table.dtype.itemsize, table.weighting)
         try:
             stored = self.encode(method, problem, table.dtype)
-        except DoesNotFitError:  # the scales of a small matrix may take more bytes than the matrix
+        except KflatsError:  # the scales of a small matrix may take more bytes than the matrix
             return
         error = weighted_error(table.rows, stored.matrix, table.weighting, table.total).error
         yield Candidate(method, self, stored.nbytes, error, f"{8 * stored.nbytes / table.numbers:.2f} bits a number")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
 from kflats.codecs.streams import coded, stored_bytes
-from kflats.common.errors import DoesNotFitError, check_arguments, is_whole
+from kflats.common.errors import DoesNotFitError, KflatsError, check_arguments, is_whole
 from kflats.importance.protocol import WeightingForm
 from kflats.matrices.coded import CodedMatrix, from_integers
 from kflats.matrices.flats import FlatsMatrix
@@ -154,7 +154,7 @@ def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dt
             break
         try:
             matrix = _on_flats(rows, _labels(method, problem, k), codec, problem, dtype)
-        except DoesNotFitError:  # the axes of k flats need more bytes than there are
+        except KflatsError:  # mostly, the axes of k flats need more bytes than there are
             break
         if (less := weighted_error(rows, matrix, weighting).error) >= error:
             break
