@@ -282,7 +282,7 @@ def decode(stream: Tensor, geometry: CodedGeometry) -> dict[str, Tensor]:
             another geometry.
     """
     with _fitting():
-        source = _Source.of(stream, geometry)
+        source = StreamReader.of(stream, geometry)
         codes = torch.empty(geometry.shapes["codes"], dtype=torch.uint8)
         for block in source.blocks.values():
             geometry.part(codes, block.label)[block.rows] = source.packed(block)
@@ -311,7 +311,7 @@ def decode_rows(stream: Tensor, geometry: CodedGeometry, rows: Tensor) -> Tensor
             hint=f"rows from 0 to {n - 1}",
         )
     with _fitting():
-        source = _Source.of(stream, geometry)
+        source = StreamReader.of(stream, geometry)
         labels = source.tensors.get("labels", torch.zeros(n, dtype=torch.uint8))
         wanted = labels[rows].to(torch.int64)
         found = source.tensors["low"][wanted]  # of a class of rows without bits
@@ -353,8 +353,12 @@ class _Block:
 
 
 @dataclass(frozen=True)
-class _Source:
-    """A stream whose head is read: ``tensors`` are all but the codes; ``blocks`` by class and index in it."""
+class StreamReader:
+    """A stream whose head is read, and whose blocks can be decoded one at a time.
+
+    Args:
+        tensors: all but the codes. blocks: by class and index in it. rows_a_block: of each class.
+    """
 
     geometry: CodedGeometry
     tensors: dict[str, Tensor]
@@ -363,7 +367,12 @@ class _Source:
     blocks: dict[tuple[int, int], _Block]
 
     @classmethod
-    def of(cls, stream: Tensor, geometry: CodedGeometry) -> _Source:
+    def of(cls, stream: Tensor, geometry: CodedGeometry) -> StreamReader:
+        """Read the head of ``stream`` and find its blocks, which stay as they are.
+
+        Raises:
+            KflatsError: as ``decode``.
+        """
         body = Reader(stream.detach().cpu().contiguous().numpy().data)
         if bytes(body.take(len(_MAGIC))) != _MAGIC:
             raise damaged("these are no kflats codes")

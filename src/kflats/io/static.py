@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kflats.codecs.streams import _Source
+from kflats.codecs.streams import StreamReader
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
@@ -184,14 +184,14 @@ class _Blocks:
 
     def __init__(self, stream: Tensor, geometry: CodedGeometry) -> None:
         self._stream, self._geometry = stream, geometry
-        self._source: _Source | None = None
+        self._source: StreamReader | None = None
         self.left = set(self.source.blocks)
 
     @property
-    def source(self) -> _Source:
+    def source(self) -> StreamReader:
         """The stream with its head read."""
         if self._source is None:
-            self._source = _Source.of(self._stream, self._geometry)
+            self._source = StreamReader.of(self._stream, self._geometry)
         return self._source
 
     def __getstate__(self) -> dict[str, object]:
