@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from kflats import CodedTable, KflatsError, TableEmbedding, TableEmbeddingBag, compress_table, open_table
 from kflats.cli.app import app
 from kflats.codecs.streams import encode_symbols, model_of, models_of
+from kflats.common.errors import KflatsWarning
 from kflats.io import open_rows
 from kflats.numerics.rows import all_rows
 from kflats.tables.compact import CompactCode
@@ -506,3 +507,62 @@ def test_a_short_table_has_a_size_or_leaves_nothing(tmp_path: Path) -> None:
 
 def test_open_rows_names_its_file(tmp_path: Path) -> None:
     assert open_rows(saved(drawn(5, 3), tmp_path / "one.npy")).place(4).endswith("one.npy")
+
+
+def test_a_row_that_sets_the_steps_of_all_is_named(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((20_000, 16)).astype(np.float32)
+    rows[777] *= 1e8
+    np.save(tmp_path / "wild.npy", rows)
+    for layout in LAYOUTS:
+        with pytest.warns(KflatsWarning, match=r"row 777 of .*wild.npy is .*e\+07 times as long as the middle row"):
+            compress_table(tmp_path / "wild.npy", tmp_path / layout, size="8 bits", layout=layout, quiet=True)
+
+
+@pytest.mark.parametrize(
+    ("factor", "kind", "message"),
+    [
+        (1e18, np.float32, "huge numbers .* in row 0 of"),
+        (1e100, np.float64, "huge numbers .* in row 0 of"),
+        (1e-30, np.float32, r"(?s)are too small.*Try: the table times 1e\+"),
+        (1e-17, np.float32, r"(?s)are too small.*Try: the table times 1e\+"),
+    ],
+)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_whose_squares_do_not_fit_are_refused(
+    layout: Layout, factor: float, kind: type, message: str, tmp_path: Path
+) -> None:
+    rows = np.random.default_rng(0).standard_normal((20_000, 8)) * factor
+    np.save(tmp_path / "rows.npy", rows.astype(kind))
+    with pytest.raises(KflatsError, match=message):
+        compress_table(tmp_path / "rows.npy", tmp_path / "coded", size="8 bits", layout=layout, quiet=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
+    np.save(tmp_path / "rows.npy", (rows / factor * 1e14).astype(np.float32))
+    made = compress_table(tmp_path / "rows.npy", tmp_path / "coded", size="8 bits", layout=layout, quiet=True)
+    assert made.relative_error < 0.01
+
+
+def test_a_table_is_read_from_another_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32))
+    compress_table(tmp_path / "rows.npy", tmp_path / "coded", size="20kB", layout="fast", quiet=True)
+    monkeypatch.chdir(tmp_path)
+    table = open_table("coded")
+    monkeypatch.chdir(tmp_path / "coded")
+    assert table.rows([3]).shape == (1, 8)
+    (tmp_path / "coded" / "rows-00000.safetensors").rename(tmp_path / "moved")
+    with pytest.raises(KflatsError, match=r"rows-00000.safetensors is missing"):
+        open_table(tmp_path / "coded").rows([3])
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (5, "not by 5"),
+        (slice(2, 4), r"not by slice\(2, 4"),
+        (np.array([2**64 - 1], dtype=np.uint64), "rows 18446744073709551615 to 18446744073709551615 are not all"),
+    ],
+)
+def test_ids_that_are_no_list_of_rows(ids: Any, message: str, tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", np.random.default_rng(0).standard_normal((50, 8)).astype(np.float32))
+    compress_table(tmp_path / "rows.npy", tmp_path / "coded", size="20kB", layout="fast", quiet=True)
+    with pytest.raises(KflatsError, match=message):
+        open_table(tmp_path / "coded").rows(ids)

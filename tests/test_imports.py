@@ -43,7 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
-NUMERICS_MAY_IMPORT = {"torch", "numpy", "kflats.common.errors", "kflats.common.memory", "kflats.numerics"}
+NUMERICS_MAY_IMPORT = {"torch", "numpy", "kflats.common.errors", "kflats.common.machine", "kflats.numerics"}
 ALLOWED = {"torch", "numpy", "safetensors", "filelock", "typer", "click", "rich", "kflats"}
 OPTIONAL = {
     "torchao",

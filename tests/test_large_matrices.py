@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kflats import SVD, Feedback, InputGram, KeepDense, KroneckerFisher, Recipe, Transform, compress_folder
 from kflats.common.errors import KflatsError
-from kflats.common.memory import is_out_of_memory
+from kflats.common.machine import is_out_of_memory
 from kflats.importance.protocol import Measured
 from kflats.numerics import large_matrices
 from kflats.numerics.coding.feedback import side_of

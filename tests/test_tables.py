@@ -168,6 +168,12 @@ def test_what_is_no_table_is_refused(kind: str, tmp_path: Path) -> None:
         open_rows(make(tmp_path))
 
 
+def test_a_name_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    as_npy(drawn(2, 3), tmp_path / "x")
+    with pytest.raises(KflatsError, match="has no tensor called 'words'"):
+        open_rows(tmp_path, name="words")
+
+
 def test_the_place_of_a_row_names_its_file(tmp_path: Path) -> None:
     for part in range(3):
         as_npy(drawn(4, 2), tmp_path / f"rows-{part}")

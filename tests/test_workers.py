@@ -14,18 +14,19 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from crew import together
 from torch import Tensor
 
+from kflats.cli import workers as launcher
 from kflats.common import workers as workers_module
 from kflats.common.errors import KflatsError
-from kflats.common.workers import LostWorkerError, Packed, Workers
+from kflats.common.workers import LostWorkerError, Packed, Store, Workers
 from kflats.methods import SVD
 from kflats.model.weights import find_weights
 from kflats.planning.calibration_data import CalibrationData
@@ -37,69 +38,6 @@ from kflats.tables.shards import Bytes, ShardWriter
 
 NUMBERS = Packed(str, lambda index, text: int(text))
 TASKS = [f"task {index}" for index in range(7)]
-
-
-class Memory:
-    """A store, and broadcasts, among the threads of this process. ``delays`` stops a caller for a while."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        self.values: dict[str, str] = {}
-        self.lock, self.random = threading.Lock(), random.Random(seed)
-        self.sent: dict[tuple[str, int, int], Tensor] = {}
-        self.count = count
-
-    def delay(self) -> None:
-        time.sleep(self.random.choice((0, 0, 0.0005, 0.003)))
-
-    def add(self, key: str, amount: int) -> int:
-        self.delay()
-        with self.lock:
-            total = int(self.values.get(key, "0")) + amount
-            self.values[key] = str(total)
-        return total
-
-    def set(self, key: str, value: str) -> None:
-        self.delay()
-        self.values[key] = value
-
-    def get(self, key: str) -> bytes:
-        return self.values[key].encode()
-
-    def check(self, keys: list[str]) -> bool:
-        return all(key in self.values for key in keys)
-
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        with self.lock:
-            if self.values.get(key, "") == expected:
-                self.values[key] = desired
-        return self.values[key].encode()
-
-    def sending(self, how: str, rank: int) -> Callable[[Tensor, int], object]:
-        """To all, or to the first; worker ``rank`` calls it."""
-        calls = Counter[int]()
-
-        def send(tensor: Tensor, src: int) -> None:
-            self.delay()
-            key, calls[src] = (how, src, calls[src]), calls[src] + 1
-            if src == rank:
-                self.sent[key] = tensor.clone()
-                return
-            while key not in self.sent:
-                time.sleep(0.0005)
-            tensor.copy_(self.sent[key])
-
-        return send
-
-
-def together(count: int, seed: int, work: Callable[[Workers], object]) -> list[object]:
-    """What ``work`` gives each of ``count`` workers, which are threads."""
-    store = Memory(count, seed)
-    crew = [
-        Workers(rank, count, store, 30.0, True, store.sending("to all", rank), store.sending("to the first", rank))
-        for rank in range(count)
-    ]
-    with ThreadPoolExecutor(count) as pool:
-        return list(pool.map(work, crew))
 
 
 @pytest.mark.parametrize("seed", [*range(25), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(25, 100))])
@@ -182,6 +120,46 @@ def test_what_one_worker_listed_another_does_not_compute_again(monkeypatch: pyte
     assert passed_on([item], others).unpack(0, passed_on([item], own).pack(listed)) == listed
     monkeypatch.setattr(SVD, "spectrum", None)
     assert torch.equal(others.spectrum(model, weight, recipe), own.spectrum(model, weight, recipe))
+
+
+def programs(*texts: str) -> list[subprocess.Popen[bytes]]:
+    return [subprocess.Popen([sys.executable, "-c", f"import os, signal, sys, time; {text}"]) for text in texts]
+
+
+@pytest.mark.parametrize(
+    ("texts", "codes"),
+    [
+        (("pass", "time.sleep(0.3)"), []),
+        (("sys.exit(2)", "time.sleep(60)"), [2]),
+        (("time.sleep(60)", "os.kill(os.getpid(), signal.SIGKILL)"), [-9]),
+        (("sys.exit(2)", "time.sleep(0.3); os.kill(os.getpid(), signal.SIGKILL)"), [2, -9]),
+        (("time.sleep(0.3); sys.exit(2)", "os.kill(os.getpid(), signal.SIGSTOP)"), [2]),
+    ],
+)
+def test_what_ends_by_itself_is_told_from_what_was_ended(texts: tuple[str, ...], codes: list[int]) -> None:
+    """An error of one worker was followed by advice on memory, for the others were ended because of it."""
+    running, began = programs(*texts), time.monotonic()
+    try:
+        assert sorted(launcher._failures(running)) == sorted(codes)
+    finally:
+        launcher._end(running)
+    assert all(process.returncode is not None for process in running)
+    assert time.monotonic() - began < 30
+
+
+def test_a_connection_that_is_lost_is_an_error_to_read() -> None:
+    class Gone:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def lost(*_: object) -> None:
+                raise RuntimeError("Broken pipe")
+
+            return lost
+
+    connection: Store = workers_module._Connection(Gone())
+    workers = Workers(1, 2, connection)
+    with pytest.raises(LostWorkerError, match=r"the connection of the workers is lost: Broken pipe.*which resumes"):
+        workers.divided(TASKS, lambda index: index, NUMBERS)
+    assert workers.failed("an error"), "it says so itself"
 
 
 def test_an_error_stops_the_others_and_is_said_once() -> None:
@@ -352,6 +330,20 @@ def test_the_command_line_divides_a_table(tmp_path: Path) -> None:
         subprocess.run(command, env=SURROUNDINGS, check=True, capture_output=True)
         made.append({path.name: path.read_bytes() for path in out.iterdir()})
     assert made[0] == made[1] == made[2]
+
+
+@pytest.mark.slow
+def test_an_error_of_one_worker_is_all_that_is_said(tmp_path: Path) -> None:
+    rows = np.random.default_rng(0).standard_normal((20_000, 8)).astype(np.float32)
+    rows[7, 3] = np.nan
+    np.save(tmp_path / "rows.npy", rows)
+    source, out = tmp_path / "rows.npy", tmp_path / "coded"
+    command = [*COMMAND, "--table", str(source), "--out", str(out), "--size", "4 bits", "--workers", "2"]
+    done = subprocess.run(command, env=SURROUNDINGS, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.count("kflats:") == 1
+    assert "in row 7 of" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.npy"]
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, VOCABULARY, is_t5
+from crew import together
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -238,6 +241,31 @@ def test_layer_by_layer_is_the_same_to_the_bit(
     assert_same_statistics(whole, found)
     assert all(torch.equal(value, before[key]) and value.dtype == dtype for key, value in model.state_dict().items())
     assert not list(tmp_path.glob("layers-*"))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_several_workers_measure_layer_by_layer_too(
+    count: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two blocks of samples: of four workers two have none."""
+    model = ARCHITECTURES["bert"].make(True).to(dtype)
+    whole = measure(model, find_weights(model), batches(), needs=FIELDS, quiet=True)
+    traced, trace = Counter[int](), layers.Chain._traced
+    monkeypatch.setattr(
+        layers.Chain, "_traced", lambda self, batch, first: traced.update([first]) or trace(self, batch, first)
+    )
+
+    def one(workers: Workers) -> Any:
+        own = copy.deepcopy(model)
+        weights = find_weights(own)
+        least = 3 * max(Accumulator.nbytes(weight, FIELDS) for weight in weights)
+        options: dict[str, Any] = {"needs": FIELDS, "memory_bytes": least, "quiet": True, "workers": workers}
+        return measure(own, weights, batches(), **options, scratch=tmp_path / str(workers.rank))
+
+    for found in together(count, 0, one):
+        assert_same_statistics(whole, found)
+    assert set(traced.values()) == {1}, "each batch is run by one worker"
 
 
 def test_inputs_alone_need_no_backward_pass(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kflats.calibration.measurements import FIELDS, Statistics, Sums, fingerprin
 from kflats.calibration.objectives import Objective, Projections, TaskLoss, describe, objective_of
 from kflats.common.errors import KflatsError, NotFiniteError
 from kflats.common.formatting import Update, announce, progress_bar, size
-from kflats.common.memory import unused_bytes
+from kflats.common.machine import unused_bytes
 from kflats.common.texts import check_ids
 from kflats.common.workers import Workers
 from kflats.evaluation.running import (
@@ -76,8 +76,8 @@ def measure(
     the model runs on as a whole alone (patches of all images in one row) counts as one sample. A model whose output has
     other parts than samples (frames, codebooks) is run sample by sample, too. Sums beyond ``memory_bytes`` are measured
     layer by layer, where the model is a chain of layers (``calibration.layers``): inputs of all layers go to disk, and
-    each layer is run again. Other models, and several workers, make several passes. A few hundred samples are enough: a
-    Gram of fewer positions than neurons has a low rank, and importances damp it.
+    each layer is run again. Other models make several passes. A few hundred samples are enough: a Gram of fewer
+    positions than neurons has a low rank, and importances damp it.
 
     A table tied to an output head has two terms, reads (x) gradients and logit gradients (x) hidden states. With
     output_gram, both Grams are those of the nearest single product, and the input's Gram has sum 1. With input_gram
@@ -129,10 +129,12 @@ def measure(
 
     several = len(list(groups(weights))) > 1
     # A decoder's layers read which tokens the encoder was given, which is known while the encoder runs.
-    layers = longest_list(model) if several and workers.count == 1 and not is_encoder_decoder(model) else ()
+    layers = longest_list(model) if several and not is_encoder_decoder(model) else ()
     if scratch is not None:
         Path(scratch).mkdir(parents=True, exist_ok=True)
     spill = None if scratch is None or not several else Spill(Path(scratch) / "measured")
+    # Of the blocks whose sums this worker takes (``Workers.in_turn``) the inputs of layers go to its disk.
+    own = {index: blocks[index] for place, index in enumerate(blocks) if place % workers.count == workers.rank}
     if layers and not _is_chain(model, layers, weights, kept, wanted, objective):
         layers = ()
     with (
@@ -149,7 +151,7 @@ def measure(
             if chain is None:
                 passes: Iterator[Pass] = (Pass("measuring", group) for group in groups(chosen))
             else:
-                passes = chain.passes(blocks, chosen, groups)
+                passes = chain.passes(own, chosen, groups)
             for one in passes:
                 update(one.what, 0, len(blocks))
                 sums = merge(_summed(job, blocks, one, one_sample, update, workers))

@@ -178,7 +178,7 @@ class Chain:
         """Groups of weights in the order in which they are measured.
 
         Args:
-            blocks: all batches, each with the number of its first sample.
+            blocks: the batches that are run here, each with the number of its first sample.
             weights: all that are measured.
             groups: divides weights by the memory that their sums take.
         """

@@ -46,7 +46,7 @@ from kflats.cli.options import (
 from kflats.cli.workers import WorkerOptions, is_first, is_started, joined, start
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table, visible
-from kflats.common.memory import available_bytes, is_out_of_memory
+from kflats.common.machine import available_bytes, is_out_of_memory
 from kflats.common.release import version
 from kflats.common.run_forms import RunAs
 from kflats.io.atomic import check_file, check_folder

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
+from kflats.common.machine import cores
 
 if TYPE_CHECKING:
     from kflats.common.workers import Workers
 
-_RUN = "kflats"
+_STARTED = "KFLATS_STARTED"
+"""Set in the environment of the processes that ``start`` makes."""
+_POLL = 0.05
+_GRACE = 1.0
+"""Seconds between the first failure and the end of the others, in which one that was killed is found."""
+_PATIENCE = 10.0
+"""Seconds after which a process that was asked to end is killed."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +56,8 @@ class WorkerOptions:
 def start(options: WorkerOptions) -> bool:
     """Run this command in several processes, if so many are asked for; whether that was done.
 
+    This process holds the store through which they speak, so that none of them is lost with another.
+
     Raises:
         KflatsError: a process was ended from outside; another number than torchrun started.
         typer.Exit: a process failed, and said why.
@@ -55,41 +68,103 @@ def start(options: WorkerOptions) -> bool:
             f"--workers {options.workers} is not supported with {started} workers of torchrun",
             hint="torchrun --nproc-per-node N alone, or --workers N alone",
         )
-    if started is not None or options.workers in (None, 1):
+    count = options.workers
+    if started is not None or count is None or count == 1:
         return False
-    from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    port = _free_port()
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), _STARTED: "1"}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}  # torch's name: the store is in the process that started them
+    surroundings = {"OMP_NUM_THREADS": str(max(1, cores() // count))} | dict(os.environ) | shared
+    command = [sys.executable, "-m", "kflats", *sys.argv[1:]]
+    running: list[subprocess.Popen[bytes]] = []
 
-    from kflats.common.workers import cores
+    def stop(number: int, frame: FrameType | None) -> None:
+        _send(running, signal.SIGINT)  # which a terminal sends to all of them
+        raise KeyboardInterrupt
 
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // options.workers)))
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=options.workers,
-        run_id=_RUN,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    before = signal.signal(signal.SIGTERM, stop)
     try:
-        elastic_launch(config, sys.executable)("-m", "kflats", *sys.argv[1:])
-    except ChildFailedError as error:
-        # A worker that failed by itself has said why; the others were ended because of it. One that was ended from
-        # outside says nothing, and the others, which miss it, may have failed before it is found.
-        first = min(error.failures.values(), key=lambda failure: (failure.exitcode >= 0, failure.timestamp))
-        if first.exitcode >= 0:
-            raise typer.Exit(first.exitcode) from None
+        running += [subprocess.Popen(command, env=surroundings | {"RANK": str(rank)}) for rank in range(count)]
+        store = _store(port)  # while they import what they need
+        failed = _failures(running)
+        del store
+    except KeyboardInterrupt:
+        _wait(running)  # they tidy up
+        raise
+    finally:
+        _end(running)
+        signal.signal(signal.SIGTERM, before)
+    killed = [-code for code in failed if code < 0]
+    if killed:
         raise KflatsError(
-            f"a worker was ended by {signal.Signals(-first.exitcode).name}",
+            f"a worker was ended by {signal.Signals(killed[0]).name}",
             cause="too little memory, or a command that ended it",
             hint="the same command again, which resumes; fewer workers take less memory",
-        ) from None
-    except SignalException:
-        raise KeyboardInterrupt from None
+        )
+    if failed:
+        raise typer.Exit(failed[0])
     return True
+
+
+def _free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def _store(port: int) -> object:
+    """The store on this machine that all workers reach by ``port``."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    try:
+        return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise KflatsError(
+            f"the workers could not connect: {first_line(error)}",
+            cause=f"another program took the port {port} a moment ago",
+            hint="the same command again",
+        ) from error
+
+
+def _failures(running: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    """The exit codes of processes that failed by themselves, the first first; [] once all have succeeded.
+
+    One that is killed says nothing, and the others, which miss it, may fail before it is looked at.
+    """
+    failed: dict[int, int] = {}
+    since: float | None = None
+    while since is None or time.monotonic() - since < _GRACE:
+        codes = [process.poll() for process in running]
+        failed |= {rank: code for rank, code in enumerate(codes) if code and rank not in failed}
+        if None not in codes:
+            break
+        if failed and since is None:
+            since = time.monotonic()
+        time.sleep(_POLL)
+    return list(failed.values())
+
+
+def _end(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End the processes that run still, a stopped one among them."""
+    _send(running, signal.SIGTERM)
+    if hasattr(signal, "SIGCONT"):
+        _send(running, signal.SIGCONT)
+    _wait(running)
+    for process in running:
+        process.kill()
+        process.wait()
+
+
+def _send(running: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for process in running:
+        process.send_signal(number)  # does nothing to one that has ended
+
+
+def _wait(running: Sequence[subprocess.Popen[bytes]]) -> None:
+    limit = time.monotonic() + _PATIENCE
+    for process in running:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, limit - time.monotonic()))
 
 
 def is_first() -> bool:
@@ -99,7 +174,7 @@ def is_first() -> bool:
 
 def is_started() -> bool:
     """Whether another process of kflats started this one (``start``), and says itself how it ended."""
-    return os.environ.get("TORCHELASTIC_RUN_ID") == _RUN
+    return _STARTED in os.environ
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce
 
 PATIENCE = 120.0
@@ -227,7 +227,10 @@ class Workers:
 
     def failed(self, message: str) -> bool:
         """Tell the others that this worker stops with an error; whether it is the first to say so."""
-        return self.store is None or self.store.compare_set("failed", "", message).decode() == message
+        try:
+            return self.store is None or self.store.compare_set("failed", "", message).decode() == message
+        except LostWorkerError:  # nobody is there to be told
+            return True
 
     def _begun(self) -> str:
         self._stage += 1
@@ -277,6 +280,40 @@ class Workers:
             raise LostWorkerError(KflatsError(what, hint="the same command again, which resumes")) from error
 
 
+class _Connection:
+    """A store of torch whose errors say what is lost."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def _asked(self, answer: Callable[[], Result]) -> Result:
+        try:
+            return answer()
+        except RuntimeError as error:
+            raise LostWorkerError(
+                KflatsError(
+                    f"the connection of the workers is lost: {first_line(error)}",
+                    cause="the process that started them has ended, or its machine or network failed",
+                    hint="the same command again, which resumes",
+                )
+            ) from error
+
+    def add(self, key: str, amount: int) -> int:
+        return self._asked(lambda: self._store.add(key, amount))
+
+    def set(self, key: str, value: str) -> None:
+        self._asked(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> bytes:
+        return self._asked(lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return self._asked(lambda: self._store.check(keys))
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        return self._asked(lambda: self._store.compare_set(key, expected, desired))
+
+
 class LostWorkerError(Exception):
     """Another worker does not go on. It is no ``KflatsError``, which only this worker would report.
 
@@ -321,7 +358,7 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
             hint="torchrun --nproc-per-node N -m kflats compress ..., or kflats compress --workers N",
         ) from error
     store = PrefixStore("kflats", whole)
-    workers, ended = Workers(rank, count, store, patience), threading.Event()
+    workers, ended = Workers(rank, count, _Connection(store), patience), threading.Event()
     beating = threading.Thread(target=_beat, args=(store, rank, ended), daemon=True)
     beating.start()
     try:
@@ -341,15 +378,6 @@ def _to_first(tensor: Tensor, rank: int) -> None:
         dist.send(tensor, 0)
     else:
         dist.recv(tensor, rank)
-
-
-def cores() -> int:
-    """The cores that this process may run on.
-
-    >>> cores() > 0
-    True
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _beat(store: Store, rank: int, ended: threading.Event) -> None:

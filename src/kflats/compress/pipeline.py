@@ -14,7 +14,7 @@ from torch import nn
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError, KflatsWarning
-from kflats.common.memory import available_bytes, return_memory_when_freed
+from kflats.common.machine import available_bytes, return_memory_when_freed
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.common.workers import Workers

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce, plain, size, table
+from kflats.common.machine import cores
 from kflats.common.texts import Tokenizer, packaged_texts
-from kflats.common.workers import Packed, Workers, cores
+from kflats.common.workers import Packed, Workers
 from kflats.compress.pipeline import Prepared, compress_folder
 from kflats.demo.gptq import in_four_bits
 from kflats.demo.packaged import packaged_model

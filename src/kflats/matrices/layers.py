@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
-from kflats.common.memory import return_memory_now
+from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
 from kflats.matrices.base import Matrix, is_recording, refresh_after_load
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix

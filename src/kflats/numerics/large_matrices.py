@@ -21,7 +21,7 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from kflats.common.memory import unused_bytes
+from kflats.common.machine import unused_bytes
 
 _AT_ONCE = 1 << 20  # numbers of a temporary: a matrix of 1,024 x 1,024 is one stripe
 _TILE = isqrt(_AT_ONCE)

@@ -22,7 +22,7 @@ from kflats.codecs import Candidate, Table
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
-from kflats.common.memory import available_bytes
+from kflats.common.machine import available_bytes
 from kflats.common.texts import SAMPLES, check_texts, token_limit
 from kflats.common.workers import Workers
 from kflats.evaluation.running import (

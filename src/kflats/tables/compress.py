@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError, is_whole
+from kflats.common.errors import KflatsError, KflatsWarning, is_whole
 from kflats.common.formatting import progress_bar
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
@@ -41,6 +42,9 @@ _BLOCK = 16384  # rows that are encoded at once; files begin at multiples of it
 _SHARD_ROWS, _SHARD_BYTES = 2**22, 2**31
 _SAMPLE = 32768
 _SEARCHED = 8192  # rows of the sample on which the step is searched
+_LONGEST, _SHORTEST = 1e15, 1e-15  # of a row: squares, their sums and products of these stay in float32
+_FAR = 1e4
+"""A row so many times as long as the middle one sets the steps of all."""
 _AIM, _LEAST = 0.996, 0.98  # of the budget
 _TRIES = 4
 _SEARCHES = 5
@@ -69,7 +73,7 @@ def compress_table(
 
     Args:
         source: a file, a folder or several files, as of ``kflats.io.open_rows``: safetensors, ``.npy``, Parquet, Arrow,
-            of float16, bfloat16, float32 or float64.
+            of float16, bfloat16, float32 or float64, which is rounded to float32 before errors are summed.
         out: the new folder.
         size: of the folder: "2 bits" a number, or "8GB". It is never exceeded.
         layout: "compact", entropy coded in lanes of a few rows, the smallest; or "fast", every row in the same bytes,
@@ -83,13 +87,18 @@ def compress_table(
         workers: who divide both passes (docs/scale.md); each of them makes the same call, and sees ``out`` and
             ``source``, or a copy of it. The bytes do not depend on how many they are.
 
-    Memory is that of a block of 16384 rows, a sample of 32768, and d x d numbers; time is linear in the rows. The
+    Memory is that of a block of 16384 rows, a sample of 32768, and d x d numbers, and of a group of rows of a Parquet
+    file; time is linear in the rows. Workers encode different files: fewer files than workers leave some idle. The
     folder is whole or not there. A run that is killed leaves its finished files of rows in ``.NAME.kflats-partial``
     beside ``out``: the same command reads the source once more, and takes over those whose bytes are as they were.
 
     Raises:
-        KflatsError: a source that cannot be read; NaN or infinite numbers, named by file and row; a size that cannot be
-            met; workers whose codes differ; as ``kflats.io.new_folder``.
+        KflatsError: a source that cannot be read; NaN, infinite or huge numbers, named by file and row; a longest row
+            below 1e-15; a size that cannot be met; workers whose codes differ; as ``kflats.io.new_folder``.
+
+    Warns:
+        KflatsWarning: a row is 10,000 times as long as the middle one. All rows have steps of one size in the compact
+            layout, and scales of one range in the fast one, so that beside it others lose much.
     """
     if layout not in ("compact", "fast"):
         raise KflatsError(f"layout={layout!r} is not supported", hint='layout="compact" or layout="fast"')
@@ -142,12 +151,14 @@ def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None], worker
         total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
         first, last = unit * _UNIT, min((unit + 1) * _UNIT, n)
         mine = ids[(ids >= first) & (ids < last)]
-        sample, squares, longest, checksum = torch.empty(len(mine), d), 0.0, 0.0, 0
+        sample, squares, longest, place, checksum = torch.empty(len(mine), d), 0.0, -1.0, 0, 0
         for start, block in rows.between(first, last, GRAM_BLOCK):
             norms = block.square().sum(1)
-            if not math.isfinite(most := float(norms.max())):
+            most = norms.max(dim=0)
+            if not float(most.values) <= _LONGEST**2:
                 raise _not_finite(rows, start, block)
-            longest = max(longest, most)
+            if float(most.values) > longest:
+                longest, place = float(most.values), start + int(most.indices)
             checksum = zlib.crc32(block.contiguous().numpy().data, checksum)
             here = slice(*torch.searchsorted(mine, torch.tensor([start, start + len(block)])).tolist())
             sample[here] = block[mine[here] - start].to(torch.float32)
@@ -156,29 +167,44 @@ def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None], worker
             gram += near.T @ near
             squares += float(norms.sum(dtype=torch.float64))
             show(start + len(block))
-        return {"total": total, "gram": gram, "sample": sample}, json.dumps([squares, longest, checksum])
+        return {"total": total, "gram": gram, "sample": sample}, json.dumps([squares, longest, place, checksum])
 
     total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
-    samples, squares, longest, checksums = list[Tensor](), 0.0, 0.0, list[int]()
+    samples, squares, checksums = list[Tensor](), 0.0, list[int]()
+    longest, place = -1.0, 0
     tasks = [f"measuring rows {a} and on" for a in range(0, n, _UNIT)]
     for tensors, numbers in workers.in_turn(tasks, sums):
         total, gram = total + tensors["total"], gram + tensors["gram"]
         samples.append(tensors["sample"])
-        unit_squares, most, checksum = json.loads(numbers)
+        unit_squares, *far, checksum = json.loads(numbers)
         checksums.append(checksum)
-        squares, longest = squares + unit_squares, max(longest, most)
+        squares, (longest, place) = squares + unit_squares, max((longest, place), tuple(far), key=lambda one: one[0])
     mean = total / n
     axes = torch.linalg.eigh(gram / n - mean.outer(mean)).eigenvectors.T.flip(0).to(torch.float32).contiguous()
-    mean = (mean + shift).to(torch.float32)
-    reach, sample = longest**0.5 + float(mean.norm()), (torch.cat(samples) - mean) @ axes.T
+    mean, whole = (mean + shift).to(torch.float32), torch.cat(samples)
+    middle = float(whole.norm(dim=1).median())
+    largest = float(whole.abs().max())
+    if longest < _SHORTEST**2 and largest > 0:
+        raise KflatsError(
+            f"the numbers of this table, of up to {largest:.0e}, are too small",
+            cause=f"squares of rows shorter than {_SHORTEST:.0e} are lost in float32",
+            hint=f"the table times {10.0 ** -round(math.log10(largest)):.0e}",
+        )
+    if middle > 0 and longest > (_FAR * middle) ** 2 and workers.first:
+        far = f"{rows.place(place)} is {longest**0.5 / middle:.1e} times as long as the middle row"
+        warnings.warn(
+            KflatsWarning(f"{far}: its steps are those of all rows, which lose more; leave it out of the table"),
+            stacklevel=3,
+        )
+    reach, sample = longest**0.5 + float(mean.norm()), (whole - mean) @ axes.T
     return _Seen(mean, axes, squares, reach, sample, tuple(checksums))
 
 
 def _not_finite(rows: JoinedRows, start: int, block: Tensor) -> KflatsError:
-    bad = (~torch.isfinite(block.square().sum(1))).nonzero().squeeze(1) + start
+    bad = (~(block.square().sum(1) <= _LONGEST**2)).nonzero().squeeze(1) + start
     more = f", and {len(bad) - 1} more up to {rows.place(int(bad[-1]))}" if len(bad) > 1 else ""
     return KflatsError(
-        f"NaN, infinite or huge numbers in {rows.place(int(bad[0]))}{more}",
+        f"NaN, infinite or huge numbers (rows longer than {_LONGEST:.0e}) in {rows.place(int(bad[0]))}{more}",
         cause=f"a damaged source; rows {start} to {start + len(block)} of the table were read",
         hint="repair these rows, or leave them out",
     )
@@ -335,9 +361,13 @@ class _Run:
 
 
 def _bytes(size: str | Budget, numbers: int) -> int:
-    budget = parse_budget(size, "file")
+    hint = '"2 bits" a number, or "8GB"'
+    try:
+        budget = parse_budget(size, "file")
+    except KflatsError as error:
+        raise KflatsError(error.symptom, cause=error.cause, hint=hint) from error
     if budget.kind not in ("bits", "bytes"):
-        raise KflatsError(f"size={str(budget)!r} is not supported with a table", hint='"2 bits" a number, or "8GB"')
+        raise KflatsError(f"size={str(budget)!r} is not supported with a table", hint=hint)
     return int(budget.in_bytes(numbers).amount)
 
 

@@ -26,7 +26,7 @@ from kflats.common.errors import KflatsError, first_line, is_whole
 from kflats.common.hashing import crc32
 from kflats.common.schema import Json, decode, read_json
 from kflats.io.atomic import write_json
-from kflats.tables.shards import ShardRecord
+from kflats.tables.shards import ShardRecord, missing
 
 Layout = Literal["compact", "fast"]
 INDEX, HEAD = "table.json", "head.safetensors"
@@ -137,6 +137,8 @@ def load_head(folder: Path, record: ShardRecord) -> dict[str, Tensor]:
         if os.stat(path).st_size != record.bytes:
             raise KflatsError(f"{path} is damaged: {os.stat(path).st_size:,} bytes in place of {record.bytes:,}")
         tensors: dict[str, Tensor] = load_file(path)
+    except FileNotFoundError as error:
+        raise missing(path) from error
     except (SafetensorError, OSError) as error:
         raise KflatsError(f"{path} cannot be read: {first_line(error)}", cause="a damaged file") from error
     if _head_checksum(tensors) != record.checksum:

@@ -105,6 +105,12 @@ def _entry(dtype: np.dtype[np.generic], count: int, at: int) -> dict[str, object
     return {"dtype": _TYPES[dtype.name], "shape": [count], "data_offsets": [at, at + count * dtype.itemsize]}
 
 
+def missing(path: Path) -> KflatsError:
+    """The error for a file of a table that is not there."""
+    hint = "restore the file or compress the table again"
+    return KflatsError(f"{path} is missing", cause="the folder was moved, or copied in part", hint=hint)
+
+
 def _checksum(arrays: Mapping[str, Array]) -> int:
     named = sorted(arrays.items())
     return crc32(part for name, values in named for part in (name, np.ascontiguousarray(values).view(np.uint8).data))
@@ -127,6 +133,8 @@ class Shard:
                 raise self.damaged(f"it has {size:,} bytes in place of {record.bytes:,}")
             with safe_open(path, framework="pt") as file:
                 tensors = {name: file.get_tensor(name) for name in list(file.keys())}
+        except FileNotFoundError as error:
+            raise missing(path) from error
         except (SafetensorError, OSError) as error:
             raise self.damaged(first_line(error)) from error
         if any(tensor.ndim != 1 for tensor in tensors.values()) or not {"data", "checks"} <= tensors.keys():

@@ -65,6 +65,9 @@ class CodedTable:
             KflatsError: ids that are no whole numbers or that the table does not have; a missing, truncated or damaged
                 file, which the message names.
         """
+        asked: object = ids
+        if isinstance(asked, int | slice):
+            raise KflatsError(f"rows are asked for by several ids, not by {ids!r}", hint="a list, an array or a tensor")
         if isinstance(ids, np.ndarray):
             return self._rows(ids.reshape(-1)).view(*ids.shape, self.shape[1]).numpy()
         given = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=None if len(ids) else torch.int64)
@@ -92,13 +95,13 @@ class CodedTable:
     def _rows(self, ids: npt.NDArray[np.generic]) -> Tensor:
         if not np.issubdtype(ids.dtype, np.integer):
             raise KflatsError(f"rows are asked for by whole numbers, not by {ids.dtype}", hint="ids of type int64")
-        whole = ids.astype(np.int64, copy=False)
         n, d = self.shape
-        if len(whole) and not 0 <= int(whole.min()) <= int(whole.max()) < n:
+        low, high = (int(ids.min()), int(ids.max())) if len(ids) else (0, 0)
+        if not 0 <= low <= high < n:
             raise KflatsError(
-                f"rows {int(whole.min())} to {int(whole.max())} are not all in a table of {n:,} rows",
-                hint=f"ids from 0 to {n - 1}",
+                f"rows {low} to {high} are not all in a table of {n:,} rows", hint=f"ids from 0 to {n - 1}"
             )
+        whole = ids.astype(np.int64, copy=False)
         out = torch.empty(len(whole), d)
         for start in range(0, len(whole), self._code.batch):
             self._decode(whole[start : start + self._code.batch], out[start : start + self._code.batch])
@@ -153,7 +156,7 @@ def open_table(path: str | os.PathLike[str]) -> CodedTable:
     >>> table, table.rows(torch.tensor([[5, 7, 5]])).shape
     (CodedTable(..., 1000 x 16, fast), torch.Size([1, 3, 16]))
     """
-    folder = Path(path)
+    folder = Path(path).absolute()  # files are opened when they are read, whatever the working directory is then
     index = TableIndex.load(folder)
     try:
         code = _CODES[index.layout].from_tensors(load_head(folder, index.head), index.columns)

@@ -1,4 +1,4 @@
-"""How much memory this process may take, and how it gives memory back."""
+"""What this process may take of the machine, memory and cores, and how it gives memory back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from pathlib import Path
 _M_MMAP_THRESHOLD = -3  # of malloc.h in glibc
 _RETURNED = 2**20
 """Bytes of a block from which on it returns to the system when it is freed."""
+
+
+def cores() -> int:
+    """The cores that this process may run on.
+
+    >>> cores() > 0
+    True
+    """
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def available_bytes() -> int:
