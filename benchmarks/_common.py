@@ -65,7 +65,7 @@ def arguments(description: str | None, **options: object) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(description or "").split("\n")[0])
     parser.add_argument("--write", type=Path, help="also write the table to this file")
     for name, default in options.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default)
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
     parser.set_defaults(usual=options)
     return parser.parse_args()
 
@@ -76,7 +76,9 @@ def publish(title: str, body: str, options: argparse.Namespace) -> None:
     if options.write is None:
         return
     given = {name: getattr(options, name.replace("-", "_")) for name in options.usual}
-    changed = (f'--{k} "{v}"' for k, v in given.items() if v != options.usual[k] and os.sep not in str(v))
+    changed = (
+        f'--{k.replace("_", "-")} "{v}"' for k, v in given.items() if v != options.usual[k] and os.sep not in str(v)
+    )
     script = f"benchmarks/{Path(sys.argv[0]).name}"
     command = " ".join(["python", script, *changed, f"--write benchmarks/results/{options.write.name}"])
     cpu = f"{platform.machine()} with {', '.join([torch.backends.cpu.get_cpu_capability(), *cpu_units()])}"

@@ -54,6 +54,19 @@ def test_the_smallest_size_that_keeps_a_quality(name: str, quality: float) -> No
         assert smaller > 1 - quality, "a tenth less would have been enough"
 
 
+@pytest.mark.parametrize("enough", [500, 2100, 3900])
+def test_where_five_tries_find_none_sizes_grow(enough: int) -> None:
+    """A tiny CLIP was refused, "no size keeps a quality of 0.99", and 60 % of its size kept all of it."""
+    tried: list[int] = []
+
+    def attempt(nbytes: int) -> tuple[float, int]:
+        tried.append(nbytes)
+        return (0.0 if nbytes >= enough else 0.03 + 0.001 * len(tried)), nbytes
+
+    assert smallest_size(attempt, 0.99, 1000, 0, 4000).nbytes >= enough
+    assert len(tried) <= 10
+
+
 def test_sizes_that_hold_nothing_are_passed_over() -> None:
     def attempt(nbytes: int) -> tuple[float, int]:
         if nbytes < 900:

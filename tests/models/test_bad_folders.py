@@ -68,7 +68,7 @@ for folder in map(Path, sys.argv[1:]):
         try:
             AutoModel.from_pretrained(folder, **settings)
         except ValueError as error:
-            print("`pip install kflats`" in str(error))
+            print("`pip install 'kflats[hf,codes]'`" in str(error))
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"], config["transformers_weights"]
     (folder / "config.json").write_text(json.dumps(config))

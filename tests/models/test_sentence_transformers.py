@@ -86,7 +86,7 @@ def test_without_the_plugin_it_fails(small: tuple[Path, Any, Any], monkeypatch: 
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     monkeypatch.delitem(AUTO_QUANTIZATION_CONFIG_MAPPING, "kflats")
-    with pytest.raises(ValueError, match="`pip install kflats`"):
+    with pytest.raises(ValueError, match=r"`pip install 'kflats\[hf,codes\]'`"):
         SentenceTransformer(str(small[0]), device="cpu")
 
 

@@ -95,7 +95,8 @@ def first_line(error: BaseException) -> str:
     >>> first_line(ValueError("no head\\nin line 3")), first_line(KeyError())
     ('no head', 'KeyError')
     """
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+    said = re.sub(r"\x1b\[[0-9;]*m", "", str(error))  # colours of a terminal
+    return next(iter(said.strip().splitlines()), type(error).__name__)
 
 
 def _as_option(argument: re.Match[str]) -> str:

@@ -119,7 +119,7 @@ def smallest_size(
     """The smallest size whose loss is at most 1 - ``quality``, within about a fortieth.
 
     The logarithm of the loss is nearly a line over the size: the next size lies where the line through the two nearest
-    tries has the allowed loss.
+    tries has the allowed loss. Where five tries find none, sizes are doubled until one is enough.
 
     Args:
         attempt: fits at a size in bytes; gives the loss of the outputs, and what was fitted. ``DoesNotFitError`` is
@@ -171,6 +171,16 @@ def smallest_size(
             break
     if not tries:
         attempt(nbytes)  # raises what is wrong with every size
+    # Where the line misleads (a loss that falls in steps, or noise of few samples), sizes grow until one is enough.
+    largest = max((one.nbytes for one in tries), default=most)
+    while best is None and largest < most:
+        largest = min(2 * largest, most)
+        try:
+            loss, fitted = attempt(largest)
+        except DoesNotFitError:
+            continue
+        tries.append(Try(largest, loss, fitted))
+        best = tries[-1] if loss <= allowed else None
     if best is None:
         least = min(tries, key=lambda one: one.loss)
         raise KflatsError(

@@ -290,6 +290,12 @@ class Judge:
                 for i, one in zip(picked, by_position(output, batch).float(), strict=True):
                     rows[i] = self._rows(one, items[i].places).cpu()
         counts = torch.tensor([len(own) for own in rows])
+        if len(widths := {own.shape[1] for own in rows}) > 1:
+            raise KflatsError(
+                f"outputs of {min(widths)} to {max(widths)} numbers are not supported with a comparison",
+                cause=f"what {type(model).__name__} gives for a sample depends on the samples beside it",
+                hint="a size in place of a quality, and no proof",
+            )
         answers = torch.cat(rows).clone()
         check_finite(answers)
         return answers, torch.arange(len(rows)).repeat_interleave(counts)

@@ -31,7 +31,15 @@ from kflats.evaluation.latency import Latency, TorchModel, latencies
 from kflats.evaluation.outputs import Judge, Outputs, load_tokenizer, weight_file_bytes
 from kflats.evaluation.running import collate, drawn_samples, medium_of, run
 from kflats.io.saving import load_model, note_losses_
-from kflats.io.sources import resolve_model, static_folder, trusting_remote_code, trusts_remote_code, weights_folder
+from kflats.io.sources import (
+    read_config,
+    resolve_model,
+    static_folder,
+    trusting_remote_code,
+    trusts_remote_code,
+    weights_folder,
+)
+from kflats.io.static import import_library
 from kflats.model.weights import compute_dtype
 
 _TOKENS = 20
@@ -87,7 +95,10 @@ def measured_here(folder: str, trusted: str = "") -> str:
     """
     library = needed("transformers", "kflats[hf]", "loading a model")
     with trusting_remote_code() if trusted else nullcontext():
-        if static_folder(folder) is None:
+        if (static := static_folder(folder)) is not None:
+            if "quantization_config" not in (origin := read_config(static)):
+                import_library(origin)
+        else:
             config = library.AutoConfig.from_pretrained(
                 weights_folder(folder), local_files_only=True, trust_remote_code=trusts_remote_code()
             )

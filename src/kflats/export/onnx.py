@@ -290,7 +290,7 @@ def _record(graph: _Graph, path: Path) -> None:
         raise
     except Exception as error:  # torch.export raises whatever the model's own code raised, in many classes
         raise KflatsError(
-            f"this {type(graph.model).__name__} cannot be recorded: {first_line(error)[:200]}",
+            f"this {type(graph.model).__name__} cannot be recorded: {first_line(error.__cause__ or error)[:200]}",
             cause="its forward has steps that depend on data, or operators that ONNX lacks",
             hint=_DENSE,
         ) from error
@@ -315,9 +315,16 @@ def _check(graph: _Graph, path: Path, tolerance: float, wanted: list[Tensor]) ->
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     worst, cosines = 0.0, list[Tensor]()
     for trial, tensors in enumerate(graph.trials()):
-        here, name = graph(*tensors), graph.outputs[0]
-        feed = {name: tensor.numpy() for name, tensor in zip(graph.names, tensors, strict=True)}
-        recorded = torch.from_numpy(session.run(None, feed)[0])
+        name, feed = graph.outputs[0], dict(zip(graph.names, (tensor.numpy() for tensor in tensors), strict=True))
+        try:
+            here, recorded = graph(*tensors), torch.from_numpy(session.run(None, feed)[0])
+        except Exception as error:  # of the model's own code, or of onnxruntime, in many classes
+            raise KflatsError(
+                f"this {type(graph.model).__name__} cannot be run on inputs of {[tuple(t.shape) for t in tensors]}: "
+                f"{first_line(error)[:200]}",
+                cause="its forward depends on sizes of the batch or of the texts",
+                hint=_DENSE,
+            ) from error
         if recorded.shape != here.shape:
             problem = f"is {tuple(recorded.shape)}, not {tuple(here.shape)}"
         else:
@@ -492,7 +499,8 @@ def _texts(model: nn.Module, names: tuple[str, ...], batch: int, length: int) ->
     gen = torch.Generator().manual_seed(batch * 1000 + length)
     configs = [part.config for _, part in pretrained_models(model)]
     config = configs[0].get_text_config()
-    length = min(length, getattr(config, "max_position_embeddings", None) or length)
+    positions = getattr(config, "max_position_embeddings", None) or 0
+    length = min(length, positions) if positions > 0 else length  # XLNet's is -1: it has no table of positions
     keep = torch.randint(1, length + 1, (batch, 1), generator=gen)
     keep[0] = length
     mask = (torch.arange(length) < keep).to(torch.int64)

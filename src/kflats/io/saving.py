@@ -54,7 +54,7 @@ from kflats.model.weights import (
 VERSION_KEY = "kflats_version"
 STOP_KEY = "transformers_weights"
 STOP = (
-    "kflats compressed this model: `pip install kflats`, then `import kflats` before you load it. "
+    "kflats compressed this model: `pip install 'kflats[hf,codes]'`, then `import kflats` before you load it. "
     "For programs without kflats: `kflats export --dense` or `--onnx`"
 )
 """An entry of config.json that stops programs which do not know kflats, and tells their users what to do.
@@ -435,6 +435,23 @@ def _distinct(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     return tensors, shared
 
 
+class Described(dict[str, Any]):
+    """The description of a model in its config. A deep copy shares its parts, which nobody changes.
+
+    transformers copies the whole config whenever a model with an encoder and a decoder runs, which took several times
+    as long as the model.
+
+    >>> import copy
+    >>> note = Described(modules={"a": 1})
+    >>> copied = copy.deepcopy(note)
+    >>> copied == note, copied is note, copied["modules"] is note["modules"]
+    (True, False, True)
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Described:
+        return Described(self)
+
+
 def annotate_(model: nn.Module) -> None:
     """Write into the config of ``model`` (or of each transformers model inside it) which layers are factored.
 
@@ -457,7 +474,7 @@ def annotate_(model: nn.Module) -> None:
                 hint="compress the original model, then quantize the result",
             )
         if (description := describe(part)) is not None:
-            part.config.quantization_config = description
+            part.config.quantization_config = Described(description)
         elif known is not None:
             del part.config.quantization_config
 

@@ -127,6 +127,18 @@ def fast_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def import_library(origin: JsonObject) -> None:
+    """Import what ``read_static`` imports, for those who measure what loading alone takes.
+
+    Raises:
+        KflatsError: the library is missing.
+    """
+    if origin.get("model_type") == MODEL2VEC:
+        needed("model2vec", "kflats[static]", "a model of model2vec")
+    else:
+        static_embedding()
+
+
 def read_static(folder: Path, origin: JsonObject) -> StaticModel:
     """A static model as its own library reads it.
 

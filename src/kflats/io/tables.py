@@ -163,7 +163,11 @@ def _of_safetensors(path: Path, name: str) -> Rows:
 
 def _of_npy(path: Path, name: str) -> Rows:
     if name:
-        raise KflatsError(f"{path} has no tensor called {name!r}", cause="it holds one, without a name", hint="no name")
+        raise KflatsError(
+            f"{path} has no tensor called {name!r}",
+            cause="it holds one, without a name",
+            hint="leave out the name (--column)",
+        )
     try:
         # Copied when written to, which torch asks for and nobody does. Objects are refused, so nothing is unpickled.
         table = np.lib.format.open_memmap(path, mode="c")
@@ -265,9 +269,14 @@ def _only(path: Path, what: str, names: list[str], name: str) -> str:
     if len(names) == 1:
         return names[0]
     if names:
-        raise KflatsError(f"{path} has more than one {what}: {', '.join(names[:8])}", hint="the name of one of them")
+        raise KflatsError(
+            f"{path} has more than one {what}: {', '.join(names[:8])}", hint="the name of one of them (--column NAME)"
+        )
     wanted = f" called {name!r}" if name else ""
-    raise KflatsError(f"{path} has no {what}{wanted} that is a table of floats", hint="the name of a table in the file")
+    raise KflatsError(
+        f"{path} has no {what}{wanted} that is a table of floats",
+        hint="the name of a table in the file (--column NAME)",
+    )
 
 
 def _unreadable(path: Path, error: Exception) -> KflatsError:

@@ -29,7 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
-from kflats.io.saving import STOP_KEY, check_files, guard_saving_
+from kflats.io.saving import STOP_KEY, Described, check_files, guard_saving_
 from kflats.matrices.coded import CodedMatrix
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredLinear
 from kflats.model.description import Description, Module, describe, match, read_description, swap_described_
@@ -54,7 +54,10 @@ class KflatsConfig(QuantizationConfigMixin):
 
     def to_dict(self) -> dict[str, Any]:
         """The description as config.json holds it."""
-        return dict(self.data)
+        return Described(self.data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KflatsConfig:
+        return self  # nothing changes it, and transformers copies configs in each forward of an encoder and a decoder
 
 
 class KflatsQuantizer(HfQuantizer):
@@ -230,7 +233,7 @@ def _take_marks_off(model: Any) -> None:
     if (description := describe(model)) is None:
         del model.config.quantization_config
     else:
-        model.config.quantization_config = description
+        model.config.quantization_config = Described(description)
     guard_saving_(model)
 
 

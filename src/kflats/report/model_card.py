@@ -254,7 +254,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         "## Loading",
         "",
         "```python",
-        "import kflats  # pip install kflats",
+        "import kflats  # pip install 'kflats[hf,codes]'",
         f"from {library} import {name}",
         "",
         f'{name}{"" if sentences else ".from_pretrained"}("FOLDER")',
