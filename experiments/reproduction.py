@@ -150,22 +150,6 @@ def element_weights(results: Path) -> str:
     return f"average scores, one seed: {told}: {verdict} weights for rows and columns {_link('task_scores')}"
 
 
-def robust_tasks(results: Path) -> str:
-    """Average drops of the lp ellipsoid, SVD and a pruning mask over the tasks that were learned."""
-    if not (results / "robust_tasks.json").is_file():
-        return NOT_RUN
-    rows = [row for row in one_run(results, "robust_tasks")["rows"] if row["of"] != "wnli"]
-    told = []
-    for method in ("ellipsoid 1", "SVD", "magnitude bitmap"):
-        means = [
-            fmean(row["drop"] for row in rows if (row["method"], row["rate"]) == (method, rate))
-            for rate in sorted({row["rate"] for row in rows})
-        ]
-        told.append(f"{method} {' / '.join(f'{mean:.2f}' for mean in means)}")
-    rates = " / ".join(f"{rate:.0%}" for rate in sorted({row["rate"] for row in rows}))
-    return f"average drops at {rates} saved, one seed: {'; '.join(told)} {_link('robust_tasks')}"
-
-
 def distances(results: Path) -> str:
     """How much longer whole fits under distances take than under their squares, in the table of the benchmark."""
     page = results.parents[1] / "benchmarks" / "results" / "robust_em.md"
@@ -386,13 +370,6 @@ TUKAN = [
         "MRPC",
         compared("robust_scores", "ellipsoid 1", "magnitude bitmap", drop, ("85%", "72%", "59%"), ROBUST),
         "python experiments/robust_scores.py --resume",
-    ),
-    Claim(
-        "figure 3, tables 2, 3",
-        "Both, six tasks, an older command and one seed",
-        "as above",
-        robust_tasks,
-        "python experiments/robust_tasks.py",
     ),
     Claim(
         "definition 1, lemma 4",

@@ -19,7 +19,6 @@ CACHE, PARTS = ("--cache", "cache"), ("--parts", "parts")
 WEIGHTS = Path(os.environ.get("KFLATS_WEIGHTS") or Path(__file__).resolve().parents[2] / "shared" / "weights")
 TABLES: dict[str, tuple[str, ...]] = {
     "task_scores": CACHE,
-    "robust_tasks": (*CACHE, *PARTS),
     "robust_planted": PARTS,
     "robust_encoder": PARTS,
     "robust_networks": PARTS,
