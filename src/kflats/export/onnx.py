@@ -318,6 +318,8 @@ def _check(graph: _Graph, path: Path, tolerance: float, wanted: list[Tensor]) ->
         name, feed = graph.outputs[0], dict(zip(graph.names, (tensor.numpy() for tensor in tensors), strict=True))
         try:
             here, recorded = graph(*tensors), torch.from_numpy(session.run(None, feed)[0])
+        except (KflatsError, MemoryError):
+            raise
         except Exception as error:  # of the model's own code, or of onnxruntime, in many classes
             raise KflatsError(
                 f"this {type(graph.model).__name__} cannot be run on inputs of {[tuple(t.shape) for t in tensors]}: "
