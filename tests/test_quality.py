@@ -67,6 +67,17 @@ def test_where_five_tries_find_none_sizes_grow(enough: int) -> None:
     assert len(tried) <= 10
 
 
+def test_many_sizes_that_hold_nothing_are_passed_over() -> None:
+    """After five of them the search ended in an error of Python's about an empty sequence."""
+
+    def attempt(nbytes: int) -> tuple[float, int]:
+        if nbytes < 50_000:
+            raise DoesNotFitError("too small")
+        return 0.001, nbytes
+
+    assert 50_000 <= smallest_size(attempt, 0.9, 1000, 0, 200_000).nbytes <= 100_000
+
+
 def test_sizes_that_hold_nothing_are_passed_over() -> None:
     def attempt(nbytes: int) -> tuple[float, int]:
         if nbytes < 900:

@@ -343,7 +343,7 @@ def test_the_config_says_only_what_is_there(make_matrix: Any, tmp_path: Path) ->
 
 
 def test_copies_of_a_config_share_the_description(make_matrix: Any, tmp_path: Path) -> None:
-    """transformers copies the config in each forward of an encoder with a decoder: T5 took ten times as long."""
+    """transformers copies the config in each forward of an encoder with a decoder."""
     model = ARCHITECTURES["t5"].make(True)
     compress(model, make_matrix)
     model.save_pretrained(tmp_path)

@@ -84,7 +84,8 @@ def start(options: WorkerOptions) -> bool:
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        running += [subprocess.Popen(command, env=surroundings | {"RANK": str(rank)}) for rank in range(count)]
+        for rank in range(count):
+            running.append(subprocess.Popen(command, env=surroundings | {"RANK": str(rank)}))
         store = _store(port)  # while they import what they need
         failed = _failures(running)
         del store

@@ -169,15 +169,15 @@ def smallest_size(
         nbytes = min(max(round(nearest[0].nbytes + step), floor), most)
         if any(abs(nbytes - one.nbytes) < 0.002 * one.nbytes for one in tries):
             break
-    if not tries:
-        attempt(nbytes)  # raises what is wrong with every size
     # Where the line misleads (a loss that falls in steps, or noise of few samples), sizes grow until one is enough.
-    largest = max((one.nbytes for one in tries), default=most)
+    largest = max([too_small, *(one.nbytes for one in tries)])
     while best is None and largest < most:
         largest = min(2 * largest, most)
         try:
             loss, fitted = attempt(largest)
         except DoesNotFitError:
+            if largest == most and not tries:
+                raise
             continue
         tries.append(Try(largest, loss, fitted))
         best = tries[-1] if loss <= allowed else None
