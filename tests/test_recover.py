@@ -427,6 +427,29 @@ def test_models_that_cannot_be_recovered_are_refused(
         recover_(small(), "sst2", eval_split=None, **settings)
 
 
+def test_an_encoder_decoder_learns_from_texts() -> None:
+    """Its decoder reads the text, as it is measured and compared."""
+    sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    torch.manual_seed(0)
+    teacher = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    student = copy.deepcopy(teacher)
+    with torch.no_grad():
+        student.shared.weight.mul_(0.5)
+    batches = [{"input_ids": torch.randint(3, 60, (4, 9))} for _ in range(4)]
+    recovery = recover_(student, batches, teacher=teacher, eval_split=batches, lr=1e-2, epochs=4, batch=4, quiet=True)
+    assert 0 < recovery.after < 0.85 * recovery.before
+
+
+def test_a_model_that_compares_texts_with_images_is_refused() -> None:
+    tower = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 60}, vision_config={**tower, "image_size": 16, "patch_size": 8}
+    )
+    teacher = transformers.CLIPModel(config)
+    with pytest.raises(KflatsError, match=r"CLIPModel cannot be run on these inputs alone.*reads texts alone"):
+        recover_(copy.deepcopy(teacher), [{"input_ids": torch.ones(2, 5, dtype=torch.long)}], teacher=teacher, **FAST)
+
+
 def test_codes_have_no_bases_to_train(tiny_model: Any) -> None:
     """Integers are constants: the error names them, scales train, and every flag is what it was."""
     pytest.importorskip("constriction")

@@ -89,7 +89,30 @@ def test_models_that_another_library_quantized_are_named(folder: Path, note: dic
 def test_adapters_are_named(folder: Path) -> None:
     (folder / "adapter_config.json").write_text("{}")
     code, message = said("inspect", str(folder))
+    assert (code, "holds a model beside" in message, "move adapter_config.json out" in message) == (
+        2,
+        True,
+        True,
+    )
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    code, message = said("inspect", str(folder))
     assert (code, "holds an adapter of PEFT" in message, "merge it into that model first" in message) == (2, True, True)
+
+
+def test_weights_in_another_format_are_named(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model.gguf")
+    code, message = said("inspect", str(folder))
+    assert (code, "its weights are in model.gguf, a format of another library" in message) == (2, True)
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", None], ids=["empty", "no pickle", "cut off"])
+def test_damaged_pickles_are_told_apart_from_damaged_folders(folder: Path, content: bytes | None) -> None:
+    torch.save({"bert.pooler.dense.bias": torch.zeros(32)}, folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    whole = (folder / "pytorch_model.bin").read_bytes()
+    (folder / "pytorch_model.bin").write_bytes(whole[:-300] if content is None else content)
+    code, message = said("export", str(folder), "--dense", "--out", str(folder.parent / "safe"))
+    assert (code, "cannot be read as tensors" in message, "weights_only" in message) == (2, True, False)
 
 
 def test_pickled_weights_are_written_as_safetensors_by_the_command_that_the_error_names(folder: Path) -> None:
@@ -119,7 +142,7 @@ def test_pickles_that_run_code_run_none(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save({"bert.pooler.dense.bias": Harmful(folder / "ran")}, folder / "pytorch_model.bin")
     code, message = said("export", str(folder), "--dense", "--out", str(folder.parent / "safe"))
-    assert (code, "cannot be loaded" in message, (folder / "ran").exists()) == (2, True, False)
+    assert (code, "cannot be read as tensors" in message, (folder / "ran").exists()) == (2, True, False)
 
 
 def test_a_whole_model_is_compressed_once(folder: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from kflats import Auto, Integer, KeepDense, Recipe, compress_
 from kflats.calibration.collect import measure
 from kflats.common.errors import KflatsError
+from kflats.evaluation.outputs import Judge
 from kflats.evaluation.running import collate, drawn_samples, run
 from kflats.io import load_model
 from kflats.io.saving import save_model
@@ -83,6 +84,8 @@ def test_every_layer_of_other_models_is_measured(name: str) -> None:
 def test_texts_are_refused_by_models_that_read_none(name: str) -> None:
     with pytest.raises(KflatsError, match=f"texts are not supported with {name}, which reads (images|spectrograms)"):
         compress_(tiny(name), None, keep="60%", texts=["a text"], quiet=True)
+    with pytest.raises(KflatsError, match=f"texts are not supported with {name}, which reads (images|spectrograms)"):
+        Judge(tiny(name), texts=["a text"])
 
 
 def test_texts_alone_are_refused_by_models_that_compare_them_with_images(tiny_tokenizer: Any) -> None:

@@ -33,12 +33,14 @@ from kflats.compress.pipeline import plan_folder
 from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import encode as vectors_of
 from kflats.export.dense import export_dense
+from kflats.export.onnx import export_onnx
 from kflats.importance import TokenCounts
 from kflats.io.saving import load_model, stamp_
 from kflats.io.sources import STATIC_MODULE, weight_files, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix
 from kflats.matrices.coded import from_integers
 from kflats.recipe.recipe import as_recipe
+from kflats.trimming.trimming import trim_folder
 
 Normalize, StaticEmbedding = sentence_modules().Normalize, sentence_modules().StaticEmbedding
 WORDS = 600
@@ -261,6 +263,14 @@ def test_folders_that_are_not_whole_are_refused(tmp_path: Path) -> None:
     (source / "model.safetensors").unlink()
     with pytest.raises(KflatsError, match="no safetensors"):
         load_model(source)
+
+
+def test_other_commands_say_that_static_models_are_not_supported(tmp_path: Path) -> None:
+    source = write("sentence-transformers", tmp_path / "source")
+    with pytest.raises(KflatsError, match="trim is not supported with a static model"):
+        trim_folder(source, tmp_path / "out", keep=100)
+    with pytest.raises(KflatsError, match=r"ONNX is not supported with a static model.*--dense"):
+        export_onnx(source, tmp_path / "out")
 
 
 def test_a_restored_module_is_not_saved(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""The life of one model type: built, inspected, compressed in four ways, loaded, trained, saved again.
+"""The life of one model type: built, inspected, compressed in four ways, loaded, trained, saved again; then compared,
+exported, trimmed and recovered.
 
-Three processes live it: the one that compresses, one that loads what the first wrote, and one that loads what the
-second wrote. None of them has a model of the one before.
+Four processes live it: the one that compresses, one that loads what the first wrote, one that loads what the second
+wrote, and one that runs the other commands. None of them has a model of the one before.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from transformers.models.auto import modeling_auto
 from kflats.cli.app import app
 from kflats.common.errors import KflatsError
 from kflats.compress import pipeline
+from kflats.evaluation.proof import compare
 from kflats.importance import KroneckerFisher
 from kflats.io.saving import load_model
 from kflats.matrices.layers import FactoredConv2d, FactoredEmbedding, FactoredHead, FactoredLinear
@@ -37,8 +39,11 @@ Outcome: TypeAlias = Literal["held", "none", "refused", "failed", "unbuildable"]
 _Dense: TypeAlias = nn.Linear | nn.Embedding | nn.Conv2d
 Say: TypeAlias = Callable[[str, Outcome, str, float], None]
 
-WAYS = ("tables", "linear", "size", "data")
-"""Of compressing. Choosing among all methods for each weight, ``size`` takes half of the time of a life."""
+COMPRESSIONS = ("tables", "linear", "size", "data")
+"""Choosing among all methods for each weight, ``size`` takes half of the time of a life."""
+COMMANDS = ("compare", "dense", "onnx", "trim", "recover")
+"""What a model may be refused, and still hold: not every model reads texts, or has a form in ONNX."""
+WAYS = (*COMPRESSIONS, *COMMANDS)
 LARGEST = 16_000_000
 """Parameters of a model that still counts as tiny."""
 _OF_TEXTS = {"input_ids", "attention_mask", "decoder_input_ids"}
@@ -214,7 +219,7 @@ def compressing(model_type: str, folder: Path, say: Say, ways: Sequence[str] = W
     }
     with _outputs_kept(folder, batch):
         for name, work in stages.items():
-            if name in WAYS and name not in ways:
+            if name in COMPRESSIONS and name not in ways:
                 continue
             if _stage(name, work, say) and (folder / name).exists():
                 (folder / "before.pt").replace(folder / f"{name}.pt")
@@ -257,18 +262,15 @@ def _given(model: nn.Module, batch: dict[str, Any] | None) -> dict[str, torch.Te
 
 def loading(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WAYS) -> None:
     """Load each folder: the same outputs, the same ties; then one step of training, heads taken off and put on."""
-    if not any((folder / name / "config.json").is_file() for name in WAYS):
+    if not _compressed(folder):
         return
     batch = torch.load(folder / "batch.pt", weights_only=False)
     dense = load_model(folder / "dense").eval()
-    last = None
-    for name in WAYS:
-        if (folder / name / "config.json").is_file():
-            last = name
-            _stage(f"load {name}", lambda: _loaded_as_before(dense, folder / name, batch), say)  # noqa: B023
-    assert last is not None
-    _stage("heads", lambda: _heads(model_type, folder, folder / last), say)
-    _stage("train", lambda: _trained(folder / last, batch, folder / "trained"), say)
+    for small in _compressed(folder):
+        _stage(f"load {small.name}", lambda: _loaded_as_before(dense, small, batch), say)  # noqa: B023
+    last = _compressed(folder)[-1]
+    _stage("heads", lambda: _heads(model_type, folder, last), say)
+    _stage("train", lambda: _trained(last, batch, folder / "trained"), say)
 
 
 def again(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WAYS) -> None:
@@ -276,6 +278,57 @@ def again(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WAYS) -
     if (folder / "trained" / "config.json").is_file():
         batch = torch.load(folder / "batch.pt", weights_only=False)
         _stage("saved again", lambda: _equal(load_model(folder / "trained").eval(), folder / "trained.pt", batch), say)
+
+
+def commanding(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WAYS) -> None:
+    """Run the commands that use a compressed model. Each ends well, or says what it does not support and why."""
+    if not _compressed(folder):
+        return
+    small, batch = _compressed(folder)[-1], torch.load(folder / "batch.pt", weights_only=False)
+    texts = folder / "texts.txt"
+    texts.write_text("\n".join(_TEXTS), encoding="utf-8")
+    dense, has_tokenizer = str(folder / "dense"), (folder / "dense" / "tokenizer.json").is_file()
+
+    def exported() -> str:
+        command = ["export", str(small), "--dense", "--out", str(folder / "exported"), "--quiet"]
+        try:
+            note, whole = _commanded(command), True
+        except KflatsError as error:
+            if "--drop-biases" not in error.on_command_line():
+                raise
+            note, whole = _commanded([*command, "--drop-biases"]), False
+        plain, own = load_model(folder / "exported").eval(), load_model(small).eval()
+        if any(True for _ in factored_layers(plain)):
+            raise AssertionError("the export has factored layers")
+        if whole and batch is not None and (fault := _difference(_given(own, batch), _given(plain, batch))) is not None:
+            raise AssertionError(f"the export gives other outputs: {fault}")
+        return note if whole else "without biases that compression added"
+
+    def compared() -> str:
+        """Less the fresh processes, in which the command measures memory: starting them takes ten seconds."""
+        str(compare(dense, small, turns=2, fresh=False))
+        return ""
+
+    def of_text(*arguments: str) -> str:
+        return _commanded([*arguments, *(["--texts", str(texts)] if has_tokenizer else []), "--quiet"])
+
+    stages: dict[str, Callable[[], str]] = {
+        "compare": compared,
+        "dense": exported,
+        "onnx": lambda: _commanded(["export", str(small), "--onnx", "--out", str(folder / "onnx"), "--quiet"]),
+        "trim": lambda: of_text("trim", dense, "--keep", "200", "--out", str(folder / "trimmed")),
+        "recover": lambda: of_text(
+            *("recover", str(small), "--teacher", dense, "--epochs", "1", "--out", str(folder / "recovered"))
+        ),
+    }
+    for name, work in stages.items():
+        if name in ways:
+            _stage(name, work, say)
+
+
+def _compressed(folder: Path) -> list[Path]:
+    """The folders of compressed models that were written."""
+    return [folder / name for name in COMPRESSIONS if (folder / name / "config.json").is_file()]
 
 
 def _loaded_as_before(dense: nn.Module, folder: Path, batch: dict[str, Any] | None) -> str:

@@ -45,7 +45,7 @@ def lives(model_type: str, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
 
     with contextlib.suppress(Exception):  # the fork says what is wrong
         getattr(transformers, life.class_name(model_type))
-    parts: tuple[Callable[..., None], ...] = (life.compressing, life.loading, life.again)
+    parts: tuple[Callable[..., None], ...] = (life.compressing, life.loading, life.again, life.commanding)
     with tempfile.TemporaryDirectory(prefix="kflats-sweep-") as name:
         for part in parts:
             yield from _forked(partial(part, ways=ways), model_type, Path(name))
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     ways = options.ways or list(life.WAYS)
     done = _lived(log, ways) if options.resume and log.exists() else set()
     versions = f"kflats {version()}, transformers {transformers.__version__}, torch {torch.__version__}"
-    _warm_up(life)
+    _warm_up(life, ways)
     failed = 0
     with log.open("a") as file:
         for model_type in types:
@@ -153,11 +153,11 @@ def _lived(log: Path, ways: Sequence[str]) -> set[str]:
     return {name for name, had in found.items() if had >= set(ways)}
 
 
-def _warm_up(life: Any) -> None:
+def _warm_up(life: Any, ways: Sequence[str]) -> None:
     """Live a life here, so that all it imports is there: a fork then takes milliseconds. No model is kept."""
     with tempfile.TemporaryDirectory(prefix="kflats-sweep-") as folder:
-        for part in (life.compressing, life.loading, life.again):
-            part("bert", Path(folder), lambda *_: None, ways=("tables", "data"))
+        for part in (life.compressing, life.loading, life.again, life.commanding):
+            part("bert", Path(folder), lambda *_: None, ways=("tables", "data", *set(ways) - set(life.COMPRESSIONS)))
     gc.collect()
 
 
@@ -167,7 +167,12 @@ def main() -> int:
     runs = commands.add_parser("run")
     runs.add_argument("--log", default="sweep.jsonl")
     runs.add_argument("--resume", action="store_true", help="go on with the types that the log lacks")
-    runs.add_argument("--ways", nargs="+", metavar="WAY", help="tables, linear, size, data; default: all")
+    runs.add_argument(
+        "--ways",
+        nargs="+",
+        metavar="WAY",
+        help="tables, linear, size, data, compare, dense, onnx, trim, recover; default: all",
+    )
     runs.add_argument("--shard", metavar="I/N")
     runs.add_argument("--only", nargs="+", metavar="TYPE")
     runs.add_argument("--sample", type=int, metavar="N")

@@ -25,6 +25,11 @@ _STAGES = {
     "heads": "out of the head into the base model and back (a base model: into a task's head and out)",
     "train": "one step of SGD: finite, parameters move; saved",
     "saved again": "a fresh process: the trained model's outputs",
+    "compare": "`kflats compare` with the original",
+    "dense": "`kflats export --dense`: the same outputs",
+    "onnx": "`kflats export --onnx`, checked with onnxruntime",
+    "trim": "`kflats trim` of the original, by texts",
+    "recover": "`kflats recover`, towards the original, by texts",
 }
 _RANKS = ("failed", "refused", "held")
 

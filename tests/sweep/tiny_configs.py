@@ -306,4 +306,6 @@ def tiny_config(model_type: str, scheme: Scheme) -> Any:
         for name in outer:
             place = place[name]
         place[last] = value
+    if made.get("is_encoder_decoder"):
+        made.setdefault("decoder_start_token_id", 0)  # T5's is in the folders of the hub, not in the class
     return kind.from_dict(made)

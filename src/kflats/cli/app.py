@@ -97,6 +97,8 @@ def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
     console = Console()
     # A table fits the width of a terminal; elsewhere its lines are not folded.
     console.print(shown) if console.is_terminal else typer.echo(plain(shown))
+    if together > total:
+        typer.echo("The weights take more bytes as they are loaded than in the files, which hold them in another form.")
     owned = [(name, layer.matrix) for name, layer in factored_layers(loaded) if layer.owns_matrix]
     for name, matrix in [*owned, *((name, held.matrix) for name, held in held_matrices(loaded))]:
         n, d = matrix.shape

@@ -161,7 +161,8 @@ class Judge:
         seed: of the masked tokens and of drawn samples.
 
     Raises:
-        KflatsError: no texts, no tokenizer, or a model whose outputs are none that kflats compares.
+        KflatsError: no texts, no tokenizer, texts for a model that reads none, or a model whose outputs are none that
+            kflats compares.
     """
 
     def __init__(
@@ -186,6 +187,11 @@ class Judge:
             self._texts = tuple(texts[i * len(texts) // count] for i in range(count))
             if not count:
                 raise KflatsError("there are no texts to compare outputs on", hint="give at least one sentence")
+        elif texts is not None:
+            raise KflatsError(
+                f"texts are not supported with {type(original).__name__}, which reads {inputs.spoken_media(original)}",
+                hint="no texts: drawn inputs are compared",
+            )
         samples = self._samples(original, tokenizer)
         longest = max(samples, key=inputs.length)
         self.kind, width = _kind_of(original, longest)

@@ -89,7 +89,7 @@ def check_finite(outputs: Tensor) -> None:
 
 def last_hidden_state(model: nn.Module, inputs: Batch) -> Tensor:
     """(texts, tokens, hidden) of a transformers model without its task head."""
-    hidden = _entry(_without_head(model, inputs), "last_hidden_state")
+    hidden = entry(_without_head(model, inputs), "last_hidden_state")
     if not isinstance(hidden, Tensor):
         raise KflatsError(f"{type(model).__name__} gives no last hidden state", hint="a text model of transformers")
     return hidden
@@ -101,7 +101,10 @@ def _without_head(model: nn.Module, inputs: Batch) -> ModelOutput:
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         bare = bare.get_encoder()
     else:
-        bare = getattr(bare, "base_model", bare)
+        base = getattr(bare, "base_model", bare)
+        arguments = inspect.signature(base.forward).parameters
+        # The base of some models (SLANet) is a part that reads what another part gives.
+        bare = base if arguments.keys() >= {name for name in inputs if name in get_args(Medium)} else bare
     output: ModelOutput = bare(**inputs)
     return output
 
@@ -258,7 +261,7 @@ def task_output(output: ModelOutput) -> Tensor | None:
     """The logits in a model's output, or None; an output that is one tensor counts as logits."""
     if isinstance(output, Tensor):
         return output
-    logits = _entry(output, "logits")
+    logits = entry(output, "logits")
     return logits if isinstance(logits, Tensor) else None
 
 
@@ -277,7 +280,8 @@ def by_position(logits: Tensor, batch: Batch) -> Tensor:
     return logits.flatten(2).mT if "pixel_values" in batch else logits.flatten(1, -2)
 
 
-def _entry(output: ModelOutput, name: str) -> ModelOutput:
+def entry(output: ModelOutput, name: str) -> ModelOutput:
+    """The part of an output that has this name, or None."""
     return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
 
 
@@ -291,16 +295,16 @@ def pooled(model: nn.Module, batch: Batch, output: ModelOutput) -> Tensor:
     hidden: object = None
     if is_sentence_transformer(model):
         output = run(model, batch) if output is None else output
-        embedding = _entry(output, "sentence_embedding")
+        embedding = entry(output, "sentence_embedding")
         if isinstance(embedding, Tensor):
             return embedding
-        hidden = _entry(output, "token_embeddings")
+        hidden = entry(output, "token_embeddings")
     else:
         if output is None:
             kept = {k: v for k, v in batch.items() if k != "labels" and not k.startswith("decoder_")}
             output = _without_head(model, kept)
-        hidden = _entry(output, "last_hidden_state")
-        vectors = [_entry(output, f"{part}_embeds") for part in ("text", "image", "audio", "video")]
+        hidden = entry(output, "last_hidden_state")
+        vectors = [entry(output, f"{part}_embeds") for part in ("text", "image", "audio", "video")]
         own = [one for one in vectors if isinstance(one, Tensor) and one.ndim == 2]
         if own:
             return torch.cat([F.normalize(one, dim=1) for one in own], 1)

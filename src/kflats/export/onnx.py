@@ -44,6 +44,7 @@ from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, check_folder, locked, new_folder, replaced
 from kflats.io.saving import STOP_KEY, VERSION_KEY
 from kflats.io.sources import copy_companions, trusts_remote_code, weights_folder
+from kflats.io.static import StaticModel
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, onnx_card
 from kflats.report.report import stored_bytes
@@ -422,6 +423,10 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
     """
     if not isinstance(model, nn.Module):
         model = _loaded(resolve_model(model), pooled)
+    if isinstance(model, StaticModel):
+        raise KflatsError(
+            "ONNX is not supported with a static model", hint="kflats export --dense, which both libraries load"
+        )
     sentences = is_sentence_transformer(model)
     forward = inspect.signature(model.forward).parameters
     if inputs is not None:

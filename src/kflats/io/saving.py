@@ -549,6 +549,8 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
     transformers = needed("transformers", "kflats[hf]", "loading a model")
     safe = any(where.glob("*.safetensors"))
     _check_code(where, transformers)
+    if not safe:
+        _check_pickles(where)
     try:
         config = transformers.AutoConfig.from_pretrained(
             where, trust_remote_code=trusts_remote_code(), local_files_only=True
@@ -680,6 +682,19 @@ def _check_code(folder: Path, transformers: Any) -> None:
             cause=f"transformers has no model type {known!r}",
             hint="read that code; if you trust it, trusting_remote_code()",
         )
+
+
+def _check_pickles(folder: Path) -> None:
+    """Refuse torch's pickles that hold other objects than tensors, which could run code, and damaged ones."""
+    for path in sorted(folder.glob("pytorch_model*.bin")):
+        try:
+            torch.load(path, map_location="meta", weights_only=True)
+        except Exception as error:  # torch raises many kinds
+            raise KflatsError(
+                f"{path} cannot be read as tensors",
+                cause="a damaged file, or a pickle of other objects than tensors, which could run code",
+                hint="fetch the file again, or a revision with model.safetensors",
+            ) from error
 
 
 def _check_unquantized(folder: Path, note: Any) -> None:

@@ -129,6 +129,13 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
     """
     root = holder = Path(folder)
     if (root / "adapter_config.json").is_file():
+        own = (path for path in root.glob("*.safetensors") if not path.name.startswith("adapter_"))
+        if (root / "config.json").is_file() and any(own):
+            raise KflatsError(
+                f"{root} holds a model beside the adapter_config.json of PEFT",
+                cause="transformers then loads the model that adapter_config.json names, not this one",
+                hint="move adapter_config.json out of the folder",
+            )
         raise KflatsError(
             f"{root} holds an adapter of PEFT, not a model",
             cause="an adapter is trained factors beside the weights of another model, which it names",
@@ -149,11 +156,13 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
         if stored and pickled:
             return holder
         other = "a folder or a revision with model.safetensors"
+        formats = [path.name for path in sorted(holder.iterdir()) if _TENSORS.fullmatch(path.name)]
+        cause = "a download or save that did not finish"
+        if formats:
+            cause = f"its weights are in {formats[0]}, a format of another library"
         raise KflatsError(
             f"{holder} has {'a config.json' if static is None else 'a static embedding'} and no safetensors file",
-            cause="its weights are stored as pickle, which can run code"
-            if stored
-            else "a download or save that did not finish, or weights in a format of another library",
+            cause="its weights are stored as pickle, which can run code" if stored else cause,
             hint=f"kflats export {root} --dense --out DIR writes them as safetensors, or {other}" if stored else other,
         )
     return holder

@@ -232,7 +232,9 @@ class CalibrationData:
         needs = needed(recipes)
         if not needs:
             others = media_of(model) not in ((), ("input_ids",))
-            if others and not self.measurable and any(recipe.chooses for _, recipe in recipes):
+            told = id(model) in self._read
+            if others and not told and not self.measurable and any(recipe.chooses for _, recipe in recipes):
+                self._read[id(model)] = False
                 reads = f"{type(model).__name__} reads {spoken_media(model)}"
                 announce(f"nothing is measured: {reads}; the errors of all numbers count the same", quiet=quiet)
             return self

@@ -18,7 +18,19 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
 from kflats.common.texts import IGNORED, Tokenizer, pad_id
-from kflats.evaluation.running import Batch, device_of, evaluating, mean_over_tokens
+from kflats.evaluation.running import (
+    Batch,
+    ModelOutput,
+    by_position,
+    decoder_mask,
+    device_of,
+    entry,
+    evaluating,
+    explained,
+    pooled,
+    run,
+    task_output,
+)
 from kflats.matrices.coded import CodedMatrix
 from kflats.model.weights import factored_layers
 from kflats.tasks.batches import Examples, Feature, collate, feature_batches, uncollate
@@ -35,7 +47,7 @@ class Objective:
         classes, words, tokens    T^2 KL(softmax(teacher / T) || softmax(student / T)), mean over examples,
                                   or over attended tokens; words without a label are left out
         regression                (student - teacher)^2
-        no head                   1 - cos of both mean token vectors
+        no head                   1 - cos of both mean token vectors, or of the model's own sentence embeddings
 
     T^2 keeps the gradient's size as T grows (Hinton, Vinyals & Dean 2015, section 2.1).
 
@@ -63,61 +75,64 @@ class Objective:
         """A scalar with a gradient. The teacher runs in eval mode, without gradients.
 
         Raises:
-            KflatsError: neither labels nor a teacher, or outputs of different shapes.
+            KflatsError: neither labels nor a teacher, outputs of different shapes, or a model that these inputs do
+                not suffice for.
         """
         labelled = "labels" in batch and head_of(model) != ""
         if not labelled and self.teacher is None:
             raise KflatsError("there are neither labels nor a teacher to train on", hint="teacher=ORIGINAL")
         inputs = dict(batch) if labelled else {k: v for k, v in batch.items() if k != "labels"}
-        outputs: Mapping[str, Tensor] = model(**inputs)
+        with explained(model, _OTHER_INPUTS):
+            outputs: ModelOutput = model(**inputs) if labelled else run(model, inputs)
         if labelled and bool((batch["labels"] == IGNORED).all()):
-            return 0.0 * outputs["logits"].sum()  # the mean over zero words would be NaN
+            return 0.0 * _logits(model, outputs).sum()  # the mean over zero words would be NaN
         if self.teacher is None:
             return _task_loss(outputs)
-        inputs.pop("labels", None)
-        with torch.no_grad():
-            target = self.teacher(**inputs)
+        with torch.no_grad(), explained(self.teacher, _OTHER_INPUTS):
+            target = run(self.teacher, batch)  # labels serve only to feed a decoder
         soft = distance(model, outputs, target, batch, self.temperature)
         if not labelled or self.labels_weight == 0:
             return soft
         return self.labels_weight * _task_loss(outputs) + (1 - self.labels_weight) * soft
 
 
-def distance(
-    model: nn.Module,
-    outputs: Mapping[str, Tensor],
-    target: Mapping[str, Tensor],
-    batch: Mapping[str, Tensor],
-    temperature: float,
-) -> Tensor:
+_OTHER_INPUTS = "a model that reads texts alone, such as the text encoder of this one"
+
+
+def distance(model: nn.Module, outputs: ModelOutput, target: ModelOutput, batch: Batch, temperature: float) -> Tensor:
     """The distance of ``outputs`` of ``model`` from a teacher's ``target`` on one batch; see ``Objective``.
 
     Raises:
-        KflatsError: outputs of different shapes.
+        KflatsError: outputs of different shapes, or neither logits nor hidden states.
     """
-    head = head_of(model)
-    if head == "":
-        ours, theirs = (
-            mean_over_tokens(one["last_hidden_state"].float(), batch["attention_mask"]) for one in (outputs, target)
-        )
+    if task_output(outputs) is None:
+        ours, theirs = (pooled(model, batch, one).float() for one in (outputs, target))
         _check_equal(ours, theirs)
         return (1 - F.cosine_similarity(ours, theirs, dim=-1)).mean()
-    ours, theirs = outputs["logits"].float(), target["logits"].float()
+    ours, theirs = (by_position(_logits(model, one).float(), batch) for one in (outputs, target))
     _check_equal(ours, theirs)
-    if head == "sequence" and ours.shape[-1] == 1:
+    if ours.ndim == 2 and ours.shape[-1] == 1:
         return F.mse_loss(ours, theirs)
-    if head != "sequence":
-        chosen = batch["attention_mask"].bool()
-        if head == "token" and "labels" in batch:
-            chosen = chosen & (batch["labels"] != IGNORED)
+    if ours.ndim == 3:
+        chosen = decoder_mask(model, batch, ours).bool()
+        labels = batch.get("labels")
+        if head_of(model) == "token" and isinstance(labels, Tensor):
+            chosen = chosen & (labels != IGNORED)
         ours, theirs = ours[chosen], theirs[chosen]
     ours, theirs = ((x / temperature).log_softmax(-1) for x in (ours, theirs))
     return temperature**2 * F.kl_div(ours, theirs, reduction="batchmean", log_target=True)
 
 
-def _task_loss(outputs: Mapping[str, Tensor]) -> Tensor:
-    loss = outputs.get("loss")
-    if loss is None:
+def _logits(model: nn.Module, output: ModelOutput) -> Tensor:
+    logits = task_output(output)
+    if logits is None:
+        raise KflatsError(f"{type(model).__name__} gives no logits", hint="a teacher of the same architecture")
+    return logits
+
+
+def _task_loss(outputs: ModelOutput) -> Tensor:
+    loss = entry(outputs, "loss")
+    if not isinstance(loss, Tensor):
         raise KflatsError(
             "the model gives no loss for its labels",
             hint="a model with a task head, or batches without labels and a teacher",

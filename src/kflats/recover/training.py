@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save_file, save_model
 from torch import Tensor, nn
 from transformers import (
     EarlyStoppingCallback,
@@ -34,7 +34,7 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
-from transformers.utils import logging
+from transformers.utils import SAFE_WEIGHTS_NAME, logging
 
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import Update, progress_bar
@@ -195,9 +195,12 @@ class RecoveryTrainer(Trainer):
         return values
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        # The original also pickles the arguments.
-        model: Any = self.model
-        model.save_pretrained(output_dir or self.args.output_dir, state_dict=state_dict)
+        # The original also pickles the arguments, and renames and reshapes tensors of some architectures, which the
+        # Trainer's own loading does not undo.
+        assert self.model is not None
+        folder = Path(output_dir or str(self.args.output_dir))
+        folder.mkdir(parents=True, exist_ok=True)
+        save_model(self.model, str(folder / SAFE_WEIGHTS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         optimizer, schedule = self._parts()

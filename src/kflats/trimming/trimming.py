@@ -27,9 +27,10 @@ from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.common.errors import KflatsError, is_whole
 from kflats.common.texts import Tokenizer, check_texts, required
 from kflats.evaluation.outputs import load_tokenizer, weight_file_bytes
-from kflats.evaluation.running import evaluating, last_hidden_state
+from kflats.evaluation.running import evaluating, explained, last_hidden_state
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic import write_json
+from kflats.io.sources import static_folder
 from kflats.model.weights import factored_layers, is_sentence_transformer, pretrained_models, vocabulary_end
 from kflats.report.model_card import hub_name, rewrite_, trimmed_card
 from kflats.report.report import TrimReport, resegmented, stored_bytes
@@ -41,6 +42,7 @@ _LISTS = (
     "bad_words_ids",
 )  # ids in configs under other names than _token_id
 _CHECKED = 24  # ids that both models read in the end
+_OTHER_MODEL = "a model that reads texts alone, such as the text encoder of this one"
 
 
 TRIM_FILE = "kflats_trimming.json"
@@ -185,6 +187,10 @@ def trim_folder(
             disk, a folder without a model.
     """
     folder = resolve_model(source)
+    if static_folder(folder) is not None:
+        raise KflatsError(
+            "trim is not supported with a static model", hint="kflats compress, or the library that made the model"
+        )
     with new_folder(out, force, [folder]) as aside:
         loaded, tokenizer = load_model(folder), load_tokenizer(folder)
         trimmed = trim(loaded, tokenizer, keep=keep, texts=texts, eval_texts=eval_texts)
@@ -519,7 +525,7 @@ def _outputs(model: Any, ids: list[int]) -> tuple[Tensor, Tensor | None]:
     """Last hidden states, and the head's logits of them."""
     inputs = {"input_ids": torch.tensor([ids], device=next(model.parameters()).device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
-    with evaluating(model), torch.inference_mode():
+    with explained(model, _OTHER_MODEL), evaluating(model), torch.inference_mode():
         hidden = last_hidden_state(model, inputs)
         head = vocabulary_end(model, "get_output_embeddings")
         fits = isinstance(head, nn.Linear) and head.in_features == hidden.shape[-1]
