@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError, NotFiniteError, first_line
+from kflats.common.machine import is_out_of_memory
 from kflats.common.texts import Tokenizer, batches_by_length, pad_id, padded_batch, tokenize_texts
 from kflats.matrices.layers import FactoredEmbedding
 from kflats.model.weights import is_sentence_transformer, vocabulary_end
@@ -223,7 +224,7 @@ def to_device(batch: Batch, device: torch.device) -> dict[str, BatchValue]:
 def explained(model: nn.Module, hint: str) -> Iterator[None]:
     """Errors of the model's own code, for inputs that are not enough for it, become a KflatsError with this hint.
 
-    Errors raised by a line of kflats stay as they are: they are defects.
+    Errors raised by a line of kflats stay as they are: they are defects. So do errors of memory.
     """
     try:
         yield
@@ -231,6 +232,8 @@ def explained(model: nn.Module, hint: str) -> Iterator[None]:
         raise
     except (ValueError, TypeError, RuntimeError, IndexError, KeyError, AttributeError, AssertionError) as error:
         frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        if is_out_of_memory(error):
+            raise
         if len(frames) > 1 and str(frames[-1].f_globals.get("__name__")).startswith("kflats."):
             raise
         raise KflatsError(
