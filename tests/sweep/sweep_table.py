@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,11 +25,13 @@ _STAGES = {
     "heads": "out of the head into the base model and back (a base model: into a task's head and out)",
     "train": "one step of SGD: finite, parameters move; saved",
     "saved again": "a fresh process: the trained model's outputs",
-    "compare": "`kflats compare` with the original",
-    "dense": "`kflats export --dense`: the same outputs",
+}
+_COMMANDS = {
+    "compare": "`kflats compare` with the original, without the fresh processes that measure memory",
+    "dense": "`kflats export --dense` (with `--drop-biases` where compression added some), loaded: the same outputs",
     "onnx": "`kflats export --onnx`, checked with onnxruntime",
     "trim": "`kflats trim` of the original, by texts",
-    "recover": "`kflats recover`, towards the original, by texts",
+    "recover": "one epoch of `kflats recover`, towards the original, by texts",
 }
 _RANKS = ("failed", "refused", "held")
 
@@ -44,8 +46,13 @@ def main(log: str, onto: str | None = None) -> int:
         print("\n".join(page(found, model_types(), configs)))
         return 0
     old = Path(onto).read_text(encoding="utf-8")
-    again = sorted({*found, *_run_again(old)})
-    lines = page(from_page(old) | found, model_types(), configs, stages=_table(old, "Stages"), again=again)
+    lived = {name for name, records in found.items() if not _ways_of(records) <= {*_COMMANDS, "data"}}
+    again = sorted(lived | {*_run_again(old)})
+    before = from_page(old)
+    known = before | {name: records for name, records in found.items() if name in lived or name not in before}
+    known |= {name: [*before[name], *_failures(found[name])] for name in before.keys() & found.keys() - lived}
+    commands = _command_lines(found) or _section(old, "Other commands")
+    lines = page(known, model_types(), configs, stages=_table(old, "Stages"), again=again, commands=commands)
     Path(onto).write_text("\n".join(lines) + "\n", encoding="utf-8")
     return 0
 
@@ -69,6 +76,18 @@ def from_page(text: str) -> dict[str, list[Record]]:
                 )
                 found[name].extend(about | record for record in records)
     return dict(found)
+
+
+def _ways_of(records: Iterable[Record]) -> set[str]:
+    return {way for record in records for way in record["ways"]}
+
+
+def _failures(records: Iterable[Record]) -> list[Record]:
+    return [record for record in records if record["outcome"] == "failed"]
+
+
+def _section(text: str, title: str) -> list[str]:
+    return text.partition(f"\n## {title}\n")[2].partition("\n## ")[0].strip("\n").splitlines()
 
 
 def _run_again(text: str) -> list[str]:
@@ -99,8 +118,8 @@ def read(log: Path) -> dict[str, list[Record]]:
 
 
 def outcome(records: Iterable[Record]) -> str:
-    """Of a model type: unbuildable, or the worst of its stages."""
-    seen = {record["outcome"] for record in records}
+    """Of a model type: unbuildable, or the worst of its stages. What another command refuses does not count."""
+    seen = {one["outcome"] for one in records if one["stage"] not in _COMMANDS or one["outcome"] == "failed"}
     return "unbuildable" if "unbuildable" in seen else next((rank for rank in _RANKS if rank in seen), "none")
 
 
@@ -111,8 +130,10 @@ def page(
     *,
     stages: list[str] | None = None,
     again: Iterable[str] = (),
+    commands: list[str] | None = None,
 ) -> list[str]:
-    """The lines of the page. ``stages``: its table of stages, from before types were run ``again``."""
+    """The lines of the page. ``stages``: its table of stages, from before types were run ``again``. ``commands``: its
+    section on other commands, of an earlier run."""
     by = defaultdict(list)
     for name in types:
         by[outcome(found[name]) if name in found else "not run"].append(name)
@@ -140,7 +161,8 @@ def page(
         *(stages or [*_STAGE_HEAD, *_stage_rows(found, built)]),
         *(["", _AGAIN_WHY, "", f"{_AGAIN} ({len(names)}): {', '.join(names)}."] if (names := list(again)) else []),
         *("", "## Failed", "", *_causes(found, by["failed"], "failed")),
-        *("", "## Refused", "", *_causes(found, by["refused"], "refused")),
+        *("", "## Refused", "", *_causes(found, by["refused"], "refused", ignored=_COMMANDS)),
+        *("", "## Other commands", "", *(commands or _command_lines(found) or ["Not run."])),
         *("", "## No tiny model", "", *_causes(found, unbuildable, "unbuildable")),
         *("", "## Held", "", f"With outputs compared ({len(compared)}): {', '.join(compared)}."),
         *("", f"{unknown} ({len(rest)}): {', '.join(rest)}."),
@@ -199,21 +221,63 @@ def _stage_rows(found: dict[str, list[Record]], built: int) -> list[str]:
     return [*rows, *(f"| {stage} | ended early | | | | {counts[stage, 'failed']} | |" for stage in cut)]
 
 
-def _causes(found: dict[str, list[Record]], types: list[str], rank: str) -> list[str]:
-    """A row for each cause: its first message, its stages, its model types."""
+def _command_lines(found: dict[str, list[Record]]) -> list[str]:
+    """How often each of the other commands held, and why it refused a model; [] where none was run."""
+    ran: dict[str, list[Record]] = {
+        name: [one for one in records if one["stage"] in _COMMANDS] for name, records in found.items()
+    }
+    counts = Counter((one["stage"], one["outcome"]) for records in ran.values() for one in records)
+    if not counts:
+        return []
+    ranks = ("held", "refused", "failed")
+    rows = [
+        f"| {stage} | {text} | {' | '.join(str(counts[stage, rank]) for rank in ranks)} |"
+        for stage, text in _COMMANDS.items()
+    ]
+    tried = [name for name, records in ran.items() if records]
+    return [
+        _COMMANDS_WHY.format(count=len(tried)),
+        "",
+        f"| command | what is done | {' | '.join(ranks)} |",
+        f"| --- | --- |{' ---: |' * len(ranks)}",
+        *rows,
+        "",
+        "Refused:",
+        "",
+        *_causes(ran, tried, "refused", names=False),
+    ]
+
+
+_COMMANDS_WHY = """What can be done with a compressed model of these types ({count}). A command may say that it does not
+support a model, and why; a traceback counts as failed, here and above.
+
+    python tests/sweep/sweep.py run --log commands.jsonl --ways data compare dense onnx trim recover --resume
+    python tests/sweep/sweep.py table commands.jsonl --onto docs/architectures.md"""
+
+
+def _causes(
+    found: dict[str, list[Record]],
+    types: list[str],
+    rank: str,
+    *,
+    ignored: Collection[str] = (),
+    names: bool = True,
+) -> list[str]:
+    """A row for each cause: its first message, its stages, its model types (or some of them)."""
     causes: dict[str, list[tuple[str, Record]]] = defaultdict(list)
     for name in types:
         for record in found[name]:
-            if record["outcome"] == rank:
+            if record["outcome"] == rank and record["stage"] not in ignored:
                 causes[_kind(record["message"])].append((name, record))
     if not causes:
         return ["None."]
     rows = []
     for members in sorted(causes.values(), key=lambda members: -len({name for name, _ in members})):
-        names = sorted({name for name, _ in members})
+        of = sorted({name for name, _ in members})
         stages = ", ".join(dict.fromkeys(record["stage"] for _, record in members))
         message = members[0][1]["message"][:240].replace("|", "\\|").replace("<", "\\<")
-        rows.append(f"| {message} | {stages} | {len(names)} | {', '.join(names)} |")
+        shown = ", ".join(of) if names else ", ".join(of[:4]) + (", ..." if of[4:] else "")
+        rows.append(f"| {message} | {stages} | {len(of)} | {shown} |")
     return ["| message | stage | types | |", "| --- | --- | ---: | --- |", *rows]
 
 
