@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -24,14 +25,18 @@ from kflats import CodedTable, KflatsError, TableEmbedding, TableEmbeddingBag, c
 from kflats.cli.app import app
 from kflats.codecs.streams import encode_symbols, model_of, models_of
 from kflats.common.errors import KflatsWarning
+from kflats.common.workers import Workers
 from kflats.io import open_rows
 from kflats.numerics.rows import all_rows
 from kflats.tables.compact import CompactCode
 from kflats.tables.compress import _BLOCK
+from kflats.tables.flats import Coordinates, Parting, parted
 from kflats.tables.index import Layout, shard_name
 from kflats.tables.shards import ShardWriter
 
 LAYOUTS = ("compact", "fast")
+KINDS = (*LAYOUTS, "flats")
+"""Layouts, and the compact one with several flats and weights of rows."""
 N = 2 * _BLOCK + 1011
 D = 12
 
@@ -58,10 +63,17 @@ def size_of(table: Tensor, bits: float) -> str:
     return f"{60_000 + 6 * table.shape[1] ** 2 + int(bits * table.numel() / 8)}B"
 
 
-def made(table: Tensor, folder: Path, layout: str, bits: float = 5, **options: object) -> CodedTable:
+def options_of(kind: str, rows: int) -> dict[str, Any]:
+    if kind != "flats":
+        return {"layout": kind}
+    return {"flats": 3, "row_weights": 1 / (10 + torch.arange(rows))}
+
+
+def made(table: Tensor, folder: Path, kind: str, bits: float = 5, **options: Any) -> CodedTable:
     folder.mkdir(exist_ok=True)
     source = saved(table, folder / "source.npy")
-    compress_table(source, folder / "coded", size=size_of(table, bits), layout=layout, quiet=True, **options)  # type: ignore[arg-type]
+    options |= options_of(kind, len(table))
+    compress_table(source, folder / "coded", size=size_of(table, bits), quiet=True, **options)
     return open_table(folder / "coded")
 
 
@@ -69,7 +81,7 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=KINDS)
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CodedTable:
     """Three files; the last row of the last one is in a lane that is not full."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -78,8 +90,8 @@ def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture
 def small(table: CodedTable, tmp_path: Path) -> CodedTable:
-    """A short table of the same layout, in one file, which a test may damage."""
-    return made(drawn(700, 6), tmp_path, table.index.layout, 6)
+    """A short table of the same kind, in one file, which a test may damage."""
+    return made(drawn(700, 6), tmp_path, "flats" if table.flats > 1 else table.index.layout, 6)
 
 
 # Rows -------------------------------------------------------------------------------------------
@@ -115,7 +127,8 @@ def test_rows_are_those_of_the_whole(table: CodedTable) -> None:
 def test_the_error_is_that_of_the_rows(table: CodedTable) -> None:
     """What the index says; and no row is lost: not the long ones, not those far from all others."""
     rows, whole = drawn(N, D).double(), all_rows(table)
-    error, total = (rows - whole).square().sum(), rows.square().sum()
+    weights = options_of("flats", N)["row_weights"] if table.flats > 1 else torch.ones(N)
+    error, total = ((rows - whole).square().sum(1) * weights).sum(), (rows.square().sum(1) * weights).sum()
     assert table.index.relative_error == pytest.approx(float(error / total), rel=1e-3)
     if table.index.layout == "compact":
         alone = (rows - whole).norm(dim=1)[[N // 3, N // 2, N - 1]]
@@ -151,9 +164,10 @@ def test_lanes_take_little_more_than_a_whole_stream() -> None:
     rows = drawn(2**14, 64, 4)
     z = (rows - rows.mean(0)) @ torch.linalg.eigh(torch.cov(rows.T)).eigenvectors.flip(1)
     for step in (0.05, 0.4):
-        code = CompactCode.of(z, torch.eye(64), torch.zeros(64), step, float(z.norm(dim=1).max()))
+        sample = Coordinates(z)
+        code = CompactCode.of(sample, Parting(torch.eye(64)[None]), torch.zeros(64), step, float(z.norm(dim=1).max()))
         assert code.design is not None
-        labels, levels = code.design.quantized(z)
+        labels, levels = code.design.quantized(sample)
         classes = labels.to(torch.int64)
         narrow = classes < code.lanes.first_wide
         contexts = code.design.quantizer.contexts[classes[narrow]]
@@ -162,14 +176,14 @@ def test_lanes_take_little_more_than_a_whole_stream() -> None:
         models = models_of(code.design.quantizer.tables)
         models += [model_of(-(2**15), torch.ones(2**16)), model_of(0, torch.bincount(classes))]
         whole = 8 * len(encode_symbols([part.numpy().astype(np.int32) for part in parts], models))
-        assert whole / len(z) < code.row_bits(z) < whole / len(z) + 64 * 0.05
+        assert whole / len(z) < code.row_bits(sample) < whole / len(z) + 64 * 0.05
 
 
 # Sources ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_cut_of_the_source_changes_no_byte(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cut_of_the_source_changes_no_byte(kind: str, tmp_path: Path) -> None:
     rows = drawn(_BLOCK + 5000, 5)
     outs = []
     for number, cuts in enumerate(([], [1, 9000], [_BLOCK - 1, _BLOCK + 1])):
@@ -178,7 +192,8 @@ def test_the_cut_of_the_source_changes_no_byte(layout: str, tmp_path: Path) -> N
         for part, piece in enumerate(torch.tensor_split(rows, cuts)):
             saved(piece, folder / f"{part}.npy")
         outs.append(tmp_path / f"out-{number}")
-        compress_table(folder, outs[-1], size=size_of(rows, 6), layout=layout, shard_rows=_BLOCK, quiet=True)  # type: ignore[arg-type]
+        options = options_of(kind, len(rows))
+        compress_table(folder, outs[-1], size=size_of(rows, 6), shard_rows=_BLOCK, quiet=True, **options)
     for path in outs[0].iterdir():
         assert all((out / path.name).read_bytes() == path.read_bytes() for out in outs[1:]), path.name
 
@@ -210,6 +225,16 @@ REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "a layout": ({"layout": "slow"}, "layout='slow'"),
     "a seed": ({"seed": -1}, "seed=-1"),
     "rows a file": ({"shard_rows": 1000}, "shard_rows=1000"),
+    "no flat": ({"flats": 0}, "flats=0 is not supported with a table"),
+    "flats, fast": ({"flats": 2, "layout": "fast"}, "flats=2 is not supported with the fast layout"),
+    "weights, fast": ({"row_weights": torch.ones(500), "layout": "fast"}, "not supported with the fast layout"),
+    "other weights": ({"row_weights": torch.ones(499)}, r"of shape \(499,\) is not supported as weights"),
+    "no numbers": ({"row_weights": np.array(["a"] * 500)}, "not supported as weights"),
+    "a negative weight": ({"row_weights": -torch.ones(500).cumsum(0)}, "the weight -1.0 of row 0"),
+    "a weight of NaN": ({"row_weights": torch.ones(500).index_fill(0, torch.tensor(7), np.nan)}, "weight nan of row 7"),
+    "no weight": ({"row_weights": torch.zeros(500)}, "all weights of rows are 0"),
+    "a file of weights": ({"row_weights": "weights.csv"}, r"weights\.csv is not supported as weights of rows"),
+    "no such file": ({"row_weights": "weights.npy"}, r"weights\.npy"),
 }
 
 
@@ -220,6 +245,92 @@ def test_what_cannot_be_done_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(KflatsError, match=said):
         compress_table(source, tmp_path / "out", **{"size": "9 bits", "quiet": True, **options})  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy"]
+
+
+# Flats and weights of rows ----------------------------------------------------------------------
+
+
+def planted(n: int, d: int, flats: int) -> tuple[Tensor, Tensor]:
+    """Rows of several kinds, each with axes of its own, and the kind of each row."""
+    g = torch.Generator().manual_seed(flats)
+    kinds, rows = torch.randint(flats, (n,), generator=g), torch.randn(n, d, generator=g)
+    rows *= torch.arange(1, d + 1) ** -1.2 * torch.randn(n, 1, generator=g).mul(0.5).exp()
+    for kind in range(flats):
+        rows[kinds == kind] @= torch.linalg.qr(torch.randn(d, d, generator=g)).Q
+    return rows, kinds
+
+
+def test_several_flats_lose_less_where_rows_are_of_several_kinds(tmp_path: Path) -> None:
+    rows, _ = planted(40_000, 24, 3)
+    errors = []
+    for flats in (1, 3):
+        source = saved(rows, tmp_path / "rows.npy")
+        out = tmp_path / f"{flats}"
+        index = compress_table(source, out, size=size_of(rows, 2), flats=flats, quiet=True)
+        assert folder_bytes(out) <= int(size_of(rows, 2)[:-1])
+        assert open_table(out).flats == flats
+        errors.append(index.relative_error)
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_em_gives_planted_kinds_flats_of_their_own_and_codes_become_shorter(tmp_path: Path) -> None:
+    rows, kinds = planted(30_000, 16, 4)
+    one = Parting(torch.eye(16)[None])
+
+    def blocks(unit: int) -> Iterator[tuple[int, Tensor, None]]:
+        for start in range(10_000 * unit, 10_000 * unit + 10_000, 2_500):
+            yield start, rows[start : start + 2_500], None
+
+    def run(level: float) -> tuple[Parting, tuple[float, ...]]:
+        return parted(
+            rows[::7],
+            None,
+            4,
+            one=one,
+            level=level,
+            seed=0,
+            blocks=blocks,
+            units=3,
+            workers=Workers(),
+            show=lambda what, done: None,
+        )
+
+    made, lengths = run(1e-4)
+    labels = made.labels(rows, torch.zeros(len(rows), dtype=torch.int64))
+    found = torch.zeros(4, 4).index_put_((kinds, labels), torch.ones(len(rows)), accumulate=True)
+    assert float(found.max(1).values.sum()) > 0.97 * len(rows)
+    assert all(later < sooner for sooner, later in pairwise(lengths))
+    basis = made.axes[0] @ made.axes[0].T
+    torch.testing.assert_close(basis, torch.eye(16), rtol=0, atol=1e-4)
+
+
+def test_flats_of_few_rows_are_given_up(tmp_path: Path) -> None:
+    """Bytes are those of one flat."""
+    rows = drawn(300, 40)
+    source = saved(rows, tmp_path / "rows.npy")
+    for flats in (1, 8):
+        compress_table(source, tmp_path / f"{flats}", size="20 bits", flats=flats, quiet=True)
+    one, several = ({p.name: p.read_bytes() for p in (tmp_path / f"{k}").iterdir()} for k in (1, 8))
+    assert one == several
+
+
+def test_rows_that_count_more_lose_less(tmp_path: Path) -> None:
+    """Weights from a file are those in memory; equal ones change no byte of the rows."""
+    rows, _ = planted(20_000, 16, 1)
+    weights = 1 / (5 + torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).double())
+    source, size = saved(rows, tmp_path / "rows.npy"), size_of(rows, 3)
+    given = {"none": None, "equal": torch.full((len(rows),), 7), "file": saved(weights, tmp_path / "w.npy")}
+    errors, files = {}, {}
+    for name, one in {**given, "array": weights.numpy()}.items():
+        out = tmp_path / name
+        compress_table(source, out, size=size, row_weights=one, quiet=True)
+        lost = (all_rows(open_table(out)) - rows).square().sum(1)
+        errors[name] = float((lost * weights).sum()), float(lost.sum())
+        files[name] = {path.name: path.read_bytes() for path in out.iterdir() if path.suffix == ".safetensors"}
+    assert files["file"] == files["array"]
+    assert files["none"] == files["equal"]
+    assert errors["file"][0] < 0.8 * errors["none"][0]  # which costs the others
+    assert errors["file"][1] > errors["none"][1]
 
 
 # Reading ----------------------------------------------------------------------------------------
@@ -318,6 +429,11 @@ def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "3,000 x 8, fast" in done.output
     assert open_table(tmp_path / "out").index.layout == "fast"
+    weights = saved(torch.arange(1.0, 3001.0), tmp_path / "w.npy")
+    given = [*given[:-2], "--flats", "2", "--row-weights", str(weights), "--force"]
+    done = CliRunner().invoke(app, given)
+    assert done.exit_code == 0, done.output
+    assert open_table(tmp_path / "out").flats == 2
 
 
 @pytest.mark.parametrize(
@@ -325,7 +441,9 @@ def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
     [
         (["--table", "x.npy"], "a table needs a size"),
         (["MODEL", "--table", "x.npy", "--size", "9kB"], "--table cannot be used with MODEL"),
-        (["--table", "x.npy", "--keep", "5%", "--flats", "3", "--trim", "9"], "with --keep, --flats, --trim"),
+        (["--table", "x.npy", "--keep", "5%", "--flats", "3", "--trim", "9"], "with --keep, --trim"),
+        (["--table", "x.npy", "--size", "9kB", "--flats", "search"], "--flats search is not supported with --table"),
+        (["MODEL", "--row-weights", "w.npy"], "--row-weights cannot be used with a model"),
         (["MODEL", "--layout", "fast"], "--layout cannot be used with a model"),
         ([], "no model is given"),
     ],

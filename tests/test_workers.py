@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,7 +34,6 @@ from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import WeightCosts, passed_on, weight_candidates
 from kflats.recipe.recipe import Recipe
 from kflats.tables import compress, compress_table
-from kflats.tables.index import Layout
 from kflats.tables.shards import Bytes, ShardWriter
 
 NUMBERS = Packed(str, lambda index, text: int(text))
@@ -179,18 +179,18 @@ def table_file(folder: Path, rows: int = 40_000) -> Path:
     return path
 
 
-@pytest.mark.parametrize("layout", ["compact", "fast"])
+@pytest.mark.parametrize(
+    "options", [{"layout": "compact"}, {"layout": "fast"}, {"flats": 3, "row_weights": 1 / (9 + torch.arange(40_000))}]
+)
 @pytest.mark.parametrize("count", [2, 3])
 def test_the_bytes_of_a_table_do_not_depend_on_the_workers(
-    count: int, layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compress, "_UNIT", 16384)
     source = table_file(tmp_path)
 
     def made(folder: Path, workers: Workers) -> dict[str, bytes]:
-        compress_table(
-            source, folder, size="6 bits", layout=layout, shard_rows=16384, quiet=True, workers=workers, seed=3
-        )
+        compress_table(source, folder, size="6 bits", shard_rows=16384, quiet=True, workers=workers, seed=3, **options)
         workers.meet()  # the first has put the folder in its place
         return {path.name: path.read_bytes() for path in folder.iterdir()}
 

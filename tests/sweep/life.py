@@ -25,6 +25,7 @@ from transformers.models.auto import modeling_auto
 
 from kflats.cli.app import app
 from kflats.common.errors import KflatsError
+from kflats.common.machine import is_out_of_memory
 from kflats.compress import pipeline
 from kflats.evaluation.proof import compare
 from kflats.importance import KroneckerFisher
@@ -306,8 +307,12 @@ def commanding(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WA
 
     def compared() -> str:
         """Less the fresh processes, in which the command measures memory: starting them takes ten seconds."""
-        str(compare(dense, small, turns=2, fresh=False))
-        return ""
+        try:
+            return str(compare(dense, small, turns=2, fresh=False))[:0]
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise KflatsError("the memory does not suffice", hint="a machine with more memory") from error
 
     def of_text(*arguments: str) -> str:
         return _commanded([*arguments, *(["--texts", str(texts)] if has_tokenizer else []), "--quiet"])

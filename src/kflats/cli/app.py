@@ -173,7 +173,8 @@ def compress(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Compress a model, or a table, into a new folder. Interrupted, the same command resumes."""
-    of_models = given_options(replace(budget, size=None)) + given_options(recipe) + given_options(data)
+    own = recipe if table.table is None else replace(recipe, flats=None)
+    of_models = given_options(replace(budget, size=None)) + given_options(own) + given_options(data)
     others: dict[str, object] = {
         "--plan": plan,
         "--trim": trim,
@@ -184,9 +185,10 @@ def compress(
     table.check(budget.size, model, of_models + [option for option, value in others.items() if value is not None])
     if table.table is not None:
         check_folder(out, force)
+        flats = table.flats(recipe.flats)
         if not start(workers):
             with joined(workers) as crew:
-                _compress_table(table, budget.size or "", out, seed=seed, force=force, quiet=quiet, crew=crew)
+                _compress_table(table, budget.size or "", flats, out, seed=seed, force=force, quiet=quiet, crew=crew)
         return
     assert model is not None
     if plan is None:
@@ -216,14 +218,24 @@ def compress(
 
 
 def _compress_table(
-    options: TableOptions, limit: str, out: Path, *, seed: int, force: bool, quiet: bool, crew: Workers
+    options: TableOptions, limit: str, flats: int, out: Path, *, seed: int, force: bool, quiet: bool, crew: Workers
 ) -> None:
     from kflats.tables import compress_table
 
     assert options.table is not None
-    layout, name = options.layout or "compact", options.column or ""
+    layout = options.layout or "compact"
     index = compress_table(
-        options.table, out, size=limit, layout=layout, name=name, seed=seed, force=force, quiet=quiet, workers=crew
+        options.table,
+        out,
+        size=limit,
+        layout=layout,
+        flats=flats,
+        row_weights=options.row_weights,
+        name=options.column or "",
+        seed=seed,
+        force=force,
+        quiet=quiet,
+        workers=crew,
     )
     if not quiet and crew.first:
         total = sum(path.stat().st_size for path in out.iterdir())

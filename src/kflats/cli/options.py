@@ -282,6 +282,22 @@ class TableOptions:
         str | None,
         typer.Option(metavar="NAME", help="With --table: the tensor or column, where a file has several."),
     ] = None
+    row_weights: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", help="With --table: .npy, how much each row counts, such as how often it is read."
+        ),
+    ] = None
+
+    def flats(self, given: str | None) -> int:
+        """The number of flats of ``--flats``.
+
+        Raises:
+            KflatsError: it is none.
+        """
+        if given is not None and not (given.isascii() and given.isdigit()):
+            raise KflatsError(f"--flats {given} is not supported with --table", hint="a number from 1 to 16")
+        return 1 if given is None else int(given)
 
     def check(self, size: str | None, model: str | None, others: Sequence[str]) -> None:
         """Refuse a table with options of models, and options of tables without one."""
@@ -291,7 +307,8 @@ class TableOptions:
             if model is None:
                 raise KflatsError("no model is given", hint="kflats compress MODEL, or --table SOURCE")
         elif model is not None or others:
-            raise conflict("--table", ", ".join([*(["MODEL"] if model else []), *others]), "--size, --layout, --column")
+            chosen = "--size, --layout, --flats, --row-weights, --column"
+            raise conflict("--table", ", ".join([*(["MODEL"] if model else []), *others]), chosen)
         elif size is None:
             raise KflatsError("a table needs a size", hint='--size "2 bits", or --size 8GB')
 

@@ -31,6 +31,7 @@ from kflats.evaluation.running import (
     collate,
     drawn_samples,
     evaluating,
+    explained,
     is_encoder_decoder,
     last_hidden_state,
     mean_over_tokens,
@@ -482,7 +483,7 @@ def _text_graph(model: nn.Module, kind: str, names: tuple[str, ...], output: str
     example = _texts(model, names, *_TEXT_SHAPES[0])
     if not output:
         device = next(model.parameters()).device
-        with torch.no_grad():
+        with explained(model, _DENSE), torch.no_grad():
             result = model(**{n: t.to(device) for n, t in zip(names, example, strict=True)}, **_quiet(model))
         output = "logits" if task_output(result) is not None else "last_hidden_state"
     axes = tuple({0: "batch", 1: "length"} for _ in names)

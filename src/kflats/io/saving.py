@@ -549,8 +549,7 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
     transformers = needed("transformers", "kflats[hf]", "loading a model")
     safe = any(where.glob("*.safetensors"))
     _check_code(where, transformers)
-    if not safe:
-        _check_pickles(where)
+    config: Any = None
     try:
         config = transformers.AutoConfig.from_pretrained(
             where, trust_remote_code=trusts_remote_code(), local_files_only=True
@@ -573,6 +572,12 @@ def load_model(folder: str | os.PathLike[str], *, pickled: bool = False, mapped:
     except KflatsError:
         raise
     except Exception as error:  # a damaged config makes transformers raise many kinds of exceptions
+        if config is not None and not safe and "mismatch" not in str(error):
+            raise KflatsError(
+                f"the pickled weights in {where} cannot be read as tensors",
+                cause="a damaged file, or a pickle of other objects than tensors, which could run code",
+                hint="fetch the files again, or a revision with model.safetensors",
+            ) from error
         raise KflatsError(
             f"the model in {where} cannot be loaded: {first_line(error)}",
             cause="a damaged folder, or an architecture that this transformers does not have",
@@ -682,19 +687,6 @@ def _check_code(folder: Path, transformers: Any) -> None:
             cause=f"transformers has no model type {known!r}",
             hint="read that code; if you trust it, trusting_remote_code()",
         )
-
-
-def _check_pickles(folder: Path) -> None:
-    """Refuse torch's pickles that hold other objects than tensors, which could run code, and damaged ones."""
-    for path in sorted(folder.glob("pytorch_model*.bin")):
-        try:
-            torch.load(path, map_location="meta", weights_only=True)
-        except Exception as error:  # torch raises many kinds
-            raise KflatsError(
-                f"{path} cannot be read as tensors",
-                cause="a damaged file, or a pickle of other objects than tensors, which could run code",
-                hint="fetch the file again, or a revision with model.safetensors",
-            ) from error
 
 
 def _check_unquantized(folder: Path, note: Any) -> None:

@@ -10,9 +10,10 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -113,6 +114,35 @@ class JoinedRows:
         """Where a row comes from, for errors."""
         number = int(np.searchsorted(self.firsts, row, side="right")) - 1
         return f"row {row - self.firsts[number]} of {self.names[number]}"
+
+
+RowWeights: TypeAlias = str | os.PathLike[str] | Tensor | npt.NDArray[np.number]
+"""A ``.npy`` file of one number a row, or the numbers themselves."""
+
+
+def open_weights(source: RowWeights, rows: int) -> Tensor:
+    """One weight for each of so many rows; those of a file are mapped.
+
+    Raises:
+        KflatsError: another number of weights, something else than numbers, or a file that cannot be read.
+
+    >>> open_weights(np.array([3, 1, 0]), 3)
+    tensor([3, 1, 0])
+    """
+    hint = f"a .npy file or an array of {rows:,} numbers, one for each row"
+    if isinstance(source, str | os.PathLike):
+        path = Path(source)
+        if path.suffix != ".npy":
+            raise KflatsError(f"{path} is not supported as weights of rows", hint=hint)
+        try:
+            found: npt.NDArray[np.generic] = np.lib.format.open_memmap(path, mode="c")
+        except (ValueError, OSError) as error:
+            raise _unreadable(path, error) from error
+    else:
+        found = np.asarray(source.detach().cpu() if isinstance(source, Tensor) else source)
+    if found.shape != (rows,) or found.dtype.kind not in "fiu" or not found.dtype.isnative:
+        raise KflatsError(f"{found.dtype} of shape {found.shape} is not supported as weights of rows", hint=hint)
+    return torch.from_numpy(found)
 
 
 def _regrouped(pieces: Iterable[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:

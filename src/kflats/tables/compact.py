@@ -1,8 +1,9 @@
 """The compact layout: integers of one step in principal axes, entropy coded in lanes of a few rows.
 
-Rows are divided into classes by their norm. The integers of a column of a class follow one distribution; rounding
-counts bits (``numerics.coding.quantizers``). A row whose integers leave these distributions is of a wide class, in
-which each number takes 16 bits: so no row is cut off, however unlike the sample it is.
+Rows are divided into classes by their flat, the level of their weight, and their norm. The integers of a column of a
+class follow one distribution; rounding counts bits (``numerics.coding.quantizers``). A row whose integers leave these
+distributions is of a wide class of its flat, in which each number takes 16 bits: so no row is cut off, however unlike
+the sample it is.
 
 Lanes are of about 512 numbers. A file holds lane after lane, and of each lane its length in a byte: what is above
 ``floor``, from 0 to 255; what does not fit is in a list (``odd``, and the sums ``beyond`` of it). Of every 64 lanes it
@@ -14,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -23,13 +25,15 @@ from kflats.common.errors import KflatsError
 from kflats.numerics.coding.encode import label_bits
 from kflats.numerics.coding.lanes import MOST_SYMBOLS, PRECISION, Bytes, LaneCode, decode, encode, whole_frequencies
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, Tally, design, first_symbols, symbols
+from kflats.tables.flats import Coordinates, Parting
 from kflats.tables.layout import NAMES, Ints, distinct, tensor_of
 from kflats.tables.shards import PIECE, Shard, ShardRecord, ShardWriter
 
 _LANE = 512  # numbers a lane, about
 _GROUP = 64  # lanes between two whole offsets
 _PASSES = 3  # of the quantizer's design
-_MOST_CLASSES = 16
+_MOST_CLASSES = 16  # by norm
+_MOST_NARROW = 160
 _SYMBOLS = 128  # of a distribution at most: each takes 1 / 4096 at least
 _FAR = 4.0  # times as long as 99.8 % of the rows
 _MOST_STEPS = 12000.0
@@ -53,11 +57,12 @@ def lane_rows(columns: int) -> int:
 
 @dataclass(frozen=True)
 class Design:
-    """A quantizer of classes: ``edges`` (C - 1,) of the norms, ``limits`` (C, r) the largest integers, ``thresholds``
-    of each table; ``wide`` classes beyond; ``tally``, what it makes of the sample."""
+    """A quantizer of classes: ``edges`` of the norms in each group of rows, ``limits`` (C, r) the largest integers,
+    ``thresholds`` of each table; ``wide`` classes of each flat beyond; ``tally``, what it makes of the sample."""
 
     step: float
-    edges: Tensor
+    parting: Parting
+    edges: tuple[Tensor, ...]
     quantizer: Quantizer
     limits: Tensor
     thresholds: list[Tensor]
@@ -65,22 +70,45 @@ class Design:
     tally: Tally
 
     @classmethod
-    def of(cls, sample: Tensor, step: float, longest: float) -> Design:
-        """The design for rows like ``sample`` (m, r), none longer than ``longest``."""
+    def of(cls, sample: Coordinates, parting: Parting, step: float, longest: float) -> Design:
+        """The design for rows like ``sample``, none longer than ``longest``."""
         sample = usual(sample)
-        edges = _edges(sample, step)
-        labels = torch.bucketize(sample.norm(dim=1), edges)
-        classes = len(edges) + 1
-        parts = [(sample[labels == c].T / step).contiguous() for c in range(classes)]
+        values, groups = sample.values, sample.groups
+        most = max(1, min(_MOST_CLASSES, _MOST_NARROW // parting.groups))
+        of_groups = [values] if groups is None else [values[groups == g] for g in range(parting.groups)]
+        edges = tuple(_edges(mine, step, most) for mine in of_groups)
+        labels = _labels(sample, edges)
+        classes = sum(len(of_group) + 1 for of_group in edges)
+        parts = [(values[labels == c].T / step).contiguous() for c in range(classes)]
         quantizer: Quantizer | None = None
         for _ in range(_PASSES):
-            tally = _tally(parts, quantizer, sample.shape[1])
+            tally = _tally(parts, quantizer, values.shape[1])
             quantizer = design(tally)
         assert quantizer is not None
-        tally = _tally(parts, quantizer, sample.shape[1])
+        tally = _tally(parts, quantizer, values.shape[1])
         limits = quantizer.tables.reach.to(torch.int64)[quantizer.contexts]
         wide = 1 + max(0, math.ceil(math.log(max(longest / (step * _WIDE), 1e-9), _COARSER)))
-        return cls(step, edges, quantizer, limits, quantizer.thresholds(), wide, tally)
+        return cls(step, parting, edges, quantizer, limits, quantizer.thresholds(), wide, tally)
+
+    @cached_property
+    def group_of(self) -> Tensor:
+        """(C,) the group of each class."""
+        return torch.repeat_interleave(
+            torch.arange(len(self.edges)), torch.tensor([len(of_group) + 1 for of_group in self.edges])
+        )
+
+    @property
+    def flat_of(self) -> Tensor:
+        """The flat of each class, the wide ones too."""
+        wide = torch.arange(len(self.parting.axes)).repeat_interleave(self.wide)
+        return torch.cat([self.group_of // self.parting.levels, wide])
+
+    @property
+    def steps(self) -> Tensor:
+        """The step of each class, the wide ones too."""
+        narrow = self.step / self.parting.roots[self.group_of % self.parting.levels]
+        wide = [self.step * _COARSER**i for i in range(self.wide)] * len(self.parting.axes)
+        return torch.cat([narrow, torch.tensor(wide)]).to(torch.float32)
 
     @property
     def row_bits(self) -> float:
@@ -91,25 +119,39 @@ class Design:
             _STATE_BITS + _PLACE_BITS
         ) / lane_rows(columns)
 
-    def quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Classes (m,) uint8 and integers (m, r) int32 of rows in principal axes."""
-        labels = torch.bucketize(rows.norm(dim=1), self.edges)
-        levels = torch.empty(rows.shape, dtype=torch.int32)
-        narrow = len(self.edges) + 1
+    def quantized(self, rows: Coordinates) -> tuple[Tensor, Tensor]:
+        """Classes (m,) uint8 and integers (m, r) int32 of rows."""
+        labels = _labels(rows, self.edges)
+        levels = torch.empty(rows.values.shape, dtype=torch.int32)
+        narrow = len(self.group_of)
         for c in labels.unique().tolist():
             mine = (labels == c).nonzero().squeeze(1)
-            u = (rows[mine] / self.step).T.contiguous()
+            u = (rows.values[mine] / self.step).T.contiguous()
             levels[mine] = symbols(u, self.quantizer.contexts[c], self.thresholds).T.to(torch.int32)
             beyond = (u.abs() - (self.limits[c] + 1).unsqueeze(1)).clamp_min_(0).square_().sum(0)
             out = (beyond > TRADE * _WIDE_BITS * len(u)).nonzero().squeeze(1)
             if len(out):
-                u = u[:, out]
+                group = int(self.group_of[c])
+                u = u[:, out] / self.parting.roots[group % self.parting.levels]
                 reach = (u.abs().amax(0) / _WIDE).clamp_min(1e-9).log2() / math.log2(_COARSER)
                 level = reach.ceil().clamp(0, self.wide - 1)
                 coarse = (u / _COARSER**level).round().clamp(-_WIDE, _WIDE)
                 levels[mine[out]] = coarse.T.to(torch.int32)
-                labels[mine[out]] = narrow + level.to(torch.int64)
+                labels[mine[out]] = narrow + group // self.parting.levels * self.wide + level.to(torch.int64)
         return labels.to(torch.uint8), levels
+
+
+def _labels(rows: Coordinates, edges: Sequence[Tensor]) -> Tensor:
+    """(m,) int64, the class of each row by its group and norm."""
+    norms, firsts = rows.values.norm(dim=1), 0
+    if rows.groups is None:
+        return torch.bucketize(norms, edges[0])
+    labels = torch.empty(len(norms), dtype=torch.int64)
+    for group, of_group in enumerate(edges):
+        mine = rows.groups == group
+        labels[mine] = firsts + torch.bucketize(norms[mine], of_group)
+        firsts += len(of_group) + 1
+    return labels
 
 
 def _tally(parts: list[Tensor], quantizer: Quantizer | None, rank: int) -> Tally:
@@ -121,16 +163,19 @@ def _tally(parts: list[Tensor], quantizer: Quantizer | None, rank: int) -> Tally
     return tally
 
 
-def _edges(sample: Tensor, step: float) -> Tensor:
-    """Norms between classes, equal ratios apart: the classes cost as much in labels as finer ones would save.
+def _edges(sample: Tensor, step: float, most: int) -> Tensor:
+    """Norms between at most ``most`` classes, equal ratios apart: the classes cost as much in labels as finer ones
+    would save.
 
     With a coordinates that have bits and classes exp(w) wide, w^2 / 12 nats a coordinate are lost and ln(1 / w) nats of
     labels saved: the sum is least at w = sqrt(6 / a) or so.
     """
+    if len(sample) < 2:
+        return torch.empty(0)
     active = float((sample.square().mean(0) > step**2).sum())
     logs = sample.norm(dim=1).clamp_min(1e-30).log()
     low, high = (float(logs.quantile(q)) for q in (0.002, 0.998))
-    count = min(_MOST_CLASSES, math.floor((high - low) / math.sqrt(6 / max(active, 1.0))))
+    count = min(most, math.floor((high - low) / math.sqrt(6 / max(active, 1.0))))
     if count < 1:
         return torch.empty(0)
     return torch.linspace(low, high, count + 1)[1:-1].exp() if count > 1 else torch.empty(0)
@@ -138,47 +183,56 @@ def _edges(sample: Tensor, step: float) -> Tensor:
 
 @dataclass(frozen=True)
 class CompactCode:
-    """A code of lanes, the step of each class, and the axes. ``design`` is what encodes; None where a table is read."""
+    """A code of lanes, the step of each class, the axes (k, d, d), and the flat of each class. ``design`` is what
+    encodes; None where a table is read."""
 
     lanes: LaneCode
     steps: Tensor
     axes: Tensor
     mean: Tensor
+    flat_of: Tensor
     design: Design | None = None
 
     @classmethod
-    def of(cls, sample: Tensor, axes: Tensor, mean: Tensor, step: float, longest: float) -> CompactCode:
-        """The code of step ``step`` for rows like ``sample``, in principal axes, none longer than ``longest``."""
-        made = Design.of(sample, step, longest)
+    def of(cls, sample: Coordinates, parting: Parting, mean: Tensor, step: float, longest: float) -> CompactCode:
+        """The code of step ``step`` for rows like ``sample``, none longer than ``longest``."""
+        made = Design.of(sample, parting, step, longest)
+        wide = made.wide * len(parting.axes)
         final = made.quantizer
         classes, columns = final.contexts.shape
         live = (final.contexts > 0).any(0).nonzero()
         main = int(live.max()) + 1 if len(live) else 0
         counts = made.tally.rows.numpy()
-        labels = np.concatenate([counts + 0.5, np.full(made.wide, 0.5)])
+        labels = np.concatenate([counts + 0.5, np.full(wide, 0.5)])
         rows = [_context(whole_frequencies(labels))]
         for k in range(len(final.tables)):
             reach = int(final.tables.reach[k])
             rows.append(_symmetric(final.tables.frequencies(k).numpy(), reach, float(final.shrink[k])))
         even = np.full(MOST_SYMBOLS, 2**PRECISION // MOST_SYMBOLS, dtype=np.int64)
         rows.append(_context(even, shift=8))
-        contexts = np.concatenate([1 + final.contexts.numpy(), np.full((made.wide, columns), len(rows) - 1)])
+        contexts = np.concatenate([1 + final.contexts.numpy(), np.full((wide, columns), len(rows) - 1)])
         frequencies, offsets, shifts = (np.stack(part) for part in zip(*rows, strict=True))
         lanes = LaneCode(frequencies, offsets.astype(np.float32), shifts, contexts, lane_rows(columns), main, classes)
-        steps = torch.tensor([step] * classes + [step * _COARSER**i for i in range(made.wide)], dtype=torch.float32)
-        return cls(lanes, steps, axes, mean, made)
+        return cls(lanes, made.steps, parting.axes, mean, made.flat_of, made)
 
     @property
     def batch(self) -> int:
         """Rows that are decoded at once, each perhaps of a lane of its own."""
         return max(1, _DECODED // (self.lanes.rows * len(self.mean)))
 
+    @property
+    def flats(self) -> int:
+        """As ``RowCode.flats``."""
+        return len(self.axes)
+
     def tensors(self) -> dict[str, Tensor]:
         """As ``RowCode.tensors``."""
         code = self.lanes
         numbers = torch.tensor([code.rows, code.main, code.first_wide])
+        several = len(self.axes) > 1
         return {
-            "axes": self.axes,
+            "axes": self.axes if several else self.axes[0],
+            **({"flats": self.flat_of.to(torch.uint8)} if several else {}),
             "mean": self.mean,
             "steps": self.steps,
             "frequencies": torch.from_numpy(code.frequencies.astype(np.int16)),
@@ -205,17 +259,25 @@ class CompactCode:
             contexts.numpy().astype(np.int64),
             *numbers,
         )
+        axes = tensors.get("axes")
+        if axes is not None and axes.ndim == 2:
+            tensors = {**tensors, "axes": axes.unsqueeze(0), "flats": torch.zeros(len(contexts), dtype=torch.uint8)}
+        axes = tensor_of(tensors, "axes", torch.float32, -1, columns, columns)
+        flat_of = tensor_of(tensors, "flats", torch.uint8, len(contexts)).to(torch.int64)
+        if not int(flat_of.max()) < len(axes):
+            raise KflatsError("the head of the table has classes of flats that are not there", cause="a damaged file")
         return cls(
             code,
             tensor_of(tensors, "steps", torch.float32, len(contexts)),
-            tensor_of(tensors, "axes", torch.float32, columns, columns),
+            axes,
             tensor_of(tensors, "mean", torch.float32, columns),
+            flat_of,
         )
 
     @staticmethod
-    def about_head(columns: int) -> int:
+    def about_head(columns: int, flats: int = 1) -> int:
         """About the bytes of the head."""
-        return 4 * columns * (columns + 1) + 2 * MOST_SYMBOLS * _MOST_CLASSES + NAMES
+        return 4 * columns * (flats * columns + 1) + 2 * MOST_SYMBOLS * _MOST_CLASSES + NAMES
 
     @property
     def head_bytes(self) -> int:
@@ -228,21 +290,25 @@ class CompactCode:
         step = self.design.step * factor
         return replace(self, steps=self.steps * factor, design=replace(self.design, step=step))
 
-    def row_bits(self, sample: Tensor) -> float:
+    def row_bits(self, sample: Coordinates) -> float:
         """Bits a row of files with rows like ``sample``."""
         counts = np.concatenate([self.encoded(part)[1] for part in sample.split(_ENCODED)])
-        return (8 * float(counts.sum()) * (1 + 4 / PIECE) + len(counts) * _PLACE_BITS) / len(sample)
+        return (8 * float(counts.sum()) * (1 + 4 / PIECE) + len(counts) * _PLACE_BITS) / len(sample.values)
 
-    def encoded(self, rows: Tensor) -> tuple[Bytes, Ints, float]:
-        """The bytes of rows in principal axes, how many each lane has, and the squared error."""
+    def encoded(self, rows: Coordinates) -> tuple[Bytes, Ints, float]:
+        """The bytes of rows, how many each lane has, and the weighted squared error."""
         code, design = self.lanes, self.design
         assert design is not None
         labels, levels = design.quantized(rows)
         classes = labels.to(torch.int64)
         offsets = torch.from_numpy(code.offsets[code.contexts])[classes]
         numbers = levels - levels.sign() * offsets
-        error = float((rows - numbers * self.steps[classes].unsqueeze(1)).square().sum())
-        if spare := -len(rows) % code.rows:
+        values = rows.values
+        if design.parting.levels > 1 and rows.groups is not None:
+            values = values / design.parting.roots[rows.groups % design.parting.levels].unsqueeze(1)
+        errors = (values - numbers * self.steps[classes].unsqueeze(1)).square()
+        error = float(errors.sum() if rows.weights is None else errors.sum(1, dtype=torch.float64) @ rows.weights)
+        if spare := -len(labels) % code.rows:
             labels = torch.cat([labels, labels.new_zeros(spare)])
             levels = torch.cat([levels, levels.new_zeros(spare, levels.shape[1])])
         shape = -1, code.rows, levels.shape[1]
@@ -274,7 +340,13 @@ class CompactCode:
         labels, numbers = decode(self.lanes, part.data, part.starts, part.ends, part.lane, part.row)
         main = len(self.mean) if bool((labels >= self.lanes.first_wide).any()) else self.lanes.main
         z = torch.from_numpy(numbers[:, :main]) * self.steps[torch.from_numpy(labels).to(torch.int64)].unsqueeze(1)
-        torch.addmm(self.mean, z, self.axes[:main], out=out)
+        if len(self.axes) == 1:
+            torch.addmm(self.mean, z, self.axes[0, :main], out=out)
+            return
+        flats = self.flat_of[torch.from_numpy(labels).to(torch.int64)]
+        for flat in flats.unique().tolist():
+            mine = (flats == flat).nonzero().squeeze(1)
+            out[mine] = torch.addmm(self.mean, z[mine], self.axes[flat, :main])
 
 
 @dataclass(frozen=True)
@@ -326,7 +398,7 @@ class CompactWriter:
     def __init__(self, code: CompactCode, file: ShardWriter) -> None:
         self.code, self.file, self.counts = code, file, list[Ints]()
 
-    def add(self, rows: Tensor) -> float:
+    def add(self, rows: Coordinates) -> float:
         """As ``RowWriter.add``; of all calls but the last the rows fill whole lanes."""
         error = 0.0
         for part in rows.split(_ENCODED):
@@ -352,16 +424,16 @@ class CompactWriter:
         return self.file.finish(arrays)
 
 
-def usual(sample: Tensor) -> Tensor:
+def usual(sample: Coordinates) -> Coordinates:
     """The rows of a sample without those that are far longer than all others: distributions are not made for them."""
-    norms = sample.norm(dim=1)
+    norms = sample.values.norm(dim=1)
     most = norms.quantile(0.998)
-    return sample[norms <= _FAR * most] if float(most) > 0 else sample
+    return sample.part(norms <= _FAR * most) if float(most) > 0 else sample
 
 
-def finest_step(sample: Tensor) -> float:
+def finest_step(sample: Coordinates) -> float:
     """The least step for rows like ``sample``: their integers are then as large as entropy coding is good for."""
-    return float(usual(sample).norm(dim=1).max()) / _MOST_STEPS
+    return float(usual(sample).values.norm(dim=1).max()) / _MOST_STEPS
 
 
 def step_for(sample: Tensor, bits: float) -> float:

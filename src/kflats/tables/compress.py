@@ -1,8 +1,9 @@
-"""Tables of any number of rows, coded in two passes over their rows.
+"""Tables of any number of rows, coded in a few passes over their rows.
 
 The first pass sums the mean, the Gram matrix and the largest norm, refuses what is not finite, and draws a sample. The
-axes are those of all rows; steps and distributions are those of the sample. The second pass encodes block by block and
-writes file after file. Neither holds more than a block of rows, the sample and d x d numbers.
+axes are those of all rows; steps and distributions are those of the sample. Several flats take some passes more
+(``tables.flats``). The last pass encodes block by block and writes file after file. None holds more than a block of
+rows, the sample and k x d x d numbers.
 
 Sums are those of units of 2^18 rows, added in their order: they do not depend on how the source is cut into files, nor
 on who sums a unit. Several workers sum different units, and write different files.
@@ -15,23 +16,24 @@ import math
 import os
 import warnings
 import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError, KflatsWarning, is_whole
-from kflats.common.formatting import progress_bar
+from kflats.common.formatting import announce, progress_bar
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
-from kflats.io.tables import JoinedRows, open_rows, table_files
+from kflats.io.tables import JoinedRows, RowWeights, open_rows, open_weights, table_files
 from kflats.numerics.rows import GRAM_BLOCK
 from kflats.recipe.budget import Budget, parse_budget
 from kflats.tables.compact import CompactCode, Design, finest_step, step_for
 from kflats.tables.fast import FastCode
+from kflats.tables.flats import MOST_FLATS, Coordinates, Parting, halvings, parted
 from kflats.tables.index import INDEX_BYTES, SHARD_ENTRY, Layout, TableIndex, save_head
 from kflats.tables.layout import RowCode
 from kflats.tables.partial import Part, PartialTable
@@ -56,6 +58,8 @@ def compress_table(
     *,
     size: str | Budget,
     layout: Layout = "compact",
+    flats: int = 1,
+    row_weights: RowWeights | None = None,
     name: str = "",
     seed: int = 0,
     shard_rows: int | None = None,
@@ -65,11 +69,14 @@ def compress_table(
 ) -> TableIndex:
     """Code a table in files into a folder that ``open_table`` reads row by row.
 
-    With a_i the rows less their mean, and V their principal axes (eigenvectors of the Gram matrix of all rows):
+    With a_i the rows less their mean, w_i their weights, f(i) the flat of a row, and V_f the principal axes of a flat
+    (eigenvectors of the Gram matrix of its rows):
 
-        minimise   sum_i || a_i - a^_i ||^2      subject to   bytes of the folder <= size,      a^_i = q(V a_i) V
+        minimise   sum_i w_i || a_i - a^_i ||^2   subject to   bytes of the folder <= size,  a^_i = q(V_f(i) a_i) V_f(i)
 
     Coordinates get bits by reverse water-filling (Cover and Thomas, Elements of Information Theory, section 10.3.3).
+    Flats are found by EM in passes over all rows, from a start on a sample: each row has the flat in which its code is
+    shortest (the k flats of MESSI, Maalouf et al., ICLR 2021, section 2, with lengths of codes for distances).
 
     Args:
         source: a file, a folder or several files, as of ``kflats.io.open_rows``: safetensors, ``.npy``, Parquet, Arrow,
@@ -79,6 +86,13 @@ def compress_table(
         layout: "compact", entropy coded in lanes of a few rows, the smallest; or "fast", every row in the same bytes,
             of which random rows are read 14 to 35 times as fast. In equal bytes compact loses less, most below 3 bits a
             number.
+        flats: how many sets of axes, 1 to 16, in the compact layout. They pay where rows are of several kinds and
+            there are hundreds of rows a column; those of few rows are given up. Each takes d x d numbers, and EM reads
+            the rows up to four times more.
+        row_weights: (n,) how much the squared error of each row counts, such as how often it is read: numbers from 0
+            in a ``.npy`` file, which is mapped, or in memory. None: all rows count the same. Steps shrink with the root
+            of the weight, in levels, to 2^-15 of the largest weight; axes are those of all rows. In the compact layout.
+            The errors in the index are weighted.
         name: of the tensor or the column, where a file has several.
         seed: of the sample.
         shard_rows: rows a file, a multiple of 16384; by default 2^22, or fewer if they take more than 2 GiB.
@@ -93,8 +107,9 @@ def compress_table(
     beside ``out``: the same command reads the source once more, and takes over those whose bytes are as they were.
 
     Raises:
-        KflatsError: a source that cannot be read; NaN, infinite or huge numbers, named by file and row; a longest row
-            below 1e-15; a size that cannot be met; workers whose codes differ; as ``kflats.io.new_folder``.
+        KflatsError: a source that cannot be read; weights that are negative, not finite, all zero, or of another
+            number; several flats or weights in the fast layout; NaN, infinite or huge numbers, named by file and row; a
+            longest row below 1e-15; a size that cannot be met; workers whose codes differ; as ``kflats.io.new_folder``.
 
     Warns:
         KflatsWarning: a row is 10,000 times as long as the middle one. All rows have steps of one size in the compact
@@ -106,21 +121,55 @@ def compress_table(
         raise KflatsError(f"seed={seed!r} is not supported", hint="a whole number from 0")
     if shard_rows is not None and (not is_whole(shard_rows, _BLOCK) or shard_rows % _BLOCK):
         raise KflatsError(f"shard_rows={shard_rows!r} is not supported", hint=f"a multiple of {_BLOCK}")
+    if not is_whole(flats, 1, MOST_FLATS):
+        raise KflatsError(
+            f"flats={flats!r} is not supported with a table", hint=f"a whole number from 1 to {MOST_FLATS}"
+        )
+    if flats > 1 and layout == "fast":
+        raise KflatsError(
+            f"flats={flats} is not supported with the fast layout",
+            cause="its rows have no room for the label of a flat",
+            hint='layout="compact", or one flat',
+        )
+    if row_weights is not None and layout == "fast":
+        raise KflatsError(
+            "weights of rows are not supported with the fast layout",
+            cause="all its rows take the same bytes",
+            hint='layout="compact", or no weights',
+        )
     rows = open_rows(source, name=name)
     n, d = rows.shape
+    table = _Source(rows, None if row_weights is None else open_weights(row_weights, n))
     budget = _bytes(size, n * d)
     per_shard = shard_rows or _rows_a_shard(n, budget)
     workers = workers or Workers()
     workers.quiet = quiet or not workers.first
     asked = {"rows": f"{n} x {d}", "bytes": str(budget), "layout": layout, "seed": str(seed), "file": str(per_shard)}
+    asked |= {"flats": str(flats), "weights": str(table.weights is not None)}
     workers.agree("the table or its options", asked)
     with (
         new_folder(out, force, table_files(source), workers) as folder,
         progress_bar(quiet=quiet or not workers.first) as show,
     ):
-        seen = _first_pass(rows, seed, lambda done: show("measuring", done, n), workers)
-        kept = partial(PartialTable, Path(out).expanduser().resolve(), seen.checksums, per_shard)
-        run = _Run(rows, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n), workers, kept)
+        seen = _first_pass(table, seed, lambda done: show("measuring", done, n), workers)
+        if flats > 1:
+            level = step_for(seen.sample.values, 8 * budget / n) ** 2 / 12
+            seen = _with_flats(table, seen, flats, level, seed, lambda what, done: show(what, done, n), workers)
+            kept = len(seen.parting.axes)
+            if kept < flats:
+                announce(f"{kept} of {flats} flats have rows enough", quiet=quiet or not workers.first)
+        partial_table = partial(PartialTable, Path(out).expanduser().resolve(), seen.checksums, per_shard)
+        run = _Run(
+            table,
+            folder,
+            layout,
+            budget,
+            per_shard,
+            seen,
+            lambda done: show("encoding", done, n),
+            workers,
+            partial_table,
+        )
         index = run.whole()
         if workers.first:
             index.save(folder)
@@ -128,20 +177,67 @@ def compress_table(
 
 
 @dataclass(frozen=True)
+class _Source:
+    """The rows (n, d) of a table, and their weights (n,), which may be mapped; None: all are 1."""
+
+    rows: JoinedRows
+    weights: Tensor | None
+
+    def between(self, first: int, last: int, size: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        """Rows ``first`` to ``last`` in blocks: the number of the first row, the rows, their weights in float64.
+
+        Raises:
+            KflatsError: a weight that is none.
+        """
+        for start, block in self.rows.between(first, last, size):
+            yield start, block, self.weights_of(torch.arange(start, start + len(block)))
+
+    def weights_of(self, ids: Tensor) -> Tensor | None:
+        """(m,) float64, the weights of some rows.
+
+        Raises:
+            KflatsError: a weight that is none.
+        """
+        if self.weights is None:
+            return None
+        found = self.weights[ids].to(torch.float64)
+        good = (found >= 0) & (found <= _LONGEST)
+        if not bool(good.all()):
+            place = int((~good).nonzero()[0])
+            raise KflatsError(
+                f"the weight {float(found[place])} of row {int(ids[place])} is not supported",
+                hint=f"numbers from 0 to {_LONGEST:.0e}",
+            )
+        return found
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(n, d)."""
+        return self.rows.shape
+
+
+@dataclass(frozen=True)
 class _Seen:
-    """What the first pass learns: ``axes`` (d, d) by falling energy, the sum of squares, a bound of the norms of rows
-    less their mean, a ``sample`` of rows in these axes, and the ``checksums`` of all rows, unit by unit."""
+    """What is known of a table before it is coded: the weighted mean and sum of squares, a bound of the norms of rows
+    less their mean, how rows are parted, a sample of rows ``near`` (m, d), less the mean, with their weights, and the
+    ``checksums`` of all rows, unit by unit."""
 
     mean: Tensor
-    axes: Tensor
     squares: float
     longest: float
-    sample: Tensor
+    parting: Parting
+    near: Tensor
+    weights: Tensor | None
     checksums: tuple[int, ...]
 
+    @cached_property
+    def sample(self) -> Coordinates:
+        """The sample as it is coded."""
+        return self.parting.coordinates(self.near, self.weights)
 
-def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None], workers: Workers) -> _Seen:
-    n, d = rows.shape
+
+def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers: Workers) -> _Seen:
+    rows, (n, d) = table.rows, table.shape
     count = min(n, _SAMPLE)
     drawn = torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     ids = ((torch.arange(count) + drawn) * (n / count)).to(torch.int64).clamp_max(n - 1)  # one of each n / count rows
@@ -152,7 +248,8 @@ def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None], worker
         first, last = unit * _UNIT, min((unit + 1) * _UNIT, n)
         mine = ids[(ids >= first) & (ids < last)]
         sample, squares, longest, place, checksum = torch.empty(len(mine), d), 0.0, -1.0, 0, 0
-        for start, block in rows.between(first, last, GRAM_BLOCK):
+        heaviest = 0.0
+        for start, block, own in table.between(first, last, GRAM_BLOCK):
             norms = block.square().sum(1)
             most = norms.max(dim=0)
             if not float(most.values) <= _LONGEST**2:
@@ -160,25 +257,32 @@ def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None], worker
             if float(most.values) > longest:
                 longest, place = float(most.values), start + int(most.indices)
             checksum = zlib.crc32(block.contiguous().numpy().data, checksum)
+            if own is not None:
+                checksum = zlib.crc32(own.numpy().data, checksum)
+                heaviest = max(heaviest, float(own.max()))
             here = slice(*torch.searchsorted(mine, torch.tensor([start, start + len(block)])).tolist())
             sample[here] = block[mine[here] - start].to(torch.float32)
             near = block - shift
             total += near.sum(0, dtype=torch.float64)
             gram += near.T @ near
-            squares += float(norms.sum(dtype=torch.float64))
+            squares += float(norms.sum(dtype=torch.float64) if own is None else norms.to(torch.float64) @ own)
             show(start + len(block))
-        return {"total": total, "gram": gram, "sample": sample}, json.dumps([squares, longest, place, checksum])
+        numbers = [squares, longest, place, checksum, heaviest]
+        return {"total": total, "gram": gram, "sample": sample}, json.dumps(numbers)
 
     total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
     samples, squares, checksums = list[Tensor](), 0.0, list[int]()
-    longest, place = -1.0, 0
+    longest, place, heaviest = -1.0, 0, 0.0
     tasks = [f"measuring rows {a} and on" for a in range(0, n, _UNIT)]
     for tensors, numbers in workers.in_turn(tasks, sums):
         total, gram = total + tensors["total"], gram + tensors["gram"]
         samples.append(tensors["sample"])
-        unit_squares, *far, checksum = json.loads(numbers)
+        unit_squares, *far, checksum, unit_heaviest = json.loads(numbers)
         checksums.append(checksum)
+        heaviest = max(heaviest, unit_heaviest)
         squares, (longest, place) = squares + unit_squares, max((longest, place), tuple(far), key=lambda one: one[0])
+    if table.weights is not None and not heaviest > 0:
+        raise KflatsError("all weights of rows are 0", hint="weights of which some are positive")
     mean = total / n
     axes = torch.linalg.eigh(gram / n - mean.outer(mean)).eigenvectors.T.flip(0).to(torch.float32).contiguous()
     mean, whole = (mean + shift).to(torch.float32), torch.cat(samples)
@@ -196,8 +300,41 @@ def _first_pass(rows: JoinedRows, seed: int, show: Callable[[int], None], worker
             KflatsWarning(f"{far}: its steps are those of all rows, which lose more; leave it out of the table"),
             stacklevel=3,
         )
-    reach, sample = longest**0.5 + float(mean.norm()), (whole - mean) @ axes.T
-    return _Seen(mean, axes, squares, reach, sample, tuple(checksums))
+    weights = table.weights_of(ids)
+    levels = 1 if weights is None else int(halvings(weights, heaviest).max()) + 1
+    parting = Parting(axes.unsqueeze(0), levels, heaviest)
+    return _Seen(mean, squares, longest**0.5 + float(mean.norm()), parting, whole - mean, weights, tuple(checksums))
+
+
+def _with_flats(
+    table: _Source,
+    seen: _Seen,
+    flats: int,
+    level: float,
+    seed: int,
+    show: Callable[[str, int], None],
+    workers: Workers,
+) -> _Seen:
+    """The same with rows parted into flats, by EM in passes over all rows."""
+    n = table.shape[0]
+
+    def blocks(unit: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
+        for start, block, weights in table.between(unit * _UNIT, min((unit + 1) * _UNIT, n), GRAM_BLOCK):
+            yield start, block.to(torch.float32) - seen.mean, weights
+
+    parting, _ = parted(
+        seen.near,
+        seen.weights,
+        flats,
+        one=seen.parting,
+        level=level,
+        seed=seed,
+        blocks=blocks,
+        units=-(-n // _UNIT),
+        workers=workers,
+        show=show,
+    )
+    return replace(seen, parting=parting)
 
 
 def _not_finite(rows: JoinedRows, start: int, block: Tensor) -> KflatsError:
@@ -214,7 +351,7 @@ def _not_finite(rows: JoinedRows, start: int, block: Tensor) -> KflatsError:
 class _Run:
     """The second pass, and again where the sample misjudged the size."""
 
-    rows: JoinedRows
+    table: _Source
     folder: Path
     layout: Layout
     budget: int
@@ -226,16 +363,16 @@ class _Run:
 
     def whole(self) -> TableIndex:
         """The table of the budget."""
-        seen, n = self.seen, self.rows.shape[0]
+        seen, n = self.seen, self.table.shape[0]
         shards = -(-n // self.shard_rows)
         overhead = INDEX_BYTES + shards * SHARD_ENTRY
         if self.layout == "fast":
-            fast = FastCode.of(seen.sample, seen.axes, seen.mean, self._row_bytes(overhead))
+            fast = FastCode.of(seen.sample.values, seen.parting.axes[0], seen.mean, self._row_bytes(overhead))
             files, _ = self._agreed(fast)
             return self._taken(self._written(fast, files), files)
         room = self.budget - overhead - shards * file_bytes(0, 64)
         small, reached = None, 0  # the largest code that fits so far, and its bytes
-        aim, least, totals = _AIM, self.budget - room + CompactCode.about_head(self.rows.shape[1]), list[int]()
+        aim, least, totals = _AIM, self.budget - room + self._about_head(), list[int]()
         while len(totals) < _TRIES and (code := self._compact(room * aim)) is not None:
             files, total = self._agreed(code)
             if total is None:
@@ -256,8 +393,11 @@ class _Run:
             files.remove_all()
         raise self._too_small(min(totals, default=least))
 
+    def _about_head(self) -> int:
+        return CompactCode.about_head(self.table.shape[1], len(self.seen.parting.axes))
+
     def _row_bytes(self, overhead: int) -> int:
-        n, d = self.rows.shape
+        n, d = self.table.shape
         head = FastCode.head_bytes(d)
         counts = [min(self.shard_rows, n - first) for first in range(0, n, self.shard_rows)]
 
@@ -272,7 +412,7 @@ class _Run:
         return row_bytes
 
     def _too_small(self, least: int) -> KflatsError:
-        n, d = self.rows.shape
+        n, d = self.table.shape
         return KflatsError(
             f"{self.budget:,} bytes cannot hold a table of {n:,} x {d} in the {self.layout} layout",
             cause=f"{least:,} bytes are needed for what does not depend on the rows, and for the least of them",
@@ -281,25 +421,25 @@ class _Run:
 
     def _compact(self, nbytes: float) -> CompactCode | None:
         """The code whose head and rows take about ``nbytes``, by the sample; None where no code does."""
-        seen, whole, n = self.seen, self.seen.sample, self.rows.shape[0]
-        few = whole[:: max(1, len(whole) // _SEARCHED)]
-        bits = 8 * (nbytes - CompactCode.about_head(few.shape[1])) / n
+        seen, whole, n = self.seen, self.seen.sample, self.table.shape[0]
+        few = whole.part(slice(None, None, max(1, len(whole.values) // _SEARCHED)))
+        bits = 8 * (nbytes - self._about_head()) / n
         if bits <= 0:
             return None
         # Bits fall by one a live coordinate for each doubling of the step: false position on its logarithm.
-        power, slope = math.log2(step_for(few, bits)), -float(few.shape[1])
+        power, slope = math.log2(step_for(few.values, bits)), -float(few.values.shape[1])
         finest = math.log2(finest_step(whole))
         power = max(power, finest)
         before: tuple[float, float] | None = None
         for _ in range(_SEARCHES):
-            spent = Design.of(few, 2.0**power, seen.longest).row_bits
+            spent = Design.of(few, seen.parting, 2.0**power, seen.longest).row_bits
             if before is not None and (spent - before[1]) * (power - before[0]) < 0:
                 slope = (spent - before[1]) / (power - before[0])
             if abs(spent - bits) <= 0.01 * bits:
                 break
             before = power, spent
             power = max(finest, power + max(-3.0, min(3.0, (bits - spent) / slope)))
-        code = CompactCode.of(whole, seen.axes, seen.mean, 2.0**power, seen.longest)
+        code = CompactCode.of(whole, seen.parting, seen.mean, 2.0**power, seen.longest)
         # Steps that are a little finer or coarser change nothing else.
         bits = 8 * (nbytes - code.head_bytes) / n
         return code.scaled(2.0 ** max(finest - power, min(1.0, (bits - code.row_bits(whole)) / slope)))
@@ -325,7 +465,7 @@ class _Run:
 
     def _written(self, code: RowCode, kept: PartialTable) -> TableIndex:
         """All files of rows, and the head."""
-        n, d = self.rows.shape
+        n, d = self.table.shape
         firsts = range(0, n, self.shard_rows)
         if self.workers.first:
             kept.remove_others()
@@ -346,14 +486,14 @@ class _Run:
     def _shard(self, code: RowCode, number: int, kept: PartialTable) -> Part:
         """One file of rows, written or taken over."""
         first, seen, error = number * self.shard_rows, self.seen, 0.0
-        last = min(first + self.shard_rows, self.rows.shape[0])
+        last = min(first + self.shard_rows, self.table.shape[0])
         if (there := kept.get(number)) is not None:
             self.show(last)
             return there
         with replaced(kept.path(number)) as aside, ShardWriter(aside) as file:
             writer = code.writer(file)
-            for start, block in self.rows.between(first, last, _BLOCK):
-                error += writer.add((block.to(torch.float32) - seen.mean) @ seen.axes.T)
+            for start, block, weights in self.table.between(first, last, _BLOCK):
+                error += writer.add(seen.parting.coordinates(block.to(torch.float32) - seen.mean, weights))
                 self.show(start + len(block))
             part = Part(writer.finish(), error)
         kept.put(number, part)

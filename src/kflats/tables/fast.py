@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.coding.packing import Layout, pack, places_of, read_codes
+from kflats.tables.flats import Coordinates
 from kflats.tables.layout import NAMES, Ints, tensor_of
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
 
@@ -41,6 +42,7 @@ class FastCode:
     mean: Tensor
 
     batch = _DECODED
+    flats = 1
 
     @classmethod
     def of(cls, sample: Tensor, axes: Tensor, mean: Tensor, row_bytes: int) -> FastCode:
@@ -175,9 +177,9 @@ class FastWriter:
     def __init__(self, code: FastCode, file: ShardWriter) -> None:
         self.code, self.file = code, file
 
-    def add(self, rows: Tensor) -> float:
+    def add(self, rows: Coordinates) -> float:
         """As ``RowWriter.add``."""
-        packed, error = self.code.encoded(rows)
+        packed, error = self.code.encoded(rows.values)
         self.file.add(packed.numpy())
         return error
 

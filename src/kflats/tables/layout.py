@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.tables.flats import Coordinates
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter
 
 NAMES = 2048
@@ -20,11 +21,15 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 
 class RowCode(Protocol):
-    """Codes of rows in principal axes, (x - mean) V', and what decodes them."""
+    """Codes of ``Coordinates`` of rows, and what decodes them."""
 
     @property
     def batch(self) -> int:
         """Rows that are decoded at once."""
+
+    @property
+    def flats(self) -> int:
+        """How many sets of axes rows have."""
 
     def tensors(self) -> dict[str, Tensor]:
         """What the head of the table holds of this code."""
@@ -42,8 +47,8 @@ class RowCode(Protocol):
 class RowWriter(Protocol):
     """Encodes the rows of one file."""
 
-    def add(self, rows: Tensor) -> float:
-        """Encode rows (m, d) in principal axes; their squared error."""
+    def add(self, rows: Coordinates) -> float:
+        """Encode rows; their weighted squared error."""
 
     def finish(self) -> ShardRecord:
         """Write what is left, and close the file."""

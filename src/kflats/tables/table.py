@@ -43,6 +43,11 @@ class CodedTable:
     def __len__(self) -> int:
         return self.shape[0]
 
+    @property
+    def flats(self) -> int:
+        """How many sets of axes the rows have."""
+        return self._code.flats
+
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return open_table, (str(self.folder),)
 

@@ -27,14 +27,17 @@ _STILL = 0.002
 """EM ends when a smaller share of the rows moves."""
 _SAMPLE_A_FLAT = 16384
 """Rows in the sample for each flat; then every row gets its flat once."""
-_FEWEST = 2
+FEWEST = 2
 """Times the columns: rows below which a flat is given up, since its axes would not pay for themselves."""
 
 
 @dataclass(frozen=True)
-class _Flat:
-    axes: Tensor  # (d, d), columns
-    variances: Tensor  # (d,)
+class CodedFlat:
+    """What a row costs in a flat: principal ``axes`` (d, d) as columns and ``variances`` (d,), of the shapes of its
+    rows; ``label_nats``, what its label takes."""
+
+    axes: Tensor
+    variances: Tensor
     label_nats: float
 
 
@@ -56,12 +59,12 @@ def cluster_rows(rows: Rows, labels: Tensor, weights: Tensor, level: float) -> T
     most = count * _SAMPLE_A_FLAT
     chosen = torch.arange(n) if n <= most else torch.arange(most) * n // most
     part, part_roots, here = PartOfRows(rows, chosen), roots[chosen], labels[chosen]
-    fewest = _FEWEST * d * len(chosen) // n
-    flats = _fitted(part, part_roots, here, count, fewest)
+    fewest = FEWEST * d * len(chosen) // n
+    flats = _fitted(part, here, count, fewest)
     for _ in range(_ROUNDS):
         moved = _cheapest(part, part_roots, flats, level)
         share = float((moved != here).to(torch.float64).mean())
-        here, flats = moved, _fitted(part, part_roots, moved, len(flats), fewest)
+        here, flats = moved, _fitted(part, moved, len(flats), fewest)
         if share < _STILL:
             break
     kept: Tensor = torch.unique(_cheapest(rows, roots, flats, level), return_inverse=True)[1]
@@ -76,37 +79,57 @@ def _shapes(block: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
     return block / norms.clamp_min(torch.finfo(block.dtype).tiny ** 0.5).unsqueeze(1), sizes.square()
 
 
-def _fitted(rows: Rows, roots: Tensor, labels: Tensor, count: int, fewest: int) -> list[_Flat]:
-    """The flats of these labels that have rows enough; the largest at least."""
-    d = rows.shape[1]
-    grams = torch.zeros(count, d, d, dtype=torch.float64)
-    for here, block in slices(rows):
-        shapes, _ = _shapes(block, roots[here])
-        own = labels[here]
-        for flat in own.unique().tolist():
-            mine = shapes[own == flat]
-            grams[flat] += (mine.T @ mine).to(torch.float64)
-    counts = torch.bincount(labels, minlength=count)
-    kept = [f for f in range(count) if counts[f] >= max(1, fewest)] or [int(counts.argmax())]
+def shape_grams(block: Tensor, labels: Tensor, count: int) -> Tensor:
+    """(count, d, d) float64, the Gram matrices of the unit rows of each label."""
+    shapes, _ = _shapes(block, torch.ones((), dtype=torch.float64))
+    grams = torch.zeros(count, block.shape[1], block.shape[1], dtype=torch.float64)
+    for flat in labels.unique().tolist():
+        mine = shapes[labels == flat]
+        grams[flat] = (mine.T @ mine).to(torch.float64)
+    return grams
+
+
+def flats_of(grams: Tensor, counts: Tensor, fewest: int) -> tuple[list[CodedFlat], list[int]]:
+    """The flats that have ``fewest`` rows, the largest at least, and which of all they are.
+
+    Args:
+        grams: (k, d, d), sums of ``shape_grams``. counts: (k,) rows.
+    """
+    kept = [f for f in range(len(counts)) if counts[f] >= max(1, fewest)] or [int(counts.argmax())]
     flats = []
     for flat in kept:
         values, vectors = torch.linalg.eigh(grams[flat] / counts[flat])
         label_nats = -math.log(float(counts[flat]) / float(counts[kept].sum()))
-        flats.append(_Flat(vectors, values.clamp_min(0.0), label_nats))
-    return flats
+        flats.append(CodedFlat(vectors, values.clamp_min(0.0), label_nats))
+    return flats, kept
 
 
-def _cheapest(rows: Rows, roots: Tensor, flats: list[_Flat], level: float) -> Tensor:
-    """(n,) the flat in which each row costs least."""
-    cheapest = []
+def costs_in(block: Tensor, roots: Tensor, flats: list[CodedFlat], level: float) -> Tensor:
+    """(m, k) nats that each row of a block costs in each flat.
+
+    Args:
+        block: (m, d). roots: (m,) float64, square roots of weights. level: as ``cluster_rows``.
+    """
+    shapes, squares = _shapes(block, roots)
+    # Rows of no size cost the same everywhere; the noise of the others is in units of their own.
+    noise = (level / squares.clamp_min(1e-12 * level)).to(block.dtype).unsqueeze(1)
+    costs = []
+    for flat in flats:
+        z = (shapes @ flat.axes.to(block.dtype)).square_()
+        spread = flat.variances.to(block.dtype) + noise
+        costs.append(0.5 * (z.div_(spread) + spread.div_(noise).log_()).sum(1) + flat.label_nats)
+    return torch.stack(costs, dim=1)
+
+
+def _fitted(rows: Rows, labels: Tensor, count: int, fewest: int) -> list[CodedFlat]:
+    """The flats of these labels that have rows enough; the largest at least."""
+    d = rows.shape[1]
+    grams = torch.zeros(count, d, d, dtype=torch.float64)
     for here, block in slices(rows):
-        shapes, squares = _shapes(block, roots[here])
-        # Rows of no size cost the same everywhere; the noise of the others is in units of their own.
-        noise = (level / squares.clamp_min(1e-12 * level)).to(block.dtype).unsqueeze(1)
-        costs = []
-        for flat in flats:
-            z = (shapes @ flat.axes.to(block.dtype)).square_()
-            spread = flat.variances.to(block.dtype) + noise
-            costs.append(0.5 * (z.div_(spread) + spread.div_(noise).log_()).sum(1) + flat.label_nats)
-        cheapest.append(torch.stack(costs, dim=1).argmin(1))
-    return torch.cat(cheapest)
+        grams += shape_grams(block, labels[here], count)
+    return flats_of(grams, torch.bincount(labels, minlength=count), fewest)[0]
+
+
+def _cheapest(rows: Rows, roots: Tensor, flats: list[CodedFlat], level: float) -> Tensor:
+    """(n,) the flat in which each row costs least."""
+    return torch.cat([costs_in(block, roots[here], flats, level).argmin(1) for here, block in slices(rows)])

@@ -1,0 +1,232 @@
+"""The flats of a table in files, found by EM in passes over its rows, and how rows are told apart before coding.
+
+Each pass gives every row the flat in which its code is shortest (``numerics.coding.clusters``) and sums, for each flat,
+the Gram matrix of the shapes of its rows, from which the next pass has axes and variances, and that of its rows, whose
+eigenvectors are the axes of the code. EM starts on a sample. The sum of all lengths falls from pass to pass; when it
+hardly falls, EM ends.
+
+A row with weight w, as a share of the largest, is coded after it was multiplied by the root of its weight, rounded to a
+power of the root of two: rows that count four times as much get steps half as large. Weights change no axes: every row
+takes bits, and axes of the heaviest rows alone would make those of all others more.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from kflats.common.workers import Workers
+from kflats.numerics.coding.clusters import (
+    FEWEST,
+    CodedFlat,
+    cluster_rows,
+    costs_in,
+    flats_of,
+    shape_grams,
+)
+from kflats.numerics.fit import fit_flats
+from kflats.numerics.rows import TensorRows
+
+MOST_FLATS = 16
+_LEVELS = 16  # of weights; those below 2^-15 of the largest count as that
+_PASSES = 4
+_STILL = 0.002
+"""EM ends when the sum of all lengths falls by less."""
+
+Blocks = Callable[[int], Iterator[tuple[int, Tensor, Tensor | None]]]
+"""The blocks of a unit: the number of the first row, rows (m, d) float32 less their mean, their weights."""
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Rows as they are coded.
+
+    Args:
+        values: (m, d), each row in the axes of its flat, times the root of the level of its weight.
+        groups: (m,) flat x levels + level; None: all are of group 0.
+        weights: (m,) of their squared errors; None: all are 1.
+    """
+
+    values: Tensor
+    groups: Tensor | None = None
+    weights: Tensor | None = None
+
+    def part(self, rows: Tensor | slice) -> Coordinates:
+        """Some of the rows."""
+        some = (None if one is None else one[rows] for one in (self.groups, self.weights))
+        return Coordinates(self.values[rows], *some)
+
+    def split(self, size: int) -> Iterator[Coordinates]:
+        """The rows in parts of ``size``."""
+        for start in range(0, len(self.values), size):
+            yield self.part(slice(start, start + size))
+
+
+@dataclass(frozen=True)
+class Parting:
+    """How rows are told apart: by flat, and by level of weight.
+
+    Args:
+        axes: (k, d, d), the axes of each flat as rows, by falling energy.
+        levels: how many levels of weight there are.
+        largest: the largest weight. flats: what a row costs in each flat; () for one flat. level: the squared error of
+            a coded coordinate, of which costs depend.
+    """
+
+    axes: Tensor
+    levels: int = 1
+    largest: float = 1.0
+    flats: tuple[CodedFlat, ...] = ()
+    level: float = 0.0
+
+    @property
+    def groups(self) -> int:
+        """How many groups of rows there are."""
+        return len(self.axes) * self.levels
+
+    @property
+    def roots(self) -> Tensor:
+        """(levels,) the root of each level of weight."""
+        return 2.0 ** (-torch.arange(self.levels) / 2)
+
+    def coordinates(self, near: Tensor, weights: Tensor | None = None) -> Coordinates:
+        """The coordinates of rows (m, d) float32, less their mean."""
+        if self.groups == 1:
+            return Coordinates(near @ self.axes[0].T, None, weights)
+        levels = self.levels_of(near, weights)
+        labels = self.labels(near, levels)
+        values = torch.empty_like(near)
+        for flat in labels.unique().tolist():
+            mine = labels == flat
+            values[mine] = near[mine] @ self.axes[flat].T
+        return Coordinates(values.mul_(self.roots[levels].unsqueeze(1)), labels * self.levels + levels, weights)
+
+    def labels(self, near: Tensor, levels: Tensor) -> Tensor:
+        """(m,) the flat in which each row costs least."""
+        if not self.flats:
+            return torch.zeros(len(near), dtype=torch.int64)
+        return self._costs(near, levels).argmin(1)
+
+    def costs(self, near: Tensor, weights: Tensor | None) -> tuple[float, Tensor]:
+        """The sum of what rows cost where they cost least, in nats, and (m,) their flats."""
+        least = self._costs(near, self.levels_of(near, weights)).min(dim=1)
+        return float(least.values.sum(dtype=torch.float64)), least.indices
+
+    def _costs(self, near: Tensor, levels: Tensor) -> Tensor:
+        return costs_in(near, self.roots.to(torch.float64)[levels], list(self.flats), self.level)
+
+    def levels_of(self, near: Tensor, weights: Tensor | None) -> Tensor:
+        """(m,) int64, the levels of the weights of rows."""
+        if weights is None or self.levels == 1:
+            return torch.zeros(len(near), dtype=torch.int64)
+        return halvings(weights, self.largest).clamp_max(self.levels - 1)
+
+
+def halvings(weights: Tensor, largest: float) -> Tensor:
+    """(m,) int64, how many times each weight is half of the largest one, rounded, 15 at most.
+
+    >>> halvings(torch.tensor([8.0, 3.0, 0.0]), 8.0).tolist()
+    [0, 1, 15]
+    """
+    shares = (weights.to(torch.float64) / largest).clamp_min(2.0 ** (1 - _LEVELS))
+    return (-shares.log2()).round().clamp(0, _LEVELS - 1).to(torch.int64)
+
+
+def parted(
+    sample: Tensor,
+    sample_weights: Tensor | None,
+    flats: int,
+    *,
+    one: Parting,
+    level: float,
+    seed: int,
+    blocks: Blocks,
+    units: int,
+    workers: Workers,
+    show: Callable[[str, int], None],
+) -> tuple[Parting, tuple[float, ...]]:
+    """The flats of a table, and the mean length of a row in nats after each pass over all rows.
+
+    Args:
+        sample: (m, d) float32 rows of the table, less the mean of all. sample_weights: theirs.
+        flats: how many are sought. Those of few rows are given up.
+        one: the parting with one flat, whose levels of weights it keeps. level: as ``cluster_rows``.
+        blocks: of each of the ``units`` of rows. workers: who divide the units.
+        show: is told the pass and the rows of it that were read.
+    """
+    d = sample.shape[1]
+    flats = min(flats, len(sample) // (FEWEST * d))
+    if flats < 2:
+        return one, ()
+    energies = one.coordinates(sample, sample_weights).values.square().mean(0)
+    rank = max(1, min(d // 2, int((energies > level).sum())))  # the axes that get bits
+    start = fit_flats(TensorRows(sample), flats, rank=rank, seed=seed).labels.to(torch.int64)
+    weights = one.roots[one.levels_of(sample, sample_weights)].to(torch.float64).square()
+    labels = cluster_rows(TensorRows(sample), start, weights, level)
+    count = int(labels.max()) + 1
+    fitted, _ = flats_of(shape_grams(sample, labels, count), torch.bincount(labels, minlength=count), FEWEST * d)
+    made = Parting(one.axes, one.levels, one.largest, tuple(fitted), level)
+    lengths = list[float]()
+    for number in range(_PASSES):
+        if len(made.flats) == 1:
+            return one, tuple(lengths)
+        sums = _pass(made, blocks, units, workers, partial(show, f"EM, pass {number + 1}"))
+        lengths.append(sums.nats / max(1, int(sums.counts.sum())))
+        found, kept = flats_of(sums.shapes, sums.counts, FEWEST * d)
+        made = Parting(_axes(sums.rows[kept]), one.levels, one.largest, tuple(found), level)
+        if number and lengths[-1] > (1 - _STILL) * lengths[-2]:
+            break
+    return made if len(made.flats) > 1 else one, tuple(lengths)
+
+
+def _axes(grams: Tensor) -> Tensor:
+    """(k, d, d) float32, the eigenvectors of Gram matrices as rows, by falling energy."""
+    return torch.stack([torch.linalg.eigh(gram).eigenvectors.T.flip(0) for gram in grams]).to(torch.float32)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    nats: float
+    counts: Tensor  # (k,)
+    shapes: Tensor  # (k, d, d)
+    rows: Tensor  # (k, d, d)
+
+
+def _pass(made: Parting, blocks: Blocks, units: int, workers: Workers, show: Callable[[int], None]) -> _Sums:
+    """The sums of all units, added in their order."""
+    k, d = len(made.flats), made.axes.shape[1]
+
+    def unit(number: int) -> tuple[dict[str, Tensor], str]:
+        nats, counts = 0.0, torch.zeros(k, dtype=torch.int64)
+        shapes, rows = (torch.zeros(k, d, d, dtype=torch.float64) for _ in range(2))
+        for start, near, weights in blocks(number):
+            cost, labels = made.costs(near, weights)
+            nats += cost
+            counts += torch.bincount(labels, minlength=k)
+            shapes += shape_grams(near, labels, k)
+            rows += _grams(near, labels, k)
+            show(start + len(near))
+        return {"counts": counts, "shapes": shapes, "rows": rows}, json.dumps(nats)
+
+    total = _Sums(0.0, torch.zeros(k, dtype=torch.int64), *(torch.zeros(k, d, d, dtype=torch.float64) for _ in "12"))
+    for tensors, text in workers.in_turn([f"unit {number} of EM" for number in range(units)], unit):
+        total = _Sums(
+            total.nats + json.loads(text),
+            total.counts + tensors["counts"],
+            total.shapes + tensors["shapes"],
+            total.rows + tensors["rows"],
+        )
+    return total
+
+
+def _grams(near: Tensor, labels: Tensor, k: int) -> Tensor:
+    grams = torch.zeros(k, near.shape[1], near.shape[1], dtype=torch.float64)
+    for flat in labels.unique().tolist():
+        mine = near[labels == flat]
+        grams[flat] = (mine.T @ mine).to(torch.float64)
+    return grams
