@@ -28,6 +28,7 @@ from kflats.common.errors import KflatsWarning
 from kflats.common.workers import Workers
 from kflats.io import open_rows
 from kflats.numerics.rows import all_rows
+from kflats.tables import compress as compress_module
 from kflats.tables.compact import CompactCode
 from kflats.tables.compress import _BLOCK
 from kflats.tables.flats import Coordinates, Parting, parted
@@ -601,6 +602,26 @@ def test_an_interrupted_run_is_taken_up(layout: Layout, tmp_path: Path, monkeypa
         assert tries > 2
         assert len(compressing(tmp_path / "fourth", tries - 1, size=size, shard_rows=None)) == tries - 1
         assert len(compressing(tmp_path / "fourth", 99, size=size, shard_rows=None)) == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_source_that_changes_between_passes_is_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = drawn(20_000, 6)
+    source = saved(rows, tmp_path / "x.npy")
+    first_pass = compress_module._first_pass
+
+    def then_written(*given: Any) -> Any:
+        seen = first_pass(*given)
+        table = np.load(source, mmap_mode="r+")
+        table[17_000, 3] = np.nan
+        return seen
+
+    monkeypatch.setattr(compress_module, "_first_pass", then_written)
+    with pytest.raises(KflatsError, match="rows 16384 and on of the table changed while it was read"):
+        compress_table(source, tmp_path / "out", size="6 bits", quiet=True, **options_of(kind, len(rows)))
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_short_table_has_a_size_or_leaves_nothing(tmp_path: Path) -> None:

@@ -107,9 +107,10 @@ def compress_table(
     beside ``out``: the same command reads the source once more, and takes over those whose bytes are as they were.
 
     Raises:
-        KflatsError: a source that cannot be read; weights that are negative, not finite, all zero, or of another
-            number; several flats or weights in the fast layout; NaN, infinite or huge numbers, named by file and row; a
-            longest row below 1e-15; a size that cannot be met; workers whose codes differ; as ``kflats.io.new_folder``.
+        KflatsError: a source that cannot be read, or that changes meanwhile; weights that are negative, not finite, all
+            zero, or of another number; several flats or weights in the fast layout; NaN, infinite or huge numbers,
+            named by file and row; a longest row below 1e-15; a size that cannot be met; workers whose codes differ; as
+            ``kflats.io.new_folder``.
 
     Warns:
         KflatsWarning: a row is 10,000 times as long as the middle one. All rows have steps of one size in the compact
@@ -220,7 +221,7 @@ class _Source:
 class _Seen:
     """What is known of a table before it is coded: the weighted mean and sum of squares, a bound of the norms of rows
     less their mean, how rows are parted, a sample of rows ``near`` (m, d), less the mean, with their weights, and the
-    ``checksums`` of all rows, unit by unit."""
+    ``checksums`` of each ``GRAM_BLOCK`` of rows and their weights."""
 
     mean: Tensor
     squares: float
@@ -247,7 +248,7 @@ def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers:
         total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
         first, last = unit * _UNIT, min((unit + 1) * _UNIT, n)
         mine = ids[(ids >= first) & (ids < last)]
-        sample, squares, longest, place, checksum = torch.empty(len(mine), d), 0.0, -1.0, 0, 0
+        sample, squares, longest, place, checksums = torch.empty(len(mine), d), 0.0, -1.0, 0, list[int]()
         heaviest = 0.0
         for start, block, own in table.between(first, last, GRAM_BLOCK):
             norms = block.square().sum(1)
@@ -256,9 +257,8 @@ def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers:
                 raise _not_finite(rows, start, block)
             if float(most.values) > longest:
                 longest, place = float(most.values), start + int(most.indices)
-            checksum = zlib.crc32(block.contiguous().numpy().data, checksum)
+            checksums.append(_checksum(block, own))
             if own is not None:
-                checksum = zlib.crc32(own.numpy().data, checksum)
                 heaviest = max(heaviest, float(own.max()))
             here = slice(*torch.searchsorted(mine, torch.tensor([start, start + len(block)])).tolist())
             sample[here] = block[mine[here] - start].to(torch.float32)
@@ -267,7 +267,7 @@ def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers:
             gram += near.T @ near
             squares += float(norms.sum(dtype=torch.float64) if own is None else norms.to(torch.float64) @ own)
             show(start + len(block))
-        numbers = [squares, longest, place, checksum, heaviest]
+        numbers = [squares, longest, place, checksums, heaviest]
         return {"total": total, "gram": gram, "sample": sample}, json.dumps(numbers)
 
     total, gram = torch.zeros(d, dtype=torch.float64), torch.zeros(d, d, dtype=torch.float64)
@@ -277,8 +277,8 @@ def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers:
     for tensors, numbers in workers.in_turn(tasks, sums):
         total, gram = total + tensors["total"], gram + tensors["gram"]
         samples.append(tensors["sample"])
-        unit_squares, *far, checksum, unit_heaviest = json.loads(numbers)
-        checksums.append(checksum)
+        unit_squares, *far, of_unit, unit_heaviest = json.loads(numbers)
+        checksums += of_unit
         heaviest = max(heaviest, unit_heaviest)
         squares, (longest, place) = squares + unit_squares, max((longest, place), tuple(far), key=lambda one: one[0])
     if table.weights is not None and not heaviest > 0:
@@ -304,6 +304,12 @@ def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers:
     levels = 1 if weights is None else int(halvings(weights, heaviest).max()) + 1
     parting = Parting(axes.unsqueeze(0), levels, heaviest)
     return _Seen(mean, squares, longest**0.5 + float(mean.norm()), parting, whole - mean, weights, tuple(checksums))
+
+
+def _checksum(rows: Tensor, weights: Tensor | None) -> int:
+    """The checksum of rows and their weights."""
+    checksum = zlib.crc32(rows.contiguous().numpy().data)
+    return checksum if weights is None else zlib.crc32(weights.numpy().data, checksum)
 
 
 def _with_flats(
@@ -493,11 +499,24 @@ class _Run:
         with replaced(kept.path(number)) as aside, ShardWriter(aside) as file:
             writer = code.writer(file)
             for start, block, weights in self.table.between(first, last, _BLOCK):
+                self._check(start, block, weights)
                 error += writer.add(seen.parting.coordinates(block.to(torch.float32) - seen.mean, weights))
                 self.show(start + len(block))
             part = Part(writer.finish(), error)
         kept.put(number, part)
         return part
+
+    def _check(self, first: int, block: Tensor, weights: Tensor | None) -> None:
+        """Refuse rows that are no longer those of the first pass, which alone looks for NaN."""
+        for start in range(0, len(block), GRAM_BLOCK):
+            part = slice(start, start + GRAM_BLOCK)
+            own = None if weights is None else weights[part]
+            if _checksum(block[part], own) != self.seen.checksums[(first + start) // GRAM_BLOCK]:
+                raise KflatsError(
+                    f"rows {first + start} and on of the table changed while it was read",
+                    cause="another program writes into its files",
+                    hint="a source that nobody writes into, or a copy of it",
+                )
 
 
 def _bytes(size: str | Budget, numbers: int) -> int:

@@ -24,10 +24,11 @@ from kflats.common.workers import Workers
 from kflats.numerics.coding.clusters import (
     FEWEST,
     CodedFlat,
+    add_rows_,
+    add_shapes_,
     cluster_rows,
     costs_in,
     flats_of,
-    shape_grams,
 )
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.rows import TensorRows
@@ -169,7 +170,8 @@ def parted(
     weights = one.roots[one.levels_of(sample, sample_weights)].to(torch.float64).square()
     labels = cluster_rows(TensorRows(sample), start, weights, level)
     count = int(labels.max()) + 1
-    fitted, _ = flats_of(shape_grams(sample, labels, count), torch.bincount(labels, minlength=count), FEWEST * d)
+    add_shapes_(grams := torch.zeros(count, d, d, dtype=torch.float64), sample, labels)
+    fitted, _ = flats_of(grams, torch.bincount(labels, minlength=count), FEWEST * d)
     made = Parting(one.axes, one.levels, one.largest, tuple(fitted), level)
     lengths = list[float]()
     for number in range(_PASSES):
@@ -208,25 +210,16 @@ def _pass(made: Parting, blocks: Blocks, units: int, workers: Workers, show: Cal
             cost, labels = made.costs(near, weights)
             nats += cost
             counts += torch.bincount(labels, minlength=k)
-            shapes += shape_grams(near, labels, k)
-            rows += _grams(near, labels, k)
+            add_shapes_(shapes, near, labels)
+            add_rows_(rows, near, labels)
             show(start + len(near))
         return {"counts": counts, "shapes": shapes, "rows": rows}, json.dumps(nats)
 
-    total = _Sums(0.0, torch.zeros(k, dtype=torch.int64), *(torch.zeros(k, d, d, dtype=torch.float64) for _ in "12"))
+    counts = torch.zeros(k, dtype=torch.int64)
+    shapes, rows = (torch.zeros(k, d, d, dtype=torch.float64) for _ in range(2))
+    nats = 0.0
     for tensors, text in workers.in_turn([f"unit {number} of EM" for number in range(units)], unit):
-        total = _Sums(
-            total.nats + json.loads(text),
-            total.counts + tensors["counts"],
-            total.shapes + tensors["shapes"],
-            total.rows + tensors["rows"],
-        )
-    return total
-
-
-def _grams(near: Tensor, labels: Tensor, k: int) -> Tensor:
-    grams = torch.zeros(k, near.shape[1], near.shape[1], dtype=torch.float64)
-    for flat in labels.unique().tolist():
-        mine = near[labels == flat]
-        grams[flat] = (mine.T @ mine).to(torch.float64)
-    return grams
+        nats += json.loads(text)
+        for total, part in ((counts, "counts"), (shapes, "shapes"), (rows, "rows")):
+            total += tensors[part]
+    return _Sums(nats, counts, shapes, rows)

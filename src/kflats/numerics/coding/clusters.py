@@ -79,21 +79,23 @@ def _shapes(block: Tensor, roots: Tensor) -> tuple[Tensor, Tensor]:
     return block / norms.clamp_min(torch.finfo(block.dtype).tiny ** 0.5).unsqueeze(1), sizes.square()
 
 
-def shape_grams(block: Tensor, labels: Tensor, count: int) -> Tensor:
-    """(count, d, d) float64, the Gram matrices of the unit rows of each label."""
-    shapes, _ = _shapes(block, torch.ones((), dtype=torch.float64))
-    grams = torch.zeros(count, block.shape[1], block.shape[1], dtype=torch.float64)
+def add_shapes_(grams: Tensor, block: Tensor, labels: Tensor) -> None:
+    """Add to ``grams`` (k, d, d) float64 the Gram matrices of the unit rows of each label."""
+    add_rows_(grams, _shapes(block, torch.ones((), dtype=torch.float64))[0], labels)
+
+
+def add_rows_(grams: Tensor, block: Tensor, labels: Tensor) -> None:
+    """Add to ``grams`` (k, d, d) float64 the Gram matrices of the rows of each label."""
     for flat in labels.unique().tolist():
-        mine = shapes[labels == flat]
-        grams[flat] = (mine.T @ mine).to(torch.float64)
-    return grams
+        mine = block[labels == flat]
+        grams[flat] += (mine.T @ mine).to(torch.float64)
 
 
 def flats_of(grams: Tensor, counts: Tensor, fewest: int) -> tuple[list[CodedFlat], list[int]]:
     """The flats that have ``fewest`` rows, the largest at least, and which of all they are.
 
     Args:
-        grams: (k, d, d), sums of ``shape_grams``. counts: (k,) rows.
+        grams: (k, d, d), sums of ``add_shapes_``. counts: (k,) rows.
     """
     kept = [f for f in range(len(counts)) if counts[f] >= max(1, fewest)] or [int(counts.argmax())]
     flats = []
@@ -126,7 +128,7 @@ def _fitted(rows: Rows, labels: Tensor, count: int, fewest: int) -> list[CodedFl
     d = rows.shape[1]
     grams = torch.zeros(count, d, d, dtype=torch.float64)
     for here, block in slices(rows):
-        grams += shape_grams(block, labels[here], count)
+        add_shapes_(grams, block, labels[here])
     return flats_of(grams, torch.bincount(labels, minlength=count), fewest)[0]
 
 
