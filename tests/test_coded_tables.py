@@ -29,10 +29,12 @@ from kflats.common.workers import Workers
 from kflats.io import open_rows
 from kflats.numerics.rows import all_rows
 from kflats.tables import compress as compress_module
+from kflats.tables.axes import Axes
 from kflats.tables.compact import CompactCode
 from kflats.tables.compress import _BLOCK
-from kflats.tables.flats import Coordinates, Parting, parted
+from kflats.tables.flats import Parting, parted
 from kflats.tables.index import Layout, shard_name
+from kflats.tables.layout import Coordinates
 from kflats.tables.shards import ShardWriter
 
 LAYOUTS = ("compact", "fast")
@@ -166,7 +168,13 @@ def test_lanes_take_little_more_than_a_whole_stream() -> None:
     z = (rows - rows.mean(0)) @ torch.linalg.eigh(torch.cov(rows.T)).eigenvectors.flip(1)
     for step in (0.05, 0.4):
         sample = Coordinates(z)
-        code = CompactCode.of(sample, Parting(torch.eye(64)[None]), torch.zeros(64), step, float(z.norm(dim=1).max()))
+        code = CompactCode.of(
+            sample,
+            Parting(Axes.of(torch.eye(64)[None])),
+            torch.zeros(64),
+            step,
+            float(z.norm(dim=1).max()),
+        )
         assert code.design is not None
         labels, levels = code.design.quantized(sample)
         classes = labels.to(torch.int64)
@@ -276,7 +284,7 @@ def test_several_flats_lose_less_where_rows_are_of_several_kinds(tmp_path: Path)
 
 def test_em_gives_planted_kinds_flats_of_their_own_and_codes_become_shorter(tmp_path: Path) -> None:
     rows, kinds = planted(30_000, 16, 4)
-    one = Parting(torch.eye(16)[None])
+    one = Parting(Axes.of(torch.eye(16)[None]))
 
     def blocks(unit: int) -> Iterator[tuple[int, Tensor, None]]:
         for start in range(10_000 * unit, 10_000 * unit + 10_000, 2_500):
@@ -301,7 +309,7 @@ def test_em_gives_planted_kinds_flats_of_their_own_and_codes_become_shorter(tmp_
     found = torch.zeros(4, 4).index_put_((kinds, labels), torch.ones(len(rows)), accumulate=True)
     assert float(found.max(1).values.sum()) > 0.97 * len(rows)
     assert all(later < sooner for sooner, later in pairwise(lengths))
-    basis = made.axes[0] @ made.axes[0].T
+    basis = made.axes.dense[0] @ made.axes.dense[0].T
     torch.testing.assert_close(basis, torch.eye(16), rtol=0, atol=1e-4)
 
 
@@ -310,9 +318,23 @@ def test_flats_of_few_rows_are_given_up(tmp_path: Path) -> None:
     rows = drawn(300, 40)
     source = saved(rows, tmp_path / "rows.npy")
     for flats in (1, 8):
-        compress_table(source, tmp_path / f"{flats}", size="20 bits", flats=flats, quiet=True)
+        compress_table(source, tmp_path / f"{flats}", size=size_of(rows, 5), flats=flats, quiet=True)
     one, several = ({p.name: p.read_bytes() for p in (tmp_path / f"{k}").iterdir()} for k in (1, 8))
     assert one == several
+
+
+def test_flats_whose_axes_cost_more_than_they_save_are_not_taken(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three planted kinds in tables that are too short for three sets of axes; one of them has no room for them."""
+    for n, d, size in ((4000, 96, "120kB"), (3000, 64, "80kB")):
+        source = saved(planted(n, d, 3)[0], tmp_path / f"{n}.npy")
+        outs = [tmp_path / f"{n}-{k}" for k in (1, 3)]
+        lost = [
+            compress_table(source, out, size=size, flats=k).squared_error for out, k in zip(outs, (1, 3), strict=True)
+        ]
+        assert lost[0] == lost[1]
+        assert ("one flat loses less than 3 in these bytes" in capsys.readouterr().err) == (n == 4000)
 
 
 def test_rows_that_count_more_lose_less(tmp_path: Path) -> None:

@@ -25,8 +25,9 @@ from kflats.common.errors import KflatsError
 from kflats.numerics.coding.encode import label_bits
 from kflats.numerics.coding.lanes import MOST_SYMBOLS, PRECISION, Bytes, LaneCode, decode, encode, whole_frequencies
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, Tally, design, first_symbols, symbols
-from kflats.tables.flats import Coordinates, Parting
-from kflats.tables.layout import NAMES, Ints, distinct, tensor_of
+from kflats.tables.axes import Axes
+from kflats.tables.flats import Parting
+from kflats.tables.layout import NAMES, Coordinates, Ints, distinct, tensor_of
 from kflats.tables.shards import PIECE, Shard, ShardRecord, ShardWriter
 
 _LANE = 512  # numbers a lane, about
@@ -183,12 +184,12 @@ def _edges(sample: Tensor, step: float, most: int) -> Tensor:
 
 @dataclass(frozen=True)
 class CompactCode:
-    """A code of lanes, the step of each class, the axes (k, d, d), and the flat of each class. ``design`` is what
+    """A code of lanes, the step of each class, the axes of k flats, and the flat of each class. ``design`` is what
     encodes; None where a table is read."""
 
     lanes: LaneCode
     steps: Tensor
-    axes: Tensor
+    axes: Axes
     mean: Tensor
     flat_of: Tensor
     design: Design | None = None
@@ -229,10 +230,9 @@ class CompactCode:
         """As ``RowCode.tensors``."""
         code = self.lanes
         numbers = torch.tensor([code.rows, code.main, code.first_wide])
-        several = len(self.axes) > 1
         return {
-            "axes": self.axes if several else self.axes[0],
-            **({"flats": self.flat_of.to(torch.uint8)} if several else {}),
+            **self.axes.tensors(),
+            "flats": self.flat_of.to(torch.uint8),
             "mean": self.mean,
             "steps": self.steps,
             "frequencies": torch.from_numpy(code.frequencies.astype(np.int16)),
@@ -259,10 +259,7 @@ class CompactCode:
             contexts.numpy().astype(np.int64),
             *numbers,
         )
-        axes = tensors.get("axes")
-        if axes is not None and axes.ndim == 2:
-            tensors = {**tensors, "axes": axes.unsqueeze(0), "flats": torch.zeros(len(contexts), dtype=torch.uint8)}
-        axes = tensor_of(tensors, "axes", torch.float32, -1, columns, columns)
+        axes = Axes.from_tensors(tensors, columns)
         flat_of = tensor_of(tensors, "flats", torch.uint8, len(contexts)).to(torch.int64)
         if not int(flat_of.max()) < len(axes):
             raise KflatsError("the head of the table has classes of flats that are not there", cause="a damaged file")
@@ -275,9 +272,9 @@ class CompactCode:
         )
 
     @staticmethod
-    def about_head(columns: int, flats: int = 1) -> int:
+    def about_head(axes: Axes) -> int:
         """About the bytes of the head."""
-        return 4 * columns * (flats * columns + 1) + 2 * MOST_SYMBOLS * _MOST_CLASSES + NAMES
+        return axes.nbytes + 2 * MOST_SYMBOLS * _MOST_CLASSES + NAMES
 
     @property
     def head_bytes(self) -> int:
@@ -340,13 +337,14 @@ class CompactCode:
         labels, numbers = decode(self.lanes, part.data, part.starts, part.ends, part.lane, part.row)
         main = len(self.mean) if bool((labels >= self.lanes.first_wide).any()) else self.lanes.main
         z = torch.from_numpy(numbers[:, :main]) * self.steps[torch.from_numpy(labels).to(torch.int64)].unsqueeze(1)
-        if len(self.axes) == 1:
-            torch.addmm(self.mean, z, self.axes[0, :main], out=out)
+        axes = self.axes.dense[:, :main]
+        if len(axes) == 1:
+            torch.addmm(self.mean, z, axes[0], out=out)
             return
         flats = self.flat_of[torch.from_numpy(labels).to(torch.int64)]
         for flat in flats.unique().tolist():
             mine = (flats == flat).nonzero().squeeze(1)
-            out[mine] = torch.addmm(self.mean, z[mine], self.axes[flat, :main])
+            out[mine] = torch.addmm(self.mean, z[mine], axes[flat])
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ import os
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -24,18 +25,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError, KflatsWarning, is_whole
+from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, is_whole
 from kflats.common.formatting import announce, progress_bar
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
 from kflats.io.tables import JoinedRows, RowWeights, open_rows, open_weights, table_files
 from kflats.numerics.rows import GRAM_BLOCK
 from kflats.recipe.budget import Budget, parse_budget
+from kflats.tables.axes import Axes
 from kflats.tables.compact import CompactCode, Design, finest_step, step_for
 from kflats.tables.fast import FastCode
-from kflats.tables.flats import MOST_FLATS, Coordinates, Parting, halvings, parted
+from kflats.tables.flats import MOST_FLATS, Parting, eigenvectors, halvings, parted
 from kflats.tables.index import INDEX_BYTES, SHARD_ENTRY, Layout, TableIndex, save_head
-from kflats.tables.layout import RowCode
+from kflats.tables.layout import Coordinates, RowCode
 from kflats.tables.partial import Part, PartialTable
 from kflats.tables.shards import ShardRecord, ShardWriter, file_bytes
 
@@ -153,25 +155,27 @@ def compress_table(
         progress_bar(quiet=quiet or not workers.first) as show,
     ):
         seen = _first_pass(table, seed, lambda done: show("measuring", done, n), workers)
+
+        def run_of(seen: _Seen) -> _Run:
+            kept = partial(PartialTable, Path(out).expanduser().resolve(), seen.checksums, per_shard)
+            return _Run(
+                table, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n), workers, kept
+            )
+
+        one = run_of(seen)
+        runs = [one]
         if flats > 1:
             level = step_for(seen.sample.values, 8 * budget / n) ** 2 / 12
             seen = _with_flats(table, seen, flats, level, seed, lambda what, done: show(what, done, n), workers)
-            kept = len(seen.parting.axes)
-            if kept < flats:
-                announce(f"{kept} of {flats} flats have rows enough", quiet=quiet or not workers.first)
-        partial_table = partial(PartialTable, Path(out).expanduser().resolve(), seen.checksums, per_shard)
-        run = _Run(
-            table,
-            folder,
-            layout,
-            budget,
-            per_shard,
-            seen,
-            lambda done: show("encoding", done, n),
-            workers,
-            partial_table,
-        )
-        index = run.whole()
+            several = run_of(seen)
+            found = len(seen.parting.axes)
+            if found > 1 and several.expected_error() < one.expected_error():
+                runs.append(several)
+            elif found > 1:
+                announce(f"one flat loses less than {found} in these bytes", quiet=workers.quiet)
+            if found < flats:
+                announce(f"{found} of {flats} flats have rows enough", quiet=workers.quiet)
+        index = _first_that_fits(runs[::-1])
         if workers.first:
             index.save(folder)
     return index
@@ -284,7 +288,7 @@ def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers:
     if table.weights is not None and not heaviest > 0:
         raise KflatsError("all weights of rows are 0", hint="weights of which some are positive")
     mean = total / n
-    axes = torch.linalg.eigh(gram / n - mean.outer(mean)).eigenvectors.T.flip(0).to(torch.float32).contiguous()
+    axes = Axes.of(eigenvectors((gram / n - mean.outer(mean)).unsqueeze(0)))
     mean, whole = (mean + shift).to(torch.float32), torch.cat(samples)
     middle = float(whole.norm(dim=1).median())
     largest = float(whole.abs().max())
@@ -302,7 +306,7 @@ def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers:
         )
     weights = table.weights_of(ids)
     levels = 1 if weights is None else int(halvings(weights, heaviest).max()) + 1
-    parting = Parting(axes.unsqueeze(0), levels, heaviest)
+    parting = Parting(axes, levels, heaviest)
     return _Seen(mean, squares, longest**0.5 + float(mean.norm()), parting, whole - mean, weights, tuple(checksums))
 
 
@@ -369,14 +373,11 @@ class _Run:
 
     def whole(self) -> TableIndex:
         """The table of the budget."""
-        seen, n = self.seen, self.table.shape[0]
-        shards = -(-n // self.shard_rows)
-        overhead = INDEX_BYTES + shards * SHARD_ENTRY
+        seen, overhead, room = self.seen, self._overhead, self._room
         if self.layout == "fast":
-            fast = FastCode.of(seen.sample.values, seen.parting.axes[0], seen.mean, self._row_bytes(overhead))
+            fast = FastCode.of(seen.sample.values, seen.parting.axes, seen.mean, self._row_bytes(overhead))
             files, _ = self._agreed(fast)
             return self._taken(self._written(fast, files), files)
-        room = self.budget - overhead - shards * file_bytes(0, 64)
         small, reached = None, 0  # the largest code that fits so far, and its bytes
         aim, least, totals = _AIM, self.budget - room + self._about_head(), list[int]()
         while len(totals) < _TRIES and (code := self._compact(room * aim)) is not None:
@@ -399,12 +400,30 @@ class _Run:
             files.remove_all()
         raise self._too_small(min(totals, default=least))
 
+    def expected_error(self) -> float:
+        """The squared error of the sample in the first code that is tried; infinite where there is none."""
+        code = self._compact(self._room * _AIM)
+        return math.inf if code is None else sum(code.encoded(part)[2] for part in self.seen.sample.split(_BLOCK))
+
+    @property
+    def _shards(self) -> int:
+        return -(-self.table.shape[0] // self.shard_rows)
+
+    @property
+    def _overhead(self) -> int:
+        return INDEX_BYTES + self._shards * SHARD_ENTRY
+
+    @property
+    def _room(self) -> int:
+        """For the head and the rows of a compact table."""
+        return self.budget - self._overhead - self._shards * file_bytes(0, 64)
+
     def _about_head(self) -> int:
-        return CompactCode.about_head(self.table.shape[1], len(self.seen.parting.axes))
+        return CompactCode.about_head(self.seen.parting.axes)
 
     def _row_bytes(self, overhead: int) -> int:
         n, d = self.table.shape
-        head = FastCode.head_bytes(d)
+        head = FastCode.head_bytes(self.seen.parting.axes)
         counts = [min(self.shard_rows, n - first) for first in range(0, n, self.shard_rows)]
 
         def total(row_bytes: int) -> int:
@@ -417,9 +436,9 @@ class _Run:
             raise self._too_small(total(1))
         return row_bytes
 
-    def _too_small(self, least: int) -> KflatsError:
+    def _too_small(self, least: int) -> DoesNotFitError:
         n, d = self.table.shape
-        return KflatsError(
+        return DoesNotFitError(
             f"{self.budget:,} bytes cannot hold a table of {n:,} x {d} in the {self.layout} layout",
             cause=f"{least:,} bytes are needed for what does not depend on the rows, and for the least of them",
             hint="a larger size",
@@ -517,6 +536,14 @@ class _Run:
                     cause="another program writes into its files",
                     hint="a source that nobody writes into, or a copy of it",
                 )
+
+
+def _first_that_fits(runs: Sequence[_Run]) -> TableIndex:
+    """The table of the first run whose bytes are enough; the error of the last where none is."""
+    for run in runs[:-1]:
+        with suppress(DoesNotFitError):
+            return run.whole()
+    return runs[-1].whole()
 
 
 def _bytes(size: str | Budget, numbers: int) -> int:

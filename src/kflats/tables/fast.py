@@ -18,8 +18,8 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.coding.packing import Layout, pack, places_of, read_codes
-from kflats.tables.flats import Coordinates
-from kflats.tables.layout import NAMES, Ints, tensor_of
+from kflats.tables.axes import Axes
+from kflats.tables.layout import NAMES, Coordinates, Ints, tensor_of
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
 
 _MOST_BITS = 9  # bits that lie in two bytes wherever they begin
@@ -38,14 +38,14 @@ class FastCode:
     steps: Tensor
     weights: Tensor
     top: Tensor
-    axes: Tensor
+    axes: Axes
     mean: Tensor
 
     batch = _DECODED
     flats = 1
 
     @classmethod
-    def of(cls, sample: Tensor, axes: Tensor, mean: Tensor, row_bytes: int) -> FastCode:
+    def of(cls, sample: Tensor, axes: Axes, mean: Tensor, row_bytes: int) -> FastCode:
         """The code of ``row_bytes`` a row that loses least on ``sample`` (m, r), rows in principal axes."""
         sample = sample[:: max(1, len(sample) // _SAMPLE)]
         energies = sample.square().mean(0)
@@ -73,9 +73,9 @@ class FastCode:
         return 1 + -(-_MOST_BITS * columns // 8)
 
     @staticmethod
-    def head_bytes(columns: int) -> int:
+    def head_bytes(axes: Axes) -> int:
         """Bytes of the head, and a little more."""
-        return 4 * (columns * columns + 4 * columns) + NAMES
+        return axes.nbytes + 16 * axes.scales.shape[1] + NAMES
 
     @property
     def scaled(self) -> bool:
@@ -98,7 +98,7 @@ class FastCode:
         for the middle of their values."""
         live = self.bits.nonzero().squeeze(1)
         starts, shifts, masks = (part[live] for part in places_of(self.bits))
-        axes = self.axes[live] * self.steps[live].unsqueeze(1)
+        axes = self.axes.dense[0][live] * self.steps[live].unsqueeze(1)
         middle = ((1 << self.bits[live].to(torch.int32)) - 1).to(torch.float32) / 2
         return starts, shifts, masks, axes, -(middle @ axes)
 
@@ -111,8 +111,8 @@ class FastCode:
 
     def tensors(self) -> dict[str, Tensor]:
         """As ``RowCode.tensors``."""
-        names = ("bits", "steps", "weights", "top", "axes", "mean")
-        return {name: getattr(self, name) for name in names}
+        names = ("bits", "steps", "weights", "top", "mean")
+        return {**self.axes.tensors(), **{name: getattr(self, name) for name in names}}
 
     @classmethod
     def from_tensors(cls, tensors: dict[str, Tensor], columns: int) -> FastCode:
@@ -126,7 +126,7 @@ class FastCode:
             tensor_of(tensors, "steps", torch.float32, columns),
             tensor_of(tensors, "weights", torch.float32, columns),
             tensor_of(tensors, "top", torch.float32, 1),
-            tensor_of(tensors, "axes", torch.float32, columns, columns),
+            Axes.from_tensors(tensors, columns),
             tensor_of(tensors, "mean", torch.float32, columns),
         )
 

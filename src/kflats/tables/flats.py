@@ -32,6 +32,8 @@ from kflats.numerics.coding.clusters import (
 )
 from kflats.numerics.fit import fit_flats
 from kflats.numerics.rows import TensorRows
+from kflats.tables.axes import Axes
+from kflats.tables.layout import Coordinates
 
 MOST_FLATS = 16
 _LEVELS = 16  # of weights; those below 2^-15 of the largest count as that
@@ -44,42 +46,17 @@ Blocks = Callable[[int], Iterator[tuple[int, Tensor, Tensor | None]]]
 
 
 @dataclass(frozen=True)
-class Coordinates:
-    """Rows as they are coded.
-
-    Args:
-        values: (m, d), each row in the axes of its flat, times the root of the level of its weight.
-        groups: (m,) flat x levels + level; None: all are of group 0.
-        weights: (m,) of their squared errors; None: all are 1.
-    """
-
-    values: Tensor
-    groups: Tensor | None = None
-    weights: Tensor | None = None
-
-    def part(self, rows: Tensor | slice) -> Coordinates:
-        """Some of the rows."""
-        some = (None if one is None else one[rows] for one in (self.groups, self.weights))
-        return Coordinates(self.values[rows], *some)
-
-    def split(self, size: int) -> Iterator[Coordinates]:
-        """The rows in parts of ``size``."""
-        for start in range(0, len(self.values), size):
-            yield self.part(slice(start, start + size))
-
-
-@dataclass(frozen=True)
 class Parting:
     """How rows are told apart: by flat, and by level of weight.
 
     Args:
-        axes: (k, d, d), the axes of each flat as rows, by falling energy.
+        axes: of each flat, by falling energy.
         levels: how many levels of weight there are.
         largest: the largest weight. flats: what a row costs in each flat; () for one flat. level: the squared error of
             a coded coordinate, of which costs depend.
     """
 
-    axes: Tensor
+    axes: Axes
     levels: int = 1
     largest: float = 1.0
     flats: tuple[CodedFlat, ...] = ()
@@ -98,13 +75,13 @@ class Parting:
     def coordinates(self, near: Tensor, weights: Tensor | None = None) -> Coordinates:
         """The coordinates of rows (m, d) float32, less their mean."""
         if self.groups == 1:
-            return Coordinates(near @ self.axes[0].T, None, weights)
+            return Coordinates(near @ self.axes.dense[0].T, None, weights)
         levels = self.levels_of(near, weights)
         labels = self.labels(near, levels)
         values = torch.empty_like(near)
         for flat in labels.unique().tolist():
             mine = labels == flat
-            values[mine] = near[mine] @ self.axes[flat].T
+            values[mine] = near[mine] @ self.axes.dense[flat].T
         return Coordinates(values.mul_(self.roots[levels].unsqueeze(1)), labels * self.levels + levels, weights)
 
     def labels(self, near: Tensor, levels: Tensor) -> Tensor:
@@ -180,13 +157,14 @@ def parted(
         sums = _pass(made, blocks, units, workers, partial(show, f"EM, pass {number + 1}"))
         lengths.append(sums.nats / max(1, int(sums.counts.sum())))
         found, kept = flats_of(sums.shapes, sums.counts, FEWEST * d)
-        made = Parting(_axes(sums.rows[kept]), one.levels, one.largest, tuple(found), level)
+        axes = Axes.of(eigenvectors(sums.rows[kept]))
+        made = Parting(axes, one.levels, one.largest, tuple(found), level)
         if number and lengths[-1] > (1 - _STILL) * lengths[-2]:
             break
     return made if len(made.flats) > 1 else one, tuple(lengths)
 
 
-def _axes(grams: Tensor) -> Tensor:
+def eigenvectors(grams: Tensor) -> Tensor:
     """(k, d, d) float32, the eigenvectors of Gram matrices as rows, by falling energy."""
     return torch.stack([torch.linalg.eigh(gram).eigenvectors.T.flip(0) for gram in grams]).to(torch.float32)
 
@@ -201,7 +179,7 @@ class _Sums:
 
 def _pass(made: Parting, blocks: Blocks, units: int, workers: Workers, show: Callable[[int], None]) -> _Sums:
     """The sums of all units, added in their order."""
-    k, d = len(made.flats), made.axes.shape[1]
+    k, d = len(made.flats), made.axes.scales.shape[1]
 
     def unit(number: int) -> tuple[dict[str, Tensor], str]:
         nats, counts = 0.0, torch.zeros(k, dtype=torch.int64)

@@ -1,6 +1,6 @@
 """The index of a coded table, ``table.json``, and its head, ``head.safetensors``: all that is read when it is opened.
 
-    {"format": "kflats-table", "version": 1, "layout": "fast", "rows": 20000000, "columns": 64, "shard_rows": 4194304,
+    {"format": "kflats-table", "version": 2, "layout": "fast", "rows": 20000000, "columns": 64, "shard_rows": 4194304,
      "squared_error": ..., "squared_sum": ..., "head": {...}, "shard_bytes": [...], "shard_checksums": [...],
      "checksum": ...}
 
@@ -32,7 +32,7 @@ Layout = Literal["compact", "fast"]
 INDEX, HEAD = "table.json", "head.safetensors"
 INDEX_BYTES, SHARD_ENTRY = 4096, 512
 """Room for the index and the manifest of a table, and for the entries of each of its files."""
-_FORM, _VERSION = "kflats-table", 1
+_FORM, _VERSION = "kflats-table", 2
 _MOST_ROWS, _MOST_COLUMNS = 2**48, 2**16
 _SOURCES = ("float16", "bfloat16", "float32", "float64")
 

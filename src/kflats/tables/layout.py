@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import numpy as np
@@ -11,13 +12,37 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
-from kflats.tables.flats import Coordinates
 from kflats.tables.shards import Shard, ShardRecord, ShardWriter
 
 NAMES = 2048
 """Room for the names and types of the tensors of a head."""
 
 Ints: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Rows as they are coded.
+
+    Args:
+        values: (m, d), each row in the axes of its flat, times the root of the level of its weight.
+        groups: (m,) flat x levels + level; None: all are of group 0.
+        weights: (m,) of their squared errors; None: all are 1.
+    """
+
+    values: Tensor
+    groups: Tensor | None = None
+    weights: Tensor | None = None
+
+    def part(self, rows: Tensor | slice) -> Coordinates:
+        """Some of the rows."""
+        some = (None if one is None else one[rows] for one in (self.groups, self.weights))
+        return Coordinates(self.values[rows], *some)
+
+    def split(self, size: int) -> Iterator[Coordinates]:
+        """The rows in parts of ``size``."""
+        for start in range(0, len(self.values), size):
+            yield self.part(slice(start, start + size))
 
 
 class RowCode(Protocol):
