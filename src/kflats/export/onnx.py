@@ -53,6 +53,7 @@ from kflats.report.report import stored_bytes
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
 _OPSET = 18
 _DENSE = "kflats export --dense, and another exporter on that checkpoint"
+_CHARACTERS = 128  # ids of a model that reads characters, without a vocabulary
 _SMALL = 1024  # numbers in a constant that is folded
 _REWRITTEN = 4000  # nodes: the time in which onnxscript matches patterns grows with their square
 _TEXT_SHAPES = ((2, 7), (1, 1), (5, 1), (1, 12), (4, 23))
@@ -513,7 +514,7 @@ def _texts(model: nn.Module, names: tuple[str, ...], batch: int, length: int) ->
     keep[0] = length
     mask = (torch.arange(length) < keep).to(torch.int64)
     inputs = {
-        "input_ids": torch.randint(0, config.vocab_size, (batch, length), generator=gen),
+        "input_ids": torch.randint(0, getattr(config, "vocab_size", _CHARACTERS), (batch, length), generator=gen),
         "attention_mask": mask,
         "token_type_ids": (torch.arange(length) >= keep // 2).to(torch.int64) * mask,
     }
