@@ -240,9 +240,10 @@ def _compress_table(
     if not quiet and crew.first:
         total = sum(path.stat().st_size for path in out.iterdir())
         bits = 8 * total / (index.rows * index.columns)
+        weighted = "weighted " if options.row_weights is not None else ""
         typer.echo(
-            f"{index.rows:,} x {index.columns}, {layout}: {size(total)}, {bits:.3f} bits a number, relative squared "
-            f"error {index.relative_error:.3e}\n\ntable: {out}   (kflats.open_table)"
+            f"{index.rows:,} x {index.columns}, {layout}: {size(total)}, {bits:.3f} bits a number, relative "
+            f"{weighted}squared error {index.relative_error:.3e}\n\ntable: {out}   (kflats.open_table)"
         )
 
 

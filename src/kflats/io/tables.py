@@ -134,15 +134,27 @@ def open_weights(source: RowWeights, rows: int) -> Tensor:
         path = Path(source)
         if path.suffix != ".npy":
             raise KflatsError(f"{path} is not supported as weights of rows", hint=hint)
+        if not path.is_file():
+            raise KflatsError(f"there is no file {path}", hint=hint)
         try:
-            found: npt.NDArray[np.generic] = np.lib.format.open_memmap(path, mode="c")
-        except (ValueError, OSError) as error:
+            found: Tensor | npt.NDArray[np.generic] = np.lib.format.open_memmap(path, mode="c")
+        except Exception as error:  # a damaged head makes numpy raise many kinds
             raise _unreadable(path, error) from error
     else:
-        found = np.asarray(source.detach().cpu() if isinstance(source, Tensor) else source)
-    if found.shape != (rows,) or found.dtype.kind not in "fiu" or not found.dtype.isnative:
-        raise KflatsError(f"{found.dtype} of shape {found.shape} is not supported as weights of rows", hint=hint)
-    return torch.from_numpy(found)
+        try:
+            found = source.detach() if isinstance(source, Tensor) else np.asarray(source)
+        except ValueError as error:  # lists of several lengths
+            raise KflatsError("the weights of rows are no array", hint=hint) from error
+    if isinstance(found, np.ndarray):
+        numbers = found.dtype.kind in "fiu" and found.dtype.itemsize <= 8 and found.dtype.isnative
+        made = torch.from_numpy(np.ascontiguousarray(found)) if numbers else None
+    else:
+        numbers = found.layout == torch.strided and found.dtype not in (torch.bool, torch.complex64, torch.complex128)
+        made = found.cpu() if numbers and not found.is_meta else None
+    if made is None or made.shape != (rows,):
+        what = f"{found.dtype} of shape {tuple(found.shape)}"
+        raise KflatsError(f"{what} is not supported as weights of rows", hint=hint)
+    return made
 
 
 def _regrouped(pieces: Iterable[Tensor], size: int) -> Iterator[tuple[int, Tensor]]:
@@ -201,7 +213,7 @@ def _of_npy(path: Path, name: str) -> Rows:
     try:
         # Copied when written to, which torch asks for and nobody does. Objects are refused, so nothing is unpickled.
         table = np.lib.format.open_memmap(path, mode="c")
-    except (ValueError, OSError) as error:
+    except Exception as error:  # a damaged head makes numpy raise many kinds
         raise _unreadable(path, error) from error
     if table.dtype not in _FLOATS:
         raise KflatsError(

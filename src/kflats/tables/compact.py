@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError
 from kflats.numerics.coding.encode import label_bits
 from kflats.numerics.coding.lanes import MOST_SYMBOLS, PRECISION, Bytes, LaneCode, decode, encode, whole_frequencies
 from kflats.numerics.coding.quantizers import TRADE, Quantizer, Tally, design, first_symbols, symbols
@@ -34,7 +34,7 @@ _LANE = 512  # numbers a lane, about
 _GROUP = 64  # lanes between two whole offsets
 _PASSES = 3  # of the quantizer's design
 _MOST_CLASSES = 16  # by norm
-_MOST_NARROW = 160
+MOST_NARROW = 160  # classes that are not wide
 _SYMBOLS = 128  # of a distribution at most: each takes 1 / 4096 at least
 _FAR = 4.0  # times as long as 99.8 % of the rows
 _MOST_STEPS = 12000.0
@@ -62,6 +62,7 @@ class Design:
     ``thresholds`` of each table; ``wide`` classes of each flat beyond; ``tally``, what it makes of the sample."""
 
     step: float
+    wide_step: float
     parting: Parting
     edges: tuple[Tensor, ...]
     quantizer: Quantizer
@@ -72,10 +73,13 @@ class Design:
 
     @classmethod
     def of(cls, sample: Coordinates, parting: Parting, step: float, longest: float) -> Design:
-        """The design for rows like ``sample``, none longer than ``longest``."""
-        sample = usual(sample)
+        """The design for rows like ``sample``, none longer than ``longest``.
+
+        Raises:
+            DoesNotFitError: more classes than a label can tell apart.
+        """
         values, groups = sample.values, sample.groups
-        most = max(1, min(_MOST_CLASSES, _MOST_NARROW // parting.groups))
+        most = max(1, min(_MOST_CLASSES, MOST_NARROW // parting.groups))
         of_groups = [values] if groups is None else [values[groups == g] for g in range(parting.groups)]
         edges = tuple(_edges(mine, step, most) for mine in of_groups)
         labels = _labels(sample, edges)
@@ -89,7 +93,12 @@ class Design:
         tally = _tally(parts, quantizer, values.shape[1])
         limits = quantizer.tables.reach.to(torch.int64)[quantizer.contexts]
         wide = 1 + max(0, math.ceil(math.log(max(longest / (step * _WIDE), 1e-9), _COARSER)))
-        return cls(step, parting, edges, quantizer, limits, quantizer.thresholds(), wide, tally)
+        if (count := classes + wide * len(parting.axes)) > MOST_SYMBOLS:
+            raise DoesNotFitError(
+                f"{count} classes of rows are more than {MOST_SYMBOLS}",
+                hint="fewer flats, or weights of a smaller range",
+            )
+        return cls(step, step, parting, edges, quantizer, limits, quantizer.thresholds(), wide, tally)
 
     @cached_property
     def group_of(self) -> Tensor:
@@ -102,13 +111,13 @@ class Design:
     def flat_of(self) -> Tensor:
         """The flat of each class, the wide ones too."""
         wide = torch.arange(len(self.parting.axes)).repeat_interleave(self.wide)
-        return torch.cat([self.group_of // self.parting.levels, wide])
+        return torch.cat([self.group_of // self.parting.weight_levels, wide])
 
     @property
     def steps(self) -> Tensor:
         """The step of each class, the wide ones too."""
-        narrow = self.step / self.parting.roots[self.group_of % self.parting.levels]
-        wide = [self.step * _COARSER**i for i in range(self.wide)] * len(self.parting.axes)
+        narrow = self.step / self.parting.roots[self.group_of % self.parting.weight_levels]
+        wide = [self.wide_step * _COARSER**i for i in range(self.wide)] * len(self.parting.axes)
         return torch.cat([narrow, torch.tensor(wide)]).to(torch.float32)
 
     @property
@@ -133,12 +142,12 @@ class Design:
             out = (beyond > TRADE * _WIDE_BITS * len(u)).nonzero().squeeze(1)
             if len(out):
                 group = int(self.group_of[c])
-                u = u[:, out] / self.parting.roots[group % self.parting.levels]
-                reach = (u.abs().amax(0) / _WIDE).clamp_min(1e-9).log2() / math.log2(_COARSER)
-                level = reach.ceil().clamp(0, self.wide - 1)
-                coarse = (u / _COARSER**level).round().clamp(-_WIDE, _WIDE)
+                z = rows.values[mine[out]].T / (self.wide_step * self.parting.roots[group % self.parting.weight_levels])
+                reach = (z.abs().amax(0) / _WIDE).clamp_min(1e-9).log2() / math.log2(_COARSER)
+                exponent = reach.ceil().clamp(0, self.wide - 1)
+                coarse = (z / _COARSER**exponent).round().clamp(-_WIDE, _WIDE)
                 levels[mine[out]] = coarse.T.to(torch.int32)
-                labels[mine[out]] = narrow + group // self.parting.levels * self.wide + level.to(torch.int64)
+                labels[mine[out]] = narrow + group // self.parting.weight_levels * self.wide + exponent.to(torch.int64)
         return labels.to(torch.uint8), levels
 
 
@@ -282,10 +291,10 @@ class CompactCode:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors().values()) + NAMES
 
     def scaled(self, factor: float) -> CompactCode:
-        """The same code with steps ``factor`` times as large."""
+        """The same code with steps ``factor`` times as large, but for those of wide classes: these reach all rows."""
         assert self.design is not None
-        step = self.design.step * factor
-        return replace(self, steps=self.steps * factor, design=replace(self.design, step=step))
+        scaled = replace(self.design, step=self.design.step * factor)
+        return replace(self, steps=scaled.steps, design=scaled)
 
     def row_bits(self, sample: Coordinates) -> float:
         """Bits a row of files with rows like ``sample``."""
@@ -301,8 +310,8 @@ class CompactCode:
         offsets = torch.from_numpy(code.offsets[code.contexts])[classes]
         numbers = levels - levels.sign() * offsets
         values = rows.values
-        if design.parting.levels > 1 and rows.groups is not None:
-            values = values / design.parting.roots[rows.groups % design.parting.levels].unsqueeze(1)
+        if design.parting.weight_levels > 1 and rows.groups is not None:
+            values = values / design.parting.roots[rows.groups % design.parting.weight_levels].unsqueeze(1)
         errors = (values - numbers * self.steps[classes].unsqueeze(1)).square()
         error = float(errors.sum() if rows.weights is None else errors.sum(1, dtype=torch.float64) @ rows.weights)
         if spare := -len(labels) % code.rows:
@@ -430,8 +439,9 @@ def usual(sample: Coordinates) -> Coordinates:
 
 
 def finest_step(sample: Coordinates) -> float:
-    """The least step for rows like ``sample``: their integers are then as large as entropy coding is good for."""
-    return float(usual(sample).values.norm(dim=1).max()) / _MOST_STEPS
+    """The least step for rows like ``sample``, without far ones: their integers are then as large as entropy coding is
+    good for."""
+    return float(sample.values.norm(dim=1).max()) / _MOST_STEPS
 
 
 def step_for(sample: Tensor, bits: float) -> float:

@@ -33,7 +33,7 @@ from kflats.io.tables import JoinedRows, RowWeights, open_rows, open_weights, ta
 from kflats.numerics.rows import GRAM_BLOCK
 from kflats.recipe.budget import Budget, parse_budget
 from kflats.tables.axes import Axes
-from kflats.tables.compact import CompactCode, Design, finest_step, step_for
+from kflats.tables.compact import MOST_NARROW, CompactCode, Design, finest_step, step_for, usual
 from kflats.tables.fast import FastCode
 from kflats.tables.flats import MOST_FLATS, Parting, eigenvectors, halvings, parted
 from kflats.tables.index import INDEX_BYTES, SHARD_ENTRY, Layout, TableIndex, save_head
@@ -47,11 +47,15 @@ _SHARD_ROWS, _SHARD_BYTES = 2**22, 2**31
 _SAMPLE = 32768
 _SEARCHED = 8192  # rows of the sample on which the step is searched
 _LONGEST, _SHORTEST = 1e15, 1e-15  # of a row: squares, their sums and products of these stay in float32
+_LIGHTEST = 1e-15  # weight
 _FAR = 1e4
 """A row so many times as long as the middle one sets the steps of all."""
-_AIM, _LEAST = 0.996, 0.98  # of the budget
+_AIM, _LEAST, _ENOUGH = 0.996, 0.98, 0.95  # of the budget: what is tried, and taken the first time and later
+_FEWEST_BITS = 0.02  # a number
 _TRIES = 4
-_SEARCHES = 5
+_SHORT = 2**20
+"""Rows of a table that is tried twice as often: its sample says less of its size, and a try takes seconds."""
+_SEARCHES = 7
 
 
 def compress_table(
@@ -89,8 +93,8 @@ def compress_table(
             of which random rows are read 14 to 35 times as fast. In equal bytes compact loses less, most below 3 bits a
             number.
         flats: how many sets of axes, 1 to 16, in the compact layout. They pay where rows are of several kinds and
-            there are hundreds of rows a column; those of few rows are given up. Each takes d x d numbers, and EM reads
-            the rows up to four times more.
+            there are hundreds of rows a column; those of few rows are given up, and all where one flat loses less in
+            these bytes. EM reads the rows up to four times more.
         row_weights: (n,) how much the squared error of each row counts, such as how often it is read: numbers from 0
             in a ``.npy`` file, which is mapped, or in memory. None: all rows count the same. Steps shrink with the root
             of the weight, in levels, to 2^-15 of the largest weight; axes are those of all rows. In the compact layout.
@@ -100,12 +104,12 @@ def compress_table(
         shard_rows: rows a file, a multiple of 16384; by default 2^22, or fewer if they take more than 2 GiB.
         force: replace ``out``, if it is as kflats wrote it.
         quiet: show no progress.
-        workers: who divide both passes (docs/scale.md); each of them makes the same call, and sees ``out`` and
+        workers: who divide all passes (docs/scale.md); each of them makes the same call, and sees ``out`` and
             ``source``, or a copy of it. The bytes do not depend on how many they are.
 
-    Memory is that of a block of 16384 rows, a sample of 32768, and d x d numbers, and of a group of rows of a Parquet
-    file; time is linear in the rows. Workers encode different files: fewer files than workers leave some idle. The
-    folder is whole or not there. A run that is killed leaves its finished files of rows in ``.NAME.kflats-partial``
+    Memory is that of a block of 16384 rows, a sample of 32768, five times k x d x d numbers, and a group of rows of a
+    Parquet file; time is linear in the rows. Workers encode different files: fewer files than workers leave some idle.
+    The folder is whole or not there. A run that is killed leaves its finished files of rows in ``.NAME.kflats-partial``
     beside ``out``: the same command reads the source once more, and takes over those whose bytes are as they were.
 
     Raises:
@@ -115,8 +119,8 @@ def compress_table(
             ``kflats.io.new_folder``.
 
     Warns:
-        KflatsWarning: a row is 10,000 times as long as the middle one. All rows have steps of one size in the compact
-            layout, and scales of one range in the fast one, so that beside it others lose much.
+        KflatsWarning: a row is 10,000 times as long as the middle one. All rows of one weight have steps of one size in
+            the compact layout, and scales of one range in the fast one, so that beside it others lose much.
     """
     if layout not in ("compact", "fast"):
         raise KflatsError(f"layout={layout!r} is not supported", hint='layout="compact" or layout="fast"')
@@ -162,20 +166,22 @@ def compress_table(
                 table, folder, layout, budget, per_shard, seen, lambda done: show("encoding", done, n), workers, kept
             )
 
-        one = run_of(seen)
-        runs = [one]
+        found = [seen]
+        if seen.parting.weight_levels > 1:  # steps of one size may be better in many bytes, which heavy rows cannot use
+            found.append(replace(seen, parting=replace(seen.parting, weight_levels=1)))
         if flats > 1:
-            level = step_for(seen.sample.values, 8 * budget / n) ** 2 / 12
-            seen = _with_flats(table, seen, flats, level, seed, lambda what, done: show(what, done, n), workers)
-            several = run_of(seen)
-            found = len(seen.parting.axes)
-            if found > 1 and several.expected_error() < one.expected_error():
-                runs.append(several)
-            elif found > 1:
-                announce(f"one flat loses less than {found} in these bytes", quiet=workers.quiet)
-            if found < flats:
-                announce(f"{found} of {flats} flats have rows enough", quiet=workers.quiet)
-        index = _first_that_fits(runs[::-1])
+            noise = step_for(seen.sample.values, 8 * budget / n) ** 2 / 12
+            several = _with_flats(table, seen, flats, noise, seed, lambda what, done: show(what, done, n), workers)
+            if (count := len(several.parting.axes)) > 1:
+                found.append(several)
+            if count < flats:
+                announce(f"{count} of {flats} flats have rows and memory enough", quiet=workers.quiet)
+        runs = [run_of(one) for one in found]
+        if len(runs) > 1:
+            runs.sort(key=_Run.expected_error)
+        index, taken = _first_that_fits(runs)
+        if flats > 1 and 1 < count != len(taken.seen.parting.axes):
+            announce(f"one flat loses less than {count} in these bytes", quiet=workers.quiet)
         if workers.first:
             index.save(folder)
     return index
@@ -206,12 +212,12 @@ class _Source:
         if self.weights is None:
             return None
         found = self.weights[ids].to(torch.float64)
-        good = (found >= 0) & (found <= _LONGEST)
+        good = (found == 0) | ((found >= _LIGHTEST) & (found <= _LONGEST))
         if not bool(good.all()):
             place = int((~good).nonzero()[0])
             raise KflatsError(
                 f"the weight {float(found[place])} of row {int(ids[place])} is not supported",
-                hint=f"numbers from 0 to {_LONGEST:.0e}",
+                hint=f"0, or numbers from {_LIGHTEST:.0e} to {_LONGEST:.0e}",
             )
         return found
 
@@ -223,7 +229,7 @@ class _Source:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What is known of a table before it is coded: the weighted mean and sum of squares, a bound of the norms of rows
+    """What is known of a table before it is coded: the mean, the weighted sum of squares, a bound of the norms of rows
     less their mean, how rows are parted, a sample of rows ``near`` (m, d), less the mean, with their weights, and the
     ``checksums`` of each ``GRAM_BLOCK`` of rows and their weights."""
 
@@ -320,13 +326,14 @@ def _with_flats(
     table: _Source,
     seen: _Seen,
     flats: int,
-    level: float,
+    noise: float,
     seed: int,
     show: Callable[[str, int], None],
     workers: Workers,
 ) -> _Seen:
     """The same with rows parted into flats, by EM in passes over all rows."""
     n = table.shape[0]
+    one = replace(seen.parting, weight_levels=min(seen.parting.weight_levels, MOST_NARROW // flats))
 
     def blocks(unit: int) -> Iterator[tuple[int, Tensor, Tensor | None]]:
         for start, block, weights in table.between(unit * _UNIT, min((unit + 1) * _UNIT, n), GRAM_BLOCK):
@@ -336,8 +343,8 @@ def _with_flats(
         seen.near,
         seen.weights,
         flats,
-        one=seen.parting,
-        level=level,
+        one=one,
+        noise=noise,
         seed=seed,
         blocks=blocks,
         units=-(-n // _UNIT),
@@ -380,12 +387,14 @@ class _Run:
             return self._taken(self._written(fast, files), files)
         small, reached = None, 0  # the largest code that fits so far, and its bytes
         aim, least, totals = _AIM, self.budget - room + self._about_head(), list[int]()
-        while len(totals) < _TRIES and (code := self._compact(room * aim)) is not None:
+        tries = _TRIES if self.table.shape[0] > _SHORT else 2 * _TRIES
+        while len(totals) < tries and (code := self._compact(room * aim)) is not None:
             files, total = self._agreed(code)
             if total is None:
                 index = self._written(code, files)
                 total = overhead + index.nbytes
-                if reached < total <= self.budget and (totals or total >= _LEAST * self.budget):
+                enough = _LEAST if not totals else _ENOUGH
+                if enough * self.budget <= total <= self.budget:
                     return self._taken(index, files)
                 if self.workers.first:
                     files.reject(total)
@@ -398,12 +407,18 @@ class _Run:
             return self._taken(self._written(small, files), files)
         if totals and self.workers.first:
             files.remove_all()
-        raise self._too_small(min(totals, default=least))
+        raise self._too_small(min([least, *totals]), tried=len(totals))
 
     def expected_error(self) -> float:
         """The squared error of the sample in the first code that is tried; infinite where there is none."""
-        code = self._compact(self._room * _AIM)
-        return math.inf if code is None else sum(code.encoded(part)[2] for part in self.seen.sample.split(_BLOCK))
+        try:
+            code = self._compact(self._room * _AIM)
+        except DoesNotFitError:
+            return math.inf
+        sample, n = self.seen.sample, self.table.shape[0]
+        if code is None or code.head_bytes + code.row_bits(sample) * n / 8 > self._room / _ENOUGH:
+            return math.inf
+        return sum(code.encoded(part)[2] for part in sample.split(_BLOCK))
 
     @property
     def _shards(self) -> int:
@@ -436,38 +451,38 @@ class _Run:
             raise self._too_small(total(1))
         return row_bytes
 
-    def _too_small(self, least: int) -> DoesNotFitError:
+    def _too_small(self, least: int, tried: int = 0) -> DoesNotFitError:
         n, d = self.table.shape
+        cause = f"{least:,} bytes are needed for what does not depend on the rows, and for the least of them"
+        if tried:
+            cause = f"none of {tried} codes is small enough; one of about {least:,} bytes is the smallest"
         return DoesNotFitError(
             f"{self.budget:,} bytes cannot hold a table of {n:,} x {d} in the {self.layout} layout",
-            cause=f"{least:,} bytes are needed for what does not depend on the rows, and for the least of them",
+            cause=cause,
             hint="a larger size",
         )
 
     def _compact(self, nbytes: float) -> CompactCode | None:
         """The code whose head and rows take about ``nbytes``, by the sample; None where no code does."""
-        seen, whole, n = self.seen, self.seen.sample, self.table.shape[0]
+        seen, n = self.seen, self.table.shape[0]
+        whole = usual(seen.sample)
         few = whole.part(slice(None, None, max(1, len(whole.values) // _SEARCHED)))
-        bits = 8 * (nbytes - self._about_head()) / n
-        if bits <= 0:
+        if nbytes <= seen.parting.axes.nbytes:
             return None
-        # Bits fall by one a live coordinate for each doubling of the step: false position on its logarithm.
-        power, slope = math.log2(step_for(few.values, bits)), -float(few.values.shape[1])
+        # What is known of the head before it is made may be too much.
+        bits = max(8 * (nbytes - self._about_head()) / n, _FEWEST_BITS * whole.values.shape[1])
+        step = step_for(few.values, bits)
         finest = math.log2(finest_step(whole))
-        power = max(power, finest)
-        before: tuple[float, float] | None = None
-        for _ in range(_SEARCHES):
-            spent = Design.of(few, seen.parting, 2.0**power, seen.longest).row_bits
-            if before is not None and (spent - before[1]) * (power - before[0]) < 0:
-                slope = (spent - before[1]) / (power - before[0])
-            if abs(spent - bits) <= 0.01 * bits:
-                break
-            before = power, spent
-            power = max(finest, power + max(-3.0, min(3.0, (bits - spent) / slope)))
+
+        def spent(power: float) -> float:
+            return Design.of(few, seen.parting, 2.0**power, seen.longest).row_bits
+
+        first, columns = max(finest, math.log2(step)), few.values.shape[1]
+        power, slope = _falling_to(bits, spent, first, finest, -float(columns))
         code = CompactCode.of(whole, seen.parting, seen.mean, 2.0**power, seen.longest)
         # Steps that are a little finer or coarser change nothing else.
         bits = 8 * (nbytes - code.head_bytes) / n
-        return code.scaled(2.0 ** max(finest - power, min(1.0, (bits - code.row_bits(whole)) / slope)))
+        return code.scaled(2.0 ** max(finest - power, min(1.0, (bits - code.row_bits(seen.sample)) / slope)))
 
     def _agreed(self, code: RowCode) -> tuple[PartialTable, int | None]:
         """The files in this code, and what their bytes were if these did not suit: the same for all workers, whenever
@@ -538,12 +553,46 @@ class _Run:
                 )
 
 
-def _first_that_fits(runs: Sequence[_Run]) -> TableIndex:
+def _falling_to(
+    wanted: float, spent: Callable[[float], float], first: float, least: float, slope: float
+) -> tuple[float, float]:
+    """Where a falling function is about ``wanted``, at ``least`` or above it, and its slope there, by false position.
+
+    >>> x, _ = _falling_to(10.0, lambda x: 50 - 8 * x if x < 4 else 18 - x / 5, 0.0, -9.0, -2.0)
+    >>> abs(x - 40) < 1
+    True
+    """
+    above: tuple[float, float] | None = None  # where it is more than wanted, and where less
+    below: tuple[float, float] | None = None
+    best, at = (math.inf, first), first
+    for _ in range(_SEARCHES):
+        value = spent(at)
+        best = min(best, (abs(value - wanted), at))
+        if abs(value - wanted) <= 0.01 * wanted or (at == least and value < wanted):
+            break
+        before = above if value > wanted else below
+        if value > wanted:
+            above = at, value
+        else:
+            below = at, value
+        ends = (above, below) if above and below else (before, (at, value)) if before else None
+        if ends and (ends[1][1] - ends[0][1]) * (ends[1][0] - ends[0][0]) < 0:
+            slope = (ends[1][1] - ends[0][1]) / (ends[1][0] - ends[0][0])
+        step = (wanted - value) / slope
+        if above and below:
+            width = below[0] - above[0]
+            at = min(max(at + step, above[0] + 0.1 * width), below[0] - 0.1 * width)
+        else:
+            at = max(least, at + max(-3.0, min(3.0, step)))
+    return best[1], slope
+
+
+def _first_that_fits(runs: Sequence[_Run]) -> tuple[TableIndex, _Run]:
     """The table of the first run whose bytes are enough; the error of the last where none is."""
     for run in runs[:-1]:
         with suppress(DoesNotFitError):
-            return run.whole()
-    return runs[-1].whole()
+            return run.whole(), run
+    return runs[-1].whole(), runs[-1]
 
 
 def _bytes(size: str | Budget, numbers: int) -> int:

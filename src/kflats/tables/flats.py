@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -37,6 +37,7 @@ from kflats.tables.layout import Coordinates
 
 MOST_FLATS = 16
 _LEVELS = 16  # of weights; those below 2^-15 of the largest count as that
+_MEMORY, _COPIES = 2**30, 5  # of the Gram matrices of all flats that a pass holds
 _PASSES = 4
 _STILL = 0.002
 """EM ends when the sum of all lengths falls by less."""
@@ -51,42 +52,42 @@ class Parting:
 
     Args:
         axes: of each flat, by falling energy.
-        levels: how many levels of weight there are.
-        largest: the largest weight. flats: what a row costs in each flat; () for one flat. level: the squared error of
-            a coded coordinate, of which costs depend.
+        weight_levels: how many levels of weight there are. heaviest: the largest weight.
+        shapes: what a row costs in each flat; () for one flat. noise: the squared error of a coded coordinate, on which
+            costs depend.
     """
 
     axes: Axes
-    levels: int = 1
-    largest: float = 1.0
-    flats: tuple[CodedFlat, ...] = ()
-    level: float = 0.0
+    weight_levels: int = 1
+    heaviest: float = 1.0
+    shapes: tuple[CodedFlat, ...] = ()
+    noise: float = 0.0
 
     @property
     def groups(self) -> int:
         """How many groups of rows there are."""
-        return len(self.axes) * self.levels
+        return len(self.axes) * self.weight_levels
 
     @property
     def roots(self) -> Tensor:
-        """(levels,) the root of each level of weight."""
-        return 2.0 ** (-torch.arange(self.levels) / 2)
+        """The root of each level of weight."""
+        return 2.0 ** (-torch.arange(self.weight_levels) / 2)
 
     def coordinates(self, near: Tensor, weights: Tensor | None = None) -> Coordinates:
         """The coordinates of rows (m, d) float32, less their mean."""
         if self.groups == 1:
-            return Coordinates(near @ self.axes.dense[0].T, None, weights)
+            return Coordinates(near @ self.axes.analysis[0], None, weights)
         levels = self.levels_of(near, weights)
         labels = self.labels(near, levels)
         values = torch.empty_like(near)
         for flat in labels.unique().tolist():
             mine = labels == flat
-            values[mine] = near[mine] @ self.axes.dense[flat].T
-        return Coordinates(values.mul_(self.roots[levels].unsqueeze(1)), labels * self.levels + levels, weights)
+            values[mine] = near[mine] @ self.axes.analysis[flat]
+        return Coordinates(values.mul_(self.roots[levels].unsqueeze(1)), labels * self.weight_levels + levels, weights)
 
     def labels(self, near: Tensor, levels: Tensor) -> Tensor:
         """(m,) the flat in which each row costs least."""
-        if not self.flats:
+        if not self.shapes:
             return torch.zeros(len(near), dtype=torch.int64)
         return self._costs(near, levels).argmin(1)
 
@@ -96,22 +97,22 @@ class Parting:
         return float(least.values.sum(dtype=torch.float64)), least.indices
 
     def _costs(self, near: Tensor, levels: Tensor) -> Tensor:
-        return costs_in(near, self.roots.to(torch.float64)[levels], list(self.flats), self.level)
+        return costs_in(near, self.roots.to(torch.float64)[levels], list(self.shapes), self.noise)
 
     def levels_of(self, near: Tensor, weights: Tensor | None) -> Tensor:
         """(m,) int64, the levels of the weights of rows."""
-        if weights is None or self.levels == 1:
+        if weights is None or self.weight_levels == 1:
             return torch.zeros(len(near), dtype=torch.int64)
-        return halvings(weights, self.largest).clamp_max(self.levels - 1)
+        return halvings(weights, self.heaviest).clamp_max(self.weight_levels - 1)
 
 
-def halvings(weights: Tensor, largest: float) -> Tensor:
+def halvings(weights: Tensor, heaviest: float) -> Tensor:
     """(m,) int64, how many times each weight is half of the largest one, rounded, 15 at most.
 
     >>> halvings(torch.tensor([8.0, 3.0, 0.0]), 8.0).tolist()
     [0, 1, 15]
     """
-    shares = (weights.to(torch.float64) / largest).clamp_min(2.0 ** (1 - _LEVELS))
+    shares = (weights.to(torch.float64) / heaviest).clamp_min(2.0 ** (1 - _LEVELS))
     return (-shares.log2()).round().clamp(0, _LEVELS - 1).to(torch.int64)
 
 
@@ -121,7 +122,7 @@ def parted(
     flats: int,
     *,
     one: Parting,
-    level: float,
+    noise: float,
     seed: int,
     blocks: Blocks,
     units: int,
@@ -133,35 +134,35 @@ def parted(
     Args:
         sample: (m, d) float32 rows of the table, less the mean of all. sample_weights: theirs.
         flats: how many are sought. Those of few rows are given up.
-        one: the parting with one flat, whose levels of weights it keeps. level: as ``cluster_rows``.
+        one: the parting with one flat, whose levels of weights it keeps. noise: as of ``Parting``.
         blocks: of each of the ``units`` of rows. workers: who divide the units.
         show: is told the pass and the rows of it that were read.
     """
     d = sample.shape[1]
-    flats = min(flats, len(sample) // (FEWEST * d))
+    flats = min(flats, len(sample) // (FEWEST * d), _MEMORY // (_COPIES * 8 * d * d))
     if flats < 2:
         return one, ()
     energies = one.coordinates(sample, sample_weights).values.square().mean(0)
-    rank = max(1, min(d // 2, int((energies > level).sum())))  # the axes that get bits
+    rank = max(1, min(d // 2, int((energies > noise).sum())))  # the axes that get bits
     start = fit_flats(TensorRows(sample), flats, rank=rank, seed=seed).labels.to(torch.int64)
     weights = one.roots[one.levels_of(sample, sample_weights)].to(torch.float64).square()
-    labels = cluster_rows(TensorRows(sample), start, weights, level)
+    labels = cluster_rows(TensorRows(sample), start, weights, noise)
     count = int(labels.max()) + 1
     add_shapes_(grams := torch.zeros(count, d, d, dtype=torch.float64), sample, labels)
     fitted, _ = flats_of(grams, torch.bincount(labels, minlength=count), FEWEST * d)
-    made = Parting(one.axes, one.levels, one.largest, tuple(fitted), level)
+    made = replace(one, shapes=tuple(fitted), noise=noise)
     lengths = list[float]()
     for number in range(_PASSES):
-        if len(made.flats) == 1:
+        if len(made.shapes) == 1:
             return one, tuple(lengths)
         sums = _pass(made, blocks, units, workers, partial(show, f"EM, pass {number + 1}"))
         lengths.append(sums.nats / max(1, int(sums.counts.sum())))
         found, kept = flats_of(sums.shapes, sums.counts, FEWEST * d)
         axes = Axes.of(eigenvectors(sums.rows[kept]))
-        made = Parting(axes, one.levels, one.largest, tuple(found), level)
+        made = Parting(axes, one.weight_levels, one.heaviest, tuple(found), noise)
         if number and lengths[-1] > (1 - _STILL) * lengths[-2]:
             break
-    return made if len(made.flats) > 1 else one, tuple(lengths)
+    return made if len(made.shapes) > 1 else one, tuple(lengths)
 
 
 def eigenvectors(grams: Tensor) -> Tensor:
@@ -179,7 +180,7 @@ class _Sums:
 
 def _pass(made: Parting, blocks: Blocks, units: int, workers: Workers, show: Callable[[int], None]) -> _Sums:
     """The sums of all units, added in their order."""
-    k, d = len(made.flats), made.axes.scales.shape[1]
+    k, d = len(made.shapes), made.axes.scales.shape[1]
 
     def unit(number: int) -> tuple[dict[str, Tensor], str]:
         nats, counts = 0.0, torch.zeros(k, dtype=torch.int64)

@@ -43,7 +43,8 @@ class TableIndex:
 
     Args:
         layout: how rows are stored. rows, columns: the shape. shard_rows: rows a file.
-        squared_error, squared_sum: sums over all rows of the squared error and of the squared numbers.
+        squared_error, squared_sum: sums over all rows of the squared error and of the squared numbers, weighted where
+            rows have weights.
         head: bytes and checksum of the head. shard_bytes, shard_checksums: those of the files of rows.
 
     Raises:
@@ -149,7 +150,7 @@ def load_head(folder: Path, record: ShardRecord) -> dict[str, Tensor]:
 def _head_checksum(tensors: Mapping[str, Tensor]) -> int:
     parts: list[str | Tensor] = []
     for name, tensor in sorted(tensors.items()):
-        parts += [f"{name} {tensor.dtype} {tuple(tensor.shape)} ", tensor.contiguous().view(torch.uint8)]
+        parts += [f"{name} {tensor.dtype} {tuple(tensor.shape)} ", tensor.reshape(-1).view(torch.uint8)]
     return crc32(parts)
 
 
