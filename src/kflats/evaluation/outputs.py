@@ -293,7 +293,14 @@ class Judge:
                     output = task_output(run(model, batch))
                 if output is None:
                     raise _unlike(f"{type(model).__name__} gives no logits, and the original does")
-                for i, one in zip(picked, by_position(output, batch).float(), strict=True):
+                output = by_position(output, batch).float()
+                if len(output) != len(picked):
+                    raise KflatsError(
+                        f"outputs of {len(output)} parts for {len(picked)} samples are not supported with a comparison",
+                        cause=f"{type(model).__name__} reads the samples of a batch as one",
+                        hint="a size in place of a quality, and no proof",
+                    )
+                for i, one in zip(picked, output, strict=True):
                     rows[i] = self._rows(one, items[i].places).cpu()
         counts = torch.tensor([len(own) for own in rows])
         if len(widths := {own.shape[1] for own in rows}) > 1:
