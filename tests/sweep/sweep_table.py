@@ -275,7 +275,7 @@ def _causes(
     for members in sorted(causes.values(), key=lambda members: -len({name for name, _ in members})):
         of = sorted({name for name, _ in members})
         stages = ", ".join(dict.fromkeys(record["stage"] for _, record in members))
-        message = members[0][1]["message"][:240].replace("|", "\\|").replace("<", "\\<")
+        message = members[0][1]["message"][:240].replace("](", "] (").replace("|", "\\|").replace("<", "\\<")
         shown = ", ".join(of) if names else ", ".join(of[:4]) + (", ..." if of[4:] else "")
         rows.append(f"| {message} | {stages} | {len(of)} | {shown} |")
     return ["| message | stage | types | |", "| --- | --- | ---: | --- |", *rows]

@@ -275,7 +275,7 @@ class TableOptions:
         Literal["compact", "fast"] | None,
         typer.Option(
             help="With --table: compact (entropy coded, the smallest; default), or fast (a fixed rate; random rows "
-            "are read 14 to 35 times as fast)."
+            "are read 25 to 50 times as fast)."
         ),
     ] = None
     column: Annotated[

@@ -90,7 +90,7 @@ def compress_table(
         out: the new folder.
         size: of the folder: "2 bits" a number, or "8GB". It is never exceeded.
         layout: "compact", entropy coded in lanes of a few rows, the smallest; or "fast", every row in the same bytes,
-            of which random rows are read 14 to 35 times as fast. In equal bytes compact loses less, most below 3 bits a
+            of which random rows are read 25 to 50 times as fast. In equal bytes compact loses less, most below 3 bits a
             number.
         flats: how many sets of axes, 1 to 16, in the compact layout. They pay where rows are of several kinds and
             there are hundreds of rows a column; those of few rows are given up, and all where one flat loses less in
