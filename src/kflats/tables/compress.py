@@ -110,7 +110,7 @@ def compress_table(
     Memory is that of a block of 16384 rows, a sample of 32768, five times k x d x d numbers, and a group of rows of a
     Parquet file; time is linear in the rows. Workers encode different files: fewer files than workers leave some idle.
     The folder is whole or not there. A run that is killed leaves its finished files of rows in ``.NAME.kflats-partial``
-    beside ``out``: the same command reads the source once more, and takes over those whose bytes are as they were.
+    beside ``out``: the same command repeats the passes before, and takes over those whose bytes are as they were.
 
     Raises:
         KflatsError: a source that cannot be read, or that changes meanwhile; weights that are negative, not finite, all
@@ -181,7 +181,7 @@ def compress_table(
             runs.sort(key=_Run.expected_error)
         index, taken = _first_that_fits(runs)
         if flats > 1 and 1 < count != len(taken.seen.parting.axes):
-            announce(f"one flat loses less than {count} in these bytes", quiet=workers.quiet)
+            announce(f"one flat does better than {count} in these bytes", quiet=workers.quiet)
         if workers.first:
             index.save(folder)
     return index
@@ -366,7 +366,7 @@ def _not_finite(rows: JoinedRows, start: int, block: Tensor) -> KflatsError:
 
 @dataclass(frozen=True)
 class _Run:
-    """The second pass, and again where the sample misjudged the size."""
+    """The pass that encodes, and again where the sample misjudged the size."""
 
     table: _Source
     folder: Path
