@@ -37,7 +37,7 @@ from kflats.tables.layout import Coordinates
 
 MOST_FLATS = 16
 _LEVELS = 16  # of weights; those below 2^-15 of the largest count as that
-_MEMORY, _COPIES = 2**30, 5  # of the Gram matrices of all flats that a pass holds
+_MEMORY, _COPIES = 2**29, 5  # of the Gram matrices of all flats that a pass holds
 _PASSES = 4
 _STILL = 0.002
 """EM ends when the sum of all lengths falls by less."""
