@@ -354,6 +354,41 @@ def test_many_flats_and_weights_have_a_label_for_each_class(tmp_path: Path) -> N
     assert errors[1] <= errors[0]
 
 
+@pytest.mark.parametrize(("flats", "far"), [(1, False), (2, False), (1, True)])
+def test_axes_take_8_bits_where_that_loses_less_in_the_same_bytes(
+    flats: int, far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error in the index is that of the rows, also in axes that are not quite orthogonal; far rows are kept."""
+    rows, _ = planted(8000, 192, 2)
+    if far:
+        rows[5:7] *= 500 / rows[5:7].norm(dim=1, keepdim=True)
+    source, lost = saved(rows, tmp_path / "rows.npy"), []
+    for name, dear in (("8 bits", 0.0), ("16 bits", 2.0)):
+        monkeypatch.setattr(compress_module, "_DEAR", dear)
+        if far and not dear:
+            monkeypatch.setattr(compress_module._Run, "expected_error", lambda run: not run.seen.parting.axes.coarse)
+        index = compress_table(source, tmp_path / name, size="2 bits", flats=flats, quiet=True)
+        table = open_table(tmp_path / name)
+        apart = (all_rows(table) - rows).square().sum(1, dtype=torch.float64)
+        assert index.squared_error == pytest.approx(float(apart.sum()), rel=1e-3)
+        assert float(apart[5:7].max()) < 30 * float(apart.mean())
+        assert isinstance(table._code, CompactCode)
+        assert (table._code.axes.levels.dtype == torch.int8) == (not dear)
+        lost.append(float(apart.sum()))
+    assert lost[0] <= (1.5 if far else 0.95) * lost[1]
+
+
+@pytest.mark.parametrize("nbytes", [1, 2**40])
+def test_a_long_table_has_files_for_several_workers(nbytes: int) -> None:
+    """Their number must not depend on the workers, for bytes must not."""
+    for rows in (1, 1000, 2**18, 10**6, 2 * 10**7, 10**9):
+        each = compress_module._rows_a_shard(rows, nbytes)
+        assert each % _BLOCK == 0
+        assert each * nbytes <= max(rows * 2**31, _BLOCK * nbytes)
+        assert rows < 16 * 2**18 or rows >= 15 * each
+        assert nbytes > 1 or 2**18 <= each <= 2**22
+
+
 def test_flats_in_few_bytes_do_not_lose_the_table(tmp_path: Path) -> None:
     source = saved(torch.randn(20_000, 2, generator=torch.Generator().manual_seed(0)), tmp_path / "rows.npy")
     errors = [

@@ -312,6 +312,15 @@ def test_bad_requests(change: dict[str, Any], message: str) -> None:
         trim(model, tokenizer, **change)
 
 
+def test_a_model_without_texts_is_refused_for_that_and_not_for_its_tokenizer(tmp_path: Path) -> None:
+    sizes = {"image_size": 8, "patch_size": 4, "intermediate_size": 16, "hidden_size": 16}
+    config = transformers.ViTConfig(num_hidden_layers=1, num_attention_heads=2, **sizes)
+    transformers.ViTModel(config).save_pretrained(tmp_path / "vit")
+    with pytest.raises(KflatsError, match="ViTModel has no token embeddings"):
+        trim_folder(tmp_path / "vit", tmp_path / "out", keep=100)
+    assert not (tmp_path / "out").exists()
+
+
 def test_bad_models() -> None:
     model, tokenizer = built("bert")
     with pytest.raises(KflatsError, match="a tokenizer is needed"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import io
 import json
 import logging
 import math
@@ -16,7 +17,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -223,9 +224,10 @@ def _complete(source: Path, folder: Path, inner: Path, file: Path) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """No warnings of torch and onnxscript about their own code, and none about other packages."""
+    """No warnings of torch and onnxscript about their own code, none about other packages, and no print of a graph that
+    could not be recorded to its end."""
     before = logging.root.manager.disable
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")
         logging.disable(max(before, logging.WARNING))
         try:

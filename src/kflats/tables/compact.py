@@ -312,8 +312,8 @@ class CompactCode:
         values = rows.values
         if design.parting.weight_levels > 1 and rows.groups is not None:
             values = values / design.parting.roots[rows.groups % design.parting.weight_levels].unsqueeze(1)
-        errors = (values - numbers * self.steps[classes].unsqueeze(1)).square()
-        error = float(errors.sum() if rows.weights is None else errors.sum(1, dtype=torch.float64) @ rows.weights)
+        errors = self.axes.errors(values - numbers * self.steps[classes].unsqueeze(1), self.flat_of[classes])
+        error = float(errors.sum() if rows.weights is None else errors.to(torch.float64) @ rows.weights)
         if spare := -len(labels) % code.rows:
             labels = torch.cat([labels, labels.new_zeros(spare)])
             levels = torch.cat([levels, levels.new_zeros(spare, levels.shape[1])])

@@ -44,6 +44,8 @@ from kflats.tables.shards import ShardRecord, ShardWriter, file_bytes
 _UNIT = 2**18  # rows whose sums are one term of the whole
 _BLOCK = 16384  # rows that are encoded at once; files begin at multiples of it
 _SHARD_ROWS, _SHARD_BYTES = 2**22, 2**31
+_SHARDS = 16
+"""Files at least of a long table: workers write different ones, and an interrupted run keeps the finished ones."""
 _SAMPLE = 32768
 _SEARCHED = 8192  # rows of the sample on which the step is searched
 _LONGEST, _SHORTEST = 1e15, 1e-15  # of a row: squares, their sums and products of these stay in float32
@@ -52,6 +54,8 @@ _FAR = 1e4
 """A row so many times as long as the middle one sets the steps of all."""
 _AIM, _LEAST, _ENOUGH = 0.996, 0.98, 0.95  # of the budget: what is tried, and taken the first time and later
 _FEWEST_BITS = 0.02  # a number
+_DEAR = 0.002
+"""Share of a size that axes take from which on those of half as many bits may lose less in the same bytes."""
 _TRIES = 4
 _SHORT = 2**20
 """Rows of a table that is tried twice as often: its sample says less of its size, and a try takes seconds."""
@@ -101,7 +105,8 @@ def compress_table(
             The errors in the index are weighted.
         name: of the tensor or the column, where a file has several.
         seed: of the sample.
-        shard_rows: rows a file, a multiple of 16384; by default 2^22, or fewer if they take more than 2 GiB.
+        shard_rows: rows a file, a multiple of 16384. By default a power of two from 2^18 to 2^22 that makes 16 files or
+            more of a long table, or fewer rows if they take more than 2 GiB.
         force: replace ``out``, if it is as kflats wrote it.
         quiet: show no progress.
         workers: who divide all passes (docs/scale.md); each of them makes the same call, and sees ``out`` and
@@ -176,6 +181,8 @@ def compress_table(
                 found.append(several)
             if count < flats:
                 announce(f"{count} of {flats} flats have rows and memory enough", quiet=workers.quiet)
+        if layout == "compact":  # axes take much of a short table
+            found += [one.coarser() for one in found if one.parting.axes.nbytes > _DEAR * budget]
         runs = [run_of(one) for one in found]
         if len(runs) > 1:
             runs.sort(key=_Run.expected_error)
@@ -245,6 +252,12 @@ class _Seen:
     def sample(self) -> Coordinates:
         """The sample as it is coded."""
         return self.parting.coordinates(self.near, self.weights)
+
+    def coarser(self) -> _Seen:
+        """The same with axes of 8 bits, in whose coordinates a row may be a little longer."""
+        axes = self.parting.axes.coarser()
+        longer = float(torch.linalg.matrix_norm(axes.analysis.to(torch.float64), 2).max())
+        return replace(self, longest=self.longest * max(1.0, longer), parting=replace(self.parting, axes=axes))
 
 
 def _first_pass(table: _Source, seed: int, show: Callable[[int], None], workers: Workers) -> _Seen:
@@ -607,5 +620,7 @@ def _bytes(size: str | Budget, numbers: int) -> int:
 
 
 def _rows_a_shard(rows: int, budget: int) -> int:
-    most = max(_BLOCK, _SHARD_BYTES * rows // max(1, budget))
-    return max(_BLOCK, min(_SHARD_ROWS, 1 << most.bit_length() - 1))
+    """Rows a file, which must not depend on how many workers there are."""
+    few = min(_SHARD_ROWS, max(_UNIT, rows // _SHARDS))
+    most = max(_BLOCK, min(few, _SHARD_BYTES * rows // max(1, budget)))
+    return 1 << most.bit_length() - 1

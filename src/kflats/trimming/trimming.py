@@ -192,7 +192,9 @@ def trim_folder(
             "trim is not supported with a static model", hint="kflats compress, or the library that made the model"
         )
     with new_folder(out, force, [folder]) as aside:
-        loaded, tokenizer = load_model(folder), load_tokenizer(folder)
+        loaded = load_model(folder)
+        _find_tables(loaded)  # a model without token tables is refused as such, not for want of a tokenizer
+        tokenizer = load_tokenizer(folder)
         trimmed = trim(loaded, tokenizer, keep=keep, texts=texts, eval_texts=eval_texts)
         inner = aside / weights_folder(folder).relative_to(folder)
         save_model(trimmed.model, inner)
