@@ -719,7 +719,7 @@ def test_a_source_that_changes_between_passes_is_refused(
 ) -> None:
     rows = drawn(20_000, 6)
     source = saved(rows, tmp_path / "x.npy")
-    first_pass = compress_module._first_pass
+    first_pass = compress_module.statistics_of
 
     def then_written(*given: Any) -> Any:
         seen = first_pass(*given)
@@ -727,7 +727,7 @@ def test_a_source_that_changes_between_passes_is_refused(
         table[17_000, 3] = np.nan
         return seen
 
-    monkeypatch.setattr(compress_module, "_first_pass", then_written)
+    monkeypatch.setattr(compress_module, "statistics_of", then_written)
     with pytest.raises(KflatsError, match="rows 16384 and on of the table changed while it was read"):
         compress_table(source, tmp_path / "out", size="6 bits", quiet=True, **options_of(kind, len(rows)))
     assert not (tmp_path / "out").exists()

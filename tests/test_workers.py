@@ -33,7 +33,7 @@ from kflats.model.weights import find_weights
 from kflats.planning.calibration_data import CalibrationData
 from kflats.planning.candidates import WeightCosts, passed_on, weight_candidates
 from kflats.recipe.recipe import Recipe
-from kflats.tables import compress, compress_table
+from kflats.tables import compress_table, statistics
 from kflats.tables.shards import Bytes, ShardWriter
 
 NUMBERS = Packed(str, lambda index, text: int(text))
@@ -186,7 +186,7 @@ def table_file(folder: Path, rows: int = 40_000) -> Path:
 def test_the_bytes_of_a_table_do_not_depend_on_the_workers(
     count: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compress, "_UNIT", 16384)
+    monkeypatch.setattr(statistics, "UNIT", 16384)
     source = table_file(tmp_path)
 
     def made(folder: Path, workers: Workers) -> dict[str, bytes]:

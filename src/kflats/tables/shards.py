@@ -176,6 +176,8 @@ class Shard:
         """
         if len(starts) and (int(starts.min()) < 0 or int(ends.max()) > self.data.nbytes or bool((starts > ends).any())):
             raise self.damaged("its arrays point outside of its codes")
+        if self._seen.all():
+            return
         first, last = starts // PIECE, (np.maximum(ends, starts + 1) - 1) // PIECE
         while len(first):
             for piece in sorted(set(first[~self._seen[first]].tolist())):

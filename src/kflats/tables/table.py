@@ -16,7 +16,7 @@ from kflats.common.errors import KflatsError
 from kflats.tables.compact import CompactCode
 from kflats.tables.fast import FastCode
 from kflats.tables.index import TableIndex, load_head, shard_name
-from kflats.tables.layout import Ints, RowCode, distinct
+from kflats.tables.layout import Ints, RowCode
 from kflats.tables.shards import Shard
 
 _CODES: dict[str, type[CompactCode] | type[FastCode]] = {"compact": CompactCode, "fast": FastCode}
@@ -118,13 +118,15 @@ class CodedTable:
         if bool((numbers == first).all()):
             self._code.decode([self._piece(first, ids)], out)
             return
-        order = np.argsort(numbers, kind="stable")
-        used, of = distinct(numbers)
-        pieces = np.split(ids[order], np.cumsum(np.bincount(of))[:-1])
+        # numpy sorts integers of 16 bits by their digits, in a quarter of the time.
+        order = np.argsort(numbers.astype(np.uint16) if len(self.index.shard_bytes) < 2**16 else numbers, kind="stable")
+        counts = np.bincount(numbers)
+        used = counts.nonzero()[0]
+        pieces = np.split(ids[order], np.cumsum(counts[used])[:-1])
         parts = [self._piece(number, piece) for number, piece in zip(used.tolist(), pieces, strict=True)]
         sorted_rows = torch.empty_like(out)
         self._code.decode(parts, sorted_rows)
-        out[torch.from_numpy(order)] = sorted_rows
+        out.index_copy_(0, torch.from_numpy(order), sorted_rows)
 
     def _piece(self, number: int, ids: Ints) -> tuple[Shard, Ints]:
         return self._shard(number), ids - number * self.index.shard_rows
