@@ -298,8 +298,14 @@ class CompactCode:
 
     def row_bits(self, sample: Coordinates) -> float:
         """Bits a row of files with rows like ``sample``."""
-        counts = np.concatenate([self.encoded(part)[1] for part in sample.split(_ENCODED)])
-        return (8 * float(counts.sum()) * (1 + 4 / PIECE) + len(counts) * _PLACE_BITS) / len(sample.values)
+        return self.measured(sample)[0]
+
+    def measured(self, sample: Coordinates) -> tuple[float, float]:
+        """Bits a row of files with rows like ``sample``, and the weighted squared error of the sample."""
+        parts = [self.encoded(part)[1:] for part in sample.split(_ENCODED)]
+        counts = np.concatenate([counts for counts, _ in parts])
+        bits = (8 * float(counts.sum()) * (1 + 4 / PIECE) + len(counts) * _PLACE_BITS) / len(sample.values)
+        return bits, sum(error for _, error in parts)
 
     def encoded(self, rows: Coordinates) -> tuple[Bytes, Ints, float]:
         """The bytes of rows, how many each lane has, and the weighted squared error."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -204,7 +204,7 @@ class _Run:
         small, reached = None, 0  # the largest code that fits so far, and its bytes
         aim, least, totals = _AIM, self.budget - room + self._about_head(), list[int]()
         tries = _TRIES if self.table.shape[0] > _SHORT else 2 * _TRIES
-        while len(totals) < tries and (code := self._compact(room * aim)) is not None:
+        while len(totals) < tries and (code := self._compact(room * aim) if totals else self._first) is not None:
             files, total = self._agreed(code)
             if total is None:
                 index = self._written(code, files)
@@ -228,13 +228,18 @@ class _Run:
     def expected_error(self) -> float:
         """The squared error of the sample in the first code that is tried; infinite where there is none."""
         try:
-            code = self._compact(self._room * _AIM)
+            code = self._first
         except DoesNotFitError:
             return math.inf
-        sample, n = self.seen.sample, self.table.shape[0]
-        if code is None or code.head_bytes + code.row_bits(sample) * n / 8 > self._room / _ENOUGH:
+        if code is None:
             return math.inf
-        return sum(code.encoded(part)[2] for part in sample.split(_BLOCK))
+        bits, error = code.measured(self.seen.sample)
+        return error if code.head_bytes + bits * self.table.shape[0] / 8 <= self._room / _ENOUGH else math.inf
+
+    @cached_property
+    def _first(self) -> CompactCode | None:
+        """The code that is tried first."""
+        return self._compact(self._room * _AIM)
 
     @property
     def _shards(self) -> int:
