@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -427,14 +428,27 @@ def test_models_that_cannot_be_recovered_are_refused(
         recover_(small(), "sst2", eval_split=None, **settings)
 
 
-def test_an_encoder_decoder_learns_from_texts() -> None:
-    """Its decoder reads the text, as it is measured and compared."""
+def t5() -> Any:
     sizes = {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+
+
+def fsmt() -> Any:
+    """A model that writes into the ids that it is given."""
+    own = {"layers": 1, "attention_heads": 2, "ffn_dim": 24}
+    layers = {f"{part}_{name}": size for part in ("encoder", "decoder") for name, size in own.items()}
+    sizes = {"src_vocab_size": 60, "tgt_vocab_size": 60, "langs": ["en", "de"], "d_model": 16, "init_std": 0.3}
+    return transformers.FSMTForConditionalGeneration(transformers.FSMTConfig(**sizes, **layers))
+
+
+@pytest.mark.parametrize("build", [t5, fsmt])
+def test_an_encoder_decoder_learns_from_texts(build: Callable[[], Any]) -> None:
+    """Its decoder reads the text, as it is measured and compared."""
     torch.manual_seed(0)
-    teacher = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+    teacher = build()
     student = copy.deepcopy(teacher)
     with torch.no_grad():
-        student.shared.weight.mul_(0.5)
+        student.get_input_embeddings().weight.mul_(0.5)
     batches = [{"input_ids": torch.randint(3, 60, (4, 9))} for _ in range(4)]
     recovery = recover_(student, batches, teacher=teacher, eval_split=batches, lr=1e-2, epochs=4, batch=4, quiet=True)
     assert 0 < recovery.after < 0.85 * recovery.before

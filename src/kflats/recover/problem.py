@@ -88,8 +88,10 @@ class Objective:
             return 0.0 * _logits(model, outputs).sum()  # the mean over zero words would be NaN
         if self.teacher is None:
             return _task_loss(outputs)
+        # FSMT writes into its inputs, which the gradients of ``model`` still need.
+        own = {name: values.clone() for name, values in batch.items()}
         with torch.no_grad(), explained(self.teacher, _OTHER_INPUTS):
-            target = run(self.teacher, batch)  # labels serve only to feed a decoder
+            target = run(self.teacher, own)  # labels serve only to feed a decoder
         soft = distance(model, outputs, target, batch, self.temperature)
         if not labelled or self.labels_weight == 0:
             return soft
