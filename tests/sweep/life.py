@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import transformers
+from safetensors import safe_open
 from tiny_configs import SCHEMES, VOCABULARY, WORDS, tiny_config
 from tiny_inputs import outputs, runnable
 from torch import nn
@@ -303,6 +304,8 @@ def commanding(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WA
             raise AssertionError("the export has factored layers")
         if whole and batch is not None and (fault := _difference(_given(own, batch), _given(plain, batch))) is not None:
             raise AssertionError(f"the export gives other outputs: {fault}")
+        if other := _stored_names(folder / "exported") ^ _stored_names(folder / "dense"):
+            raise AssertionError(f"the export has other names than the original's files: {sorted(other)[:4]}")
         return note if whole else "without biases that compression added"
 
     def compared() -> str:
@@ -329,6 +332,15 @@ def commanding(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WA
     for name, work in stages.items():
         if name in ways:
             _stage(name, work, say)
+
+
+def _stored_names(folder: Path) -> set[str]:
+    """The names of the tensors in a folder's weight files."""
+    names = set[str]()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names |= set(file.keys())
+    return names
 
 
 def _compressed(folder: Path) -> list[Path]:

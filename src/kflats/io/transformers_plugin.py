@@ -141,6 +141,9 @@ class KflatsQuantizer(HfQuantizer):
             module.finish_(end_loading_(model, name) if raw else cast(FactoredLayer, model.get_submodule(name)).matrix)
             if raw:
                 decode_(model, name)
+        if self._own_names:
+            # transformers notes that it renamed nothing, and would write own names into an ordinary checkpoint, too.
+            model.__dict__.pop("_weight_conversions", None)
         _let_go_of_files(model, [module for _, module in self._modules])
         model.config.quantization_config = self.quantization_config.to_dict()
         _take_marks_off(model)
