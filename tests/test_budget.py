@@ -159,7 +159,7 @@ def test_sizes_that_cannot_be_are_named(text: str, scope: str, says: str) -> Non
 
 
 def test_a_model_stored_narrower_than_loaded_is_refused() -> None:
-    with pytest.raises(KflatsError, match="wider type"):
+    with pytest.raises(KflatsError, match="narrower type"):
         parse_budget("40MB", "file").stored_bytes([weight()], 46_000_000, 4)
 
 

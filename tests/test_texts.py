@@ -299,6 +299,7 @@ def test_hard_wrapped_lines_are_joined_and_others_are_not() -> None:
         unwrapped(BOOK),
         "Roses are red,\nviolets are blue,\nsugar is sweet,\nand so are you.",
         "\n".join(f"the word{i % 9} of word{i % 7}" for i in range(50)),
+        "\n".join(f"the quick brown fox number {i % 10} jumps over lazy dogs" for i in range(80)),
         "\n".join("一二三四五六七八九十" * 5 + "。" for _ in range(9)),
         "for i in range(3):\n    print(i)\n",
         "",

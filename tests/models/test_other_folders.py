@@ -171,6 +171,7 @@ def test_code_of_a_model_is_run_only_if_it_is_trusted(own: Path) -> None:
     code, message = said(*arguments, "--trust-remote-code")
     assert message == "kflats: code that comes with a model is run, because it is trusted"
     assert said("inspect", str(out))[0] == 2  # trust ends with the command
+    assert '.from_pretrained("FOLDER", trust_remote_code=True)' in (out / "README.md").read_text()
     with trusting_remote_code():
         model, original = load_model(out), load_model(own)
     assert type(model).__name__ == type(original).__name__ == "OwnForLabels"

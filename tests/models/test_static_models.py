@@ -64,9 +64,7 @@ def write(origin: str, folder: Path, rows: Tensor | None = None) -> Path:
     rows = table() if rows is None else rows
     if origin == "model2vec":
         library = pytest.importorskip("model2vec")
-        library.StaticModel(rows.numpy(), tokenizer(), {"model_type": "model2vec"}, normalize=True).save_pretrained(
-            folder
-        )
+        library.StaticModel(rows.numpy(), tokenizer(), {}, normalize=True).save_pretrained(folder)
     else:
         static = StaticEmbedding(tokenizer(), embedding_weights=rows)
         SentenceTransformer(modules=[static, Normalize()], device="cpu").save_pretrained(str(folder))

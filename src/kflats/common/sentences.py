@@ -45,10 +45,16 @@ def sentences(text: str) -> list[str]:
     return parts + [text[start:]] if start < len(text) else parts
 
 
+_ENDED = re.compile(r"[.!?。！？…][\"'»”’)]*(\s|$)|[。！？]")
+_MOST_LINES = 20
+"""Lines of a sentence of prose at most, in the mean."""
+
+
 def unwrapped(text: str) -> str:
     """``text`` with a paragraph a line, if its lines are hard-wrapped; else as it is.
 
     Lines are hard-wrapped if most of them end where the next word would not have fit, and few end with a sentence.
+    Lines of about one length without any end of a sentence are titles or queries.
 
     >>> lines = ["It was a bright cold day in April, and the clocks", "were striking thirteen; he went quickly through"]
     >>> unwrapped("\\n".join([*lines, "the doors.", "", "The end."]))[-40:]
@@ -60,7 +66,8 @@ def unwrapped(text: str) -> str:
     width = lengths[int(0.98 * (len(lengths) - 1))] if inner else 0
     full = sum(len(line) + 1 + min(20, len(after.split(None, 1)[0])) > 0.9 * width for line, after in inner)
     going_on = sum(line[-1] not in ".!?。！？" for line, _ in inner)
-    if not 40 <= width <= 120 or 2 * min(full, going_on) <= len(inner):
+    ended = sum(bool(_ENDED.search(line)) for line in lines)
+    if not 40 <= width <= 120 or 2 * min(full, going_on) <= len(inner) or _MOST_LINES * ended < len(lengths):
         return text
     blocks = ("\n".join(block) for filled, block in groupby(lines, key=bool) if filled)
     return "\n".join(re.sub(r"(?<=\w-)\n(?=\w)", "", block).replace("\n", " ") for block in blocks)

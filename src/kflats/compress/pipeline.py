@@ -29,7 +29,14 @@ from kflats.io.atomic import beside as beside_out
 from kflats.io.atomic import new_folder
 from kflats.io.mapped import Spill
 from kflats.io.saving import damage_named
-from kflats.io.sources import copy_companions, module_bytes, resolve_model, weights_folder
+from kflats.io.sources import (
+    copy_companions,
+    module_bytes,
+    read_config,
+    resolve_model,
+    trusts_remote_code,
+    weights_folder,
+)
 from kflats.methods import Auto, Method
 from kflats.model.run_as import set_run_form_
 from kflats.model.weights import Weight, factored_layers, held_matrices
@@ -302,7 +309,10 @@ def compress_folder(
         files = weight_file_bytes(folder), weight_file_bytes(aside)
         used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
         loader = "sentence-transformers" if (aside / "modules.json").is_file() else "transformers"
-        rewrite_(aside, lambda original: compressed_card(report, files, used, hub_name(source), original, loader))
+        own_code = trusts_remote_code() and bool(read_config(weights_folder(aside)).get("auto_map"))
+        rewrite_(
+            aside, lambda original: compressed_card(report, files, used, hub_name(source), original, loader, own_code)
+        )
     if not proof:
         return report
     try:

@@ -538,7 +538,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     library = needed("transformers", "kflats[hf]", "a tokenizer")
     lost = KflatsError(
         f"{where} has no tokenizer that can be loaded",
-        cause="its tokenizer files are missing or damaged",
+        cause="its tokenizer files are missing or damaged, or the model reads no texts",
         hint="put the tokenizer's files into the folder",
     )
     # Without any vocabulary transformers makes a tokenizer that knows no words, and says nothing.

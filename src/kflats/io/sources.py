@@ -177,7 +177,12 @@ def static_folder(root: str | os.PathLike[str]) -> Path | None:
     modules = _modules(root)
     if modules and modules[0]["type"].rpartition(".")[2] == "StaticEmbedding":
         return root / modules[0]["path"]
-    return root if not modules and read_config(root).get("model_type") == "model2vec" else None
+    return root if not modules and is_model2vec(read_config(root)) else None
+
+
+def is_model2vec(config: JsonObject) -> bool:
+    """Whether a static model's config is model2vec's, which writes ``model_type`` only where it distils a model."""
+    return config.get("model_type") == "model2vec" or "embedding_dtype" in config
 
 
 def read_config(folder: str | os.PathLike[str]) -> JsonObject:

@@ -19,15 +19,13 @@ from kflats.codecs.streams import StreamReader
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
+from kflats.io.sources import is_model2vec
 from kflats.matrices.base import is_recording
 from kflats.matrices.coded import CodedGeometry, CodedMatrix
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
-
-MODEL2VEC = "model2vec"
-"""``model_type`` in the config of model2vec's folders."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def import_library(origin: JsonObject) -> None:
     Raises:
         KflatsError: the library is missing.
     """
-    if origin.get("model_type") == MODEL2VEC:
+    if is_model2vec(origin):
         needed("model2vec", "kflats[static]", "a model of model2vec")
     else:
         static_embedding()
@@ -152,7 +150,7 @@ def read_static(folder: Path, origin: JsonObject) -> StaticModel:
         KflatsError: the library is missing, or cannot read the folder.
     """
     try:
-        if origin.get("model_type") == MODEL2VEC:
+        if is_model2vec(origin):
             library: Any = needed("model2vec", "kflats[static]", "a model of model2vec")
             static = library.StaticModel.from_pretrained(folder)
             table = static.embedding if static.token_mapping is None else static.embedding[static.token_mapping]
@@ -183,7 +181,7 @@ def write_static(model: StaticModel, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     table = model.embedding.weight.detach().cpu()
-    if model.origin.get("model_type") == MODEL2VEC:
+    if is_model2vec(model.origin):
         library: Any = needed("model2vec.persistence", "kflats[static]", "a model of model2vec")
         rows = table.float() if table.dtype == torch.bfloat16 else table
         library.save_pretrained(folder, rows.numpy(), model.tokenizer, model.origin, create_model_card=False)

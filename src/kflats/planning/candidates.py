@@ -148,7 +148,8 @@ class WeightCandidates:
         """The decision for the chosen candidate."""
         item = self.item
         if choice.option is None:
-            stored = "codes" if item.recipe.is_coded or item.recipe.chooses else "factors"
+            coded = (item.recipe.is_coded or item.recipe.chooses) and item.weight.places[0].role != "conv2d"
+            stored = "codes" if coded else "factors"
             return item.left_dense(f"dense: {stored} of it would lose more than they save elsewhere")
         chosen = self.candidates[choice.option]
         lost = number(chosen.error / self.total if self.total > 0 else 0.0)

@@ -157,8 +157,8 @@ class Budget:
             if model_file_bytes < original:
                 raise KflatsError(
                     f"the named weights take {original:,} bytes but the model's files only {model_file_bytes:,}",
-                    cause="the model was loaded in a wider type than it is stored in, or its weights are quantized",
-                    hint="a folder whose config.json names the type of its weights, or a share of them to keep",
+                    cause="in the file, tokens share rows, or weights are quantized or of a narrower type than loaded",
+                    hint='keep="50%", a share of the named weights; or a folder whose config.json names their type',
                 )
             header = _METADATA + sum(_longer_header(weight) for weight in weights)
             rest, total, whose = model_file_bytes - original + header, model_file_bytes, "the model's files"

@@ -330,7 +330,7 @@ def _text_batches(
 ) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
     """Batches of one text each: nine tenths to train on, and each tenth to evaluate on."""
     if len(texts) < 10:
-        raise KflatsError(f"training on {len(texts)} texts is not supported", hint="at least 10 texts")
+        raise KflatsError(f"training on fewer than 10 texts ({len(texts)}) is not supported", hint="at least 10 texts")
     filler = pad_id(tokenizer, model)
     batches = [collate([row], filler) for row in text_features(texts, tokenizer, max_length, model)]
     return [batch for i, batch in enumerate(batches) if i % 10], batches[::10]

@@ -32,7 +32,13 @@ _KEY = re.compile(r"([A-Za-z_][\w-]*)\s*:")
 
 
 def compressed_card(
-    report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, original: str, loader: str
+    report: Report,
+    files: tuple[int, int],
+    data: Sequence[str],
+    base_model: str | None,
+    original: str,
+    loader: str,
+    own_code: bool = False,
 ) -> str:
     """The text of the card.
 
@@ -43,12 +49,13 @@ def compressed_card(
         base_model: the original's name on the hub, None if it is unknown.
         original: the original's card, "" if it has none.
         loader: "transformers" or "sentence-transformers".
+        own_code: whether the model's folder holds code that loading it runs.
     """
     head, body = split(original)
     head = with_tag(head, "kflats")
     if base_model is not None:
         head = with_value(with_value(head, "base_model", base_model), "base_model_relation", "quantized")
-    return _card(head, _section(report, files, data, base_model, loader), without_section(body))
+    return _card(head, _section(report, files, data, base_model, loader, own_code), without_section(body))
 
 
 def dense_card(original: str) -> str:
@@ -203,7 +210,9 @@ def _card(head: list[str], text: str, original: str) -> str:
     return "\n".join(["---", *head, "---", "", text]) + below + "\n"
 
 
-def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, loader: str) -> str:
+def _section(
+    report: Report, files: tuple[int, int], data: Sequence[str], base_model: str | None, loader: str, own_code: bool
+) -> str:
     trimmed = report.trimming
     named = (report.bytes_before, report.bytes_after)
     start = report.model_bytes_before + (0 if trimmed is None else trimmed.saved)
@@ -257,7 +266,7 @@ def _section(report: Report, files: tuple[int, int], data: Sequence[str], base_m
         "import kflats  # pip install 'kflats[hf,codes]'",
         f"from {library} import {name}",
         "",
-        f'{name}{"" if sentences else ".from_pretrained"}("FOLDER")',
+        f'{name}{"" if sentences else ".from_pretrained"}("FOLDER"{", trust_remote_code=True" if own_code else ""})',
         "```",
         "",
         "Without kflats: `kflats export FOLDER --dense --out DIR` writes an ordinary checkpoint, "
