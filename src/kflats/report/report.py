@@ -429,12 +429,17 @@ def analyse(
             for b, (flat, rank) in enumerate(() if isinstance(matrix, DenseMatrix) else bands)
         ),
         seconds=factored.seconds,
-        note="; ".join(filter(None, (decision.note, "" if factored.converged else _CUT_OFF))),
+        note="; ".join(filter(None, (_planned(decision), "" if factored.converged else _CUT_OFF))),
         matrix_rows=decision.recipe.matrix_rows,
         condition=matrix.condition if isinstance(matrix, InterpolativeMatrix) else None,
         own=_own(factored, rows, weighting, rank),
         stored=stored,
     )
+
+
+def _planned(decision: Decision) -> str:
+    """The decision's note; what it foretells of codes is not quite what was stored."""
+    return f"planned: {decision.note}" if decision.note and decision.recipe.is_coded else decision.note
 
 
 def left_dense(decision: Decision) -> WeightReport:
