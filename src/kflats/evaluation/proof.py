@@ -39,7 +39,7 @@ from kflats.io.sources import (
     trusts_remote_code,
     weights_folder,
 )
-from kflats.io.static import import_library
+from kflats.io.static import StaticModel, import_library
 from kflats.model.weights import compute_dtype
 
 _TOKENS = 20
@@ -124,6 +124,8 @@ _BFLOAT16, _COMPRESSED = COLUMNS[2:4]
 _SECONDS = 2.0  # of the turns of one shape
 _ALIKE = 0.8  # loss: near 1 for the vectors of unrelated models
 
+_STATIC = "a static model has no network; texts take the time of the tokenizer, and of rows that are decoded"
+
 
 @dataclass(frozen=True)
 class Proof:
@@ -188,8 +190,10 @@ class Proof:
     @property
     def conditions(self) -> str:
         """How the times were measured."""
-        turns = [one.turns for one in self.latencies] or [0]
-        threads = max((one.threads for one in self.latencies), default=0)
+        if not self.latencies:
+            return "not measured"
+        turns = [one.turns for one in self.latencies]
+        threads = max(one.threads for one in self.latencies)
         return f"medians of {min(turns)} to {max(turns)} turns and 95 % intervals of the ratio; {threads} threads"
 
 
@@ -229,7 +233,9 @@ def compare(
             contestants.append(TorchModel(_BFLOAT16, original, torch.bfloat16))
         contestants.append(TorchModel(_COMPRESSED, compressed))
         drawn_for = min(models, key=lambda model: _vocabulary(model) or 0)
-        timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS)
+        timed, reasons = list[Latency](), {"times": _STATIC}
+        if not isinstance(original, StaticModel):
+            timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS)
         footprints = None
         if fresh:
             update("proof: memory", 2, 4)

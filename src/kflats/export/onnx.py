@@ -14,6 +14,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -63,6 +64,8 @@ FILE, INTEGER_FILE = "onnx/model.onnx", "onnx/model_quantized.onnx"
 """Where sentence-transformers, text-embeddings-inference and fastembed look in a folder, and where transformers.js does
 for its type q8."""
 _TOLERANCE, _INTEGER_TOLERANCE = 1e-4, 0.15
+_OPERATOR = re.compile(r"translating node .*target=([\w.]+)")
+"""How torch names an operator that it cannot translate."""
 
 
 @dataclass(frozen=True)
@@ -294,8 +297,11 @@ def _record(graph: _Graph, path: Path) -> None:
     except OSError:
         raise
     except Exception as error:  # torch.export raises whatever the model's own code raised, in many classes
+        said = first_line(error.__cause__ or error)[:200]
+        if operator := _OPERATOR.search(said):
+            said = f"ONNX has no form of the operator {operator[1]}"
         raise KflatsError(
-            f"this {type(graph.model).__name__} cannot be recorded: {first_line(error.__cause__ or error)[:200]}",
+            f"this {type(graph.model).__name__} cannot be recorded: {said}",
             cause="its forward has steps that depend on data, or operators that ONNX lacks",
             hint=_DENSE,
         ) from error
