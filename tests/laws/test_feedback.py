@@ -298,11 +298,26 @@ def test_candidates_lose_what_they_say(dtype: torch.dtype, damping: float) -> No
         (WeightingForm("full", "full"), (2, 768), {"Feedback"}),
         (WeightingForm("identity", "full"), (96, 128), {"Feedback", "Transform"}),
         (WeightingForm("diagonal", "full"), (9600, 128), {"Transform"}),
+        (WeightingForm(), (96, 128), {"Feedback", "Transform"}),
+        (WeightingForm(), (9600, 128), {"Transform"}),
     ],
 )
-def test_what_is_coupled_is_offered_feedback(form: WeightingForm, shape: tuple[int, int], offered: set[str]) -> None:
+def test_who_is_offered_feedback(form: WeightingForm, shape: tuple[int, int], offered: set[str]) -> None:
     offers = [*Feedback.automatic(shape, form), *Transform.automatic(shape, form)]
     assert {type(codec).__name__ for _, codec in offers} == offered
+
+
+def test_without_data_a_square_layer_is_not_coded_in_axes_that_cost_more_than_they_save() -> None:
+    """At the same bytes; ``Auto()`` finds it."""
+    pytest.importorskip("constriction")
+    lost = {}
+    for name, method in (("auto", Auto()), ("axes", Recipe(SVD(), codec=Transform()))):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(256, 256)).requires_grad_(False)
+        report = kflats.compress_(model, {"linear": method}, keep="16%", quiet=True)
+        lost[name] = report.weights[0].error
+        assert report.bytes_after <= 0.16 * report.bytes_before
+    assert lost["auto"] < 0.3 * lost["axes"]
 
 
 @pytest.mark.parametrize(("matrix_rows", "bias"), crossed(["in_features", "out_features"], [True, False]))

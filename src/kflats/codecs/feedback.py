@@ -32,7 +32,7 @@ from kflats.numerics.coding.trellis import SHORTEST, PathRounding
 from kflats.numerics.rows import GRAM_BLOCK, Rows, check_finite, check_weights
 
 _LONG = 16
-"""Rows a column, or columns a row, up to which ``Auto()`` tries it where only one side is coupled."""
+"""Rows a column, or columns a row, up to which ``Auto()`` tries it where not both sides are coupled."""
 _CLASSES = 32
 _LEAST_SCALE = 1e-4
 """Rows and columns that count less than this share of the most important one count as much."""
@@ -171,11 +171,11 @@ class Feedback(Codec):
 
     @classmethod
     def automatic(cls, shape: tuple[int, int], form: WeightingForm) -> tuple[tuple[Method, Codec], ...]:
-        """The matrix itself, where rows or columns are coupled. Of long tables whose rows are not, many rows share the
-        axes of ``Transform``."""
-        couples = (form.left == "full") + (form.right == "full")
-        long = max(shape) > _LONG * min(shape)
-        return ((KeepDense(), cls()),) if couples == 2 or (couples == 1 and not long) else ()
+        """The matrix itself, where both rows and columns are coupled; and where one side is, or where all numbers count
+        the same, unless many rows share the axes of ``Transform``. A square matrix needs more bits for axes."""
+        sides = {form.left, form.right}
+        few = max(shape) <= _LONG * min(shape) and ("full" in sides or sides == {"identity"})
+        return ((KeepDense(), cls()),) if sides == {"full"} or few else ()
 
 
 @dataclass(frozen=True)

@@ -234,7 +234,7 @@ def candidates(
     >>> rows = TensorRows(torch.randn(64, 16, generator=torch.Generator().manual_seed(0)))
     >>> table = Table(rows, Weighting(), torch.float32, SVD().spectrum(rows, Weighting()))
     >>> sorted({type(candidate.codec).__name__ for candidate in candidates(Recipe(Auto()), table)})
-    ['Float', 'Integer', 'Transform']
+    ['Feedback', 'Float', 'Integer', 'Transform']
     """
     ways = [recipe]
     if recipe.chooses:
