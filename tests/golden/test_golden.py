@@ -5,7 +5,7 @@ commit; ``RENAMED`` turns them into those of today. The codec of random rotation
 weights with it ("integers of flats" has one weight). Recorded again: "a model by loss" and "a model by counts" when
 ``KroneckerFisher`` came to add positions before it squares them, when windows were drawn beside those of texts, and
 when ``Auto()`` came to offer error feedback; "transform", "transform of flats" and "a choice" when small codes came to
-use all their bytes.
+use all their bytes; "a choice" when ``Auto()`` came to offer error feedback without data.
 Last digits differ between processors, so sizes and errors are compared closely, and digests only on request, on the
 machine that recorded them:
 

@@ -116,7 +116,7 @@ def test_plans_keep_it_and_need_no_data_for_it(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("budget", "said"),
     [
-        ("49%", "spent on weights that stay dense or are stored in a type"),
+        ("49%", "those that stay dense or are stored in a type take more"),
         ("900 params", "is not supported with types"),
         ("50% ranks", "is not supported with types"),
     ],

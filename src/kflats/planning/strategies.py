@@ -76,7 +76,8 @@ def share_out(
         rest = allowed - sum(_cost(item, fixed[item.weight.name]) for item in items if item.weight.name in fixed)
         if rest < 0:
             raise DoesNotFitError(
-                f"a budget of {budget} leaves {allowed:,} bytes for these weights, and those that stay dense take more",
+                f"a budget of {budget} leaves {allowed:,} bytes for these weights, "
+                "and those that stay dense or are stored in a type take more",
                 cause=f"{', '.join(visible(name) for name in list(fixed)[:3])} take {allowed - rest:,} bytes",
                 hint="a larger budget, Integer(bits=8), or Auto()",
             )
