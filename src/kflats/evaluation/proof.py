@@ -124,7 +124,7 @@ _BFLOAT16, _COMPRESSED = COLUMNS[2:4]
 _SECONDS = 2.0  # of the turns of one shape
 _ALIKE = 0.8  # loss: near 1 for the vectors of unrelated models
 
-_STATIC = "a static model has no network; texts take the time of the tokenizer, and of rows that are decoded"
+_STATIC = "no network runs; texts take the time of the tokenizer, and of rows that are decoded"
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ def compare(
             contestants.append(TorchModel(_BFLOAT16, original, torch.bfloat16))
         contestants.append(TorchModel(_COMPRESSED, compressed))
         drawn_for = min(models, key=lambda model: _vocabulary(model) or 0)
-        timed, reasons = list[Latency](), {"times": _STATIC}
+        timed, reasons = list[Latency](), {"a static model": _STATIC}
         if not isinstance(original, StaticModel):
             timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS)
         footprints = None

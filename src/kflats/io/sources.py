@@ -181,8 +181,8 @@ def static_folder(root: str | os.PathLike[str]) -> Path | None:
 
 
 def is_model2vec(config: JsonObject) -> bool:
-    """Whether a static model's config is model2vec's, which writes ``model_type`` only where it distils a model."""
-    return config.get("model_type") == "model2vec" or "embedding_dtype" in config
+    """Whether a config is model2vec's, which writes ``model_type`` only where it distils a model."""
+    return config.get("model_type", "model2vec" if "embedding_dtype" in config else None) == "model2vec"
 
 
 def read_config(folder: str | os.PathLike[str]) -> JsonObject:

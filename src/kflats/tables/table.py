@@ -118,7 +118,7 @@ class CodedTable:
         if bool((numbers == first).all()):
             self._code.decode([self._piece(first, ids)], out)
             return
-        # numpy sorts integers of 16 bits by their digits, in a quarter of the time.
+        # numpy sorts integers of 16 bits by their digits, which is quicker.
         order = np.argsort(numbers.astype(np.uint16) if len(self.index.shard_bytes) < 2**16 else numbers, kind="stable")
         counts = np.bincount(numbers)
         used = counts.nonzero()[0]
