@@ -59,6 +59,7 @@ def check_demo(command: list[str], out: Path, environment: dict[str, str]) -> No
     assert "embeddings.word_embeddings" in page.replace("<wbr>", "").replace("\u200b", "")
     assert (out / "sizes.png").read_bytes().startswith(b"\x89PNG")
     page = (out / "index.html").read_text(encoding="utf-8")
+    assert re.search(r"^took: +\d+ min \d+ s on \d+ cores", done.stdout, re.MULTILINE)
     lines = {
         name: cosines(rf"^{re.escape(name)} .*?((?:\s+\d\.\d{{4}}){{4}})$", done.stdout)
         for name in ("original, float32", "bfloat16", "onnxruntime, int8", "GPTQ, 4 bits", "kflats --size 8MB")

@@ -7,8 +7,9 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -324,6 +325,75 @@ def test_compiled_forward_and_backward(name):
         torch.testing.assert_close(ours, theirs)
         if theirs.requires_grad:
             assert_same_gradients(layer, ours, theirs, again=False)
+
+
+@dataclass
+class Kept:
+    """A backend of ``torch.compile`` that runs a graph as it is and keeps the names of its operators."""
+
+    operators: list[str] = field(default_factory=list)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., object]:
+        self.operators += [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        return graph.forward
+
+    @property
+    def layers(self) -> int:
+        """Layers that are one operator."""
+        return sum("kflats.computed" in name for name in self.operators)
+
+
+@pytest.mark.usefixtures("_fresh")
+@pytest.mark.parametrize("form", get_args(RunForm))
+@recorded("ragged groups", "rounded flats")
+def test_compiled_without_gradients_a_layer_is_one_operator_in_its_form(name, form):
+    net, kept = TiedNet(TABLE[name](dtype=torch.float32)), Kept()
+    linear = FactoredLinear(TABLE[name](dtype=torch.float32), torch.ones(D), matrix_rows="in_features")
+    whole = nn.Sequential(net, linear)
+    net.head.run_form = linear.run_form = form
+    compiled = torch.compile(whole, fullgraph=True, backend=kept, dynamic=True)
+    for again in range(2):
+        for ids in batches(net.emb.matrix):
+            for context in (torch.no_grad(), torch.inference_mode()):
+                with context:
+                    assert torch.equal(compiled(ids), whole(ids))
+        assert kept.layers in (3, 6)  # one or two graphs: the second has sizes as symbols
+        if again == 0:
+            with torch.no_grad():  # a new form is made, and not that of the graph
+                before = whole(ids)
+                linear.weight.mul_(2)
+                net.emb.weight.mul_(0.5)
+    with torch.no_grad():
+        assert not torch.allclose(compiled(ids), before, rtol=0.1)
+        other = copy.deepcopy(whole)  # it has layers of its own
+        other[1].weight.zero_()
+        fresh = torch.compile(other, fullgraph=True, backend=kept, dynamic=True)
+        assert torch.equal(fresh(ids), torch.ones_like(before))
+        assert torch.equal(compiled(ids), whole(ids))
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_compiled_for_gradients_or_autocast_a_product_is_plain_operators():
+    net, kept = TiedNet(TABLE["ragged groups"](dtype=torch.float32)), Kept()
+    ids = batches(net.emb.matrix)[0]
+    compiled = torch.compile(net, fullgraph=True, backend=kept)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    for _ in range(2):  # a form that was made is forgotten, though a fused step leaves no trace in its tensors
+        with torch.no_grad():
+            assert torch.equal(net(ids), copy.deepcopy(net)(ids))
+        compiled(ids).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not kept.layers
+    hidden = torch.randn(3, D, requires_grad=True)
+    net.requires_grad_(False)
+    torch.compile(net.head, backend=kept)(hidden).sum().backward()
+    assert hidden.grad is not None
+    assert not kept.layers
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        out = torch.compile(net.head, backend=kept)(hidden)
+        assert out.dtype == net.head(hidden).dtype == torch.bfloat16
+    assert not kept.layers
 
 
 @pytest.mark.usefixtures("_fresh")

@@ -171,7 +171,7 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         if role != "conv2d" and (role != "embedding" or len(weight.places) > 1 or size >= _SMALL_TABLE):
             rounded.append(_round_(model, weight))
     layers = {name: layer for name, layer in factored_layers(model) if isinstance(layer, FactoredLinear | FactoredHead)}
-    parts = {name: layer.matrix.scaled(transposed=_reads_columns(layer)) for name, layer in layers.items()}
+    parts = {name: layer.matrix.scaled(transposed=layer.transposed) for name, layer in layers.items()}
     for name, layer in layers.items():
         if (part := parts[name]) is not None and any(layer.matrix is matrix for matrix in rounded):
             parts[name] = part[0], torch.ones_like(part[1])  # other scales would round it a second time
@@ -195,10 +195,6 @@ def in_integers_(model: nn.Module, run: Callable[[], object]) -> tuple[str, ...]
         for index, name in enumerate(found):
             layers[name].register_module("recorded", Integers(joint, index))
     return (*floats, *(name for name, module in model.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)))
-
-
-def _reads_columns(layer: FactoredLinear | FactoredHead) -> bool:
-    return isinstance(layer, FactoredHead) or layer.matrix_rows == "out_features"
 
 
 def _keeper(inputs: dict[str, Tensor], name: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:

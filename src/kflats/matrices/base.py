@@ -39,6 +39,8 @@ class Matrix(nn.Module):
     weight: nn.Parameter
     ready = True
     """False while a matrix that was built empty waits for ``refresh``."""
+    decodes = False
+    """Whether each use of it decodes integers."""
 
     @property
     @abstractmethod

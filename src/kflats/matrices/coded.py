@@ -256,6 +256,7 @@ class CodedMatrix(Matrix):
     """
 
     kind = "coded"
+    decodes = True
 
     def __init__(self, geometry: CodedGeometry, tensors: dict[str, Tensor]) -> None:
         super().__init__()
@@ -615,10 +616,10 @@ class CodedMatrix(Matrix):
     def _decoded_table(self) -> Tensor | None:
         """All rows of a small matrix, kept from its first lookup on; None for a larger one, and in calls that are
         recorded or whose gradients reach the scales."""
-        if is_recording():
-            return None
-        if torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters.values() if p is not None):
-            self._known = None  # fused optimizers of torch change scales without a new version
+        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters.values() if p is not None)
+        if learns and not is_exporting():  # fused optimizers of torch change scales without a new version
+            self._known = None
+        if learns or is_recording():
             return None
         if math.prod(self.shape) > _SMALL:
             return None

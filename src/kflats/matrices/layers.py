@@ -9,6 +9,7 @@ loading and training cannot separate the two.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -20,7 +21,8 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
-from kflats.matrices.base import Matrix, is_recording, refresh_after_load
+from kflats.matrices.base import Matrix, is_exporting, is_recording, refresh_after_load
+from kflats.matrices.compiled import computed, is_one_operator, numbered
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.matrices.running import Product
 
@@ -85,26 +87,50 @@ class HoldsMatrix:
         )
 
 
+class _OneOperator(HoldsMatrix):
+    """The base of layers that a graph of ``torch.compile`` calls by their number (``kflats.matrices.compiled``)."""
+
+    _number: int
+
+    def _take(self, matrix: Matrix, *, own: bool) -> None:
+        super()._take(matrix, own=own)
+        self._number = numbered(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        self._number = numbered(self)  # a copy is another layer
+
+    @abstractmethod
+    def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """As ``kflats.matrices.compiled.Numbered``."""
+
+
 _LARGE = 2**18
 """Numbers of a matrix from which on it pays to return to the system what making a product took."""
 
 
-class _Multiplies(HoldsMatrix):
+class _Multiplies(_OneOperator):
     """The base of layers that multiply their inputs by a matrix, in a run-time form."""
 
     run_form: RunForm = "dense"
+    transposed: bool
+    """Whether inputs meet the columns of the matrix: x @ M.T."""
+    out_features: int
     _ready: tuple[object, Product | None] | None = None
     _modules: dict[str, nn.Module | None]
 
-    def times(self, x: Tensor, bias: Tensor | None, *, transposed: bool) -> Tensor:
-        """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Recorded graphs, and calls whose
-        gradients reach the matrix, use the stored form."""
-        matrix = self.matrix
+    def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Calls whose gradients reach the
+        matrix, and graphs that are recorded for files, use the stored form."""
+        matrix, transposed = self.matrix, self.transposed
+        if is_one_operator(matrix, x, bias) and not torch.is_autocast_enabled(x.device.type):
+            own: Tensor = computed(x, bias, self._number, self.out_features, x.dtype)
+            return own
         product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
+        learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
+        if learns and not is_exporting():  # fused optimizers of torch change factors without a new version
+            self._ready = None
         if product is None and not is_recording():
-            learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
-            if learns:  # fused optimizers of torch change factors without a new version
-                self._ready = None
             product = None if learns and self.run_form != "int8" else self._product(x, transposed)
             graded = learns or (torch.is_grad_enabled() and x.requires_grad)
             if graded and product is not None and self.run_form == "int8":
@@ -117,6 +143,10 @@ class _Multiplies(HoldsMatrix):
             return product(x, bias)
         out = matrix.matvec(x) if transposed else matrix.vecmat(x)
         return out if bias is None else out + bias.to(out.dtype)
+
+    def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """As ``kflats.matrices.compiled.Numbered``: ``(*b, in)`` -> ``(*b, out)``."""
+        return self.times(given, bias)
 
     def _product(self, x: Tensor, transposed: bool) -> Product | None:
         """What multiplies ``x``; made anew after the matrix has changed."""
@@ -152,7 +182,7 @@ def mark_initialized(tensor: Tensor) -> Tensor:
     return tensor
 
 
-class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
+class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     """An ``nn.Embedding`` whose table is a Matrix: ``rows(ids)``, times ``scale`` where the model has one.
 
     ``(*b,)`` ids -> ``(*b, d)``, in the table's dtype also under autocast, as ``nn.Embedding`` does.
@@ -210,8 +240,17 @@ class FactoredEmbedding(HoldsMatrix, nn.Embedding):  # type: ignore[override]
                 return self._look_up(input)
         return self._look_up(input)
 
+    def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
+        """As ``kflats.matrices.compiled.Numbered``: ids ``(*b, 1)`` -> ``(*b, d)``."""
+        return self.matrix.rows(given.squeeze(-1), dtype=self.out_dtype)
+
     def _look_up(self, input: Tensor) -> Tensor:
-        out = self.matrix.rows(input, dtype=self.out_dtype)
+        matrix = self.matrix
+        if is_one_operator(matrix):
+            dtype = self.out_dtype or matrix.weight.dtype
+            out: Tensor = computed(input.unsqueeze(-1), None, self._number, self.embedding_dim, dtype)
+        else:
+            out = matrix.rows(input, dtype=self.out_dtype)
         if self.padding_idx is not None and out.requires_grad:
             out = torch.where((input == self.padding_idx).unsqueeze(-1), out.detach(), out)
         if self.scale is not None:
@@ -241,8 +280,8 @@ class FactoredLinear(_Multiplies, nn.Module):
     def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, matrix_rows: str = "in_features") -> None:
         nn.Module.__init__(self)
         check_matrix_rows(matrix_rows)
-        self.matrix_rows = matrix_rows
-        self.in_features, self.out_features = matrix.shape if matrix_rows == "in_features" else matrix.shape[::-1]
+        self.matrix_rows, self.transposed = matrix_rows, matrix_rows == "out_features"
+        self.in_features, self.out_features = matrix.shape[::-1] if self.transposed else matrix.shape
         check_bias(bias, self.out_features)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
@@ -254,7 +293,7 @@ class FactoredLinear(_Multiplies, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, in)`` -> ``(*b, out)``: x times the matrix in its orientation, plus the bias."""
-        return self.times(x, self.bias, transposed=self.matrix_rows == "out_features")
+        return self.times(x, self.bias)
 
 
 class FactoredHead(_Multiplies, nn.Module):
@@ -272,6 +311,7 @@ class FactoredHead(_Multiplies, nn.Module):
     """
 
     bias: nn.Parameter | None
+    transposed = True
 
     @property
     def weight(self) -> Tensor:
@@ -296,7 +336,7 @@ class FactoredHead(_Multiplies, nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``(*b, d)`` -> ``(*b, n)``: logits of all tokens from the tied table."""
-        return self.times(x, self.bias, transposed=True)
+        return self.times(x, self.bias)
 
 
 def check_bias(bias: Tensor | None, size: int) -> None:
