@@ -62,6 +62,17 @@ def test_compiled_forward_and_backward(make_for_graph):
     assert_compiled_alike(layer, batches(layer.matrix), backend="aot_eager", dynamic=True)
 
 
+def test_compiled_without_gradients(make_for_graph):
+    net = TiedNet(make_for_graph())
+    compiled = torch.compile(net, fullgraph=True, backend="aot_eager", dynamic=True)
+    for ids in batches(net.emb.matrix):
+        with torch.no_grad():
+            ours, theirs = compiled(ids), net(ids)
+        if net.emb.matrix.one_operator:
+            assert torch.equal(ours, theirs)  # the layers are those of eager mode
+        torch.testing.assert_close(ours, theirs)
+
+
 @pytest.mark.slow  # it runs the C++ compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # inductor on torch.jit
 def test_compiled_by_inductor(table):

@@ -39,8 +39,8 @@ class Matrix(nn.Module):
     weight: nn.Parameter
     ready = True
     """False while a matrix that was built empty waits for ``refresh``."""
-    decodes = False
-    """Whether each use of it decodes integers."""
+    one_operator = False
+    """Whether a layer of it is one operator in graphs of ``torch.compile``, because plain ones would compute more."""
 
     @property
     @abstractmethod

@@ -256,7 +256,7 @@ class CodedMatrix(Matrix):
     """
 
     kind = "coded"
-    decodes = True
+    one_operator = True
 
     def __init__(self, geometry: CodedGeometry, tensors: dict[str, Tensor]) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""Coded layers in graphs of ``torch.compile``: one operator each, which runs the layer as outside of a graph.
+"""Coded layers, and flats, in graphs of ``torch.compile``: one operator each, which runs the layer as outside of them.
 
-A graph of plain operators decodes the integers in every call, and its compiler takes minutes for them. Where no
-gradient passes, the graph holds an operator instead, which the compiler does not look into: the layer keeps its
-run-time form, and makes it anew after its scales have changed. Graphs for training and for files (``torch.export``)
-hold plain operators.
+A graph of plain operators decodes the integers in every call, multiplies the bases of all flats for each row, and takes
+its compiler minutes. Where no gradient passes, it holds an operator instead, which the compiler does not look into: the
+layer keeps its run-time form, and makes it anew after its scales have changed. Graphs for training and for files
+(``torch.export``) hold plain operators.
 
 Operators take tensors and numbers, so each layer has a number, which stands in the graph.
 """
@@ -51,7 +51,7 @@ def _as_computed(given: Tensor, bias: Tensor | None, layer: int, width: int, dty
 
 def is_one_operator(matrix: Matrix, *given: Tensor | None) -> bool:
     """Whether the graph that is recorded calls a layer of ``matrix`` by its number, with these tensors as inputs."""
-    if not matrix.decodes or not torch.compiler.is_compiling() or is_exporting():
+    if not matrix.one_operator or not torch.compiler.is_compiling() or is_exporting():
         return False
     tensors = [*matrix.parameters(), *(each for each in given if each is not None)]
     return not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors)

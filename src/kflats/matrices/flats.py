@@ -158,6 +158,7 @@ class FlatsMatrix(Matrix):
     """
 
     kind = "flats"
+    one_operator = True
 
     def __init__(
         self, weight: Tensor, basis: Tensor, labels: Tensor, bands: Sequence[RankGroup], flat_ranks: Sequence[int]
