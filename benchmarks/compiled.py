@@ -11,6 +11,7 @@ multiples of the original as it is. Contestants take turns; a ratio is a median 
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import warnings
@@ -66,6 +67,7 @@ def first_call(contestant: Contestant) -> float:
 
 def main() -> None:
     options = arguments(__doc__, turns=15, compressed="")
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # on the disk: a second run would measure another thing
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")

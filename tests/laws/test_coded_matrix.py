@@ -6,7 +6,9 @@ import copy
 import io
 import json
 import math
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, get_args
@@ -345,10 +347,10 @@ class Kept:
 
 @pytest.mark.usefixtures("_fresh")
 @pytest.mark.parametrize("form", get_args(RunForm))
-@recorded("ragged groups", "rounded flats")
-def test_compiled_without_gradients_a_layer_is_one_operator_in_its_form(name, form):
-    net, kept = TiedNet(TABLE[name](dtype=torch.float32)), Kept()
-    linear = FactoredLinear(TABLE[name](dtype=torch.float32), torch.ones(D), matrix_rows="in_features")
+def test_compiled_without_gradients_a_layer_is_one_operator_in_its_form(form):
+    make = partial(TABLE["ragged groups"], dtype=torch.float32)
+    net, kept = TiedNet(make()), Kept()
+    linear = FactoredLinear(make(), torch.ones(D), matrix_rows="in_features")
     whole = nn.Sequential(net, linear)
     net.head.run_form = linear.run_form = form
     compiled = torch.compile(whole, fullgraph=True, backend=kept, dynamic=True)
@@ -373,27 +375,108 @@ def test_compiled_without_gradients_a_layer_is_one_operator_in_its_form(name, fo
 
 
 @pytest.mark.usefixtures("_fresh")
-def test_compiled_for_gradients_or_autocast_a_product_is_plain_operators():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's forward mode on torch.jit
+def test_compiled_for_derivatives_or_autocast_layers_are_plain_operators():
     net, kept = TiedNet(TABLE["ragged groups"](dtype=torch.float32)), Kept()
-    ids = batches(net.emb.matrix)[0]
     compiled = torch.compile(net, fullgraph=True, backend=kept)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
-    for _ in range(2):  # a form that was made is forgotten, though a fused step leaves no trace in its tensors
-        with torch.no_grad():
-            assert torch.equal(net(ids), copy.deepcopy(net)(ids))
-        compiled(ids).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert not kept.layers
-    hidden = torch.randn(3, D, requires_grad=True)
+    compiled(batches(net.emb.matrix)[0]).square().sum().backward()
     net.requires_grad_(False)
-    torch.compile(net.head, backend=kept)(hidden).sum().backward()
+    hidden, tangent = torch.randn(3, D, requires_grad=True), torch.randn(3, D)
+    head = torch.compile(net.head, backend=kept)
+    head(hidden).sum().backward()
     assert hidden.grad is not None
+    with torch.no_grad():
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(hidden.detach(), tangent)
+            moved = torch.autograd.forward_ad.unpack_dual(head(dual)).tangent
+        assert moved is not None
+        torch.testing.assert_close(moved, net.head(tangent))
+        given = torch.compile(lambda x: torch.func.grad(lambda y: net.head(y).sum())(x), backend=kept)(hidden.detach())
+        torch.testing.assert_close(given, hidden.grad)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = head(hidden)
+            assert out.dtype == net.head(hidden).dtype == torch.bfloat16
+    assert kept.operators
     assert not kept.layers
-    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        out = torch.compile(net.head, backend=kept)(hidden)
-        assert out.dtype == net.head(hidden).dtype == torch.bfloat16
-    assert not kept.layers
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_compiled_a_layer_follows_the_tensors_of_the_graph():
+    layer = FactoredLinear(TABLE["ragged groups"](dtype=torch.float32), matrix_rows="out_features")
+    table = FactoredEmbedding(TABLE["rounded flats"](dtype=torch.float32))
+    x, ids = torch.randn(3, D), torch.tensor([[0, 5, 59]])
+
+    def given(weight: Tensor) -> Tensor:
+        return torch.func.functional_call(layer, {"weight": weight}, (x,))
+
+    def doubled() -> tuple[Tensor, ...]:
+        before = layer(x), table(ids)
+        layer.weight.mul_(2)
+        table.weight.mul_(2)
+        return *before, layer(x), table(ids)
+
+    with torch.no_grad():
+        once = layer(x), table(ids)
+        torch.testing.assert_close(torch.compile(given, backend="aot_eager")(layer.weight * 3), 3 * once[0])
+        found = torch.compile(doubled, backend="aot_eager")()
+        for ours, theirs in zip(found, (*once, 2 * once[0], 2 * once[1]), strict=True):
+            torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(layer(x), 2 * once[0])
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_equal_layers_are_compiled_once():
+    layers = [FactoredLinear(TABLE["int8 rows"](dtype=torch.float32, seed=seed)) for seed in range(12)]
+    x, kept = torch.randn(2, N), Kept()
+    for layer in layers:
+        layer.compile(fullgraph=True, backend=kept)
+        with torch.no_grad():
+            assert torch.equal(layer(x), layer.forward(x))
+    assert kept.layers == 1
+
+
+@pytest.mark.usefixtures("_fresh")
+def test_layers_run_alike_while_another_thread_compiles():
+    layer = FactoredLinear(TABLE["ragged groups"](dtype=torch.float32))
+    layer.run_form = "int8"
+    x, done = torch.randn(2, N), threading.Event()
+
+    def run() -> bool:
+        with torch.no_grad():
+            first, same, calls = layer(x), True, 0
+            while not done.is_set() or not calls:
+                same, calls = same and torch.equal(layer(x), first), calls + 1
+        return same
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(run)
+        try:
+            for width in range(3, 6):
+                torch.compile(nn.Linear(width, width), backend="aot_eager")(torch.randn(2, width))
+        finally:
+            done.set()
+        assert running.result()
+
+
+@pytest.mark.parametrize("trained", ["emb", "head", "both"])
+def test_what_a_fused_optimizer_changed_is_seen(trained):
+    """It leaves no new version in its tensors."""
+    net = TiedNet(TABLE["ragged groups"](dtype=torch.float32))
+    ids, hidden = batches(net.emb.matrix)[0], torch.randn(3, D)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    with torch.no_grad():
+        before = net(ids), net.head(hidden), net.emb(ids)
+    out = {"emb": net.emb, "head": lambda _: net.head(hidden), "both": net}[trained](ids)
+    with torch.no_grad():  # an evaluation between forward and step
+        net(ids)
+    out.square().sum().backward()
+    optimizer.step()
+    fresh = copy.deepcopy(net)
+    with torch.no_grad():
+        after = net(ids), net.head(hidden), net.emb(ids)
+        for ours, theirs, old in zip(after, (fresh(ids), fresh.head(hidden), fresh.emb(ids)), before, strict=True):
+            assert torch.equal(ours, theirs)
+            assert not torch.allclose(ours, old)
 
 
 @pytest.mark.usefixtures("_fresh")

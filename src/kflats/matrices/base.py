@@ -10,12 +10,13 @@ a checkpoint of factors then stops with a size mismatch, instead of leaving rand
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from kflats.common.errors import KflatsError
 from kflats.common.run_forms import RunForm
@@ -133,6 +134,30 @@ class Matrix(nn.Module):
         return f"{n}, {d}, values={self.num_values}"
 
 
+_steps = 0
+"""Of optimizers in this process."""
+
+
+def _count_step(*_: object) -> None:
+    global _steps
+    _steps += 1
+
+
+register_optimizer_step_post_hook(_count_step)
+
+
+def state_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
+    """What differs once one of ``tensors`` has changed, was moved or replaced.
+
+    Fused optimizers change parameters without giving them a new version: of what may be trained, steps count too.
+    """
+    state: list[object] = []
+    for t in tensors:
+        version = 0 if t.is_inference() else t._version
+        state += t.data_ptr(), t.dtype, t.device, version, _steps if t.requires_grad else -1
+    return tuple(state)
+
+
 # Sizes and copies --------------------------------------------------------------------------------
 
 M = TypeVar("M", bound=Matrix)
@@ -199,7 +224,8 @@ def is_exporting() -> bool:
 
 def is_recording() -> bool:
     """True while a graph is recorded for any use: nothing may depend on the values of tensors."""
-    return _is_jit_tracing() or torch.compiler.is_compiling()
+    # ``is_compiling`` would be true while any thread compiles.
+    return torch.compiler.is_dynamo_compiling() or is_exporting()
 
 
 # An older torch lacks this function: every recorded graph is then treated as one for export.

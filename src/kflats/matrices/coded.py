@@ -30,6 +30,7 @@ from kflats.matrices.base import (
     is_exporting,
     is_recording,
     refresh_after_load,
+    state_of,
 )
 from kflats.matrices.running import DenseProduct, IntegerProduct, Product, evening_scales
 from kflats.numerics.coding.packing import MOST_BITS, Layout, layout_of, pack, places_of, read_codes
@@ -604,8 +605,7 @@ class CodedMatrix(Matrix):
         parameters = [p for p in self._parameters.values() if p is not None]
         if is_recording() or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._new_lookup()
-        tensors = [*parameters, self.get_buffer("codes")]
-        key = [(t.data_ptr(), t.dtype, t.device, 0 if t.is_inference() else t._version) for t in tensors]
+        key = state_of([*parameters, self.get_buffer("codes")])
         if self._known is None or self._known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 made = self._new_lookup()
@@ -616,10 +616,9 @@ class CodedMatrix(Matrix):
     def _decoded_table(self) -> Tensor | None:
         """All rows of a small matrix, kept from its first lookup on; None for a larger one, and in calls that are
         recorded or whose gradients reach the scales."""
-        learns = torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters.values() if p is not None)
-        if learns and not is_exporting():  # fused optimizers of torch change scales without a new version
-            self._known = None
-        if learns or is_recording():
+        if is_recording():
+            return None
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters.values() if p is not None):
             return None
         if math.prod(self.shape) > _SMALL:
             return None

@@ -8,11 +8,12 @@ loading and training cannot separate the two.
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
-from kflats.matrices.base import Matrix, is_exporting, is_recording, refresh_after_load
+from kflats.matrices.base import Matrix, is_recording, refresh_after_load, state_of
 from kflats.matrices.compiled import computed, is_one_operator, numbered
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.matrices.running import Product
@@ -90,7 +91,7 @@ class HoldsMatrix:
 class _OneOperator(HoldsMatrix):
     """The base of layers that a graph of ``torch.compile`` calls by their number (``kflats.matrices.compiled``)."""
 
-    _number: int
+    _number: Tensor
 
     def _take(self, matrix: Matrix, *, own: bool) -> None:
         super()._take(matrix, own=own)
@@ -104,6 +105,26 @@ class _OneOperator(HoldsMatrix):
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """As ``kflats.matrices.compiled.Numbered``."""
 
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
+        """As ``kflats.matrices.compiled.Numbered``."""
+        own = self.matrix.tensors()
+        if all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in zip(own.values(), tensors, strict=True)):
+            return self
+        other, matrix = copy.copy(self), copy.copy(self.matrix)
+        for table in ("_parameters", "_buffers"):
+            matrix.__dict__[table] = dict(getattr(matrix, table))
+        for name, tensor in zip(own, tensors, strict=True):
+            if name in matrix._parameters:
+                matrix._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+            else:
+                matrix._buffers[name] = tensor
+        other.__dict__["_matrix"] = matrix
+        return other
+
+    def _as_operator(self, given: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> Tensor:
+        out: Tensor = computed(given, bias, self._number, list(self.matrix.tensors().values()), width, dtype)
+        return out
+
 
 _LARGE = 2**18
 """Numbers of a matrix from which on it pays to return to the system what making a product took."""
@@ -113,24 +134,24 @@ class _Multiplies(_OneOperator):
     """The base of layers that multiply their inputs by a matrix, in a run-time form."""
 
     run_form: RunForm = "dense"
-    transposed: bool
-    """Whether inputs meet the columns of the matrix: x @ M.T."""
     out_features: int
     _ready: tuple[object, Product | None] | None = None
     _modules: dict[str, nn.Module | None]
+
+    @property
+    def transposed(self) -> bool:
+        """Whether inputs meet the columns of the matrix: x @ M.T."""
+        return True
 
     def times(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """``(*b, in)`` -> ``(*b, out)`` in the run-time form, plus ``bias`` (out,). Calls whose gradients reach the
         matrix, and graphs that are recorded for files, use the stored form."""
         matrix, transposed = self.matrix, self.transposed
-        if is_one_operator(matrix, x, bias) and not torch.is_autocast_enabled(x.device.type):
-            own: Tensor = computed(x, bias, self._number, self.out_features, x.dtype)
-            return own
         product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
-        learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
-        if learns and not is_exporting():  # fused optimizers of torch change factors without a new version
-            self._ready = None
+        if is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
+            return self._as_operator(x, bias, self.out_features, x.dtype)
         if product is None and not is_recording():
+            learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
             product = None if learns and self.run_form != "int8" else self._product(x, transposed)
             graded = learns or (torch.is_grad_enabled() and x.requires_grad)
             if graded and product is not None and self.run_form == "int8":
@@ -151,10 +172,8 @@ class _Multiplies(_OneOperator):
     def _product(self, x: Tensor, transposed: bool) -> Product | None:
         """What multiplies ``x``; made anew after the matrix has changed."""
         matrix = self.matrix
-        key: list[object] = [self.run_form, x.dtype]
-        for p in matrix._parameters.values():  # quicker than ``parameters()``
-            if p is not None:
-                key += p.data_ptr(), 0 if p.is_inference() else p._version
+        # Quicker than ``parameters()``.
+        key = self.run_form, x.dtype, state_of(p for p in matrix._parameters.values() if p is not None)
         if self._ready is None or self._ready[0] != key:
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
             with torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
@@ -248,7 +267,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
         matrix = self.matrix
         if is_one_operator(matrix):
             dtype = self.out_dtype or matrix.weight.dtype
-            out: Tensor = computed(input.unsqueeze(-1), None, self._number, self.embedding_dim, dtype)
+            out = self._as_operator(input.unsqueeze(-1), None, self.embedding_dim, dtype)
         else:
             out = matrix.rows(input, dtype=self.out_dtype)
         if self.padding_idx is not None and out.requires_grad:
@@ -280,11 +299,16 @@ class FactoredLinear(_Multiplies, nn.Module):
     def __init__(self, matrix: Matrix, bias: Tensor | None = None, *, matrix_rows: str = "in_features") -> None:
         nn.Module.__init__(self)
         check_matrix_rows(matrix_rows)
-        self.matrix_rows, self.transposed = matrix_rows, matrix_rows == "out_features"
+        self.matrix_rows = matrix_rows
         self.in_features, self.out_features = matrix.shape[::-1] if self.transposed else matrix.shape
         check_bias(bias, self.out_features)
         self._take(matrix, own=True)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
+
+    @property
+    def transposed(self) -> bool:
+        """Whether rows of the matrix are outputs."""
+        return self.matrix_rows == "out_features"
 
     @property
     def dense_shape(self) -> tuple[int, ...]:
@@ -311,7 +335,6 @@ class FactoredHead(_Multiplies, nn.Module):
     """
 
     bias: nn.Parameter | None
-    transposed = True
 
     @property
     def weight(self) -> Tensor:
