@@ -6,8 +6,9 @@ layer keeps its run-time form, and makes it anew after its scales have changed. 
 (``torch.export``) hold plain operators.
 
 An operator takes tensors. So each layer has a number in a tensor, which no graph contains: graphs of equal layers are
-one graph. The tensors of its matrix are arguments too, so that the compiler sees what the outputs depend on; where it
-gives others than the layer has (``torch.func.functional_call``, scales that change inside of the graph), those count.
+one graph. The parameters of its matrix are arguments too, so that the compiler sees what the outputs depend on. Others
+than the layer's own are used where it gives them: by ``torch.func.functional_call``, or because they change inside of
+the graph.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Numbered(Protocol):
         """``(*b, in)`` inputs, or ``(*b, 1)`` places of rows -> ``(*b, width)``, a new tensor."""
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Numbered:
-        """This layer, or one like it if its matrix has other parameters and buffers than these."""
+        """This layer, or one like it if its matrix has other parameters than these."""
 
 
 _LAYERS: WeakValueDictionary[int, Numbered] = WeakValueDictionary()

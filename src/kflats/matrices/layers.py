@@ -107,23 +107,23 @@ class _OneOperator(HoldsMatrix):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
         """As ``kflats.matrices.compiled.Numbered``."""
-        own = self.matrix.tensors()
+        own = self._factors()
         if all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in zip(own.values(), tensors, strict=True)):
             return self
         other, matrix = copy.copy(self), copy.copy(self.matrix)
-        for table in ("_parameters", "_buffers"):
-            matrix.__dict__[table] = dict(getattr(matrix, table))
+        matrix.__dict__["_parameters"] = dict(matrix._parameters)
         for name, tensor in zip(own, tensors, strict=True):
-            if name in matrix._parameters:
-                matrix._parameters[name] = nn.Parameter(tensor, requires_grad=False)
-            else:
-                matrix._buffers[name] = tensor
+            matrix._parameters[name] = nn.Parameter(tensor, requires_grad=False)
         other.__dict__["_matrix"] = matrix
         return other
 
     def _as_operator(self, given: Tensor, bias: Tensor | None, width: int, dtype: torch.dtype) -> Tensor:
-        out: Tensor = computed(given, bias, self._number, list(self.matrix.tensors().values()), width, dtype)
+        out: Tensor = computed(given, bias, self._number, list(self._factors().values()), width, dtype)
         return out
+
+    def _factors(self) -> dict[str, Tensor]:
+        # Quicker than ``named_parameters()``.
+        return {name: factor for name, factor in self.matrix._parameters.items() if factor is not None}
 
 
 _LARGE = 2**18
