@@ -528,6 +528,17 @@ def test_images_need_no_tokenizer(tiny: Callable[[str], Any], tmp_path: Path) ->
     assert "a batch of 8" in str(proof)
 
 
+def test_a_quality_of_what_reads_no_texts_is_kept_on_drawn_inputs(tiny: Callable[[str], Any], tmp_path: Path) -> None:
+    tiny("vit").save_pretrained(tmp_path / "vit")
+    report = compress_folder(tmp_path / "vit", tmp_path / "small", quality=0.95, proof=True, quiet=True)
+    assert report.model_bytes_after < report.model_bytes_before
+    assert report.proof is not None
+    assert report.proof.outputs.inputs == "drawn inputs"
+    assert 0 < report.proof.outputs.loss < 0.1
+    with pytest.raises(KflatsError, match="texts are not supported"):
+        compress_folder(tmp_path / "vit", tmp_path / "other", quality=0.95, eval_texts=TEXTS, proof=True, quiet=True)
+
+
 def test_compress_ends_with_a_proof(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = tmp_path / "texts.txt"
     texts.write_text("\n".join(TEXTS))

@@ -157,7 +157,10 @@ class RowScaleCodec(Codec, Protocol):
     def refusal(self, method: Method) -> tuple[str, str] | None:
         """As ``Codec.refusal``."""
         if method.stores_skeleton:
-            return "the interpolative form stores an identity block, which would be rounded with its columns", "SVD()"
+            return (
+                "the interpolative form stores an identity block, which would be rounded with its columns",
+                "the form factors",
+            )
         if method.most_classes > MAX_CLASSES:
             cause = f"a label is a byte, for {MAX_CLASSES} classes of rows, and there may be {method.most_classes}"
             return cause, "fewer flats or nested ranks, or a floating-point codec"

@@ -72,7 +72,10 @@ class Transform(Codec):
     def refusal(self, method: Method) -> tuple[str, str] | None:
         """As ``Codec.refusal``."""
         if method.stores_skeleton:
-            return "the interpolative form stores an identity block, which other axes would not keep", "SVD()"
+            return (
+                "the interpolative form stores an identity block, which other axes would not keep",
+                "the form factors",
+            )
         if method.produces == "dense":
             return "Transform chooses axes, and the matrix itself has none", "SVD(), which may use all axes"
         if method.nested_ranks > 1:

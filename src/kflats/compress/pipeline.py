@@ -23,7 +23,7 @@ from kflats.compress.flats_search import best_flats, searched
 from kflats.compress.quality import smallest
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.evaluation.proof import compare, settle_form_
-from kflats.evaluation.running import Batch
+from kflats.evaluation.running import Batch, medium_of
 from kflats.io import load_model, save_model
 from kflats.io.atomic import beside as beside_out
 from kflats.io.atomic import new_folder
@@ -282,8 +282,11 @@ def compress_folder(
             room = None if limit is None else limit - beside - limit // _SHARD_BYTES * _SHARD_HEADER
             done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
         else:
-            sentences = packaged_texts("judge") if judged is None else judged
-            judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
+            if judged is None and medium_of(model) != "input_ids":
+                judge = Judge(model, data.tokenizer, seed=1)  # the proof draws others
+            else:
+                sentences = packaged_texts("judge") if judged is None else judged
+                judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
             decided, done, limit = smallest(
                 model, named, data, measured, finished, judge, quality, seed, run_as=form, **sizes
             )

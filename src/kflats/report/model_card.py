@@ -243,7 +243,7 @@ def _section(
         f"# {_cell(report.model.rpartition('/')[2])}, compressed by kflats",
         "",
         f"{_linked(base_model) if base_model else _cell(report.model)} with smaller weights. "
-        "It loads as the original does, after `import kflats`.",
+        f"`{name}` loads it, after `import kflats`.",
         "",
         *_table(["", "original", "here", "ratio"], sizes),
         "",
