@@ -28,7 +28,8 @@ _STAGES = {
 }
 _COMMANDS = {
     "compare": "`kflats compare` with the original, without the fresh processes that measure memory",
-    "dense": "`kflats export --dense` (with `--drop-biases` where compression added some), loaded: the same outputs",
+    "dense": "`kflats export --dense` (with `--drop-biases` where compression added some), loaded: the same outputs "
+    "where no bias was left out",
     "onnx": "`kflats export --onnx`, checked with onnxruntime",
     "trim": "`kflats trim` of the original, by texts",
     "recover": "one epoch of `kflats recover`, towards the original, by texts",
