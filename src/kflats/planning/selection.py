@@ -72,12 +72,14 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
                 raise KflatsError(f"{name!r} is named twice", cause="two of the names are places of one tied weight")
             if other is None or rank >= other[2]:
                 named[weight.name] = (weight, recipe, rank)
-    selected, trial, left = [], data.trial(model), list[str]()
+    selected, trial, left, unmeasured = [], data.trial(model), list[str](), list[str]()
     for weight, recipe, rank in named.values():
         chosen = None if recipe is None else as_recipe(recipe)
         if chosen is None or (chosen.chooses and chosen is not recipe):
             chosen = _default(model, weight, data, None if chosen is None else chosen.method)
         if weight.places[0].role == "parameter" and chosen.importance.needs and rank != _NAME:
+            if recipe is not None and as_recipe(recipe).importance.needs:
+                unmeasured.append(weight.name)
             chosen = replace(chosen, importance=Uniform())  # no layer calls it, so nothing is measured of it
         if rank == _NAME:
             check_calls(weight, chosen, trial)
@@ -87,14 +89,20 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         check(weight, chosen, data)
         typed = replace(weight, type_is_read=True) if _is_among(weight, trial.typed) else weight
         selected.append(Selected(typed, chosen, rank == _NAME))
-    names = ", ".join(left[:3]) + (f" and {len(left) - 3} more" if len(left) > 3 else "")
     if left and not selected:
-        raise KflatsError(f"{names} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
+        raise KflatsError(f"{_some(left)} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
     if left:
-        warnings.warn(KflatsWarning(f"not compressed: {names}, because {READ_DIRECTLY}"), stacklevel=2)
+        warnings.warn(KflatsWarning(f"not compressed: {_some(left)}, because {READ_DIRECTLY}"), stacklevel=2)
+    if unmeasured:
+        why = "because no layer of their own multiplies by them; all their rows count alike"
+        warnings.warn(KflatsWarning(f"not measured: {_some(unmeasured)}, {why}"), stacklevel=2)
     if not selected:
         raise KflatsError("nothing is left to compress", hint="kflats inspect MODEL lists the weights")
     return tuple(selected)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _is_among(weight: Weight, parameters: frozenset[str]) -> bool:
