@@ -91,6 +91,7 @@ def test_places_that_cannot_be_written_are_told_of_before_any_work(
     [
         (("--method", ""), "no method is called ''. Try: one of"),
         (("--codec", "trasnform"), "no codec is called 'trasnform'. Try: one of"),
+        (("--codec", "integer four"), "a codec takes a name and whole numbers"),
         (("--seed", "-1"), "Invalid value for '--seed'"),
         (("--seed", "9" * 30), "Invalid value for '--seed'"),
     ],

@@ -251,7 +251,7 @@ def run(*arguments: object) -> Any:
 def test_the_command(folders: tuple[Path, Path], data: Path) -> None:
     result = run("evaluate", folders[1], "--task", "mrpc", "--task-data", data, "--original", folders[0], "--limit", 20)
     assert result.exit_code == 0, result.output
-    for word in ("f1", "accuracy", "parameters", "weight files", "operations of it", "examples scored"):
+    for word in ("f1", "accuracy", "floating-point numbers", "weight files", "operations of it", "examples scored"):
         assert word in result.output
 
 

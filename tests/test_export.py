@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, load_model
 from torch import nn
 from typer.testing import CliRunner
@@ -161,8 +162,25 @@ def test_a_gained_bias_is_not_lost_in_silence(tmp_path: Path) -> None:
     assert not (tmp_path / "dense").exists()
     made = export_dense(model, tmp_path / "dense", drop_biases=True)
     assert made.dropped_biases == ("0",)
-    assert "differ by a constant: 0" in str(made)
+    assert "outputs differ: 0" in str(made)
     assert set(load_file(made.folder / "model.safetensors")) == {"0.weight"}
+
+
+def test_what_a_lost_bias_costs_is_told(tiny_tokenizer: Any, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=len(tiny_tokenizer), num_key_value_heads=2, **sizes)
+    model = transformers.LlamaModel(config).eval()
+    weight = find_weight(model, "layers.0.mlp.down_proj")
+    matrix = LowRankMatrix(torch.randn(24, 4), torch.randn(4, 16))
+    swap_(model, weight, matrix, bias_shift=0.1 * torch.randn(16))
+    kflats.annotate_(model)
+    model.save_pretrained(tmp_path / "small")
+    tiny_tokenizer.save_pretrained(tmp_path / "small")
+    made = export_dense(tmp_path / "small", tmp_path / "dense", drop_biases=True)
+    proof = kflats.compare(tmp_path / "small", made.folder, turns=1, fresh=False)
+    assert made.bias_loss == pytest.approx(proof.outputs.loss, rel=1e-3)
+    assert proof.outputs.loss > 0.001
+    assert "outputs differ, and lose 0." in str(made)
 
 
 def test_what_is_refused(small: Path, tiny_folder: Path, tmp_path: Path) -> None:

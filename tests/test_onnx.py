@@ -249,6 +249,9 @@ def test_what_is_refused(
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
         with pytest.raises(KflatsError, match="is not a positive number"):
             export_onnx(Branches(), goal, inputs=example, tolerance=wrong)
+    sees = transformers.ViTModel(transformers.ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=1))
+    with pytest.raises(KflatsError, match="pooled is not supported with ViTModel, which reads images"):
+        export_onnx(sees, goal, pooled=True)
     assert list(tmp_path.iterdir()) == []
     goal.write_text("old")
     with pytest.raises(KflatsError, match="exists already"):
@@ -576,6 +579,7 @@ def test_tied_heads_and_large_tables_in_integers(tiny_model: Callable[[str], Any
 def test_a_folder_for_programs_that_run_onnx(tiny_folder: Path, tmp_path: Path, capfd: Any) -> None:
     small, out = tmp_path / "small", tmp_path / "out"
     kflats.compress_folder(tiny_folder, small, keep="60%", quiet=True)
+    assert CliRunner().invoke(app, ["report", str(small)]).exit_code == 0
     (small / "modules.json").write_text(
         json.dumps([{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}])
     )
@@ -591,6 +595,10 @@ def test_a_folder_for_programs_that_run_onnx(tiny_folder: Path, tmp_path: Path, 
     assert config["model_type"] == "bert"
     assert {"tokenizer.json", "tokenizer_config.json", "modules.json"} <= {path.name for path in out.iterdir()}
     assert not list(out.rglob("*.safetensors"))
+    assert (small / "report" / "report.html").is_file()
+    assert not (out / "report").exists()
+    with pytest.raises(KflatsError, match=r"programs that run ONNX: its weights are in onnx/model.onnx"):
+        load_model(out)
     assert (out / FILE).read_bytes() == (out / INTEGER_FILE).read_bytes()
     assert (out / FILE).stat().st_mode & 0o777 == (out / "config.json").stat().st_mode & 0o777
     ids = torch.randint(0, 300, (2, 9))

@@ -557,6 +557,9 @@ def test_compress_ends_with_a_proof(folder: Path, tmp_path: Path, monkeypatch: p
     assert refused.exit_code == 2
     assert "without a proof" in refused.stderr
     # Written by kflats and unchanged since, the folder may be replaced.
+    again = CliRunner().invoke(app, [*wanted, str(tmp_path / "b")])
+    assert (again.exit_code, "a whole model without a proof" in again.stderr) == (2, True)
+    assert "--card writes the proof" in again.stderr
     assert CliRunner().invoke(app, [*wanted, str(tmp_path / "a"), "--force", "--no-proof"]).exit_code == 0
 
 

@@ -145,6 +145,12 @@ def test_pickles_that_run_code_run_none(folder: Path) -> None:
     assert (code, "cannot be read as tensors" in message, (folder / "ran").exists()) == (2, True, False)
 
 
+def test_routers_are_named(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text(json.dumps([{"path": "", "type": "sentence_transformers.models.Router"}]))
+    code, message = said("inspect", str(tmp_path))
+    assert (code, "modules.json begins with 'Router'" in message) == (2, True)
+
+
 def test_a_whole_model_is_compressed_once(folder: Path) -> None:
     small, out = folder.parent / "small", folder.parent / "out"
     name = "bert.embeddings.word_embeddings"

@@ -192,6 +192,12 @@ def test_an_ordinary_checkpoint_has_the_dense_values(tmp_path: Path) -> None:
     assert equal(load_model(tmp_path / "dense").eval(), model)
 
 
+def test_experts_that_the_word_linear_leaves_out_are_named() -> None:
+    model = tiny("MixtralForCausalLM")
+    with pytest.warns(KflatsWarning, match=r"not compressed: .*experts.* experts kept as one tensor; the word all"):
+        compress_(model, {"linear": SVD()}, keep="60%", quiet=True)
+
+
 def test_measured_layers_and_parameters_share_one_budget(tmp_path: Path) -> None:
     model = tiny("MixtralForCausalLM")
     batches = [collate(drawn_samples(model, 4, 8, seed), 0) for seed in range(2)]

@@ -40,6 +40,7 @@ from kflats.io.sources import STATIC_MODULE, weight_files, weights_folder
 from kflats.io.static import StaticModel, StreamedMatrix
 from kflats.matrices.coded import from_integers
 from kflats.recipe.recipe import as_recipe
+from kflats.tasks.scoring import evaluate_folder
 from kflats.trimming.trimming import trim_folder
 
 Normalize, StaticEmbedding = sentence_modules().Normalize, sentence_modules().StaticEmbedding
@@ -185,6 +186,42 @@ def test_token_weights_and_shared_rows_of_model2vec(tmp_path: Path) -> None:
         ours = vectors_of(model, load_tokenizer(tmp_path / name), TEXTS)
         assert torch.allclose(ours, torch.from_numpy(static.encode(TEXTS)).float(), atol=1e-3)
         assert model.origin["normalize"]
+
+
+@pytest.mark.parametrize("kind", ["integers", "shared rows"])
+@pytest.mark.parametrize("budget", [{}, {"size": "60%"}, {"size": "4 bits"}, {"keep": "30%"}], ids=str)
+def test_tables_that_are_narrower_in_the_file_than_loaded(kind: str, budget: dict[str, Any], tmp_path: Path) -> None:
+    """Sizes and qualities are of the file; named weights are counted as they are loaded."""
+    library = pytest.importorskip("model2vec")
+    rows, mapping = table().numpy(), None
+    kept = (rows * 9).round().clip(-127, 127).astype(np.int8)
+    if kind == "shared rows":
+        kept, mapping = rows[:400], np.arange(WORDS) % 400
+    static = library.StaticModel(kept, tokenizer(), {"model_type": "model2vec"}, True, None, None, None, mapping)
+    static.save_pretrained(tmp_path / "source")
+    report = kflats.compress_folder(tmp_path / "source", tmp_path / "small", quiet=True, **budget)
+    before, after = (sum(file.stat().st_size for file in weight_files(tmp_path / name)) for name in ("source", "small"))
+    assert report.model_bytes_before > before
+    assert after <= {"60%": 0.6 * before, "4 bits": WORDS * 16 // 2}.get(budget.get("size", ""), before)
+    if "keep" in budget:
+        assert report.bytes_after <= 0.3 * report.bytes_before
+
+
+def test_static_models_are_scored_and_not_timed(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (tmp_path / "stsb").mkdir()
+    lines = [f"word{i} word{2 * i}\tword{i + 1} word{2 * i}\t{i % 6}" for i in range(1, 20)]
+    (tmp_path / "stsb" / "dev.tsv").write_text("sentence1\tsentence2\tlabel\n" + "\n".join(lines) + "\n")
+    found = evaluate_folder(pair[1], "sts", original=pair[0], task_data=tmp_path)
+    assert found.compressed.latency_ms is None
+    assert found.compressed.n == 19
+    assert "one batch" not in str(found)
+
+
+def test_an_embedding_bag_in_memory_is_refused(tmp_path: Path) -> None:
+    model = SentenceTransformer(str(write("sentence-transformers", tmp_path / "source")), device="cpu")
+    with pytest.raises(KflatsError, match=r"EmbeddingBag is not supported in memory.*compress_folder"):
+        kflats.compress_(model, keep="50%")
 
 
 def test_rows_count_as_often_as_they_are_read(tmp_path: Path) -> None:

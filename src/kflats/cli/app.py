@@ -197,6 +197,8 @@ def compress(
     elif extra := given_options(recipe) + given_options(replace(budget, keep=None, size=None)):
         raise conflict("--plan", ", ".join(extra), "leave the option out, or make another plan: kflats plan")
     scored = search.scored(data, recipe.flats)
+    if not (force or no_proof):
+        _check_proof(out, model)
     _check_places(out, force, model)
     if start(workers):
         return
@@ -215,6 +217,20 @@ def compress(
         )
     if not quiet and crew.first:
         typer.echo(f"{report}\n\nmodel: {out}   (kflats compare {model} {out}; kflats report {out})")
+
+
+def _check_proof(out: Path, model: str) -> None:
+    """Refuse an output that a run has written whole before it was stopped in its proof."""
+    if not (out / "kflats_report.json").is_file():
+        return
+    from kflats.report.report import Report
+
+    if Report.load(out).proof is None:
+        raise KflatsError(
+            f"{out} exists already: a whole model without a proof",
+            cause="the run that wrote it was stopped while it compared, or was not to compare",
+            hint=f"kflats compare {model} {out} --card writes the proof; or force=True to make the model again",
+        )
 
 
 def _compress_table(

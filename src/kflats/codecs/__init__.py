@@ -54,8 +54,8 @@ def from_name(name: str) -> Codec:
         return Float(word)
     if word.startswith("int") and word[3:].isdigit():
         word, rest = "integer", [word[3:], *rest]
-    known = [*CODECS.all_names(), *DTYPES, '"int4 GROUP"', '"transform CLASSES"']
-    if word == "integer" and len(rest) == 1 and int(rest[0]) <= 4:
+    known = [*CODECS.all_names(), *DTYPES, "int8", "int4", '"int4 GROUP"', '"transform CLASSES"']
+    if word == "integer" and len(rest) == 1 and rest[0].isdigit() and int(rest[0]) <= 4:
         rest.append(_GROUP)
     if word not in CODECS.all_names():
         raise KflatsError(f"no codec is called {name!r}", hint="one of " + ", ".join(known))

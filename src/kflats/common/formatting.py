@@ -19,7 +19,7 @@ from rich.text import Text
 from kflats.common.schema import Json
 
 _LINES = Box("    \n    \n -- \n    \n -- \n    \n    \n    \n", ascii=True)
-_WIDTH = 240  # columns: no table is wider, so none is folded; the reader's terminal folds it
+_WIDTH = 4096  # columns: no table is wider, so none is folded; the reader's terminal folds it
 
 
 def visible(text: str) -> str:

@@ -47,7 +47,7 @@ from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
 from kflats.recipe.recipe import Plan, Recipe, Recipes, as_recipe
 from kflats.report.model_card import compressed_card, hub_name, note_proof, rewrite_
-from kflats.report.report import REPORT_FILE, Report
+from kflats.report.report import REPORT_FILE, Report, stored_bytes
 from kflats.trimming.trimming import trim as trimmed_to
 from kflats.trimming.trimming import write_vocabulary
 
@@ -231,6 +231,8 @@ def compress_folder(
         mapped = _is_own(calibration) and _is_own(objective)
         model = load_model(folder, mapped=mapped)
         before, beside = weight_file_bytes(folder), module_bytes(folder)
+        loaded = max(before, stored_bytes(model) + beside)
+        budget = None if budget is None else _of_files(budget, before, loaded)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         if mapped and (trim is not None or quality is not None):
@@ -238,7 +240,7 @@ def compress_folder(
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
-            before -= trimmed.report.saved
+            before, loaded = before - trimmed.report.saved, loaded - trimmed.report.saved
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
         workers.agree("the model, the data or its files", {"fingerprint": about, "output": os.fspath(aside)})
@@ -256,7 +258,7 @@ def compress_folder(
         def finished(decided: Decided) -> Partial:
             return Partial(out, work_fingerprint(about, decided, seed))
 
-        sizes: dict[str, Any] = {"allocation": allocation, "quiet": quiet, "file_bytes": before, "beside": beside}
+        sizes: dict[str, Any] = {"allocation": allocation, "quiet": quiet, "file_bytes": loaded, "beside": beside}
         sizes |= {"workers": workers}
         if score is not None and method is not None and budget is not None:
             tokenizer = data.tokenizer
@@ -278,7 +280,7 @@ def compress_folder(
             limit = _file_limit(decided.plan, before)
             changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
             grown = sum(one.budget_bytes - one.weight.nbytes for one in changed)
-            _check_size(before + grown, before, limit, decided.plan.budget)
+            _check_size(loaded + grown, before, limit, decided.plan.budget)
             room = None if limit is None else limit - beside - limit // _SHARD_BYTES * _SHARD_HEADER
             done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
         else:
@@ -288,7 +290,7 @@ def compress_folder(
                 sentences = packaged_texts("judge") if judged is None else judged
                 judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
             decided, done, limit = smallest(
-                model, named, data, measured, finished, judge, quality, seed, run_as=form, **sizes
+                model, named, data, measured, finished, judge, quality, seed, run_as=form, most=before, **sizes
             )
         if prepared is not None:
             prepared.about, prepared.data = about, decided.data
@@ -360,7 +362,10 @@ def plan_folder(
     _check_fresh(folder, model, whole=keep is None)
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
-    sizes: dict[str, Any] = {"file_bytes": weight_file_bytes(folder), "beside": module_bytes(folder)}
+    before, beside = weight_file_bytes(folder), module_bytes(folder)
+    loaded = max(before, stored_bytes(model) + beside)
+    budget = _of_files(budget, before, loaded)
+    sizes: dict[str, Any] = {"file_bytes": loaded, "beside": beside}
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
     _keep(decided, keep_statistics)
     return decided.plan
@@ -438,6 +443,13 @@ def _tokenizer(folder: Path, model: nn.Module, data: CalibrationData, recipes: R
         if data.texts is not None or any(value.importance.needs_tokenizer for value in values):
             raise
         return None
+
+
+def _of_files(budget: Budget, before: int, loaded: int) -> Budget:
+    """A share of the files in bytes, where the weights take fewer there (``before``) than as they are loaded."""
+    if budget.scope != "file" or budget.kind != "fraction" or before >= loaded:
+        return budget
+    return Budget("bytes", int(budget.amount * before), "file")
 
 
 def _file_limit(plan: Plan, before: int) -> int | None:

@@ -59,13 +59,15 @@ def smallest(
     allocation: Allocation,
     file_bytes: int,
     beside: int,
+    most: int,
     quiet: bool,
     workers: Workers,
 ) -> tuple[Decided, list[CompressedWeight], int]:
     """The plan of the smallest size whose model keeps ``quality`` by ``judge``, what it fitted, and that size in bytes.
 
     Every size is fitted whole, in a copy of ``model``. All share one measurement and one list of candidates. What an
-    interrupted search has ``finished`` is not fitted again.
+    interrupted search has ``finished`` is not fitted again. ``most`` are bytes of the original's files, and
+    ``file_bytes`` those of files that hold the weights as they are loaded.
 
     Raises:
         KflatsError: as ``decide``, and where no size below the original's keeps the quality.
@@ -109,7 +111,7 @@ def smallest(
 
     weights = [chosen.weight for chosen in select(model, recipes, data)]
     others = file_bytes - sum(weight.nbytes for weight in weights)
-    best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), file_bytes)
+    best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), most)
     return *best.fitted, best.nbytes
 
 

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -94,6 +96,8 @@ def measured_here(folder: str, trusted: str = "") -> str:
         folder: of the model. trusted: not "" where its own code may be run.
     """
     library = needed("transformers", "kflats[hf]", "loading a model")
+    for name in filter(find_spec, ("tokenizers", "constriction")):  # what a compressed folder may import while it loads
+        import_module(name)
     with trusting_remote_code() if trusted else nullcontext():
         if (static := static_folder(folder)) is not None:
             if "quantization_config" not in (origin := read_config(static)):
@@ -194,7 +198,10 @@ class Proof:
             return "not measured"
         turns = [one.turns for one in self.latencies]
         threads = max(one.threads for one in self.latencies)
-        return f"medians of {min(turns)} to {max(turns)} turns and 95 % intervals of the ratio; {threads} threads"
+        return (
+            f"medians of {min(turns)} to {max(turns)} turns; the ratio is the median of the ratios of single turns, "
+            f"with its 95 % interval; {threads} threads"
+        )
 
 
 def compare(

@@ -15,10 +15,14 @@ from safetensors.torch import save_model as save_tensors
 from torch import nn
 
 from kflats.common.errors import KflatsError
+from kflats.common.formatting import number
+from kflats.evaluation.outputs import Judge, load_tokenizer
+from kflats.evaluation.running import medium_of
 from kflats.io import load_model, save_model
 from kflats.io.atomic import new_folder
 from kflats.io.sources import copy_companions, resolve_model, static_folder, weights_folder
 from kflats.matrices.layers import FactoredConv2d, FactoredLinear
+from kflats.model.run_as import set_run_form_
 from kflats.model.swap import restore_
 from kflats.model.weights import factored_layers, held_matrices, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, dense_card
@@ -33,17 +37,23 @@ class DenseExport:
         weight_bytes: bytes of its weight files.
         weights: names of the weights that were multiplied out.
         dropped_biases: layers that lost a bias of the compression; empty unless ``drop_biases`` allowed it.
+        bias_loss: the loss of the outputs that this makes (as ``kflats.compare``), between the compressed model and
+            the written one; None: no bias was lost, or the model's outputs cannot be compared without more data.
     """
 
     folder: Path
     weight_bytes: int
     weights: tuple[str, ...]
     dropped_biases: tuple[str, ...] = ()
+    bias_loss: float | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.folder}: {self.weight_bytes:,} bytes of weights, {len(self.weights)} of them dense again"]
         if self.dropped_biases:
-            lines.append(f"biases left out, so outputs differ by a constant: {', '.join(self.dropped_biases)}")
+            known = "" if self.bias_loss is None else f", and lose {number(self.bias_loss)} more by it"
+            shown = ", ".join(self.dropped_biases[:3])
+            more = f" and {len(self.dropped_biases) - 3} more" if len(self.dropped_biases) > 3 else ""
+            lines.append(f"biases left out, so outputs differ{known}: {shown}{more}")
         return "\n".join(lines)
 
 
@@ -67,7 +77,8 @@ def export_dense(
         out: the folder to be. Of a plain torch module it holds ``model.safetensors``, for
             ``safetensors.torch.load_model``: tied parameters are stored once.
         drop_biases: allow layers to lose a bias that compression gave them, where the architecture has no place for
-            it. Their outputs then differ from the compressed model's by that constant.
+            it. Their outputs then differ from the compressed model's by that constant; ``bias_loss`` says how much
+            those of the model lose.
         force: replace an existing folder that kflats wrote and nobody changed since.
 
     Raises:
@@ -92,7 +103,9 @@ def export_dense(
         lost = () if pickles else _check(dense, drop_biases)
         names = tuple(name for name, layer in factored_layers(dense) if layer.owns_matrix)
         names += tuple(name for name, _ in held_matrices(dense))
+        judge = _judge(dense, folder) if lost else None
         restore_(dense)
+        bias_loss = None if judge is None else judge(dense).loss
         if folder is None:
             _save(dense, aside)
         else:
@@ -106,7 +119,17 @@ def export_dense(
                 text = card.read_text(encoding="utf-8", errors="surrogateescape")
                 card.write_text(dense_card(text), encoding="utf-8", errors="surrogateescape")
         size = sum(path.stat().st_size for path in aside.rglob("*.safetensors"))
-    return DenseExport(Path(out).expanduser().resolve(), size, names, lost)
+    return DenseExport(Path(out).expanduser().resolve(), size, names, lost, bias_loss)
+
+
+def _judge(model: nn.Module, folder: Path | None) -> Judge | None:
+    """Who compares with ``model``; None for a text model without a tokenizer, or outputs that cannot be compared."""
+    set_run_form_(model, "dense")
+    try:
+        reads_text = medium_of(model) == "input_ids"
+        return Judge(model, load_tokenizer(folder) if reads_text and folder is not None else None)
+    except KflatsError:
+        return None
 
 
 def _save(dense: Any, folder: Path) -> None:

@@ -444,13 +444,18 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
             raise KflatsError("pooled is not supported with inputs", hint="leave one of them out")
         return _any_graph(model, inputs)
     known = any(part is model for _, part in pretrained_models(model))
-    reads_text = known and (pooled or "input_ids" in forward)
+    reads_text = known and "input_ids" in forward
     if known and not pooled and is_encoder_decoder(model):
         encoder = "pooled=True for its encoder, or " if "input_ids" in forward else ""
         raise KflatsError(
             f"{type(model).__name__} cannot be recorded as one graph",
             cause="its decoder runs once for each token, with a state",
             hint=f"{encoder}an exporter of generation (optimum) on the dense checkpoint",
+        )
+    if known and pooled and not reads_text:
+        raise KflatsError(
+            f"pooled is not supported with {type(model).__name__}, which reads {spoken_media(model)}",
+            hint="leave pooled out: the outputs are then its last hidden states, or its logits",
         )
     if known and not pooled and media_of(model):
         if len(media := read_together(model)) > 1:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path, PurePosixPath
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, first_line
 from kflats.common.formatting import announce
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
@@ -81,7 +81,7 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, pickled: bool = False
         raise
     except (OSError, ValueError) as error:
         raise KflatsError(
-            f"there is no folder {text}, and the hub does not give that model ({type(error).__name__}: {error})",
+            f"there is no folder {text}, and the hub does not give that model: {first_line(error)}",
             cause="a misspelled path or name, no network, or a model that is private or gated",
             hint="owner/model; for a private or gated model accept its licence on the hub, and hf auth login",
         ) from error
@@ -145,7 +145,14 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
     if static is not None:
         holder = static
     elif not (root / "config.json").is_file():
-        inner = [m["path"] for m in _modules(root) if m["type"].rpartition(".")[2] == "Transformer"]
+        modules = [(m["path"], m["type"].rpartition(".")[2]) for m in _modules(root)]
+        inner = [path for path, kind in modules if kind == "Transformer"]
+        if modules and not inner:
+            raise KflatsError(
+                f"{root} is a model of sentence-transformers without a Transformer or StaticEmbedding",
+                cause=f"modules.json begins with {modules[0][1][:40]!r}",
+                hint="the folder of one encoder inside of it; kflats compresses one at a time",
+            )
         holder = root / (inner or [""])[0]
         if not (holder / "config.json").is_file():
             raise KflatsError(
@@ -158,6 +165,8 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
         other = "a folder or a revision with model.safetensors"
         formats = [path.name for path in sorted(holder.iterdir()) if _TENSORS.fullmatch(path.name)]
         cause = "a download or save that did not finish"
+        if exported := next(iter(sorted((holder / "onnx").glob("*.onnx"))), None):
+            cause = f"it is a folder for programs that run ONNX: its weights are in onnx/{exported.name}"
         if formats:
             cause = f"its weights are in {formats[0]}, a format of another library"
         raise KflatsError(
@@ -240,6 +249,7 @@ def copy_companions(source_folder: str | os.PathLike[str], target_folder: str | 
     for path in _files(source, allowed):
         relative = path.relative_to(source)
         own = _WEIGHTS.fullmatch(path.name) is not None or (path.parent == inner and path.name in _OWN)
+        own |= relative.parts[0] == "report" and (source / "kflats_report.json").is_file()  # of kflats report
         if not _is_inside(path, modules) and (relative.parts[0] in _SKIPPED or own):
             continue
         goal = target / relative

@@ -99,7 +99,19 @@ def matrix_from_spec(spec: object, *, dtype: torch.dtype, device: torch.device |
             matrix = CodedMatrix(geometry, tensors)
         case kind:
             raise KflatsError(f"unknown kind of matrix {str(kind)[:40]!r}", hint="pip install -U kflats")
-    return matrix if torch.device(device).type == "meta" else matrix.to_empty(device=device)
+    if torch.device(device).type != "meta":
+        tensors = {name: torch.empty(t.shape, dtype=t.dtype, device=device) for name, t in matrix.tensors().items()}
+        _adopt(matrix, tensors)  # ``to_empty`` of a meta tensor imports sympy: 40 MB, a third of a second
+    return matrix
+
+
+def _adopt(matrix: Matrix, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Make ``tensors`` those of ``matrix``; nothing is copied."""
+    for name, tensor in tensors.items():
+        if name in matrix._parameters:
+            matrix._parameters[name] = nn.Parameter(tensor)
+        else:
+            matrix._buffers[name] = tensor
 
 
 def matrix_of(spec: object, tensors: Mapping[str, torch.Tensor]) -> Matrix:
@@ -123,11 +135,7 @@ def matrix_of(spec: object, tensors: Mapping[str, torch.Tensor]) -> Matrix:
         )
         if wanted != there:
             raise KflatsError(f"{name!r} of a matrix is {there}, not {wanted}", cause=_DAMAGED)
-    for name, tensor in tensors.items():
-        if name in matrix._parameters:
-            matrix._parameters[name] = nn.Parameter(tensor)
-        else:
-            matrix._buffers[name] = tensor
+    _adopt(matrix, tensors)
     matrix.refresh()
     return matrix
 

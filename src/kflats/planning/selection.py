@@ -77,7 +77,7 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         chosen = None if recipe is None else as_recipe(recipe)
         if chosen is None or (chosen.chooses and chosen is not recipe):
             chosen = _default(model, weight, data, None if chosen is None else chosen.method)
-        if weight.places[0].role == "parameter" and chosen.importance.needs and rank != _NAME:
+        if _is_parameter(weight) and chosen.importance.needs and rank != _NAME:
             if recipe is not None and as_recipe(recipe).importance.needs:
                 unmeasured.append(weight.name)
             chosen = replace(chosen, importance=Uniform())  # no layer calls it, so nothing is measured of it
@@ -93,6 +93,9 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
         raise KflatsError(f"{_some(left)} cannot be factored, and nothing else is named", cause=READ_DIRECTLY)
     if left:
         warnings.warn(KflatsWarning(f"not compressed: {_some(left)}, because {READ_DIRECTLY}"), stacklevel=2)
+    if "linear" in recipes and (apart := [w.name for w in weights if _is_parameter(w) and w.name not in named]):
+        why = "which no layer of their own multiplies by, such as experts kept as one tensor; the word all names them"
+        warnings.warn(KflatsWarning(f"not compressed: {_some(apart)}, {why}"), stacklevel=2)
     if unmeasured:
         why = "because no layer of their own multiplies by them; all their rows count alike"
         warnings.warn(KflatsWarning(f"not measured: {_some(unmeasured)}, {why}"), stacklevel=2)
@@ -103,6 +106,10 @@ def select(model: nn.Module, recipes: Recipes, data: CalibrationData) -> tuple[S
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _is_parameter(weight: Weight) -> bool:
+    return weight.places[0].role == "parameter"
 
 
 def _is_among(weight: Weight, parameters: frozenset[str]) -> bool:
@@ -201,6 +208,12 @@ def token_embedding(model: nn.Module) -> Weight:
     if (found := _token_embedding(model)) is not None:
         return found
     factored = _has_factored_embedding(model)
+    if any(isinstance(part, nn.EmbeddingBag) for part in model.modules()):
+        raise KflatsError(
+            "nn.EmbeddingBag is not supported in memory",
+            cause="the classes that hold one, such as StaticEmbedding of sentence-transformers, save a dense table",
+            hint="save the model, and kflats.compress_folder of that folder; or kflats.compress_table of the table",
+        )
     raise KflatsError(
         "the model has no token embedding that can be compressed",
         cause="it is compressed already" if factored else "none at all, or of a kind that cannot be",

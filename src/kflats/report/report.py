@@ -252,6 +252,8 @@ class Report:
             more = [f"({len(noted) - _NOTES} more notes: see the report file)"] if len(noted) > _NOTES else []
             parts += ["", *noted[:_NOTES], *more]
         if self.proof is not None:
+            if self.trimming is None and self.proof.files[0] < self.model_bytes_before:
+                parts += ["", "The original's weights take more bytes as they are loaded than in its files."]
             parts += ["", str(self.proof)]
         return "\n".join(parts)
 

@@ -30,6 +30,7 @@ from kflats.evaluation.latency import Latency, take_turns
 from kflats.evaluation.outputs import load_tokenizer, memory_bytes, weight_file_bytes
 from kflats.evaluation.running import Batch, check_finite, device_of, encode, evaluating
 from kflats.io import load_model, resolve_model
+from kflats.io.static import StaticModel
 from kflats.report.report import stored_bytes, stored_tensors
 from kflats.tasks.batches import Examples, Feature, collate, feature_batches, features, load_examples
 from kflats.tasks.task import Task, check_head, find_task
@@ -146,7 +147,7 @@ class Score:
         metric, value: the task's main metric; ``values`` holds all metrics, the main one first.
         n: number of examples; for language tasks of predicted tokens.
         full: number of examples with ``max_length`` tokens: most of them were cut.
-        parameters: stored floating-point numbers.
+        parameters: stored floating-point numbers; integers of codes are not counted.
         size_bytes: bytes of a file with the model's weights. memory_bytes: bytes of its parameters and buffers.
         latency_ms: median time of one batch of ``batch`` examples with ``tokens`` tokens; None: not measured.
         flops: floating-point operations of that batch (``count_flops``); None: not counted.
@@ -188,7 +189,7 @@ class TaskReport:
         rows.append([judged, *(f"{s.n:,}" for s in scores), ""][: 2 * len(scores)])
         if first.full:
             rows.append(["of them as long as the limit", *(f"{s.full:,}" for s in scores), ""][: 2 * len(scores)])
-        rows.append(_row("parameters", [s.parameters for s in scores], "{:,}".format))
+        rows.append(_row("stored floating-point numbers", [s.parameters for s in scores], "{:,}".format))
         rows.append(_row("weight files", [s.size_bytes for s in scores], size))
         rows.append(_row("weights in memory", [s.memory_bytes for s in scores], size))
         if all(s.flops is not None and s.latency_ms is not None for s in scores):
@@ -253,7 +254,7 @@ def score(
         parameters=sum(t.numel() for t in stored_tensors(model) if t.is_floating_point()),
         size_bytes=stored_bytes(model),
         memory_bytes=memory_bytes(model),
-        **(_costs([model], tokenizer, rows)[1][0] if costs else {}),
+        **(_costs([model], tokenizer, rows)[1][0] if costs and not isinstance(model, StaticModel) else {}),
     )
 
 
@@ -335,7 +336,7 @@ def evaluate_folder(
     """Load a model folder, and the folder ``original`` if there is one, and score both on a task; see ``score``.
 
     ``size_bytes`` counts the weight files of the folder. With an original, the latency of both models is measured in
-    turns.
+    turns. Static models are not timed, and no operations are counted of them.
 
     Raises:
         KflatsError: as ``score``; a folder that holds no model or no tokenizer.
@@ -349,13 +350,15 @@ def evaluate_folder(
         check_head(model, task)
     options: dict[str, Any] = {"max_length": max_length, "limit": limit, "seed": seed}
     rows = features(load_examples(task, split, task_data), tokenizer, model=models[0], **options)
-    timed, costs = _costs(models, tokenizer, rows)
+    timed, costs = list[Latency](), list[dict[str, Any]]([{}] * len(models))
+    if not isinstance(models[0], StaticModel):  # no network runs: times would be those of the tokenizer
+        timed, costs = _costs(models, tokenizer, rows)
     options |= {"task_data": task_data, "split": split, "batch": batch, "costs": False}
     scores = [
         replace(score(model, tokenizer, task, **options), size_bytes=weight_file_bytes(f), **cost)
         for model, f, cost in zip(models, folders, costs, strict=True)
     ]
-    return TaskReport(scores[0]) if original is None else TaskReport(scores[1], scores[0], timed[1])
+    return TaskReport(scores[0]) if original is None else TaskReport(scores[1], scores[0], timed[1] if timed else None)
 
 
 def _outputs(model: nn.Module, rows: Sequence[Feature], filler: int, batch: int) -> list[Tensor]:
