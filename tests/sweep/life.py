@@ -43,7 +43,7 @@ Say: TypeAlias = Callable[[str, Outcome, str, float], None]
 
 COMPRESSIONS = ("tables", "linear", "size", "data")
 """Choosing among all methods for each weight, ``size`` takes half of the time of a life."""
-COMMANDS = ("compare", "dense", "onnx", "trim", "recover")
+COMMANDS = ("compare", "dense", "onnx", "trim", "recover", "smallest")
 """What a model may be refused, and still hold: not every model reads texts, or has a form in ONNX."""
 WAYS = (*COMPRESSIONS, *COMMANDS)
 LARGEST = 16_000_000
@@ -320,7 +320,18 @@ def commanding(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WA
     def of_text(*arguments: str) -> str:
         return _commanded([*arguments, *(["--texts", str(texts)] if has_tokenizer else []), "--quiet"])
 
+    def smallest() -> str:
+        """The command without a size, on fewer samples; the search over sizes judges by outputs."""
+        out = folder / "smallest"
+        note = _commanded(["compress", dense, "--out", str(out), "--samples", "16", "--no-proof", "--quiet"])
+        if batch is not None and (
+            bad := [n for n, t in _given(load_model(out).eval(), batch).items() if t.isnan().any()]
+        ):
+            raise AssertionError(f"outputs of NaN: {bad[:3]}")
+        return note
+
     stages: dict[str, Callable[[], str]] = {
+        "smallest": smallest,
         "compare": compared,
         "dense": exported,
         "onnx": lambda: _commanded(["export", str(small), "--onnx", "--out", str(folder / "onnx"), "--quiet"]),

@@ -171,7 +171,7 @@ def main() -> int:
         "--ways",
         nargs="+",
         metavar="WAY",
-        help="tables, linear, size, data, compare, dense, onnx, trim, recover; default: all",
+        help="tables, linear, size, data, compare, dense, onnx, trim, recover, smallest; default: all",
     )
     runs.add_argument("--shard", metavar="I/N")
     runs.add_argument("--only", nargs="+", metavar="TYPE")

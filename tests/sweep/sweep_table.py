@@ -32,6 +32,7 @@ _COMMANDS = {
     "where no bias was left out",
     "onnx": "`kflats export --onnx`, checked with onnxruntime",
     "trim": "`kflats trim` of the original, by texts",
+    "smallest": "`kflats compress` without a size: the search for the smallest folder that keeps .99; loaded and run",
     "recover": "one epoch of `kflats recover`, towards the original, by texts",
 }
 _RANKS = ("failed", "refused", "held")
