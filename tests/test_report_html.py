@@ -151,7 +151,7 @@ def test_the_method_s_own_norm_has_columns_where_there_is_one(tmp_path: Path) ->
     text = render(report, tmp_path / "own").read_text(encoding="utf-8")
     assert """>0.345</td><td data-label="SVD's own">0.456</td>""" in text
     assert "SVD's own" in text
-    assert "<td>-</td><td>-</td><td>-</td>" in text
+    assert text.count(">-</td>") == 3
     assert "<script" not in text
     rows = re.findall(r"<tr>(?:(?!</tr>).)*</tr>", text.split("</table>")[0], re.S)
     assert {len(re.findall(r"<t[dh]", row)) for row in rows} == {13}
