@@ -148,6 +148,15 @@ def test_a_quality_that_no_size_keeps() -> None:
         smallest_size(lambda nbytes: (0.5, None), 0.99, 1000, 0, 4000)
 
 
+def test_a_model_that_draws_random_numbers_says_so(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    config = transformers.ViTMAEConfig(image_size=24, patch_size=6, decoder_num_attention_heads=2, **sizes)
+    transformers.ViTMAEModel(config).save_pretrained(tmp_path / "model")  # masks patches at random
+    with pytest.raises(KflatsError, match=r"0.99 is not supported with ViTMAEModel.* it draws random numbers"):
+        kflats.compress_folder(tmp_path / "model", tmp_path / "out", samples=8, quiet=True)
+
+
 @pytest.mark.parametrize("quality", [0.0, 1.0, 1.5, -1, float("nan"), "high"])
 def test_a_quality_that_means_nothing_is_refused(quality: float, tmp_path) -> None:
     with pytest.raises(KflatsError, match="is not supported"):

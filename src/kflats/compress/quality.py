@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from kflats.common.errors import DoesNotFitError, KflatsError, NotFiniteError
+from kflats.common.errors import DoesNotFitError, KflatsError, NotFiniteError, QualityNotKeptError
 from kflats.common.formatting import announce, size
 from kflats.common.run_forms import RunForm
 from kflats.common.workers import Packed, Workers
@@ -111,7 +111,16 @@ def smallest(
 
     weights = [chosen.weight for chosen in select(model, recipes, data)]
     others = file_bytes - sum(weight.nbytes for weight in weights)
-    best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), most)
+    try:
+        best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), most)
+    except QualityNotKeptError as error:
+        if (own := judge(model).loss) > 1 - quality:
+            raise KflatsError(
+                f"a quality of {quality} is not supported with {type(model).__name__}",
+                cause=f"two runs of the original itself differ by {own:.3g}: it draws random numbers",
+                hint="a size",
+            ) from error
+        raise
     return *best.fitted, best.nbytes
 
 
@@ -130,7 +139,7 @@ def smallest_size(
         most: bytes of the original, which bound the size.
 
     Raises:
-        KflatsError: no size below the original's keeps the quality.
+        QualityNotKeptError: no size below the original's keeps the quality.
 
     >>> losses = {}
     >>> def attempt(nbytes):
@@ -185,7 +194,7 @@ def smallest_size(
         best = tries[-1] if loss <= allowed else None
     if best is None:
         least = min(tries, key=lambda one: one.loss)
-        raise KflatsError(
+        raise QualityNotKeptError(
             f"no size below the original's keeps a quality of {quality}",
             cause=f"at {least.nbytes:,} bytes the outputs keep {1 - least.loss:.4f}",
             hint="a lower quality, or a size",
