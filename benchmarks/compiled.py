@@ -27,8 +27,10 @@ from torch import nn
 
 from kflats import compress_folder, run_as_
 from kflats.common.run_forms import RunForm
+from kflats.common.texts import packaged_texts
 from kflats.demo import packaged_model
 from kflats.evaluation.latency import SHAPES, Run, latencies
+from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import run
 from kflats.io import load_model
 
@@ -82,7 +84,9 @@ def main() -> None:
             for is_compiled in (False, True)
         ]
         lines = {one.name: [one.name, f"{first_call(one):.1f} s"] for one in contestants}
-        timed, reasons = latencies(contestants, load_model(packaged_model()), turns=options.turns)
+        said = "\n".join(packaged_texts("count"))
+        text = torch.tensor(load_tokenizer(packaged_model())(said, verbose=False)["input_ids"])
+        timed, reasons = latencies(contestants, load_model(packaged_model()), turns=options.turns, text=text)
         if reasons:
             raise SystemExit(str(reasons))
         for one in timed:

@@ -253,7 +253,7 @@ def _command_lines(found: dict[str, list[Record]]) -> list[str]:
 _COMMANDS_WHY = """What can be done with a compressed model of these types ({count}). A command may say that it does not
 support a model, and why; a traceback counts as failed, here and above.
 
-    python tests/sweep/sweep.py run --log commands.jsonl --ways data compare dense onnx trim recover --resume
+    python tests/sweep/sweep.py run --log commands.jsonl --ways data compare dense onnx trim recover smallest --resume
     python tests/sweep/sweep.py table commands.jsonl --onto docs/architectures.md"""
 
 

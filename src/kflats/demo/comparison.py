@@ -248,7 +248,9 @@ def _compared(
         near.append({name: fidelity_of(read[-1][ways[0].name], made) for name, made in read[-1].items()})
     torch.set_num_threads(threads)
     contestants = [_Ready(way.name, runs[way.name]) for way in ways if way.footprint is not None]
-    timed, reasons = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS, seconds=_SECONDS)
+    read_by = tokenizer(list(packaged_texts("count")))["input_ids"]
+    text = torch.tensor([token for ids in read_by for token in ids])
+    timed, reasons = latencies(contestants, original, shapes=_SHAPES, turns=_TURNS, seconds=_SECONDS, text=text)
     for what, why in reasons.items():
         show(f"not timed: {what}: {why}")
     measured = {way.name: way.footprint for way in ways if way.footprint is not None}

@@ -96,8 +96,9 @@ def latencies(
     shapes: Sequence[tuple[int, int]] | None = None,
     turns: int = 20,
     seconds: float = math.inf,
+    text: Tensor | None = None,
 ) -> tuple[list[Latency], dict[str, str]]:
-    """Time contestants on drawn inputs of every shape.
+    """Time contestants on inputs of every shape, others in each turn: lookups keep rows of tokens that were read.
 
     Args:
         contestants: the first is what the others are compared with.
@@ -105,6 +106,8 @@ def latencies(
         shapes: samples of a batch, and tokens of each (fewer if the model has fewer positions). None: ``SHAPES``;
             for images and sounds, whose size the model decides, ``DRAWN_SHAPES``.
         turns: counted turns of a shape; fewer after ``seconds``, but at least three.
+        text: (t,) token ids of running text: batches are its next tokens, from the begin again after its end. None:
+            ids are drawn uniformly, of which far fewer repeat than of a text.
 
     Returns:
         A latency for each shape and contestant; and by name, shape or both ("bfloat16, 32 x 128") why others cannot run
@@ -118,27 +121,50 @@ def latencies(
     if shapes is None:
         shapes = SHAPES if medium_of(model) == "input_ids" else DRAWN_SHAPES
     with torch.inference_mode():
-        inputs = [collate(drawn_samples(model, *shape), 0, device) for shape in shapes]
+        inputs = [_Inputs(model, shape, text, device) for shape in shapes]
         for one in contestants:
             with _or_reason(one.name, reasons):
                 ready = one.build()
-                ready(inputs[0])
+                ready(inputs[0].batch)
                 runs[one.name] = ready
             if not runs:
                 return [], reasons  # nothing to compare with
-        for (samples, _), batch in zip(shapes, inputs, strict=True):
-            tokens = batch["input_ids"].shape[1] if "input_ids" in batch else 0
-            where, able = f"{samples} x {tokens}", {name: partial(each, batch) for name, each in runs.items()}
+        for given in inputs:
+            samples, tokens = given.shape
+            where, able = f"{samples} x {tokens}", {name: partial(given.through, each) for name, each in runs.items()}
             while next(iter(runs)) in able:
                 errors: dict[str, str] = {}
                 noted = {name: partial(_noted, name, each, errors) for name, each in able.items()}
                 with suppress(_NotRunError):
-                    timed += take_turns(noted, turns, (samples, tokens), device, seconds=seconds)
+                    timed += take_turns(noted, turns, given.shape, device, seconds=seconds, prepare=given.turn_to)
                     break
                 for name, why in errors.items():
                     del able[name]
                     reasons[where if name == next(iter(runs)) else f"{name}, {where}"] = why
     return timed, reasons
+
+
+class _Inputs:
+    """The batches of one shape: ``batch``, and another one in each turn."""
+
+    def __init__(self, model: nn.Module, shape: tuple[int, int], text: Tensor | None, device: torch.device) -> None:
+        self._model, self._drawn, self._text, self._device = model, shape, text, device
+        self.turn_to(0)
+        ids = self.batch.get("input_ids")
+        self.shape = shape[0], 0 if ids is None else ids.shape[1]
+
+    def turn_to(self, turn: int) -> None:
+        """Make the batch of this turn."""
+        self.batch = collate(drawn_samples(self._model, *self._drawn, seed=turn), 0, self._device)
+        if self._text is not None and (ids := self.batch.get("input_ids")) is not None:
+            places = (torch.arange(ids.numel()) + turn * ids.numel()) % len(self._text)
+            read = self._text[places].view(ids.shape).to(ids)
+            # Classifiers of encoder-decoders read the one end of each text.
+            self.batch["input_ids"] = torch.cat([read[:, :-1], ids[:, -1:]], 1)
+
+    def through(self, run: Run) -> object:
+        """What ``run`` makes of the batch."""
+        return run(self.batch)
 
 
 class _NotRunError(Exception):
@@ -161,6 +187,7 @@ def take_turns(
     *,
     seconds: float = math.inf,
     clock: Callable[[], float] = time.perf_counter,
+    prepare: Callable[[int], object] = lambda turn: None,
 ) -> list[Latency]:
     """The latency of every run; every other turn is in reverse order.
 
@@ -170,6 +197,7 @@ def take_turns(
     Args:
         runs: by name; the first is what the others are compared with.
         turns: counted turns. shape: samples and tokens of a batch, for the result.
+        prepare: called with the number of each turn before it begins, untimed.
 
     Raises:
         KflatsError: no turns, or no runs.
@@ -185,6 +213,7 @@ def take_turns(
         counted = len(times[order[0]])
         if counted == turns or (counted >= _FEWEST and clock() - began > seconds):
             break
+        prepare(turn)
         for name in order:
             _settle(device)
             start = clock()

@@ -236,6 +236,11 @@ class Judge:
         shown = zip(worst.values.tolist(), worst.indices.tolist(), strict=True)
         return replace(outputs, worst=tuple(Worst(loss, self._text(i)) for loss, i in shown))
 
+    @property
+    def text(self) -> Tensor | None:
+        """(t,) the token ids of all texts one after the other; None without texts."""
+        return None if self._texts is None else torch.cat([item.inputs["input_ids"].cpu() for item in self._items])
+
     def _samples(self, model: nn.Module, tokenizer: Tokenizer | None) -> list[Sample]:
         if self._texts is None:
             return inputs.drawn_samples(model, _DRAWN, seed=self._seed)

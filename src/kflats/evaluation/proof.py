@@ -242,7 +242,8 @@ def compare(
         drawn_for = min(models, key=lambda model: _vocabulary(model) or 0)
         timed, reasons = list[Latency](), {"a static model": _STATIC}
         if not isinstance(original, StaticModel):
-            timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS)
+            text = judge.text if len({_vocabulary(model) for model in models}) == 1 else None
+            timed, reasons = latencies(contestants, drawn_for, turns=turns, seconds=_SECONDS, text=text)
         footprints = None
         if fresh:
             update("proof: memory", 2, 4)

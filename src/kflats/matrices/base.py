@@ -114,6 +114,11 @@ class Matrix(nn.Module):
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
     @property
+    def keeps_rows(self) -> bool:
+        """Whether a row takes many times as long as its copy, so that embeddings keep some of them."""
+        return False
+
+    @property
     def memory_bytes(self) -> int:
         """Bytes of all parameters and buffers, which include tensors that are derived from stored ones."""
         return sum(t.numel() * t.element_size() for t in [*self.parameters(), *self.buffers()])

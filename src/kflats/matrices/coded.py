@@ -316,6 +316,11 @@ class CodedMatrix(Matrix):
         self.position = inverse_of(ordered).to(torch.int32)
         self.ready = True
 
+    @property
+    def keeps_rows(self) -> bool:
+        """As ``Matrix.keeps_rows``. A small table keeps all of its rows itself."""
+        return math.prod(self.shape) > _SMALL
+
     def checksum(self) -> int:
         """CRC-32 of all integers and the unit. They are constants: training and casts change other tensors only."""
         integers = {name: value for name, value in self.tensors().items() if not value.is_floating_point()}

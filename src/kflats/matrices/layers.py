@@ -13,6 +13,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Self, cast
 
 import torch
@@ -24,6 +25,7 @@ from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
 from kflats.matrices.base import Matrix, is_recording, refresh_after_load, state_of
 from kflats.matrices.compiled import computed, is_one_operator, numbered
+from kflats.matrices.kept_rows import KeptRows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.matrices.running import Product
 
@@ -222,6 +224,10 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     torch.Size([1, 2, 3])
     """
 
+    run_form: RunForm = "dense"
+    """But for "compact", rows of codes that were put together are kept for the next lookups."""
+    _kept: tuple[object, KeptRows] | None = None
+
     def __init__(
         self,
         matrix: Matrix,
@@ -246,7 +252,16 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     def reset_parameters(self) -> None:
         """Nothing: a factored table has no random start."""
 
+    def refresh(self) -> None:
+        """As for other layers."""
+        self._kept = None
+        super().refresh()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": None}
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        self._kept = None
         if self.out_dtype is not None:
             self.out_dtype = fn(torch.empty(0, dtype=self.out_dtype)).dtype
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -261,7 +276,7 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
 
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """As ``kflats.matrices.compiled.Numbered``: ids ``(*b, 1)`` -> ``(*b, d)``."""
-        return self.matrix.rows(given.squeeze(-1), dtype=self.out_dtype)
+        return self._rows(given.squeeze(-1))
 
     def _look_up(self, input: Tensor) -> Tensor:
         matrix = self.matrix
@@ -269,13 +284,28 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
             dtype = self.out_dtype or matrix.weight.dtype
             out = self._as_operator(input.unsqueeze(-1), None, self.embedding_dim, dtype)
         else:
-            out = matrix.rows(input, dtype=self.out_dtype)
+            out = self._rows(input)
         if self.padding_idx is not None and out.requires_grad:
             out = torch.where((input == self.padding_idx).unsqueeze(-1), out.detach(), out)
         if self.scale is not None:
             # Models keep the scale as a float32 tensor and round it to the table's dtype before they multiply.
             out = out * torch.full((), self.scale, dtype=torch.float32, device=out.device).to(out.dtype)
         return out
+
+    def _rows(self, index: Tensor) -> Tensor:
+        """``(*b,)`` -> ``(*b, d)``, without the scale; from the rows that are kept, where these are the matrix'."""
+        matrix, dtype = self.matrix, self.out_dtype or self.matrix.weight.dtype
+        if self.run_form != "compact" and matrix.keeps_rows and index.device.type == "cpu" and not is_recording():
+            factors = [factor for factor in matrix._parameters.values() if factor is not None]
+            learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
+            if not learns and all(factor.is_cpu for factor in factors):
+                key = dtype, state_of(factors)
+                if self._kept is None or self._kept[0] != key:
+                    self._kept = key, KeptRows(*matrix.shape, dtype)
+                kept = self._kept[1].look_up(index, partial(matrix.rows, dtype=dtype))
+                if kept is not None:
+                    return kept
+        return matrix.rows(index, dtype=dtype)
 
 
 class FactoredLinear(_Multiplies, nn.Module):

@@ -290,7 +290,7 @@ def swap_described_(model: nn.Module, weight: Weight, module: Module, matrix: Ma
     swap_(model, weight, matrix, matrix_rows=module.matrix_rows, bias_shift=bias, scales=scales, just_found=True)
     for place in module.places:
         for name in spellings(model, place.name):
-            if isinstance(layer := submodule(model, name), FactoredLinear | FactoredHead):
+            if isinstance(layer := submodule(model, name), FactoredLinear | FactoredHead | FactoredEmbedding):
                 layer.run_form = place.run_as
 
 
@@ -352,7 +352,7 @@ def _described(name: str, layer: FactoredLayer) -> JsonObject:
         place["kernel"] = [layer.in_channels, *layer.kernel_size]
     if isinstance(layer, FactoredLinear | FactoredConv2d) and layer.gained_bias:
         place["gained_bias"] = True
-    if isinstance(layer, FactoredLinear | FactoredHead) and layer.run_form != "dense":
+    if isinstance(layer, FactoredLinear | FactoredHead | FactoredEmbedding) and layer.run_form != "dense":
         place["run_as"] = layer.run_form
     return place
 

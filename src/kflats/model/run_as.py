@@ -9,7 +9,7 @@ from torch import nn
 
 from kflats.common.run_forms import FormLoss, RunForm, check_run_form
 from kflats.common.schema import decode
-from kflats.matrices.layers import FactoredHead, FactoredLinear
+from kflats.matrices.layers import FactoredEmbedding, FactoredHead, FactoredLinear
 from kflats.matrices.registry import CodedMatrix
 from kflats.model.weights import factored_layers, is_kflats_config, pretrained_models
 
@@ -18,22 +18,22 @@ LOSSES = "forms"
 
 
 def set_run_form_(model: nn.Module, form: RunForm) -> int:
-    """The form of all coded linear layers and tied heads is ``form``; returns how many layers these are.
+    """The form of all coded linear layers and tied heads is ``form``; returns how many layers these are. Embeddings
+    keep rows in all forms but "compact".
 
     Raises:
         KflatsError: an unknown form.
     """
     check_run_form(form)
-    layers = _multiplying(model)
-    for layer in layers:
+    for layer in _with_forms(model):
         layer.run_form = form
-    return len(layers)
+    return len(_multiplying(model))
 
 
 @contextmanager
 def running_as(model: nn.Module, form: RunForm) -> Iterator[None]:
     """All layers in this form, and in their own forms again afterwards."""
-    forms = [(layer, layer.run_form) for layer in _multiplying(model)]
+    forms = [(layer, layer.run_form) for layer in _with_forms(model)]
     set_run_form_(model, form)
     try:
         yield
@@ -67,6 +67,11 @@ def forget_losses_(model: nn.Module) -> None:
         note = getattr(part.config, "quantization_config", None)
         if is_kflats_config(note):
             part.config.quantization_config = {key: value for key, value in note.items() if key != LOSSES}
+
+
+def _with_forms(model: nn.Module) -> list[FactoredLinear | FactoredHead | FactoredEmbedding]:
+    kinds = (FactoredLinear, FactoredHead, FactoredEmbedding)
+    return [layer for _, layer in factored_layers(model) if isinstance(layer, kinds)]
 
 
 def _multiplying(model: nn.Module) -> list[FactoredLinear | FactoredHead]:

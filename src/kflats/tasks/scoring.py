@@ -11,7 +11,6 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -394,12 +393,21 @@ def _costs(
     models: Sequence[nn.Module], tokenizer: Tokenizer, rows: Sequence[Feature]
 ) -> tuple[list[Latency], list[dict[str, Any]]]:
     """The latencies of models that run one batch in turns, and of each model what the batch takes."""
-    inputs = collate(rows[:_TIMED], pad_id(tokenizer, models[0]), device_of(models[0]))
+    filler, device = pad_id(tokenizer, models[0]), device_of(models[0])
+    inputs = given = collate(rows[:_TIMED], filler, device)
+
+    def turn_to(turn: int) -> None:
+        """Other examples: lookups keep rows of tokens that were read."""
+        nonlocal given
+        first = turn * _TIMED % max(1, len(rows) - _TIMED + 1)
+        given = collate(rows[first : first + _TIMED], filler, device)
+        given.pop("labels", None)
+
     inputs.pop("labels", None)
     examples, tokens = inputs["input_ids"].shape
     with evaluating(*models), torch.inference_mode():
-        runs = {str(place): partial(model, **inputs) for place, model in enumerate(models)}
-        timed = take_turns(runs, _TURNS, (examples, tokens), device_of(models[0]))
+        runs = {str(place): lambda model=model: model(**given) for place, model in enumerate(models)}
+        timed = take_turns(runs, _TURNS, (examples, tokens), device, prepare=turn_to)
     flops = [count_flops(model, inputs) for model in models]
     shape = {"batch": examples, "tokens": tokens}
     return timed, [{"latency_ms": t.ms, "flops": n, **shape} for t, n in zip(timed, flops, strict=True)]
