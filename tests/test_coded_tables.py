@@ -317,6 +317,7 @@ def test_em_gives_planted_kinds_flats_of_their_own_and_codes_become_shorter(tmp_
     torch.testing.assert_close(basis, torch.eye(16), rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_flats_of_few_rows_are_given_up(tmp_path: Path) -> None:
     """Bytes are those of one flat."""
     rows = drawn(300, 40)
@@ -327,18 +328,17 @@ def test_flats_of_few_rows_are_given_up(tmp_path: Path) -> None:
     assert one == several
 
 
+@pytest.mark.parametrize(
+    ("n", "d", "size"), [(3000, 64, "80kB"), pytest.param(4000, 96, "120kB", marks=pytest.mark.slow)]
+)
 def test_flats_whose_axes_cost_more_than_they_save_are_not_taken(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    n: int, d: int, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three planted kinds in tables that are too short for three sets of axes; one of them has no room for them."""
-    for n, d, size in ((4000, 96, "120kB"), (3000, 64, "80kB")):
-        source = saved(planted(n, d, 3)[0], tmp_path / f"{n}.npy")
-        outs = [tmp_path / f"{n}-{k}" for k in (1, 3)]
-        lost = [
-            compress_table(source, out, size=size, flats=k).squared_error for out, k in zip(outs, (1, 3), strict=True)
-        ]
-        assert lost[0] == lost[1]
-        assert "one flat does better than 3 in these bytes" in capsys.readouterr().err
+    """Three planted kinds in tables that are too short for three sets of axes; the smaller has no room for them."""
+    source = saved(planted(n, d, 3)[0], tmp_path / "rows.npy")
+    lost = [compress_table(source, tmp_path / f"{k}", size=size, flats=k).squared_error for k in (1, 3)]
+    assert lost[0] == lost[1]
+    assert "one flat does better than 3 in these bytes" in capsys.readouterr().err
 
 
 def test_many_flats_and_weights_have_a_label_for_each_class(tmp_path: Path) -> None:
@@ -354,7 +354,9 @@ def test_many_flats_and_weights_have_a_label_for_each_class(tmp_path: Path) -> N
     assert errors[1] <= errors[0]
 
 
-@pytest.mark.parametrize(("flats", "far"), [(1, False), (2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("flats", "far"), [(1, False), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, False), (1, True)))]
+)
 def test_axes_take_8_bits_where_that_loses_less_in_the_same_bytes(
     flats: int, far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -653,7 +655,7 @@ def test_a_killed_run_leaves_nothing_that_opens(layout: str, tmp_path: Path) -> 
         assert (out / path.name).read_bytes() == path.read_bytes()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])])
 def test_an_interrupted_run_is_taken_up(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are finished and whole are taken over, damaged ones and those of other rows or options are not."""
     source, written = saved(drawn(70_000, 8), tmp_path / "x.npy"), list[str]()
@@ -733,6 +735,7 @@ def test_a_source_that_changes_between_passes_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_short_table_has_a_size_or_leaves_nothing(tmp_path: Path) -> None:
     """An axis or a lane more is a large part of its file: what fits in fewer bytes fits in more."""
     source, out = saved(drawn(20_000, 8), tmp_path / "x.npy"), tmp_path / "out"

@@ -199,6 +199,7 @@ def test_the_bytes_of_a_table_do_not_depend_on_the_workers(
     assert together(count, count, lambda workers: made(tmp_path / "several", workers)) == [alone] * count
 
 
+@pytest.mark.slow
 def test_short_tables_that_are_tried_again_and_copies_of_their_files(tmp_path: Path) -> None:
     """A code whose size does not suit is known to all workers at the same step, and each may read files of its own."""
     sources = []

@@ -201,6 +201,7 @@ def classifier(tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer: Any) ->
     return folder
 
 
+@pytest.mark.slow
 def test_inspect_compare_and_evaluate(classifier: Path) -> None:
     assert "compressed already: bert.embeddings.word_embeddings, 300 x 32, coded" in run(
         "inspect", classifier / "small"

@@ -220,7 +220,7 @@ def test_static_models_are_scored_and_not_timed(pair: tuple[Path, Path], tmp_pat
 
 def test_an_embedding_bag_in_memory_is_refused(tmp_path: Path) -> None:
     model = SentenceTransformer(str(write("sentence-transformers", tmp_path / "source")), device="cpu")
-    with pytest.raises(KflatsError, match=r"EmbeddingBag is not supported in memory.*compress_folder"):
+    with pytest.raises(KflatsError, match=r"EmbeddingBag is not supported in memory.*compress its folder"):
         kflats.compress_(model, keep="50%")
 
 

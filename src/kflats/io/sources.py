@@ -80,8 +80,9 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, pickled: bool = False
     except KflatsError:
         raise
     except (OSError, ValueError) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
         raise KflatsError(
-            f"there is no folder {text}, and the hub does not give that model: {first_line(error)}",
+            f"there is no folder {text}, and the hub does not give that model ({said})",
             cause="a misspelled path or name, no network, or a model that is private or gated",
             hint="owner/model; for a private or gated model accept its licence on the hub, and hf auth login",
         ) from error

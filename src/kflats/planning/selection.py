@@ -212,7 +212,7 @@ def token_embedding(model: nn.Module) -> Weight:
         raise KflatsError(
             "nn.EmbeddingBag is not supported in memory",
             cause="the classes that hold one, such as StaticEmbedding of sentence-transformers, save a dense table",
-            hint="save the model, and kflats.compress_folder of that folder; or kflats.compress_table of the table",
+            hint="save the model, and compress its folder; or the table alone, as a table in files",
         )
     raise KflatsError(
         "the model has no token embedding that can be compressed",
