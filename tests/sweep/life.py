@@ -48,6 +48,8 @@ COMMANDS = ("compare", "dense", "onnx", "trim", "recover", "smallest")
 WAYS = (*COMPRESSIONS, *COMMANDS)
 LARGEST = 16_000_000
 """Parameters of a model that still counts as tiny."""
+_SEARCHED = 16_000_000
+"""Bytes of a model for which several sizes are tried in the time of a life."""
 _OF_TEXTS = {"input_ids", "attention_mask", "decoder_input_ids"}
 _TOLERANCE = {"rtol": 1e-3, "atol": 1e-4}
 _HEADS = [
@@ -323,6 +325,8 @@ def commanding(model_type: str, folder: Path, say: Say, ways: Sequence[str] = WA
     def smallest() -> str:
         """The command without a size, on fewer samples; the search over sizes judges by outputs."""
         out = folder / "smallest"
+        if sum(path.stat().st_size for path in (folder / "dense").glob("*.safetensors")) > _SEARCHED:
+            raise Nothing("too large for several sizes in two minutes")
         note = _commanded(["compress", dense, "--out", str(out), "--samples", "16", "--no-proof", "--quiet"])
         if batch is not None and (
             bad := [n for n, t in _given(load_model(out).eval(), batch).items() if t.isnan().any()]
