@@ -233,8 +233,9 @@ def is_recording() -> bool:
     return torch.compiler.is_dynamo_compiling() or is_exporting()
 
 
-# An older torch lacks this function: every recorded graph is then treated as one for export.
-_compiler_is_exporting = getattr(torch.compiler, "is_exporting", torch.compiler.is_compiling)
+def _compiler_is_exporting() -> bool:
+    # In graphs of ``torch.compile`` the function ``is_exporting`` is True before torch 2.13, and its flag is right.
+    return bool(torch.compiler._is_exporting_flag)
 
 
 def _is_jit_tracing() -> bool:
