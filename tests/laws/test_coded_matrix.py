@@ -375,7 +375,8 @@ def test_compiled_without_gradients_a_layer_is_one_operator_in_its_form(form):
 
 
 @pytest.mark.usefixtures("_fresh")
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's forward mode on torch.jit
+# Forward mode uses torch.jit.
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 def test_compiled_for_derivatives_or_autocast_layers_are_plain_operators():
     net, kept = TiedNet(TABLE["ragged groups"](dtype=torch.float32)), Kept()
     compiled = torch.compile(net, fullgraph=True, backend=kept)
