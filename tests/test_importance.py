@@ -183,6 +183,23 @@ def test_damping_moves_importance_between_columns_and_makes_none(damping):
     assert float(values[0]) >= damping / (1 + damping) * float(values.mean()) * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("importance", [InputGram(), KroneckerFisher(), KroneckerFisher(damping=0.05)])
+@pytest.mark.parametrize("noise", [3e-8, 1e-5])
+def test_inputs_that_hardly_vary_have_a_metric(importance: InputGram | KroneckerFisher, noise: float) -> None:
+    """What is left beside their mean is rounding, of either sign; a metric has no negative direction."""
+    draws = torch.Generator().manual_seed(0)
+    mean = torch.rand(20, generator=draws) + 0.5
+    rounding = noise * torch.randn(21, 21, generator=draws)
+    wide = torch.outer(both := torch.cat([mean, torch.ones(1)]), both) + rounding + rounding.T
+    gram = wide[:-1, :-1]
+    weighting = importance.weigh(
+        Measured(20, input_gram=gram, input_mean=mean, fisher_gram=wide, output_gram=torch.eye(4))
+    )
+    assert weighting.left is not None
+    values = torch.linalg.eigvalsh(weighting.left)
+    assert float(values[0]) >= -1e-5 * float(values.sum())
+
+
 @pytest.mark.parametrize("importance", [InputGram(), KroneckerFisher()])
 def test_inputs_that_never_vary_leave_a_usable_metric(importance):
     x = torch.randn(40, 1) * torch.ones(40, 6)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kflats
 from kflats.common.errors import (
@@ -20,7 +21,7 @@ from kflats.common.errors import (
     NotWrittenError,
 )
 from kflats.compress import fitting, pipeline
-from kflats.compress.quality import smallest_size
+from kflats.compress.quality import _copied, smallest_size
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
 from kflats.io import load_model
 from kflats.io.atomic import explained
@@ -141,6 +142,15 @@ def test_a_disk_that_is_full_for_a_moment_makes_no_larger_folder(
     with pytest.raises(NotWrittenError, match="no space left on device"):
         kflats.compress_folder(tiny_folder, tmp_path / "out", **settings)
     assert len(calls) == 1
+
+
+def test_states_of_a_run_with_gradients_are_copied_by_value() -> None:
+    model = torch.nn.Linear(3, 2)
+    model.state = model(torch.ones(1, 3))  # type: ignore[assignment]
+    twin: Any = _copied(model)
+    assert torch.equal(twin.state, model.state)  # type: ignore[arg-type]
+    assert not twin.state.requires_grad
+    assert twin.weight is not model.weight
 
 
 def test_a_quality_that_no_size_keeps() -> None:

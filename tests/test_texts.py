@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,13 +29,20 @@ from kflats.common import text_files
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.common.sentences import sentences, undo_marks, unwrapped
 from kflats.common.text_files import read_texts
-from kflats.common.texts import packaged_texts
+from kflats.common.texts import packaged_texts, token_limit
 from kflats.planning.calibration_data import gather
 
 # "Vitamin C. The" has no sentence's end that a program could see, but in a file of sentences it has.
 SENTENCES = [text for text in (*packaged_texts("count"), *packaged_texts("judge")) if not re.search(r" .\.$", text)]
 PARAGRAPHS = [" ".join(SENTENCES[i : i + 6]) for i in range(0, len(SENTENCES), 6)]
 BOOK = "\n\n".join(textwrap.fill(paragraph, 70) for paragraph in PARAGRAPHS)
+
+
+def test_the_positions_of_a_model_that_reads_images_too_limit_its_texts() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.CLIPConfig(text_config={"max_position_embeddings": 16})
+    assert token_limit(None, 128, SimpleNamespace(config=config)) == 14  # type: ignore[arg-type]
+    assert token_limit(None, 128, torch.nn.Linear(2, 2)) == 128
 
 
 def words(text: str) -> list[str]:

@@ -92,7 +92,10 @@ def check_known(counts: Tensor, tokenizer: Tokenizer) -> None:
 
 def token_limit(tokenizer: Tokenizer | None, max_length: int, model: nn.Module | None = None) -> int:
     """``max_length``, or less where the limit of the tokenizer or of the model's table of positions is smaller."""
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    config = getattr(model, "config", None)
+    if callable(part := getattr(config, "get_text_config", None)):  # of a model that reads images too
+        config = part()
+    positions = getattr(config, "max_position_embeddings", None)
     # Two positions less than the table has: RoBERTa's and MPNet's positions begin after the padding id.
     limits = [max_length, getattr(tokenizer, "model_max_length", None), positions - 2 if positions else None]
     return max(1, min(n for n in limits if isinstance(n, int) and n > 0))

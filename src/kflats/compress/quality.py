@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from kflats.common.errors import DoesNotFitError, KflatsError, NotFiniteError, QualityNotKeptError
 from kflats.common.formatting import announce, size
@@ -92,7 +92,7 @@ def smallest(
         fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), nbytes - beside, workers)
 
         def judged(_: int) -> float:
-            small = copy.deepcopy(model)
+            small = _copied(model)
             swapped(small, decided.plan, fitted, seed)
             set_run_form_(small, run_as)
             try:
@@ -200,6 +200,13 @@ def smallest_size(
             hint="a lower quality, or a size",
         )
     return best
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """A copy. Of states that recurrent models keep from a run with gradients, which cannot be copied, the values."""
+    held = [value for module in model.modules() for value in vars(module).values()]
+    states = [value for value in held if isinstance(value, Tensor) and not value.is_leaf]
+    return copy.deepcopy(model, {id(state): state.detach().clone() for state in states})
 
 
 def _bytes_of(bits: float, numbers: int, beside: int, most: int) -> int:

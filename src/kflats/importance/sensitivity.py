@@ -119,7 +119,7 @@ class InputGram(Importance):
         if not _reached(gram, self.unreached):
             return Weighting()
         mean = measured.input_mean if self.centred and gram.ndim == 2 else None
-        return Weighting(left=_input_side(gram, mean, mean, self.damping), mean=mean)
+        return Weighting(left=_as_gram(_input_side(gram, mean, mean, self.damping), self.damping), mean=mean)
 
 
 @dataclass(frozen=True)
@@ -170,12 +170,8 @@ class KroneckerFisher(Importance):
             left, mean = self._inputs(_nearest_gram(gram))
         if not _reached(left, self.unreached):  # every input is the same, and the bias takes all of the error
             return Weighting()
-        right = _damped(outputs, self.damping)
-        if right.ndim == 1:
-            return Weighting(left=left, right=right, mean=mean, loss_units=True)
-        shifted = zero_matrix(len(right), len(right), device=right.device).copy_(right)
-        shifted.diagonal().add_(_NEGATIVE * float(right.diagonal().sum()))
-        if not factorize_(shifted):
+        left, right = _as_gram(left, self.damping), _damped(outputs, self.damping)
+        if not _is_gram(right):
             right = _damped(_nearest_gram(outputs), self.damping)
         return Weighting(left=left, right=right, mean=mean, loss_units=True)
 
@@ -241,6 +237,20 @@ def _input_side(gram: Tensor, cross: Tensor | None, mean: Tensor | None, damping
         centred.diagonal().add_(_ROUNDING * gram.diagonal())
         gram = centred
     return _damped(gram, damping)
+
+
+def _is_gram(metric: Tensor) -> bool:
+    """Whether no direction of a metric is negative by more than rounding."""
+    if metric.ndim == 1:
+        return True
+    shifted = zero_matrix(len(metric), len(metric), device=metric.device).copy_(metric)
+    shifted.diagonal().add_(_NEGATIVE * float(metric.diagonal().sum()))
+    return factorize_(shifted)
+
+
+def _as_gram(metric: Tensor, damping: float) -> Tensor:
+    """A centred metric, without the negative directions that rounding leaves of inputs that hardly vary."""
+    return metric if _is_gram(metric) else _damped(_nearest_gram(metric), damping)
 
 
 def _nearest_gram(measured: Tensor) -> Tensor:
