@@ -251,7 +251,8 @@ def _command_lines(found: dict[str, list[Record]]) -> list[str]:
 
 
 _COMMANDS_WHY = """What can be done with a compressed model of these types ({count}). A command may say that it does not
-support a model, and why; a traceback counts as failed, here and above.
+support a model, and why; a traceback counts as failed, here and above. Commands whose counts are smaller ran on a part
+of these types, drawn at random.
 
     python tests/sweep/sweep.py run --log commands.jsonl --ways data compare dense onnx trim recover smallest --resume
     python tests/sweep/sweep.py table commands.jsonl --onto docs/architectures.md"""
