@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_modules import sentence_modules
 
 import kflats
 from kflats.calibration.windows import windows
 from kflats.common.errors import KflatsError
-from kflats.evaluation.outputs import load_tokenizer
+from kflats.evaluation.outputs import load_tokenizer, weight_file_bytes
 from kflats.io import load_model
 from kflats.report.html import render
 from kflats.report.report import Report
@@ -442,6 +444,29 @@ def test_two_vocabularies_of_one_size_are_told_apart(folder: Path, tmp_path: Pat
     wanted = kflats.fidelity(*both, read_by[0], texts(30), compressed_tokenizer=read_by[1], words=1)
     found = kflats.compare(one, two, texts(30), turns=1)
     assert found.outputs.quality == pytest.approx(wanted.mean_cosine, abs=1e-5)
+
+
+@pytest.mark.parametrize("files", ["without a layer norm", "float16"])
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_shares_of_trimmed_files_that_hold_other_bytes_than_are_loaded(
+    files: str, share: float, folder: Path, tmp_path: Path
+) -> None:
+    source, small = tmp_path / "source", tmp_path / "small"
+    shutil.copytree(folder, source)
+    tensors = load_file(source / "model.safetensors")
+    if files == "float16":
+        tensors = {name: tensor.half() for name, tensor in tensors.items()}
+    else:
+        tensors = {name: tensor for name, tensor in tensors.items() if "embeddings.LayerNorm" not in name}
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
+    settings: dict[str, Any] = {"texts": texts(), "proof": False, "quiet": True}
+    report = kflats.compress_folder(source, small, trim=170, size=f"{100 * share:g}%", **settings)
+    assert report.trimming is not None
+    saved = report.trimming.saved // (2 if files == "float16" else 1)
+    more = 0 if files == "float16" else 2 * 16 * 4  # the loaded model has the norm
+    assert 0 < weight_file_bytes(small) <= share * (weight_file_bytes(source) - saved + more)
 
 
 def test_trimming_in_front_of_compression(folder: Path, tmp_path: Path) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from kflats.matrices import kept_rows
 from kflats.matrices.coded import CodedMatrix, from_integers
-from kflats.matrices.kept_rows import KeptRows
+from kflats.matrices.kept_rows import KeptRows, no_kept_rows
 from kflats.matrices.layers import FactoredEmbedding
 
 N, D = 3000, 96
@@ -103,7 +105,12 @@ def in_double(layer: FactoredEmbedding) -> None:
     layer.double()
 
 
-@pytest.mark.parametrize("change", [changed_scales, a_step, loaded, assigned, in_double])
+def other_codes(layer: FactoredEmbedding) -> None:
+    with torch.no_grad():
+        layer.get_buffer("codes").copy_(coded(1).get_buffer("codes"))
+
+
+@pytest.mark.parametrize("change", [changed_scales, a_step, loaded, assigned, in_double, other_codes])
 def test_rows_of_a_changed_matrix_are_new(change: Any, embedding: FactoredEmbedding) -> None:
     index = given(20, 0)
     with torch.no_grad():
@@ -122,6 +129,39 @@ def test_other_tensors_for_one_call(embedding: FactoredEmbedding) -> None:
         before = embedding(index)
         torch.testing.assert_close(torch.func.functional_call(embedding, {"weight": weight}, (index,)), 3 * before)
         torch.testing.assert_close(embedding(index), before)
+
+
+def test_tensors_that_take_the_place_of_others(embedding: FactoredEmbedding) -> None:
+    """Each of them is gone after its call, and the next one may have its address."""
+    index, weight = given(20, 0), embedding.matrix.weight.detach()
+    with torch.no_grad():
+        before = embedding(index)
+        for k in range(1, 101):
+            found = torch.func.functional_call(embedding, {"weight": k * weight}, (index,))
+            torch.testing.assert_close(found, k * before)
+
+
+def test_modes_and_transforms_that_see_no_values(embedding: FactoredEmbedding) -> None:
+    index = given(15, 0).view(3, 5)
+    with torch.no_grad():
+        expected = embedding(index)
+        assert used(embedding) > 0
+        torch.testing.assert_close(torch.vmap(embedding)(index), expected)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert embedding(index).shape == (3, 5, D)
+        counts = []
+        for _ in range(2):
+            with FlopCounterMode(display=False) as counter:
+                embedding(index)
+            counts.append(counter.get_total_flops())
+        assert counts[0] == counts[1]
+        embedding._kept = None
+        with torch.device("meta"):
+            torch.testing.assert_close(embedding(index), expected)
+        with no_kept_rows():
+            embedding._kept = None
+            torch.testing.assert_close(embedding(index), expected)
+            assert used(embedding) == 0
 
 
 def test_copies_keep_nothing(embedding: FactoredEmbedding) -> None:

@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import kflats
 from kflats.codecs import Float
 from kflats.codecs.streams import encode
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.compress.pipeline import plan_folder
 from kflats.evaluation.outputs import load_tokenizer
 from kflats.evaluation.running import encode as vectors_of
@@ -205,6 +205,8 @@ def test_tables_that_are_narrower_in_the_file_than_loaded(kind: str, budget: dic
     assert after <= {"60%": 0.6 * before, "4 bits": WORDS * 16 // 2}.get(budget.get("size", ""), before)
     if "keep" in budget:
         assert report.bytes_after <= 0.3 * report.bytes_before
+    with pytest.raises(KflatsError, match=rf"is more than the model's files take now \({before:,} bytes\)"):
+        kflats.compress_folder(tmp_path / "source", tmp_path / "large", quiet=True, size=f"{before + 99}B")
 
 
 def test_static_models_are_scored_and_not_timed(pair: tuple[Path, Path], tmp_path: Path) -> None:
@@ -304,8 +306,14 @@ def test_other_commands_say_that_static_models_are_not_supported(tmp_path: Path)
     source = write("sentence-transformers", tmp_path / "source")
     with pytest.raises(KflatsError, match="trim is not supported with a static model"):
         trim_folder(source, tmp_path / "out", keep=100)
-    with pytest.raises(KflatsError, match=r"ONNX is not supported with a static model.*--dense"):
-        export_onnx(source, tmp_path / "out")
+    kflats.compress_folder(source, tmp_path / "small", size="60%", quiet=True)
+    for model in (source, tmp_path / "small", SentenceTransformer(str(tmp_path / "small"), device="cpu")):
+        with pytest.raises(KflatsError, match=r"ONNX is not supported with a static model.*--dense"):
+            export_onnx(model, tmp_path / "out.onnx", pooled=True)
+    with pytest.raises(KflatsError, match="trim is not supported with a static model"):
+        kflats.compress_folder(source, tmp_path / "out", size="60%", trim=100)
+    with pytest.warns(KflatsWarning, match="run-time form int8 changes nothing"):
+        kflats.compress_folder(source, tmp_path / "in int8", size="60%", run_as="int8", quiet=True)
 
 
 def test_a_restored_module_is_not_saved(pair: tuple[Path, Path], tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from kflats.evaluation.running import (
     take,
     widened,
 )
+from kflats.matrices.kept_rows import no_kept_rows
 from kflats.model.weights import Weight, embedding_scale, pretrained_models, submodule
 from kflats.numerics.statistics import wide
 
@@ -234,6 +235,7 @@ def frozen(model: nn.Module, layers: Sequence[nn.Module] = ()) -> Iterator[None]
     own = {id(p) for layer in layers for p in layer.parameters()} - outside
     with (
         evaluating(model),
+        no_kept_rows(),  # statistics do not depend on what a worker read before
         torch.inference_mode(False),
         _widened_while_called(layers, own),
         widened(model, torch.float16, changed=False, without=own),

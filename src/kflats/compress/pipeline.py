@@ -34,11 +34,13 @@ from kflats.io.sources import (
     module_bytes,
     read_config,
     resolve_model,
+    static_folder,
     trusts_remote_code,
     weights_folder,
 )
+from kflats.io.static import StaticModel
 from kflats.methods import Auto, Method
-from kflats.model.run_as import set_run_form_
+from kflats.model.run_as import coded_layers, set_run_form_
 from kflats.model.weights import Weight, factored_layers, held_matrices
 from kflats.numerics.large_matrices import large_matrices_in
 from kflats.numerics.svd import forget_metric
@@ -47,7 +49,7 @@ from kflats.planning.decide import Decided, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
 from kflats.recipe.recipe import Plan, Recipe, Recipes, as_recipe
 from kflats.report.model_card import compressed_card, hub_name, note_proof, rewrite_
-from kflats.report.report import REPORT_FILE, Report, stored_bytes
+from kflats.report.report import REPORT_FILE, Report, stored_bytes, stored_numbers
 from kflats.trimming.trimming import trim as trimmed_to
 from kflats.trimming.trimming import write_vocabulary
 
@@ -213,6 +215,10 @@ def compress_folder(
     data = _read(texts, calibration, objective, statistics, samples)
     batches = any(not isinstance(item, str) for item in data.calibration or ())
     given = {"a plan": plan is not None, "statistics": statistics is not None, "batches of ids": batches}
+    if trim is not None and static_folder(folder) is not None:
+        raise KflatsError(
+            "trim is not supported with a static model", hint="no trim, or the library that made the model"
+        )
     if trim is not None and any(given.values()):
         raise KflatsError(
             f"trim is not supported with {next(name for name, there in given.items() if there)}",
@@ -231,8 +237,7 @@ def compress_folder(
         mapped = _is_own(calibration) and _is_own(objective)
         model = load_model(folder, mapped=mapped)
         before, beside = weight_file_bytes(folder), module_bytes(folder)
-        loaded = max(before, stored_bytes(model) + beside)
-        budget = None if budget is None else _of_files(budget, before, loaded)
+        loaded = _loaded_bytes(model, before, beside)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         if mapped and (trim is not None or quality is not None):
@@ -240,7 +245,10 @@ def compress_folder(
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
-            before, loaded = before - trimmed.report.saved, loaded - trimmed.report.saved
+            narrow = (before - beside) / (loaded - beside)  # below 1 where files hold numbers of fewer bytes
+            loaded -= trimmed.report.saved
+            before = min(loaded, before - round(narrow * trimmed.report.saved))
+        budget = None if budget is None else _of_files(budget, model, before, loaded)
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
         workers.agree("the model, the data or its files", {"fingerprint": about, "output": os.fspath(aside)})
@@ -300,6 +308,9 @@ def compress_folder(
         report = swapped(model, decided.plan, done, seed, _called(source), beside, spill if workers.first else None)
         forget_metric()
         set_run_form_(model, form)
+        if form != "dense" and not coded_layers(model):
+            why = "because no layer in codes multiplies"
+            warnings.warn(KflatsWarning(f"the run-time form {form} changes nothing, {why}"), stacklevel=2)
         report = report if trimmed is None else replace(report, trimming=trimmed.report)
         workers.meet()  # the others have read what they need of the unfinished run
         if not workers.first:
@@ -363,8 +374,8 @@ def plan_folder(
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
     before, beside = weight_file_bytes(folder), module_bytes(folder)
-    loaded = max(before, stored_bytes(model) + beside)
-    budget = _of_files(budget, before, loaded)
+    loaded = _loaded_bytes(model, before, beside)
+    budget = _of_files(budget, model, before, loaded)
     sizes: dict[str, Any] = {"file_bytes": loaded, "beside": beside}
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
     _keep(decided, keep_statistics)
@@ -445,11 +456,29 @@ def _tokenizer(folder: Path, model: nn.Module, data: CalibrationData, recipes: R
         return None
 
 
-def _of_files(budget: Budget, before: int, loaded: int) -> Budget:
-    """A share of the files in bytes, where the weights take fewer there (``before``) than as they are loaded."""
-    if budget.scope != "file" or budget.kind != "fraction" or before >= loaded:
+def _loaded_bytes(model: nn.Module, before: int, beside: int) -> int:
+    """Bytes that the files would take with the weights as they are loaded: those that files lack are written too, and
+    all that a static model's file holds beside its table has become part of that."""
+    loaded = stored_bytes(model) + beside
+    return loaded if isinstance(model, StaticModel) else max(before, loaded)
+
+
+def _of_files(budget: Budget, model: nn.Module, before: int, loaded: int) -> Budget:
+    """A budget of all files in bytes, where the weights take others there (``before``) than as they are loaded.
+
+    Raises:
+        KflatsError: more than the files take.
+    """
+    if budget.scope != "file" or before == loaded:
         return budget
-    return Budget("bytes", int(budget.amount * before), "file")
+    budget = budget.in_bytes(stored_numbers(model))
+    nbytes = int(budget.amount * before if budget.kind == "fraction" else budget.amount)
+    if nbytes > before:
+        raise KflatsError(
+            f"a budget of {budget} ({nbytes:,} bytes) is more than the model's files take now ({before:,} bytes)",
+            hint="a smaller budget",
+        )
+    return Budget("bytes", nbytes, "file")
 
 
 def _file_limit(plan: Plan, before: int) -> int | None:
@@ -466,7 +495,7 @@ def _check_size(after: int, before: int, limit: int | None, budget: Budget) -> N
         raise KflatsError(
             f"the new weight files take {after:,} bytes, more than the original's {before:,}",
             cause="the model was stored in a narrower type than it was loaded in",
-            hint="a smaller budget, or the codec float16",
+            hint="a smaller budget, or a codec of fewer bits a number",
         )
     if limit is not None and after > limit:
         raise KflatsError(

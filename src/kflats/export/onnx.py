@@ -46,7 +46,7 @@ from kflats.export.integers import in_integers_, translations
 from kflats.io import load_model, resolve_model
 from kflats.io.atomic import check_file, check_folder, locked, new_folder, replaced
 from kflats.io.saving import STOP_KEY, VERSION_KEY
-from kflats.io.sources import copy_companions, trusts_remote_code, weights_folder
+from kflats.io.sources import copy_companions, static_folder, trusts_remote_code, weights_folder
 from kflats.io.static import StaticModel
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
 from kflats.report.model_card import CARD, onnx_card
@@ -431,12 +431,16 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
         KflatsError: a module that does not say what it reads, without ``inputs``; a model that generates with a decoder
             of its own, or that reads several things in one call.
     """
-    if not isinstance(model, nn.Module):
-        model = _loaded(resolve_model(model), pooled)
-    if isinstance(model, StaticModel):
+    folder = None if isinstance(model, nn.Module) else resolve_model(model)
+    static = isinstance(model, StaticModel) if folder is None else static_folder(folder) is not None
+    if isinstance(model, nn.Module) and is_sentence_transformer(model):
+        static = not any(True for _ in pretrained_models(model))
+    if static:
         raise KflatsError(
             "ONNX is not supported with a static model", hint="kflats export --dense, which both libraries load"
         )
+    if not isinstance(model, nn.Module):
+        model = _loaded(resolve_model(model), pooled)
     sentences = is_sentence_transformer(model)
     forward = inspect.signature(model.forward).parameters
     if inputs is not None:

@@ -20,7 +20,7 @@ from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
 from kflats.common.schema import JsonObject
 from kflats.io.sources import is_model2vec
-from kflats.matrices.base import is_recording
+from kflats.matrices.base import Matrix, is_recording
 from kflats.matrices.coded import CodedGeometry, CodedMatrix
 
 if TYPE_CHECKING:
@@ -248,6 +248,10 @@ class StreamedMatrix(CodedMatrix):
         sizes = torch.tensor([0, *(count for count, _ in self.geometry.classes)], device=of.device)
         places = (self.position[rows] - sizes.cumsum(0)[of]) // blocks.source.rows_a_block
         self._decode(blocks, set(zip(of.tolist(), places.tolist(), strict=True)))
+
+    def row_sources(self) -> list[Tensor]:
+        """As ``Matrix.row_sources``. Codes that are written when their block is read are no change."""
+        return super().row_sources() if self._blocks is None else Matrix.row_sources(self)
 
     def _decoded_table(self) -> Tensor | None:
         return super()._decoded_table() if self._blocks is None else None

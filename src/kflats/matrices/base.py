@@ -118,6 +118,10 @@ class Matrix(nn.Module):
         """Whether a row takes many times as long as its copy, so that embeddings keep some of them."""
         return False
 
+    def row_sources(self) -> list[Tensor]:
+        """The tensors that rows are put together from, and that may change."""
+        return [factor for factor in self._parameters.values() if factor is not None]
+
     @property
     def memory_bytes(self) -> int:
         """Bytes of all parameters and buffers, which include tensors that are derived from stored ones."""
@@ -151,16 +155,27 @@ def _count_step(*_: object) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
-def state_of(tensors: Iterable[Tensor]) -> tuple[object, ...]:
-    """What differs once one of ``tensors`` has changed, was moved or replaced.
+class State:
+    """What differs once one of some tensors has changed, was moved or replaced.
 
     Fused optimizers change parameters without giving them a new version: of what may be trained, steps count too.
+    The tensors are held, so that another one cannot have the address of one that is gone. Limit: writes through
+    ``tensor.data``, and into tensors of inference mode, leave no trace.
     """
-    state: list[object] = []
-    for t in tensors:
-        version = 0 if t.is_inference() else t._version
-        state += t.data_ptr(), t.dtype, t.device, version, _steps if t.requires_grad else -1
-    return tuple(state)
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self._tensors = tuple(tensors)
+        self._values: list[object] = []
+        for t in self._tensors:
+            version = 0 if t.is_inference() else t._version
+            self._values += t.data_ptr(), t.dtype, t.device, version, _steps if t.requires_grad else -1
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, State) or self._values != other._values:
+            return False
+        return all(a is b for a, b in zip(self._tensors, other._tensors, strict=True))
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 # Sizes and copies --------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from kflats.common.schema import JsonObject, check_version, decode
 from kflats.matrices.base import (
     FEW,
     Matrix,
+    State,
     check_rows,
     check_shape,
     copy_trainable,
@@ -30,7 +31,6 @@ from kflats.matrices.base import (
     is_exporting,
     is_recording,
     refresh_after_load,
-    state_of,
 )
 from kflats.matrices.running import DenseProduct, IntegerProduct, Product, evening_scales
 from kflats.numerics.coding.packing import MOST_BITS, Layout, layout_of, pack, places_of, read_codes
@@ -315,6 +315,10 @@ class CodedMatrix(Matrix):
         ordered = torch.arange(n, device=codes.device) if labels is None else torch.argsort(labels, stable=True)
         self.position = inverse_of(ordered).to(torch.int32)
         self.ready = True
+
+    def row_sources(self) -> list[Tensor]:
+        """As ``Matrix.row_sources``."""
+        return [*super().row_sources(), self.get_buffer("codes")]
 
     @property
     def keeps_rows(self) -> bool:
@@ -610,7 +614,7 @@ class CodedMatrix(Matrix):
         parameters = [p for p in self._parameters.values() if p is not None]
         if is_recording() or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._new_lookup()
-        key = state_of([*parameters, self.get_buffer("codes")])
+        key = State([*parameters, self.get_buffer("codes")])
         if self._known is None or self._known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 made = self._new_lookup()

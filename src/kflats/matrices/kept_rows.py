@@ -7,13 +7,43 @@ part of a table serves nearly all lookups.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from kflats.matrices.base import is_recording
 
 KEPT = 2**21
 """Numbers that are kept at most: 8 MB in float32, of 384 columns 5,461 rows."""
+
+
+_ALLOWED = ContextVar("kflats_keeps_rows", default=True)
+
+
+@contextmanager
+def no_kept_rows() -> Iterator[None]:
+    """Inside, lookups keep no rows and read none that are kept: their last digits depend on what was read before.
+
+    >>> with no_kept_rows():
+    ...     may_keep_rows()
+    False
+    """
+    token = _ALLOWED.set(False)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def may_keep_rows() -> bool:
+    """Whether what a lookup does may depend on the values of its index: not in graphs that are recorded, under
+    transforms of ``torch.func``, nor where a mode watches every operator (fake tensors, counts of operations)."""
+    plain = torch._C._functorch.peek_interpreter_stack() is None and not is_in_torch_dispatch_mode()
+    return plain and _ALLOWED.get() and not is_recording()
 
 
 class KeptRows:
@@ -48,7 +78,8 @@ class KeptRows:
         found = places.index_select(0, flat)
         missing = found < 0
         if bool(missing.any()):
-            new = flat[missing].unique().to(torch.int64)
+            new = flat[missing].to(torch.int64)
+            new = new.unique() if len(new) > 1 else new
             if not self._has_room(len(new)):
                 return None
             computed = compute(new)
@@ -57,7 +88,7 @@ class KeptRows:
                     return None
                 first, self._used = self._used, self._used + len(new)
                 rows[first : self._used] = computed
-                places[new] = torch.arange(first, self._used, dtype=places.dtype)  # last: what has a place is there
+                places[new] = torch.arange(first, self._used, dtype=places.dtype, device="cpu")  # last: it is there now
             found = places.index_select(0, flat)
         return rows.index_select(0, found).reshape(*index.shape, self._shape[1])
 
@@ -73,4 +104,5 @@ class KeptRows:
         """The place of each row, -1 where there is none, and the rows."""
         n, d = self._shape
         with torch.inference_mode(False):  # later calls with gradients could not use inference tensors
-            return torch.full((n,), -1, dtype=torch.int32), torch.empty(min(n, KEPT // d), d, dtype=self._dtype)
+            places = torch.full((n,), -1, dtype=torch.int32, device="cpu")
+            return places, torch.empty(min(n, KEPT // d), d, dtype=self._dtype, device="cpu")

@@ -23,9 +23,9 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
-from kflats.matrices.base import Matrix, is_recording, refresh_after_load, state_of
+from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load
 from kflats.matrices.compiled import computed, is_one_operator, numbered
-from kflats.matrices.kept_rows import KeptRows
+from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.matrices.running import Product
 
@@ -175,7 +175,7 @@ class _Multiplies(_OneOperator):
         """What multiplies ``x``; made anew after the matrix has changed."""
         matrix = self.matrix
         # Quicker than ``parameters()``.
-        key = self.run_form, x.dtype, state_of(p for p in matrix._parameters.values() if p is not None)
+        key = self.run_form, x.dtype, State(p for p in matrix._parameters.values() if p is not None)
         if self._ready is None or self._ready[0] != key:
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
             with torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
@@ -295,11 +295,11 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
     def _rows(self, index: Tensor) -> Tensor:
         """``(*b,)`` -> ``(*b, d)``, without the scale; from the rows that are kept, where these are the matrix'."""
         matrix, dtype = self.matrix, self.out_dtype or self.matrix.weight.dtype
-        if self.run_form != "compact" and matrix.keeps_rows and index.device.type == "cpu" and not is_recording():
-            factors = [factor for factor in matrix._parameters.values() if factor is not None]
-            learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in factors)
-            if not learns and all(factor.is_cpu for factor in factors):
-                key = dtype, state_of(factors)
+        if self.run_form != "compact" and matrix.keeps_rows and index.device.type == "cpu" and may_keep_rows():
+            sources = matrix.row_sources()
+            learns = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
+            if not learns and all(source.is_cpu and not source.is_inference() for source in sources):
+                key = dtype, State(sources)
                 if self._kept is None or self._kept[0] != key:
                     self._kept = key, KeptRows(*matrix.shape, dtype)
                 kept = self._kept[1].look_up(index, partial(matrix.rows, dtype=dtype))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -393,24 +394,36 @@ def _costs(
     models: Sequence[nn.Module], tokenizer: Tokenizer, rows: Sequence[Feature]
 ) -> tuple[list[Latency], list[dict[str, Any]]]:
     """The latencies of models that run one batch in turns, and of each model what the batch takes."""
-    filler, device = pad_id(tokenizer, models[0]), device_of(models[0])
-    inputs = given = collate(rows[:_TIMED], filler, device)
+    filler, device, draws = pad_id(tokenizer, models[0]), device_of(models[0]), torch.Generator().manual_seed(0)
+    # Of middle length, and the longest of them in every batch: all batches have one shape.
+    some = min(len(rows), _TIMED * _TURNS)
+    first = (len(rows) - some) // 2
+    *others, longest = sorted(rows, key=len)[first : first + some]
 
-    def turn_to(turn: int) -> None:
-        """Other examples: lookups keep rows of tokens that were read."""
-        nonlocal given
-        first = turn * _TIMED % max(1, len(rows) - _TIMED + 1)
-        given = collate(rows[first : first + _TIMED], filler, device)
-        given.pop("labels", None)
+    def drawn() -> dict[str, Tensor]:
+        """Examples of one turn; others in each, because lookups keep rows of tokens that were read."""
+        places = torch.randperm(len(others), generator=draws)[: _TIMED - 1].tolist()
+        batch = collate([*(others[place] for place in places), longest], filler, device)
+        batch.pop("labels", None)
+        return batch
 
-    inputs.pop("labels", None)
+    turn = [drawn()]
+
+    def next_turn(_: int) -> None:
+        turn[0] = drawn()
+
+    inputs = turn[0]
     examples, tokens = inputs["input_ids"].shape
     with evaluating(*models), torch.inference_mode():
-        runs = {str(place): lambda model=model: model(**given) for place, model in enumerate(models)}
-        timed = take_turns(runs, _TURNS, (examples, tokens), device, prepare=turn_to)
+        runs = {str(place): partial(_called, model, turn) for place, model in enumerate(models)}
+        timed = take_turns(runs, _TURNS, (examples, tokens), device, prepare=next_turn)
     flops = [count_flops(model, inputs) for model in models]
     shape = {"batch": examples, "tokens": tokens}
     return timed, [{"latency_ms": t.ms, "flops": n, **shape} for t, n in zip(timed, flops, strict=True)]
+
+
+def _called(model: nn.Module, turn: Sequence[Mapping[str, Tensor]]) -> object:
+    return model(**turn[0])
 
 
 def _row(label: str, values: Sequence[float], shown: Callable[[float], str], *, score: bool = False) -> list[str]:
