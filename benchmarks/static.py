@@ -40,7 +40,7 @@ from kflats.tasks.batches import load_examples
 from kflats.tasks.scoring import spearman
 
 ORIGINAL = "distilled, float16"
-BITS = (0.7, 1.2, 2.0, 4.0)
+BITS = (0.7, 1.2, 2.0, 4.0, 8.0)
 DIMS = {"int8": (38, 64), "float16": (19, 32)}  # of 1.2 and of 2 bits a number
 MEANS = 1867  # of 1.2 bits a number, with the weight and the mean of each token
 TEXTS = ("cola", "wikitext2 (valid)", "stsb", "mrpc")
