@@ -60,7 +60,7 @@ def test_lookups_give_the_rows_of_the_matrix(mode: Any, embedding: FactoredEmbed
         assert embedding(given(5, 1)).requires_grad
 
 
-def test_a_row_is_put_together_once(embedding: FactoredEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_kept_are_not_put_together_again(embedding: FactoredEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
     rows = CodedMatrix.rows
 
@@ -72,14 +72,16 @@ def test_a_row_is_put_together_once(embedding: FactoredEmbedding, monkeypatch: p
     with torch.no_grad():
         for index in ([4, 4, 9], [9, 4], [9, 7, 7, 8], [4]):
             embedding(torch.tensor(index))
-        assert asked == [2, 2]
+        assert asked == [3, 3]
         embedding(torch.arange(100, 200))  # no room, and no row of it is computed twice
-        assert asked == [2, 2, 100]
+        assert asked == [3, 3, 100]
         embedding(torch.tensor([4, 7]))
-        assert asked == [2, 2, 100]
+        assert asked == [3, 3, 100]
+        embedding(torch.cat([torch.arange(200, 220)] * 2))  # of many ids each row once
+        assert asked == [3, 3, 100, 20]
         embedding.run_form = "compact"
         embedding(torch.tensor([4]))
-        assert asked == [2, 2, 100, 1]
+        assert asked == [3, 3, 100, 20, 1]
 
 
 def changed_scales(layer: FactoredEmbedding) -> None:

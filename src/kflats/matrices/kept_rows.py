@@ -21,6 +21,7 @@ KEPT = 2**21
 """Numbers that are kept at most: 8 MB in float32, of 384 columns 5,461 rows."""
 
 
+_FEW = 32
 _ALLOWED = ContextVar("kflats_keeps_rows", default=True)
 
 
@@ -79,7 +80,7 @@ class KeptRows:
         missing = found < 0
         if bool(missing.any()):
             new = flat[missing].to(torch.int64)
-            new = new.unique() if len(new) > 1 else new
+            new = new.unique() if len(new) > _FEW else new  # of few, a row that is kept twice costs less than a search
             if not self._has_room(len(new)):
                 return None
             computed = compute(new)
@@ -87,8 +88,9 @@ class KeptRows:
                 if self._store is not store or self._used + len(new) > len(rows):
                     return None
                 first, self._used = self._used, self._used + len(new)
-                rows[first : self._used] = computed
-                places[new] = torch.arange(first, self._used, dtype=places.dtype, device="cpu")  # last: it is there now
+                rows.narrow(0, first, len(new)).copy_(computed)
+                taken = torch.arange(first, self._used, dtype=places.dtype, device="cpu")
+                places.index_copy_(0, new, taken)  # last: a row that is found is there
             found = places.index_select(0, flat)
         return rows.index_select(0, found).reshape(*index.shape, self._shape[1])
 
