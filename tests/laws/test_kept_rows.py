@@ -60,7 +60,7 @@ def test_lookups_give_the_rows_of_the_matrix(mode: Any, embedding: FactoredEmbed
         assert embedding(given(5, 1)).requires_grad
 
 
-def test_rows_that_are_kept_are_not_put_together_again(embedding: FactoredEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kept_rows_are_not_put_together_again(embedding: FactoredEmbedding, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[int]()
     rows = CodedMatrix.rows
 
