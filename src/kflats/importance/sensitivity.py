@@ -25,6 +25,7 @@ Unreached = Literal["refuse", "uniform"]
 """For a weight that no gradient reached: an error, or the same weight for every row."""
 
 _NEGATIVE = 1e-5  # share of the trace: no metric has a direction that is more negative
+_LEFT_OVER = 1e-3  # share of a Gram's trace
 _ROUNDING = 1e-5  # share of a mean square, above the rounding of products in float32
 
 
@@ -119,7 +120,7 @@ class InputGram(Importance):
         if not _reached(gram, self.unreached):
             return Weighting()
         mean = measured.input_mean if self.centred and gram.ndim == 2 else None
-        return Weighting(left=_as_gram(_input_side(gram, mean, mean, self.damping), self.damping), mean=mean)
+        return Weighting(left=_input_side(gram, mean, mean, self.damping), mean=mean)
 
 
 @dataclass(frozen=True)
@@ -170,7 +171,7 @@ class KroneckerFisher(Importance):
             left, mean = self._inputs(_nearest_gram(gram))
         if not _reached(left, self.unreached):  # every input is the same, and the bias takes all of the error
             return Weighting()
-        left, right = _as_gram(left, self.damping), _damped(outputs, self.damping)
+        right = _damped(outputs, self.damping)
         if not _is_gram(right):
             right = _damped(_nearest_gram(outputs), self.damping)
         return Weighting(left=left, right=right, mean=mean, loss_units=True)
@@ -235,7 +236,10 @@ def _input_side(gram: Tensor, cross: Tensor | None, mean: Tensor | None, damping
         for part in stripes(gram):
             centred[part] = gram[part] - torch.outer(cross[part], mean)
         centred.diagonal().add_(_ROUNDING * gram.diagonal())
-        gram = centred
+        left_over = float(centred.diagonal().sum()) / max(float(gram.diagonal().sum()), 1e-300)
+        damped = _damped(centred, damping)
+        # A check takes one more matrix: only where so little is left that rounding is a part of it.
+        return damped if left_over > _LEFT_OVER or _is_gram(damped) else _damped(_nearest_gram(damped), damping)
     return _damped(gram, damping)
 
 
@@ -246,11 +250,6 @@ def _is_gram(metric: Tensor) -> bool:
     shifted = zero_matrix(len(metric), len(metric), device=metric.device).copy_(metric)
     shifted.diagonal().add_(_NEGATIVE * float(metric.diagonal().sum()))
     return factorize_(shifted)
-
-
-def _as_gram(metric: Tensor, damping: float) -> Tensor:
-    """A centred metric, without the negative directions that rounding leaves of inputs that hardly vary."""
-    return metric if _is_gram(metric) else _damped(_nearest_gram(metric), damping)
 
 
 def _nearest_gram(measured: Tensor) -> Tensor:
