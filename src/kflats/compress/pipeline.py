@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from safetensors import safe_open
 from torch import nn
 
 from kflats.calibration.measurements import Statistics
@@ -242,12 +244,14 @@ def compress_folder(
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         if mapped and (trim is not None or quality is not None):
             data.trial(model)  # before it is run unwatched: a write into a mapped weight would end the process
+        width = 1.0  # bytes of a number in the files, as a share of those that it is loaded in
+        if trim is not None:
+            width = min(1.0, (before - beside) / _numbers_in(folder) / (stored_bytes(model) / stored_numbers(model)))
         trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
         if trimmed is not None:
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
-            narrow = (before - beside) / (loaded - beside)  # below 1 where files hold numbers of fewer bytes
             loaded -= trimmed.report.saved
-            before = min(loaded, before - round(narrow * trimmed.report.saved))
+            before -= round(trimmed.report.saved * width)
         budget = None if budget is None else _of_files(budget, model, before, loaded)
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
@@ -461,6 +465,15 @@ def _loaded_bytes(model: nn.Module, before: int, beside: int) -> int:
     all that a static model's file holds beside its table has become part of that."""
     loaded = stored_bytes(model) + beside
     return loaded if isinstance(model, StaticModel) else max(before, loaded)
+
+
+def _numbers_in(folder: Path) -> int:
+    """Numbers in the weight files that compression writes anew."""
+    count = 0
+    for path in weights_folder(folder).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    return max(1, count)
 
 
 def _of_files(budget: Budget, model: nn.Module, before: int, loaded: int) -> Budget:

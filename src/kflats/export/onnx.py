@@ -440,7 +440,8 @@ def _graph_of(model: nn.Module | str | os.PathLike[str], inputs: Mapping[str, Te
             "ONNX is not supported with a static model", hint="kflats export --dense, which both libraries load"
         )
     if not isinstance(model, nn.Module):
-        model = _loaded(resolve_model(model), pooled)
+        assert folder is not None
+        model = _loaded(folder, pooled)
     sentences = is_sentence_transformer(model)
     forward = inspect.signature(model.forward).parameters
     if inputs is not None:

@@ -615,12 +615,13 @@ class CodedMatrix(Matrix):
         if is_recording() or (torch.is_grad_enabled() and any(p.requires_grad for p in parameters)):
             return self._new_lookup()
         key = State([*parameters, self.get_buffer("codes")])
-        if self._known is None or self._known[0] != key:
+        known = self._known  # another thread may replace it, for other tensors
+        if known is None or known[0] != key:
             with torch.inference_mode(False), torch.no_grad():
                 made = self._new_lookup()
             less, centers = (None if t is None or not bool(t.any()) else t for t in (made.less, made.centers))
-            self._known = key, replace(made, less=less, centers=centers)
-        return self._known[1]
+            self._known = known = key, replace(made, less=less, centers=centers)
+        return known[1]
 
     def _decoded_table(self) -> Tensor | None:
         """All rows of a small matrix, kept from its first lookup on; None for a larger one, and in calls that are
@@ -634,9 +635,10 @@ class CodedMatrix(Matrix):
         known = self._lookup()
         if known.table is None:
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.position.device.type, enabled=False):
-                known = replace(known, table=self._whole(self._wide))
-            assert self._known is not None
-            self._known = self._known[0], known
+                made = replace(known, table=self._whole(self._wide))
+            if (held := self._known) is not None and held[1] is known:
+                self._known = held[0], made
+            known = made
         return known.table
 
     def _new_lookup(self) -> Lookup:

@@ -176,13 +176,14 @@ class _Multiplies(_OneOperator):
         matrix = self.matrix
         # Quicker than ``parameters()``.
         key = self.run_form, x.dtype, State(p for p in matrix._parameters.values() if p is not None)
-        if self._ready is None or self._ready[0] != key:
+        ready = self._ready  # another thread may replace it, for other tensors
+        if ready is None or ready[0] != key:
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
             with torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
-                self._ready = key, matrix.product(self.run_form, x.dtype, transposed=transposed)
+                self._ready = ready = key, matrix.product(self.run_form, x.dtype, transposed=transposed)
             if math.prod(matrix.shape) >= _LARGE:
                 return_memory_now()
-        return self._ready[1]
+        return ready[1]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         self._ready = None
@@ -300,11 +301,12 @@ class FactoredEmbedding(_OneOperator, nn.Embedding):  # type: ignore[override]
             learns = torch.is_grad_enabled() and any(source.requires_grad for source in sources)
             if not learns and all(source.is_cpu and not source.is_inference() for source in sources):
                 key = dtype, State(sources)
-                if self._kept is None or self._kept[0] != key:
-                    self._kept = key, KeptRows(*matrix.shape, dtype)
-                kept = self._kept[1].look_up(index, partial(matrix.rows, dtype=dtype))
-                if kept is not None:
-                    return kept
+                kept = self._kept  # another thread may replace it, for other tensors
+                if kept is None or kept[0] != key:
+                    self._kept = kept = key, KeptRows(*matrix.shape, dtype)
+                rows = kept[1].look_up(index, partial(matrix.rows, dtype=dtype))
+                if rows is not None:
+                    return rows
         return matrix.rows(index, dtype=dtype)
 
 
