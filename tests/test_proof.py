@@ -428,7 +428,7 @@ def test_baselines_that_are_not_installed_say_so(
         monkeypatch.setitem(sys.modules, package, None)
     timed, reasons = latencies([Placed(one, tmp_path) for one in wanted], model.float(), shapes=[(1, 9)], turns=1)
     assert [one.name for one in timed] == ["float32", "bfloat16"]
-    assert len(reasons) == 4
+    assert len(reasons) == 5
     assert all("is not installed" in reason for reason in reasons.values())
 
 

@@ -40,6 +40,8 @@ class Matrix(nn.Module):
     weight: nn.Parameter
     ready = True
     """False while a matrix that was built empty waits for ``refresh``."""
+    has_integers = False
+    """Whether there is a form in integers: ``scaled`` gives what they are made of."""
     one_operator = False
     """Whether a layer of it is one operator in graphs of ``torch.compile``, because plain ones would compute more."""
 

@@ -257,6 +257,7 @@ class CodedMatrix(Matrix):
     """
 
     kind = "coded"
+    has_integers = True
     one_operator = True
 
     def __init__(self, geometry: CodedGeometry, tensors: dict[str, Tensor]) -> None:

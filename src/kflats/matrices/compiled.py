@@ -1,9 +1,10 @@
-"""Coded layers, and flats, in graphs of ``torch.compile``: one operator each, which runs the layer as outside of them.
+"""Coded layers, and flats, in graphs of ``torch.compile``: operators that the compiler does not look into.
 
 A graph of plain operators decodes the integers in every call, multiplies the bases of all flats for each row, and takes
-its compiler minutes. Where no gradient passes, it holds an operator instead, which the compiler does not look into: the
-layer keeps its run-time form, and makes it anew after its scales have changed. Graphs for training and for files
-(``torch.export``) hold plain operators.
+its compiler minutes. Where no gradient passes, it holds one operator instead, which runs the layer as outside of
+graphs: the layer keeps its run-time form, and makes it anew after its scales have changed. In the form int8 an operator
+is the product of integers alone. Plain operators round its inputs and scale its sums, and the compiler joins them with
+those before and after. Graphs for training and for files (``torch.export``) hold plain operators.
 
 An operator takes tensors. So each layer has a number in a tensor, which no graph contains: graphs of equal layers are
 one graph. The parameters of its matrix are arguments too, so that the compiler sees what the outputs depend on. Others
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kflats.matrices.base import Matrix, is_exporting
+from kflats.matrices.running import LEAST, IntegerProduct
 
 
 class Numbered(Protocol):
@@ -30,6 +32,9 @@ class Numbered(Protocol):
 
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """``(*b, in)`` inputs, or ``(*b, 1)`` places of rows -> ``(*b, width)``, a new tensor."""
+
+    def integers(self) -> IntegerProduct | None:
+        """The product of the form int8; None where the layer has no such form."""
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Numbered:
         """This layer, or one like it if its matrix has other parameters than these."""
@@ -60,6 +65,59 @@ def _as_computed(
     given: Tensor, bias: Tensor | None, layer: Tensor, tensors: Sequence[Tensor], width: int, dtype: torch.dtype
 ) -> Tensor:
     return given.new_empty(*given.shape[:-1], width, dtype=dtype)
+
+
+def _product(layer: Tensor, tensors: Sequence[Tensor]) -> IntegerProduct:
+    product = _LAYERS[int(layer)].with_tensors(tensors).integers()
+    assert product is not None
+    return product
+
+
+# Both are called for each layer of each call: defined so, they take 20 us less than ``custom_op``.
+_TAGS = (torch.Tag.cudagraph_unsafe, torch.Tag.pt2_compliant_tag)
+_CONSTANTS, _SUMS = "kflats::integer_constants", "kflats::integer_sums_"
+torch.library.define(_CONSTANTS, "(Tensor layer, Tensor[] tensors, int length) -> Tensor", tags=_TAGS)
+torch.library.define(_SUMS, "(Tensor(a!) sums, Tensor whole, Tensor layer, Tensor[] tensors) -> ()", tags=_TAGS)
+
+
+@torch.library.impl(_CONSTANTS, "cpu")
+def _integer_constants(layer: Tensor, tensors: Sequence[Tensor], length: int) -> Tensor:
+    """A copy of ``IntegerProduct.constants`` of a layer."""
+    return _product(layer, tensors).constants.clone()
+
+
+@torch.library.register_fake(_CONSTANTS)  # type: ignore[untyped-decorator]
+def _as_constants(layer: Tensor, tensors: Sequence[Tensor], length: int) -> Tensor:
+    return layer.new_empty(length, dtype=torch.float32)
+
+
+@torch.library.impl(_SUMS, "cpu")
+def _integer_sums_(sums: Tensor, whole: Tensor, layer: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Write (rows, in) int8 times the integers of a layer into ``sums``, (rows, out) int32: memory that the graph uses
+    again. New memory of this size takes long to get from the system."""
+    _product(layer, tensors).sums_(sums, whole)
+
+
+@torch.library.register_fake(_SUMS)  # type: ignore[untyped-decorator]
+def _no_sums_(sums: Tensor, whole: Tensor, layer: Tensor, tensors: Sequence[Tensor]) -> None:
+    pass
+
+
+def multiplied_as_integers(
+    x: Tensor, bias: Tensor | None, layer: Tensor, tensors: Sequence[Tensor], outputs: int
+) -> Tensor:
+    """What ``IntegerProduct`` computes, ``(*b, in)`` -> ``(*b, out)``: the product of integers, and plain operators."""
+    inputs = x.shape[-1]
+    constants = torch.ops.kflats.integer_constants(layer, tensors, inputs + outputs + 1)
+    rows = x.reshape(-1, inputs) * constants[:inputs]
+    largest = rows.abs().amax(1, keepdim=True).clamp_min(LEAST)
+    whole = (rows / (largest / constants[-1])).round().to(torch.int8)
+    sums = rows.new_empty(len(rows), outputs, dtype=torch.int32)
+    torch.ops.kflats.integer_sums_(sums, whole, layer, tensors)
+    # Of at most four tensors, so that inductor computes it where it is used, without a pass of its own.
+    out: Tensor = sums.to(torch.float32) * largest * constants[inputs:-1]
+    out = out if bias is None else out + bias
+    return out.to(x.dtype).reshape(*x.shape[:-1], outputs)
 
 
 def is_one_operator(matrix: Matrix) -> bool:

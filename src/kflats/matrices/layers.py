@@ -24,10 +24,10 @@ from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
 from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load
-from kflats.matrices.compiled import computed, is_one_operator, numbered
+from kflats.matrices.compiled import computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
-from kflats.matrices.running import Product
+from kflats.matrices.running import IntegerProduct, Product
 
 
 class HoldsMatrix:
@@ -107,6 +107,10 @@ class _OneOperator(HoldsMatrix):
     def computed(self, given: Tensor, bias: Tensor | None) -> Tensor:
         """As ``kflats.matrices.compiled.Numbered``."""
 
+    def integers(self) -> IntegerProduct | None:
+        """As ``kflats.matrices.compiled.Numbered``."""
+        return None
+
     def with_tensors(self, tensors: Sequence[Tensor]) -> Self:
         """As ``kflats.matrices.compiled.Numbered``."""
         own = self._factors()
@@ -151,10 +155,12 @@ class _Multiplies(_OneOperator):
         matrix, transposed = self.matrix, self.transposed
         product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
         if is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
+            if self.run_form == "int8" and matrix.has_integers and x.device.type == "cpu":
+                return multiplied_as_integers(x, bias, self._number, list(self._factors().values()), self.out_features)
             return self._as_operator(x, bias, self.out_features, x.dtype)
         if product is None and not is_recording():
             learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())
-            product = None if learns and self.run_form != "int8" else self._product(x, transposed)
+            product = None if learns and self.run_form != "int8" else self._product(x.dtype, x.device.type)
             graded = learns or (torch.is_grad_enabled() and x.requires_grad)
             if graded and product is not None and self.run_form == "int8":
                 raise KflatsError(
@@ -171,16 +177,22 @@ class _Multiplies(_OneOperator):
         """As ``kflats.matrices.compiled.Numbered``: ``(*b, in)`` -> ``(*b, out)``."""
         return self.times(given, bias)
 
-    def _product(self, x: Tensor, transposed: bool) -> Product | None:
-        """What multiplies ``x``; made anew after the matrix has changed."""
+    def integers(self) -> IntegerProduct | None:
+        """As ``kflats.matrices.compiled.Numbered``."""
+        product = self._product(torch.float32, "cpu")
+        return product if isinstance(product, IntegerProduct) else None
+
+    def _product(self, dtype: torch.dtype, device: str) -> Product | None:
+        """What multiplies inputs of this type on such a device; made anew after the matrix has changed."""
         matrix = self.matrix
         # Quicker than ``parameters()``.
-        key = self.run_form, x.dtype, State(p for p in matrix._parameters.values() if p is not None)
+        kind = None if self.run_form == "int8" else dtype  # integers are those of any type
+        key = self.run_form, kind, State(p for p in matrix._parameters.values() if p is not None)
         ready = self._ready  # another thread may replace it, for other tensors
         if ready is None or ready[0] != key:
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
-            with torch.inference_mode(False), torch.autocast(x.device.type, enabled=False):
-                self._ready = ready = key, matrix.product(self.run_form, x.dtype, transposed=transposed)
+            with torch.inference_mode(False), torch.autocast(device, enabled=False):
+                self._ready = ready = key, matrix.product(self.run_form, dtype, transposed=self.transposed)
             if math.prod(matrix.shape) >= _LARGE:
                 return_memory_now()
         return ready[1]

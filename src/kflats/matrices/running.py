@@ -18,7 +18,7 @@ nothing for codes with error feedback.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Protocol
 
 import torch
@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from kflats.common.errors import KflatsError
 
-_LEAST = 1e-30
+LEAST = 1e-30
+"""A row or an output of less is rounded to zeros."""
 _AT_ONCE = 2**16
 """Numbers that are rounded at a time, so that no copies of the whole matrix are made."""
 _MULTIPLIED = 2**18
@@ -135,7 +136,7 @@ class IntegerProduct:
         for first in range(0, len(weight), at_once):
             rows = slice(first, first + at_once)
             scaled = weight[rows] / scales
-            steps[rows] = scaled.abs().amax(1).clamp_min(_LEAST) / limit
+            steps[rows] = scaled.abs().amax(1).clamp_min(LEAST) / limit
             numbers[:, rows] = scaled.div_(steps[rows].unsqueeze(1)).round_().T
         return cls(numbers, steps, scales)
 
@@ -153,11 +154,23 @@ class IntegerProduct:
         out = out + bias if bias is not None and learns else out
         return out.to(x.dtype).reshape(*x.shape[:-1], len(self.steps))
 
+    @cached_property
+    def constants(self) -> Tensor:
+        """(in + out + 1,) ``scales``, ``steps`` in parts of the largest integer, and that integer."""
+        limit = self.steps.new_full((1,), integer_limit())
+        return torch.cat([self.scales, self.steps / limit, limit])
+
+    def sums_(self, sums: Tensor, whole: Tensor) -> None:
+        """Write the products of (rows, in) int8 into ``sums``, (rows, out) int32."""
+        if whole.stride() != (whole.shape[1], 1):  # those of a new tensor, see ``_multiply``
+            whole = whole.reshape(-1).view(whole.shape)
+        torch._int_mm(whole, self.numbers, out=sums)
+
     def _multiply(self, x: Tensor, added: Tensor | None, out: Tensor) -> None:
         """Write the outputs of some tokens into ``out``, which holds the sums of integers first."""
         rows = x * self.scales
         largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
-        sizes = largest.clamp_min_(_LEAST).div_(integer_limit())
+        sizes = largest.clamp_min_(LEAST).div_(integer_limit())
         # A row of a transposed batch keeps strides that torch calls contiguous, and that torch 2.13 multiplies wrongly.
         whole = rows.div_(sizes).round_().to(torch.int8, memory_format=torch.contiguous_format)
         sums = torch._int_mm(whole, self.numbers, out=out.view(torch.int32))
