@@ -4,9 +4,9 @@ One process compresses all-MiniLM-L6-v2 to 8 MB (no texts, no proof, one thread)
 (those by the clock, where the machine does nothing else) and the bytes of each sum. From these, times by arithmetic:
 what no worker shares, and for each stage the time until its last task is done, where tasks that depend on who is free
 go to the first free worker and blocks of measuring go by turns. Sums of b bytes of a block reach the first worker in
-b / 1.25e9 seconds (10 Gbit/s), the means of b bytes reach N workers in log2(N) b / 1.25e9. The last weight is fitted
-when the sizes of all others are known. "bound" is what infinitely many workers would take: what is not shared, and the
-longest task of each stage.
+b / 1.25e9 seconds (10 Gbit/s), while the others do their next blocks; the means are a file of b bytes, which N - 1
+workers read in (N - 1) b / 1.25e9. The last weight is fitted when the sizes of all others are known. "bound" is what
+infinitely many workers would take: what is not shared, and the longest task of each stage.
 
 The arithmetic is checked by a replay: N threads run kflats' own code of workers, with sleeps in place of tasks.
 
@@ -15,7 +15,6 @@ The arithmetic is checked by a replay: N threads run kflats' own code of workers
 
 from __future__ import annotations
 
-import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from _common import arguments, publish, table
@@ -60,13 +59,26 @@ class Stage:
     def time(self, count: int) -> float:
         """Seconds until ``count`` workers have done all tasks."""
         if self.by_turns:
-            rounds = [range(a, min(a + count, len(self.seconds))) for a in range(0, len(self.seconds), count)]
-            return sum(max(self.seconds[i] for i in r) + (len(r) - 1) * self.passing for r in rounds)
+            return self._gathered(count)
         free = [0.0] * count
         for seconds in self.seconds:
             first = free.index(min(free))
             free[first] += seconds
         return max(free)
+
+    def _gathered(self, count: int) -> float:
+        """As ``Workers.gathered``: the first worker does its next task before it takes those of others."""
+        clock, ahead, free = 0.0, -1, [0.0] * count
+        got: dict[int, float] = {}
+        for index in range(len(self.seconds)):
+            following = -(-index // count) * count
+            if ahead < following < len(self.seconds):
+                clock, ahead = clock + self.seconds[following], following
+            worker = index % count
+            if worker:
+                free[worker] = max(free[worker] + self.seconds[index], got.get(index - count, 0.0))
+                clock = got[index] = max(clock, free[worker]) + self.passing
+        return clock
 
 
 class Recording(Workers):
@@ -89,8 +101,8 @@ class Recording(Workers):
 
         return super().divided(tasks, timed, packed, order)
 
-    def in_turn(
-        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]], *, gathered: bool = False
+    def gathered(
+        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]]
     ) -> Iterator[tuple[dict[str, Tensor], str]]:
         stage = self._noted(tasks, by_turns=True)
 
@@ -101,7 +113,7 @@ class Recording(Workers):
             stage.nbytes = sum(tensor.nbytes for tensor in made[0].values())
             return made
 
-        return super().in_turn(tasks, timed, gathered=gathered)
+        return super().gathered(tasks, timed)
 
     def _noted(self, tasks: Sequence[str], *, by_turns: bool) -> Stage:
         self.stages.append(Stage(tasks[0].split()[0] if tasks else "-", by_turns))
@@ -112,10 +124,12 @@ def recorded(size: str) -> tuple[list[Stage], float, int]:
     """The stages of one compression, the seconds of it that no task takes, and the bytes of the means."""
     workers = Recording()
     with tempfile.TemporaryDirectory() as place:
-        compress_folder(packaged_model(), Path(place) / "out", size=size, proof=False, quiet=True, workers=workers)
+        kept = Path(place) / "statistics"
+        settings: dict[str, Any] = {"proof": False, "quiet": True, "workers": workers, "keep_statistics": kept}
+        compress_folder(packaged_model(), Path(place) / "out", size=size, **settings)
+        means = kept.stat().st_size
     seconds = time.process_time()  # with those of imports
-    stages = [stage for stage in workers.stages if len(stage.seconds) > 1 or not stage.by_turns]
-    means = sum(stage.nbytes for stage in workers.stages if stage not in stages)
+    stages = [stage for stage in workers.stages if stage.seconds]
     return stages, seconds - sum(sum(stage.seconds) for stage in stages), means
 
 
@@ -131,7 +145,7 @@ def replayed(stages: Sequence[Stage], count: int) -> float:
             tasks = [f"{stage.name} {i}" for i in range(len(stage.seconds))]
             if stage.by_turns:
                 workers.gather = lambda tensor, rank, stage=stage: time.sleep(stage.passing)
-                for _ in workers.in_turn(tasks, partial(_summed, stage), gathered=True):
+                for _ in workers.gathered(tasks, partial(_summed, stage)):
                     pass
             else:
                 workers.divided(tasks, partial(_asleep, stage), Packed(str, lambda _, text: int(text)))
@@ -156,7 +170,7 @@ def main() -> None:
     torch.set_num_threads(1)
     counts = list(map(int, options.counts.split(",")))
     stages, alone, means = recorded(options.size)
-    undivided = {n: alone + math.log2(n) * means / BANDWIDTH for n in counts}
+    undivided = {n: alone + (n - 1) * means / BANDWIDTH for n in counts}
     lines: list[dict[str, object]] = []
     for stage in stages:
         line: dict[str, object] = {"stage": stage.name, "tasks": len(stage.seconds)}

@@ -57,12 +57,11 @@ def test_results_do_not_depend_on_workers_nor_on_when_they_come(seed: int) -> No
         first = workers.divided(TASKS, squared, NUMBERS, order)
         again = workers.divided(TASKS[:2], squared, NUMBERS)
 
-        def listed(**how: bool) -> list[tuple[str, dict[str, object]]]:
-            results = workers.in_turn(TASKS, summed, **how)
+        def listed(results: Iterator[tuple[dict[str, Tensor], str]]) -> list[tuple[str, dict[str, object]]]:
             return [(text, {name: t.tolist() for name, t in tensors.items()}) for tensors, text in results]
 
-        whole = listed()
-        gathered = listed(gathered=True)
+        whole = listed(workers.in_turn(TASKS, summed))
+        gathered = listed(workers.gathered(TASKS, summed))
         workers.meet()
         assert gathered == [(text, tensors if workers.first else {}) for text, tensors in whole]
         return first, again, whole

@@ -49,7 +49,7 @@ class Memory:
                 self.values[key] = desired
         return self.values[key].encode()
 
-    def sending(self, how: str, rank: int) -> Callable[[Tensor, int], object]:
+    def sending(self, how: str, rank: int) -> Callable[[Tensor, int], None]:
         """To all, or to the first; worker ``rank`` calls it."""
         calls = Counter[int]()
 

@@ -27,7 +27,7 @@ from kflats import (
     Transform,
     Uniform,
 )
-from kflats.codecs import Table, from_name, transform
+from kflats.codecs import Table, from_name, streams, transform
 from kflats.codecs.streams import stored_bytes
 from kflats.common.formatting import number
 from kflats.evaluation.outputs import memory_bytes
@@ -70,9 +70,12 @@ def relative(rows: Tensor, found: kflats.Recipe, share: float, weighting: Weight
 def test_a_file_never_holds_more_than_the_budget(method, codec, share) -> None:
     rows = matrix()
     made = Recipe(method, codec=codec).encode(problem(rows, share), torch.float32)
-    assert made.stored_bytes == stored_bytes(made.matrix) <= share * rows.numel() * 4
+    assert made.stream is not None
+    assert torch.equal(made.stream, streams.encode(made.matrix))
+    floats = sum(t.nbytes for t in made.matrix.tensors().values() if t.is_floating_point())
+    assert made.nbytes == len(made.stream) + floats == stored_bytes(made.matrix) <= share * rows.numel() * 4
     if codec.any_size:
-        assert made.stored_bytes >= 0.98 * share * rows.numel() * 4
+        assert made.nbytes >= 0.98 * share * rows.numel() * 4
 
 
 @each_coded(FIRST_CODED)
@@ -101,6 +104,20 @@ def test_linear_layers_in_both_orientations(method, codec, share) -> None:
         dense = model[0].matrix.dense()
         expected = x @ (dense if rows == "in_features" else dense.T) + model[0].bias
         torch.testing.assert_close(model[0](x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_kept_stream_is_that_of_the_same_integers(monkeypatch) -> None:
+    made, other = (Recipe(SVD(), codec=Transform()).encode(problem(matrix(seed=s), 0.2), torch.float32) for s in (0, 1))
+    kept = streams.KeptStreams()
+    kept.keep(made.matrix, made.stream)
+    moved = made.matrix.__class__(made.matrix.geometry, {k: v.clone() for k, v in made.matrix.tensors().items()})
+    moved.weight.data.mul_(2)  # a scale is not in the stream
+    monkeypatch.setattr(streams, "encode", lambda _: torch.zeros(3, dtype=torch.uint8))
+    assert torch.equal(kept.of(moved), made.stream)
+    assert not kept.has(other.matrix)
+    assert len(kept.of(other.matrix)) == 3
+    moved.get_buffer("codes")[0] ^= 1
+    assert not kept.has(moved)
 
 
 @each_coded()
@@ -185,7 +202,7 @@ def test_transform_codes_use_their_bytes_beside_long_rows(factor, method) -> Non
     errors = []
     for given in (rows, long):
         made = Recipe(method, codec=Transform()).encode(Problem(TensorRows(given), limit, 4), torch.float32)
-        assert 0.98 * limit <= made.stored_bytes <= limit
+        assert 0.98 * limit <= made.nbytes <= limit
         left = (made.matrix.dense().detach() - given).norm(dim=1)
         errors.append(float(left[8:].square().sum()))
         assert bool((left <= 0.02 * given.norm(dim=1)).all())
@@ -197,7 +214,7 @@ def test_transform_codes_use_their_bytes_beside_long_rows(factor, method) -> Non
 def test_transform_codes_lose_less_in_the_bytes_of_others() -> None:
     rows, other = matrix(4000), Recipe(KeepDense(), codec=Integer(bits=4, group=16))
     made = other.codec.encode(other.method, problem(rows, 0.5), torch.float32)
-    share = made.stored_bytes / (rows.numel() * 4)
+    share = made.nbytes / (rows.numel() * 4)
     ours = relative(rows, Recipe(SVD(), codec=Transform()), share)
     assert ours < 0.75 * weighted_error(rows, made.matrix).relative
 

@@ -56,6 +56,7 @@ def measure(
     quiet: bool = False,
     workers: Workers | None = None,
     scratch: str | os.PathLike[str] | None = None,
+    file: str | os.PathLike[str] | None = None,
 ) -> Statistics:
     """Measure the statistics that importances need, from each single sample's own gradient:
 
@@ -104,6 +105,8 @@ def measure(
         scratch: a folder for inputs of layers, and for the means where the sums do not fit into memory together: they
             are then mapped files and read-only (writing into them ends the process). None: the means are in memory, and
             the inputs in a temporary folder.
+        file: the first worker writes the statistics into it, in a folder that all workers see; those of every worker
+            are then mapped and read-only. None: the means go to each worker's memory.
 
     Raises:
         KflatsError: no batches, labels of some batches missing or out of range, a head of another task, token ids
@@ -133,8 +136,10 @@ def measure(
     if scratch is not None:
         Path(scratch).mkdir(parents=True, exist_ok=True)
     spill = None if scratch is None or not several else Spill(Path(scratch) / "measured")
-    # Of the blocks whose sums this worker takes (``Workers.in_turn``) the inputs of layers go to its disk.
+    # Of the blocks whose sums this worker takes (``Workers.gathered``) the inputs of layers go to its disk.
     own = {index: blocks[index] for place, index in enumerate(blocks) if place % workers.count == workers.rank}
+    # Who get the means: all, or the first alone, which writes them.
+    sharing = workers if file is None else Workers() if workers.first else None
     if layers and not _is_chain(model, layers, weights, kept, wanted, objective):
         layers = ()
     with (
@@ -158,15 +163,24 @@ def measure(
                 # Before the next group begins, so that the sums of this group are off the device.
                 done = [w for w in one.weights if one_sample or w.name not in job.without_layout]
                 for w in done:
-                    mean = _mean(w, wanted[w.name], sums.pop(w.name), workers)
-                    means[w.name] = mean if spill is None else mean.kept_by(spill.kept)
-    by_name = {w.name: means[w.name] for w in weights}
-    unreached = tuple(name for name, one in by_name.items() if wanted[name] and _is_unreached(one))
-    if unreached:
-        names = ", ".join(unreached[:5]) + (f" and {len(unreached) - 5} more" if unreached[5:] else "")
-        announce(f"never reached by this data: {names}; the statistics of these weights are zero", quiet=quiet)
-    samples = max(one.samples for one in by_name.values())
-    return Statistics(by_name, samples, job.about, fingerprint(model), unreached)
+                    summed = sums.pop(w.name)
+                    if sharing is not None:
+                        mean = _mean(w, wanted[w.name], summed, sharing)
+                        means[w.name] = mean if spill is None else mean.kept_by(spill.kept)
+    if sharing is not None:
+        by_name = {w.name: means[w.name] for w in weights}
+        unreached = tuple(name for name, one in by_name.items() if wanted[name] and _is_unreached(one))
+        if unreached:
+            names = ", ".join(unreached[:5]) + (f" and {len(unreached) - 5} more" if unreached[5:] else "")
+            announce(f"never reached by this data: {names}; the statistics of these weights are zero", quiet=quiet)
+        samples = max(one.samples for one in by_name.values())
+        statistics = Statistics(by_name, samples, job.about, fingerprint(model), unreached)
+        if file is None:
+            return statistics
+        statistics.save(file)
+    assert file is not None
+    workers.meet()
+    return Statistics.load(file, mapped=True)
 
 
 def _summed(
@@ -182,7 +196,7 @@ def _summed(
         return tensors, json.dumps([{name: of.counts for name, of in sums.items()}, sorted(job.without_layout)])
 
     tasks = [f"measuring with samples {index * BLOCK} and on" for index in indices]
-    for index, (tensors, about) in zip(indices, workers.in_turn(tasks, work, gathered=True), strict=True):
+    for index, (tensors, about) in zip(indices, workers.gathered(tasks, work), strict=True):
         counts, without_layout = json.loads(about)
         sums = {name: Sums({}, counts[name]) for name in counts}
         for name in list(tensors):

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
-from kflats.codecs.streams import stored_bytes
+from kflats.codecs.streams import coded
 from kflats.codecs.transform import between
 from kflats.common.errors import DoesNotFitError, KflatsError, is_number
 from kflats.importance.protocol import Weighting, WeightingForm
-from kflats.matrices.coded import STEPS_AN_OCTAVE, CodedMatrix, from_integers
+from kflats.matrices.coded import STEPS_AN_OCTAVE, from_integers
 from kflats.methods.keep_dense import KeepDense
 from kflats.methods.protocol import Factored, Method, Problem, check_accepts
 from kflats.numerics.coding.classes import split_classes
@@ -160,7 +160,7 @@ class Feedback(Codec):
             if grid is None and best.error > _CLEARLY * guess.error:
                 grid = on_grid(_Source.of(problem.rows, problem.weighting, self.damping))
             best = min(best, grid or best, key=lambda code: code.error)
-        return Factored(best.matrix, stored_bytes=best.nbytes)
+        return best.stored
 
     def _along_paths(self, problem: Problem, dtype: torch.dtype, c: float) -> _Code:
         """The code whose integers follow paths, by tries that begin at ``c``."""
@@ -180,22 +180,26 @@ class Feedback(Codec):
 
 @dataclass(frozen=True)
 class _Code:
-    """``matrix``: the code at ``c``, ``nbytes`` in a file. ``targets``: (n, d) of its integers, in steps. ``error``:
-    weighted, squared. ``live``: how many integers are not 0."""
+    """``stored``: the code at ``c``. ``targets``: (n, d) of its integers, in steps. ``error``: weighted, squared.
+    ``live``: how many integers are not 0."""
 
-    matrix: CodedMatrix
-    nbytes: int
+    stored: Factored
     c: float
     targets: Tensor
     error: float
     live: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of the code in a file."""
+        return self.stored.nbytes
 
     def moved(self, nbytes: float, before: _Code | None = None) -> float:
         """The c at which a code has about ``nbytes``, at most an octave away; ``before``: a code at another c.
 
         Each octave takes a bit from every number, and less where few bits are left; two codes say how many.
         """
-        slope = -min(self.matrix.shape[0] * self.matrix.shape[1] / 8, 1.5 * max(nbytes, self.nbytes))
+        slope = -min(self.targets.numel() / 8, 1.5 * max(nbytes, self.nbytes))
         if before is not None and (self.nbytes - before.nbytes) * (self.c - before.c) < 0:
             slope = (self.nbytes - before.nbytes) / math.log2(self.c / before.c)
         return float(self.c * 2.0 ** max(-1.0, min(1.0, (nbytes - self.nbytes) / slope)))
@@ -301,7 +305,7 @@ class _Source:
             column_steps=self.exponents(c),
             unit=held.unit,
         )
-        return _Code(matrix, stored_bytes(matrix), c, made.targets, error, int((made.levels != 0).sum()))
+        return _Code(coded(matrix), c, made.targets, error, int((made.levels != 0).sum()))
 
 
 def _takes_paths(shape: tuple[int, int], nbytes: int) -> bool:

@@ -17,6 +17,7 @@ alike (``numerics.coding.tables``). A checksum of the coded integers shows damag
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kflats.common.errors import KflatsError
-from kflats.common.hashing import crc32
+from kflats.common.hashing import crc32, sha256
 from kflats.common.release import needed
 from kflats.matrices.coded import CodedGeometry, CodedMatrix
 from kflats.methods.protocol import Factored
@@ -476,7 +477,7 @@ def coded(matrix: CodedMatrix, fit: Factored | None = None) -> Factored:
         KflatsError: ``constriction`` is not installed.
     """
     fit = Factored(matrix) if fit is None else fit
-    return Factored(matrix, norm=fit.norm, converged=fit.converged, stored_bytes=stored_bytes(matrix))
+    return Factored(matrix, norm=fit.norm, converged=fit.converged, stream=encode(matrix))
 
 
 def stored_bytes(matrix: CodedMatrix) -> int:
@@ -485,8 +486,44 @@ def stored_bytes(matrix: CodedMatrix) -> int:
     Raises:
         KflatsError: ``constriction`` is not installed.
     """
-    floats = sum(t.numel() * t.element_size() for t in matrix.tensors().values() if t.is_floating_point())
-    return len(encode(matrix)) + floats
+    return coded(matrix).nbytes
+
+
+class KeptStreams:
+    """Streams that were made before, so that a file of the same matrices needs no coding again. A matrix has the stream
+    that was kept of the same integers and the same geometry, whatever it is called now.
+
+    >>> from kflats.matrices.coded import from_integers
+    >>> one, other = (from_integers([torch.full((9, 8), k, dtype=torch.int16)], None, torch.ones(1)) for k in (1, 2))
+    >>> streams = KeptStreams()
+    >>> streams.keep(one, encode(one))
+    >>> torch.equal(streams.of(one), encode(one)), torch.equal(streams.of(other), encode(other))
+    (True, True)
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[str, Tensor] = {}
+
+    def keep(self, matrix: CodedMatrix, stream: Tensor) -> None:
+        """Keep what ``encode`` made of ``matrix``."""
+        self._streams[self._key(matrix)] = stream
+
+    def has(self, matrix: CodedMatrix) -> bool:
+        """Whether there is a stream of ``matrix``."""
+        return bool(self._streams) and self._key(matrix) in self._streams
+
+    def of(self, matrix: CodedMatrix) -> Tensor:
+        """The stream of ``matrix``; it is coded if none was kept.
+
+        Raises:
+            KflatsError: as ``encode``.
+        """
+        return self._streams[self._key(matrix)] if self.has(matrix) else encode(matrix)
+
+    @staticmethod
+    def _key(matrix: CodedMatrix) -> str:
+        integers = {name: value for name, value in matrix.tensors().items() if not value.is_floating_point()}
+        return sha256([json.dumps(matrix.spec()), *(part for item in sorted(integers.items()) for part in item)])
 
 
 # Heads and blocks --------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from kflats.codecs.protocol import Candidate, Codec, Table
 from kflats.codecs.row_scales import HEADER_BYTES
-from kflats.codecs.streams import coded, stored_bytes
+from kflats.codecs.streams import coded
 from kflats.common.errors import DoesNotFitError, KflatsError, check_arguments, is_whole
 from kflats.importance.protocol import WeightingForm
 from kflats.matrices.coded import CodedMatrix, from_integers
@@ -151,18 +151,18 @@ def _of_rows(method: Method, codec: Transform, problem: Problem, dtype: torch.dt
     check_weights(problem.row_weights, rows.shape[0])
     first, *others = method.flat_counts()
     best = _on_flats(rows, _labels(method, problem, first), codec, problem, dtype)
-    error = weighted_error(rows, best, weighting).error if others else 0.0
+    error = weighted_error(rows, best.matrix, weighting).error if others else 0.0
     for k in others:
         if rows.shape[0] < 2 * k:
             break
         try:
-            matrix = _on_flats(rows, _labels(method, problem, k), codec, problem, dtype)
+            made = _on_flats(rows, _labels(method, problem, k), codec, problem, dtype)
         except KflatsError:  # mostly, the axes of k flats need more bytes than there are
             break
-        if (less := weighted_error(rows, matrix, weighting).error) >= error:
+        if (less := weighted_error(rows, made.matrix, weighting).error) >= error:
             break
-        best, error = matrix, less
-    return coded(best)
+        best, error = made, less
+    return best
 
 
 def _of_fit(method: Method, codec: Transform, problem: Problem, dtype: torch.dtype) -> Factored:
@@ -173,7 +173,8 @@ def _of_fit(method: Method, codec: Transform, problem: Problem, dtype: torch.dty
     labels = fit.matrix.labels.detach().cpu().to(torch.int64) if isinstance(fit.matrix, FlatsMatrix) else None
     with torch.no_grad():
         rows = TensorRows(fit.matrix.rows(torch.arange(fit.matrix.shape[0], device=fit.matrix.weight.device)))
-    return coded(_on_flats(rows, labels, codec, problem, dtype), fit)
+    made = _on_flats(rows, labels, codec, problem, dtype)
+    return replace(made, norm=fit.norm, converged=fit.converged)
 
 
 def _labels(method: Method, problem: Problem, k: int) -> Tensor:
@@ -201,19 +202,25 @@ def _axes_with_bits(method: Method, problem: Problem, k: int) -> int:
     return max(1, min(int((energies > level).sum()), d, n // k))
 
 
-def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Problem, dtype: torch.dtype) -> CodedMatrix:
+def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Problem, dtype: torch.dtype) -> Factored:
     """The code of ``rows`` in the flats that ``labels`` tell apart, or in one flat, whose file takes at most the
     problem's bytes."""
+    last: list[tuple[FlatsCode, Factored]] = []
+
+    def size_of(code: FlatsCode) -> int:
+        last[:] = [(code, coded(from_codes(code, dtype=dtype)))]
+        return last[0][1].nbytes
+
     code = transform_code(
         rows,
         problem.nbytes,
-        lambda code: stored_bytes(from_codes(code, dtype=dtype)),
+        size_of,
         weights=problem.row_weights,
         right=problem.weighting.right,
         classes=codec.classes,
         labels=labels,
     )
-    return from_codes(code, dtype=dtype)
+    return next((made for tried, made in last if tried is code), None) or coded(from_codes(code, dtype=dtype))
 
 
 def from_codes(code: FlatsCode, *, dtype: torch.dtype = torch.float32) -> CodedMatrix:

@@ -75,6 +75,14 @@ class Packed(Generic[Result]):
     unpack: Callable[[int, str], Result]
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """Tensors on their way to the first worker, who gives ``key`` a value once it has them."""
+
+    key: str
+    tensors: list[tuple[Tensor, dist.Work | None]]
+
+
 @dataclass
 class Workers:
     """The workers of this command, as one of them sees them; ``Workers()`` is a process alone.
@@ -87,7 +95,8 @@ class Workers:
         patience: seconds without a sign of life after which a worker counts as lost.
         quiet: False: says on stderr which worker is waited for, and for what.
         broadcast: sends a tensor of the worker of a rank to all others, who give one of its shape.
-        gather: sends a tensor of the worker of a rank to the first, who gives one of its shape; both call it.
+        gather: sends a tensor of the worker of a rank to the first, who gives one of its shape; both call it. The
+            sender goes on at once, and must not change the tensor before the returned work is done.
 
     >>> doubled = Packed(str, lambda index, text: int(text))
     >>> Workers().divided(["a", "b"], lambda index: 2 * index, doubled)
@@ -100,7 +109,7 @@ class Workers:
     patience: float = PATIENCE
     quiet: bool = True
     broadcast: Callable[[Tensor, int], object] = dist.broadcast
-    gather: Callable[[Tensor, int], object] = field(default_factory=lambda: _to_first)
+    gather: Callable[[Tensor, int], dist.Work | None] = field(default_factory=lambda: _to_first)
     _stage: int = 0
     _seen: dict[int, tuple[int, float]] = field(default_factory=dict)
 
@@ -139,14 +148,13 @@ class Workers:
         return results
 
     def in_turn(
-        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]], *, gathered: bool = False
+        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]]
     ) -> Iterator[tuple[dict[str, Tensor], str]]:
         """The results of all tasks in their order, each at every worker, where they are tensors and a text: worker i
         does the tasks i, i + count, ... At a time a worker holds its own result and another's.
 
         Args:
             tasks: what each does, for messages. work: does the task of an index.
-            gathered: the first worker alone gets the tensors, the others none.
 
         Raises:
             LostWorkerError: as ``divided``.
@@ -160,18 +168,75 @@ class Workers:
                 yield made
                 continue
             if own in round_of:
-                described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in made[0].items()]
-                self.store.set(f"{stage}/{own}/by", str(self.rank))
-                self.store.set(f"{stage}/{own}", json.dumps([described, made[1]]))
+                self._tell(f"{stage}/{own}", made)
             for index in round_of:
                 described, text = json.loads(self._text(f"{stage}/{index}", tasks[index], owner=index - start))
                 rank, tensors = index - start, made[0] if index == own else {}
-                if not gathered:
-                    tensors = self._sent(described, tensors, rank, self.broadcast)
-                elif rank and self.rank in (0, rank):
-                    tensors = self._sent(described, tensors, rank, self.gather)
-                yield tensors if self.first or not gathered else {}, text
+                yield self._sent(described, tensors, rank, self.broadcast), text
             del made
+
+    def gathered(
+        self, tasks: Sequence[str], work: Callable[[int], tuple[dict[str, Tensor], str]]
+    ) -> Iterator[tuple[dict[str, Tensor], str]]:
+        """As ``in_turn``, but the first worker alone gets the tensors, the others none. A worker does its next task
+        while its last result is on its way, or another's is waited for: at a time it holds two results.
+
+        Raises:
+            LostWorkerError: as ``divided``.
+        """
+        stage, own = self._begun(), range(self.rank, len(tasks), self.count)
+        if self.store is None or self.first:
+            yield from self._received(stage, tasks, own, work)
+            return
+        sent: _Sent | None = None
+        for index in own:
+            made = work(index)
+            if sent is not None:
+                self._arrived(sent)
+            self._tell(f"{stage}/{index}", made)
+            with self._explained(0):
+                tensors = [tensor.cpu().contiguous() for tensor in made[0].values()]
+                sent = _Sent(f"{stage}/{index}/got", [(tensor, self.gather(tensor, self.rank)) for tensor in tensors])
+            del made, tensors
+        if sent is not None:
+            self._arrived(sent)
+        for index, task in enumerate(tasks):
+            yield {}, json.loads(self._text(f"{stage}/{index}", task, owner=index % self.count))[1]
+
+    def _received(
+        self, stage: str, tasks: Sequence[str], own: Sequence[int], work: Callable[[int], tuple[dict[str, Tensor], str]]
+    ) -> Iterator[tuple[dict[str, Tensor], str]]:
+        """The results of ``gathered`` at the first worker, which does the tasks ``own``."""
+        following = iter(own)
+        made: dict[int, tuple[dict[str, Tensor], str]] = {}
+        for index, task in enumerate(tasks):
+            if not made and (ahead := next(following, None)) is not None:
+                made[ahead] = work(ahead)
+                if self.store is not None:
+                    self._tell(f"{stage}/{ahead}", made[ahead])
+            if index in made:
+                yield made.pop(index)
+                continue
+            assert self.store is not None
+            described, text = json.loads(self._text(f"{stage}/{index}", task, owner=index % self.count))
+            tensors = self._sent(described, {}, index % self.count, self.gather)
+            self.store.set(f"{stage}/{index}/got", "")
+            yield tensors, text
+            del tensors
+
+    def _tell(self, key: str, made: tuple[dict[str, Tensor], str]) -> None:
+        """Say that this worker has a result: names, dtypes and shapes of its tensors, and its text."""
+        assert self.store is not None
+        described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in made[0].items()]
+        self.store.set(key, json.dumps([described, made[1]]))
+
+    def _arrived(self, sent: _Sent) -> None:
+        """Wait until the first worker has what was ``sent``."""
+        self._text(sent.key, "adding up results")
+        with self._explained(0):
+            for _, sending in sent.tensors:
+                if sending is not None:
+                    sending.wait()
 
     def _sent(
         self,
@@ -373,11 +438,11 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
             dist.destroy_process_group()
 
 
-def _to_first(tensor: Tensor, rank: int) -> None:
+def _to_first(tensor: Tensor, rank: int) -> dist.Work | None:
     if dist.get_rank() == rank:
-        dist.send(tensor, 0)
-    else:
-        dist.recv(tensor, rank)
+        return dist.isend(tensor, 0)
+    dist.recv(tensor, rank)
+    return None
 
 
 def _beat(store: Store, rank: int, ended: threading.Event) -> None:

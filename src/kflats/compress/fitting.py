@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from kflats.calibration.measurements import Statistics
+from kflats.codecs.streams import KeptStreams
 from kflats.common.errors import KflatsError
 from kflats.common.formatting import Update, progress_bar
 from kflats.common.hashing import sha256
@@ -41,7 +42,7 @@ from kflats.recipe.budget import Budget
 from kflats.recipe.recipe import Decision, Plan, Recipe, as_cast, to_json
 from kflats.report.report import Report, WeightReport, analyse, left_dense, stored_bytes
 
-_SHIFT = "bias shift"
+_SHIFT, _STREAM = "bias shift", "stream of the file"
 _SVD_SIDE = 768
 """Reports compare weights with an SVD that takes seconds: those that are stored by no axes, up to this side."""
 _CODES = ("codes", "weight", "shrink", "basis_scale")
@@ -52,13 +53,15 @@ class CompressedWeight:
     """A decision that is carried out: the matrix to swap in, and its report.
 
     ``matrix`` is None for a weight that stays dense. ``bias_shift`` (d,) is what the layer's bias takes over of the
-    error of the matrix: its mean, mean' (M - M^).
+    error of the matrix: its mean, mean' (M - M^). ``stream``: the integers of a coded matrix as the file will hold
+    them, on disk; None: not kept.
     """
 
     decision: Decision
     matrix: Matrix | None
     report: WeightReport
     bias_shift: Tensor | None = None
+    stream: Tensor | None = None
 
     @property
     def packed(self) -> int:
@@ -147,11 +150,12 @@ class _Fits:
         one = _fit(self.model, decision, self.data, self.seed, self.plan.budget, show)
         if self.partial and one.matrix is not None:
             meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
-            shift = {} if one.bias_shift is None else {_SHIFT: one.bias_shift}
-            self.partial.put(name, one.matrix.tensors() | shift, meta)
-            del one  # what was written takes its place, and stays on disk
+            beside = {_SHIFT: one.bias_shift, _STREAM: one.stream}
+            given = {key: tensor for key, tensor in beside.items() if tensor is not None}
+            self.partial.put(name, one.matrix.tensors() | given, meta)
+            del one, beside, given  # what was written takes its place, and stays on disk
             return self._written(decision)
-        return one
+        return replace(one, stream=None)
 
     def _written(self, decision: Decision) -> CompressedWeight:
         stored = self.partial.get(decision.weight.name) if self.partial else None
@@ -199,6 +203,15 @@ def swapped(
         seed=seed,
         version=version(),
     )
+
+
+def kept_streams(done: Sequence[CompressedWeight]) -> KeptStreams:
+    """The streams of all weights that have one."""
+    streams = KeptStreams()
+    for one in done:
+        if one.stream is not None and isinstance(one.matrix, CodedMatrix):
+            streams.keep(one.matrix, one.stream)
+    return streams
 
 
 def _filler(plan: Plan) -> Decision | None:
@@ -274,7 +287,7 @@ def _fit(
     beside_svd = recipe.method.produces != "dense" or min(rows.shape) <= _SVD_SIDE
     tails = data.spectrum(model, weight, recipe) if beside_svd else None
     report = analyse(decision, rows, factored, weighting, tails, _gained_numbers(weight, shift))
-    return CompressedWeight(decision, matrix, report, shift)
+    return CompressedWeight(decision, matrix, report, shift, factored.stream)
 
 
 def _bias_shift(rows: Rows, matrix: Matrix, weighting: Weighting, turned: bool) -> Tensor | None:
@@ -294,13 +307,13 @@ def _restored(decision: Decision, tensors: dict[str, Tensor], meta: dict[str, An
     """A finished weight from an interrupted run; None if it does not fit, and it is fitted again."""
     try:
         report: WeightReport = decode(WeightReport, meta["report"], "report")
-        shift = tensors.pop(_SHIFT, None)
+        shift, stream = tensors.pop(_SHIFT, None), tensors.pop(_STREAM, None)
         matrix = matrix_of(meta["spec"], tensors)
     except (KflatsError, KeyError):
         return None
     shape = decision.weight.shape
     fits = matrix.shape == (shape[::-1] if decision.recipe.matrix_rows == "out_features" else shape)
-    return CompressedWeight(decision, matrix, report, shift) if fits else None
+    return CompressedWeight(decision, matrix, report, shift, stream) if fits else None
 
 
 def _gained_numbers(weight: Weight, shift: Tensor | None) -> int:
@@ -331,12 +344,7 @@ def measured_once(
     workers.agree("what an interrupted run measured", {"statistics": str(kept is not None)})
     if kept is not None:
         return replace(data, statistics=kept)
-    data = data.measured(model, recipes, quiet, workers, partial.folder if workers.first else None)
-    assert data.statistics is not None
-    if not workers.first:
-        return data
-    data.statistics.save(path)
-    return replace(data, statistics=Statistics.load(path, mapped=True))
+    return data.measured(model, recipes, quiet, workers, partial.folder if workers.first else None, path)
 
 
 def model_fingerprint(folder: Path, data: CalibrationData, trim: int | None) -> str:

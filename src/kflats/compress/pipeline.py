@@ -20,7 +20,15 @@ from kflats.common.machine import available_bytes, return_memory_when_freed
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
 from kflats.common.workers import Workers
-from kflats.compress.fitting import Partial, factorize, measured_once, model_fingerprint, swapped, work_fingerprint
+from kflats.compress.fitting import (
+    Partial,
+    factorize,
+    kept_streams,
+    measured_once,
+    model_fingerprint,
+    swapped,
+    work_fingerprint,
+)
 from kflats.compress.flats_search import best_flats, searched
 from kflats.compress.quality import smallest
 from kflats.evaluation.outputs import Judge, load_tokenizer, weight_file_bytes
@@ -309,6 +317,7 @@ def compress_folder(
         if workers.first:
             _keep(decided, keep_statistics)
         spill = Spill(Partial(out, about).folder / "saved")
+        streams = kept_streams(done if workers.first else ())
         report = swapped(model, decided.plan, done, seed, _called(source), beside, spill if workers.first else None)
         forget_metric()
         set_run_form_(model, form)
@@ -319,7 +328,8 @@ def compress_folder(
         workers.meet()  # the others have read what they need of the unfinished run
         if not workers.first:
             return report
-        save_model(model, aside / weights_folder(folder).relative_to(folder), spill=spill, shard=_SHARD)
+        inner = aside / weights_folder(folder).relative_to(folder)
+        save_model(model, inner, spill=spill, shard=_SHARD, streams=streams)
         if trimmed is None:
             copy_companions(folder, aside)
         else:

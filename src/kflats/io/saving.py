@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kflats.codecs.streams import STREAM_VERSION, encode
+from kflats.codecs.streams import STREAM_VERSION, KeptStreams
 from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, first_line
 from kflats.common.hashing import crc32
 from kflats.common.release import needed, version
@@ -238,6 +238,7 @@ def _save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     *rest: Any,
     spill: Spill | None = None,
+    streams: KeptStreams | None = None,
     **settings: Any,
 ) -> None:
     config, before, described = self.config, _versions(save_directory), None
@@ -255,7 +256,7 @@ def _save_pretrained(
         if writes:
             state_dict = dict(self.state_dict() if state_dict is None else state_dict)
             put_matrices_(state_dict, self)
-            put_streams_(state_dict, described, spill)
+            put_streams_(state_dict, described, spill, streams)
         config.quantization_config = described
     saved = dict(state_dict or {})  # transformers empties its own
     try:
@@ -283,7 +284,12 @@ def _write_stop(path: Path) -> None:
             aside.write_text(json.dumps(config | {STOP_KEY: STOP}, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def put_streams_(tensors: dict[str, Tensor], description: JsonObject, spill: Spill | None = None) -> None:
+def put_streams_(
+    tensors: dict[str, Tensor],
+    description: JsonObject,
+    spill: Spill | None = None,
+    streams: KeptStreams | None = None,
+) -> None:
     """Replace the integers of each coded matrix in ``tensors`` by a stream, and write its size into ``description``.
 
     Codes stay at fixed rates, which take more bytes and load alike, where constriction is not installed, and where
@@ -293,12 +299,14 @@ def put_streams_(tensors: dict[str, Tensor], description: JsonObject, spill: Spi
         tensors: the state of a model.
         description: of the same model, from ``describe``.
         spill: where streams go until they are saved; None: they stay in memory.
+        streams: those that were made before.
 
     Raises:
         KflatsError: the state has other integers than the described model.
     """
     if find_spec("constriction") is None:
         return
+    streams = KeptStreams() if streams is None else streams
     for name, entry in cast(dict[str, dict[str, Any]], description["modules"]).items():
         if entry["matrix"]["kind"] != CodedMatrix.kind:
             continue
@@ -318,8 +326,10 @@ def put_streams_(tensors: dict[str, Tensor], description: JsonObject, spill: Spi
         for key, value in own.items():
             if not value.is_floating_point():
                 del tensors[names[key]]
-        stream = {"codes": encode(matrix)}
-        tensors[names["codes"]] = (stream if spill is None else spill.kept(stream))["codes"]
+        stream = {"codes": streams.of(matrix)}
+        if spill is not None and not streams.has(matrix):
+            stream = spill.kept(stream)
+        tensors[names["codes"]] = stream["codes"]
         entry["stream"] = {"version": STREAM_VERSION, "bytes": len(tensors[names["codes"]])}
 
 
@@ -480,7 +490,12 @@ def annotate_(model: nn.Module) -> None:
 
 
 def save_model(
-    model: Any, folder: str | os.PathLike[str], *, spill: Spill | None = None, shard: str | None = None
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    spill: Spill | None = None,
+    shard: str | None = None,
+    streams: KeptStreams | None = None,
 ) -> None:
     """Save a transformers model, or a static one, into ``folder``, annotated: codes as streams, and a checksum of every
     tensor. A static model without factors is saved as its library does it.
@@ -488,17 +503,18 @@ def save_model(
     Args:
         spill: where streams go until all are there; None: they stay in memory.
         shard: the most bytes of one weight file ("5GB"), as transformers takes it; None: its default.
+        streams: of the model's matrices, those that were made before.
     """
     if not isinstance(model, StaticModel):
         annotate_(model)
         limits: dict[str, Any] = {} if shard is None else {"max_shard_size": shard}
-        _save_pretrained(model, folder, spill=spill, **limits)
+        _save_pretrained(model, folder, spill=spill, streams=streams, **limits)
     elif (described := describe(model)) is None:
         write_static(model, Path(folder))
     else:
         Path(folder).mkdir(parents=True, exist_ok=True)
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-        put_streams_(tensors, described)
+        put_streams_(tensors, described, streams=streams)
         with replaced(Path(folder) / "model.safetensors") as aside:
             save_file(tensors, aside, metadata={"format": "pt"})
             stamp_(aside)

@@ -77,7 +77,8 @@ class Factored:
         matrix: what is stored. objective: by iteration, falling.
         norm: the norm that was minimised, which reports show too; None: the squared error.
         converged: whether the fit ended before its limit of iterations.
-        seconds: of the fit. stored_bytes: of the matrix in a file; None: the bytes that it takes in memory.
+        seconds: of the fit.
+        stream: the integers of a coded matrix as a file holds them, (bytes,) uint8; None: as they are in memory.
     """
 
     matrix: Matrix
@@ -85,12 +86,15 @@ class Factored:
     norm: Norm | None = None
     converged: bool = True
     seconds: float = 0.0
-    stored_bytes: int | None = None
+    stream: Tensor | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of the matrix in a file."""
-        return self.matrix.nbytes if self.stored_bytes is None else self.stored_bytes
+        if self.stream is None:
+            return self.matrix.nbytes
+        floats = (t for t in self.matrix.tensors().values() if t.is_floating_point())
+        return len(self.stream) + sum(t.numel() * t.element_size() for t in floats)
 
 
 def check_accepts(name: str, accepts: frozenset[str], weighting: Weighting) -> None:

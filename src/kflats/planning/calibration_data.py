@@ -226,9 +226,10 @@ class CalibrationData:
         quiet: bool = True,
         workers: Workers | None = None,
         scratch: Path | None = None,
+        file: Path | None = None,
     ) -> CalibrationData:
         """This data with what ``recipes`` need measured; nothing is run where that is there, or nothing is needed.
-        ``scratch``: a folder for what shall not stay in memory (``measure``)."""
+        ``scratch``: a folder for what shall not stay in memory; ``file``: for the statistics (``measure``)."""
         needs = needed(recipes)
         if not needs:
             others = media_of(model) not in ((), ("input_ids",))
@@ -258,6 +259,7 @@ class CalibrationData:
             quiet=quiet,
             workers=workers,
             scratch=scratch,
+            file=file,
         )
         return replace(self, statistics=statistics)
 
