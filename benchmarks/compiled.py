@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import get_args
 
 import torch
-import torch._dynamo
 from _common import arguments, markdown, publish
 from torch import nn
 
@@ -69,9 +68,11 @@ def first_call(contestant: Contestant) -> float:
 
 
 def main() -> None:
+    options = arguments(__doc__, turns=15, compressed="")
+    import torch._dynamo
+
     # Several compiled models in a process share code, which has eight graphs at most; then it runs without a compiler.
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
-    options = arguments(__doc__, turns=15, compressed="")
     os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # on the disk: a second run would measure another thing
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():

@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-import torch._dynamo
 from _common import arguments, markdown, publish, resident, table
 from _sentences import data_folder, paragraphs, sentences
 from gptq_entropy import Rival
@@ -219,8 +218,6 @@ def in_a_process(way: Way, place: Path, compressed: Path) -> tuple[int, float]:
 
 
 def main() -> None:
-    # Several compiled models in a process share code, which has eight graphs at most; then it runs without a compiler.
-    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     options = arguments(__doc__, turns=15, quick=0, compressed="", alone="", place="", onednn="")
     if options.onednn:  # read when its first product is made; processes that are started inherit it
         os.environ["ONEDNN_MAX_CPU_ISA"] = options.onednn
@@ -228,6 +225,10 @@ def main() -> None:
         way = next(one for one in ways(Path(options.compressed)) if one.name == options.alone)
         alone(way, way.at(Path(options.place)))
         return
+    import torch._dynamo  # here: other processes of this file measure what loading takes
+
+    # Several compiled models in a process share code, which has eight graphs at most; then it runs without a compiler.
+    torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 64, True
     with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compressed = Path(options.compressed or f"{place}/8MB")

@@ -123,7 +123,7 @@ def measure(
     wanted = _wanted(weights, needs)
     kept = _checked(batches, model)
     blocks, workers = in_blocks(kept), workers or Workers()
-    # The sums of all blocks before, and of one block; of another worker's block.
+    # The sums of all blocks before, and of one block; with several workers, of another's block.
     copies = min(len(blocks), 2 if workers.count == 1 else 3)
     room = _least_room(workers) if memory_bytes is None else memory_bytes
 
@@ -180,6 +180,12 @@ def measure(
         statistics.save(file)
     assert file is not None
     workers.meet()
+    if not workers.first and not Path(file).is_file():
+        raise KflatsError(
+            f"worker {workers.rank} cannot read the statistics {file}, which the first worker wrote",
+            cause="the workers do not see one folder",
+            hint="an output in a folder that all workers see",
+        )
     return Statistics.load(file, mapped=True)
 
 
@@ -204,6 +210,7 @@ def _summed(
             sums[weight].tensors[key] = job.on_device(tensors.pop(name))
         job.without_layout |= set(without_layout)
         yield index, sums
+        del sums, tensors  # before the next block is summed
 
 
 def _mean(weight: Weight, needs: frozenset[str], sums: Sums, workers: Workers) -> Measured:

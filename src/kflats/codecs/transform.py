@@ -208,7 +208,8 @@ def _on_flats(rows: Rows, labels: Tensor | None, codec: Transform, problem: Prob
     last: list[tuple[FlatsCode, Factored]] = []
 
     def size_of(code: FlatsCode) -> int:
-        last[:] = [(code, coded(from_codes(code, dtype=dtype)))]
+        last.clear()  # before memory holds another
+        last.append((code, coded(from_codes(code, dtype=dtype))))
         return last[0][1].nbytes
 
     code = transform_code(

@@ -4,8 +4,8 @@ Each worker runs the whole program; where tasks do not depend on each other, eac
 out does not depend on how many there are: a task's result depends on its input alone, and sums are taken in a fixed
 order. ``torchrun`` (or ``kflats compress --workers``) starts the processes; torch.distributed connects them.
 
-Tasks and small results pass through the key-value store of the process group, tensors by broadcasts of gloo. Each
-worker counts up a key of its own every second, so that the others know a stopped worker from a slow one.
+Tasks and small results pass through the key-value store of the process group, tensors by broadcasts and sends of gloo.
+Each worker counts up a key of its own every second, so that the others know a stopped worker from a slow one.
 """
 
 from __future__ import annotations
@@ -194,8 +194,8 @@ class Workers:
             if sent is not None:
                 self._arrived(sent)
             self._tell(f"{stage}/{index}", made)
+            tensors = [tensor.cpu().contiguous() for tensor in made[0].values()]
             with self._explained(0):
-                tensors = [tensor.cpu().contiguous() for tensor in made[0].values()]
                 sent = _Sent(f"{stage}/{index}/got", [(tensor, self.gather(tensor, self.rank)) for tensor in tensors])
             del made, tensors
         if sent is not None:

@@ -337,13 +337,18 @@ def measured_once(
     fields = json.dumps({name: sorted(fields) for name, fields in sorted(needs.items())})
     name = sha256([partial.fingerprint, fields])[:24]
     path = partial.folder / f"statistics-{name}.safetensors"
-    kept: Statistics | None = None
-    if path.is_file() and not path.is_symlink():
-        with suppress(KflatsError):  # damaged: measured again
-            kept = Statistics.load(path, mapped=True)
-    workers.agree("what an interrupted run measured", {"statistics": str(kept is not None)})
-    if kept is not None:
-        return replace(data, statistics=kept)
+
+    def looked_for(_: int) -> tuple[dict[str, Tensor], str]:
+        if path.is_file() and not path.is_symlink():
+            with suppress(KflatsError):  # damaged: measured again
+                Statistics.load(path, mapped=True)
+                return {}, "found"
+        return {}, "absent"
+
+    # The first worker alone looks: a network's folder may remember for others that there was no such file.
+    ((_, kept),) = workers.in_turn(["looking for what an interrupted run measured"], looked_for)
+    if kept == "found":
+        return replace(data, statistics=Statistics.load(path, mapped=True))
     return data.measured(model, recipes, quiet, workers, partial.folder if workers.first else None, path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,6 +100,9 @@ def smallest(
                 return judge(small).loss
             except NotFiniteError:  # coarse weights may overflow where finer ones do not
                 return math.inf
+            finally:
+                del small
+                gc.collect()  # a model holds a method of its own, so that nothing else lets go of it soon
 
         # One worker judges: the same number decides for all of them what is tried next.
         loss = workers.divided([f"judging {size(nbytes)}"], judged, Packed(repr, lambda _, text: float(text)))[0]

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from kflats.codecs.streams import STREAM_VERSION, KeptStreams
+from kflats.codecs.streams import STREAM_VERSION, KeptStreams, encode
 from kflats.common.errors import KflatsError, KflatsWarning, NotFiniteError, first_line
 from kflats.common.hashing import crc32
 from kflats.common.release import needed, version
@@ -326,10 +326,11 @@ def put_streams_(
         for key, value in own.items():
             if not value.is_floating_point():
                 del tensors[names[key]]
-        stream = {"codes": streams.of(matrix)}
-        if spill is not None and not streams.has(matrix):
-            stream = spill.kept(stream)
-        tensors[names["codes"]] = stream["codes"]
+        stream = streams.of(matrix)
+        if stream is None:
+            stream = encode(matrix)
+            stream = stream if spill is None else spill.kept({"codes": stream})["codes"]
+        tensors[names["codes"]] = stream
         entry["stream"] = {"version": STREAM_VERSION, "bytes": len(tensors[names["codes"]])}
 
 

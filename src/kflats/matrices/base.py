@@ -43,7 +43,8 @@ class Matrix(nn.Module):
     has_integers = False
     """Whether there is a form in integers: ``scaled`` gives what they are made of."""
     one_operator = False
-    """Whether a layer of it is one operator in graphs of ``torch.compile``, because plain ones would compute more."""
+    """Whether graphs of ``torch.compile`` call a layer of it (``matrices.compiled``): plain operators would compute
+    more."""
 
     @property
     @abstractmethod

@@ -2,9 +2,10 @@
 
 A graph of plain operators decodes the integers in every call, multiplies the bases of all flats for each row, and takes
 its compiler minutes. Where no gradient passes, it holds one operator instead, which runs the layer as outside of
-graphs: the layer keeps its run-time form, and makes it anew after its scales have changed. In the form int8 an operator
-is the product of integers alone. Plain operators round its inputs and scale its sums, and the compiler joins them with
-those before and after. Graphs for training and for files (``torch.export``) hold plain operators.
+graphs: the layer keeps its run-time form, and makes it anew after its scales have changed. In the form int8 one
+operator gives the scales, and another is the product of integers. Plain operators round its inputs and scale its sums,
+and the compiler joins them with those before and after. They make all sums at once, so that wide heads are one operator
+too. Graphs for training and for files (``torch.export``) hold plain operators.
 
 An operator takes tensors. So each layer has a number in a tensor, which no graph contains: graphs of equal layers are
 one graph. The parameters of its matrix are arguments too, so that the compiler sees what the outputs depend on. Others
@@ -24,7 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kflats.matrices.base import Matrix, is_exporting
-from kflats.matrices.running import LEAST, IntegerProduct
+from kflats.matrices.running import LEAST, IntegerProduct, check_width
 
 
 class Numbered(Protocol):
@@ -104,10 +105,10 @@ def _no_sums_(sums: Tensor, whole: Tensor, layer: Tensor, tensors: Sequence[Tens
 
 
 def multiplied_as_integers(
-    x: Tensor, bias: Tensor | None, layer: Tensor, tensors: Sequence[Tensor], outputs: int
+    x: Tensor, bias: Tensor | None, layer: Tensor, tensors: Sequence[Tensor], inputs: int, outputs: int
 ) -> Tensor:
     """What ``IntegerProduct`` computes, ``(*b, in)`` -> ``(*b, out)``: the product of integers, and plain operators."""
-    inputs = x.shape[-1]
+    check_width(x, inputs)
     constants = torch.ops.kflats.integer_constants(layer, tensors, inputs + outputs + 1)
     rows = x.reshape(-1, inputs) * constants[:inputs]
     largest = rows.abs().amax(1, keepdim=True).clamp_min(LEAST)
@@ -118,6 +119,10 @@ def multiplied_as_integers(
     out: Tensor = sums.to(torch.float32) * largest * constants[inputs:-1]
     out = out if bias is None else out + bias
     return out.to(x.dtype).reshape(*x.shape[:-1], outputs)
+
+
+WIDEST = 2**14
+"""Outputs of a layer in int8 that is more than one operator: its sums take as much memory again as its outputs."""
 
 
 def is_one_operator(matrix: Matrix) -> bool:

@@ -24,7 +24,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
 from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load
-from kflats.matrices.compiled import computed, is_one_operator, multiplied_as_integers, numbered
+from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
 from kflats.matrices.running import IntegerProduct, Product
@@ -140,6 +140,7 @@ class _Multiplies(_OneOperator):
     """The base of layers that multiply their inputs by a matrix, in a run-time form."""
 
     run_form: RunForm = "dense"
+    in_features: int
     out_features: int
     _ready: tuple[object, Product | None] | None = None
     _modules: dict[str, nn.Module | None]
@@ -155,8 +156,14 @@ class _Multiplies(_OneOperator):
         matrix, transposed = self.matrix, self.transposed
         product: Product | None = self._modules.get("recorded")  # what an exporter put in place of the matrix
         if is_one_operator(matrix) and not torch.is_autocast_enabled(x.device.type):
-            if self.run_form == "int8" and matrix.has_integers and x.device.type == "cpu":
-                return multiplied_as_integers(x, bias, self._number, list(self._factors().values()), self.out_features)
+            if (
+                self.run_form == "int8"
+                and matrix.has_integers
+                and x.device.type == "cpu"
+                and self.out_features <= WIDEST
+            ):
+                tensors = list(self._factors().values())
+                return multiplied_as_integers(x, bias, self._number, tensors, self.in_features, self.out_features)
             return self._as_operator(x, bias, self.out_features, x.dtype)
         if product is None and not is_recording():
             learns = torch.is_grad_enabled() and any(factor.requires_grad for factor in matrix.parameters())

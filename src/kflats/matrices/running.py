@@ -142,6 +142,7 @@ class IntegerProduct:
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``Product``. A token with NaN or infinity has outputs that are not finite."""
+        check_width(x, len(self.scales))
         inputs = x.reshape(-1, x.shape[-1])
         out = x.new_empty(len(inputs), len(self.steps), dtype=torch.float32)
         learns = bias is not None and torch.is_grad_enabled() and bias.requires_grad
@@ -179,3 +180,16 @@ class IntegerProduct:
             out.mul_(self.steps)
         else:
             torch.addcmul(added, out, self.steps, out=out)
+
+
+def check_width(x: Tensor, inputs: int) -> None:
+    """Refuse inputs of another length: those of length 1 would be repeated.
+
+    Raises:
+        KflatsError: ``x`` has other than (*b, ``inputs``) numbers.
+    """
+    if x.shape[-1] != inputs:
+        raise KflatsError(
+            f"inputs of shape {tuple(x.shape)} do not fit a layer of {inputs} inputs",
+            cause="the layer belongs behind another one",
+        )
