@@ -443,6 +443,10 @@ def test_compiled_integers_are_those_outside_of_graphs():
             assert ours.dtype == theirs.dtype == given.dtype
             torch.testing.assert_close(ours, theirs, equal_nan=True)
         assert not compiled(odd)[:3].isfinite().any()
+        for wrong in (x[:, :1], x[:, 1:]):  # one number a row would be repeated
+            for run in (layer, compiled):
+                with pytest.raises((KflatsError, RuntimeError), match="do not fit"):
+                    run(wrong)
 
 
 @pytest.mark.usefixtures("_fresh")
