@@ -56,7 +56,7 @@ def main() -> None:
         for form in ("dense", "bfloat16", "int8"):
             run_as_(model, form)
             found[form] = near(model)
-        with patch.object(running, "integer_limit", lambda: 63):
+        with patch.object(running, "integer_limit", lambda kind: 63):
             found["int8, to 63"] = near(model)
         with patch.object(IntegerProduct, "of", weights_only):
             found["int8, weights only"] = near(model)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from _algorithms import VERSIONS, versions_of
+from filelock import FileLock
 
 from kflats.common.errors import KflatsError
 from kflats.common.hashing import sha256
@@ -143,7 +144,7 @@ def commit() -> str:
 
 
 class Log:
-    """The finished runs in a file of JSON lines, to which new ones are appended.
+    """The finished runs in a file of JSON lines, to which new ones are appended, by several processes if need be.
 
     Raises:
         KflatsError: a line that is no run. A last line that was cut off is dropped, and said so.
@@ -153,17 +154,22 @@ class Log:
         self.path = path
         self.runs: list[Run] = []
         names = {one.name for one in fields(Run)}
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        *lines, rest = text.split("\n")
-        if rest:
-            print(f"{path}: the last line was cut off; it is dropped", file=sys.stderr)
-            path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        with self._alone():
+            text = path.read_text(encoding="utf-8") if path.is_file() else ""
+            *lines, rest = text.split("\n")
+            if rest:
+                print(f"{path}: the last line was cut off; it is dropped", file=sys.stderr)
+                path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
         for number, line in enumerate(lines, 1):
             try:
                 found = json.loads(line)
                 self.runs.append(Run(**{name: found[name] for name in names}))
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove that line") from error
+
+    def _alone(self) -> FileLock:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(self.path.with_name(f".{self.path.name}.lock"))
 
     def find(self, key: str) -> Run | None:
         """The newest run with this key."""
@@ -172,8 +178,7 @@ class Log:
     def add(self, run: Run) -> None:
         """Append a run; it is on the disk when this returns."""
         self.runs.append(run)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("a", encoding="utf-8") as file:
+        with self._alone(), self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(run), allow_nan=False) + "\n")
             file.flush()
             os.fsync(file.fileno())
@@ -207,6 +212,7 @@ class Asked:
     quick: bool
     resume: bool
     tables: bool
+    pages: bool
     results: Path
     models: Path
     command: str
@@ -238,6 +244,7 @@ def asked_for(
     parser.add_argument("--quick", action="store_true", help="tiny models and generated data: tries the whole command")
     parser.add_argument("--resume", action="store_true", help="keep finished runs; without it all are run again")
     parser.add_argument("--tables", action="store_true", help="run nothing: table and figure of the log")
+    parser.add_argument("--no-pages", action="store_true", help="no table and figure: runs alone")
     parser.add_argument("--results", type=Path, help="folder of log, table and figure (default: experiments/results)")
     parser.add_argument("--models", type=Path, help="where trained models are kept (default: build/task-models)")
     for name, default in (own or {}).items():
@@ -247,7 +254,7 @@ def asked_for(
         parser.set_defaults(**{name.replace("-", "_"): value for name, value in (quick or {}).items()})
     given = parser.parse_args(words)
     common = {action.dest: getattr(given, action.dest) for action in parser._actions if action.dest != "help"}
-    hidden = ("results", "models", "resume", "tables", "task_data")
+    hidden = ("results", "models", "resume", "tables", "no_pages", "task_data")
     told = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
         for name, value in common.items()
@@ -264,6 +271,7 @@ def asked_for(
         quick=given.quick,
         resume=given.resume,
         tables=given.tables,
+        pages=not given.no_pages,
         results=given.results or (scratch / "results" if given.quick else ROOT / "experiments" / "results"),
         models=given.models or (scratch / "models" if given.quick else ROOT / "build" / "task-models"),
         command=" ".join(["python", f"experiments/{Path(sys.argv[0]).name}", *told, "--resume"]),
@@ -326,7 +334,9 @@ class Experiment(Protocol):
 
 def conduct(experiment: Experiment) -> None:
     """Run what the log does not hold, unless tables alone are asked for; then write the page."""
-    log = Log(experiment.asked.results / f"{experiment.name}.jsonl")
+    path = experiment.asked.results / f"{experiment.name}.jsonl"
     if not experiment.asked.tables:
+        log = Log(path)
         carry_out(experiment.cells(log), log, experiment.asked)
-    experiment.publish(log)
+    if experiment.asked.pages:
+        experiment.publish(Log(path))  # with what other processes ran meanwhile

@@ -1,7 +1,10 @@
-"""Runs the logged experiments one after the other, the numbers that are wanted most first, until the time is over.
+"""Runs the logged experiments, the numbers that are wanted most first, until the time is over.
 
-    python experiments/all_runs.py --minutes 30 --task-data FOLDER     # on a GPU, what 30 minutes hold
+    python experiments/all_runs.py --minutes 30 --jobs 8 --task-data FOLDER     # on a GPU, what 30 minutes hold
     python experiments/all_runs.py --quick --minutes 10                # tiny models on a CPU: does everything run?
+
+``--jobs`` processes run at a time, each with its share of the processors: a small model leaves most of a GPU idle. Each
+command is divided by task and seed. Two processes never take the same task and seed, so that a model is trained once.
 
 Every command has ``--resume``: finished runs are kept, a run that the end of the time cuts off is run again by the next
 call. Afterwards each experiment writes its page from what has run, and ``reproduction.py`` the page of claims.
@@ -13,57 +16,139 @@ import argparse
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+SEEDS = "0,1,2"
 COMMANDS = (
     ("messi_tasks.py", "--tasks", "mrpc,stsb,cola,rte"),
     ("fwsvd_tasks.py", "--tasks", "mrpc,stsb,cola,rte"),
-    ("robust_scores.py",),
-    ("fwsvd_groups.py",),
-    ("messi_same_size.py",),
-    ("messi_search.py",),
+    ("messi_tasks.py", "--tasks", "rte,mrpc", "--others", "k-means,l1"),
+    ("robust_scores.py", "--tasks", "cola,mrpc,rte,stsb,sst2,conll2003,wnli"),
+    ("fwsvd_groups.py", "--tasks", "stsb,cola"),
+    ("messi_same_size.py", "--tasks", "cola,mrpc"),
+    ("messi_search.py", "--tasks", "cola,mrpc"),
     ("fwsvd_tasks.py", "--source", "shared", "--paths", "task", "--tasks", "cola,stsb"),
     ("fwsvd_tasks.py", "--ratios", "10,20,33,45,60", "--epochs", "0", "--tasks", "cola,stsb"),
-    ("messi_tasks.py", "--tasks", "rte,mrpc", "--others", "k-means,l1"),
+    ("fwsvd_tasks.py", "--tasks", "sst2,conll2003"),
     ("messi_vgg.py", "--width", "64"),
 )
 QUICK = tuple((script,) for script in dict.fromkeys(command[0] for command in COMMANDS))
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a command.
+
+    Args:
+        words: script and options. trains: what models it trains; no two shares that train the same run at a time.
+    """
+
+    words: tuple[str, ...]
+    trains: str
+
+
+def shares(command: tuple[str, ...]) -> list[Share]:
+    """One for each task and seed of a command; one where it names no tasks.
+
+    >>> [share.words[1:] for share in shares(("script.py", "--tasks", "rte,mrpc"))][:1]
+    [('--tasks', 'rte', '--seeds', '0')]
+    """
+    if "--tasks" not in command:
+        return [Share(command, command[0])]
+    place = command.index("--tasks")
+    others = command[:place] + command[place + 2 :]
+    found = product(command[place + 1].split(","), SEEDS.split(","))
+    return [Share((*others, "--tasks", task, "--seeds", seed), f"{task} {seed}") for task, seed in found]
+
+
+class Runner:
+    """Runs shares, ``jobs`` at a time.
+
+    Args:
+        common: options of every command. variables: their environment. seconds: after them no share begins, and those
+            that run are ended.
+    """
+
+    def __init__(self, common: list[str], variables: Mapping[str, str], jobs: int, seconds: float) -> None:
+        self.common, self.variables, self.jobs = common, variables, jobs
+        self._end, self._lock = time.monotonic() + seconds, threading.Condition()
+        self.failed, self.is_over = 0, False
+
+    def run(self, todo: list[Share]) -> None:
+        """All of them, in this order as far as they train different models."""
+        waiting, busy = list(todo), set[str]()
+        workers = [threading.Thread(target=self._work, args=(waiting, busy)) for _ in range(self.jobs)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+    def _work(self, waiting: list[Share], busy: set[str]) -> None:
+        for share in self._next(waiting, busy):
+            print(f"== {' '.join(share.words)}", flush=True)
+            code = finished(
+                [sys.executable, str(HERE / share.words[0]), *share.words[1:], *self.common],
+                self.variables,
+                self._end - time.monotonic(),
+            )
+            with self._lock:
+                busy.remove(share.trains)
+                self.failed += code not in (0, None)
+                self.is_over |= code is None
+                self._lock.notify_all()
+
+    def _next(self, waiting: list[Share], busy: set[str]) -> Iterator[Share]:
+        while True:
+            with self._lock:
+                while waiting and all(share.trains in busy for share in waiting):
+                    self._lock.wait()
+                if not waiting:
+                    return
+                share = next(share for share in waiting if share.trains not in busy)
+                waiting.remove(share)
+                busy.add(share.trains)
+            yield share
 
 
 def main(argv: list[str] | None = None) -> int:
     """The number of commands that failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=30, help="no run begins or goes on after them; default: 30")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time; default: 1")
     parser.add_argument("--quick", action="store_true", help="tiny models and generated data")
     parser.add_argument("--task-data", help='folder of tasks, or "hub"; default: $KFLATS_DATA, else the hub')
     parser.add_argument("--only", default="", help="comma-separated scripts; default: all")
     asked, folders = parser.parse_known_args(argv)  # --results and --models go to each command
+    if asked.jobs < 1:
+        parser.error("--jobs holds no number of processes: 1 or more")
     only = set(filter(None, asked.only.split(",")))
     common = [*folders, "--resume", *(["--quick"] if asked.quick else [])]
     variables = os.environ | ({"KFLATS_DATA": asked.task_data} if asked.task_data else {})
+    if asked.jobs > 1:
+        variables.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // asked.jobs)))
     commands = [command for command in (QUICK if asked.quick else COMMANDS) if not only or command[0] in only]
-    end, failed = time.monotonic() + 60 * asked.minutes, 0
-    for script, *words in commands:
-        print(f"== {' '.join([script, *words])}", flush=True)
-        run = [sys.executable, str(HERE / script), *words, *common]
-        code = finished(run, variables, end - time.monotonic())
-        if code is None:
-            print("the time is over: the page of what has run", flush=True)
-            code = finished([*run, "--tables"], variables)
-        failed += code != 0
+    runner = Runner([*common, "--no-pages"], variables, asked.jobs, 60 * asked.minutes)
+    runner.run([share for command in commands for share in shares(command)])
+    if runner.is_over:
+        print("the time is over: the pages of what has run", flush=True)
+    pages = [[sys.executable, str(HERE / script), *words, *common, "--tables"] for script, *words in commands]
     if not asked.quick and not only:
-        failed += finished([sys.executable, str(HERE / "reproduction.py")], variables) != 0
-    return failed
+        pages.append([sys.executable, str(HERE / "reproduction.py")])
+    return runner.failed + sum(finished(page, variables) != 0 for page in pages)
 
 
-def finished(command: list[str], variables: dict[str, str], seconds: float | None = None) -> int | None:
+def finished(command: list[str], variables: Mapping[str, str], seconds: float | None = None) -> int | None:
     """The exit code of a command; None where it had to be ended after so many seconds, or not begun."""
     if seconds is not None and seconds <= 0:
         return None
     try:
-        return subprocess.run(command, env=variables, timeout=seconds, check=False).returncode
+        return subprocess.run(command, env=dict(variables), timeout=seconds, check=False).returncode
     except subprocess.TimeoutExpired:
         return None
 

@@ -105,7 +105,7 @@ def test_losses_are_those_of_the_judge_and_layers_keep_their_forms(folder: Path,
 def test_a_machine_without_int8_measures_the_other_forms(
     folder: Path, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def wrong() -> int:
+    def wrong(kind: str) -> int:
         raise KflatsError("its products of integers are wrong")
 
     monkeypatch.setattr(forms, "integer_limit", wrong)

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -279,13 +281,38 @@ def test_all_runs_ends_in_time_and_goes_on(tmp_path: Path, capfd: pytest.Capture
     words = ["--quick", "--only", "messi_same_size.py,messi_vgg.py"]
     words += ["--results", str(tmp_path / "results"), "--models", str(tmp_path / "models")]
     assert all_runs.main([*words, "--minutes", "0"]) == 0
-    assert capfd.readouterr().out.count("the time is over") == 2
+    assert capfd.readouterr().out.count("the time is over") == 1
     pages = [tmp_path / "results" / f"{name}.md" for name in ("messi_same_size", "messi_vgg")]
     assert all("not run" in page.read_text(encoding="utf-8") for page in pages)
-    assert all_runs.main([*words, "--minutes", "30"]) == 0
+    assert all_runs.main([*words, "--minutes", "30", "--jobs", "2"]) == 0
     assert "the time is over" not in capfd.readouterr().out
     assert all(page.with_suffix(".jsonl").is_file() for page in pages)
     assert "not run" not in pages[1].read_text(encoding="utf-8")
+
+
+def test_no_two_processes_train_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every share runs once; those of one task and seed never at a time."""
+    todo = [share for command in all_runs.COMMANDS[:2] for share in all_runs.shares(command)]
+    running, seen, lock = set[str](), list[tuple[str, ...]](), threading.Lock()
+
+    def finished(command: list[str], variables: object, seconds: float) -> int:
+        place = command.index("--tasks")
+        trains = f"{command[place + 1]} {command[place + 3]}"
+        with lock:
+            assert trains not in running
+            running.add(trains)
+            seen.append(tuple(command))
+        time.sleep(0.002)
+        with lock:
+            running.remove(trains)
+        return int(command[place + 3] == "0")
+
+    monkeypatch.setattr(all_runs, "finished", finished)
+    runner = all_runs.Runner([], {}, 5, 60)
+    runner.run(todo)
+    assert len(set(seen)) == len(seen) == len(todo) == 24
+    assert runner.failed == 8
+    assert not runner.is_over
 
 
 def test_all_runs_names_every_logged_experiment() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,23 @@ def log_of(folder: Path, drops: dict[tuple[str, int], float]) -> Log:
     ]
     carry_out(cells, log, asked(folder))
     return log
+
+
+def test_several_processes_write_one_log(tmp_path: Path) -> None:
+    """A log that is read while others append to it drops nothing of what they write."""
+    path = tmp_path / "log.jsonl"
+
+    def append(seed: int) -> None:
+        for epochs in range(20):
+            cell = dataclasses.replace(CELL, seed=seed, epochs=epochs)
+            carry_out([(cell, lambda: SCORES)], Log(path), asked(tmp_path))
+
+    threads = [threading.Thread(target=append, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {(run.seed, run.epochs) for run in Log(path).runs} == {(s, e) for s in range(4) for e in range(20)}
 
 
 @pytest.mark.parametrize("field", [f.name for f in dataclasses.fields(Cell)])

@@ -206,18 +206,18 @@ def test_products_of_the_largest_integers_are_exact(shape: tuple[int, int, int])
 
 
 def test_a_cpu_whose_integers_are_wrong_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "_int_mm", lambda left, right: torch.zeros(len(left), right.shape[1]).to(torch.int32))
+    monkeypatch.setattr(torch, "_int_mm", lambda left, right, out: out.zero_())
     with pytest.raises(KflatsError, match="its products of integers are wrong"):
         integer_limit.__wrapped__()
 
 
-def no_kernel(left: Tensor, right: Tensor) -> Tensor:
+def no_kernel(left: Tensor, right: Tensor, out: Tensor) -> Tensor:
     raise NotImplementedError("'_int_mm' is not implemented for 'Char' on this build")
 
 
 @pytest.mark.parametrize("missing", [no_kernel, None], ids=["no kernel", "no operator"])
 def test_a_machine_without_products_of_integers_runs_the_other_forms(
-    missing: Callable[[Tensor, Tensor], Tensor] | None, monkeypatch: pytest.MonkeyPatch
+    missing: Callable[[Tensor, Tensor, Tensor], Tensor] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another processor, or another build of torch: int8 is refused where it is called, and auto takes another form."""
     monkeypatch.delattr(torch, "_int_mm") if missing is None else monkeypatch.setattr(torch, "_int_mm", missing)

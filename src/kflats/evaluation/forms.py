@@ -66,7 +66,7 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
 
     Raises:
         KflatsError: an unknown form; "auto" for a model whose folder does not say what forms lose. In "int8", a call
-            that asks for gradients, or on another device than the CPU.
+            that asks for gradients, or on another device than a CPU or a GPU of CUDA.
 
     >>> import kflats, torch
     >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64)).requires_grad_(False)
@@ -137,7 +137,7 @@ def fastest(model: nn.Module, losses: tuple[FormLoss, ...], most_loss: float, *,
 def integers_of(model: nn.Module) -> int | None:
     """Where the integers of int8 end on the machine of ``model``; None where it has no such form."""
     try:
-        return integer_limit() if device_of(model).type == "cpu" else None
+        return integer_limit(device_of(model).type)
     except KflatsError:
         return None
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from kflats.matrices.base import Matrix, is_exporting
-from kflats.matrices.running import LEAST, IntegerProduct, check_width
+from kflats.matrices.running import INTEGER_DEVICES, LEAST, IntegerProduct, check_width
 
 
 class Numbered(Protocol):
@@ -81,7 +81,7 @@ torch.library.define(_CONSTANTS, "(Tensor layer, Tensor[] tensors, int length) -
 torch.library.define(_SUMS, "(Tensor(a!) sums, Tensor whole, Tensor layer, Tensor[] tensors) -> ()", tags=_TAGS)
 
 
-@torch.library.impl(_CONSTANTS, "cpu")
+@torch.library.impl(_CONSTANTS, INTEGER_DEVICES)
 def _integer_constants(layer: Tensor, tensors: Sequence[Tensor], length: int) -> Tensor:
     """A copy of ``IntegerProduct.constants`` of a layer."""
     return _product(layer, tensors).constants.clone()
@@ -89,10 +89,10 @@ def _integer_constants(layer: Tensor, tensors: Sequence[Tensor], length: int) ->
 
 @torch.library.register_fake(_CONSTANTS)  # type: ignore[untyped-decorator]
 def _as_constants(layer: Tensor, tensors: Sequence[Tensor], length: int) -> Tensor:
-    return layer.new_empty(length, dtype=torch.float32)
+    return tensors[0].new_empty(length, dtype=torch.float32)  # a matrix of integers has a scale at least
 
 
-@torch.library.impl(_SUMS, "cpu")
+@torch.library.impl(_SUMS, INTEGER_DEVICES)
 def _integer_sums_(sums: Tensor, whole: Tensor, layer: Tensor, tensors: Sequence[Tensor]) -> None:
     """Write (rows, in) int8 times the integers of a layer into ``sums``, (rows, out) int32: memory that the graph uses
     again. New memory of this size takes long to get from the system."""

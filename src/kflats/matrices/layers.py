@@ -27,7 +27,7 @@ from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
-from kflats.matrices.running import IntegerProduct, Product
+from kflats.matrices.running import INTEGER_DEVICES, IntegerProduct, Product
 
 
 class HoldsMatrix:
@@ -159,7 +159,7 @@ class _Multiplies(_OneOperator):
             if (
                 self.run_form == "int8"
                 and matrix.has_integers
-                and x.device.type == "cpu"
+                and x.device.type in INTEGER_DEVICES
                 and self.out_features <= WIDEST
             ):
                 tensors = list(self._factors().values())
@@ -186,7 +186,7 @@ class _Multiplies(_OneOperator):
 
     def integers(self) -> IntegerProduct | None:
         """As ``kflats.matrices.compiled.Numbered``."""
-        product = self._product(torch.float32, "cpu")
+        product = self._product(torch.float32, self.matrix.weight.device.type)
         return product if isinstance(product, IntegerProduct) else None
 
     def _product(self, dtype: torch.dtype, device: str) -> Product | None:

@@ -35,45 +35,77 @@ _MULTIPLIED = 2**18
 """Inputs or outputs at a time. A block of outputs then stays in the cache, and memory of a much larger new tensor takes
 longer to get from the system than to fill."""
 _PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (64, 384, 64))
-"""Rows, inputs and outputs of the products by which a CPU is tried: they reach its different kernels."""
+"""Rows, inputs and outputs of the products by which a device is tried: they reach its different kernels."""
+INTEGER_DEVICES = ("cpu", "cuda")
+"""The kinds of device on which torch multiplies integers."""
+_FEWEST, _UNIT = 32, 8
+"""CUDA multiplies more than 16 rows of integers, and inputs and outputs that are multiples of 8."""
 
 
 @cache
-def integer_limit() -> int:
-    """The largest integer of the form int8 on this CPU: 127, or 63 where kernels add pairs of products in 16 bits.
+def integer_limit(kind: str = "cpu") -> int:
+    """The largest integer of the form int8 on such a device: 127, or 63 on CPUs whose kernels add pairs of products in
+    16 bits.
 
     Kernels without VNNI units do, and torch says nothing where such a sum is limited to 32767. So products of the
     largest integers are compared with exact ones, once in a process.
 
+    Args:
+        kind: of device, "cpu" or "cuda".
+
     Raises:
-        KflatsError: this CPU is wrong with both, or torch has no such product here.
+        KflatsError: another device; one that is wrong with both, or on which torch has no such product.
 
     >>> integer_limit() in (127, 63)
     True
     """
+    hint = "the run-time form bfloat16 or dense"
+    if kind not in INTEGER_DEVICES:
+        raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint=hint)
     for most in (127, 63):
-        if all(_is_exact(most, shape) for shape in _PROBES):
+        if all(_is_exact(most, shape, kind) for shape in _PROBES):
             return most
     raise KflatsError(
-        "the run-time form int8 is not supported on this CPU because its products of integers are wrong or missing",
-        hint="the run-time form bfloat16 or dense",
+        f"the run-time form int8 is not supported on this {'CPU' if kind == 'cpu' else 'GPU'} because its products of "
+        "integers are wrong or missing",
+        hint=hint,
     )
 
 
-def _is_exact(most: int, shape: tuple[int, int, int]) -> bool:
+def _is_exact(most: int, shape: tuple[int, int, int], kind: str) -> bool:
     """Whether products of integers of this size are exact, of one sign and of drawn signs; not where there are none."""
     (m, k, n), draws = shape, torch.Generator().manual_seed(0)
     for least in (0, 1):
         left, right = (
             (torch.randint(least, 2, of, generator=draws) * 2 - 1).mul(most).to(torch.int8) for of in ((m, k), (k, n))
         )
+        sums = torch.empty(m, n, dtype=torch.int32, device=kind)
         try:
-            sums = torch._int_mm(left, right)  # no public operator: a build, or a later torch, may lack it
+            _multiply(left.to(kind), _arranged(right.to(kind)), sums)
         except (RuntimeError, AttributeError):
             return False
-        if not torch.equal(sums, left.to(torch.int32) @ right.to(torch.int32)):
+        if not torch.equal(sums.cpu(), left.to(torch.int32) @ right.to(torch.int32)):
             return False
     return True
+
+
+def _arranged(numbers: Tensor) -> Tensor:
+    """(in, out) int8 as ``_multiply`` takes them: on a GPU filled up with zeros, output by output."""
+    if numbers.device.type == "cpu":
+        return numbers
+    inputs, outputs = numbers.shape
+    return F.pad(numbers.T, (0, -inputs % _UNIT, 0, -outputs % _UNIT)).contiguous().T
+
+
+def _multiply(whole: Tensor, numbers: Tensor, sums: Tensor) -> None:
+    """Write the products of (rows, in) int8 and arranged integers into ``sums``, (rows, out) int32."""
+    (rows, inputs), outputs = whole.shape, sums.shape[1]
+    if whole.device.type == "cpu" or (rows >= _FEWEST and numbers.shape == (inputs, outputs)):
+        # No public operator: a build, or a later torch, may lack it.
+        torch._int_mm(whole, numbers, out=sums)
+        return
+    filled = F.pad(whole, (0, len(numbers) - inputs, 0, max(0, _FEWEST - rows)))
+    sums.copy_(torch._int_mm(filled, numbers)[:rows, :outputs])
 
 
 class Product(Protocol):
@@ -113,7 +145,8 @@ def evening_scales(weight: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class IntegerProduct:
-    """``numbers`` (in, out) int8; ``steps`` (out,); ``scales`` (in,), by which inputs are multiplied first."""
+    """``numbers`` (in, out) int8, arranged for their device; ``steps`` (out,); ``scales`` (in,), by which inputs are
+    multiplied first."""
 
     numbers: Tensor
     steps: Tensor
@@ -121,24 +154,22 @@ class IntegerProduct:
 
     @classmethod
     def of(cls, weight: Tensor, scales: Tensor, most: int | None = None) -> IntegerProduct:
-        """Of (out, in) float32, rounded to the nearest integers up to ``most``, by default those of this CPU.
+        """Of (out, in) float32, rounded to the nearest integers up to ``most``, by default those of the device.
 
         Raises:
-            KflatsError: another device than the CPU: its kernels refuse small batches.
+            KflatsError: as ``integer_limit``.
         """
-        if weight.device.type != "cpu":
-            kind = weight.device.type
-            raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint="the run-time form bfloat16")
-        limit, at_once = most or integer_limit(), max(1, _AT_ONCE // max(1, len(scales)))
+        limit = most or integer_limit(weight.device.type)
+        at_once = max(1, _AT_ONCE // max(1, len(scales)))
         steps = weight.new_empty(len(weight))
         # A new tensor: torch 2.13 reads beyond a view of one input whose strides are not those of a new tensor.
-        numbers = torch.empty(len(scales), len(weight), dtype=torch.int8)
+        numbers = torch.empty(len(scales), len(weight), dtype=torch.int8, device=weight.device)
         for first in range(0, len(weight), at_once):
             rows = slice(first, first + at_once)
             scaled = weight[rows] / scales
             steps[rows] = scaled.abs().amax(1).clamp_min(LEAST) / limit
             numbers[:, rows] = scaled.div_(steps[rows].unsqueeze(1)).round_().T
-        return cls(numbers, steps, scales)
+        return cls(_arranged(numbers), steps, scales)
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """As ``Product``. A token with NaN or infinity has outputs that are not finite."""
@@ -148,33 +179,35 @@ class IntegerProduct:
         learns = bias is not None and torch.is_grad_enabled() and bias.requires_grad
         # One pass fewer over the outputs, where no gradient of a bias must pass.
         added = None if bias is None or learns else bias.to(torch.float32)
-        at_once = max(1, _MULTIPLIED // max(1, *self.numbers.shape))
+        # A GPU has no such cache, and each call costs time.
+        at_once = max(1, _MULTIPLIED // max(1, *self.numbers.shape) if x.device.type == "cpu" else len(inputs))
         for first in range(0, len(inputs), at_once):
             rows = slice(first, first + at_once)
-            self._multiply(inputs[rows], added, out[rows])
+            self._round_and_multiply(inputs[rows], added, out[rows])
         out = out + bias if bias is not None and learns else out
         return out.to(x.dtype).reshape(*x.shape[:-1], len(self.steps))
 
     @cached_property
     def constants(self) -> Tensor:
         """(in + out + 1,) ``scales``, ``steps`` in parts of the largest integer, and that integer."""
-        limit = self.steps.new_full((1,), integer_limit())
+        limit = self.steps.new_full((1,), integer_limit(self.steps.device.type))
         return torch.cat([self.scales, self.steps / limit, limit])
 
     def sums_(self, sums: Tensor, whole: Tensor) -> None:
         """Write the products of (rows, in) int8 into ``sums``, (rows, out) int32."""
-        if whole.stride() != (whole.shape[1], 1):  # those of a new tensor, see ``_multiply``
+        if whole.stride() != (whole.shape[1], 1):  # those of a new tensor, see ``_round_and_multiply``
             whole = whole.reshape(-1).view(whole.shape)
-        torch._int_mm(whole, self.numbers, out=sums)
+        _multiply(whole, self.numbers, sums)
 
-    def _multiply(self, x: Tensor, added: Tensor | None, out: Tensor) -> None:
+    def _round_and_multiply(self, x: Tensor, added: Tensor | None, out: Tensor) -> None:
         """Write the outputs of some tokens into ``out``, which holds the sums of integers first."""
         rows = x * self.scales
         largest = torch.maximum(rows.amax(1, keepdim=True), rows.amin(1, keepdim=True).neg_())
-        sizes = largest.clamp_min_(LEAST).div_(integer_limit())
+        sizes = largest.clamp_min_(LEAST).div_(integer_limit(x.device.type))
         # A row of a transposed batch keeps strides that torch calls contiguous, and that torch 2.13 multiplies wrongly.
         whole = rows.div_(sizes).round_().to(torch.int8, memory_format=torch.contiguous_format)
-        sums = torch._int_mm(whole, self.numbers, out=out.view(torch.int32))
+        sums = out.view(torch.int32)
+        _multiply(whole, self.numbers, sums)
         out.copy_(sums).mul_(sizes)
         if added is None:
             out.mul_(self.steps)
