@@ -281,7 +281,8 @@ class CalibrationData:
         return known
 
     def matrix(self, model: nn.Module, weight: Weight, recipe: Recipe) -> tuple[TensorRows, Weighting]:
-        """The matrix of ``weight`` as the method of ``recipe`` takes it, with its weighting.
+        """The matrix of ``weight`` as the method of ``recipe`` takes it, with its weighting: on the device of the model,
+        or on the CPU for codecs, which compute there.
 
         Raises:
             KflatsError: a model without values; as ``weigh``.
@@ -295,6 +296,7 @@ class CalibrationData:
             )
         if recipe.matrix_rows == "out_features":
             matrix, weighting = matrix.T, weighting.transposed()
+        matrix = matrix.cpu() if recipe.is_coded or recipe.chooses else matrix
         return TensorRows(matrix), weighting.to(matrix.device)
 
     def table(self, model: nn.Module, weight: Weight, recipe: Recipe) -> Table:
