@@ -97,7 +97,8 @@ def encoder_flow(bert: nn.Module) -> Tensor:
     With absolute weights and no shifts attention averages equal positions, so values and outputs carry the flow and
     queries and keys none; layer norms keep their scales and do not normalise. R sums the last hidden state.
     """
-    x = torch.ones(bert.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    device = bert.embeddings.LayerNorm.weight.device
+    x = torch.ones(bert.config.hidden_size, dtype=torch.float64, device=device, requires_grad=True)
 
     def by(module: nn.Module, y: Tensor) -> Tensor:
         weight = module.weight.detach().double().abs()

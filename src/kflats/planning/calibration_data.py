@@ -281,8 +281,8 @@ class CalibrationData:
         return known
 
     def matrix(self, model: nn.Module, weight: Weight, recipe: Recipe) -> tuple[TensorRows, Weighting]:
-        """The matrix of ``weight`` as the method of ``recipe`` takes it, with its weighting: on the device of the model,
-        or on the CPU for codecs, which compute there.
+        """The matrix of ``weight`` as the method of ``recipe`` takes it, with its weighting: on the device of the
+        model, or on the CPU for codecs, which compute there.
 
         Raises:
             KflatsError: a model without values; as ``weigh``.
