@@ -195,7 +195,7 @@ def test_lanes_take_little_more_than_a_whole_stream() -> None:
 def test_the_cut_of_the_source_changes_no_byte(kind: str, tmp_path: Path) -> None:
     rows = drawn(_BLOCK + 5000, 5)
     outs = []
-    for number, cuts in enumerate(([], [1, 9000], [_BLOCK - 1, _BLOCK + 1])):
+    for number, cuts in enumerate(([], [1, _BLOCK - 1, _BLOCK + 1])):
         folder = tmp_path / f"cut-{number}"
         folder.mkdir()
         for part, piece in enumerate(torch.tensor_split(rows, cuts)):
@@ -361,7 +361,7 @@ def test_axes_take_8_bits_where_that_loses_less_in_the_same_bytes(
     flats: int, far: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error in the index is that of the rows, also in axes that are not quite orthogonal; far rows are kept."""
-    rows, _ = planted(8000, 192, 2)
+    rows, _ = planted(5000, 192, 2)
     if far:
         rows[5:7] *= 500 / rows[5:7].norm(dim=1, keepdim=True)
     source, lost = saved(rows, tmp_path / "rows.npy"), []

@@ -266,7 +266,7 @@ def test_equal_input_gives_equal_files(tiny_folder, tmp_path):
 def test_sizes_share_what_was_prepared_and_give_the_files_of_single_calls(tiny_folder, tmp_path, monkeypatch):
     was, measured = CalibrationData.measured, []
     monkeypatch.setattr(CalibrationData, "measured", lambda *args: measured.append(1) or was(*args))
-    prepared, asked = Prepared(), {"texts": TEXTS, "method": Auto(), "weights": ("all",), "quiet": True}
+    prepared, asked = Prepared(), {"texts": TEXTS, "method": Auto(), "weights": ("all",), "proof": False, "quiet": True}
     for keep in ("60%", "40%"):
         compress_folder(tiny_folder, tmp_path / f"shared-{keep}", keep=keep, prepared=prepared, **asked)
     assert len(measured) == 1

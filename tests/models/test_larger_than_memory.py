@@ -116,10 +116,10 @@ def test_a_disk_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(saving, "stamp_", damaged)
     with pytest.raises(KflatsError, match="does not hold what was written"):
-        compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
+        compress_folder(tmp_path / "model", tmp_path / "small", keep="60%", method=kflats.SVD(), proof=False, quiet=True)
     assert not (tmp_path / "small").exists()
     monkeypatch.undo()
-    compress_folder(tmp_path / "model", tmp_path / "small", size="50%", proof=False, quiet=True)
+    compress_folder(tmp_path / "model", tmp_path / "small", keep="60%", method=kflats.SVD(), proof=False, quiet=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
 
 
