@@ -106,7 +106,7 @@ def test_a_large_model_is_written_in_shards_with_an_index(tmp_path: Path, monkey
 
 def test_a_disk_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ARCHITECTURES["llama"].make(False).save_pretrained(tmp_path / "model")
-    whole = saving.stamp_
+    whole, asked = saving.stamp_, {"keep": "60%", "method": kflats.SVD(), "proof": False, "quiet": True}
 
     def damaged(path: Path) -> None:
         whole(path)
@@ -116,10 +116,10 @@ def test_a_disk_that_returns_other_bytes_is_found(tmp_path: Path, monkeypatch: p
 
     monkeypatch.setattr(saving, "stamp_", damaged)
     with pytest.raises(KflatsError, match="does not hold what was written"):
-        compress_folder(tmp_path / "model", tmp_path / "small", keep="60%", method=kflats.SVD(), proof=False, quiet=True)
+        compress_folder(tmp_path / "model", tmp_path / "small", **asked)
     assert not (tmp_path / "small").exists()
     monkeypatch.undo()
-    compress_folder(tmp_path / "model", tmp_path / "small", keep="60%", method=kflats.SVD(), proof=False, quiet=True)
+    compress_folder(tmp_path / "model", tmp_path / "small", **asked)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "small"]
 
 
