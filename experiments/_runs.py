@@ -143,33 +143,36 @@ def commit() -> str:
     return f"{found}-dirty" if differs else found
 
 
+_BEGIN = '{"'
+"""How a line of a log begins."""
+
+
 class Log:
     """The finished runs in a file of JSON lines, to which new ones are appended, by several processes if need be.
 
+    A line that was cut off, because its process was ended, is passed over and said so.
+
     Raises:
-        KflatsError: a line that is no run. A last line that was cut off is dropped, and said so.
+        KflatsError: a line that is no run.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.runs: list[Run] = []
         names = {one.name for one in fields(Run)}
-        with self._alone():
-            text = path.read_text(encoding="utf-8") if path.is_file() else ""
-            *lines, rest = text.split("\n")
-            if rest:
-                print(f"{path}: the last line was cut off; it is dropped", file=sys.stderr)
-                path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
-        for number, line in enumerate(lines, 1):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        for number, line in enumerate(text.splitlines(), 1):
             try:
                 found = json.loads(line)
-                self.runs.append(Run(**{name: found[name] for name in names}))
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+            except json.JSONDecodeError as error:
+                if line.startswith(_BEGIN):
+                    print(f"line {number} of {path} was cut off; it is passed over", file=sys.stderr)
+                    continue
                 raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove that line") from error
-
-    def _alone(self) -> FileLock:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(self.path.with_name(f".{self.path.name}.lock"))
+            try:
+                self.runs.append(Run(**{name: found[name] for name in names}))
+            except (KeyError, TypeError) as error:
+                raise KflatsError(f"line {number} of {path} is no run: {error!r}", hint="remove that line") from error
 
     def find(self, key: str) -> Run | None:
         """The newest run with this key."""
@@ -178,8 +181,13 @@ class Log:
     def add(self, run: Run) -> None:
         """Append a run; it is on the disk when this returns."""
         self.runs.append(run)
-        with self._alone(), self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(run), allow_nan=False) + "\n")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        line = json.dumps(asdict(run), allow_nan=False) + "\n"
+        with FileLock(self.path.with_name(f".{self.path.name}.lock")), self.path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                line = line if file.read(1) == b"\n" else f"\n{line}"  # after one that was cut off
+            file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
 

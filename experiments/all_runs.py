@@ -54,17 +54,22 @@ class Share:
 
 
 def shares(command: tuple[str, ...]) -> list[Share]:
-    """One for each task and seed of a command; one where it names no tasks.
+    """One for each task and seed of a command; one where it names no tasks, as with ``--quick``: these train the same.
 
     >>> [share.words[1:] for share in shares(("script.py", "--tasks", "rte,mrpc"))][:1]
     [('--tasks', 'rte', '--seeds', '0')]
     """
     if "--tasks" not in command:
-        return [Share(command, command[0])]
+        return [Share(command, "all")]
     place = command.index("--tasks")
     others = command[:place] + command[place + 2 :]
     found = product(command[place + 1].split(","), SEEDS.split(","))
-    return [Share((*others, "--tasks", task, "--seeds", seed), f"{task} {seed}") for task, seed in found]
+    # All shares of a command that makes the source that it trains make the same one.
+    makes = "--source" in command
+    return [
+        Share((*others, "--tasks", task, "--seeds", seed), "the source" if makes else f"{task} {seed}")
+        for task, seed in found
+    ]
 
 
 class Runner:
@@ -83,25 +88,31 @@ class Runner:
     def run(self, todo: list[Share]) -> None:
         """All of them, in this order as far as they train different models."""
         waiting, busy = list(todo), set[str]()
-        workers = [threading.Thread(target=self._work, args=(waiting, busy)) for _ in range(self.jobs)]
+        workers = [threading.Thread(target=self._work, args=(waiting, busy), daemon=True) for _ in range(self.jobs)]
         for worker in workers:
             worker.start()
-        for worker in workers:
-            worker.join()
+        try:
+            for worker in workers:
+                worker.join()
+        except KeyboardInterrupt:
+            with self._lock:
+                waiting.clear()  # what runs was interrupted too
+                self._lock.notify_all()
+            raise
 
     def _work(self, waiting: list[Share], busy: set[str]) -> None:
         for share in self._next(waiting, busy):
             print(f"== {' '.join(share.words)}", flush=True)
-            code = finished(
-                [sys.executable, str(HERE / share.words[0]), *share.words[1:], *self.common],
-                self.variables,
-                self._end - time.monotonic(),
-            )
-            with self._lock:
-                busy.remove(share.trains)
-                self.failed += code not in (0, None)
-                self.is_over |= code is None
-                self._lock.notify_all()
+            command = [sys.executable, str(HERE / share.words[0]), *share.words[1:], *self.common]
+            code: int | None = 1
+            try:
+                code = finished(command, self.variables, self._end - time.monotonic())
+            finally:
+                with self._lock:
+                    busy.remove(share.trains)
+                    self.failed += code not in (0, None)
+                    self.is_over |= code is None
+                    self._lock.notify_all()
 
     def _next(self, waiting: list[Share], busy: set[str]) -> Iterator[Share]:
         while True:

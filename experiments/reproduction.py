@@ -104,14 +104,18 @@ def halves(results: Path) -> str:
             best = min(theirs, key=lambda m: sum(theirs[m][s] for s in ours))
             half = paired({s: theirs[best][s] / 2 for s in ours}, ours)
             best_after = {m: after.by_model(m, size, task) for m in methods}
-            best_after = {m: by for m, by in best_after.items() if by}
+            best_after = {m: by for m, by in best_after.items() if by and by.keys() >= ours.keys()}
             told_after = ""
             if best_after and after.by_model("kflats", size, task):
                 first = min(best_after, key=lambda m: sum(best_after[m].values()) / len(best_after[m]))
                 ahead = paired(best_after[first], after.by_model("kflats", size, task))
                 told_after = f"; after fine-tuning {ahead} ahead of {first}"
             verdict = "open" if half is None or not half.decides else "holds" if half.mean > 0 else "refuted"
-            told.append(f"{task}, {size}: half of {best}'s drop less ours is {half}: **{verdict}**{told_after}")
+            missing = [m.removeprefix("MESSI, ") for m in methods if m not in theirs]
+            open_ones = f" ({', '.join(missing)} not run for all seeds)" if missing else ""
+            told.append(
+                f"{task}, {size}{open_ones}: half of {best}'s drop less ours is {half}: **{verdict}**{told_after}"
+            )
     return "<br>".join(told) or NOT_RUN
 
 

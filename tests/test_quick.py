@@ -315,6 +315,22 @@ def test_no_two_processes_train_one_model(monkeypatch: pytest.MonkeyPatch) -> No
     assert not runner.is_over
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_share_that_cannot_begin_is_counted_and_holds_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def finished(command: list[str], variables: object, seconds: float) -> int:
+        if not started:
+            started.append(command)
+            raise OSError("no process can be made")
+        started.append(command)
+        return 0
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(all_runs, "finished", finished)
+    runner = all_runs.Runner([], {}, 2, 60)
+    runner.run([all_runs.Share((str(number),), "one model") for number in range(3)])
+    assert (len(started), runner.failed) == (3, 1)
+
+
 def test_all_runs_names_every_logged_experiment() -> None:
     logged = {
         path.name for path in all_runs.HERE.glob("*.py") if "(TaskExperiment)" in path.read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """A second device that is pretended: its tensors lie in the memory of the CPU, and an operation that mixes them with
 others fails as it does on a GPU. So code is tried where there is none.
 
-What is checked is where tensors lie, not kernels: `test_cuda.py` runs the same laws on a GPU that is there.
+What is checked is where tensors lie, not kernels: ``test_devices.py`` runs the same laws on a GPU that is there.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ _THERE = torch.device(NAME, 0)
 _GET_DEVICE = Tensor.device.__get__  # type: ignore[attr-defined]
 _IS_CPU = Tensor.is_cpu.__get__  # type: ignore[attr-defined]
 _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
-_INDEXING = {"__getitem__", "__setitem__"}
-"""A tensor there takes indices from the CPU too."""
 _MIXING = {"copy_", "to", "cpu", "cuda", "type_as", "__get__", "__set__", "set_", "as_tensor", "tensor"}
 _MIXING |= {"_has_compatible_shallow_copy_type"}
 """Operations that move tensors, or take none of their numbers."""
@@ -56,9 +54,9 @@ class Pretended(TorchFunctionMode):
             out = args[0].clone() if bool(there) != (name == "cuda") else args[0]
             return self._placed(out, name == "cuda")
         out = func(*args, **kwargs)
-        if name == "to" and wanted is not None and wanted != bool(there) and out is args[0]:
-            out = out.clone()
         goes_there = wanted if wanted is not None else self._goes_there(name, args, there)
+        if name in ("to", "type_as") and out is args[0] and goes_there != self._is_there(out):
+            out = out.clone()
         return self._placed(out, goes_there)
 
     def _goes_there(self, name: str, args: tuple[Any, ...], there: list[Tensor]) -> bool:
@@ -105,8 +103,12 @@ class Pretended(TorchFunctionMode):
             raise TypeError(f"{name}: can't convert cuda:0 device type tensor to numpy")
         if name in _MIXING or not there:
             return
-        if name in _INDEXING and self._is_there(args[0]):
+        if name == "__getitem__" and self._is_there(args[0]):
             return
+        if name == "__setitem__" and not any(isinstance(leaf, Tensor) for leaf in tree_leaves(args[1])):
+            return  # a copy into a part
+        if name == "__setitem__" and self._is_there(args[0]):
+            tensors = [leaf for leaf in tree_leaves(args[2]) if isinstance(leaf, Tensor)]
         here = [t for t in tensors if not self._is_there(t) and t.ndim and t.numel()]
         if here:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")

@@ -159,11 +159,14 @@ def test_products_of_integers_are_those_of_the_cpu(shape: tuple[int, int, int]) 
     m, k, n = shape
     gen = torch.Generator().manual_seed(0)
     weight, x, scales = torch.randn(n, k, generator=gen), torch.randn(m, k, generator=gen), torch.ones(k)
-    most = min(integer_limit(), integer_limit("cuda"))
+    most = integer_limit("cuda")
     ours = IntegerProduct.of(weight.to("cuda"), scales.to("cuda"), most)(x.to("cuda"), torch.ones(n).to("cuda"))
     near = x @ weight.T + 1
     assert float((ours.cpu() - near).norm()) < 0.03 * float(near.norm())
-    assert integer_limit("cuda") == 127
+    assert most == 127
+    if integer_limit() == most:
+        theirs = IntegerProduct.of(weight, scales, most)(x, torch.ones(n))
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-3, atol=0.02)  # a number may be rounded the other way
 
 
 @needs_gpu

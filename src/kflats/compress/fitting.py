@@ -32,7 +32,7 @@ from kflats.matrices.registry import CodedMatrix, Matrix, matrix_of
 from kflats.methods.protocol import Problem
 from kflats.model.run_as import forget_losses_
 from kflats.model.swap import swap_, unchanged_on_error
-from kflats.model.weights import Weight, WeightUse, dense_weight, factored_layers, held_matrices, parameter
+from kflats.model.weights import Weight, WeightUse, factored_layers, held_matrices, parameter
 from kflats.numerics.flats import Progress
 from kflats.numerics.rows import Rows
 from kflats.planning.calibration_data import CalibrationData, needed
@@ -187,9 +187,7 @@ def swapped(
     with unchanged_on_error(model):
         for one in done:
             if one.matrix is not None:
-                rows, device = one.decision.recipe.matrix_rows, dense_weight(model, one.decision.weight).device
-                if device.type not in ("cpu", "meta"):
-                    one.matrix.to(device)
+                rows = one.decision.recipe.matrix_rows
                 swap_(model, one.decision.weight, one.matrix, matrix_rows=rows, bias_shift=one.bias_shift)
                 table = parameter(model, one.decision.weight.name)
                 if spill is not None and table is not None:

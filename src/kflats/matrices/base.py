@@ -240,6 +240,12 @@ def inverse_of(permutation: Tensor) -> Tensor:
     return torch.empty_like(places).index_copy(0, permutation.to(torch.int64), places)
 
 
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has made what is about to be kept: other threads read it, in streams of their own."""
+    if device.type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.current_stream(device).synchronize()
+
+
 def is_exporting() -> bool:
     """True while a graph of plain operators is recorded: sizes that depend on data must stay symbolic."""
     return _is_jit_tracing() or _compiler_is_exporting()

@@ -31,6 +31,7 @@ from kflats.matrices.base import (
     is_exporting,
     is_recording,
     refresh_after_load,
+    settle,
 )
 from kflats.matrices.running import DenseProduct, IntegerProduct, Product, evening_scales
 from kflats.numerics.coding.packing import MOST_BITS, Layout, layout_of, pack, places_of, read_codes
@@ -621,6 +622,7 @@ class CodedMatrix(Matrix):
             with torch.inference_mode(False), torch.no_grad():
                 made = self._new_lookup()
             less, centers = (None if t is None or not bool(t.any()) else t for t in (made.less, made.centers))
+            settle(made.begin.device)
             self._known = known = key, replace(made, less=less, centers=centers)
         return known[1]
 
@@ -637,6 +639,7 @@ class CodedMatrix(Matrix):
         if known.table is None:
             with torch.inference_mode(False), torch.no_grad(), torch.autocast(self.position.device.type, enabled=False):
                 made = replace(known, table=self._whole(self._wide))
+            settle(made.begin.device)
             if (held := self._known) is not None and held[1] is known:
                 self._known = held[0], made
             known = made

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from kflats.common.errors import KflatsError
 from kflats.common.machine import return_memory_now
 from kflats.common.run_forms import RunForm
-from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load
+from kflats.matrices.base import Matrix, State, is_recording, refresh_after_load, settle
 from kflats.matrices.compiled import WIDEST, computed, is_one_operator, multiplied_as_integers, numbered
 from kflats.matrices.kept_rows import KeptRows, may_keep_rows
 from kflats.matrices.low_rank import DenseMatrix, InterpolativeMatrix, LowRankMatrix
@@ -199,7 +199,9 @@ class _Multiplies(_OneOperator):
         if ready is None or ready[0] != key:
             # Not under autocast, and not as inference tensors, which no later gradient could pass.
             with torch.inference_mode(False), torch.autocast(device, enabled=False):
-                self._ready = ready = key, matrix.product(self.run_form, dtype, transposed=self.transposed)
+                product = matrix.product(self.run_form, dtype, transposed=self.transposed)
+                settle(matrix.weight.device)
+                self._ready = ready = key, product
             if math.prod(matrix.shape) >= _LARGE:
                 return_memory_now()
         return ready[1]

@@ -34,7 +34,9 @@ _AT_ONCE = 2**16
 _MULTIPLIED = 2**18
 """Inputs or outputs at a time. A block of outputs then stays in the cache, and memory of a much larger new tensor takes
 longer to get from the system than to fill."""
-_PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (64, 384, 64))
+_MULTIPLIED_THERE = 2**27
+"""The same on a GPU, where each call costs time: half a gigabyte of sums."""
+_PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (33, 384, 384), (64, 384, 64))
 """Rows, inputs and outputs of the products by which a device is tried: they reach its different kernels."""
 INTEGER_DEVICES = ("cpu", "cuda")
 """The kinds of device on which torch multiplies integers."""
@@ -48,7 +50,7 @@ def integer_limit(kind: str = "cpu") -> int:
     16 bits.
 
     Kernels without VNNI units do, and torch says nothing where such a sum is limited to 32767. So products of the
-    largest integers are compared with exact ones, once in a process.
+    largest integers are compared with exact ones, and the limit is kept.
 
     Args:
         kind: of device, "cpu" or "cuda".
@@ -62,7 +64,7 @@ def integer_limit(kind: str = "cpu") -> int:
     hint = "the run-time form bfloat16 or dense"
     if kind not in INTEGER_DEVICES:
         raise KflatsError(f"the run-time form int8 is not supported on {kind}", hint=hint)
-    for most in (127, 63):
+    for most in (127, 63) if kind == "cpu" else (127,):
         if all(_is_exact(most, shape, kind) for shape in _PROBES):
             return most
     raise KflatsError(
@@ -82,6 +84,8 @@ def _is_exact(most: int, shape: tuple[int, int, int], kind: str) -> bool:
         sums = torch.empty(m, n, dtype=torch.int32, device=kind)
         try:
             _multiply(left.to(kind), _arranged(right.to(kind)), sums)
+        except torch.OutOfMemoryError:
+            raise
         except (RuntimeError, AttributeError):
             return False
         if not torch.equal(sums.cpu(), left.to(torch.int32) @ right.to(torch.int32)):
@@ -179,8 +183,8 @@ class IntegerProduct:
         learns = bias is not None and torch.is_grad_enabled() and bias.requires_grad
         # One pass fewer over the outputs, where no gradient of a bias must pass.
         added = None if bias is None or learns else bias.to(torch.float32)
-        # A GPU has no such cache, and each call costs time.
-        at_once = max(1, _MULTIPLIED // max(1, *self.numbers.shape) if x.device.type == "cpu" else len(inputs))
+        most = _MULTIPLIED if x.device.type == "cpu" else _MULTIPLIED_THERE
+        at_once = max(1, most // max(1, *self.numbers.shape))
         for first in range(0, len(inputs), at_once):
             rows = slice(first, first + at_once)
             self._round_and_multiply(inputs[rows], added, out[rows])
