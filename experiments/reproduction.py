@@ -112,10 +112,8 @@ def halves(results: Path) -> str:
                 told_after = f"; after fine-tuning {ahead} ahead of {first}"
             verdict = "open" if half is None or not half.decides else "holds" if half.mean > 0 else "refuted"
             missing = [m.removeprefix("MESSI, ") for m in methods if m not in theirs]
-            open_ones = f" ({', '.join(missing)} not run for all seeds)" if missing else ""
-            told.append(
-                f"{task}, {size}{open_ones}: half of {best}'s drop less ours is {half}: **{verdict}**{told_after}"
-            )
+            place = f"{task}, {size}" + (f" ({', '.join(missing)} not run for all seeds)" if missing else "")
+            told.append(f"{place}: half of {best}'s drop less ours is {half}: **{verdict}**{told_after}")
     return "<br>".join(told) or NOT_RUN
 
 

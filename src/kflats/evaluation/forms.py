@@ -135,8 +135,8 @@ def fastest(model: nn.Module, losses: tuple[FormLoss, ...], most_loss: float, *,
 
 
 def integers_of(model: nn.Module) -> int | None:
-    """Where the integers of int8 end on the device of the coded layers of ``model``; None where it has no such form, and
-    for layers on several kinds of device."""
+    """Where the integers of int8 end on the device of the coded layers of ``model``; None where it has no such form,
+    and for layers on several kinds of device."""
     kinds = {layer.weight.device.type for layer in coded_layers(model)} or {device_of(model).type}
     try:
         return integer_limit(kinds.pop()) if len(kinds) == 1 else None

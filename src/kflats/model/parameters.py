@@ -22,8 +22,8 @@ from kflats.model.weights import Held, Weight, held_matrices, parameter, stored_
 
 
 def hold_(model: nn.Module, weight: Weight, matrix: Matrix, matrix_rows: str) -> None:
-    """Give the parameter ``weight`` the values of ``matrix``, and keep the matrix beside it, on the CPU: no ``to`` of the
-    model reaches it, and another device may decode other last digits."""
+    """Give the parameter ``weight`` the values of ``matrix``, and keep the matrix beside it, on the CPU: no ``to`` of
+    the model reaches it, and another device may decode other last digits."""
     module, key, table = _place(model, weight.name)
     matrix = matrix if matrix.weight.is_meta else matrix.cpu()
     with torch.no_grad():
