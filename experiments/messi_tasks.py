@@ -272,6 +272,7 @@ def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...]
     for (size, shown), task in ((size, task) for size in sizes for task in tasks):
         ours = before.by_model(OURS, size, task)
         others = {m: before.by_model(m, size, task) for m in theirs}
+        missing = [m.removeprefix("MESSI, ") for m, by in others.items() if not by or not set(by) >= set(ours)]
         others = {m: {s: v / 2 for s, v in by.items()} for m, by in others.items() if by and set(by) >= set(ours)}
         if not ours or not others:
             continue
@@ -283,6 +284,7 @@ def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...]
             lines.append(
                 f"- {task}, {shown}: {spread(list(ours.values()), len(ours))} against {lost} ({best}); half of that "
                 f"less ours is {found}; {verdict}."
+                + (f" Not run for all seeds: {', '.join(missing)}." if missing else "")
             )
     return "\n".join(lines) or "Not run."
 
