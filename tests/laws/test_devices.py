@@ -12,6 +12,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from pretended import Pretended
+from safetensors.torch import load_file
 from table import each_coded, each_method
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ import kflats
 from kflats import SVD, Feedback, InputGram, Integer, KeepDense, KroneckerFisher, Recipe, RowFisher, Transform, run_as_
 from kflats.common.run_forms import RunForm
 from kflats.matrices.running import IntegerProduct, integer_limit
+from kflats.model.weights import held_matrices
 
 HAS_GPU = torch.cuda.is_available()
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU of CUDA")
@@ -201,3 +203,16 @@ def test_folders_are_read_and_trained(tmp_path: Path) -> None:
     assert float(model(**batch)["loss"].detach()) < before
     kflats.restore_(model)
     assert model.first.weight.device.type == "cuda"
+
+
+def test_a_file_has_the_matrix_of_a_parameter_on_whichever_device(tmp_path: Path) -> None:
+    """It lies on the CPU: decoded on another device, the last digits might differ, and the file would be dense."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.XLNetConfig(vocab_size=90, d_model=64, n_layer=1, n_head=4, d_inner=64)
+    model, name = transformers.XLNetModel(config).eval().to("cuda"), "layer.0.rel_attn.q"
+    kflats.compress_(model, {name: Recipe(SVD())}, keep="40%", quiet=True)
+    ((_, held),) = held_matrices(model)
+    assert held.matrix.weight.device.type == "cpu"
+    for device in DEVICES:
+        model.to(device).save_pretrained(tmp_path / device)
+        assert len([key for key in load_file(tmp_path / device / "model.safetensors") if key.startswith(name)]) == 2
