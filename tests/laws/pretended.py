@@ -6,7 +6,6 @@ What is checked is where tensors lie, not kernels: ``test_devices.py`` runs the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -120,9 +119,3 @@ def _without_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tupl
         return _CPU if of_device and torch.device(one).type == NAME else one
 
     return tuple(map(here, args)), {name: here(one) for name, one in kwargs.items()}
-
-
-def entered() -> Iterator[None]:
-    """For a fixture."""
-    with Pretended():
-        yield

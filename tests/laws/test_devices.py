@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,12 +27,14 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU of CUDA")
 
 @pytest.fixture(autouse=True)
 def device_there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not HAS_GPU and request.node.get_closest_marker("slow"):
+    if HAS_GPU:
+        yield
+        return
+    if request.node.get_closest_marker("slow"):
         pytest.skip("minutes where each operation is watched; on a GPU seconds")
-    if not HAS_GPU:
-        monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
-        monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
-    with nullcontext() if HAS_GPU else Pretended():
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    with Pretended():
         yield
 
 

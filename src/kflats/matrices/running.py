@@ -34,7 +34,7 @@ _AT_ONCE = 2**16
 _MULTIPLIED = 2**18
 """Inputs or outputs at a time. A block of outputs then stays in the cache, and memory of a much larger new tensor takes
 longer to get from the system than to fill."""
-_MULTIPLIED_THERE = 2**27
+_MULTIPLIED_ON_GPU = 2**27
 """The same on a GPU, where each call costs time: half a gigabyte of sums."""
 _PROBES = ((1, 384, 384), (1, 8, 3), (5, 60, 8), (17, 64, 48), (33, 384, 384), (64, 384, 64))
 """Rows, inputs and outputs of the products by which a device is tried: they reach its different kernels."""
@@ -183,7 +183,7 @@ class IntegerProduct:
         learns = bias is not None and torch.is_grad_enabled() and bias.requires_grad
         # One pass fewer over the outputs, where no gradient of a bias must pass.
         added = None if bias is None or learns else bias.to(torch.float32)
-        most = _MULTIPLIED if x.device.type == "cpu" else _MULTIPLIED_THERE
+        most = _MULTIPLIED if x.device.type == "cpu" else _MULTIPLIED_ON_GPU
         at_once = max(1, most // max(1, *self.numbers.shape))
         for first in range(0, len(inputs), at_once):
             rows = slice(first, first + at_once)
