@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,8 +31,9 @@ class Pretended(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._there: set[int] = set()
-        """Where the memory of its tensors begins."""
+        self._there: set[StorageWeakRef] = set()
+        """The storages of its tensors. A weak reference keeps the identity of a storage, not its memory: what is made
+        later at the same address is another storage."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -67,18 +69,13 @@ class Pretended(TorchFunctionMode):
 
     def _placed(self, out: Any, there: bool) -> Any:
         for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided and _GET_DEVICE(leaf) == _CPU:
-                if place := leaf.untyped_storage().data_ptr():
-                    (self._there.add if there else self._there.discard)(place)
-                else:
-                    leaf.__dict__["is_pretended"] = there  # no memory to know it by
+            if isinstance(leaf, Tensor) and (storage := _storage(leaf)) is not None:
+                (self._there.add if there else self._there.discard)(storage)
         return out
 
     def _is_there(self, tensor: Tensor) -> bool:
-        if tensor.layout != torch.strided or _GET_DEVICE(tensor) != _CPU:
-            return False
-        place = tensor.untyped_storage().data_ptr()
-        return place in self._there if place else bool(tensor.__dict__.get("is_pretended"))
+        storage = _storage(tensor)
+        return storage is not None and storage in self._there
 
     def _wanted(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
         """Whether the result is to lie there; None where nothing says so."""
@@ -111,6 +108,12 @@ class Pretended(TorchFunctionMode):
         here = [t for t in tensors if not self._is_there(t) and t.ndim and t.numel()]
         if here:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef | None:
+    if tensor.layout != torch.strided or _GET_DEVICE(tensor) != _CPU:
+        return None
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def _without_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -26,12 +26,10 @@ needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="there is no GPU of CUDA")
 
 
 @pytest.fixture(autouse=True)
-def device_there(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def device_there(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if HAS_GPU:
         yield
         return
-    if request.node.get_closest_marker("slow"):
-        pytest.skip("minutes where each operation is watched; on a GPU seconds")
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.get_rng_state())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
     with Pretended():
