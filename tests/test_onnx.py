@@ -450,13 +450,13 @@ def test_what_several_layers_read_is_rounded_once(tmp_path: Path) -> None:
 
 
 def test_the_runtime_computes_gelu_in_one_pass(tmp_path: Path) -> None:
-    model, x = Reads(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 5), nn.GELU("tanh")), torch.randn(3, 8)
+    model, x = Reads(nn.Linear(8, 12), nn.GELU(), nn.Linear(12, 5), nn.GELU("tanh")), torch.randn(3, 4, 8)
     made = export_onnx(model, tmp_path / "model.onnx", inputs={"x": x})
     options = onnxruntime.SessionOptions()
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     onnxruntime.InferenceSession(str(made.path), options, providers=["CPUExecutionProvider"])
     kinds = [node.op_type for node in onnx.load(tmp_path / "optimized.onnx").graph.node]
-    assert sum("Gelu" in kind for kind in kinds) == 1
+    assert [kind for kind in kinds if "Gelu" in kind] == ["Gelu"]  # BiasGelu takes longer than the two alone
     assert kinds.count("Tanh") == 1  # of the other kind, which it computes step by step
     with torch.no_grad():
         torch.testing.assert_close(run(made.path, x), model(x))

@@ -95,12 +95,14 @@ def decode_symbols(data: memoryview, counts: Sequence[int], models: Sequence[Mod
         raise damaged("they end inside a word")
     try:
         coder = _library().stack.AnsCoder(np.frombuffer(data, dtype="<u4").astype(np.uint32))
-        return [
-            np.full(count, model.first, dtype=np.int32)
-            if model.coder is None or not count
-            else coder.decode(model.coder, count) + np.int32(model.first)
-            for count, model in zip(counts, models, strict=True)
-        ]
+        parts = list[Integers]()
+        for count, model in zip(counts, models, strict=True):
+            if model.coder is None or not count:
+                parts.append(np.full(count, model.first, dtype=np.int32))
+            else:
+                parts.append(coder.decode(model.coder, count))
+                parts[-1] += np.int32(model.first)
+        return parts
     except (ValueError, AssertionError) as error:
         raise damaged(str(error)[:80]) from error
 
@@ -563,28 +565,28 @@ class _Groups:
     """The integers of a block in the order in which they are coded, those of one model together.
 
     ``columns`` are those that have bits; ``order`` the places of the integers among these columns, one column after the
-    other; ``remainders`` of each modulo ``every``; ``counts``, how many follow each of the ``models``.
+    other; ``counts``, how many follow each of the ``models``; ``remainders``, each model's integers modulo ``every``.
     """
 
     columns: Tensor
     order: npt.NDArray[np.intp] | None
-    remainders: Integers
-    every: int
     counts: list[int]
     models: list[Model]
+    remainders: list[int]
+    every: int
 
     def parts(self, levels: Tensor) -> list[Integers]:
         """The symbols of integers (rows, r), for each model."""
         flat = levels.T[self.columns].to(torch.int32).numpy().reshape(-1)
-        places = (flat if self.order is None else flat[self.order]) - self.remainders
-        return np.split(places // self.every, np.cumsum(self.counts)[:-1])
+        parts = np.split(flat if self.order is None else flat[self.order], np.cumsum(self.counts)[:-1])
+        return [(part - less) // self.every for part, less in zip(parts, self.remainders, strict=True)]
 
     def levels(self, parts: list[Integers], layout: Layout, rows: int) -> Tensor:
-        """The integers (rows, r) int32 of these symbols."""
-        symbols = np.concatenate(parts)
-        if self.every > 1:
-            symbols *= self.every
-            symbols += self.remainders
+        """The integers (rows, r) int16 of these symbols, which are overwritten."""
+        for part, more in zip(parts, self.remainders, strict=True):
+            part *= self.every
+            part += more
+        symbols = np.concatenate(parts, dtype=np.int16, casting="unsafe")  # FARTHEST at most
         if self.order is not None:
             placed = np.empty_like(symbols)
             placed[self.order] = symbols
@@ -592,7 +594,7 @@ class _Groups:
         coded = torch.from_numpy(symbols).view(len(self.columns), rows)
         if self.order is not None and len(coded) == len(layout.low):
             return coded.T  # columns stand in order, and all have bits
-        levels = layout.low.to(torch.int32).unsqueeze(1).repeat(1, rows)
+        levels = layout.low.unsqueeze(1).repeat(1, rows)
         levels[self.columns] = coded
         return levels.T
 
@@ -610,8 +612,7 @@ class _Static:
         columns = columns[torch.argsort(contexts[columns], stable=True)]
         used, counts = torch.unique_consecutive(contexts[columns], return_counts=True)
         numbers = (counts * (rows.stop - rows.start)).tolist()
-        zero = np.zeros(1, dtype=np.int32)
-        return _Groups(columns, None, zero, 1, numbers, [self.models[k] for k in used.tolist()])
+        return _Groups(columns, None, numbers, [self.models[k] for k in used.tolist()], [0] * len(numbers), 1)
 
 
 @dataclass(frozen=True)
@@ -644,8 +645,8 @@ class _Paths:
         order = np.argsort(kinds, kind="stable")
         counts = np.bincount(kinds, minlength=len(self.models))
         used = counts.nonzero()[0]
-        of_each = np.repeat(used.astype(np.int32) % 4, counts[used])
-        return _Groups(columns, order, of_each, 4, counts[used].tolist(), [self.models[k] for k in used.tolist()])
+        of_each = (used % 4).tolist()
+        return _Groups(columns, order, counts[used].tolist(), [self.models[k] for k in used.tolist()], of_each, 4)
 
 
 def _rows_by_class(geometry: CodedGeometry, labels: Tensor | None) -> list[Tensor]:

@@ -88,19 +88,26 @@ def pack(levels: Tensor, layout: Layout) -> Tensor:
 
 def _packed(levels: Tensor, layout: Layout) -> Tensor:
     # Columns first: a column is then one contiguous block, which is checked, shifted and added as a whole.
-    codes = (levels.to(torch.int32) - layout.low.to(torch.int32)).T.contiguous()
-    starts, shifts, _ = places_of(layout.bits)
-    if codes.numel() and bool(((codes.amin(1) < 0) | (codes.amax(1) >> layout.bits.to(torch.int32) != 0)).any()):
+    outside = False
+    if levels.dtype != torch.int16 and levels.numel():
+        outside = int(levels.min()) < -32768 or int(levels.max()) > 32767
+    # Differences wrap around in 16 bits, and none into its range: low + 2^bits - 1 is at most 32767.
+    codes = levels.T.to(torch.int16).contiguous() - layout.low.unsqueeze(1)
+    if codes.numel():
+        outside |= bool(((codes.amin(1) < 0) | (codes.amax(1) >> layout.bits.to(torch.int16) != 0)).any())
+    if outside:
         raise KflatsError(
             "a level lies outside the range of its column", cause="damaged codes, or the layout of another matrix"
         )
     # What begins at one of 8 bits and has at most 15 lies in 3 bytes, most in 2. No two codes share a bit.
+    starts, shifts, _ = places_of(layout.bits)
     span = int((shifts + layout.bits + 7 >> 3).max()) if len(shifts) else 0
     kind = torch.int16 if span <= 2 else torch.int32
-    spread = codes.to(kind) << shifts.to(kind).unsqueeze(1)
-    packed = torch.zeros(layout.row_bytes + 3, len(levels), dtype=torch.uint8, device=levels.device)
-    for byte in range(span):
-        packed.index_add_(0, starts + byte, (spread >> 8 * byte).to(torch.uint8))
+    words = torch.zeros(layout.row_bytes + 3, len(levels), dtype=kind, device=levels.device)  # that begin at each byte
+    words.index_add_(0, starts, codes.to(kind) << shifts.to(kind).unsqueeze(1))
+    packed = words.to(torch.uint8)
+    for byte in range(1, span):
+        packed[byte:] |= (words[:-byte] >> 8 * byte).to(torch.uint8)
     return packed[: layout.row_bytes].T
 
 
