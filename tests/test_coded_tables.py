@@ -63,7 +63,7 @@ def saved(table: Tensor, path: Path) -> Path:
 
 def size_of(table: Tensor, bits: float) -> str:
     """So many bits a number, and what a short table needs beside its rows."""
-    return f"{60_000 + 6 * table.shape[1] ** 2 + int(bits * table.numel() / 8)}B"
+    return f"{40_000 + 6 * table.shape[1] ** 2 + int(bits * table.numel() / 8)}B"
 
 
 def options_of(kind: str, rows: int) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def test_lanes_take_little_more_than_a_whole_stream() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_cut_of_the_source_changes_no_byte(kind: str, tmp_path: Path) -> None:
-    rows = drawn(_BLOCK + 5000, 5)
+    rows = drawn(_BLOCK + 500, 5)
     outs = []
     for number, cuts in enumerate(([], [1, _BLOCK - 1, _BLOCK + 1])):
         folder = tmp_path / f"cut-{number}"
@@ -274,16 +274,16 @@ def planted(n: int, d: int, flats: int) -> tuple[Tensor, Tensor]:
 
 
 def test_several_flats_lose_less_where_rows_are_of_several_kinds(tmp_path: Path) -> None:
-    rows, _ = planted(40_000, 24, 3)
+    rows, _ = planted(10_000, 24, 3)
     errors = []
     for flats in (1, 3):
         source = saved(rows, tmp_path / "rows.npy")
         out = tmp_path / f"{flats}"
-        index = compress_table(source, out, size=size_of(rows, 2), flats=flats, quiet=True)
-        assert folder_bytes(out) <= int(size_of(rows, 2)[:-1])
+        index = compress_table(source, out, size="60kB", flats=flats, quiet=True)
+        assert folder_bytes(out) <= 60_000
         assert open_table(out).flats == flats
         errors.append(index.relative_error)
-    assert errors[1] < 0.5 * errors[0]
+    assert errors[1] < 0.6 * errors[0]
 
 
 def test_em_gives_planted_kinds_flats_of_their_own_and_codes_become_shorter(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_flats_of_few_rows_are_given_up(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "d", "size"), [(3000, 64, "80kB"), pytest.param(4000, 96, "120kB", marks=pytest.mark.slow)]
+    ("n", "d", "size"), [(3000, 64, "40kB"), pytest.param(4000, 96, "60kB", marks=pytest.mark.slow)]
 )
 def test_flats_whose_axes_cost_more_than_they_save_are_not_taken(
     n: int, d: int, size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -343,11 +343,11 @@ def test_flats_whose_axes_cost_more_than_they_save_are_not_taken(
 
 def test_many_flats_and_weights_have_a_label_for_each_class(tmp_path: Path) -> None:
     """16 flats of 16 levels would be more than a byte tells apart."""
-    rows = planted(20_000, 8, 1)[0]
+    rows = planted(6000, 8, 1)[0]
     weights = torch.randint(255, (len(rows),), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     source, errors = saved(rows, tmp_path / "rows.npy"), []
     for flats in (1, 16):
-        index = compress_table(source, tmp_path / f"{flats}", size="70kB", flats=flats, row_weights=weights, quiet=True)
+        index = compress_table(source, tmp_path / f"{flats}", size="30kB", flats=flats, row_weights=weights, quiet=True)
         lost = (all_rows(open_table(tmp_path / f"{flats}")) - rows).square().sum(1) @ weights.double()
         assert index.squared_error == pytest.approx(float(lost), rel=1e-3)
         errors.append(index.relative_error)
@@ -421,14 +421,15 @@ def test_the_longest_rows_are_kept_whatever_the_step(tmp_path: Path) -> None:
     rows[7, 0], rows[8, 0] = 557_887.0, -557_887.0
     with pytest.warns(KflatsWarning, match="times as long as the middle row"):
         compress_table(saved(rows, tmp_path / "x.npy"), tmp_path / "out", size="30000B", quiet=True)
-    assert open_table(tmp_path / "out").rows([7, 8])[:, 0].tolist() == pytest.approx([557_887, -557_887], rel=1e-4)
+    # Half a step of a class that holds up to 2^15 - 1, and begins at a 64th of it.
+    assert open_table(tmp_path / "out").rows([7, 8])[:, 0].tolist() == pytest.approx([557_887, -557_887], rel=1e-3)
 
 
 def test_rows_that_count_more_lose_less(tmp_path: Path) -> None:
     """Weights from a file are those in memory; equal ones change no byte of the rows."""
     rows, _ = planted(20_000, 16, 1)
     weights = 1 / (5 + torch.randperm(len(rows), generator=torch.Generator().manual_seed(0)).double())
-    source, size = saved(rows, tmp_path / "rows.npy"), size_of(rows, 3)
+    source, size = saved(rows, tmp_path / "rows.npy"), "180kB"
     given = {"none": None, "equal": torch.full((len(rows),), 7), "file": saved(weights, tmp_path / "w.npy")}
     errors, files = {}, {}
     for name, one in {**given, "array": weights.numpy()}.items():
@@ -658,7 +659,7 @@ def test_a_killed_run_leaves_nothing_that_opens(layout: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], *(pytest.param(one, marks=pytest.mark.slow) for one in LAYOUTS[1:])])
 def test_an_interrupted_run_is_taken_up(layout: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files that are finished and whole are taken over, damaged ones and those of other rows or options are not."""
-    source, written = saved(drawn(70_000, 8), tmp_path / "x.npy"), list[str]()
+    source, written = saved(drawn(3 * _BLOCK + 500, 8), tmp_path / "x.npy"), list[str]()
     whole, out = tmp_path / "whole", tmp_path / "out"
     begin = ShardWriter.__init__
     most = 0
@@ -680,7 +681,7 @@ def test_an_interrupted_run_is_taken_up(layout: Layout, tmp_path: Path, monkeypa
         return list(written)
 
     monkeypatch.setattr(ShardWriter, "__init__", counting)
-    names = [shard_name(number) for number in range(5)]
+    names = [shard_name(number) for number in range(4)]
     assert compressing(whole, 99) == names
     assert compressing(out, 3) == names[:3]
     assert not out.exists()
@@ -735,10 +736,16 @@ def test_a_source_that_changes_between_passes_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
-def test_a_short_table_has_a_size_or_leaves_nothing(tmp_path: Path) -> None:
-    """An axis or a lane more is a large part of its file: what fits in fewer bytes fits in more."""
-    source, out = saved(drawn(20_000, 8), tmp_path / "x.npy"), tmp_path / "out"
+@pytest.mark.parametrize(
+    ("n", "d", "sizes"),
+    [
+        (250, 3, (8000, 13_500, 14_500, 15_500, 16_500, 18_500)),
+        pytest.param(20_000, 8, (12_000, 16_000, 20_000, 22_000, 23_000, 40_000), marks=pytest.mark.slow),
+    ],
+)
+def test_a_short_table_has_a_size_or_leaves_nothing(n: int, d: int, sizes: tuple[int, ...], tmp_path: Path) -> None:
+    """An axis, a lane or a distribution more is a large part of its file: what fits in fewer bytes fits in more."""
+    source, out = saved(drawn(n, d), tmp_path / "x.npy"), tmp_path / "out"
 
     def error(nbytes: int) -> float:
         """1 where no code fits."""
@@ -750,10 +757,10 @@ def test_a_short_table_has_a_size_or_leaves_nothing(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["x.npy"]
         return 1.0
 
-    errors = [error(nbytes) for nbytes in (12_000, 16_000, 20_000, 22_000, 23_000, 40_000)]
+    errors = [error(nbytes) for nbytes in sizes]
     assert errors[0] == 1.0
-    assert all(after <= 1.01 * before for before, after in pairwise(errors))
-    assert errors[-1] < 0.1 * errors[2] < 0.01
+    assert all(after <= 1.3 * before for before, after in pairwise(errors))
+    assert errors[-1] < 0.2 * errors[2] < 0.01
 
 
 def test_open_rows_names_its_file(tmp_path: Path) -> None:

@@ -39,13 +39,14 @@ _SHARDS = 16
 """Files at least of a long table: workers write different ones, and an interrupted run keeps the finished ones."""
 _SEARCHED = 8192  # rows of the sample on which the step is searched
 _AIM, _LEAST, _ENOUGH = 0.996, 0.98, 0.95  # of the budget: what is tried, and taken the first time and later
-_FEWEST_BITS = 0.02  # a number
 _DEAR = 0.002
 """Share of a size that axes take from which on those of half as many bits may lose less in the same bytes."""
 _TRIES = 4
 _SHORT = 2**20
 """Rows of a table that is tried twice as often: its sample says less of its size, and a try takes seconds."""
 _SEARCHES = 7
+_HEADS = 16  # times as large as about a head: a smaller table's steps are searched with the head of each
+_LITTLE = 0.25  # octaves by which the steps of a code become finer and all else stays
 
 
 def compress_table(
@@ -202,7 +203,7 @@ class _Run:
             files, _ = self._agreed(fast)
             return self._taken(self._written(fast, files), files)
         small, reached = None, 0  # the largest code that fits so far, and its bytes
-        aim, least, totals = _AIM, self.budget - room + self._about_head(), list[int]()
+        aim, totals = _AIM, list[int]()
         tries = _TRIES if self.table.shape[0] > _SHORT else 2 * _TRIES
         while len(totals) < tries and (code := self._compact(room * aim) if totals else self._first) is not None:
             files, total = self._agreed(code)
@@ -223,7 +224,7 @@ class _Run:
             return self._taken(self._written(small, files), files)
         if totals and self.workers.first:
             files.remove_all()
-        raise self._too_small(min([least, *totals]), tried=len(totals))
+        raise self._too_small(min(totals, default=self.budget - room + seen.parting.axes.nbytes), tried=len(totals))
 
     def expected_error(self) -> float:
         """The squared error of the sample in the first code that is tried; infinite where there is none."""
@@ -290,20 +291,28 @@ class _Run:
         few = whole.part(slice(None, None, max(1, len(whole.values) // _SEARCHED)))
         if nbytes <= seen.parting.axes.nbytes:
             return None
-        # What is known of the head before it is made may be too much.
-        bits = max(8 * (nbytes - self._about_head()) / n, _FEWEST_BITS * whole.values.shape[1])
-        step = step_for(few.values, bits)
-        finest = math.log2(finest_step(whole))
 
-        def spent(power: float) -> float:
+        def made(power: float) -> CompactCode:
+            return CompactCode.of(whole, seen.parting, seen.mean, 2.0**power, seen.longest)
+
+        def with_head(power: float) -> float:
+            code = made(power)
+            return code.row_bits(seen.sample) + 8 * code.head_bytes / n
+
+        def without(power: float) -> float:
             return Design.of(few, seen.parting, 2.0**power, seen.longest).row_bits
 
+        if nbytes < _HEADS * self._about_head():
+            spent, bits = with_head, 8 * nbytes / n
+        else:
+            spent, bits = without, 8 * (nbytes - self._about_head()) / n
+        step, finest = step_for(few.values, bits), math.log2(finest_step(whole))
         first, columns = max(finest, math.log2(step)), few.values.shape[1]
         power, slope = _falling_to(bits, spent, first, finest, -float(columns))
-        code = CompactCode.of(whole, seen.parting, seen.mean, 2.0**power, seen.longest)
+        code = made(power)
         # Steps that are a little finer or coarser change nothing else.
-        bits = 8 * (nbytes - code.head_bytes) / n
-        return code.scaled(2.0 ** max(finest - power, min(1.0, (bits - code.row_bits(seen.sample)) / slope)))
+        left = 8 * (nbytes - code.head_bytes) / n - code.row_bits(seen.sample)
+        return code.scaled(2.0 ** max(finest - power, -_LITTLE, min(1.0, left / slope)))
 
     def _agreed(self, code: RowCode) -> tuple[PartialTable, int | None]:
         """The files in this code, and what their bytes were if these did not suit: the same for all workers, whenever
