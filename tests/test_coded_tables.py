@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,9 @@ def folder_bytes(folder: Path) -> int:
 def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CodedTable:
     """Three files; the last row of the last one is in a lane that is not full."""
     folder = tmp_path_factory.mktemp(request.param)
-    return made(drawn(N, D), folder, request.param, shard_rows=_BLOCK, seed=1)
+    cut = pytest.warns(KflatsWarning, match="which the fast layout cuts off")
+    with cut if request.param == "fast" else nullcontext():
+        return made(drawn(N, D), folder, request.param, shard_rows=_BLOCK, seed=1)
 
 
 @pytest.fixture
@@ -767,6 +769,7 @@ def test_open_rows_names_its_file(tmp_path: Path) -> None:
     assert open_rows(saved(drawn(5, 3), tmp_path / "one.npy")).place(4).endswith("one.npy")
 
 
+@pytest.mark.filterwarnings("ignore:.* which the fast layout cuts off")
 def test_a_row_that_sets_the_steps_of_all_is_named(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((20_000, 16)).astype(np.float32)
     rows[777] *= 1e8

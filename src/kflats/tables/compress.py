@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kflats.common.errors import DoesNotFitError, KflatsError, is_whole
+from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, is_whole
 from kflats.common.formatting import announce, progress_bar
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
@@ -45,6 +46,8 @@ _TRIES = 4
 _SHORT = 2**20
 """Rows of a table that is tried twice as often: its sample says less of its size, and a try takes seconds."""
 _SEARCHES = 7
+_CUT = 0.5
+"""Share of the squared error beyond which rows that the sample says nothing of are spoken of."""
 _HEADS = 16  # times as large as about a head: a smaller table's steps are searched with the head of each
 _LITTLE = 0.25  # octaves by which the steps of a code become finer and all else stays
 
@@ -201,7 +204,10 @@ class _Run:
         if self.layout == "fast":
             fast = FastCode.of(seen.sample.values, seen.parting.axes, seen.mean, self._row_bytes(overhead))
             files, _ = self._agreed(fast)
-            return self._taken(self._written(fast, files), files)
+            index = self._taken(self._written(fast, files), files)
+            if self.workers.first:
+                self._tell_of_cut_rows(fast.expected_error(seen.sample.values), index.squared_error)
+            return index
         small, reached = None, 0  # the largest code that fits so far, and its bytes
         aim, totals = _AIM, list[int]()
         tries = _TRIES if self.table.shape[0] > _SHORT else 2 * _TRIES
@@ -225,6 +231,17 @@ class _Run:
         if totals and self.workers.first:
             files.remove_all()
         raise self._too_small(min(totals, default=self.budget - room + seen.parting.axes.nbytes), tried=len(totals))
+
+    def _tell_of_cut_rows(self, expected: float, error: float) -> None:
+        share = 1 - expected * self.table.shape[0] / error if error > 0 else 0.0
+        if share > _CUT:
+            warnings.warn(
+                KflatsWarning(
+                    f"{share:.0%} of the squared error is that of rows unlike the others, which the fast layout cuts "
+                    "off: take the compact layout, which keeps them, or leave them out of the table"
+                ),
+                stacklevel=5,
+            )
 
     def expected_error(self) -> float:
         """The squared error of the sample in the first code that is tried; infinite where there is none."""

@@ -47,7 +47,7 @@ class FastCode:
     @classmethod
     def of(cls, sample: Tensor, axes: Axes, mean: Tensor, row_bytes: int) -> FastCode:
         """The code of ``row_bytes`` a row that loses least on ``sample`` (m, r), rows in principal axes."""
-        sample = sample[:: max(1, len(sample) // _SAMPLE)]
+        sample = _few(sample)
         energies = sample.square().mean(0)
         if float(energies.max()) <= 0:
             raise KflatsError("the table has no numbers but one row many times", hint="keep that row")
@@ -156,6 +156,11 @@ class FastCode:
         else:
             torch.addmm(middle + self.mean, codes.T, axes, out=out)
 
+    def expected_error(self, sample: Tensor) -> float:
+        """The squared error of a row, as of those of the ``sample`` by which the code was chosen."""
+        chosen = _few(sample)
+        return self.encoded(chosen)[1] / len(chosen)
+
     def encoded(self, rows: Tensor) -> tuple[Tensor, float]:
         """(m, row_bytes) uint8 of rows in principal axes, and their squared error."""
         scale, parts = torch.ones(len(rows), 1), []
@@ -186,6 +191,11 @@ class FastWriter:
     def finish(self) -> ShardRecord:
         """As ``RowWriter.finish``."""
         return self.file.finish({})
+
+
+def _few(sample: Tensor) -> Tensor:
+    """The rows by which a code is chosen."""
+    return sample[:: max(1, len(sample) // _SAMPLE)]
 
 
 def _shared(sample: Tensor, scales: Tensor, total: int) -> tuple[float, Tensor, Tensor]:
