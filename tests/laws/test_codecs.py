@@ -168,6 +168,26 @@ def test_more_bytes_lose_less() -> None:
         assert errors[-1] < errors[0]
 
 
+@pytest.mark.parametrize("method", [SVD(), Auto()], ids=str)
+def test_more_bytes_than_integers_can_use_are_not_refused(method) -> None:
+    """Integers count from the mean of their class, from which a row may be farther than it is long."""
+    gen = torch.Generator().manual_seed(0)
+    rows = torch.randn(900, 2, generator=gen) * torch.randn(900, 1, generator=gen).exp() + 0.6
+    recipe = Recipe(method, codec=Transform()) if method == SVD() else Recipe(method)
+    model = nn.ModuleDict({"table": nn.Embedding.from_pretrained(rows)})
+    report = kflats.compress_(model, {"table": recipe}, keep="60%", quiet=True)
+    assert report.weights[0].error_unweighted < 1e-6
+
+
+def test_codes_of_flats_of_few_columns_use_their_bytes() -> None:
+    """A rank more is a large part of them, and a little more that is asked for may change nothing."""
+    gen = torch.Generator().manual_seed(0)
+    turn = torch.linalg.qr(torch.randn(6, 6, generator=gen)).Q
+    rows = torch.randn(300, 6, generator=gen) * torch.arange(1, 7) ** -0.8
+    rows = rows * torch.randn(300, 1, generator=gen).mul(0.5).exp() @ turn + 0.3 * torch.randn(6, generator=gen)
+    assert relative(rows, Recipe(Flats(2), codec=Integer(bits=8)), 0.28) < 0.3
+
+
 def test_rounding_is_within_half_a_step() -> None:
     rows = matrix()
     made = Recipe(KeepDense(), codec=Integer(bits=8)).encode(problem(rows, 0.5), torch.float32).matrix.dense()

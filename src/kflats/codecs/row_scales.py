@@ -54,6 +54,12 @@ class ClusterCoordinates:
             return ()
         return tuple((self.flat_of.count(flat), len(basis)) for flat, basis in enumerate(self.bases))
 
+    @property
+    def are_full(self) -> bool:
+        """Whether no flat can have a larger rank."""
+        rows = torch.bincount(torch.tensor(self.flat_of)[self.labels], minlength=len(self.bases)).tolist()
+        return all(len(basis) >= min(basis.shape[1], count) for basis, count in zip(self.bases, rows, strict=True))
+
     def first(self, rank: int) -> ClusterCoordinates:
         """The first ``rank`` coordinates of every row: the best of that rank for methods with optimal prefixes."""
         kept = tuple(part[:, :rank] for part in self.tables)
@@ -248,7 +254,8 @@ class RowScaleCodec(Codec, Protocol):
         low, high, size, fullest, excesses = 0, math.inf, 0, -1, 0
         for _ in range(_FITS):
             fit = method.fit(replace(problem, nbytes=numbers, itemsize=1, free_labels=free_labels))
-            result = coded(self._round_coordinates(cluster_coordinates(fit.matrix), dtype), fit)
+            coordinates = cluster_coordinates(fit.matrix)
+            result = coded(self._round_coordinates(coordinates, dtype), fit)
             before, size = size, size_of(result)
             spare = budget - size
             if spare < 0:
@@ -257,7 +264,7 @@ class RowScaleCodec(Codec, Protocol):
                 low = numbers
                 if size > fullest:
                     best, fullest = result, size
-                if size == before or spare <= _SLACK * budget:  # every flat has its full rank, or the bytes are used
+                if spare <= _SLACK * budget or (size == before and coordinates.are_full):
                     break
             # The price is a guess: fewer numbers are added than it allows, and each time more are taken away.
             wanted = numbers + (_SPENT_SHARE * spare if spare > 0 else 2**excesses * spare) / price

@@ -39,6 +39,8 @@ _DEPENDENT = 1e-4
 """An axis that lies in the span of the others up to this share of its length is dependent."""
 _MARGIN = 1.25
 """The range of a class, in lengths of its longest row. It exceeds 1 because coded axes are not quite orthogonal."""
+_SLACK = 1.05
+"""The same in lengths that no row has from the mean of its class."""
 _UNLIKE = 16
 """The first guess of the step ignores only rows longer than this many median lengths."""
 _APART = 4
@@ -182,8 +184,9 @@ class Source:
 
     @property
     def floors(self) -> Tensor:
-        """(C,) the least step of each class: every coordinate is in range of the integers."""
-        return _MARGIN * self.longest / FARTHEST
+        """(C,) the least step of each class: coordinates, counted from its mean, are in range of the integers."""
+        middles = (self.means * self.reader if self.reader.ndim == 1 else self.means @ self.reader).norm(dim=1)
+        return torch.maximum(_MARGIN * self.longest, _SLACK * (self.longest + middles)) / FARTHEST
 
     @property
     def finest(self) -> float:
