@@ -65,10 +65,6 @@ class DoesNotFitError(KflatsError):
     """Bytes are too few for a matrix, or rows for a number of flats. More bytes, or fewer flats, may do."""
 
 
-class QualityNotKeptError(KflatsError):
-    """No size below the original's keeps the quality that was asked for."""
-
-
 class KflatsWarning(UserWarning):
     """What a caller should know of work that goes on."""
 

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor, nn
 
-from kflats.common.errors import DoesNotFitError, KflatsError, NotFiniteError, QualityNotKeptError
+from kflats.common.errors import DoesNotFitError, KflatsError, NotFiniteError
 from kflats.common.formatting import announce, size
 from kflats.common.run_forms import RunForm
 from kflats.common.workers import Packed, Workers
@@ -74,6 +74,22 @@ def smallest(
         KflatsError: as ``decide``, and where no size below the original's keeps the quality.
     """
     known: CalibrationData | None = None
+    loss_as_text: Packed[float] = Packed(repr, lambda _, text: float(text))
+    is_steady = False
+
+    def check_steady() -> None:
+        """Whether the original's own outputs are nearer to each other than ``quality``."""
+        nonlocal is_steady
+        if is_steady:
+            return
+        own = workers.divided(["judging the original"], lambda _: judge(model).loss, loss_as_text)[0]
+        if own > 1 - quality:
+            raise KflatsError(
+                f"a quality of {quality} is not supported with {type(model).__name__}",
+                cause=f"two runs of the original itself differ by {own:.3g}: it draws random numbers",
+                hint="a size",
+            )
+        is_steady = True
 
     def attempt(nbytes: int) -> tuple[float, tuple[Decided, list[CompressedWeight]]]:
         nonlocal known
@@ -105,26 +121,19 @@ def smallest(
                 gc.collect()  # a model holds a method of its own, so that nothing else lets go of it soon
 
         # One worker judges: the same number decides for all of them what is tried next.
-        loss = workers.divided([f"judging {size(nbytes)}"], judged, Packed(repr, lambda _, text: float(text)))[0]
+        loss = workers.divided([f"judging {size(nbytes)}"], judged, loss_as_text)[0]
         if loss == math.inf:
             raise DoesNotFitError(
                 f"at {nbytes:,} bytes the outputs are NaN or infinite", hint="a lower quality, or a size"
             )
         announce(f"at {size(nbytes)} the outputs lose {100 * loss:.2f} %", quiet=quiet)
+        if loss > 1 - quality:
+            check_steady()
         return loss, (decided, fitted)
 
     weights = [chosen.weight for chosen in select(model, recipes, data)]
     others = file_bytes - sum(weight.nbytes for weight in weights)
-    try:
-        best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), most)
-    except QualityNotKeptError as error:
-        if (own := judge(model).loss) > 1 - quality:
-            raise KflatsError(
-                f"a quality of {quality} is not supported with {type(model).__name__}",
-                cause=f"two runs of the original itself differ by {own:.3g}: it draws random numbers",
-                hint="a size",
-            ) from error
-        raise
+    best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), most)
     return *best.fitted, best.nbytes
 
 
@@ -143,7 +152,7 @@ def smallest_size(
         most: bytes of the original, which bound the size.
 
     Raises:
-        QualityNotKeptError: no size below the original's keeps the quality.
+        KflatsError: no size below the original's keeps the quality.
 
     >>> losses = {}
     >>> def attempt(nbytes):
@@ -198,7 +207,7 @@ def smallest_size(
         best = tries[-1] if loss <= allowed else None
     if best is None:
         least = min(tries, key=lambda one: one.loss)
-        raise QualityNotKeptError(
+        raise KflatsError(
             f"no size below the original's keeps a quality of {quality}",
             cause=f"at {least.nbytes:,} bytes the outputs keep {1 - least.loss:.4f}",
             hint="a lower quality, or a size",
