@@ -258,9 +258,9 @@ def test_a_full_disk_is_no_size_that_is_too_small(
 @pytest.mark.parametrize(
     ("recipe", "least"),
     [
-        (Recipe(KeepDense(), InputGram(), Feedback()), 20),
+        pytest.param(Recipe(KeepDense(), InputGram(), Feedback()), 20, marks=pytest.mark.slow),
         (Recipe(KeepDense(), KroneckerFisher(), Feedback()), 20),
-        (Recipe(SVD(), KroneckerFisher(), Transform()), 20),
+        pytest.param(Recipe(SVD(), KroneckerFisher(), Transform()), 20, marks=pytest.mark.slow),
     ],
     ids=["InputGram", "KroneckerFisher", "SVD"],
 )

@@ -483,7 +483,7 @@ class Writes(Heads):
         return out
 
 
-@pytest.mark.parametrize("what", ["input", "output", "view"])
+@pytest.mark.parametrize("what", ["input", "output", pytest.param("view", marks=pytest.mark.slow)])
 def test_layers_that_read_one_tensor_may_write_in_place(what: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Writes(what), torch.randn(3, 32)

@@ -94,7 +94,11 @@ def test_a_task_is_learnt_and_the_best_epoch_kept(data: Path, tiny_tokenizer: An
 
 @pytest.mark.parametrize(
     ("train", "moved"),
-    [("bases", {"basis"}), ("coordinates", {"weight"}), ("factors", {"basis", "weight"})],
+    [
+        ("bases", {"basis"}),
+        ("coordinates", {"weight"}),
+        pytest.param("factors", {"basis", "weight"}, marks=pytest.mark.slow),
+    ],
 )
 def test_just_the_chosen_factors_train(data: Path, tiny_tokenizer: Any, train: str, moved: set[str]) -> None:
     model = small()

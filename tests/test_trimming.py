@@ -446,8 +446,15 @@ def test_two_vocabularies_of_one_size_are_told_apart(folder: Path, tmp_path: Pat
     assert found.outputs.quality == pytest.approx(wanted.mean_cosine, abs=1e-5)
 
 
-@pytest.mark.parametrize("files", ["without a layer norm", "float16"])
-@pytest.mark.parametrize("share", [0.6, 1.0])
+@pytest.mark.parametrize(
+    ("share", "files"),
+    [
+        (0.6, "without a layer norm"),
+        (1.0, "float16"),
+        pytest.param(1.0, "without a layer norm", marks=pytest.mark.slow),
+        pytest.param(0.6, "float16", marks=pytest.mark.slow),
+    ],
+)
 def test_shares_of_trimmed_files_that_hold_other_bytes_than_are_loaded(
     files: str, share: float, folder: Path, tmp_path: Path
 ) -> None:

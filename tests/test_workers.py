@@ -179,9 +179,15 @@ def table_file(folder: Path, rows: int = 40_000) -> Path:
 
 
 @pytest.mark.parametrize(
-    "options", [{"layout": "compact"}, {"layout": "fast"}, {"flats": 3, "row_weights": 1 / (9 + torch.arange(40_000))}]
+    ("count", "options"),
+    [
+        (2, {"layout": "compact"}),
+        (3, {"layout": "fast"}),
+        (3, {"flats": 3, "row_weights": 1 / (9 + torch.arange(40_000))}),
+        pytest.param(3, {"layout": "compact"}, marks=pytest.mark.slow),
+        pytest.param(2, {"flats": 3, "row_weights": 1 / (9 + torch.arange(40_000))}, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("count", [2, 3])
 def test_the_bytes_of_a_table_do_not_depend_on_the_workers(
     count: int, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ import scipy.optimize
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from table import crossed
 
 from kflats.common.errors import KflatsError
 from kflats.numerics.entrywise import HeldBackRows, entrywise_low_rank
@@ -260,8 +261,7 @@ def test_the_limit_is_kept_and_said(p):
     assert made.error == min(made.objective[0], *(step[2] for step in steps))
 
 
-@pytest.mark.parametrize("p", POWERS)
-@pytest.mark.parametrize("shape", [(60, 12), (12, 60)])
+@pytest.mark.parametrize(("p", "shape"), crossed(POWERS, [(60, 12), (12, 60)]))
 def test_no_iteration_raises_the_sum(p, shape):
     """As reported by every iteration, kept or not; for p < 1 the smoothing falls too, and its bound a little behind."""
     for weighted in (False, True):

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from table import crossed
 from test_feedback import cost, damp, gram, normal, steps_of
 
 from kflats import Feedback, KeepDense
@@ -152,8 +153,7 @@ WEIGHTINGS = {
 }
 
 
-@pytest.mark.parametrize("bits", [1.5, 3.0, 6.0])
-@pytest.mark.parametrize("kind", WEIGHTINGS)
+@pytest.mark.parametrize(("kind", "bits"), crossed(WEIGHTINGS, [1.5, 3.0, 6.0]))
 def test_at_equal_bytes_paths_lose_less_and_are_left_where_they_do_not(
     kind: str, bits: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

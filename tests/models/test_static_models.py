@@ -188,8 +188,20 @@ def test_token_weights_and_shared_rows_of_model2vec(tmp_path: Path) -> None:
         assert model.origin["normalize"]
 
 
-@pytest.mark.parametrize("kind", ["integers", "shared rows"])
-@pytest.mark.parametrize("budget", [{}, {"size": "60%"}, {"size": "4 bits"}, {"keep": "30%"}], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "budget"),
+    [
+        ("integers", {"size": "60%"}),
+        ("integers", {"keep": "30%"}),
+        ("shared rows", {}),
+        ("shared rows", {"size": "4 bits"}),
+        pytest.param("integers", {}, marks=pytest.mark.slow),
+        pytest.param("integers", {"size": "4 bits"}, marks=pytest.mark.slow),
+        pytest.param("shared rows", {"size": "60%"}, marks=pytest.mark.slow),
+        pytest.param("shared rows", {"keep": "30%"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_tables_that_are_narrower_in_the_file_than_loaded(kind: str, budget: dict[str, Any], tmp_path: Path) -> None:
     """Sizes and qualities are of the file; named weights are counted as they are loaded."""
     library = pytest.importorskip("model2vec")
