@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from itertools import pairwise
@@ -37,6 +38,8 @@ from kflats.tables.index import Layout, shard_name
 from kflats.tables.layout import Coordinates
 from kflats.tables.shards import ShardWriter
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* which the fast layout cuts off")
+"""It cuts off the longest of the ``drawn`` rows."""
 LAYOUTS = ("compact", "fast")
 KINDS = (*LAYOUTS, "flats")
 """Layouts, and the compact one with several flats and weights of rows."""
@@ -216,6 +219,21 @@ def test_a_coded_table_is_rows(table: CodedTable) -> None:
     torch.testing.assert_close(blocks, all_rows(table).float(), rtol=1e-5, atol=1e-5)
     ids = torch.tensor([5, 1])
     assert torch.equal(table.take(ids), table.rows(ids))
+
+
+@pytest.mark.parametrize(
+    ("n", "size"), [(2000, "18kB"), (40_000, "4 bits"), pytest.param(40_000, "8 bits", marks=pytest.mark.slow)]
+)
+def test_rows_that_are_cut_off_are_spoken_of(n: int, size: str, tmp_path: Path) -> None:
+    """Whether the sample has them or not; rows of many lengths, whose longest lose most, are none."""
+    rows = torch.randn(n, 6, generator=torch.Generator().manual_seed(0)) * torch.arange(1, 7) ** -0.8
+    rows *= torch.randn(n, 1, generator=torch.Generator().manual_seed(1)).exp()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress_table(saved(rows, tmp_path / "x.npy"), tmp_path / "none", size=size, layout="fast", quiet=True)
+    rows[77] *= 500 / rows[77].norm()
+    with pytest.warns(KflatsWarning, match="of the squared error is that of rows .* cuts off"):
+        compress_table(saved(rows, tmp_path / "x.npy"), tmp_path / "one", size=size, layout="fast", quiet=True)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -769,7 +787,6 @@ def test_open_rows_names_its_file(tmp_path: Path) -> None:
     assert open_rows(saved(drawn(5, 3), tmp_path / "one.npy")).place(4).endswith("one.npy")
 
 
-@pytest.mark.filterwarnings("ignore:.* which the fast layout cuts off")
 def test_a_row_that_sets_the_steps_of_all_is_named(tmp_path: Path) -> None:
     rows = np.random.default_rng(0).standard_normal((20_000, 16)).astype(np.float32)
     rows[777] *= 1e8

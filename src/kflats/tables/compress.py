@@ -47,7 +47,7 @@ _SHORT = 2**20
 """Rows of a table that is tried twice as often: its sample says less of its size, and a try takes seconds."""
 _SEARCHES = 7
 _CUT = 0.5
-"""Share of the squared error beyond which rows that the sample says nothing of are spoken of."""
+"""Share of the squared error beyond which rows that are cut off are spoken of."""
 _HEADS = 16  # times as large as about a head: a smaller table's steps are searched with the head of each
 _LITTLE = 0.25  # octaves by which the steps of a code become finer and all else stays
 
@@ -206,7 +206,7 @@ class _Run:
             files, _ = self._agreed(fast)
             index = self._taken(self._written(fast, files), files)
             if self.workers.first:
-                self._tell_of_cut_rows(fast.expected_error(seen.sample.values), index.squared_error)
+                self._tell_of_cut_rows(fast.error_within(seen.sample.values), index.squared_error)
             return index
         small, reached = None, 0  # the largest code that fits so far, and its bytes
         aim, totals = _AIM, list[int]()
@@ -232,8 +232,8 @@ class _Run:
             files.remove_all()
         raise self._too_small(min(totals, default=self.budget - room + seen.parting.axes.nbytes), tried=len(totals))
 
-    def _tell_of_cut_rows(self, expected: float, error: float) -> None:
-        share = 1 - expected * self.table.shape[0] / error if error > 0 else 0.0
+    def _tell_of_cut_rows(self, within: float, error: float) -> None:
+        share = 1 - within * self.table.shape[0] / error if error > 0 else 0.0
         if share > _CUT:
             warnings.warn(
                 KflatsWarning(

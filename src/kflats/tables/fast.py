@@ -156,24 +156,31 @@ class FastCode:
         else:
             torch.addmm(middle + self.mean, codes.T, axes, out=out)
 
-    def expected_error(self, sample: Tensor) -> float:
-        """The squared error of a row, as of those of the ``sample`` by which the code was chosen."""
+    def error_within(self, sample: Tensor) -> float:
+        """The squared error of a row by rounding alone: that of coordinates in range of their values, as in the rows of
+        the ``sample`` by which the code was chosen."""
         chosen = _few(sample)
-        return self.encoded(chosen)[1] / len(chosen)
+        _, _, beyond, lost = self._rounded(chosen)
+        return float(torch.where(beyond > 0, 0.0, lost).sum()) / len(chosen)
 
     def encoded(self, rows: Tensor) -> tuple[Tensor, float]:
         """(m, row_bytes) uint8 of rows in principal axes, and their squared error."""
-        scale, parts = torch.ones(len(rows), 1), []
+        labels, codes, _, lost = self._rounded(rows)
+        return torch.cat([*labels, pack(codes.to(torch.int32), self.layout)], dim=1), float(lost.sum())
+
+    def _rounded(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+        """Labels of scales, integers (m, r), how many steps a coordinate lies beyond them, and its squared error."""
+        scale, labels = torch.ones(len(rows), 1), []
         if self.scaled:
             wanted = (rows.square() @ self.weights).sqrt()
             label = (255 + _OCTAVE * (wanted / self.top).clamp_min(1e-38).log2()).round().clamp(0, 255)
-            scale, parts = self._scales[label.to(torch.int64)].unsqueeze(1), [label.to(torch.uint8).unsqueeze(1)]
+            scale, labels = self._scales[label.to(torch.int64)].unsqueeze(1), [label.to(torch.uint8).unsqueeze(1)]
         units = torch.where(scale > 0, rows / scale, 0.0) / torch.where(self.bits > 0, self.steps, 1.0)
         count = (1 << self.bits.to(torch.int32)).to(torch.float32)
         codes = torch.minimum((units + count / 2).floor().clamp_min_(0), count - 1)
         values = (codes - (count - 1) / 2) * self.steps * scale
-        error = float((rows - torch.where(self.bits > 0, values, 0.0)).square().sum())
-        return torch.cat([*parts, pack(codes.to(torch.int32), self.layout)], dim=1), error
+        lost = (rows - torch.where(self.bits > 0, values, 0.0)).square()
+        return labels, codes, torch.where(self.bits > 0, units.abs() - count / 2, 0.0), lost
 
 
 class FastWriter:
