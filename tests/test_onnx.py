@@ -462,6 +462,23 @@ def test_the_runtime_computes_gelu_in_one_pass(tmp_path: Path) -> None:
         torch.testing.assert_close(run(made.path, x), model(x))
 
 
+def test_sums_of_integers_stay_as_they_are(tmp_path: Path) -> None:
+    """ONNX has another operator for sums of floats than for those of integers."""
+
+    class OfIds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1))
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return torch.erf((ids + ids).float() / 7) * torch.erf((ids + 1) / 9.0) * self.scale
+
+    model, ids = OfIds(), torch.arange(12).view(3, 4)
+    made = export_onnx(model, tmp_path / "model.onnx", inputs={"ids": ids})
+    with torch.no_grad():
+        torch.testing.assert_close(run(made.path, ids), model(ids))
+
+
 class Writes(Heads):
     """Heads that write into what they read, or into what a layer gave."""
 

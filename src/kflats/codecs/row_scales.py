@@ -251,7 +251,7 @@ class RowScaleCodec(Codec, Protocol):
 
         best: Factored | None = None
         too_large: Factored | None = None  # the smallest fit whose codes are too large
-        low, high, size, fullest, excesses = 0, math.inf, 0, -1, 0
+        low, high, size, fullest, excesses, still = 0, math.inf, 0, -1, 0, 0
         for _ in range(_FITS):
             fit = method.fit(replace(problem, nbytes=numbers, itemsize=1, free_labels=free_labels))
             coordinates = cluster_coordinates(fit.matrix)
@@ -264,7 +264,8 @@ class RowScaleCodec(Codec, Protocol):
                 low = numbers
                 if size > fullest:
                     best, fullest = result, size
-                if spare <= _SLACK * budget or (size == before and coordinates.are_full):
+                still = still + 1 if size == before else 0
+                if spare <= _SLACK * budget or still == 2 or (still and coordinates.are_full):
                     break
             # The price is a guess: fewer numbers are added than it allows, and each time more are taken away.
             wanted = numbers + (_SPENT_SHARE * spare if spare > 0 else 2**excesses * spare) / price

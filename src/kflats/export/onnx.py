@@ -313,12 +313,14 @@ def _sum_unfused_(graph: Any) -> None:
     than the two alone."""
     for node in graph:
         if node.op_type == "LayerNormalization":
-            added = node.inputs[0].producer()
-        elif node.op_type == "Erf" and (divided := node.inputs[0].producer()) is not None:
-            added = divided.inputs[0].producer()
+            read = node.inputs[0]
+        elif node.op_type == "Erf" and (divided := node.inputs[0].producer()) is not None and divided.op_type == "Div":
+            read = divided.inputs[0]
         else:
             continue
-        if added is not None and added.op_type == "Add":
+        added = read.producer()
+        # Sum takes no integers.
+        if added is not None and added.op_type == "Add" and read.dtype is not None and read.dtype.is_floating_point():
             added.op_type = "Sum"
 
 

@@ -115,7 +115,8 @@ def compress_table(
 
     Warns:
         KflatsWarning: a row is 10,000 times as long as the middle one. All rows of one weight have steps of one size in
-            the compact layout, and scales of one range in the fast one, so that beside it others lose much.
+            the compact layout, and scales of one range in the fast one, so that beside it others lose much. Or rows
+            unlike the others, which the fast layout cuts off, hold most of the error.
     """
     if layout not in ("compact", "fast"):
         raise KflatsError(f"layout={layout!r} is not supported", hint='layout="compact" or layout="fast"')
@@ -230,7 +231,8 @@ class _Run:
             return self._taken(self._written(small, files), files)
         if totals and self.workers.first:
             files.remove_all()
-        raise self._too_small(min(totals, default=self.budget - room + seen.parting.axes.nbytes), tried=len(totals))
+        least = max(self.budget + 1, self.budget - room + seen.parting.axes.nbytes)
+        raise self._too_small(min(totals, default=least), tried=len(totals))
 
     def _tell_of_cut_rows(self, within: float, error: float) -> None:
         share = 1 - within * self.table.shape[0] / error if error > 0 else 0.0
@@ -292,7 +294,7 @@ class _Run:
 
     def _too_small(self, least: int, tried: int = 0) -> DoesNotFitError:
         n, d = self.table.shape
-        cause = f"{least:,} bytes are needed for what does not depend on the rows, and for the least of them"
+        cause = f"at least {least:,} bytes are needed for what does not depend on the rows, and for the least of them"
         if tried:
             cause = f"none of {tried} codes is small enough; one of about {least:,} bytes is the smallest"
         return DoesNotFitError(

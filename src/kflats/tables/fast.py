@@ -27,6 +27,7 @@ _WIDTHS = torch.linspace(0.5, 6.0, 23)  # largest values, in root mean squares, 
 _SAMPLE = 8192  # rows on which steps are chosen
 _OCTAVE = 8  # scales an octave
 _DECODED = 4096  # rows that are decoded at once
+_FAR = 2.0  # largest values: the best steps for few bits leave out what lies nearer
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,11 @@ class FastCode:
             torch.addmm(middle + self.mean, codes.T, axes, out=out)
 
     def error_within(self, sample: Tensor) -> float:
-        """The squared error of a row by rounding alone: that of coordinates in range of their values, as in the rows of
-        the ``sample`` by which the code was chosen."""
+        """The squared error of a row but for coordinates far beyond the largest value of their column, as in the rows
+        of the ``sample`` by which the code was chosen."""
         chosen = _few(sample)
-        _, _, beyond, lost = self._rounded(chosen)
-        return float(torch.where(beyond > 0, 0.0, lost).sum()) / len(chosen)
+        _, _, reach, lost = self._rounded(chosen)
+        return float(torch.where(reach > _FAR, 0.0, lost).sum()) / len(chosen)
 
     def encoded(self, rows: Tensor) -> tuple[Tensor, float]:
         """(m, row_bytes) uint8 of rows in principal axes, and their squared error."""
@@ -169,7 +170,7 @@ class FastCode:
         return torch.cat([*labels, pack(codes.to(torch.int32), self.layout)], dim=1), float(lost.sum())
 
     def _rounded(self, rows: Tensor) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-        """Labels of scales, integers (m, r), how many steps a coordinate lies beyond them, and its squared error."""
+        """Labels of scales; integers (m, r); coordinates in largest values of their columns; their squared errors."""
         scale, labels = torch.ones(len(rows), 1), []
         if self.scaled:
             wanted = (rows.square() @ self.weights).sqrt()
@@ -180,7 +181,7 @@ class FastCode:
         codes = torch.minimum((units + count / 2).floor().clamp_min_(0), count - 1)
         values = (codes - (count - 1) / 2) * self.steps * scale
         lost = (rows - torch.where(self.bits > 0, values, 0.0)).square()
-        return labels, codes, torch.where(self.bits > 0, units.abs() - count / 2, 0.0), lost
+        return labels, codes, torch.where(self.bits > 0, units.abs() / (count / 2), 0.0), lost
 
 
 class FastWriter:
