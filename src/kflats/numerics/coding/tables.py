@@ -38,8 +38,9 @@ _SIXTEENTHS = (
 """2^(24 - k / 16), rounded."""
 
 
-_FREQUENCIES = np.array([_SIXTEENTHS[cost % 16] >> (cost // 16) for cost in range(MOST + 1)], dtype=np.int64)
-"""Of a symbol, by its cost."""
+_NEVER = MOST + 1
+_FREQUENCIES = np.array([*(_SIXTEENTHS[cost % 16] >> (cost // 16) for cost in range(MOST + 1)), 0], dtype=np.int64)
+"""Of a symbol, by its cost; the last is that of symbols beyond reach."""
 
 
 @dataclass(frozen=True)
@@ -75,21 +76,29 @@ class Tables:
     @cached_property
     def magnitudes(self) -> Tensor:
         """(K, longest reach + 1) int64, the frequency of one symbol of each magnitude (of +j alone); 0 beyond reach."""
-        j = torch.arange(int(self.reach.max()) + 1 if len(self) else 1)
-        frequencies = _interpolated(self.costs, len(j))
-        return torch.where(j <= self.reach.cpu().unsqueeze(1), frequencies, torch.zeros_like(frequencies))
+        return torch.from_numpy(_FREQUENCIES[self._all_costs])
 
     def frequencies(self, table: int) -> Tensor:
         """(2 reach + 1,) int64, the frequencies of symbols -reach .. reach of one table; none is 0."""
-        half = _interpolated(self.costs[table], int(self.reach[table]) + 1)
+        half = torch.from_numpy(_FREQUENCIES[_interpolated(self.costs[table], int(self.reach[table]) + 1)])
         return torch.cat([half.flip(0), half[1:]])
+
+    @cached_property
+    def _all_costs(self) -> npt.NDArray[np.uint8]:
+        """(K, longest reach + 1) the cost of each magnitude, ``_NEVER`` beyond reach."""
+        width = int(self.reach.max()) + 1 if len(self) else 1
+        costs = _interpolated(self.costs, width)
+        costs[np.arange(width) > self.reach.cpu().numpy()[:, None]] = _NEVER
+        return costs
 
     @cached_property
     def bits(self) -> Tensor:
         """(K, longest reach + 1) float64, bits of one symbol of each magnitude; infinite beyond reach."""
         frequencies = self.magnitudes.to(torch.float64)
         total = 2 * frequencies.sum(1, keepdim=True) - frequencies[:, :1]
-        return -(frequencies / total).log2()
+        # There are thousands of magnitudes where steps are fine, and 256 costs.
+        of_costs = -(torch.from_numpy(_FREQUENCIES).to(torch.float64) / total).log2()
+        return of_costs.gather(1, torch.from_numpy(self._all_costs).to(torch.int64))
 
     @property
     def stored_bytes(self) -> int:
@@ -97,13 +106,13 @@ class Tables:
         return sum(knots_up_to(reach) + 2 for reach in self.reach.tolist())
 
 
-def _interpolated(costs: Tensor, width: int) -> Tensor:
-    """(..., knots) -> (..., width) int64, the frequency of one symbol of each magnitude."""
+def _interpolated(costs: Tensor, width: int) -> npt.NDArray[np.uint8]:
+    """(..., knots) -> (..., width), the cost of each magnitude."""
     # Some thousand short tables are read when a model is loaded: an operation of numpy takes a fifth of one of torch.
     left, right, before, behind = (part[:width] for part in _between_knots())
-    wide = costs.cpu().numpy().astype(np.int64)
-    cost = (wide[..., left] * before + wide[..., right] * behind) // (before + behind)
-    return torch.from_numpy(_FREQUENCIES[cost])
+    wide: npt.NDArray[np.int32] = costs.cpu().numpy().astype(np.int32)
+    cost: npt.NDArray[np.int32] = (wide[..., left] * before + wide[..., right] * behind) // (before + behind)
+    return cost.astype(np.uint8)
 
 
 def knots_up_to(reach: int) -> int:
@@ -120,13 +129,14 @@ _STARTS = (0, *((left + right + 1) // 2 for left, right in pairwise(KNOTS)), FAR
 
 
 @cache
-def _between_knots() -> tuple[npt.NDArray[np.int64], ...]:
+def _between_knots() -> tuple[npt.NDArray[np.int32], ...]:
     """Of every magnitude the knots on both sides, and the parts of each in its cost; a knot stands for itself."""
     j, knots = np.arange(FARTHEST + 1), np.array(KNOTS)
     right = np.searchsorted(knots, j)
     left = np.maximum(right - 1, 0)
     at = knots[right] == j
-    return left, right, np.where(at, 0, knots[right] - j), np.where(at, 1, j - knots[left])
+    parts = np.where(at, 0, knots[right] - j), np.where(at, 1, j - knots[left])
+    return left.astype(np.int32), right.astype(np.int32), parts[0].astype(np.int32), parts[1].astype(np.int32)
 
 
 @cache
