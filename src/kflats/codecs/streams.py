@@ -582,10 +582,11 @@ class _Groups:
         return [(part - less) // self.every for part, less in zip(parts, self.remainders, strict=True)]
 
     def levels(self, parts: list[Integers], layout: Layout, rows: int) -> Tensor:
-        """The integers (rows, r) int16 of these symbols, which are overwritten."""
-        for part, more in zip(parts, self.remainders, strict=True):
-            part *= self.every
-            part += more
+        """The integers (rows, r) int16 of these symbols, which may be overwritten."""
+        if self.every > 1:
+            for part, more in zip(parts, self.remainders, strict=True):
+                part *= self.every
+                part += more
         symbols = np.concatenate(parts, dtype=np.int16, casting="unsafe")  # FARTHEST at most
         if self.order is not None:
             placed = np.empty_like(symbols)

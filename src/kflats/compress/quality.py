@@ -71,14 +71,15 @@ def smallest(
     ``file_bytes`` those of files that hold the weights as they are loaded.
 
     Raises:
-        KflatsError: as ``decide``, and where no size below the original's keeps the quality.
+        KflatsError: as ``decide``; no size below the original's keeps the quality; a model that draws random numbers,
+            so that two runs of the original lose more than ``quality`` allows.
     """
     known: CalibrationData | None = None
     loss_as_text: Packed[float] = Packed(repr, lambda _, text: float(text))
     is_steady = False
 
     def check_steady() -> None:
-        """Whether the original's own outputs are nearer to each other than ``quality``."""
+        """Refuse an original whose own outputs are farther from each other than ``quality`` allows."""
         nonlocal is_steady
         if is_steady:
             return
