@@ -47,16 +47,23 @@ N = 2 * _BLOCK + 1011
 D = 12
 
 
-def drawn(n: int, d: int, seed: int = 0) -> Tensor:
-    """Rows of several lengths around a mean, in turned axes of falling energy; some are far from all others."""
+def drawn(n: int, d: int, seed: int = 0, kinds: int = 1, fall: float = 0.8) -> Tensor:
+    """Rows of several lengths around a mean, in turned axes of falling energy; some are far from all others. The
+    energies of each kind of row fall in another order."""
     g = torch.Generator().manual_seed(seed)
     axes = torch.linalg.qr(torch.randn(d, d, generator=g)).Q
-    rows = torch.randn(n, d, generator=g) * torch.arange(1, d + 1) ** -0.8 * torch.randn(n, 1, generator=g).exp()
+    orders = (torch.arange(d) + torch.arange(kinds).unsqueeze(1) * d // kinds) % d
+    scales = (1.0 + orders)[torch.arange(n) % kinds] ** -fall
+    rows = torch.randn(n, d, generator=g) * scales * torch.randn(n, 1, generator=g).exp()
     rows = rows @ axes + torch.randn(d, generator=g)
     rows[n // 3] = 3e3 * axes[-1]
     rows[n // 2] = rows[n // 2 + 1] = 0.0
     rows[n - 1] = -40 * axes[-1]
     return rows
+
+
+def rows_of(kind: str) -> Tensor:
+    return drawn(N, D, kinds=3, fall=1.6) if kind == "flats" else drawn(N, D)
 
 
 def saved(table: Tensor, path: Path) -> Path:
@@ -88,18 +95,24 @@ def folder_bytes(folder: Path) -> int:
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def table(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> CodedTable:
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def table(kind: str, tmp_path_factory: pytest.TempPathFactory) -> CodedTable:
     """Three files; the last row of the last one is in a lane that is not full."""
-    folder = tmp_path_factory.mktemp(request.param)
     cut = pytest.warns(KflatsWarning, match="which the fast layout cuts off")
-    with cut if request.param == "fast" else nullcontext():
-        return made(drawn(N, D), folder, request.param, shard_rows=_BLOCK, seed=1)
+    with cut if kind == "fast" else nullcontext():
+        table = made(rows_of(kind), tmp_path_factory.mktemp(kind), kind, shard_rows=_BLOCK, seed=1)
+    assert table.flats == (3 if kind == "flats" else 1)
+    return table
 
 
 @pytest.fixture
-def small(table: CodedTable, tmp_path: Path) -> CodedTable:
+def small(kind: str, tmp_path: Path) -> CodedTable:
     """A short table of the same kind, in one file, which a test may damage."""
-    return made(drawn(700, 6), tmp_path, "flats" if table.flats > 1 else table.index.layout, 6)
+    return made(drawn(700, 6), tmp_path, kind, 6)
 
 
 # Rows -------------------------------------------------------------------------------------------
@@ -132,10 +145,10 @@ def test_rows_are_those_of_the_whole(table: CodedTable) -> None:
         table[N]
 
 
-def test_the_error_is_that_of_the_rows(table: CodedTable) -> None:
+def test_the_error_is_that_of_the_rows(table: CodedTable, kind: str) -> None:
     """What the index says; and no row is lost: not the long ones, not those far from all others."""
-    rows, whole = drawn(N, D).double(), all_rows(table)
-    weights = options_of("flats", N)["row_weights"] if table.flats > 1 else torch.ones(N)
+    rows, whole = rows_of(kind).double(), all_rows(table)
+    weights = options_of(kind, N).get("row_weights", torch.ones(N))
     error, total = ((rows - whole).square().sum(1) * weights).sum(), (rows.square().sum(1) * weights).sum()
     assert table.index.relative_error == pytest.approx(float(error / total), rel=1e-3)
     if table.index.layout == "compact":
