@@ -580,6 +580,11 @@ def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, given)
     assert done.exit_code == 0, done.output
     assert open_table(tmp_path / "two").flats == 2
+    shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "two")])
+    assert shown.exit_code == 0
+    assert shown.output.strip() == done.output.splitlines()[-3].replace("weighted ", "") + ", 2 flats"
+    said = CliRunner().invoke(app, ["trim", str(tmp_path / "two"), "--keep", "9", "--out", str(tmp_path / "trimmed")])
+    assert "holds a coded table, not a model" in said.output
 
 
 @pytest.mark.parametrize(

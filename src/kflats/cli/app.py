@@ -51,7 +51,7 @@ from kflats.common.machine import available_bytes, is_out_of_memory
 from kflats.common.release import version
 from kflats.common.run_forms import RunAs
 from kflats.io.atomic import check_file, check_folder
-from kflats.io.sources import local_model
+from kflats.io.sources import is_coded_table, local_model
 from kflats.tasks.task import find_task
 
 _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
@@ -59,10 +59,19 @@ Compressed = Annotated[str, typer.Argument(metavar="DIR", help="The compressed m
 
 if TYPE_CHECKING:
     from kflats.common.workers import Workers
+    from kflats.tables.index import TableIndex
 
 
 def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
-    """List every weight that can be compressed: its tied names, shape, bytes, and share of the model."""
+    """List every weight that can be compressed: its tied names, shape, bytes, and share of the model. Of a coded table:
+    its rows, bytes and error."""
+    if is_coded_table(model):
+        from kflats.tables import open_table
+
+        coded = open_table(folder := Path(model).expanduser())
+        flats = "" if coded.flats == 1 else f", {coded.flats} flats"
+        typer.echo(f"{_table_line(folder, coded.index)}{flats}")
+        return
     local_model(model)
     from kflats.evaluation.outputs import weight_file_bytes
     from kflats.io.saving import load_model
@@ -255,13 +264,16 @@ def _compress_table(
         workers=crew,
     )
     if not quiet and crew.first:
-        total = sum(path.stat().st_size for path in out.iterdir())
-        bits = 8 * total / (index.rows * index.columns)
         weighted = "weighted " if options.row_weights is not None else ""
-        typer.echo(
-            f"{index.rows:,} x {index.columns}, {layout}: {size(total)}, {bits:.3f} bits a number, relative "
-            f"{weighted}squared error {index.relative_error:.3e}\n\ntable: {out}   (kflats.open_table)"
-        )
+        typer.echo(f"{_table_line(out, index, weighted)}\n\ntable: {out}   (kflats.open_table; kflats inspect {out})")
+
+
+def _table_line(folder: Path, index: TableIndex, weighted: str = "") -> str:
+    total = sum(path.stat().st_size for path in folder.iterdir())
+    bits = 8 * total / (index.rows * index.columns)
+    shape = f"{index.rows:,} x {index.columns}, {index.layout}"
+    error = f"relative {weighted}squared error {index.relative_error:.3e}"
+    return f"{shape}: {size(total)}, {bits:.3f} bits a number, {error}"
 
 
 def _chosen(budget: BudgetOptions, recipe: RecipeOptions, data: DataOptions) -> dict[str, Any]:

@@ -17,6 +17,8 @@ from kflats.common.release import needed
 from kflats.common.schema import JsonObject
 from kflats.io.atomic import beside, explained
 
+TABLE_INDEX = "table.json"
+"""What names the files of a coded table."""
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _HUB_FILES = ["*.json", "*.txt", "*.safetensors", "*.model"]
 _TENSORS = re.compile(r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|ot|gguf|tflite|mlmodel|pkl|pickle)")
@@ -156,6 +158,11 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
             )
         holder = root / (inner or [""])[0]
         if not (holder / "config.json").is_file():
+            if is_coded_table(root):
+                raise KflatsError(
+                    f"{root} holds a coded table, not a model",
+                    hint=f"a model folder; kflats inspect {root} shows the table",
+                )
             raise KflatsError(
                 f"{root} holds no model", cause="it has no config.json, nor a modules.json that names a folder with one"
             )
@@ -176,6 +183,12 @@ def weights_folder(folder: str | os.PathLike[str], *, pickled: bool = False) -> 
             hint=f"kflats export {root} --dense --out DIR writes them as safetensors, or {other}" if stored else other,
         )
     return holder
+
+
+def is_coded_table(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is what ``kflats compress --table`` wrote."""
+    folder = Path(folder).expanduser()
+    return (folder / TABLE_INDEX).is_file() and not (folder / "config.json").exists()
 
 
 def static_folder(root: str | os.PathLike[str]) -> Path | None:

@@ -26,10 +26,11 @@ from kflats.common.errors import KflatsError, first_line, is_whole
 from kflats.common.hashing import crc32
 from kflats.common.schema import Json, decode, read_json
 from kflats.io.atomic import write_json
+from kflats.io.sources import TABLE_INDEX
 from kflats.tables.shards import ShardRecord, missing
 
 Layout = Literal["compact", "fast"]
-INDEX, HEAD = "table.json", "head.safetensors"
+HEAD = "head.safetensors"
 INDEX_BYTES, SHARD_ENTRY = 4096, 512
 """Room for the index and the manifest of a table, and for the entries of each of its files."""
 _FORM, _VERSION = "kflats-table", 2
@@ -88,7 +89,7 @@ class TableIndex:
     def save(self, folder: Path) -> None:
         """Write the index into ``folder``."""
         content = json.loads(json.dumps(asdict(self)))
-        write_json(folder / INDEX, _FORM, _VERSION, **content, checksum=_checksum(content))
+        write_json(folder / TABLE_INDEX, _FORM, _VERSION, **content, checksum=_checksum(content))
 
     @classmethod
     def load(cls, folder: Path) -> TableIndex:
@@ -97,7 +98,7 @@ class TableIndex:
         Raises:
             KflatsError: no table, one of another version, a damaged index.
         """
-        path = folder / INDEX
+        path = folder / TABLE_INDEX
         if not path.is_file():
             raise KflatsError(f"{folder} is no coded table", hint="a folder that kflats compress --table wrote")
         content = read_json(path, _FORM, _VERSION, "table")
