@@ -156,6 +156,15 @@ def test_a_budget_is_met_from_below_to_one_percent(table, bits):
     assert 0.99 * budget <= found <= budget
 
 
+@pytest.mark.parametrize("seed", [0, 1, 3])
+def test_small_matrices_fit_although_what_lies_beside_their_symbols_is_most_of_them(seed):
+    """Distributions that were made for finer steps leave no room for any symbol: others are made."""
+    gen = torch.Generator().manual_seed(seed)
+    small = torch.randn(64, 8, generator=gen) * torch.arange(1, 9) ** -0.7
+    for nbytes in (200, 210, 220):
+        assert size_of(transform_code(small, nbytes=nbytes)) <= nbytes
+
+
 @pytest.mark.parametrize(("bits", "weighted", "above"), [(3.0, False, 0.30), (2.0, True, 0.30), (1.0, True, 0.22)])
 def test_files_are_near_the_gaussian_bound(bits, weighted, above, tmp_path):
     """Bytes of a file, all counted: labels, axes, layouts, distributions, checksums, scales and the container."""

@@ -36,6 +36,8 @@ _GUESSES = 2
 """Passes where only the size and the error are asked for; one of them tells which classes cost least."""
 _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
+_ROUNDS = 4
+"""Of so many tries, at most, where none of them fits."""
 _FINER = 8
 """How much finer than the step where the search begins the found step may be: classes must allow it."""
 _WINDOW = 0.99
@@ -297,7 +299,13 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
     fine: tuple[float, int] | None = None  # the coarsest step known to be too fine, and its size
     fits: tuple[float, int] | None = None  # the finest known to fit
     quantizers: list[tuple[Source, CodedBasis, Quantizer]] = []
-    for attempt in range(_TRIES):
+    size = 0
+    for attempt in range(_ROUNDS * _TRIES):
+        if attempt and attempt % _TRIES == 0:
+            if best is not None:
+                break
+            # Distributions and scales are most of a small code, and a coarser step does not change them: other ones.
+            beside, quantizers, fine = beside + size - int(aim * budget), [], None
         if not quantizers:
             bases, step = _search(sources, budget, beside)
             # One quantizer for all tries: the size is then a falling function of the step.
