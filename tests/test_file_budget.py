@@ -229,6 +229,9 @@ def test_what_the_options_mean() -> None:
     assert recipe_of(RecipeOptions(codec="transform"), counted=False).method == kflats.SVD()
     assert recipe_of(RecipeOptions(codec="transform", flats=3), counted=False).method == kflats.Flats(k=3)
     assert recipe_of(RecipeOptions(codec="int8", flats=3), counted=False).method == kflats.Flats(k=3)
+    measured = {"counted": True, "tokens": False}
+    assert recipe_of(RecipeOptions(codec="int8"), **measured).method == kflats.SVD()
+    assert recipe_of(RecipeOptions(codec="feedback"), **measured).method == kflats.KeepDense()
     assert recipe_of(RecipeOptions(method="messi", codec="integer 6"), counted=False).codec == kflats.Integer(6)
     for wrong, said in (
         (RecipeOptions(method="auto", codec="int8"), "--codec cannot be used with --method auto"),

@@ -203,14 +203,15 @@ class BudgetOptions:
     keep: Annotated[
         str | None,
         typer.Option(
-            help='What is kept of the named weights, row labels included: "60%", "12MB", "5.2M params" or "33% ranks".'
+            help='What is kept of the named weights, row labels included: "60%", "12MB"; with floating-point '
+            'numbers also "5.2M params" or "33% ranks".'
         ),
     ] = None
     size: Annotated[
         str | None,
         typer.Option(
             help='Size of all weight files: "40MB", "10%" or "2 bits" (a number). Use it in place of --keep; --method '
-            "is then auto and --weights all, unless they are given."
+            "is then auto and --weights all, unless they are given, or an option of one method."
         ),
     ] = None
     quality: Annotated[
@@ -226,14 +227,15 @@ class BudgetOptions:
         typer.Option(
             metavar="NAME",
             help='A weight to compress, a pattern ("encoder.layer.*.attention.*"), or one of the words linear, conv, '
-            "embeddings and all. Repeat it for more. Default: the token embeddings.",
+            "embeddings and all. Repeat it for more. Default: all where methods are auto and --keep is not given; else "
+            "the token embeddings.",
         ),
     ] = None
     allocation: Annotated[
         Allocation | None,
         typer.Option(
             help="How the weights share the budget: uniform (in proportion to their bytes), loss (where a byte saves "
-            "most loss), or auto (default: loss where the importance allows it)."
+            "most loss; always so with --method auto), or auto (default: loss where the importance allows it)."
         ),
     ] = None
 
@@ -322,15 +324,16 @@ class RecipeOptions:
         typer.Option(
             help="flats, svd, kmeans-svd or messi; robust-svd, entrywise or subspace where there are outliers; "
             "keep-dense for --codec alone; auto: for each weight the method that loses least in its bytes. Default: "
-            "svd with measurements, else flats."
+            "auto without --keep or an option of one method; svd with measurements, --form or --codec transform; "
+            "keep-dense with --codec feedback, or integers without measurements; else flats."
         ),
     ] = None
     flats: Annotated[
         str | None,
         typer.Option(
             metavar="K",
-            help="With flats, kmeans-svd and messi: the number of flats, or search: that of least error, or of the "
-            "best score (--search).",
+            help="With flats, kmeans-svd and messi: the number of flats, or (flats, messi) search: that of least "
+            "error, or of the best score (--search). With --table: 1 to 16.",
         ),
     ] = None
     restarts: Annotated[
@@ -347,12 +350,14 @@ class RecipeOptions:
         str | None,
         typer.Option(
             help="Which errors count most. For tokens: counts (with --texts), zipf, token-fisher. For any weight: "
-            "uniform; with --texts or --task: kronecker, two-sided, row-fisher (FWSVD), input-gram. Default with "
-            "--texts: counts for names that hold 'embed', kronecker for others."
+            "uniform; with --texts or --task: kronecker, two-sided, row-fisher (FWSVD), input-gram. Default: counts "
+            "with --texts if all names hold 'embed'; else with data kronecker, or row-fisher for methods other than "
+            "svd; without data zipf for flats and uniform for others."
         ),
     ] = None
     power: Annotated[
-        float | None, typer.Option(help="With counts and zipf: the power of the counts or of the Zipf prior.")
+        float | None,
+        typer.Option(help="With counts, zipf and token-fisher: the power of the counts or of the Zipf prior."),
     ] = None
     matrix_rows: Annotated[
         Literal["in_features", "out_features"] | None,
@@ -380,8 +385,9 @@ class RecipeOptions:
     codec: Annotated[
         str | None,
         typer.Option(
-            help="How numbers are stored: float32, float16, bfloat16; transform (smallest), int8, int4, "
-            '"int4 32" (one scale for 32 columns). Default: the model\'s own type.'
+            help="How numbers are stored: float32, float16, bfloat16; transform (smallest for tables), feedback "
+            '(smallest for layers with data), int8, int4, "int4 32" (one scale for 32 columns). Default: '
+            "the model's own type."
         ),
     ] = None
 
@@ -528,7 +534,7 @@ class ExampleOptions:
     """The options that say which examples of a task are read, and how."""
 
     batch: Annotated[int, typer.Option(help="Examples of a batch.")] = 32
-    max_length: Annotated[int, typer.Option(min=1, help="Tokens of an example; longer examples are cut.")] = 128
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of an example; longer examples are cut.")] = 128
     limit: Annotated[int | None, typer.Option(metavar="N", help="Use only N examples, drawn by --seed.")] = None
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of every random step.")] = 0
 
@@ -651,10 +657,13 @@ def _usual_importance(options: RecipeOptions, counted: bool, measured: bool) -> 
 
 
 def _usual_method(options: RecipeOptions, importance: Importance, codec: Codec) -> str:
-    from kflats.methods import KeepDense
+    from kflats.methods import SVD, KeepDense
 
-    flats = options.wants_flats
-    usual = "svd" if not flats and (importance.needs or options.form is not None) else "flats"
-    if flats or usual == "svd" or not codec.stores_integers:
-        return usual
-    return "keep-dense" if codec.refusal(KeepDense()) is None else "svd"
+    if options.wants_flats:
+        return "flats"
+    if options.form is not None:
+        return "svd"
+    if not codec.stores_integers:
+        return "svd" if importance.needs else "flats"
+    dense, low_rank = (codec.refusal(method) is None for method in (KeepDense(), SVD()))
+    return "svd" if low_rank and (importance.needs or not dense) else "keep-dense"

@@ -72,7 +72,7 @@ class Feedback(Codec):
 
         minimise   || L (A - A^) R ||^2      subject to   stored bytes <= budget
 
-        a^_oi = (q_oi - sign(q_oi) shrink) r_o s_i,      s_i = c / R_ii,   r_o = c / L_oo of a class of rows
+        a^_oi = (q_oi - sign(q_oi) shrink) r_o s_i,      s_i = 1 / R_ii,   r_o = c / L_oo of a class of rows
 
     L and R are triangular factors of the importance: of the Grams of inputs and of output gradients, where it measured
     both. One number c sets the rate. Rounding counts error and bits together; values are the means of their intervals;

@@ -188,7 +188,9 @@ def compress_folder(
             cent are then of the trimmed model.
         run_as: the run-time form that the folder loads in, as ``run_as_``. The proof is of this form. "auto": the
             fastest on this machine that loses at most .002 more than "dense", which ``quality`` then bounds.
+        seed: of every random step: an equal seed gives equal bytes.
         force: replace an existing folder that kflats wrote and nobody changed since.
+        quiet: show no progress and no notes.
         proof: compare the folder with the original at the end (``kflats.compare``), and write the result into its
             report and its card. The folder is whole before: interrupted, it lacks the proof alone.
         eval_texts: to compare on. None: texts that were held out, or the sentences of the package.
@@ -197,7 +199,9 @@ def compress_folder(
 
     Raises:
         KflatsError: as ``compress_``; ``out`` exists, overlaps the original or is written by another run, a full
-            disk, a folder without a model; ``prepared`` by another model or other data.
+            disk, a folder without a model; ``prepared`` by another model or other data; ``eval_texts`` or
+            ``run_as="auto"`` without a proof; ``score`` with a quality; ``trim`` with a plan, statistics or batches of
+            ids, or of a static model.
     """
     check_quality(quality, keep or plan, size)
     check_run_form(run_as, auto=True)

@@ -40,14 +40,17 @@ def run_as_(model: nn.Module, form: RunAs, *, most_loss: float = MOST_LOSS, quie
     | "compact" | codes that are decoded in every call | 0 |
 
     Choose "bfloat16" on CPUs where it is faster than float32; not all CPUs with units for it are such. Choose
-    "int8" for little time, on one core .4 to .8 of float32's, on CPUs with VNNI units and where a cosine .001 to .002
+    "int8" for little time, on one core .65 to .95 of float32's and .5 to .75 under ``torch.compile``
+    (``benchmarks/latency.py``), on CPUs with VNNI units and where a cosine .001 to .002
     lower is allowed. Choose "compact" where memory is short; one sentence then takes four to six times as long. On CPUs
     with matrix units for bfloat16 (AMX) no form is as fast in batches on one core as the whole model in that type:
     ``model.bfloat16()``.
 
-    A form is made at the first call. Recorded graphs (``torch.compile``, export), and calls whose gradients reach the
-    codes' scales, use the codes in every form; call a model under ``torch.inference_mode()`` to run it. Embeddings read
-    their rows from the codes. Layers of floating-point factors are multiplied by as they are.
+    A form is made at the first call. Graphs for files (export, ONNX), graphs of ``torch.compile`` with gradients or
+    autocast, and calls whose gradients reach the codes' scales use the codes in every form, and int8 refuses such
+    gradients; call a model under ``torch.inference_mode()`` to run it. Embeddings decode the rows that are asked for,
+    and keep up to 8 MB of them in all forms but "compact". Layers of floating-point factors are multiplied by as they
+    are.
 
     "auto" chooses the fastest form on this machine, of those that lose at most ``most_loss`` more than "dense". What
     forms lose is measured by ``kflats compress`` and ``kflats compare --card``, and is read from the folder that

@@ -37,6 +37,9 @@ class RowFisher(Importance):
     compare with the paper; ``KroneckerFisher`` loses less at equal bytes.
 
     Needs gradients of a task's loss, or of random projections, which need no labels.
+
+    Args:
+        unreached: for a weight that no gradient reached: "refuse", an error; or "uniform", every row counts the same.
     """
 
     unreached: Unreached = "refuse"
@@ -66,6 +69,7 @@ class TwoSided(Importance):
     of an SVD.
 
     Args:
+        unreached: for a weight that no gradient reached: "refuse", an error; or "uniform", every row counts the same.
         floor: the least column weight, as a share of their mean.
     """
 
@@ -97,6 +101,7 @@ class InputGram(Importance):
     Args:
         centred: x is measured around its mean, and the bias corrects the mean's error.
         damping: share of the Gram's mean diagonal that is added to the diagonal, for directions that few samples show.
+        unreached: for a weight that no input reached: "refuse", an error; or "uniform", every row counts the same.
 
     Needs only forward passes. Its values are not in units of a loss, so layers cannot be compared by them.
     """
@@ -141,6 +146,7 @@ class KroneckerFisher(Importance):
     Args:
         centred: the bias, which reads a constant input, takes the part of the error that it can take.
         damping: share of each Gram's mean diagonal that is added to its diagonal.
+        unreached: for a weight that no gradient reached: "refuse", an error; or "uniform", every row counts the same.
 
     Choose it for linear layers: with a budget shared by loss it lost least of the closed forms on task models and the
     encoder, and its values can be compared between layers.

@@ -46,8 +46,8 @@ def MESSI(k: int | None = 5, error: Loss = Squared(), restarts: int = 10) -> Fla
 
     Use it with Uniform(). ``restarts`` is how many local minima are computed (the paper says "many" without a number;
     1 takes a tenth of the time). ``k=None`` searches the number of flats (appendix D), with all restarts for each.
-    ``error`` is its "distance functions" (sections 2.1 and E.1): powers, truncated. The speed of EM differs:
-    between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
+    ``error``: powers are its "l^q-error" and truncated is one of its "distance functions" (sections 2.1 and E.1). The
+    speed of EM differs: between whole E-steps a few look at doubtful rows only (docs/mathematics.md).
     """
     published = Flats(k=k, ranks="uniform", exact=False, start="random", tolerance=1e-4, max_iterations=100)
     return replace(published, error=error, restarts=restarts)

@@ -152,8 +152,8 @@ class Huber(_Thresholded):
 class Truncated(_Thresholded):
     """rho(t) = min(t, t0): beyond the threshold t0 a row costs the same wherever it lies (MESSI, appendix E.1).
 
-    Not convex: rows that a bad start leaves beyond the threshold are never looked at again, so a fit starts from
-    that of ``Power(1)`` (see ``stages``).
+    Not convex: rows that a bad start leaves beyond the threshold are never looked at again, so a fit has two
+    starts: that of ``Power(1)`` (see ``stages``), and that of the rows scaled to length 1.
 
     Raises:
         KflatsError: a threshold that is not positive, or an unknown unit.

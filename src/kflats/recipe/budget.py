@@ -185,8 +185,9 @@ def parse_budget(text: str | Budget, scope: str = "weights") -> Budget:
 
     Args:
         text: "60%"; "12MB" (kB, MB, GB: powers of 1000; KiB, MiB, GiB: powers of 1024; B);
-            "5.2M params" (k, M, G, or none); "33% ranks". "... of all files" means scope "file"; "..., larger allowed"
-            more than the weights take now. A ``Budget`` is handed back as it is.
+            "5.2M params" (k, M, G, or none); "33% ranks"; with scope "file" also "2 bits" a number. "... of all files"
+            means scope "file"; "..., larger allowed" more than the weights take now. A ``Budget`` is handed back as it
+            is.
         scope: "weights" or "file".
 
     Raises:

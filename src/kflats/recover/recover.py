@@ -285,12 +285,14 @@ def recover_folder(
         texts: instead of a task: sentences without labels, to train towards the ``teacher`` alone. Every tenth is
             used for the evaluation, not for training.
         teacher: the original's folder or hub name.
+        max_length: tokens of an example; longer ones are cut.
         force: replace an existing folder that kflats wrote and nobody changed since.
+        quiet: show no progress.
         chosen: further arguments of ``recover_``.
 
     Raises:
-        KflatsError: as ``recover_``; both or neither of task and texts; ``out`` exists, overlaps one of the models or
-            is written by another run; a full disk.
+        KflatsError: as ``recover_``; both or neither of task and texts; fewer than 10 texts; ``out`` exists,
+            overlaps one of the models or is written by another run; a full disk.
     """
     if (task is None) == (texts is None):
         raise KflatsError(

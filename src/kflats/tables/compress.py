@@ -114,9 +114,8 @@ def compress_table(
             ``kflats.io.new_folder``.
 
     Warns:
-        KflatsWarning: a row is 10,000 times as long as the middle one. All rows of one weight have steps of one size in
-            the compact layout, and scales of one range in the fast one, so that beside it others lose much. Or rows
-            unlike the others, which the fast layout cuts off, hold most of the error.
+        KflatsWarning: a row is 10,000 times as long as the middle one, beside which the others lose more, in the fast
+            layout most. Or rows unlike the others, which the fast layout cuts off, hold most of the error.
     """
     if layout not in ("compact", "fast"):
         raise KflatsError(f"layout={layout!r} is not supported", hint='layout="compact" or layout="fast"')

@@ -191,7 +191,7 @@ def statistics_of(table: WeightedRows, seed: int, show: Callable[[int], None], w
     if middle > 0 and longest > (_FAR * middle) ** 2 and workers.first:
         far = f"{rows.place(place)} is {longest**0.5 / middle:.1e} times as long as the middle row"
         warnings.warn(
-            KflatsWarning(f"{far}: its steps are those of all rows, which lose more; leave it out of the table"),
+            KflatsWarning(f"{far}: beside it the others lose more; leave it out of the table"),
             stacklevel=3,
         )
     weights = table.weights_of(ids)

@@ -255,8 +255,8 @@ def task_batches(
         texts is an example.
 
     Raises:
-        KflatsError: as ``load_examples``; a batch size below 1; a head that does not fit the task; a tokenizer of
-            another model.
+        KflatsError: as ``load_examples``; a batch size or ``limit`` below 1; a ``max_length`` below 2; a head that does
+            not fit the task; a config without ``pad_token_id`` for tasks of sentences; a tokenizer of another model.
     """
     rows = features(load_examples(task, split, task_data), tokenizer, max_length, limit=limit, model=model, seed=seed)
     filler = pad_id(tokenizer, model)

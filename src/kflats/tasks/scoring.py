@@ -234,7 +234,7 @@ def score(
         costs: also time one batch of 8 examples and count its operations.
 
     Raises:
-        KflatsError: as ``load_examples``; a head or tokenizer that does not fit the task; outputs that are not
+        KflatsError: as ``task_batches``; a head or tokenizer that does not fit the task; outputs that are not
             finite; a missing package of the extra "tasks".
     """
     examples = load_examples(task, split, task_data)
