@@ -95,6 +95,12 @@ def test_tied_tables_stay_tied_and_models_still_run(tiny_model, tiny_tokenizer, 
         torch.testing.assert_close(again(ids)[0], out)
 
 
+@pytest.mark.parametrize("seed", [-1, 1.5, None, "a", 2**63])
+def test_a_seed_is_a_whole_number(seed):
+    with pytest.raises(KflatsError, match=r"seed=.* is not supported"):
+        compress_(toy(), {"words": Flats(k=2)}, keep="60%", seed=seed, quiet=True)
+
+
 def test_equal_seeds_give_equal_factors_and_the_global_generator_is_left_alone():
     before = torch.get_rng_state()
     made = []

@@ -86,6 +86,12 @@ def test_numbers_for_which_the_bytes_are_too_few_are_passed_over(model: nn.Modul
         search_flats(model, MESSI(k=None, restarts=1), lambda small: 1.0, counts=(200, 230), **WAY)
 
 
+@pytest.mark.parametrize("score", [math.nan, -math.inf])
+def test_scores_are_finite(score: float, model: nn.Module) -> None:
+    with pytest.raises(KflatsError, match=f"the score of the model of . flats is {score}"):
+        search_flats(model, Flats(k=None), lambda small: score, counts=(2, 3), **WAY)
+
+
 @pytest.mark.parametrize("method", [Flats(k=3), KMeansSVD(k=3), SVD()])
 def test_only_a_number_that_is_not_given_is_searched(method: Method, model: nn.Module) -> None:
     with pytest.raises(KflatsError, match=r"(?s)a search for the number of flats is not supported.*left to a search"):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kflats.common.errors import KflatsError
+from kflats.io.atomic import new_folder
 from kflats.report.html import REPORT_PAGE, render, spectrum
 from kflats.report.report import BandReport, NormError, Report, WeightReport
 
@@ -118,6 +119,17 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
             with pytest.raises(KflatsError, match=r"pip install 'kflats\[report\]'"):
                 render(report, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_holds_more_than_a_report_stays(tmp_path: Path) -> None:
+    """Such as a model that kflats wrote, whose manifest would allow it."""
+    report, out = Report("m", "60%", (), 10, 10, 0, "1"), tmp_path / "model"
+    with new_folder(out) as aside:
+        (aside / "model.safetensors").write_text("weights")
+    with pytest.raises(KflatsError, match=r"holds more than a report: model\.safetensors"):
+        render(report, out)
+    assert (out / "model.safetensors").read_text() == "weights"
+    assert render(report, out / "report") == render(report, out / "report")  # which replaces the first
 
 
 def test_the_folder_must_not_be_a_file(tmp_path: Path) -> None:

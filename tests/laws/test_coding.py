@@ -165,6 +165,22 @@ def test_small_matrices_fit_although_what_lies_beside_their_symbols_is_most_of_t
         assert size_of(transform_code(small, nbytes=nbytes)) <= nbytes
 
 
+@pytest.mark.parametrize(("n", "d", "share"), [(2, 768, 0.11), (2, 768, 0.15), (4, 4096, 0.07)])
+def test_matrices_of_few_rows_get_axes_that_leave_bytes_for_the_rows(n, d, share):
+    few = torch.randn(n, d, generator=torch.Generator().manual_seed(0))
+    lost = few - dense(transform_code(few, nbytes=int(4 * n * d * share)))
+    assert float(lost.square().sum()) < 0.2 * float(few.square().sum())
+
+
+@pytest.mark.parametrize("bits", [12.0, 13.0, 20.0])
+def test_a_long_row_leaves_the_others_their_bytes_however_many_there_are(bits):
+    rows = torch.randn(1000, 32, generator=torch.Generator().manual_seed(0))
+    rows[17] *= 1000
+    lost = (rows - dense(transform_code(rows, bits=bits))).square().sum(1)
+    lost[17] = 0.0
+    assert float(lost.sum()) < 1e-5 * 1000 * 32
+
+
 @pytest.mark.parametrize(("bits", "weighted", "above"), [(3.0, False, 0.30), (2.0, True, 0.30), (1.0, True, 0.22)])
 def test_files_are_near_the_gaussian_bound(bits, weighted, above, tmp_path):
     """Bytes of a file, all counted: labels, axes, layouts, distributions, checksums, scales and the container."""

@@ -190,6 +190,7 @@ def compress(
         "--trim": trim,
         "--eval-texts": eval_texts,
         "--no-proof": no_proof or None,
+        "--run-as": None if run_as == "dense" else run_as,
     }
     others |= {"--search-split": search.search_split, "--search": None if search.search == "error" else "task"}
     table.check(budget.size, model, of_models + [option for option, value in others.items() if value is not None])
@@ -402,8 +403,9 @@ def recover(
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Train a compressed model on its task, towards the original, or both. Interrupted, the same command resumes."""
-    if texts is not None and (task_data is not None or examples.limit is not None):
-        raise conflict("--texts", "--task-data and --limit", "leave them out, or --task NAME")
+    others = [name for name, value in (("--task-data", task_data), ("--limit", examples.limit)) if value is not None]
+    if texts is not None and others:
+        raise conflict("--texts", " and ".join(others), "leave it out, or --task NAME")
     chosen = {**asdict(training), **asdict(examples)}
     if task is None:
         del chosen["limit"]

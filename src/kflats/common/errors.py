@@ -120,6 +120,16 @@ def is_whole(value: object, low: int, high: float = math.inf) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
+def check_seed(seed: object) -> None:
+    """Refuse a seed that torch does not take.
+
+    Raises:
+        KflatsError: it is no whole number from 0 to 2^63 - 1.
+    """
+    if not is_whole(seed, 0, 2**63 - 1):
+        raise KflatsError(f"seed={seed!r} is not supported", hint="a whole number from 0 to 2^63 - 1")
+
+
 def is_number(value: object, low: float, high: float = math.inf) -> bool:
     """Whether ``value`` is a finite number from ``low`` to ``high``; True and False are not.
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from kflats.common.errors import DoesNotFitError, KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError, check_seed
 from kflats.common.formatting import announce
 from kflats.common.texts import SAMPLES, Tokenizer
 from kflats.common.workers import Packed, Workers
@@ -78,7 +78,7 @@ def search_flats(
 
     Raises:
         KflatsError: as ``compress_``; a method whose number of flats is not searched; ``counts`` that are no rising
-            whole numbers from 1 on; no number for which the bytes are enough.
+            whole numbers from 1 on; no number for which the bytes are enough; a score that is NaN or infinite.
 
     >>> import torch, kflats
     >>> _ = torch.manual_seed(0)
@@ -90,6 +90,7 @@ def search_flats(
     >>> found.scores[found.k] == max(found.scores.values()), found.recipe.method.k == found.k
     (True, True)
     """
+    check_seed(seed)
     data = gather(texts, tokenizer, calibration, None, None, samples).windowed(model, quiet)
     return best_flats(
         model, recipe, score, one_budget(keep, size), data, weights=weights, counts=counts, seed=seed, quiet=quiet
@@ -152,6 +153,8 @@ def best_flats(
 
         as_text = Packed[float](repr, lambda _, text: float(text))
         found = (workers or Workers()).divided([f"scoring {k} flats"], scored, as_text)[0]
+        if not math.isfinite(found):
+            raise KflatsError(f"the score of the model of {k} flats is {found}", hint="a score that is a finite number")
         announce(f"{k} flat{'s' * (k > 1)}: score {found:.4f}", quiet=quiet)
         return found
 

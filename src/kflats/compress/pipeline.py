@@ -15,7 +15,7 @@ from torch import nn
 
 from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
-from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.errors import KflatsError, KflatsWarning, check_seed
 from kflats.common.machine import available_bytes, return_memory_when_freed
 from kflats.common.run_forms import RunAs, RunForm, check_run_form
 from kflats.common.texts import SAMPLES, Tokenizer, packaged_texts
@@ -129,6 +129,7 @@ def compress_(
     >>> report.weights[0].bytes_after <= 0.5 * 200 * 16 * 4
     True
     """
+    check_seed(seed)
     budget = None if isinstance(recipes, Plan) and keep is size is None else one_budget(keep, size)
     data = gather(texts, tokenizer, calibration, objective, statistics, samples).windowed(model, quiet)
     decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet)
@@ -203,6 +204,7 @@ def compress_folder(
             ``run_as="auto"`` without a proof; ``score`` with a quality; ``trim`` with a plan, statistics or batches of
             ids, or of a static model.
     """
+    check_seed(seed)
     check_quality(quality, keep or plan, size)
     check_run_form(run_as, auto=True)
     workers = workers or Workers()

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kflats.common.errors import KflatsError
 from kflats.common.formatting import number, share, size, visible
 from kflats.common.release import needed
-from kflats.io.atomic import manifest_follows, new_folder
+from kflats.io.atomic import MANIFEST, manifest_follows, new_folder
 from kflats.report.report import Report, WeightReport
 
 if TYPE_CHECKING:
@@ -59,13 +60,28 @@ def render(report: Report, out_folder: str | os.PathLike[str]) -> Path:
         out_folder: the folder to be: a new one, an empty one, or one with an earlier report.
 
     Raises:
-        KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file, holds files that kflats did not write
-            or that were changed, or is written by another run.
+        KflatsError: matplotlib or jinja2 is missing; ``out_folder`` is a file, holds files that are no report's or
+            that were changed, or is written by another run.
     """
     page, folder = template("report.html"), Path(out_folder).expanduser().resolve()
+    _check_earlier_report(folder)
     with manifest_follows(folder.parent, folder.name), new_folder(folder, force=True) as aside:
         _write(report, page, aside)
     return Path(out_folder) / REPORT_PAGE
+
+
+def _check_earlier_report(folder: Path) -> None:
+    """Refuse a folder that holds anything but a report, such as a model that kflats wrote."""
+    if not folder.is_dir():
+        return
+    own = {REPORT_PAGE, MANIFEST}
+    others = [path.name for path in sorted(folder.iterdir()) if path.name not in own and path.suffix != ".png"]
+    if others:
+        raise KflatsError(
+            f"{folder} holds more than a report: {visible(others[0])}",
+            cause="a report replaces an earlier report alone",
+            hint="another folder for the report",
+        )
 
 
 def template(name: str) -> Any:

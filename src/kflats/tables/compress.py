@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, is_whole
+from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, check_seed, is_whole
 from kflats.common.formatting import announce, progress_bar
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
@@ -119,8 +119,7 @@ def compress_table(
     """
     if layout not in ("compact", "fast"):
         raise KflatsError(f"layout={layout!r} is not supported", hint='layout="compact" or layout="fast"')
-    if not is_whole(seed, 0):
-        raise KflatsError(f"seed={seed!r} is not supported", hint="a whole number from 0")
+    check_seed(seed)
     if shard_rows is not None and (not is_whole(shard_rows, _BLOCK) or shard_rows % _BLOCK):
         raise KflatsError(f"shard_rows={shard_rows!r} is not supported", hint=f"a multiple of {_BLOCK}")
     if not is_whole(flats, 1, MOST_FLATS):

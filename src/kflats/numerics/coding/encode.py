@@ -36,7 +36,7 @@ _GUESSES = 2
 """Passes where only the size and the error are asked for; one of them tells which classes cost least."""
 _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
-_ROUNDS = 4
+_ROUNDS = 8
 """Of so many tries, at most, where none of them fits."""
 _FINER = 8
 """How much finer than the step where the search begins the found step may be: classes must allow it."""
@@ -295,22 +295,19 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
     finest = _finest(sources)
     # A small code is quick to make again, and is most of a small file, which its bytes must fill.
     window, aim = (_WINDOW, _AIM) if budget > _SMALL else (_SMALL_WINDOW, (1 + _SMALL_WINDOW) / 2)
+
+    def begun(beside: int) -> tuple[list[tuple[Source, CodedBasis, Quantizer]], float]:
+        """Quantizers for all following tries, so that the size is a falling function of the step, and the first."""
+        bases, step = _search(sources, budget, beside)
+        pairs = zip(sources, bases, strict=True)
+        return [(source, basis, _designed(source.frame(basis, step))) for source, basis in pairs], step
+
     best: FlatsCode | None = None
     fine: tuple[float, int] | None = None  # the coarsest step known to be too fine, and its size
     fits: tuple[float, int] | None = None  # the finest known to fit
-    quantizers: list[tuple[Source, CodedBasis, Quantizer]] = []
-    size = 0
+    quantizers, step = begun(beside)
+    first, rounds, size = step, 1, 0
     for attempt in range(_ROUNDS * _TRIES):
-        if attempt and attempt % _TRIES == 0:
-            if best is not None:
-                break
-            # Distributions and scales are most of a small code, and a coarser step does not change them: other ones.
-            beside, quantizers, fine = beside + size - int(aim * budget), [], None
-        if not quantizers:
-            bases, step = _search(sources, budget, beside)
-            # One quantizer for all tries: the size is then a falling function of the step.
-            pairs = zip(sources, bases, strict=True)
-            quantizers = [(source, basis, _designed(source.frame(basis, step))) for source, basis in pairs]
         codes = tuple(_code(source.frame(basis, step), quantizer) for source, basis, quantizer in quantizers)
         code = FlatsCode(codes, flats)
         size = size_of(code)
@@ -319,18 +316,31 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
         else:
             if fits is None or size > fits[1]:
                 best, fits = code, (step, size)
-            if size >= window * budget or step <= finest * 1.01 or not any(one.rank for one in codes):
+            dead = fine is None and not any(one.rank for one in codes)
+            if size >= window * budget or step <= finest * 1.01 or dead:
                 break
             if attempt == 0 and size < _FAR * budget:
                 # A file may take less than what was counted; so much finer a step asks for other quantizers.
-                beside, quantizers = beside + size - int(aim * budget), []
+                beside += size - int(aim * budget)
+                quantizers, first = begun(beside)
+                step = first
                 continue
+        if attempt >= rounds * _TRIES - 1 and best is not None:
+            break
         # Bits fall by about one a live coordinate for each doubling of the step; between two sizes, on a line.
         live = sum(float((q != 0).sum()) for one in codes for q in one.levels) + 1.0
         rise = 8 / live
         if fine is not None and fits is not None and fine[0] < fits[0]:
             rise = math.log2(fits[0] / fine[0]) / (fine[1] - fits[1])
         step = max(finest, step * 2 ** max(-1.0, min(1.0, rise * (size - aim * budget))))
+        if best is None and rounds < _ROUNDS and (step > 2 * first or attempt >= rounds * _TRIES - 1):
+            # Axes and distributions are most of a small code, and a coarser step does not change them: other ones.
+            try:
+                quantizers, first = begun(beside + size - int(aim * budget))
+            except DoesNotFitError:
+                rounds = _ROUNDS
+            else:
+                beside, step, fine, rounds = beside + size - int(aim * budget), first, None, rounds + 1
     if best is None:
         raise DoesNotFitError(
             f"a budget of {budget:,} bytes cannot hold codes of this matrix",

@@ -141,6 +141,9 @@ class Source:
         near, far = (long == 0).nonzero().squeeze(1), long > 0
         apart = int(long.max()) if len(near) else 0
         if not apart:
+            weighted = self.norms * self.row_weights.sqrt()
+            if not len(near) and float(weighted.max()) > _UNLIKE * float(weighted.median()):
+                return (self.classed(long - 1),)  # so fine a step is too fine for all rows, and much more so for some
             ways = candidate_classes(self.turned, self.row_weights, self.norms, classes, level)
             return tuple(self.classed(labels) for labels in ways)
         others = PartOfRows(self.turned, near)
