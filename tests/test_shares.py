@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -185,6 +187,12 @@ def test_every_importance_with_every_method_it_fits(method, importance, rows) ->
     except KflatsError as error:
         assert "cannot take the importance" in str(error)  # noqa: PT017
         assert isinstance(method, Flats)
+        changed = {"SVD()": {"method": SVD()}, "RowFisher()": {"importance": RowFisher()}}
+        changed |= {"Uniform()": {"importance": Uniform()}, "matrix_rows=": {"matrix_rows": "out_features"}}
+        advised = [change for way, change in changed.items() if way in str(error.hint)]
+        assert len(advised) >= 2
+        for change in advised:  # what the message advises works
+            kflats.compress_(model(), {"b": replace(recipe, **change)}, keep="55%", statistics=given, quiet=True)
         return
     (told,) = report.weights
     assert told.matrix_rows == rows

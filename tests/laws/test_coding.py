@@ -172,6 +172,18 @@ def test_matrices_of_few_rows_get_axes_that_leave_bytes_for_the_rows(n, d, share
     assert float(lost.square().sum()) < 0.2 * float(few.square().sum())
 
 
+def test_integers_of_a_matrix_of_low_rank_lose_no_more_in_more_bytes():
+    """Coordinates beyond its rank are rounding, and are not scaled up."""
+    gen = torch.Generator().manual_seed(0)
+    low_rank = torch.randn(200, 3, generator=gen) @ torch.randn(3, 48, generator=gen)
+    errors = []
+    for keep in ("5%", "30%"):
+        model = nn.ModuleDict({"words": nn.Embedding.from_pretrained(low_rank.clone())})
+        recipe = Recipe(SVD(), codec=kflats.Integer(4))
+        errors.append(kflats.compress_(model, {"words": recipe}, keep=keep, quiet=True).weights[0].error)
+    assert errors[1] < 1.05 * errors[0]
+
+
 @pytest.mark.parametrize("bits", [12.0, 13.0, 20.0])
 def test_a_long_row_leaves_the_others_their_bytes_however_many_there_are(bits):
     rows = torch.randn(1000, 32, generator=torch.Generator().manual_seed(0))

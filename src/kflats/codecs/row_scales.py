@@ -110,6 +110,8 @@ _FITS = 5
 afterwards."""
 _SPENT_SHARE = 0.9
 """Share of the spare bytes that the next fit is given: a fit that is one byte too large is discarded."""
+_NOISE = 1e-6
+"""Coordinates below this share of the largest ones are rounding: fits are in float32."""
 _SLACK = 0.01
 """Share of the bytes that may stay unused."""
 
@@ -314,14 +316,15 @@ class RowScaleCodec(Codec, Protocol):
 
 
 def _sizes(coordinates: ClusterCoordinates, flat: int) -> Tensor:
-    """(r,) the root mean square of each coordinate of a flat over the rows that have it, 1 in place of 0."""
+    """(r,) the root mean square of each coordinate of a flat over the rows that have it; 1, so that it is rounded to 0,
+    where that is 0 or the rounding of the others."""
     sums, counts = torch.zeros(2, len(coordinates.bases[flat]), dtype=torch.float64)
     for table, of in zip(coordinates.tables, coordinates.flat_of, strict=True):
         if of == flat:
             sums[: table.shape[1]] += table.square().sum(0)
             counts[: table.shape[1]] += len(table)
     size = (sums / counts.clamp_min(1.0)).sqrt()
-    return torch.where(size > 0, size, torch.ones_like(size))
+    return torch.where(size > _NOISE * size.max(), size, torch.ones_like(size)) if len(size) else size
 
 
 @dataclass(frozen=True)

@@ -405,7 +405,7 @@ def _reason(model: nn.Module, name: str, module: nn.Module) -> str:
         return READ_DIRECTLY
     if role == "linear" and type(model).__module__.startswith("sentence_transformers."):
         return "sentence-transformers stores this layer itself, as a dense table"
-    return "its parameter is shared with a layer that cannot be factored"
+    return "its parameter is shared with a layer that cannot be factored together with it"
 
 
 def _ties(model: nn.Module) -> dict[str, str]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from kflats.common.errors import KflatsError, KflatsWarning
 from kflats.evaluation.trial import Trial
-from kflats.importance import KroneckerFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
+from kflats.importance import KroneckerFisher, RowFisher, TokenCounts, TokenFisher, Uniform, ZipfPrior
 from kflats.importance.protocol import WeightingForm
 from kflats.io.static import StaticModel
 from kflats.matrices.layers import FactoredEmbedding
@@ -161,14 +161,36 @@ def check(weight: Weight, recipe: Recipe, data: CalibrationData) -> None:
             hint="SVD() with Float()",
         )
     judge = recipe.codec if recipe.codec.replaces_fit(recipe.method) else recipe.method
-    if refused := weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method):
+    if refused := _refused_kinds(recipe, weight):
         raise KflatsError(
             f"{brief(judge)} cannot take the importance {who} of {weight.name!r}",
             cause=" and ".join(_WHY[kind] for kind in sorted(refused)),
-            hint='SVD(), RowFisher(), or matrix_rows="out_features", which turns a metric of rows into one of columns',
+            hint=", or ".join(_other_ways(recipe, weight)),
         )
     if recipe.importance.needs and not data.measurable and data.tokenizer is None:
         raise KflatsError(f"{who} of {weight.name!r} needs calibration data", hint="texts=..., batches or statistics")
+
+
+def _refused_kinds(recipe: Recipe, weight: Weight) -> frozenset[str]:
+    return weighting_form(recipe, weight).kinds - recipe.codec.accepts(recipe.method)
+
+
+def _other_ways(recipe: Recipe, weight: Weight) -> list[str]:
+    """What to change of a recipe so that its method takes its importance."""
+    changes: dict[str, dict[str, Any]] = {
+        "SVD()": {"method": SVD()},
+        "RowFisher()": {"importance": RowFisher()},
+        "Uniform()": {"importance": Uniform()},
+    }
+    if weight.places[0].role != "embedding":
+        turned = 'matrix_rows="out_features", which turns a metric of rows into one of columns'
+        changes[turned] = {"matrix_rows": "out_features"}
+    ways = []
+    for way, change in changes.items():
+        with suppress(KflatsError):  # the codec cannot store what that method makes
+            if not _refused_kinds(replace(recipe, **change), weight):
+                ways.append(way)
+    return ways
 
 
 def is_read(weight: Weight, recipe: Recipe, trial: Trial) -> bool:

@@ -216,7 +216,7 @@ def equal_shares(
         raise DoesNotFitError(
             f"{', '.join(visible(name) for name in list(decisions)[:3])}: codes of a fixed rate take {-allowed:,} "
             "bytes more than the budget has",
-            hint="a larger budget, or Transform(), which takes any size",
+            hint="a larger budget, or SVD() with Transform(), which takes any size",
         )
     rest = [item for item in items if item.weight.name not in decisions]
     least = {item.weight.name: 0 if item.named else item.least + item.bias_bytes(data) for item in rest}

@@ -306,11 +306,11 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
     fine: tuple[float, int] | None = None  # the coarsest step known to be too fine, and its size
     fits: tuple[float, int] | None = None  # the finest known to fit
     quantizers, step = begun(beside)
-    first, rounds, size = step, 1, 0
+    first, rounds, sizes = step, 1, list[int]()
     for attempt in range(_ROUNDS * _TRIES):
         codes = tuple(_code(source.frame(basis, step), quantizer) for source, basis, quantizer in quantizers)
         code = FlatsCode(codes, flats)
-        size = size_of(code)
+        sizes.append(size := size_of(code))
         if size > budget:
             fine = step, size
         else:
@@ -344,7 +344,7 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
     if best is None:
         raise DoesNotFitError(
             f"a budget of {budget:,} bytes cannot hold codes of this matrix",
-            cause=f"the least that was found takes {size:,} bytes",
+            cause=f"the least that was found takes {min(sizes):,} bytes",
             hint="a larger budget, or fewer classes",
         )
     return best
