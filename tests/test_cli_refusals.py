@@ -71,7 +71,7 @@ MEASURED = (*PLAN, "--method", "svd", "--texts", "texts.txt", "--out", "plan.jso
         (("export", "model", "--onnx", "--out", "link", "--force"), "is the original"),
         (("recover", "model", "--task", "sst2", "--out", "link", "--force"), "is the original"),
         (("recover", "other", "--task", "sst2", "--out", "link", "--force"), "holds no model"),
-        (("report", "model/report.json", "--out", "other"), "thesis.txt (no manifest lists it)"),
+        (("report", "model/report.json", "--out", "other"), "holds more than a report: thesis.txt"),
         ((*COMPRESS, "--out", "file", "--force"), "exists and is not a folder"),
         ((*COMPRESS, "--out", "other", "--force"), "is not replaced: thesis.txt (no manifest lists it)"),
         ((*MEASURED, "file/statistics"), "not a directory"),

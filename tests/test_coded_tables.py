@@ -583,8 +583,19 @@ def test_the_command_line_compresses_a_table(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["inspect", str(tmp_path / "two")])
     assert shown.exit_code == 0
     assert shown.output.strip() == done.output.splitlines()[-3].replace("weighted ", "") + ", 2 flats"
-    said = CliRunner().invoke(app, ["trim", str(tmp_path / "two"), "--keep", "9", "--out", str(tmp_path / "trimmed")])
-    assert "holds a coded table, not a model" in said.output
+    two, out = str(tmp_path / "two"), ["--out", str(tmp_path / "other")]
+    for command, words in (
+        (["trim", two, "--keep", "9", *out], "holds a coded table, not a model"),
+        (["report", two, *out], "holds a coded table, which has no report"),
+        (["compress", "--table", two, "--size", "2 bits", *out], "holds a table that is coded already"),
+        (
+            ["compress", "--table", str(source), "--size", "2 bits", "--run-as", "int8", *out],
+            "cannot be used with --run-as",
+        ),
+    ):
+        said = CliRunner().invoke(app, command)
+        assert said.exit_code == 2
+        assert words in said.output
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kflats.common.errors import KflatsError, first_line
 from kflats.common.release import needed
+from kflats.io.sources import is_coded_table
 from kflats.numerics.rows import Rows, TensorRows
 
 _ENDINGS = (".safetensors", ".npy", ".parquet", ".arrow", ".feather")
@@ -175,6 +176,8 @@ def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
     """The files of a table, as ``open_rows`` finds them."""
     if not isinstance(source, str | os.PathLike):
         paths = [Path(one) for one in source]
+    elif is_coded_table(source):
+        raise KflatsError(f"{source} holds a table that is coded already", hint="the table that it was made of")
     elif Path(source).is_dir():
         paths = sorted(path for path in Path(source).iterdir() if path.suffix in _ENDINGS and path.is_file())
     else:

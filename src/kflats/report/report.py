@@ -37,6 +37,7 @@ from kflats.common.texts import Tokenizer, batched_texts
 from kflats.evaluation.proof import Proof
 from kflats.importance.protocol import Weighting
 from kflats.io.atomic import write_json
+from kflats.io.sources import is_coded_table
 from kflats.matrices.registry import CodedMatrix, DenseMatrix, FlatsMatrix, InterpolativeMatrix, LowRankMatrix, Matrix
 from kflats.methods.matrix_error import norm_error, row_errors, weighted_error
 from kflats.methods.protocol import Factored
@@ -205,6 +206,8 @@ class Report:
             KflatsError: no report, another format or version, a missing or unknown field, a wrong type.
         """
         file = Path(path)
+        if is_coded_table(file):
+            raise KflatsError(f"{file} holds a coded table, which has no report", hint=f"kflats inspect {file}")
         data = read_json(file / REPORT_FILE if file.is_dir() else file, _FORMAT, _VERSION, "report")
         report: Report = decode(Report, data.get("report"), "report", signed=frozenset({"report.seed"}))
         return report
