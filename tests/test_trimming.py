@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 import subprocess
@@ -341,6 +342,14 @@ def test_bad_models() -> None:
     kflats.compress_(model, kflats.SVD(), keep="60%", quiet=True)
     with pytest.raises(KflatsError, match="a compressed model cannot be trimmed"):
         trim(model, tokenizer, keep=150)
+
+
+def test_weights_that_are_not_finite_are_named_as_that() -> None:
+    model, tokenizer = built("bert")
+    with torch.no_grad():
+        next(layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)).weight[0, 0] = math.nan
+    with pytest.raises(KflatsError, match="outputs are not finite"):
+        trim(model, tokenizer, keep=150, texts=texts(5))
 
 
 def test_a_place_that_is_not_known_is_noticed() -> None:

@@ -27,7 +27,7 @@ from kflats.calibration.counting import count_tokens, zipf_prior
 from kflats.common.errors import KflatsError, is_whole
 from kflats.common.texts import Tokenizer, check_texts, required
 from kflats.evaluation.outputs import load_tokenizer, weight_file_bytes
-from kflats.evaluation.running import evaluating, explained, last_hidden_state
+from kflats.evaluation.running import check_finite, evaluating, explained, last_hidden_state
 from kflats.io import copy_companions, load_model, new_folder, resolve_model, save_model, weights_folder
 from kflats.io.atomic import write_json
 from kflats.io.sources import static_folder
@@ -515,6 +515,7 @@ def _check_same(original: nn.Module, smaller: nn.Module, kept: Sequence[int]) ->
     if logits is not None and new_logits is not None:
         before = torch.cat([before, logits[..., torch.tensor(kept)]], dim=-1)
         after = torch.cat([after, new_logits], dim=-1)
+    check_finite(before)
     tolerance = 1e-3 if next(part.parameters()).dtype in (torch.float32, torch.float64) else 0.05
     if not float((before - after).abs().max()) <= tolerance * max(float(before.abs().max()), 1e-6):
         raise KflatsError(
