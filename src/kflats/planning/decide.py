@@ -66,7 +66,8 @@ def plan(
             ``Recipe(KeepDense(), codec=Float("float16"))`` all of its numbers in that type.
         keep: "60%", "12MB", "5.2M params" of the *named weights*, kept; or "33% ranks": that share of each
             weight's full rank (FWSVD's rank ratio).
-        size: "8MB", "10%" or "2 bits" (a number): of all weight files, in place of ``keep``.
+        size: "8MB", "10%" or "2 bits" (a number): of all weight files, in place of ``keep``. For a model in memory it
+            bounds the tensors; ``compress_folder`` counts the header of the file too.
         texts: running text, cut into windows (``kflats.calibration.windows``): what importance may count, and what it
             measures with if there is no other data. Some windows are held out. tokenizer: the model's own.
         calibration: texts or batches (mappings for ``model(**batch)``) to measure Fisher information and
