@@ -42,7 +42,8 @@ _MARGIN = 1.25
 _SLACK = 1.05
 """The same in lengths that no row has from the mean of its class."""
 _UNLIKE = 16
-"""The first guess of the step ignores only rows longer than this many median lengths."""
+"""Median lengths from which on a row is unlike the others: the first guess of the step ignores it, and where all rows
+are too long for the step, classes are those of lengths."""
 _APART = 4
 """Long rows whose lengths, or steps, differ by more than this factor get different classes, if there are enough."""
 _COARSENESS = 1.5
