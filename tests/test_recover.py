@@ -597,7 +597,7 @@ def test_texts_and_a_teacher_will_do(tmp_path: Path, tiny_tokenizer: Any) -> Non
     [
         ([], "either a task or texts"),
         (["--texts", "TEXTS"], "without a teacher"),
-        (["--texts", "TEXTS", "--teacher", "MODEL", "--limit", "3"], "--task-data and --limit"),
+        (["--texts", "TEXTS", "--teacher", "MODEL", "--limit", "3"], "--texts cannot be used with --limit"),
         (["--task", "sst2", "--task-data", "DATA", "--train", "heads"], "train='heads' is not known"),
         (["--task", "mnli", "--task-data", "DATA"], "has 3 labels"),
         (["--task", "sst2", "--task-data", "DATA", "--split", "extra"], "no split 'extra'"),
