@@ -137,7 +137,10 @@ def load_head(folder: Path, record: ShardRecord) -> dict[str, Tensor]:
     path = folder / HEAD
     try:
         if os.stat(path).st_size != record.bytes:
-            raise KflatsError(f"{path} is damaged: {os.stat(path).st_size:,} bytes in place of {record.bytes:,}")
+            raise KflatsError(
+                f"{path} is damaged: {os.stat(path).st_size:,} bytes in place of {record.bytes:,}",
+                hint="restore the file or compress again",
+            )
         tensors: dict[str, Tensor] = load_file(path)
     except FileNotFoundError as error:
         raise missing(path) from error
