@@ -297,7 +297,7 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
     window, aim = (_WINDOW, _AIM) if budget > _SMALL else (_SMALL_WINDOW, (1 + _SMALL_WINDOW) / 2)
 
     def begun(beside: int) -> tuple[list[tuple[Source, CodedBasis, Quantizer]], float]:
-        """Quantizers for all following tries, so that the size is a falling function of the step, and the first."""
+        """Quantizers for all tries that follow, so that the size falls with the step; and the first step."""
         bases, step = _search(sources, budget, beside)
         pairs = zip(sources, bases, strict=True)
         return [(source, basis, _designed(source.frame(basis, step))) for source, basis in pairs], step
@@ -335,12 +335,13 @@ def _at_size(sources: Sequence[Source], flats: Tensor, budget: int, size_of: Cal
         step = max(finest, step * 2 ** max(-1.0, min(1.0, rise * (size - aim * budget))))
         if best is None and rounds < _ROUNDS and (step > 2 * first or attempt >= rounds * _TRIES - 1):
             # Axes and distributions are most of a small code, and a coarser step does not change them: other ones.
+            more = beside + size - int(aim * budget)
             try:
-                quantizers, first = begun(beside + size - int(aim * budget))
+                quantizers, first = begun(more)
             except DoesNotFitError:
                 rounds = _ROUNDS
             else:
-                beside, step, fine, rounds = beside + size - int(aim * budget), first, None, rounds + 1
+                beside, step, fine, rounds = more, first, None, rounds + 1
     if best is None:
         raise DoesNotFitError(
             f"a budget of {budget:,} bytes cannot hold codes of this matrix",
