@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from _runs import Asked, Cell, Log, Run, Scores
 from _small_networks import Dense, Images, accuracy, train_
-from _tables import Results, Value, by_method, drop, figure, orderings, publish, told, tuned_drop
+from _tables import Results, Value, by_size, drop, figure, orderings, publish, told, tuned_drop
 
 import kflats
 from kflats import MESSI, SVD, KMeansSVD, KroneckerFisher, Projections, Recipe, Uniform
@@ -149,10 +149,10 @@ class HiddenLayers:
             results = Results(runs, value)
             picture = asked.results / f"{self.name}_{when}.png"
             shown = ["SVD", *(f"MESSI, k = {k}" for k in ks), f"k-means, k = {ks[-1]}", OURS]
-            parts += [f"## {title}", by_method(results, names, sizes, tasks, len(asked.seeds))]
+            parts += [f"## {title}", by_size(results, names, sizes, tasks, len(asked.seeds))]
             if figure(picture, results, shown, places, tasks, ("% of the layers saved", "drop, points")):
                 parts.append(f"![{title}]({picture.name})")
-            parts += ["What holds, over paired seeds:", orderings(results, claims, sizes, tasks)]
+            parts += ["What holds:", orderings(results, claims, sizes, tasks)]
         publish(self.name, self.subject.title, parts, asked)
 
     def _same(self, run: Run) -> bool:

@@ -45,6 +45,11 @@ class Paired:
         """Whether 0 is outside the interval."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
+    @property
+    def judged(self) -> str:
+        """The difference, and what it says of the claim that it is above 0; nothing where it decides nothing."""
+        return f"{self}{(' **holds**' if self.mean > 0 else ' **REFUTED**') if self.decides else ''}"
+
     def __str__(self) -> str:
         if self.low is None:
             return f"{self.mean:+.2f} ({self.pairs} seed{'s' * (self.pairs > 1)}, no interval)"
@@ -125,20 +130,31 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def by_method(
+def by_task(results: Results, methods: Sequence[str], size: tuple[str, str], tasks: Sequence[str], seeds: int) -> str:
+    """Methods down, tasks across, of one size; the last column is the mean over all tasks.
+
+    Args:
+        size: as logged, and its name. seeds: how many each cell should have.
+    """
+    over = _over(tasks)
+    rows = [[method, *(results.cell(method, size[0], of, seeds) for _, of in over)] for method in methods]
+    return markdown([size[1], *(name for name, _ in over)], rows)
+
+
+def by_size(
     results: Results, methods: Sequence[str], sizes: Sequence[tuple[str, str]], tasks: Sequence[str], seeds: int
 ) -> str:
-    """Methods down, tasks and sizes across; the last columns are means over all tasks.
+    """Tasks and methods down, sizes across; the last rows are means over all tasks.
 
     Args:
         sizes: (size as logged, its name in the head). seeds: how many each cell should have.
     """
-    columns = [(task, [task], size, shown) for task in tasks for size, shown in sizes]
-    if len(tasks) > 1:
-        columns += [("mean", list(tasks), size, shown) for size, shown in sizes]
-    head = ["method", *(f"{name}, {shown}" for name, _, _, shown in columns)]
-    rows = [[method, *(results.cell(method, size, of, seeds) for _, of, size, _ in columns)] for method in methods]
-    return markdown(head, rows)
+    rows = [
+        [name, method, *(results.cell(method, size, of, seeds) for size, _ in sizes)]
+        for name, of in _over(tasks)
+        for method in methods
+    ]
+    return _narrow(["task", "method", *(shown for _, shown in sizes)], rows)
 
 
 def orderings(
@@ -150,21 +166,31 @@ def orderings(
     lower_is_better: bool = True,
     unit: str = "points",
 ) -> str:
-    """For each claim "the first is better than the second": the paired difference, and whether it holds.
-
-    "holds" and "is REFUTED" mean that the interval excludes 0; else nothing is claimed.
-    """
-    lines = []
-    over = [(task, [task]) for task in tasks] + ([("mean of tasks", list(tasks))] if len(tasks) > 1 else [])
-    for better, worse in pairs:
-        for (name, of), (size, shown) in itertools.product(over, sizes):
+    """For each claim "the first is better than the second": the paired differences by size, and where it holds."""
+    rows = []
+    for (better, worse), (name, of) in itertools.product(pairs, _over(tasks)):
+        cells = []
+        for size, _ in sizes:
             first, second = (results.average(method, size, of) for method in (better, worse))
             found = paired(second, first) if lower_is_better else paired(first, second)
-            if found is None:
-                continue
-            verdict = "nothing is claimed" if not found.decides else "holds" if found.mean > 0 else "is REFUTED"
-            lines.append(f"- {better} better than {worse}, {name}, {shown}: {found} {unit}; {verdict}.")
-    return "\n".join(lines) or f"No two methods have runs of the same seeds: {NOT_RUN}."
+            cells.append(NOT_RUN if found is None else found.judged)
+        if any(cell != NOT_RUN for cell in cells):
+            rows.append([name, f"{better} better than {worse}", *cells])
+    if not rows:
+        return f"No two methods have runs of the same seeds: {NOT_RUN}."
+    about = f"Over paired seeds, in {unit}, with 95 % intervals. Where no word stands behind it, nothing is claimed."
+    return f"{about}\n\n{_narrow(['task', 'claim', *(shown for _, shown in sizes)], rows)}"
+
+
+def _over(tasks: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each task, and after several of them their mean."""
+    return [(task, [task]) for task in tasks] + ([("mean", list(tasks))] if len(tasks) > 1 else [])
+
+
+def _narrow(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table without its first column, where that is the same in all rows."""
+    first = 0 if len({row[0] for row in rows}) > 1 else 1
+    return markdown(head[first:], [row[first:] for row in rows])
 
 
 def figure(

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from _quick import quick
 from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
-from _tables import Results, by_method, drop, figure, orderings, paired, publish, told
+from _tables import Results, by_size, drop, figure, markdown, orderings, paired, publish, told
 from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights
 from torch import Tensor
 
@@ -121,24 +121,25 @@ class Groups(TaskExperiment):
             ("Mean singular value (those of FWSVD are scaled by Fisher information)", values),
         )
         for (title, found), task in itertools.product(shown, asked.tasks):
-            parts += [f"## {title}: {task}", by_method(found, list(METHODS), sizes, [task], len(asked.seeds))]
+            parts += [f"## {title}: {task}", by_size(found, list(METHODS), sizes, [task], len(asked.seeds))]
         picture = asked.results / f"{self.page}.png"
         if figure(picture, results, list(METHODS), places, asked.tasks, ("group removed", "drop, points")):
             parts.append(f"![Drop by group]({picture.name})")
-        parts += ["## What holds, over paired seeds", self.claims(results, runs, sizes)]
+        parts += ["## What holds", self.claims(results, runs, sizes)]
         publish(self.page, TITLE, parts, asked, self.name)
 
     def claims(self, results: Results, runs: list[Run], sizes: list[tuple[str, str]]) -> str:
         """FWSVD against SVD for the groups that go first; and the last group against those before it."""
         tail = [(size, f"group {shown}") for size, shown in sizes[GROUPS // 2 :]]
-        lines = [orderings(results, [("FWSVD", "SVD")], tail, self.asked.tasks)]
+        rows = []
         last, before = f"group {GROUPS}", f"group {GROUPS - 1}"
         for task, method in itertools.product(self.asked.tasks, METHODS):
             found = paired(results.by_model(method, last, task), results.by_model(method, before, task))
             if found is not None:
-                verdict = "nothing is claimed" if not found.decides else "holds" if found.mean > 0 else "is REFUTED"
-                lines.append(f"- {method}, {task}: the last group costs more than the one before: {found}; {verdict}.")
-        return "\n".join(lines)
+                rows.append([task, method, found.judged])
+        first = orderings(results, [("FWSVD", "SVD")], tail, self.asked.tasks)
+        last_costs = markdown(["task", "method", "the last group costs more than the one before"], rows)
+        return f"{first}\n\n{last_costs}" if rows else first
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from _quick import quick
 from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
-from _tables import Results, Value, by_method, drop, figure, orderings, publish, told, tuned_drop
+from _tables import Results, Value, by_size, by_task, drop, figure, orderings, publish, told, tuned_drop
 from _task_models import TRAINING, TaskExperiment, TaskModel, block_weights, with_head
 
 import kflats
@@ -162,11 +162,11 @@ class Factorized(TaskExperiment):
         for when, title, value, names, ordered in views:
             results = Results(runs, value)
             picture = asked.results / f"{self.page}_{when}.png"
-            parts += [f"## {title}", by_method(results, names, sizes, asked.tasks, seeds)]
+            parts += [f"## {title}", by_size(results, names, sizes, asked.tasks, seeds)]
             if figure(picture, results, names, places, asked.tasks, ("% of ranks kept", "drop, points")):
                 parts.append(f"![{title}]({picture.name})")
-            parts += ["What holds, over paired seeds:", orderings(results, ordered, sizes, asked.tasks)]
-        again = by_method(Results(runs, tuned_drop), [NONE], [("100%", "trained again")], asked.tasks, seeds)
+            parts += ["What holds:", orderings(results, ordered, sizes, asked.tasks)]
+        again = by_task(Results(runs, tuned_drop), [NONE], ("100%", "method"), asked.tasks, seeds)
         parts += ["## The original trained again", again]
         publish(self.page, TITLE, parts, asked, self.name)
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from _quick import quick
 from _runs import Asked, Cell, Log, Scores, asked_for, conduct
-from _tables import Results, by_method, drop, model_of, orderings, publish, told
+from _tables import Results, by_size, drop, model_of, orderings, publish, told
 from _task_models import TRAINING, TaskExperiment, TaskModel, with_head
 from torch import Tensor, nn
 
@@ -128,8 +128,8 @@ class SameSize(TaskExperiment):
             f"The table takes {', '.join(shares) or 'not run'} of its bytes, labels included. Gains of the main metric "
             "on the dev split in points, mean ± standard deviation over seeds; above 0 is better than the table.",
             told(runs) if runs else "",
-            by_method(gains, [self.flats, NOISE], sizes, tasks, len(self.asked.seeds)),
-            "What holds, over paired seeds:",
+            by_size(gains, [self.flats, NOISE], sizes, tasks, len(self.asked.seeds)),
+            "What holds:",
             orderings(
                 gains, [(self.flats, "the table itself"), (self.flats, NOISE)], sizes, tasks, lower_is_better=False
             ),

@@ -21,7 +21,7 @@ from typing import Any
 
 from _quick import quick
 from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
-from _tables import Results, Value, by_method, drop, figure, markdown, orderings, publish, told, tuned_drop
+from _tables import Results, Value, by_size, drop, figure, markdown, orderings, publish, told, tuned_drop
 from _task_models import TRAINING, TaskExperiment, TaskModel
 from messi_tasks import compressed, kept, way
 
@@ -114,10 +114,10 @@ class Search(TaskExperiment):
         )
         for when, title, value in views:
             results, picture = Results(runs, value), asked.results / f"{self.page}_{when}.png"
-            parts += [f"## {title}", by_method(results, methods, sizes, tasks, seeds)]
+            parts += [f"## {title}", by_size(results, methods, sizes, tasks, seeds)]
             if figure(picture, results, methods, places, tasks, ("% of the table saved", "drop, points")):
                 parts.append(f"![{title}]({picture.name})")
-            parts += ["What holds, over paired seeds:", orderings(results, claims, sizes, tasks)]
+            parts += ["What holds:", orderings(results, claims, sizes, tasks)]
         parts += ["## What was tried", tried(runs)]
         publish(self.page, TITLE, parts, asked, self.name)
 

@@ -25,7 +25,7 @@ from _runs import Asked, Cell, Log, Run, Scores, asked_for, conduct
 from _tables import (
     Results,
     Value,
-    by_method,
+    by_size,
     drop,
     figure,
     markdown,
@@ -237,11 +237,11 @@ def publish_tables(experiment: Tables, runs: list[Run], others: list[str]) -> No
     )
     for when, title, value in views:
         results = Results(runs, value)
-        parts += [f"## {title}", by_method(results, methods, sizes, tasks, seeds)]
+        parts += [f"## {title}", by_size(results, methods, sizes, tasks, seeds)]
         picture = asked.results / f"{name}_{when}.png"
         if figure(picture, results, drawn, places, tasks, ("% of the table saved", "drop, points")):
             parts.append(f"![{title}]({picture.name})")
-        parts += ["What holds, over paired seeds:", orderings(results, claims, sizes, tasks)]
+        parts += ["What holds:", orderings(results, claims, sizes, tasks)]
     parts += ["## The best of each size (table 1)", table_1(runs, sizes, tasks, seeds)]
     parts += ["## Half of the loss", halves(runs, sizes, tasks, list(map(method_name, sorted(experiment.ks))))]
     publish(name, TITLE, parts, asked, experiment.name)
@@ -268,7 +268,7 @@ def table_1(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...
 def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...], theirs: list[str]) -> str:
     """Whether kflats loses at most half of what the best of ``theirs`` loses before fine-tuning."""
     before = Results(runs, drop)
-    lines = []
+    rows = []
     for (size, shown), task in ((size, task) for size in sizes for task in tasks):
         ours = before.by_model(OURS, size, task)
         others = {m: before.by_model(m, size, task) for m in theirs}
@@ -279,14 +279,11 @@ def halves(runs: list[Run], sizes: list[tuple[str, str]], tasks: tuple[str, ...]
         best = min(others, key=lambda m: sum(others[m][s] for s in ours))
         found = paired(others[best], ours)
         if found is not None:
-            verdict = "nothing is claimed" if not found.decides else "holds" if found.mean > 0 else "is REFUTED"
             lost = spread([2 * others[best][s] for s in ours], len(ours))
-            lines.append(
-                f"- {task}, {shown}: {spread(list(ours.values()), len(ours))} against {lost} ({best}); half of that "
-                f"less ours is {found}; {verdict}."
-                + (f" Not run for all seeds: {', '.join(missing)}." if missing else "")
-            )
-    return "\n".join(lines) or "Not run."
+            own = spread(list(ours.values()), len(ours))
+            rows.append([task, shown, own, lost, best, found.judged, ", ".join(missing) or "-"])
+    head = ["task", "size", OURS, "the best of the paper", "which", "half of it less ours", "not run for all seeds"]
+    return markdown(head, rows) if rows else "Not run."
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -20,7 +20,7 @@ import _algorithms
 import _runs
 from _quick import write_task
 from _runs import Asked, Cell, Log, Scores, asked_for, carry_out
-from _tables import Results, by_method, drop, orderings, paired, told, tuned_drop
+from _tables import Results, by_size, by_task, drop, orderings, paired, told, tuned_drop
 from _task_models import Training, task_data
 
 CELL = Cell("cola", "tiny", "SVD", "60%", 0, 2, {"lr": 1e-4}, {"k": 1}, ("svd", "scores"), "data")
@@ -144,18 +144,24 @@ def test_tables_say_what_was_not_run_and_orderings_what_the_interval_allows(tmp_
     lost = {"SVD": (10.0, 12.0, 11.0), "MESSI": (5.0, 6.5, 6.2), "noise": (4.0, 18.0, 12.0), "half": (1.0,)}
     runs = log_of(tmp_path, {(m, s): v for m, values in lost.items() for s, v in enumerate(values)}).newest()
     results, sizes = Results(runs, drop), [("60%", "40 % saved"), ("40%", "60 % saved")]
-    page = by_method(results, [*lost, "never"], sizes, ["cola"], 3).splitlines()
-    assert page[0] == "| method | cola, 40 % saved | cola, 60 % saved |"
+    page = by_size(results, [*lost, "never"], sizes, ["cola"], 3).splitlines()
+    assert page[0] == "| method | 40 % saved | 60 % saved |"
     assert page[2] == "| SVD | 11.00 ± 1.00 | not run |"
     assert page[5] == "| half | 1.00 (1 of 3) | not run |"
     assert page[6] == "| never | not run | not run |"
+    both = by_size(results, ["SVD"], sizes, ["cola", "rte"], 3).splitlines()
+    assert both[2:] == [
+        "| cola | SVD | 11.00 ± 1.00 | not run |",
+        "| rte | SVD | not run | not run |",
+        "| mean | SVD | not run | not run |",
+    ]
+    head, _, row = by_task(results, ["SVD"], sizes[0], ["cola", "rte"], 3).splitlines()
+    assert (head, row) == ("| 40 % saved | cola | rte | mean |", "| SVD | 11.00 ± 1.00 | not run | not run |")
     claims = [("MESSI", "SVD"), ("SVD", "MESSI"), ("noise", "SVD"), ("half", "SVD"), ("never", "SVD")]
     said = orderings(results, claims, sizes, ["cola"]).splitlines()
-    assert len(said) == 4, "nothing is said of what was not run"
-    for line, verdict in zip(
-        said, ("holds.", "is REFUTED.", "nothing is claimed.", "nothing is claimed."), strict=True
-    ):
-        assert line.endswith(verdict)
+    assert len(said) == 2 + 2 + 4, "nothing is said of what was not run"
+    for line, verdict in zip(said[4:], ("**holds**", "**REFUTED**", "]", "no interval)"), strict=True):
+        assert line.endswith(f"{verdict} | not run |")
     found = Results(runs, tuned_drop).by_model("SVD", "60%", "cola")
     assert {seed: value for (seed, _), value in found.items()} == pytest.approx({0: 5.0, 1: 5.0, 2: 5.0})
 
@@ -171,7 +177,7 @@ def test_runs_of_different_models_are_not_paired(tmp_path: Path) -> None:
     said = orderings(results, [("MESSI", "SVD")], [("60%", "")], ["cola"])
     assert "+5.00 (1 seed, no interval)" in said
     both = [*other, *(dataclasses.replace(run, task="mrpc") for run in runs)]
-    assert "mean of tasks, : +5.00 (1 seed" in orderings(
+    assert "| mean | MESSI better than SVD | +5.00 (1 seed" in orderings(
         Results(both, drop), [("MESSI", "SVD")], [("60%", "")], ["cola", "mrpc"]
     )
 
