@@ -263,6 +263,7 @@ def test_an_interrupted_run_resumes_with_the_same_data_and_only_then(
         ({"calibration": ["text", {"input": torch.ones(1)}]}, "calibration data holds texts and batches"),
         ({"calibration": ["text"]}, "need the model's tokenizer"),
         ({"calibration": ["text"], "samples": "many"}, "'many' samples"),
+        ({"calibration": ["text"], "samples": True}, "True samples"),
         ({"calibration": Path("texts.txt")}, r"not .*Path\('texts.txt'\)"),
         ({"texts": 5, "tokenizer": object()}, "texts must be a sequence of strings, not 5"),
         ({"texts": ["text", 3], "tokenizer": object()}, "expected texts, found int"),

@@ -16,8 +16,9 @@ import kflats
 from kflats import MESSI, SVD, Flats, KMeansSVD
 from kflats.cli.app import app
 from kflats.common.errors import KflatsError, NotWrittenError
-from kflats.compress.flats_search import COUNTS, by_halving, search_flats
+from kflats.compress.flats_search import by_halving, search_flats
 from kflats.methods import Method
+from kflats.methods.flats import COUNTS
 from kflats.report.report import Report
 
 

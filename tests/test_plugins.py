@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kflats import Auto, KeepDense, KflatsError, Plan, Recipe
 from kflats.codecs import Table
 from kflats.importance import Weighting
 from kflats.io import load_model
-from kflats.methods import SVD
+from kflats.methods import METHODS, SVD
 from kflats.numerics.rows import TensorRows
 from kflats.planning.candidates import candidates
 from kflats.report.report import Report
@@ -78,6 +79,13 @@ def test_a_command_line_uses_them_and_what_it_stored_loads_without_them(toys, ti
     assert done.returncode == 0, done.stderr
     expected = load_model(out)(torch.arange(12).view(1, -1)).last_hidden_state
     assert torch.equal(torch.load(tmp_path / "states"), expected)
+
+
+def test_a_name_with_capitals_is_found_as_it_is_listed(toys, monkeypatch) -> None:
+    entry = EntryPoint("MyMethod", "kflats_toys:SignFlats", "kflats.methods")
+    monkeypatch.setattr("kflats.common.registry.announced", lambda axis: EntryPoints((entry,)))
+    assert "MyMethod" in METHODS.all_names()
+    assert METHODS.make("MyMethod").__name__ == METHODS.make("mymethod").__name__ == "SignFlats"
 
 
 def test_automatic_choice_offers_them_and_takes_what_loses_least(toys) -> None:

@@ -393,6 +393,8 @@ def test_a_headless_encoder_comes_nearer_to_its_teacher() -> None:
         ({"lr": 0.0}, "learning rate of 0.0"),
         ({"lr": float("nan")}, "learning rate of nan"),
         ({"epochs": 0}, "epochs=0"),
+        ({"epochs": 1.5}, "epochs=1.5"),
+        ({"epochs": True}, "epochs=True"),
         ({"batch": 0}, "batch=0"),
         ({"patience": 0}, "patience=0"),
         ({"seed": -1}, "seed=-1"),

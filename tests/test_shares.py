@@ -273,8 +273,9 @@ def test_errors_that_are_no_loss_are_not_compared(importance) -> None:
     assert made.allocation == "uniform"
     made = plan(model(), {"[ab]": KRONECKER, "c": Recipe(SVD(), importance)}, keep="50%", statistics=given)
     assert made.allocation == "uniform"
+    unread = [{"input": torch.full((1, 1), torch.nan)}]  # nothing is measured before it is refused
     with pytest.raises(KflatsError, match="allocation='best'"):
-        plan(model(), {"a": SVD()}, keep="50%", allocation="best")
+        plan(model(), {"a": KRONECKER}, keep="50%", allocation="best", calibration=unread)
 
 
 def test_flats_are_given_bytes_by_loss_too() -> None:

@@ -138,6 +138,10 @@ def test_an_unknown_task_names_near_ones() -> None:
     assert find_task("SST-2").name == "sst2"
     own = Task("own", "classification", ("accuracy",), ("no", "yes"))
     assert find_task(own) is own
+    with pytest.raises(KflatsError, match=r"kind='clasification' .* classification, regression"):
+        Task("own", "clasification", ("accuracy",))
+    with pytest.raises(KflatsError, match=r"metrics=\(\) is not supported"):
+        Task("own", "regression", ())
 
 
 class Hub:

@@ -225,6 +225,13 @@ def test_one_level_is_filled_flats():
     assert nested.levels == tuple((r,) for (r,) in nested.levels)
 
 
+@pytest.mark.parametrize("given", [{"k": True}, {"k": 2.5}, {"levels": 2.5}, {"levels": 20_000}, {"budget": 100.5}])
+def test_numbers_that_are_not_whole_are_refused(given):
+    k, levels, budget = ({"k": 2, "levels": 2, "budget": 100} | given).values()
+    with pytest.raises(KflatsError, match="whole numbers from 1 on"):
+        fit_nested(skewed(60, 8, 1), k, levels, budget=budget)
+
+
 def test_more_levels_store_better():
     a = skewed(600, 20, 4)
     w = torch.logspace(0, -3, 600)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kflats.calibration.counting import zipf_prior
-from kflats.common.errors import KflatsError, is_whole
+from kflats.common.errors import KflatsError, check_samples
 from kflats.common.sentences import sentences, undo_marks, unwrapped
 from kflats.common.texts import SAMPLES, Tokenizer, batched_texts, packaged_texts, token_limit
 
@@ -95,8 +95,7 @@ def windows(
     >>> len(made.calibration), len(made.held_out), set(made.held_out) & set(made.counted)
     (455, 50, set())
     """
-    if not is_whole(samples, 1):
-        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+    check_samples(samples)
     whole = [unwrapped(text) if "\n" in text else text for batch in batched_texts(texts) for text in batch]
     records, unknown = undo_marks(whole)
     pieces, repeated = _distinct(records)
@@ -179,8 +178,7 @@ def drawn_windows(
     Raises:
         KflatsError: no samples; a vocabulary without words.
     """
-    if not is_whole(samples, 1):
-        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+    check_samples(samples)
     prior = zipf_prior(tokenizer, len(tokenizer))
     prior[list(tokenizer.all_special_ids)] = 0.0
     draws = torch.Generator().manual_seed(seed)

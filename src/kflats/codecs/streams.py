@@ -6,13 +6,11 @@
 
 A model in memory holds fixed-rate codes, of which it can read any row. A stream is smaller, because the integers of a
 column are not equally frequent. It is decoded block by block straight into the fixed-rate form. A block ends with the
-state that its decoder starts from, so that it is read without the others: ``decode_rows`` reads some rows. A checksum
-is over the integers that a block decodes to: it covers the coder, too.
+state that its decoder starts from, so that it is read without the others: ``decode_rows`` reads some rows.
 
-Integers as bytes: entropy coding by the ``constriction`` library, and the parts of a stream's head.
-
-The coder is asymmetric numeral systems (Duda, arXiv:1311.2540). Its models are whole numbers, which all machines read
-alike (``numerics.coding.tables``). A checksum of the coded integers shows damage, and a coder that differs.
+The coder is that of the ``constriction`` library, asymmetric numeral systems (Duda, arXiv:1311.2540). Its models are
+whole numbers, which all machines read alike (``numerics.coding.tables``). A checksum is over the integers that a block
+decodes to: it shows damage, and a coder that differs.
 """
 
 from __future__ import annotations

@@ -130,15 +130,26 @@ def check_seed(seed: object) -> None:
         raise KflatsError(f"seed={seed!r} is not supported", hint="a whole number from 0 to 2^63 - 1")
 
 
+def check_samples(samples: object) -> None:
+    """Refuse a number of samples to measure with that is no whole number from 1 on.
+
+    Raises:
+        KflatsError: it is none.
+    """
+    if not is_whole(samples, 1):
+        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+
+
 def is_number(value: object, low: float, high: float = math.inf) -> bool:
     """Whether ``value`` is a finite number from ``low`` to ``high``; True and False are not.
 
-    >>> is_number(0.5, 0, 1), is_number("0.5", 0, 1), is_number(float("nan"), 0)
-    (True, False, False)
+    >>> is_number(0.5, 0, 1), is_number("0.5", 0, 1), is_number(float("nan"), 0), is_number(10**400, 0, 1)
+    (True, False, False, False)
     """
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return math.isfinite(value) and low <= value <= high
+    # A whole number beyond float64 is finite, and ``math.isfinite`` does not take it.
+    return (isinstance(value, int) or math.isfinite(value)) and low <= value <= high
 
 
 def check_arguments(value: object, **arguments: tuple[bool, str]) -> None:

@@ -59,16 +59,29 @@ class Registry(Generic[T]):
         if wanted in self.names:
             return self.names[wanted]
         for entry in self._announced():
-            if entry.name == wanted:
+            if entry.name.lower() == wanted:
                 return self._load(entry)
         raise unknown(self.axis, name, self.all_names())
+
+    def value(self, name: str, **options: object) -> T:
+        """The value that the command line calls ``name``, with these options.
+
+        Raises:
+            KflatsError: no value has this name, or this one does not have an option.
+        """
+        known = self.options(name)
+        if unfit := sorted(options.keys() - set(known)):
+            raise KflatsError(
+                f"the {self.axis} {name!r} has no {', '.join(unfit)}", hint=f"it has {', '.join(known) or 'no options'}"
+            )
+        return self.make(name)(**options)
 
     def options(self, name: str) -> tuple[str, ...]:
         """The arguments of ``make(name)``."""
         return tuple(inspect.signature(self.make(name)).parameters)
 
     def _announced(self) -> tuple[EntryPoint, ...]:
-        return tuple(entry for entry in announced(self.axis) if entry.name not in self.names)
+        return tuple(entry for entry in announced(self.axis) if entry.name.lower() not in self.names)
 
     def _load(self, entry: EntryPoint) -> type[T]:
         package = entry.dist.name if entry.dist else entry.value

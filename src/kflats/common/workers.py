@@ -341,7 +341,7 @@ class Workers:
         try:
             yield
         except RuntimeError as error:
-            what = f"worker {rank} is lost: {str(error).splitlines()[0]}"
+            what = f"worker {rank} is lost: {first_line(error)}"
             raise LostWorkerError(KflatsError(what, hint="the same command again, which resumes")) from error
 
 
@@ -419,7 +419,7 @@ def joined(patience: float = PATIENCE, *, allow_unlike: bool = False) -> Iterato
         dist.init_process_group("gloo", store=whole, rank=rank, world_size=count, timeout=limit)
     except (RuntimeError, ValueError, StopIteration) as error:
         raise KflatsError(
-            f"the workers could not connect: {str(error).splitlines()[0]}",
+            f"the workers could not connect: {first_line(error)}",
             hint="torchrun --nproc-per-node N -m kflats compress ..., or kflats compress --workers N",
         ) from error
     store = PrefixStore("kflats", whole)

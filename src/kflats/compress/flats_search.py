@@ -16,13 +16,11 @@ from kflats.common.workers import Packed, Workers
 from kflats.compress.fitting import factorize, swapped
 from kflats.evaluation.running import Batch
 from kflats.methods import Flats, Method
+from kflats.methods.flats import COUNTS
 from kflats.planning.calibration_data import CalibrationData, gather
 from kflats.planning.decide import Measure, decide
 from kflats.recipe.budget import Allocation, Budget, one_budget
 from kflats.recipe.recipe import Recipe, as_recipe
-
-COUNTS = (1, 2, 3, 4, 5, 7, 10, 15)
-"""The numbers of flats among which a search looks."""
 
 
 @dataclass(frozen=True)

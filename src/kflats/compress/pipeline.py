@@ -501,7 +501,7 @@ def _of_files(budget: Budget, model: nn.Module, before: int, loaded: int) -> Bud
     if budget.scope != "file" or before == loaded:
         return budget
     budget = budget.in_bytes(stored_numbers(model))
-    nbytes = int(budget.amount * before if budget.kind == "fraction" else budget.amount)
+    nbytes = budget.amount_of(before)
     if nbytes > before:
         raise KflatsError(
             f"a budget of {budget} ({nbytes:,} bytes) is more than the model's files take now ({before:,} bytes)",
@@ -512,10 +512,7 @@ def _of_files(budget: Budget, model: nn.Module, before: int, loaded: int) -> Bud
 
 def _file_limit(plan: Plan, before: int) -> int | None:
     """Bytes that all weight files may take, of ``before``; None if the budget bounds the named weights."""
-    budget = plan.budget
-    if budget.scope != "file":
-        return None
-    return int(budget.amount * before if budget.kind == "fraction" else budget.amount)
+    return plan.budget.amount_of(before) if plan.budget.scope == "file" else None
 
 
 def _check_size(after: int, before: int, limit: int | None, budget: Budget) -> None:

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_number
 from kflats.common.formatting import announce, number, share
 from kflats.common.run_forms import FormLoss, RunAs, RunForm, check_run_form
 from kflats.common.texts import Tokenizer
@@ -111,7 +111,7 @@ def fastest(model: nn.Module, losses: tuple[FormLoss, ...], most_loss: float, *,
         KflatsError: no losses, a ``most_loss`` that is no number from 0 on, or a model that does not run on drawn
             inputs.
     """
-    if not (isinstance(most_loss, int | float) and 0 <= most_loss < math.inf):
+    if not is_number(most_loss, 0):
         raise KflatsError(f"most_loss={most_loss!r} is no loss", hint="a number from 0 on, such as .002")
     if not coded_layers(model):
         return "dense"

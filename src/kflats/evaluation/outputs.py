@@ -7,11 +7,10 @@
 
 ``docs/proof.md`` justifies each. ``quality`` is 1 - loss. A *place* of a sample is a vector, a label, or a token.
 
-The fidelity of a compressed encoder, and what is read of a model's folder: its tokenizer, the bytes of its weights.
-
-The models' outputs are compared, because a table with a small squared error can change them much. Fidelity is the
-cosine between the sentence vectors of both models, and the share of each sentence's nearest neighbours that stay. The
-5th percentile and rare words stand beside the mean: a mean over common sentences hides damage to rare words.
+The models' outputs are compared, because a table with a small squared error can change them much. The fidelity of an
+encoder is the cosine between the sentence vectors of both models, and the share of each sentence's nearest neighbours
+that stay. The 5th percentile and rare words stand beside the mean: a mean over common sentences hides damage to rare
+words.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kflats.matrices.layers import FactoredConv2d, FactoredLinear
 from kflats.model.run_as import set_run_form_
 from kflats.model.swap import restore_
 from kflats.model.weights import factored_layers, held_matrices, is_sentence_transformer, pretrained_models
-from kflats.report.model_card import CARD, dense_card
+from kflats.report.model_card import CARD, dense_card, rewrite_
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,8 @@ def export_dense(
             else:
                 save_model(dense, inner)
             copy_companions(folder, aside)
-            if (card := aside / CARD).is_file():
-                text = card.read_text(encoding="utf-8", errors="surrogateescape")
-                card.write_text(dense_card(text), encoding="utf-8", errors="surrogateescape")
+            if (aside / CARD).is_file():
+                rewrite_(aside, dense_card)
         size = sum(path.stat().st_size for path in aside.rglob("*.safetensors"))
     return DenseExport(Path(out).expanduser().resolve(), size, names, lost, bias_loss)
 

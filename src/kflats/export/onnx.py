@@ -49,7 +49,7 @@ from kflats.io.saving import STOP_KEY, VERSION_KEY
 from kflats.io.sources import copy_companions, static_folder, trusts_remote_code, weights_folder
 from kflats.io.static import StaticModel
 from kflats.model.weights import compute_dtype, is_sentence_transformer, pretrained_models
-from kflats.report.model_card import CARD, onnx_card
+from kflats.report.model_card import CARD, onnx_card, rewrite_
 from kflats.report.report import stored_bytes
 
 _LARGEST = 1_900_000_000  # bytes: a protobuf message holds 2 GiB
@@ -220,9 +220,8 @@ def _complete(source: Path, folder: Path, inner: Path, file: Path) -> None:
         config.pop(key, None)
     (inner / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     copy_companions(source, folder)
-    if (card := folder / CARD).is_file():
-        text = card.read_text(encoding="utf-8", errors="surrogateescape")
-        card.write_text(onnx_card(text), encoding="utf-8", errors="surrogateescape")
+    if (folder / CARD).is_file():
+        rewrite_(folder, onnx_card)
 
 
 @contextmanager

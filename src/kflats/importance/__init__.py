@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
 from kflats.importance.protocol import Importance, Measured, Weighting, WeightingForm, check_importance
 from kflats.importance.sensitivity import InputGram, KroneckerFisher, RowFisher, TwoSided
@@ -52,6 +51,4 @@ def from_name(name: str, **options: float) -> Importance:
     >>> from_name("counts", power=1.0)
     TokenCounts(power=1.0, smoothing=0.5, floor=0.3)
     """
-    if unknown := sorted(set(options) - set(IMPORTANCES.options(name))):
-        raise KflatsError(f"the importance {name!r} has no {', '.join(unknown)}", hint="counts or zipf have a power")
-    return IMPORTANCES.make(name)(**options)
+    return IMPORTANCES.value(name, **options)

@@ -62,7 +62,7 @@ class TokenCounts(Importance):
     def __post_init__(self) -> None:
         check_arguments(
             self,
-            power=(is_number(self.power, 0, 4), "0 (uniform) to 1 (as counted)"),
+            power=(is_number(self.power, 0, 4), "a number from 0 (uniform) to 4; 1 is as counted"),
             floor=(is_number(self.floor, 0) and self.floor > 0, "a number above zero"),
             smoothing=(is_number(self.smoothing, 0, 1), "a share from 0 to 1"),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from kflats.common.errors import KflatsError
 from kflats.common.registry import Registry
 from kflats.methods.flats import Flats
 from kflats.methods.keep_dense import Auto, KeepDense
@@ -81,9 +80,4 @@ def from_name(name: str, **options: object) -> Method:
     >>> from_name("svd")
     SVD(form='factors')
     """
-    known = METHODS.options(name)
-    if unknown := sorted(options.keys() - set(known)):
-        raise KflatsError(
-            f"the method {name!r} has no {', '.join(unknown)}", hint=f"it has {', '.join(known) or 'no options'}"
-        )
-    return METHODS.make(name)(**options)
+    return METHODS.value(name, **options)

@@ -24,7 +24,8 @@ from kflats.numerics.rows import GRAM_BLOCK, MetricRows, Rows, TensorRows, check
 from kflats.numerics.svd import Metric, right_metric
 
 _IN_MEMORY = 2**28  # numbers of a table that is multiplied by a metric once and kept in memory
-_CHOICES = (1, 2, 3, 4, 5, 7, 10, 15)  # the numbers of flats that a search tries
+COUNTS = (1, 2, 3, 4, 5, 7, 10, 15)
+"""The numbers of flats that a search tries."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ max_iterations=60, error=Squared(), restarts=1)
     @property
     def most_classes(self) -> int:
         """As ``Method.most_classes``."""
-        return (self.k or _CHOICES[-1]) * self.nested_ranks
+        return (self.k or COUNTS[-1]) * self.nested_ranks
 
     @property
     def minimizes_squares(self) -> bool:
@@ -139,7 +140,7 @@ max_iterations=60, error=Squared(), restarts=1)
     def _searched(self, problem: Problem) -> FlatsFit | NestedFit:
         method, fits = self, []
         n, d = problem.rows.shape
-        counts = [k for k in _CHOICES if k <= n and problem.values(k) >= n + k * d] if self.k is None else [self.k]
+        counts = [k for k in COUNTS if k <= n and problem.values(k) >= n + k * d] if self.k is None else [self.k]
         tried = [(k, start) for k in counts for start in problem.starts(self.restarts if k > 1 else 1)]
         for k, start in tried:
             fits.append(fit := method._fit_groups(start, k))

@@ -20,7 +20,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kflats.common.errors import DoesNotFitError, KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError, is_whole
 from kflats.numerics.flats import (
     FlatsFit,
     RankSpec,
@@ -352,7 +352,7 @@ def fit_flats(
     n, d = rows.shape
     if (rank is None) == (budget is None):
         raise KflatsError("k flats need either a rank or a budget", hint="one of rank and budget")
-    if not 1 <= k <= n:
+    if not is_whole(k, 1, n):
         raise DoesNotFitError(f"{k} flats do not fit {n} rows", hint=f"choose k in 1..{n}")
     if start not in ("auto", "random"):
         raise KflatsError(f"EM cannot start from {start!r}", hint='start="auto" or "random"')

@@ -35,7 +35,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from kflats.common.errors import DoesNotFitError, KflatsError
+from kflats.common.errors import DoesNotFitError, KflatsError, is_whole
 from kflats.numerics.fit import FILL_SAMPLE, Seeds, draw_sample, fit_flats
 from kflats.numerics.flats import Stopping, WeightedRows, affordable, assign, update_grams, weighted_rows
 from kflats.numerics.gram import cluster_grams, complement, top_eigenvectors
@@ -430,16 +430,19 @@ def fit_nested(
 
     Args:
         matrix: (n, d), a tensor or any ``Rows``; read in blocks.
+        k: number of flats. levels: number of nested ranks in each; at most d of them differ.
+        budget: numbers to store in all, coordinates and bases.
         exact: keep single rows exactly where that lowers the error.
         weights: (n,) w_i >= 0.
         start: as ``fit_flats``, for the flats to begin with.
         stop: when EM stops.
+        seed: of every random step.
 
     Choose it when rows differ much in importance, or in how many directions they need. With one flat and 8 to 16
     levels all rows share one basis. Memory: k * levels Grams of d x d numbers.
 
     Raises:
-        KflatsError: as ``fit_flats``; k * levels above 32766.
+        KflatsError: as ``fit_flats``; no whole numbers, k * levels above 32766.
 
     >>> a = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 0.0], [0.5, 3.0]])
     >>> fit = fit_nested(a, 1, 2, budget=12)      # 8 coordinates for the rows, 4 numbers for the basis
@@ -448,9 +451,10 @@ def fit_nested(
     """
     rows = checked_rows(matrix, weights)
     d = rows.shape[1]
-    if levels < 1 or k * levels > 32766:
+    if not is_whole(k, 1) or not is_whole(levels, 1, 32766 // k) or not is_whole(budget, 1):
         raise KflatsError(
-            f"{k} flats of {levels} levels are not supported", cause="levels begin at 1, and k * levels ends at 32766"
+            f"{k} flats of {levels} levels in a budget of {budget} numbers are not supported",
+            hint="whole numbers from 1 on, and at most 32766 for k * levels",
         )
     cloud, scale = weighted_rows(rows, weights)
     first = fit_flats(rows, k, budget=budget, weights=cloud.weights, start=start, stop=Stopping(1e-2), seed=seed)

@@ -141,8 +141,9 @@ def _roots(gram: Tensor, floor: float) -> tuple[Tensor, Tensor]:
 
 
 def triangular_metric(right: Tensor, d: int) -> Metric:
-    """As ``right_metric`` of a full Gram (d, d), by a Cholesky factorization in a tenth of the time: every direction
-    gains what the floor is, and the columns of R are no directions of their own, as ``completed`` needs them.
+    """As ``right_metric`` of a full Gram (d, d), by a Cholesky factorization in a tenth of the time.
+
+    The floor is added to every direction. The columns of R are not eigenvectors, which ``completed`` needs.
 
     >>> triangular_metric(torch.tensor([[4.0, 0.0], [0.0, 4.0]]), 2).factor.round(decimals=6).tolist()
     [[1.0, 0.0], [0.0, 1.0]]

@@ -19,7 +19,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.calibration.windows import LONG, Windows, drawn_windows, filled_windows, windows
 from kflats.codecs import Candidate, Table
-from kflats.common.errors import KflatsError, KflatsWarning
+from kflats.common.errors import KflatsError, KflatsWarning, check_samples
 from kflats.common.formatting import announce
 from kflats.common.hashing import Part, sha256
 from kflats.common.machine import available_bytes
@@ -385,8 +385,7 @@ def gather(
     Raises:
         KflatsError: one string in place of several, items that are not texts, or no samples.
     """
-    if not isinstance(samples, int) or samples < 1:
-        raise KflatsError(f"{samples!r} samples measure nothing", hint="a whole number, a few hundred")
+    check_samples(samples)
     batches = None if calibration is None else _kept(calibration, batches=True)
     return CalibrationData(None if texts is None else _kept(texts), tokenizer, batches, objective, statistics, samples)
 

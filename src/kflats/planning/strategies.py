@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
-from typing import TypeAlias
+from typing import TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -53,8 +53,6 @@ def share_out(
     Raises:
         KflatsError: a budget that cannot be met, or shared by errors that cannot be compared.
     """
-    if allocation not in ("auto", "uniform", "loss"):
-        raise KflatsError(f"allocation={allocation!r} is unknown", hint="auto, uniform or loss")
     fixed: Decisions = {}
     bits = 8.0
     if budget.kind in ("bytes", "fraction"):
@@ -163,7 +161,10 @@ def _by_loss(items: Sequence[WeightCosts], allocation: str) -> bool:
 
 
 def check_allocation(recipes: Iterable[Recipe], allocation: str) -> None:
-    """Refuse, before anything is measured, equal shares for methods that are chosen by the loss."""
+    """Refuse, before anything is measured, an unknown allocation, and equal shares for methods that are chosen by the
+    loss."""
+    if allocation not in get_args(Allocation):
+        raise KflatsError(f"allocation={allocation!r} is unknown", hint=f"one of: {', '.join(get_args(Allocation))}")
     if allocation == "uniform" and any(recipe.chooses for recipe in recipes):
         raise KflatsError(
             'allocation="uniform" is not supported with Auto()', hint='allocation="auto", or another method'

@@ -135,6 +135,15 @@ class Budget:
         """
         return Budget("bytes", int(self.amount * numbers // 8), self.scope) if self.kind == "bits" else self
 
+    def amount_of(self, total: int) -> int:
+        """Its amount as a whole number: of a share, what it is of ``total`` bytes.
+
+        >>> Budget("fraction", 0.29).amount_of(100), Budget("bytes", 5).amount_of(100)
+        (29, 5)
+        """
+        # 0.29 * 100 is 28.999... in floating point.
+        return int(Decimal(repr(self.amount)) * total) if self.kind == "fraction" else int(self.amount)
+
     def stored_bytes(self, weights: Sequence[Weight], model_file_bytes: int, itemsize: int) -> int:
         """Bytes that the factored ``weights`` may take in all, labels included (see ``counts_labels``).
 
@@ -162,10 +171,7 @@ class Budget:
                 )
             header = _METADATA + sum(_longer_header(weight) for weight in weights)
             rest, total, whose = model_file_bytes - original + header, model_file_bytes, "the model's files"
-        if self.kind == "fraction":
-            allowed = int(Decimal(repr(self.amount)) * total)
-        else:
-            allowed = int(self.amount) * (itemsize if self.kind == "params" else 1)
+        allowed = self.amount_of(total) * (itemsize if self.kind == "params" else 1)
         if allowed > self.most * total:
             raise KflatsError(
                 f"a budget of {self} ({allowed:,} bytes) is more than {whose} take now ({total:,} bytes)",

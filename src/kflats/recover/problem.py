@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, is_number, is_whole
 from kflats.common.hashing import sha256
 from kflats.common.texts import IGNORED, Tokenizer, pad_id
 from kflats.evaluation.running import (
@@ -276,14 +275,14 @@ class Schedule:
             raise KflatsError(f"precision={self.precision!r} is not known", hint=f"one of: {', '.join(PRECISIONS)}")
         if self.train not in CHOICES:
             raise KflatsError(f"train={self.train!r} is not known", hint=f"one of: {', '.join(CHOICES)}")
-        if not (self.lr > 0 and math.isfinite(self.lr)):
-            raise KflatsError(f"a learning rate of {self.lr} does not train", hint="for example 2e-5")
+        if not (is_number(self.lr, 0) and self.lr > 0):
+            raise KflatsError(f"a learning rate of {self.lr!r} does not train", hint="for example 2e-5")
         for name in ("batch", "epochs", "patience"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise KflatsError(f"{name}={value} is too small", hint="at least 1")
-        if not 0 <= self.seed < 2**31:
-            raise KflatsError(f"seed={self.seed} is out of range", hint="0 to 2147483647")
+            if not (is_whole(value, 1) or (name == "patience" and value is None)):
+                raise KflatsError(f"{name}={value!r} is not supported", hint="a whole number from 1 on")
+        if not is_whole(self.seed, 0, 2**31 - 1):
+            raise KflatsError(f"seed={self.seed!r} is not supported", hint="a whole number from 0 to 2147483647")
 
 
 @dataclass(frozen=True)

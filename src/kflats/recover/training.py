@@ -186,7 +186,7 @@ class RecoveryTrainer(Trainer):
         return loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
-        """The score on the evaluation split, higher is better."""
+        """The value on the evaluation split: a score, or a loss (``TrainingData.higher_is_better``)."""
         assert self.data.evaluate is not None
         assert self.model is not None
         values = {f"eval_{self.data.metric}": self.data.evaluate(self.model)}

@@ -7,8 +7,8 @@ rows b_i::
     error_unweighted = the same with every w_i = 1
     svd_error        = the same as error, for the weighted SVD that fits in the same bytes
 
-If importance is more than row weights, ``error`` has its measure: |L (A - B) R|^2 / |L A R|^2 for metrics
-on both sides, sum_ij F_ij (a_ij - b_ij)^2 over sum_ij F_ij a_ij^2 for weights of single entries.
+If importance is more than row weights, ``error`` has its measure: |L (A - B) R|^2 / |L A R|^2, with the metrics L and R
+of both sides.
 
 If a method minimises another norm, ``own`` is the error in that norm: the cost of the errors over the cost of the rows,
 for the method and for the weighted SVD in the same bytes.

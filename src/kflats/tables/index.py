@@ -35,7 +35,6 @@ INDEX_BYTES, SHARD_ENTRY = 4096, 512
 """Room for the index and the manifest of a table, and for the entries of each of its files."""
 _FORM, _VERSION = "kflats-table", 2
 _MOST_ROWS, _MOST_COLUMNS = 2**48, 2**16
-_SOURCES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True)

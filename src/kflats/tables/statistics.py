@@ -49,7 +49,7 @@ class WeightedRows:
         """Rows ``first`` to ``last`` in blocks: the number of the first row, the rows, their weights in float64.
 
         Raises:
-            KflatsError: a weight that is none.
+            KflatsError: a weight that is negative, not finite, too small or too large.
         """
         for start, block in self.rows.between(first, last, size):
             yield start, block, self.weights_of(torch.arange(start, start + len(block)))
@@ -58,7 +58,7 @@ class WeightedRows:
         """(m,) float64, the weights of some rows.
 
         Raises:
-            KflatsError: a weight that is none.
+            KflatsError: a weight that is negative, not finite, too small or too large.
         """
         if self.weights is None:
             return None
@@ -127,7 +127,7 @@ def statistics_of(table: WeightedRows, seed: int, show: Callable[[int], None], w
         seed: of the sample. show: is told how many rows were read. workers: who divide the units.
 
     Raises:
-        KflatsError: rows that are not finite, too long or all too short; weights that are none, or all 0.
+        KflatsError: rows that are not finite, too long or all too short; as ``weights_of``; weights all 0.
 
     Warns:
         KflatsWarning: a row is 10,000 times as long as the middle one.

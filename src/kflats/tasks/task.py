@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
-from kflats.common.errors import KflatsError
+from kflats.common.errors import KflatsError, check_arguments
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,7 +22,8 @@ _HEADS = {
     "LMHeadModel": "causal",
     "ForMaskedLM": "masked",
 }
-_WANTED = {
+Kind: TypeAlias = Literal["classification", "regression", "token", "language", "similarity"]
+_WANTED: dict[Kind, tuple[str, ...]] = {
     "classification": ("sequence",),
     "regression": ("sequence",),
     "token": ("token",),
@@ -57,18 +58,28 @@ class Task:
         hub: the task's place on the hub.
         limits: the smallest and largest label of a regression.
 
+    Raises:
+        KflatsError: an unknown kind, or no metric.
+
     >>> find_task("cola").metrics
     ('matthews',)
     """
 
     name: str
-    kind: str
+    kind: Kind
     metrics: tuple[str, ...]
     labels: tuple[str, ...] = ()
     pairs: bool = True
     folder: str = ""
     hub: Hub | None = None
     limits: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        check_arguments(
+            self,
+            kind=(self.kind in get_args(Kind), f"one of: {', '.join(get_args(Kind))}"),
+            metrics=(isinstance(self.metrics, tuple) and bool(self.metrics), 'names such as ("accuracy",)'),
+        )
 
     @property
     def higher_is_better(self) -> bool:
@@ -77,7 +88,7 @@ class Task:
 
 
 def _glue(
-    name: str, metrics: tuple[str, ...], labels: tuple[str, ...], *columns: str, kind: str = "classification"
+    name: str, metrics: tuple[str, ...], labels: tuple[str, ...], *columns: str, kind: Kind = "classification"
 ) -> Task:
     limits = None if labels else (0.0, 5.0)
     return Task(name, kind, metrics, labels, len(columns) == 2, name, Hub("nyu-mll/glue", name, columns), limits)

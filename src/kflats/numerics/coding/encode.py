@@ -37,7 +37,7 @@ _GUESSES = 2
 _TRIES = 12
 """Corrections of the step, at most: on the sample, and again on all rows."""
 _ROUNDS = 8
-"""Of so many tries, at most, where none of them fits."""
+"""The most rounds of such tries while none of them fits."""
 _FINER = 8
 """How much finer than the step where the search begins the found step may be: classes must allow it."""
 _WINDOW = 0.99
@@ -126,8 +126,8 @@ def transform_code(
     basis to store. Nothing is random.
 
     Raises:
-        KflatsError: a metric that is none, a budget below what labels and distributions alone need, or one for which
-            floats are the better choice.
+        KflatsError: a metric that is not a Gram matrix, a budget below what labels and distributions alone need, or one
+            for which floats are the better choice.
 
     >>> from kflats.numerics.rows import TensorRows
     >>> gen = torch.Generator().manual_seed(0)

@@ -31,8 +31,9 @@ from kflats.numerics.coding.tables import FARTHEST, KNOTS, nearest_knot, tables_
 from kflats.numerics.coding.trellis import PATH_BLOCK, PathRounding
 from kflats.numerics.large_matrices import all_finite, factorize_, permuted, stripes, turn_, zero_matrix
 
-_JITTER = 1e-8
-"""Share of a Gram's mean diagonal that is added until its factor has no smaller pivots; ten times more each time."""
+_JITTER = 1e-7
+"""Share of a Gram's mean diagonal that the second try of a factor adds, whose pivots were too small; each further try
+adds ten times as much."""
 _LEAST_PIVOT = 3e-4
 """The least diagonal of a factor, as a share of the largest: what lies below is next to dead, and would set the range
 of the steps."""
@@ -98,7 +99,7 @@ def side_of(gram: Tensor | None, size: int, damping: float = 0.0, *, ordered: bo
     for power in range(_JITTERS):
         # One matrix in memory: the Gram in the order of the factor, which becomes the factor, and then the couplings.
         factor = permuted(gram.T, most_first)
-        added += (0.0 if power == 0 else _JITTER * 10**power) * mean
+        added += (0.0 if power == 0 else _JITTER * 10 ** (power - 1)) * mean
         factor.diagonal().copy_(added)
         pivots = factor.diagonal().clone() if factorize_(factor) else torch.zeros(size)
         if float(pivots.min()) > _LEAST_PIVOT * float(pivots.max()):

@@ -103,13 +103,16 @@ def _coded(levels: Tensor, scale: Tensor) -> CodedBasis:
 class Source:
     """The part of transform coding that does not depend on the step.
 
-    ``rows`` (n, x): times ``reader``, (x, d) or its diagonal, they are the matrix in the metric; ``turned`` (n, r): the
-    rows in principal axes; ``row_weights`` and
-    ``norms`` (n,); ``axes`` (r, d) unit rows in the metric, with their weighted ``energies`` (r,);
-    ``directions`` (r, d), the axes without the metric; ``first_step``, where to begin to look for a step; ``labels``
-    (n,) and ``members``, the rows of each of C classes; ``weights`` (C,) their mean weights, ``means`` (C, d) their
-    mean rows; ``longest`` (C,), their largest norms; ``cap``, the weighted norm from which on a row is expected to need
-    a coarser step than the others.
+    Args:
+        rows: (n, x); times ``reader``, (x, d) or its diagonal, they are the matrix in the metric.
+        turned: (n, r), the rows in principal axes.
+        row_weights, norms: (n,), of the rows.
+        axes: (r, d), unit rows in the metric, with their weighted ``energies`` (r,).
+        directions: (r, d), the axes without the metric.
+        first_step: where to begin to look for a step.
+        labels: (n,), the class of each row; ``members``, the rows of each of C classes.
+        weights, means, longest: of each class, the mean weight (C,), the mean row (C, d) and the largest norm (C,).
+        cap: the weighted norm from which on a row is expected to need a coarser step than the others.
     """
 
     rows: Rows
