@@ -20,6 +20,9 @@ from torch import Tensor
 from kflats.demo import packaged_model
 from kflats.evaluation.latency import take_turns
 
+# Else every process that is started compiles torch and transformers anew, as no user's does after the first.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 EMBEDDING = "embeddings.word_embeddings"
 """The token embedding of all-MiniLM-L6-v2."""
 
