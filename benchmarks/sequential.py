@@ -42,7 +42,7 @@ from kflats.model.swap import swap_
 from kflats.model.weights import dense_weight
 from kflats.numerics.rows import TensorRows
 from kflats.planning.calibration_data import gather
-from kflats.planning.decide import Decided, decide
+from kflats.planning.decide import Decided, Sharing, decide
 from kflats.recipe.budget import one_budget
 
 WAYS: dict[str, float | None] = {
@@ -89,7 +89,7 @@ def main() -> None:
     given = gather(texts, tokenizer, None, None, None, options.samples).windowed(original)
     files = weight_file_bytes(source)
     budget = one_budget(None, options.size)
-    decided = decide(original, {"all": Auto()}, budget, given, file_bytes=files)
+    decided = decide(original, {"all": Auto()}, budget, given, Sharing(file_bytes=files))
     done = factorize(original, decided.plan, decided.data, 0, True, None, int(budget.amount))
     lines: list[dict[str, object]] = []
     windows = measured_windows(original, given.batches(original), [one.decision.weight.name for one in done])

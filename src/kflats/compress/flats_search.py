@@ -18,8 +18,8 @@ from kflats.evaluation.running import Batch
 from kflats.methods import Flats, Method
 from kflats.methods.flats import COUNTS
 from kflats.planning.calibration_data import CalibrationData, gather
-from kflats.planning.decide import Measure, decide
-from kflats.recipe.budget import Allocation, Budget, one_budget
+from kflats.planning.decide import Measure, Sharing, decide
+from kflats.recipe.budget import Budget, one_budget
 from kflats.recipe.recipe import Recipe, as_recipe
 
 
@@ -90,8 +90,9 @@ def search_flats(
     """
     check_seed(seed)
     data = gather(texts, tokenizer, calibration, None, None, samples).windowed(model, quiet)
+    sharing = Sharing(quiet=quiet)
     return best_flats(
-        model, recipe, score, one_budget(keep, size), data, weights=weights, counts=counts, seed=seed, quiet=quiet
+        model, recipe, score, one_budget(keep, size), data, sharing, weights=weights, counts=counts, seed=seed
     )
 
 
@@ -101,18 +102,14 @@ def best_flats(
     score: Callable[[nn.Module], float],
     budget: Budget,
     data: CalibrationData,
+    sharing: Sharing,
     *,
     weights: Sequence[str] = (),
     counts: Sequence[int] = COUNTS,
-    allocation: Allocation = "auto",
-    file_bytes: int | None = None,
-    beside: int = 0,
     measured: Measure | None = None,
     seed: int = 0,
-    quiet: bool = False,
-    workers: Workers | None = None,
 ) -> FlatsSearch:
-    """As ``search_flats``, with data that were gathered; one of the ``workers`` scores each model for all."""
+    """As ``search_flats``, with data that were gathered; one worker scores each model for all."""
     chosen, method = searched(recipe)
     if list(counts) != sorted({*counts}) or not counts or counts[0] < 1:
         raise KflatsError(f"a search among {tuple(counts)} flats is not supported", hint="rising whole numbers from 1")
@@ -131,14 +128,10 @@ def best_flats(
                 dict.fromkeys(weights, of) if weights else of,
                 budget,
                 known,
-                allocation=allocation,
-                file_bytes=file_bytes,
-                beside=beside,
-                quiet=quiet,
+                sharing,
                 measured=None if known is not data else measured,
-                workers=workers,
             )
-            fitted = factorize(model, decided.plan, decided.data, seed, quiet, None)
+            fitted = factorize(model, decided.plan, decided.data, seed, sharing.quiet, None)
         except DoesNotFitError as error:  # each flat stores a basis: these bytes hold fewer flats
             refused.append(error)
             return -math.inf
@@ -150,10 +143,10 @@ def best_flats(
             return score(small)
 
         as_text = Packed[float](repr, lambda _, text: float(text))
-        found = (workers or Workers()).divided([f"scoring {k} flats"], scored, as_text)[0]
+        found = (sharing.workers or Workers()).divided([f"scoring {k} flats"], scored, as_text)[0]
         if not math.isfinite(found):
             raise KflatsError(f"the score of the model of {k} flats is {found}", hint="a score that is a finite number")
-        announce(f"{k} flat{'s' * (k > 1)}: score {found:.4f}", quiet=quiet)
+        announce(f"{k} flat{'s' * (k > 1)}: score {found:.4f}", quiet=sharing.quiet)
         return found
 
     scores = by_halving(counts, attempt)

@@ -55,7 +55,7 @@ from kflats.model.weights import Weight, factored_layers, held_matrices
 from kflats.numerics.large_matrices import large_matrices_in
 from kflats.numerics.svd import forget_metric
 from kflats.planning.calibration_data import CalibrationData, gather, needed
-from kflats.planning.decide import Decided, decide
+from kflats.planning.decide import Decided, Sharing, decide
 from kflats.recipe.budget import DEFAULT_QUALITY, Allocation, Budget, check_quality, one_budget
 from kflats.recipe.recipe import Plan, Recipe, Recipes, as_recipe
 from kflats.report.model_card import compressed_card, hub_name, note_proof, rewrite_
@@ -84,6 +84,19 @@ class Prepared:
 
     about: str = ""
     data: CalibrationData | None = None
+
+    def known(self, about: str) -> CalibrationData | None:
+        """The data of an earlier call, with all that was computed; None before the first.
+
+        Raises:
+            KflatsError: an earlier call was of another model, or of other data.
+        """
+        if self.data is not None and self.about != about:
+            raise KflatsError(
+                "the prepared measurements are of another model or of other data",
+                hint="measurements of their own for these",
+            )
+        return self.data
 
 
 def compress_(
@@ -132,7 +145,7 @@ def compress_(
     check_seed(seed)
     budget = None if isinstance(recipes, Plan) and keep is size is None else one_budget(keep, size)
     data = gather(texts, tokenizer, calibration, objective, statistics, samples).windowed(model, quiet)
-    decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet)
+    decided = decide(model, recipes, budget, data, Sharing(allocation, quiet=quiet))
     return swapped(model, decided.plan, factorize(model, decided.plan, decided.data, seed, quiet, None), seed)
 
 
@@ -207,42 +220,20 @@ def compress_folder(
     check_seed(seed)
     check_quality(quality, keep or plan, size)
     check_run_form(run_as, auto=True)
+    _check_proof(proof, eval_texts, run_as)
     workers = workers or Workers()
     workers.quiet = quiet = quiet or not workers.first
     if plan is None and keep is size is None and quality is None:
         quality = DEFAULT_QUALITY
     budget = None if (plan is not None or quality is not None) and keep is size is None else one_budget(keep, size)
     folder = resolve_model(source)
-    if eval_texts is not None and not proof:
-        raise KflatsError("eval_texts is not supported without a proof", hint="a proof, or no texts for it")
-    if run_as == "auto" and not proof:
-        raise KflatsError(
-            "the run-time form auto is not supported without a proof", hint="a proof, or a form by name such as int8"
-        )
     if score is not None:
-        searched(method)
-        if quality is not None:
-            raise KflatsError(
-                "a search by score is not supported with a quality",
-                cause="numbers of flats are compared in the same bytes",
-                hint="keep or size",
-            )
-    form: RunForm = "dense" if run_as == "auto" else run_as
+        _check_search(method, quality)
     data = _read(texts, calibration, objective, statistics, samples)
-    batches = any(not isinstance(item, str) for item in data.calibration or ())
-    given = {"a plan": plan is not None, "statistics": statistics is not None, "batches of ids": batches}
-    if trim is not None and static_folder(folder) is not None:
-        raise KflatsError(
-            "trim is not supported with a static model", hint="no trim, or the library that made the model"
-        )
-    if trim is not None and any(given.values()):
-        raise KflatsError(
-            f"trim is not supported with {next(name for name, there in given.items() if there)}",
-            cause="it is of one vocabulary, and trimming makes another",
-            hint="trim the model first (kflats trim), then plan, measure and compress what that made",
-        )
+    if trim is not None:
+        _check_trim(folder, data, plan)
     named = _recipes(method, weights, whole=keep is None)
-    recipes = plan or named
+    recipes, form = plan or named, _form_to_fit(run_as)
     if available_bytes() < max(_ROOM, _MANY * weight_file_bytes(folder)):
         return_memory_when_freed()
     with (
@@ -252,31 +243,22 @@ def compress_folder(
     ):
         mapped = _is_own(calibration) and _is_own(objective)
         model = load_model(folder, mapped=mapped)
-        before, beside = weight_file_bytes(folder), module_bytes(folder)
-        loaded = _loaded_bytes(model, before, beside)
         _check_fresh(folder, model, whole=keep is None and plan is None)
         data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
         if mapped and (trim is not None or quality is not None):
             data.trial(model)  # before it is run unwatched: a write into a mapped weight would end the process
-        width = 1.0  # bytes of a number in the files, as a share of those that it is loaded in
+        files, trimmed = _FileBytes.of(folder, model), None
         if trim is not None:
-            width = min(1.0, (before - beside) / _numbers_in(folder) / (stored_bytes(model) / stored_numbers(model)))
-        trimmed = None if trim is None else trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
-        if trimmed is not None:
+            width = files.loaded_width(folder, model)
+            trimmed = trimmed_to(model, data.tokenizer, keep=trim, texts=data.texts)
             model, data = trimmed.model, replace(data, tokenizer=trimmed.tokenizer)
-            loaded -= trimmed.report.saved
-            before -= round(trimmed.report.saved * width)
-        budget = None if budget is None else _of_files(budget, model, before, loaded)
+            files = files.less(trimmed.report.saved, width)
+        budget = None if budget is None else files.of_files(budget, model)
         data = _with_batches(data, model, calibration)
         about = model_fingerprint(folder, data, trim)
         workers.agree("the model, the data or its files", {"fingerprint": about, "output": os.fspath(aside)})
-        if prepared is not None and prepared.data is not None:
-            if prepared.about != about:
-                raise KflatsError(
-                    "the prepared measurements are of another model or of other data",
-                    hint="measurements of their own for these",
-                )
-            data = prepared.data
+        if prepared is not None:
+            data = prepared.known(about) or data
 
         def measured(pairs: Sequence[tuple[Weight, Recipe]]) -> CalibrationData:
             return measured_once(model, pairs, data, Partial(out, about), quiet, workers)
@@ -284,8 +266,7 @@ def compress_folder(
         def finished(decided: Decided) -> Partial:
             return Partial(out, work_fingerprint(about, decided, seed))
 
-        sizes: dict[str, Any] = {"allocation": allocation, "quiet": quiet, "file_bytes": loaded, "beside": beside}
-        sizes |= {"workers": workers}
+        sharing = Sharing(allocation, files.loaded, files.beside, quiet, workers)
         if score is not None and method is not None and budget is not None:
             tokenizer = data.tokenizer
             found = best_flats(
@@ -294,29 +275,23 @@ def compress_folder(
                 lambda small: score(small, tokenizer),
                 budget,
                 data,
+                sharing,
                 weights=weights,
                 measured=measured,
                 seed=seed,
-                **sizes,
             )
             recipes = _recipes(found.recipe, weights, whole=keep is None)
-        judged = data.held_out if eval_texts is None else tuple(eval_texts)
+        judged: Sequence[str] | None = data.held_out if eval_texts is None else tuple(eval_texts)
         if quality is None:
-            decided = decide(model, recipes, budget, data, measured=measured, **sizes)
-            limit = _file_limit(decided.plan, before)
-            changed = [one for one in decided.plan.decisions if not one.recipe.is_dense]
-            grown = sum(one.budget_bytes - one.weight.nbytes for one in changed)
-            _check_size(loaded + grown, before, limit, decided.plan.budget)
-            room = None if limit is None else limit - beside - limit // _SHARD_BYTES * _SHARD_HEADER
+            decided = decide(model, recipes, budget, data, sharing, measured=measured)
+            limit = files.limit(decided.plan)
+            files.check_plan(decided.plan, limit)
+            room = None if limit is None else limit - files.beside - limit // _SHARD_BYTES * _SHARD_HEADER
             done = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
         else:
-            if judged is None and medium_of(model) != "input_ids":
-                judge = Judge(model, data.tokenizer, seed=1)  # the proof draws others
-            else:
-                sentences = packaged_texts("judge") if judged is None else judged
-                judge, judged = Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
+            judge, judged = _judge(model, data, judged)
             decided, done, limit = smallest(
-                model, named, data, measured, finished, judge, quality, seed, run_as=form, most=before, **sizes
+                model, named, data, measured, finished, judge, quality, seed, form, files.before, sharing
             )
         if prepared is not None:
             prepared.about, prepared.data = about, decided.data
@@ -324,7 +299,9 @@ def compress_folder(
             _keep(decided, keep_statistics)
         spill = Spill(Partial(out, about).folder / "saved")
         streams = kept_streams(done if workers.first else ())
-        report = swapped(model, decided.plan, done, seed, _called(source), beside, spill if workers.first else None)
+        report = swapped(
+            model, decided.plan, done, seed, _called(source), files.beside, spill if workers.first else None
+        )
         forget_metric()
         set_run_form_(model, form)
         if form != "dense" and not coded_layers(model):
@@ -340,29 +317,11 @@ def compress_folder(
             copy_companions(folder, aside)
         else:
             write_vocabulary(trimmed, folder, aside)
-        _check_size(weight_file_bytes(aside), before, limit, decided.plan.budget)
+        files.check(weight_file_bytes(aside), limit, decided.plan.budget)
         report.save(aside / REPORT_FILE)
-        files = weight_file_bytes(folder), weight_file_bytes(aside)
         used = data_used(decided, data, trimmed_by_texts=trimmed is not None and data.texts is not None)
-        loader = "sentence-transformers" if (aside / "modules.json").is_file() else "transformers"
-        own_code = trusts_remote_code() and bool(read_config(weights_folder(aside)).get("auto_map"))
-        rewrite_(
-            aside, lambda original: compressed_card(report, files, used, hub_name(source), original, loader, own_code)
-        )
-    if not proof:
-        return report
-    try:
-        if run_as == "auto":
-            settle_form_(folder, out, judged, quiet=quiet)
-        measured_proof = compare(folder, out, judged, quiet=quiet)
-        note_proof(out, measured_proof)
-    except KeyboardInterrupt:
-        command = f"kflats compare {source} {os.fspath(out)} --card"
-        raise KeyboardInterrupt(f"the model in {os.fspath(out)} is whole, without a proof: {command}") from None
-    except KflatsError as error:
-        warnings.warn(KflatsWarning(f"no proof: {error}"), stacklevel=2)
-        return report
-    return replace(report, proof=measured_proof)
+        _write_card(folder, aside, report, used, hub_name(source))
+    return _proved(report, folder, out, source, judged, run_as, quiet) if proof else report
 
 
 def plan_folder(
@@ -393,13 +352,170 @@ def plan_folder(
     _check_fresh(folder, model, whole=keep is None)
     data = replace(data, tokenizer=_tokenizer(folder, model, data, recipes)).windowed(model, quiet)
     data = _with_batches(data, model, calibration)
-    before, beside = weight_file_bytes(folder), module_bytes(folder)
-    loaded = _loaded_bytes(model, before, beside)
-    budget = _of_files(budget, model, before, loaded)
-    sizes: dict[str, Any] = {"file_bytes": loaded, "beside": beside}
-    decided = decide(model, recipes, budget, data, allocation=allocation, quiet=quiet, **sizes)
+    files = _FileBytes.of(folder, model)
+    budget = files.of_files(budget, model)
+    decided = decide(model, recipes, budget, data, Sharing(allocation, files.loaded, files.beside, quiet))
     _keep(decided, keep_statistics)
     return decided.plan
+
+
+def _form_to_fit(run_as: RunAs) -> RunForm:
+    """The form that sizes are judged in: of "auto", which is settled at the end, the dense one."""
+    return "dense" if run_as == "auto" else run_as
+
+
+def _check_proof(proof: bool, eval_texts: Sequence[str] | None, run_as: RunAs) -> None:
+    """Refuse what only a proof uses, without one."""
+    if eval_texts is not None and not proof:
+        raise KflatsError("eval_texts is not supported without a proof", hint="a proof, or no texts for it")
+    if run_as == "auto" and not proof:
+        raise KflatsError(
+            "the run-time form auto is not supported without a proof", hint="a proof, or a form by name such as int8"
+        )
+
+
+def _check_search(method: Recipe | Method | None, quality: float | None) -> None:
+    """Refuse a search by score without flats to count, or with a quality."""
+    searched(method)
+    if quality is not None:
+        raise KflatsError(
+            "a search by score is not supported with a quality",
+            cause="numbers of flats are compared in the same bytes",
+            hint="keep or size",
+        )
+
+
+def _check_trim(folder: Path, data: CalibrationData, plan: Plan | None) -> None:
+    """Refuse to trim a vocabulary that something else was made for, and one that is not in the folder."""
+    if static_folder(folder) is not None:
+        raise KflatsError(
+            "trim is not supported with a static model", hint="no trim, or the library that made the model"
+        )
+    batches = any(not isinstance(item, str) for item in data.calibration or ())
+    given = {"a plan": plan is not None, "statistics": data.statistics is not None, "batches of ids": batches}
+    if any(given.values()):
+        raise KflatsError(
+            f"trim is not supported with {next(name for name, there in given.items() if there)}",
+            cause="it is of one vocabulary, and trimming makes another",
+            hint="trim the model first (kflats trim), then plan, measure and compress what that made",
+        )
+
+
+def _judge(model: nn.Module, data: CalibrationData, judged: Sequence[str] | None) -> tuple[Judge, Sequence[str] | None]:
+    """The judge of sizes, on every other of the texts, and the texts that are left for the proof."""
+    if judged is None and medium_of(model) != "input_ids":
+        return Judge(model, data.tokenizer, seed=1), None  # the proof draws others
+    sentences = packaged_texts("judge") if judged is None else judged
+    return Judge(model, data.tokenizer, sentences[::2]), sentences[1::2] or sentences
+
+
+def _write_card(folder: Path, aside: Path, report: Report, used: Sequence[str], base_model: str | None) -> None:
+    """Put what was done before the text of the original's model card."""
+    files = weight_file_bytes(folder), weight_file_bytes(aside)
+    loader = "sentence-transformers" if (aside / "modules.json").is_file() else "transformers"
+    own_code = trusts_remote_code() and bool(read_config(weights_folder(aside)).get("auto_map"))
+    rewrite_(aside, lambda original: compressed_card(report, files, used, base_model, original, loader, own_code))
+
+
+def _proved(
+    report: Report,
+    folder: Path,
+    out: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    judged: Sequence[str] | None,
+    run_as: RunAs,
+    quiet: bool,
+) -> Report:
+    """The report with the comparison of both folders, which is written into the new one; without it, if that fails."""
+    try:
+        if run_as == "auto":
+            settle_form_(folder, out, judged, quiet=quiet)
+        proof = compare(folder, out, judged, quiet=quiet)
+        note_proof(out, proof)
+    except KeyboardInterrupt:
+        command = f"kflats compare {source} {os.fspath(out)} --card"
+        raise KeyboardInterrupt(f"the model in {os.fspath(out)} is whole, without a proof: {command}") from None
+    except KflatsError as error:
+        warnings.warn(KflatsWarning(f"no proof: {error}"), stacklevel=3)
+        return report
+    return replace(report, proof=proof)
+
+
+@dataclass(frozen=True)
+class _FileBytes:
+    """Bytes of a folder's weight files.
+
+    Args:
+        before: of all weight files as they are. beside: of modules' files that stay as they are.
+        loaded: of files with the weights as they are loaded: those that files lack are written too, and all that a
+            static model's file holds beside its table has become part of that.
+    """
+
+    before: int
+    beside: int
+    loaded: int
+
+    @classmethod
+    def of(cls, folder: Path, model: nn.Module) -> _FileBytes:
+        """Those of the folder that ``model`` was loaded from."""
+        before, beside = weight_file_bytes(folder), module_bytes(folder)
+        loaded = stored_bytes(model) + beside
+        return cls(before, beside, loaded if isinstance(model, StaticModel) else max(before, loaded))
+
+    def loaded_width(self, folder: Path, model: nn.Module) -> float:
+        """Bytes of a number in the files, as a share of those that it is loaded in."""
+        count = 0
+        for path in weights_folder(folder).glob("*.safetensors"):
+            with safe_open(path, framework="pt") as file:
+                count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+        return min(1.0, (self.before - self.beside) / max(1, count) / (stored_bytes(model) / stored_numbers(model)))
+
+    def less(self, saved: int, width: float) -> _FileBytes:
+        """Without ``saved`` bytes of the loaded weights, of which the files hold the share ``width``."""
+        return replace(self, before=self.before - round(saved * width), loaded=self.loaded - saved)
+
+    def of_files(self, budget: Budget, model: nn.Module) -> Budget:
+        """A budget of all files in bytes, where the weights take others there than as they are loaded.
+
+        Raises:
+            KflatsError: more than the files take.
+        """
+        if budget.scope != "file" or self.before == self.loaded:
+            return budget
+        budget = budget.in_bytes(stored_numbers(model))
+        nbytes = budget.amount_of(self.before)
+        if nbytes > self.before:
+            raise KflatsError(
+                f"a budget of {budget} ({nbytes:,} bytes) is more than the model's files take now "
+                f"({self.before:,} bytes)",
+                hint="a smaller budget",
+            )
+        return Budget("bytes", nbytes, "file")
+
+    def limit(self, plan: Plan) -> int | None:
+        """Bytes that all weight files may take; None if the budget bounds the named weights."""
+        return plan.budget.amount_of(self.before) if plan.budget.scope == "file" else None
+
+    def check_plan(self, plan: Plan, limit: int | None) -> None:
+        """As ``check``, of the files that a plan makes."""
+        changed = [one for one in plan.decisions if not one.recipe.is_dense]
+        grown = sum(one.budget_bytes - one.weight.nbytes for one in changed)
+        self.check(self.loaded + grown, limit, plan.budget)
+
+    def check(self, after: int, limit: int | None, budget: Budget) -> None:
+        """Refuse weight files of ``after`` bytes if that is more than there were, or more than ``limit``."""
+        if after > self.before and not budget.larger:
+            raise KflatsError(
+                f"the new weight files take {after:,} bytes, more than the original's {self.before:,}",
+                cause="the model was stored in a narrower type than it was loaded in",
+                hint="a smaller budget, or a codec of fewer bits a number",
+            )
+        if limit is not None and after > limit:
+            raise KflatsError(
+                f"the new weight files take {after:,} bytes, more than the {limit:,} of the budget",
+                cause="a plan that was edited by hand, or more tensors than the original's files had",
+                hint="a slightly smaller size, or make the plan again: kflats plan",
+            )
 
 
 def _check_fresh(folder: Path, model: nn.Module, *, whole: bool) -> None:
@@ -474,61 +590,6 @@ def _tokenizer(folder: Path, model: nn.Module, data: CalibrationData, recipes: R
         if data.texts is not None or any(value.importance.needs_tokenizer for value in values):
             raise
         return None
-
-
-def _loaded_bytes(model: nn.Module, before: int, beside: int) -> int:
-    """Bytes that the files would take with the weights as they are loaded: those that files lack are written too, and
-    all that a static model's file holds beside its table has become part of that."""
-    loaded = stored_bytes(model) + beside
-    return loaded if isinstance(model, StaticModel) else max(before, loaded)
-
-
-def _numbers_in(folder: Path) -> int:
-    """Numbers in the weight files that compression writes anew."""
-    count = 0
-    for path in weights_folder(folder).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return max(1, count)
-
-
-def _of_files(budget: Budget, model: nn.Module, before: int, loaded: int) -> Budget:
-    """A budget of all files in bytes, where the weights take others there (``before``) than as they are loaded.
-
-    Raises:
-        KflatsError: more than the files take.
-    """
-    if budget.scope != "file" or before == loaded:
-        return budget
-    budget = budget.in_bytes(stored_numbers(model))
-    nbytes = budget.amount_of(before)
-    if nbytes > before:
-        raise KflatsError(
-            f"a budget of {budget} ({nbytes:,} bytes) is more than the model's files take now ({before:,} bytes)",
-            hint="a smaller budget",
-        )
-    return Budget("bytes", nbytes, "file")
-
-
-def _file_limit(plan: Plan, before: int) -> int | None:
-    """Bytes that all weight files may take, of ``before``; None if the budget bounds the named weights."""
-    return plan.budget.amount_of(before) if plan.budget.scope == "file" else None
-
-
-def _check_size(after: int, before: int, limit: int | None, budget: Budget) -> None:
-    """Refuse weight files of ``after`` bytes if that is more than ``before``, or more than ``limit``."""
-    if after > before and not budget.larger:
-        raise KflatsError(
-            f"the new weight files take {after:,} bytes, more than the original's {before:,}",
-            cause="the model was stored in a narrower type than it was loaded in",
-            hint="a smaller budget, or a codec of fewer bits a number",
-        )
-    if limit is not None and after > limit:
-        raise KflatsError(
-            f"the new weight files take {after:,} bytes, more than the {limit:,} of the budget",
-            cause="a plan that was edited by hand, or more tensors than the original's files had",
-            hint="a slightly smaller size, or make the plan again: kflats plan",
-        )
 
 
 _LABELS = {

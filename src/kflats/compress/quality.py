@@ -19,9 +19,9 @@ from kflats.compress.fitting import CompressedWeight, Partial, factorize, swappe
 from kflats.evaluation.outputs import Judge
 from kflats.model.run_as import set_run_form_
 from kflats.planning.calibration_data import CalibrationData
-from kflats.planning.decide import Decided, Measure, decide
+from kflats.planning.decide import Decided, Measure, Sharing, decide
 from kflats.planning.selection import select
-from kflats.recipe.budget import Allocation, Budget
+from kflats.recipe.budget import Budget
 from kflats.recipe.recipe import Recipes
 
 _TRIES = 5
@@ -56,24 +56,19 @@ def smallest(
     quality: float,
     seed: int,
     run_as: RunForm,
-    *,
-    allocation: Allocation,
-    file_bytes: int,
-    beside: int,
     most: int,
-    quiet: bool,
-    workers: Workers,
+    sharing: Sharing,
 ) -> tuple[Decided, list[CompressedWeight], int]:
     """The plan of the smallest size whose model keeps ``quality`` by ``judge``, what it fitted, and that size in bytes.
 
     Every size is fitted whole, in a copy of ``model``. All share one measurement and one list of candidates. What an
-    interrupted search has ``finished`` is not fitted again. ``most`` are bytes of the original's files, and
-    ``file_bytes`` those of files that hold the weights as they are loaded.
+    interrupted search has ``finished`` is not fitted again. ``most`` are bytes of the original's files.
 
     Raises:
         KflatsError: as ``decide``; no size below the original's keeps the quality; a model that draws random numbers,
             so that two runs of the original lose more than ``quality`` allows.
     """
+    workers, quiet = sharing.workers or Workers(), sharing.quiet
     known: CalibrationData | None = None
     loss_as_text: Packed[float] = Packed(repr, lambda _, text: float(text))
     is_steady = False
@@ -99,15 +94,12 @@ def smallest(
             recipes,
             Budget("bytes", nbytes, "file"),
             known or data,
-            allocation=allocation,
-            file_bytes=file_bytes,
-            beside=beside,
-            quiet=quiet,
+            sharing,
             measured=None if known else measured,
-            workers=workers,
         )
         known = decided.data
-        fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), nbytes - beside, workers)
+        room = nbytes - sharing.beside
+        fitted = factorize(model, decided.plan, decided.data, seed, quiet, finished(decided), room, workers)
 
         def judged(_: int) -> float:
             small = _copied(model)
@@ -133,7 +125,8 @@ def smallest(
         return loss, (decided, fitted)
 
     weights = [chosen.weight for chosen in select(model, recipes, data)]
-    others = file_bytes - sum(weight.nbytes for weight in weights)
+    assert sharing.file_bytes is not None
+    others = sharing.file_bytes - sum(weight.nbytes for weight in weights)
     best = smallest_size(attempt, quality, sum(math.prod(w.shape) for w in weights), max(others, 0), most)
     return *best.fitted, best.nbytes
 

@@ -26,6 +26,24 @@ Measure = Callable[[Sequence[tuple[Weight, Recipe]]], CalibrationData]
 
 
 @dataclass(frozen=True)
+class Sharing:
+    """How the bytes of a budget are shared among weights.
+
+    Args:
+        allocation: as ``plan``.
+        file_bytes: all weight files with the weights as they are loaded, which a size bounds; None: the model's bytes.
+        beside: bytes of other modules' weight files, which belong to the whole model and are left as they are.
+        quiet: no progress bar. workers: who list the ways to store each weight.
+    """
+
+    allocation: Allocation = "auto"
+    file_bytes: int | None = None
+    beside: int = 0
+    quiet: bool = True
+    workers: Workers | None = None
+
+
+@dataclass(frozen=True)
 class Decided:
     """A plan, the data with all that was measured, and the recipes before the budget decided.
 
@@ -87,7 +105,7 @@ def plan(
     """
     data = gather(texts, tokenizer, calibration, objective, statistics, samples).windowed(model, quiet)
     budget = one_budget(keep, size)
-    return decide(model, recipes, budget, data, allocation=allocation, file_bytes=file_bytes, quiet=quiet).plan
+    return decide(model, recipes, budget, data, Sharing(allocation, file_bytes, quiet=quiet)).plan
 
 
 def decide(
@@ -95,23 +113,18 @@ def decide(
     recipes: Recipes | Plan,
     budget: Budget | None,
     data: CalibrationData,
+    sharing: Sharing = Sharing(),
     *,
-    allocation: Allocation = "auto",
-    file_bytes: int | None = None,
-    beside: int = 0,
-    quiet: bool = True,
     measured: Measure | None = None,
-    workers: Workers | None = None,
 ) -> Decided:
     """A plan for ``model``: a new one, or the given ``Plan`` checked against the model's own weights.
 
     Args:
         budget: None is for a ``Plan`` only, which has its own.
-        beside: bytes of other modules' weight files, which belong to the whole model and are left as they are.
+        sharing: how a new plan shares the budget.
         measured: how the data gets its statistics; default: by measuring.
-        workers: who list the ways to store each weight.
     """
-    measured = measured or (lambda pairs: data.measured(model, pairs, quiet))
+    measured = measured or (lambda pairs: data.measured(model, pairs, sharing.quiet))
     if isinstance(recipes, Plan):
         resolved = _checked(model, recipes, budget, data)
         planned = tuple((d.weight, d.recipe) for d in resolved.decisions)
@@ -119,13 +132,16 @@ def decide(
     allowed = (budget or one_budget(None, None)).in_bytes(stored_numbers(model))
     selected = select(model, recipes, data)
     pairs = tuple((chosen.weight, chosen.recipe) for chosen in selected)
-    total = stored_bytes(model) + beside
-    check_allocation((recipe for _, recipe in pairs), allocation)
+    total = stored_bytes(model) + sharing.beside
+    check_allocation((recipe for _, recipe in pairs), sharing.allocation)
+    file_bytes = sharing.file_bytes or total
     if allowed.kind in ("bytes", "fraction"):  # refused before anything is measured
-        allowed.stored_bytes([weight for weight, _ in pairs], file_bytes or total, itemsize=1)
+        allowed.stored_bytes([weight for weight, _ in pairs], file_bytes, itemsize=1)
     data = measured(pairs)
     items = [WeightCosts(s.weight, s.recipe, s.named, allowed.counts_labels, _note(s, data)) for s in selected]
-    decisions, shared_by = share_out(model, items, allowed, data, allocation, file_bytes or total, quiet, workers)
+    decisions, shared_by = share_out(
+        model, items, allowed, data, sharing.allocation, file_bytes, sharing.quiet, sharing.workers
+    )
     return Decided(Plan(decisions, allowed, total, shared_by), data, pairs)
 
 
