@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -79,7 +79,7 @@ def size_of(table: Tensor, bits: float) -> str:
 def options_of(kind: str, rows: int) -> dict[str, Any]:
     if kind != "flats":
         return {"layout": kind}
-    return {"flats": 3, "row_weights": 1 / (10 + torch.arange(rows))}
+    return {"flats": 3, "row_weights": 1 / (10 + torch.arange(rows, dtype=torch.float32, device="cpu"))}
 
 
 def made(table: Tensor, folder: Path, kind: str, bits: float = 5, **options: Any) -> CodedTable:
@@ -263,6 +263,7 @@ def test_what_is_not_finite_is_named(value: float, tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, object], str]] = {
     "no size": ({"size": "0.1 bits"}, "cannot hold a table"),
     "no size, fast": ({"size": "0.1 bits", "layout": "fast"}, "cannot hold a table"),
+    "nothing": ({"size": "0.0001 bits"}, '0 bytes keeps nothing.*"8GB"'),
     "a share": ({"size": "10%"}, "not supported with a table"),
     "a layout": ({"layout": "slow"}, "layout='slow'"),
     "a seed": ({"seed": -1}, "seed=-1"),
@@ -291,6 +292,59 @@ def test_what_cannot_be_done_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(KflatsError, match=said):
         compress_table(source, tmp_path / "out", **{"size": "9 bits", "quiet": True, **options})  # type: ignore[arg-type]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.npy"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_turned_table_is_refused_before_it_is_read(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What depends on its shape alone would take the cube of its columns."""
+    monkeypatch.setattr(compress_module, "statistics_of", None)
+    for columns, said in ((9000, "8 rows and 9,000 columns may be transposed"), (2**16 + 1, "65,537 columns is not")):
+        source = saved(torch.zeros(8, columns), tmp_path / "x.npy")
+        with pytest.raises(KflatsError, match=said):
+            compress_table(source, tmp_path / "out", size="8 bits", layout=layout, quiet=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_settings_of_torch_change_nothing(kind: str, tmp_path: Path) -> None:
+    """Under autocast a table was written that nothing could open, and tables of flats could not be read."""
+    table, ids = drawn(3000, 8), torch.tensor([5, 2999, 5])
+    usual = made(table, tmp_path / "usual", kind)
+    rows = usual.rows(ids)
+
+    @contextmanager
+    def doubles() -> Iterator[None]:
+        torch.set_default_dtype(torch.float64)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    others = {
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "doubles": doubles(),
+        "meta": torch.device("meta"),
+    }
+    for name, settings in others.items():
+        with settings:
+            other = made(table, tmp_path / name, kind)
+            assert torch.equal(usual.rows(ids), rows)
+        assert other.index == usual.index
+        assert all(
+            (other.folder / path.name).read_bytes() == path.read_bytes()
+            for path in usual.folder.iterdir()
+            if path.suffix == ".safetensors"
+        )
+
+
+def test_files_that_are_linked_beside_the_output_stay(tmp_path: Path) -> None:
+    """The folder of unfinished runs may be a link to a disk with more room."""
+    (tmp_path / "disk" / "own").mkdir(parents=True)
+    (tmp_path / "disk" / "own.json").write_text("{}", encoding="utf-8")
+    (tmp_path / ".coded.kflats-partial").symlink_to(tmp_path / "disk")
+    made(drawn(3000, 8), tmp_path, "compact")
+    assert {"own", "own.json"} <= {path.name for path in (tmp_path / "disk").iterdir()}
 
 
 # Flats and weights of rows ----------------------------------------------------------------------
@@ -501,6 +555,8 @@ def test_layers_are_those_of_the_whole_table(table: CodedTable) -> None:
     given = ids.flatten(), offsets, weights
     torch.testing.assert_close(bag(*given), dense(*given), rtol=1e-5, atol=1e-5)
     assert list(layer.state_dict()) == []
+    torch.compiler.reset()
+    torch.testing.assert_close(torch.compile(layer, backend="eager")(ids), layer(ids), rtol=1e-5, atol=1e-5)
     assert (layer.num_embeddings, layer.embedding_dim) == (N, D)
 
 
@@ -556,7 +612,14 @@ def test_damage_is_found(small: CodedTable, seeds: range, tmp_path: Path) -> Non
 
 
 def test_a_missing_file_is_named(small: CodedTable) -> None:
-    (small.folder / "rows-00000.safetensors").unlink()
+    inspect = ["inspect", str(small.folder)]
+    rows = small.folder / "rows-00000.safetensors"
+    data = rows.read_bytes()
+    assert CliRunner().invoke(app, inspect).exit_code == 0
+    rows.write_bytes(data[:-8])
+    assert "is damaged: it has" in " ".join(CliRunner().invoke(app, inspect).output.split())
+    rows.unlink()
+    assert "is missing" in " ".join(CliRunner().invoke(app, inspect).output.split())
     with pytest.raises(KflatsError, match=r"rows-00000\.safetensors"):
         open_table(small.folder).rows([0])
     with pytest.raises(KflatsError, match="no coded table"):
@@ -864,6 +927,10 @@ def test_a_table_is_read_from_another_working_directory(tmp_path: Path, monkeypa
     ("ids", "message"),
     [
         (5, "not by 5"),
+        (None, "not by None"),
+        ([[1], [2, 3]], "not by"),
+        ([2**70], "not by"),
+        ("12", "not by '12'"),
         (slice(2, 4), r"not by slice\(2, 4"),
         (np.array([2**64 - 1], dtype=np.uint64), "rows 18446744073709551615 to 18446744073709551615 are not all"),
     ],
@@ -873,3 +940,5 @@ def test_ids_that_are_no_list_of_rows(ids: Any, message: str, tmp_path: Path) ->
     compress_table(tmp_path / "rows.npy", tmp_path / "coded", size="20kB", layout="fast", quiet=True)
     with pytest.raises(KflatsError, match=message):
         open_table(tmp_path / "coded").rows(ids)
+    with pytest.raises(KflatsError, match="one row is asked for by a whole number"):
+        open_table(tmp_path / "coded")[[1, 2]]  # type: ignore[index]

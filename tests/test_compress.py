@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 import kflats
-from kflats import MESSI, SVD, Auto, Flats, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
+from kflats import MESSI, SVD, Auto, Feedback, Flats, KeepDense, KMeansSVD, Recipe, TokenCounts, Uniform, ZipfPrior
 from kflats.codecs import Float
 from kflats.common.errors import KflatsError
 from kflats.compress import fitting, pipeline
@@ -451,3 +452,23 @@ def test_a_plan_made_before_is_carried_out(tiny_folder, tmp_path):
     assert [w.name for w in report.weights] == list(TWO)
     for decision, weight in zip(made.decisions, report.weights, strict=True):
         assert weight.bytes_after <= decision.budget_bytes
+
+
+@pytest.mark.parametrize("recipe", [Flats(k=3), Recipe(KeepDense(), codec=Feedback())], ids=repr)
+def test_settings_of_torch_change_nothing(recipe) -> None:
+    """Autocast would round the products of a fit, and a default type make tensors that do not fit its own."""
+    name = "out" if isinstance(recipe, Recipe) else "words"
+    usual = toy()
+    compress_(usual, {name: recipe}, keep="60%", quiet=True)
+    before = torch.get_default_dtype()
+    for settings in (torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"), torch.float64):
+        other = toy()
+        try:
+            if isinstance(settings, torch.dtype):
+                torch.set_default_dtype(settings)
+            with nullcontext() if isinstance(settings, torch.dtype) else settings:
+                compress_(other, {name: recipe}, keep="60%", quiet=True)
+        finally:
+            torch.set_default_dtype(before)
+        for key, value in usual.state_dict().items():
+            assert torch.equal(value, other.state_dict()[key])

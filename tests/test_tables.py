@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import subprocess
 import sys
@@ -55,6 +57,15 @@ def as_arrow(table: Tensor, path: Path, kind: str = "lists") -> Path:
     return path.with_suffix(".arrow")
 
 
+def as_stream(table: Tensor, path: Path) -> Path:
+    """As ``datasets`` keeps a table: without an index at its end."""
+    arrow = pytest.importorskip("pyarrow")
+    whole = arrow.table({"vector": column(table, "fixed")})
+    with arrow.ipc.new_stream(path.with_suffix(".arrow"), whole.schema) as file:
+        file.write_table(whole, max_chunksize=6)
+    return path.with_suffix(".arrow")
+
+
 FORMS: dict[str, Callable[[Tensor, Path], Path]] = {
     "npy": as_npy,
     "safetensors": as_safetensors,
@@ -62,6 +73,7 @@ FORMS: dict[str, Callable[[Tensor, Path], Path]] = {
     "parquet, lists": lambda table, path: as_parquet(table, path, "lists"),
     "arrow": as_arrow,
     "arrow, fixed": lambda table, path: as_arrow(table, path, "fixed"),
+    "arrow, a stream": as_stream,
 }
 
 
@@ -121,8 +133,14 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "objects": (lambda folder: objects(folder / "x.npy"), "cannot be read"),
     "integers": (lambda folder: numbers(folder / "x.npy", np.int64), "holds int64"),
     "the other byte order": (lambda folder: numbers(folder / "x.npy", ">f4"), "holds >f4"),
-    "one axis": (lambda folder: numbers(folder / "x.npy", np.float32, (6,)), "non-empty matrix"),
-    "no rows": (lambda folder: numbers(folder / "x.npy", np.float32, (0, 3)), "non-empty matrix"),
+    "one axis": (lambda folder: numbers(folder / "x.npy", np.float32, (6,)), r"x\.npy.*non-empty matrix"),
+    "no rows": (lambda folder: numbers(folder / "x.npy", np.float32, (0, 3)), r"x\.npy.*non-empty matrix"),
+    "an array": (lambda folder: np.zeros((2, 3)), "ndarray is not supported as a source"),
+    "nothing": (lambda folder: None, "NoneType is not supported as a source"),
+    "numbers without zeros": (
+        lambda folder: [as_npy(drawn(2, 3), folder / f"part-{i}") for i in (1, 2, 10)] and folder,
+        r"part-10\.npy comes before part-2\.npy .*part-00002\.npy",
+    ),
     "two kinds": (
         lambda folder: [as_npy(drawn(2, 3), folder / "x"), as_safetensors(drawn(2, 3), folder / "x")],
         "several kinds",
@@ -166,6 +184,44 @@ def test_what_is_no_table_is_refused(kind: str, tmp_path: Path) -> None:
     make, said = REFUSED[kind]
     with pytest.raises(KflatsError, match=said):
         open_rows(make(tmp_path))
+
+
+def test_hidden_files_are_no_part_of_a_table(tmp_path: Path) -> None:
+    as_npy(drawn(2, 3), tmp_path / "x")
+    as_npy(drawn(2, 3), tmp_path / ".y")
+    assert open_rows(tmp_path).shape == (2, 3)
+
+
+def test_the_index_of_a_model_says_which_file_holds_a_tensor(tmp_path: Path) -> None:
+    for name in ("words", "other"):
+        save_file({name: drawn(4, 3)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(KflatsError, match="called 'words'"):
+        open_rows(tmp_path, name="words")
+    weight_map = {"words": "words.safetensors", "other": "other.safetensors", "outside": "../x.safetensors"}
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}), encoding="utf-8")
+    assert torch.equal(all_rows(open_rows(tmp_path, name="words")), drawn(4, 3).double())
+    with pytest.raises(KflatsError, match="called 'outside'"):
+        open_rows(tmp_path, name="outside")
+    index.write_text("[]", encoding="utf-8")
+    with pytest.raises(KflatsError, match=r"index\.json cannot be read"):
+        open_rows(tmp_path, name="words")
+
+
+def test_too_many_open_files_are_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    path = as_npy(drawn(2, 3), tmp_path / "x")
+    monkeypatch.setattr(np.lib.format, "open_memmap", opened)
+    with pytest.raises(KflatsError, match=r"no more open files.*ulimit"):
+        open_rows(path)
+
+
+def test_a_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    as_npy(drawn(2, 3), tmp_path / "x")
+    assert open_rows("~/x.npy").shape == open_rows(["~/x.npy"]).shape == (2, 3)
 
 
 def test_a_name_is_refused_where_there_are_none(tmp_path: Path) -> None:

@@ -50,8 +50,8 @@ from kflats.common.formatting import plain, share, size, table, visible
 from kflats.common.machine import available_bytes, is_out_of_memory
 from kflats.common.release import version
 from kflats.common.run_forms import RunAs
-from kflats.io.atomic import check_file, check_folder
-from kflats.io.sources import is_coded_table, local_model
+from kflats.io.atomic import MANIFEST, check_file, check_folder
+from kflats.io.sources import TABLE_INDEX, is_coded_table, local_model
 from kflats.tasks.task import find_task
 
 _TASKS = "cola, sst2, mrpc, qqp, mnli, qnli, rte, wnli, stsb, sts (by cosine), conll2003 or wikitext2."
@@ -69,6 +69,7 @@ def inspect(model: Model, trust_remote_code: TrustRemoteCode = False) -> None:
         from kflats.tables import open_table
 
         coded = open_table(folder := Path(model).expanduser())
+        coded.index.check_files(folder)
         flats = "" if coded.flats == 1 else f", {coded.flats} flats"
         typer.echo(f"{_table_line(folder, coded.index)}{flats}")
         return
@@ -270,7 +271,8 @@ def _compress_table(
 
 
 def _table_line(folder: Path, index: TableIndex, weighted: str = "") -> str:
-    total = sum(path.stat().st_size for path in folder.iterdir())
+    beside = (folder / name for name in (TABLE_INDEX, MANIFEST))
+    total = index.nbytes + sum(path.stat().st_size for path in beside if path.is_file())
     bits = 8 * total / (index.rows * index.columns)
     shape = f"{index.rows:,} x {index.columns}, {index.layout}"
     error = f"relative {weighted}squared error {index.relative_error:.3e}"

@@ -22,6 +22,7 @@ from kflats.common.formatting import Update, progress_bar
 from kflats.common.hashing import sha256
 from kflats.common.release import version
 from kflats.common.schema import JsonObject, decode
+from kflats.common.torch_settings import usual_settings
 from kflats.common.workers import Packed, Workers
 from kflats.importance.protocol import Weighting
 from kflats.io import annotate_
@@ -147,7 +148,8 @@ class _Fits:
             value = f", objective {objective:.6g}" if objective else ""
             self.update(f"{name}: {phase}, step {iteration}{value}", place, total)
 
-        one = _fit(self.model, decision, self.data, self.seed, self.plan.budget, show)
+        with usual_settings():
+            one = _fit(self.model, decision, self.data, self.seed, self.plan.budget, show)
         if self.partial and one.matrix is not None:
             meta: JsonObject = {"spec": one.matrix.spec(), "report": asdict(one.report)}
             beside = {_SHIFT: one.bias_shift, _STREAM: one.stream}

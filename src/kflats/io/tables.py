@@ -6,7 +6,10 @@ into memory, so that pages that nobody reads take none. Parquet is decompressed,
 
 from __future__ import annotations
 
+import errno
+import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -32,16 +35,17 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
 
     Args:
         source: a file; a folder, whose files of one kind hold the rows in the order of their names; or several files,
-            which hold them in this order.
+            which hold them in this order. Files whose names begin with a dot are left out.
         name: of the tensor in files of safetensors, of the column of lists in those of Parquet and Arrow. May be left
-            out where there is one.
+            out where there is one. In a model's folder of several files their index says which of them holds it.
 
     Choose it for a table that is larger than memory. Rows at random places (``take``) of Parquet files cost a group of
     rows each.
 
     Raises:
         KflatsError: no such file, files of several kinds or widths, a file that cannot be read, more than one tensor or
-            column to choose from, numbers that are no floats, missing values, lists of several lengths.
+            column to choose from, numbers that are no floats, missing values, lists of several lengths; numbers in
+            names without leading zeros, so that the tenth file comes before the second.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +62,14 @@ def open_rows(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
             f"files of several kinds ({', '.join(sorted(kinds))}) are not one table", hint="files of one kind"
         )
     opened: dict[str, Callable[[Path, str], Rows]] = {".safetensors": _of_safetensors, ".npy": _of_npy}
-    parts = [opened.get(path.suffix, _of_arrow)(path, name) for path in paths]
+    if (holder := _holder(source, name)) is not None:
+        paths = [holder]
+    parts = []
+    for path in paths:
+        try:
+            parts.append(opened.get(path.suffix, _of_arrow)(path, name))
+        except KflatsError as error:
+            raise (error if str(path) in error.symptom else error.about(str(path))) from error
     return JoinedRows(parts, [str(path) for path in paths])
 
 
@@ -96,9 +107,7 @@ class JoinedRows:
     def take(self, index: Tensor) -> Tensor:
         """The rows at ``index``, in that order."""
         rows = torch.empty(len(index), self.shape[1], dtype=self.dtype, device=self.device)
-        of = torch.bucketize(index, torch.tensor(self.firsts[1:], device=index.device), right=True)
-        for number in of.unique().tolist():
-            mine = of == number
+        for number, mine in _by_part(index, self.firsts):
             rows[mine] = self.parts[number].take(index[mine] - self.firsts[number]).to(self.dtype)
         return rows
 
@@ -117,6 +126,14 @@ class JoinedRows:
         return f"row {row - self.firsts[number]} of {self.names[number]}"
 
 
+def _by_part(index: Tensor, firsts: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+    """The parts that hold the rows ``index``, and which of these rows each holds."""
+    of = torch.bucketize(index, torch.tensor(firsts[1:], device=index.device), right=True)
+    order = torch.argsort(of, stable=True)
+    numbers, counts = of[order].unique_consecutive(return_counts=True)
+    yield from zip(numbers.tolist(), order.split(counts.tolist()), strict=True)
+
+
 RowWeights: TypeAlias = str | os.PathLike[str] | Tensor | npt.NDArray[np.number]
 """A ``.npy`` file of one number a row, or the numbers themselves."""
 
@@ -132,7 +149,7 @@ def open_weights(source: RowWeights, rows: int) -> Tensor:
     """
     hint = f"a .npy file or an array of {rows:,} numbers, one for each row"
     if isinstance(source, str | os.PathLike):
-        path = Path(source)
+        path = Path(source).expanduser()
         if path.suffix != ".npy":
             raise KflatsError(f"{path} is not supported as weights of rows", hint=hint)
         if not path.is_file():
@@ -174,14 +191,24 @@ def _regrouped(pieces: Iterable[Tensor], size: int) -> Iterator[tuple[int, Tenso
 
 def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
     """The files of a table, as ``open_rows`` finds them."""
+    several = isinstance(source, Sequence) and not isinstance(source, str)
+    if not isinstance(source, str | os.PathLike) and not (
+        several and all(isinstance(one, str | os.PathLike) for one in source)
+    ):
+        raise KflatsError(
+            f"{type(source).__name__} is not supported as a source of a table",
+            hint="a file, a folder, or several files",
+        )
     if not isinstance(source, str | os.PathLike):
-        paths = [Path(one) for one in source]
+        paths = [Path(one).expanduser() for one in source]
     elif is_coded_table(source):
         raise KflatsError(f"{source} holds a table that is coded already", hint="the table that it was made of")
-    elif Path(source).is_dir():
-        paths = sorted(path for path in Path(source).iterdir() if path.suffix in _ENDINGS and path.is_file())
+    elif (folder := Path(source).expanduser()).is_dir():
+        shown = (path for path in folder.iterdir() if not path.name.startswith("."))
+        paths = sorted(path for path in shown if path.suffix in _ENDINGS and path.is_file())
+        _check_order(paths)
     else:
-        paths = [Path(source)]
+        paths = [folder]
     if not paths:
         raise KflatsError(f"{source} holds no table", hint=f"files that end in {', '.join(_ENDINGS)}")
     for path in paths:
@@ -193,6 +220,35 @@ def table_files(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]
                 hint=f"a file that ends in {', '.join(_ENDINGS)}",
             )
     return paths
+
+
+def _check_order(paths: Sequence[Path]) -> None:
+    """Refuse names whose order is not that of the numbers in them: rows would have other places than their parts."""
+
+    def as_numbers(path: Path) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+    for by_name, by_number in zip(paths, sorted(paths, key=as_numbers), strict=True):
+        if by_name != by_number:
+            raise KflatsError(
+                f"{by_name} comes before {by_number.name} in the order of their names, and after it by their numbers",
+                cause="numbers without leading zeros, so that it is not known which rows come first",
+                hint=f"names such as {re.sub(r'[0-9]+', lambda found: found[0].zfill(5), by_number.name)}",
+            )
+
+
+def _holder(source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], name: str) -> Path | None:
+    """The file of a model's folder that holds the tensor ``name``, where their index says so."""
+    if not name or not isinstance(source, str | os.PathLike):
+        return None
+    for index in sorted(Path(source).expanduser().glob("*.safetensors.index.json")):
+        try:
+            found = json.loads(index.read_text(encoding="utf-8"))["weight_map"].get(name)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise _unreadable(index, error) from error
+        if isinstance(found, str) and Path(found).name == found and (index.parent / found).is_file():
+            return index.parent / found
+    return None
 
 
 def _of_safetensors(path: Path, name: str) -> Rows:
@@ -231,27 +287,37 @@ def _of_arrow(path: Path, name: str) -> Rows:
     try:
         if path.suffix == ".parquet":
             file: Any = needed("pyarrow.parquet", "kflats[tables]", "a Parquet file").ParquetFile(path, memory_map=True)
-            schema, counts = (
-                file.schema_arrow,
-                [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)],
+            counts = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
+            column = _column(arrow, path, file.schema_arrow, name)
+            return _ArrowRows(
+                path, lambda i: file.read_row_group(i, columns=[column]).column(0).combine_chunks(), column, counts
             )
-        else:
-            file = needed("pyarrow.ipc", "kflats[tables]", "an Arrow file").open_file(arrow.memory_map(os.fspath(path)))
-            schema, counts = file.schema, [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
-        lists = [one.name for one in schema if _is_list(arrow, one.type) and name in ("", one.name)]
-        column = _only(path, "column of lists", lists, name)
-        return _ArrowRows(path, file, column, counts)
+        ipc: Any = needed("pyarrow.ipc", "kflats[tables]", "an Arrow file")
+        try:
+            file = ipc.open_file(arrow.memory_map(os.fspath(path)))
+            batches, schema = [file.get_batch(i) for i in range(file.num_record_batches)], file.schema
+        except arrow.ArrowInvalid:  # the form without an index at its end, in which datasets are kept
+            with ipc.open_stream(arrow.memory_map(os.fspath(path))) as stream:
+                batches, schema = list(stream), stream.schema  # mapped
+        column = _column(arrow, path, schema, name)
+        return _ArrowRows(path, lambda i: batches[i].column(column), column, [batch.num_rows for batch in batches])
     except (arrow.ArrowException, OSError) as error:
         raise _unreadable(path, error) from error
 
 
+def _column(arrow: Any, path: Path, schema: Any, name: str) -> str:
+    """The column of lists that is chosen."""
+    lists = [one.name for one in schema if _is_list(arrow, one.type) and name in ("", one.name)]
+    return _only(path, "column of lists", lists, name)
+
+
 class _ArrowRows:
-    """A column of lists of floats; ``counts`` of rows in each of its groups, which are read one at a time."""
+    """A column of lists of floats; ``counts`` of rows in each of its groups, which are ``read`` one at a time."""
 
     device = torch.device("cpu")
 
-    def __init__(self, path: Path, file: Any, column: str, counts: list[int]) -> None:
-        self._path, self._file, self._column = path, file, column
+    def __init__(self, path: Path, read: Callable[[int], Any], column: str, counts: list[int]) -> None:
+        self._path, self._read, self._column = path, read, column
         self._firsts = [0, *accumulate(counts)]
         self._held: tuple[int, Tensor] | None = None  # the group that was read last: rows are asked for in their order
         if not self._firsts[-1]:
@@ -268,9 +334,7 @@ class _ArrowRows:
     def take(self, index: Tensor) -> Tensor:
         """The rows at ``index``, in that order."""
         rows = torch.empty(len(index), self.shape[1], dtype=self.dtype)
-        of = torch.bucketize(index, torch.tensor(self._firsts[1:]), right=True)
-        for number in of.unique().tolist():
-            mine = of == number
+        for number, mine in _by_part(index, self._firsts):
             rows[mine] = self._checked(number)[index[mine] - self._firsts[number]].to(self.dtype)
         return rows
 
@@ -289,10 +353,7 @@ class _ArrowRows:
 
     def _group(self, number: int) -> Tensor:
         """(rows, d) in the type of the file."""
-        if self._path.suffix == ".parquet":
-            column = self._file.read_row_group(number, columns=[self._column]).column(0).combine_chunks()
-        else:
-            column = self._file.get_batch(number).column(self._column)
+        column = self._read(number)
         values = column.flatten()
         if column.null_count or values.null_count:
             raise KflatsError(f"{self._path}: missing values in {self._column!r}", hint="a number in every place")
@@ -325,4 +386,10 @@ def _only(path: Path, what: str, names: list[str], name: str) -> str:
 
 
 def _unreadable(path: Path, error: Exception) -> KflatsError:
+    if isinstance(error, OSError) and error.errno == errno.EMFILE:
+        return KflatsError(
+            f"{path} cannot be opened beside all other files of the table",
+            cause="the system allows this process no more open files",
+            hint="ulimit -n 8192 before the command, or fewer and longer files",
+        )
     return KflatsError(f"{path} cannot be read: {first_line(error)}", cause="a damaged or truncated file")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import DoesNotFitError, KflatsError, check_value
+from kflats.common.torch_settings import usual_settings
 from kflats.importance.protocol import Weighting
 from kflats.matrices.registry import Matrix, label_dtype
 from kflats.methods.matrix_error import Norm
@@ -172,6 +173,7 @@ class Method(Protocol):
         """Whether rows of the matrix itself are stored in place of coordinates (the interpolative form)."""
         return False
 
+    @usual_settings()
     def fit(self, problem: Problem) -> Factored:
         """The matrix within the bytes of ``problem``.
 

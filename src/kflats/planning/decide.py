@@ -11,6 +11,7 @@ from kflats.calibration.measurements import Statistics
 from kflats.calibration.objectives import Objective
 from kflats.common.errors import KflatsError
 from kflats.common.texts import SAMPLES, Tokenizer
+from kflats.common.torch_settings import usual_settings
 from kflats.common.workers import Workers
 from kflats.evaluation.running import Batch
 from kflats.model.weights import Weight, find_weight
@@ -139,9 +140,10 @@ def decide(
         allowed.stored_bytes([weight for weight, _ in pairs], file_bytes, itemsize=1)
     data = measured(pairs)
     items = [WeightCosts(s.weight, s.recipe, s.named, allowed.counts_labels, _note(s, data)) for s in selected]
-    decisions, shared_by = share_out(
-        model, items, allowed, data, sharing.allocation, file_bytes, sharing.quiet, sharing.workers
-    )
+    with usual_settings():
+        decisions, shared_by = share_out(
+            model, items, allowed, data, sharing.allocation, file_bytes, sharing.quiet, sharing.workers
+        )
     return Decided(Plan(decisions, allowed, total, shared_by), data, pairs)
 
 

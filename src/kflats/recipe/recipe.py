@@ -22,6 +22,7 @@ from kflats.common.errors import KflatsError
 from kflats.common.formatting import plain, share, size, table
 from kflats.common.registry import Registry
 from kflats.common.schema import Json, JsonObject, decode, read_json
+from kflats.common.torch_settings import usual_settings
 from kflats.importance import IMPORTANCES, Importance, Uniform, check_importance
 from kflats.io.atomic import write_json
 from kflats.methods import METHODS, Factored, Method, Problem, check_method
@@ -103,6 +104,7 @@ class Recipe:
         """The type of all floating-point numbers that are stored: with integers, the type of their scales."""
         return self.codec.torch_dtype(original)
 
+    @usual_settings()
     def encode(self, problem: Problem, dtype: torch.dtype) -> Factored:
         """The rows of ``problem``, stored in at most its bytes; floating-point numbers as ``dtype``.
 

@@ -21,6 +21,7 @@ import torch
 
 from kflats.common.errors import DoesNotFitError, KflatsError, KflatsWarning, check_seed, is_whole
 from kflats.common.formatting import announce, progress_bar
+from kflats.common.torch_settings import usual_settings
 from kflats.common.workers import Packed, Workers
 from kflats.io.atomic import new_folder, replaced
 from kflats.io.tables import RowWeights, open_rows, open_weights, table_files
@@ -28,7 +29,7 @@ from kflats.recipe.budget import Budget, parse_budget
 from kflats.tables.compact import CompactCode, Design, finest_step, step_for, usual
 from kflats.tables.fast import FastCode
 from kflats.tables.flats import MOST_FLATS
-from kflats.tables.index import INDEX_BYTES, SHARD_ENTRY, Layout, TableIndex, save_head
+from kflats.tables.index import INDEX_BYTES, MOST_COLUMNS, SHARD_ENTRY, Layout, TableIndex, save_head
 from kflats.tables.layout import RowCode
 from kflats.tables.partial import Part, PartialTable
 from kflats.tables.shards import ShardRecord, ShardWriter, file_bytes
@@ -52,6 +53,7 @@ _HEADS = 16  # times as large as about a head: a smaller table's steps are searc
 _LITTLE = 0.25  # octaves by which the steps of a code become finer and all else stays
 
 
+@usual_settings()
 def compress_table(
     source: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     out: str | os.PathLike[str],
@@ -142,6 +144,7 @@ def compress_table(
     n, d = rows.shape
     table = WeightedRows(rows, None if row_weights is None else open_weights(row_weights, n))
     budget = _bytes(size, n * d)
+    _check_shape(n, d, budget, layout)
     per_shard = shard_rows or _rows_a_shard(n, budget)
     workers = workers or Workers()
     workers.quiet = quiet or not workers.first
@@ -240,7 +243,7 @@ class _Run:
                     f"{share:.0%} of the squared error is that of rows unlike the others, which the fast layout cuts "
                     "off: take the compact layout, which keeps them, or leave them out of the table"
                 ),
-                stacklevel=5,
+                stacklevel=6,
             )
 
     def expected_error(self) -> float:
@@ -295,11 +298,7 @@ class _Run:
         cause = f"at least {least:,} bytes are needed for what does not depend on the rows, and for the least of them"
         if tried:
             cause = f"none of {tried} codes is small enough; one of about {least:,} bytes is the smallest"
-        return DoesNotFitError(
-            f"{self.budget:,} bytes cannot hold a table of {n:,} x {d} in the {self.layout} layout",
-            cause=cause,
-            hint="a larger size",
-        )
+        return _does_not_fit(n, d, self.budget, self.layout, cause)
 
     def _compact(self, nbytes: float) -> CompactCode | None:
         """The code whose head and rows take about ``nbytes``, by the sample; None where no code does."""
@@ -430,15 +429,36 @@ def _first_that_fits(runs: Sequence[_Run]) -> tuple[TableIndex, _Run]:
     return runs[-1].whole(), runs[-1]
 
 
+def _check_shape(n: int, d: int, budget: int, layout: Layout) -> None:
+    """Refuse, before anything is read, what no table of this shape can be coded in: axes alone take d x d integers."""
+    turned = f"; a table of {n:,} rows and {d:,} columns may be transposed" if d > n else ""
+    if d > MOST_COLUMNS:
+        raise KflatsError(
+            f"a table of {d:,} columns is not supported", hint=f"at most {MOST_COLUMNS:,} columns{turned}"
+        )
+    least = d * d * (2 if layout == "fast" else 1)
+    if budget <= least:
+        raise _does_not_fit(
+            n, d, budget, layout, f"its axes alone take {least:,} bytes in this layout", f"a larger size{turned}"
+        )
+
+
+def _does_not_fit(n: int, d: int, budget: int, layout: str, cause: str, hint: str = "a larger size") -> DoesNotFitError:
+    return DoesNotFitError(
+        f"{budget:,} bytes cannot hold a table of {n:,} x {d} in the {layout} layout", cause=cause, hint=hint
+    )
+
+
 def _bytes(size: str | Budget, numbers: int) -> int:
     hint = '"2 bits" a number, or "8GB"'
     try:
         budget = parse_budget(size, "file")
+        nbytes = int(budget.in_bytes(numbers).amount)
     except KflatsError as error:
         raise KflatsError(error.symptom, cause=error.cause, hint=hint) from error
     if budget.kind not in ("bits", "bytes"):
         raise KflatsError(f"size={str(budget)!r} is not supported with a table", hint=hint)
-    return int(budget.in_bytes(numbers).amount)
+    return nbytes
 
 
 def _rows_a_shard(rows: int, budget: int) -> int:

@@ -25,6 +25,7 @@ from kflats.tables.shards import Shard, ShardRecord, ShardWriter, mapped_rows
 _MOST_BITS = 9  # bits that lie in two bytes wherever they begin
 _WIDTHS = torch.linspace(0.5, 6.0, 23)  # largest values, in root mean squares, among which that of a step is chosen
 _SAMPLE = 8192  # rows on which steps are chosen
+_COLUMNS = 16
 _OCTAVE = 8  # scales an octave
 _DECODED = 4096  # rows that are decoded at once
 _FAR = 2.0  # largest values: the best steps for few bits leave out what lies nearer
@@ -208,25 +209,35 @@ def _few(sample: Tensor) -> Tensor:
 
 def _shared(sample: Tensor, scales: Tensor, total: int) -> tuple[float, Tensor, Tensor]:
     """The squared error, and bits (r,) uint8 and steps (r,) of ``total`` bits a row, each bit where it saves most."""
-    squares = scales.square().unsqueeze(1)
-    units = sample / scales.unsqueeze(1)
+    units, squares = sample / scales.unsqueeze(1), scales.square().unsqueeze(1)
     sizes = units.square().mean(0).sqrt()
-    errors, steps = [(units.square() * squares).sum(0)], [torch.zeros_like(sizes)]
-    for bits in range(1, _MOST_BITS + 1):
-        best, chosen = torch.full_like(sizes, torch.inf), torch.zeros_like(sizes)
-        for width in _WIDTHS.tolist():
-            step = (2 * width * sizes / 2**bits).clamp_min(1e-30)
-            code = ((units / step).floor() + 0.5).clamp_(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
-            error = ((units - code * step).square() * squares).sum(0)
-            less = error < best
-            best, chosen = torch.where(less, error, best), torch.where(less, step, chosen)
-        errors.append(torch.minimum(best, errors[-1]))
-        steps.append(chosen)
-    table = torch.stack(errors)
+    # Some columns at a time: what is computed of them stays in the processor's cache.
+    parts = [
+        _by_bits(part.contiguous(), squares, size)
+        for part, size in zip(units.split(_COLUMNS, 1), sizes.split(_COLUMNS), strict=True)
+    ]
+    table, steps = (torch.cat(each, 1) for each in zip(*parts, strict=True))
     bits_of = torch.zeros(len(sizes), dtype=torch.int64)
     columns = torch.arange(len(sizes))
     for _ in range(min(total, _MOST_BITS * len(sizes))):
         at = table[bits_of, columns]
         saved = torch.where(bits_of < _MOST_BITS, at - table[(bits_of + 1).clamp_max(_MOST_BITS), columns], -1.0)
         bits_of[saved.argmax()] += 1
-    return float(table[bits_of, columns].sum()), bits_of.to(torch.uint8), torch.stack(steps)[bits_of, columns]
+    return float(table[bits_of, columns].sum()), bits_of.to(torch.uint8), steps[bits_of, columns]
+
+
+def _by_bits(units: Tensor, squares: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+    """(bits, r) least squared errors of columns under each number of bits, and their steps; ``squares`` (m, 1) are
+    those of the rows' scales, ``sizes`` (r,) the columns' roots of mean squares."""
+    errors, steps = [(units.square() * squares).sum(0)], [torch.zeros_like(sizes)]
+    for bits in range(1, _MOST_BITS + 1):
+        best, chosen = torch.full_like(sizes, torch.inf), torch.zeros_like(sizes)
+        for width in _WIDTHS.tolist():
+            step = (2 * width * sizes / 2**bits).clamp_min(1e-30)
+            code = (units / step).floor_().add_(0.5).clamp_(0.5 - 2 ** (bits - 1), 2 ** (bits - 1) - 0.5)
+            error = code.mul_(step).sub_(units).square_().mul_(squares).sum(0)
+            less = error < best
+            best, chosen = torch.where(less, error, best), torch.where(less, step, chosen)
+        errors.append(torch.minimum(best, errors[-1]))
+        steps.append(chosen)
+    return torch.stack(errors), torch.stack(steps)

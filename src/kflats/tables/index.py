@@ -34,7 +34,7 @@ HEAD = "head.safetensors"
 INDEX_BYTES, SHARD_ENTRY = 4096, 512
 """Room for the index and the manifest of a table, and for the entries of each of its files."""
 _FORM, _VERSION = "kflats-table", 2
-_MOST_ROWS, _MOST_COLUMNS = 2**48, 2**16
+_MOST_ROWS, MOST_COLUMNS = 2**48, 2**16
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,13 @@ class TableIndex:
     shard_checksums: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        whole = is_whole(self.rows, 1, _MOST_ROWS) and is_whole(self.columns, 1, _MOST_COLUMNS)
+        whole = is_whole(self.rows, 1, _MOST_ROWS) and is_whole(self.columns, 1, MOST_COLUMNS)
         counts = {len(self.shard_bytes), len(self.shard_checksums)}
-        if not whole or self.shard_rows < 1 or counts != {-(-self.rows // self.shard_rows)}:
+        if (
+            not whole
+            or not is_whole(self.shard_rows, 1, 2 * _MOST_ROWS)
+            or counts != {-(-self.rows // self.shard_rows)}
+        ):
             raise KflatsError("an index of a table with impossible numbers", cause="a damaged file")
 
     @property
@@ -84,6 +88,23 @@ class TableIndex:
     def rows_of(self, number: int) -> int:
         """Rows in the file of this number."""
         return min(self.shard_rows, self.rows - number * self.shard_rows)
+
+    def check_files(self, folder: Path) -> None:
+        """Whether all files of the table are in ``folder``, with as many bytes as they were written with.
+
+        Raises:
+            KflatsError: a file that is missing, or longer or shorter; the message names it.
+        """
+        records = {HEAD: self.head.bytes, **{shard_name(i): nbytes for i, nbytes in enumerate(self.shard_bytes)}}
+        for name, nbytes in records.items():
+            if not (path := folder / name).is_file():
+                raise missing(path)
+            if (there := path.stat().st_size) != nbytes:
+                raise KflatsError(
+                    f"{path} is damaged: it has {there:,} bytes in place of {nbytes:,}",
+                    cause="a truncated file, or one of another table",
+                    hint="restore the file or compress the table again",
+                )
 
     def save(self, folder: Path) -> None:
         """Write the index into ``folder``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -53,18 +54,23 @@ class PartialTable:
 
     def remove_others(self) -> None:
         """Remove files in other codes, which nothing will take over."""
-        for folder in self.folder.parent.glob("*/"):
+        for folder in self._of_codes("/"):
             if folder != self.folder:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def remove_all(self) -> None:
         """Remove the files of all codes, and what is known of codes."""
-        for folder in self.folder.parent.glob("*/"):
+        for folder in self._of_codes("/"):
             shutil.rmtree(folder, ignore_errors=True)
-        for note in self.folder.parent.glob("*.json"):
+        for note in self._of_codes(".json"):
             note.unlink(missing_ok=True)
         with suppress(OSError):  # finished weights of a model's run to the same output
             self.folder.parent.rmdir()
+
+    def _of_codes(self, ending: str) -> list[Path]:
+        """What bears the fingerprint of a code: the folder may be a link to one that holds other things, too."""
+        found = self.folder.parent.glob(f"*{ending}")
+        return [path for path in found if re.fullmatch("[0-9a-f]{24}", path.name.removesuffix(ending))]
 
     def rejected(self) -> int | None:
         """The bytes of a table in this code, where they were counted and did not suit."""

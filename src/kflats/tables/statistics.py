@@ -192,7 +192,7 @@ def statistics_of(table: WeightedRows, seed: int, show: Callable[[int], None], w
         far = f"{rows.place(place)} is {longest**0.5 / middle:.1e} times as long as the middle row"
         warnings.warn(
             KflatsWarning(f"{far}: beside it the others lose more; leave it out of the table"),
-            stacklevel=3,
+            stacklevel=4,
         )
     weights = table.weights_of(ids)
     levels = 1 if weights is None else int(halvings(weights, heaviest).max()) + 1

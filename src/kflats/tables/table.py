@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kflats.common.errors import KflatsError
+from kflats.common.torch_settings import usual_settings
 from kflats.tables.compact import CompactCode
 from kflats.tables.fast import FastCode
 from kflats.tables.index import TableIndex, load_head, shard_name
@@ -70,12 +71,21 @@ class CodedTable:
             KflatsError: ids that are no whole numbers or that the table does not have; a missing, truncated or damaged
                 file, which the message names.
         """
-        asked: object = ids
-        if isinstance(asked, int | slice):
-            raise KflatsError(f"rows are asked for by several ids, not by {ids!r}", hint="a list, an array or a tensor")
+        if torch.compiler.is_compiling():  # files are read outside of graphs
+            found: Tensor | npt.NDArray[np.float32] = torch.compiler.disable(self._asked)(ids)
+            return found
+        return self._asked(ids)
+
+    def _asked(self, ids: Tensor | npt.NDArray[np.integer] | Sequence[int]) -> Tensor | npt.NDArray[np.float32]:
+        """As ``rows``."""
         if isinstance(ids, np.ndarray):
             return self._rows(ids.reshape(-1)).view(*ids.shape, self.shape[1]).numpy()
-        given = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=None if len(ids) else torch.int64)
+        try:
+            given = ids if isinstance(ids, Tensor) else torch.tensor(ids, dtype=None if len(ids) else torch.int64)
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise KflatsError(
+                f"rows are asked for by several ids, not by {repr(ids)[:80]}", hint="a list, an array or a tensor"
+            ) from error
         rows = self._rows(given.detach().cpu().reshape(-1).numpy())
         return rows.view(*given.shape, self.shape[1]).to(given.device)
 
@@ -89,6 +99,10 @@ class CodedTable:
             yield start, self._rows(np.arange(start, min(start + size, len(self))))
 
     def __getitem__(self, row: int) -> Tensor:
+        if not isinstance(row, int | np.integer):
+            raise KflatsError(
+                f"one row is asked for by a whole number, not by {row!r}", hint="table.rows(ids) for several"
+            )
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of a table of {len(self):,} rows")  # which ends a loop over the rows
         return self._rows(np.array([row]))[0]
@@ -107,9 +121,10 @@ class CodedTable:
                 f"rows {low} to {high} are not all in a table of {n:,} rows", hint=f"ids from 0 to {n - 1}"
             )
         whole = ids.astype(np.int64, copy=False)
-        out = torch.empty(len(whole), d)
-        for start in range(0, len(whole), self._code.batch):
-            self._decode(whole[start : start + self._code.batch], out[start : start + self._code.batch])
+        with usual_settings():
+            out = torch.empty(len(whole), d)
+            for start in range(0, len(whole), self._code.batch):
+                self._decode(whole[start : start + self._code.batch], out[start : start + self._code.batch])
         return out
 
     def _decode(self, ids: Ints, out: Tensor) -> None:
@@ -163,7 +178,9 @@ def open_table(path: str | os.PathLike[str]) -> CodedTable:
     >>> table, table.rows(torch.tensor([[5, 7, 5]])).shape
     (CodedTable(..., 1000 x 16, fast), torch.Size([1, 3, 16]))
     """
-    folder = Path(path).absolute()  # files are opened when they are read, whatever the working directory is then
+    folder = (
+        Path(path).expanduser().absolute()
+    )  # files are opened when they are read, whatever the working directory is then
     index = TableIndex.load(folder)
     try:
         code = _CODES[index.layout].from_tensors(load_head(folder, index.head), index.columns)
